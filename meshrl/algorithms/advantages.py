@@ -1,0 +1,145 @@
+"""Advantage estimators by name, and those that need no groups: GAE, REINFORCE++, ReMax.
+
+Every estimator takes [batch, response_length] tensors and returns `(advantages, returns)` of that shape, zero where
+`response_mask` is zero. A response is the tokens with mask 1; zeros inside it (tool output) are no steps of the policy.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshrl.algorithms.checks import check_finite, check_length, check_matrix, check_not_empty
+from meshrl.algorithms.masked import masked_whiten
+from meshrl.algorithms.recurrence import TokenCompaction, discounted_suffix_sum
+from meshrl.algorithms.registry import Registry
+
+Advantages = tuple[torch.Tensor, torch.Tensor]
+GroupIndex = np.ndarray | Sequence[Any] | torch.Tensor
+
+ADVANTAGE_ESTIMATORS = Registry("advantage estimator")
+
+
+def register_adv_est(name: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator that enters an advantage estimator under a name (a string, or an enum member whose value is one)."""
+    return ADVANTAGE_ESTIMATORS.register(str(getattr(name, "value", name)))
+
+
+def get_adv_estimator_fn(name: Any) -> Callable[..., Advantages]:
+    """The advantage estimator called `name`."""
+    return ADVANTAGE_ESTIMATORS.get(str(getattr(name, "value", name)))
+
+
+def compute_advantage(
+    name: str,
+    *,
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: GroupIndex | None = None,
+    values: torch.Tensor | None = None,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    config: Any = None,
+    **extra: Any,
+) -> Advantages:
+    """Run an estimator by name with those of the arguments it takes; one it needs and does not get is an error.
+
+    `extra` holds what only some estimators need, such as `reward_baselines` (remax) or `sum_pi_squared`.
+    """
+    function = get_adv_estimator_fn(name)
+    offered = {
+        "token_level_rewards": token_level_rewards,
+        "response_mask": response_mask,
+        "index": index,
+        "values": values,
+        "gamma": gamma,
+        "lam": lam,
+        "config": config,
+        "norm_adv_by_std_in_grpo": getattr(config, "norm_adv_by_std_in_grpo", None),
+        **extra,
+    }
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    given = {key: value for key, value in offered.items() if value is not None and (takes_any or key in parameters)}
+    for parameter in parameters.values():
+        required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        if required and parameter.name not in given:
+            raise ValueError(f"advantage estimator {name!r} needs {parameter.name}, which was not given")
+    return function(**given)
+
+
+def outcome_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """Each sample's whole reward as a float [batch] vector; refuses NaN, inf and disagreeing shapes."""
+    check_matrix(token_level_rewards=token_level_rewards, response_mask=response_mask)
+    check_not_empty(response_mask)
+    scores = token_level_rewards.detach().sum(-1, dtype=torch.float32)
+    # A NaN or inf anywhere reaches its row's sum, so the matrix itself is searched only to say where.
+    if not bool(torch.isfinite(scores).all()):
+        check_finite("token_level_rewards", token_level_rewards)
+        check_finite("the sum of token_level_rewards", scores)
+    return scores
+
+
+def to_tokens(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """Each sample's number on each of its response tokens, zero elsewhere."""
+    return scores[:, None] * response_mask.to(scores.dtype)
+
+
+@register_adv_est("gae")
+@torch.no_grad()
+def compute_gae_advantage_return(
+    token_level_rewards: torch.Tensor,
+    values: torch.Tensor,
+    response_mask: torch.Tensor,
+    gamma: float,
+    lam: float,
+) -> Advantages:
+    """Generalised advantage estimation (arXiv:1506.02438), whitened over the batch's tokens; returns are not."""
+    check_matrix(token_level_rewards=token_level_rewards, values=values, response_mask=response_mask)
+    tokens = TokenCompaction(response_mask)
+    outcome_scores(token_level_rewards, tokens.mask)
+    own_values = tokens.compact(values.float())
+    deltas = tokens.compact_rewards(token_level_rewards.float()).sub_(own_values)
+    deltas[:, :-1].add_(own_values[:, 1:], alpha=gamma)
+    advantages = tokens.spread(discounted_suffix_sum(deltas, gamma * lam))
+    returns = tokens.spread(own_values) + advantages
+    if not bool(torch.isfinite(returns.sum())):
+        check_finite("values", values, tokens.mask)
+        check_finite("returns", returns)
+    return masked_whiten(advantages, tokens.mask), returns
+
+
+@register_adv_est("reinforce_plus_plus")
+@torch.no_grad()
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any = None,
+    gamma: float | None = None,
+) -> Advantages:
+    """REINFORCE++ (arXiv:2501.03262): discounted rewards to go, whitened over the batch's tokens."""
+    outcome_scores(token_level_rewards, response_mask)
+    if gamma is None:
+        gamma = float(getattr(config, "gamma", 1.0))
+    tokens = TokenCompaction(response_mask)
+    returns = tokens.spread(discounted_suffix_sum(tokens.compact_rewards(token_level_rewards.float()), gamma))
+    return masked_whiten(returns, response_mask), returns
+
+
+@register_adv_est("remax")
+@torch.no_grad()
+def compute_remax_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    reward_baselines: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any = None,
+) -> Advantages:
+    """ReMax (arXiv:2310.10505): rewards to go minus the reward of the greedy response to the same prompt."""
+    outcome_scores(token_level_rewards, response_mask)
+    check_length("reward_baselines", len(reward_baselines), len(response_mask))
+    check_finite("reward_baselines", reward_baselines)
+    tokens = TokenCompaction(response_mask)
+    returns = tokens.spread(discounted_suffix_sum(tokens.compact_rewards(token_level_rewards.float()), 1.0))
+    return returns - to_tokens(reward_baselines.float(), response_mask), returns

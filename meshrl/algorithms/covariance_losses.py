@@ -1,0 +1,171 @@
+"""Clip-Cov and KL-Cov (arXiv:2505.22617): special treatment of the tokens whose log-prob and advantage vary together.
+
+The tokens are chosen within the whole mini-batch, which no micro-batch can do alone. So the choice is made before any
+forward pass from the old log-probs (on-policy they are the current ones) by `add_covariance_stats`, and carried to
+every micro-batch as a few numbers: the two means, and the bounds of the chosen tokens. Tokens with equal covariance,
+such as all those of probability 1, are told apart by a fixed hash of their sample and position.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from meshrl.algorithms.checks import check_not_empty
+from meshrl.algorithms.policy_config import PolicyLossConfig
+from meshrl.algorithms.policy_losses import (
+    Metrics,
+    check_loss_inputs,
+    clipped_surrogate,
+    log_ratio,
+    reduce_policy_loss,
+    register_policy_loss,
+)
+from meshrl.algorithms.stats import BatchStats, CovarianceStats
+
+COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
+
+
+def add_covariance_stats(
+    stats: BatchStats,
+    loss_mode: str,
+    old_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any = None,
+) -> BatchStats:
+    """`stats` with what clip_cov or kl_cov needs of the whole mini-batch; unchanged for every other loss.
+
+    The tensors are the whole mini-batch's, over all ranks.
+    """
+    if loss_mode not in COVARIANCE_LOSSES:
+        return stats
+    check_loss_inputs(old_log_prob, old_log_prob, advantages, response_mask)
+    check_not_empty(response_mask)
+    parameters = PolicyLossConfig.read(config)
+    mask = response_mask.bool()
+    tokens = int(mask.sum())
+    means = CovarianceStats(float(advantages[mask].double().mean()), float(old_log_prob[mask].double().mean()))
+    covariance = _covariance(old_log_prob, advantages, means)[mask]
+    keys = token_keys(old_log_prob, mask)[mask]
+    if loss_mode == "kl_cov":
+        chosen = replace(means, **_top_bounds(covariance, keys, max(int(parameters.kl_cov_ratio * tokens), 1)))
+    else:
+        in_band = (covariance > parameters.clip_cov_lb) & (covariance < parameters.clip_cov_ub)
+        keys = keys[in_band].sort().values
+        wanted = min(max(int(parameters.clip_cov_ratio * tokens), 1), len(keys))
+        chosen = replace(means, key_bound=int(keys[wanted - 1]) if wanted else -1)
+    return replace(stats, covariance=chosen)
+
+
+def _top_bounds(covariance: torch.Tensor, keys: torch.Tensor, count: int) -> dict[str, Any]:
+    """The smallest covariance among the `count` largest, and the largest key that is needed among its equals."""
+    bound = covariance.topk(min(count, len(covariance))).values[-1]
+    tied = keys[covariance == bound].sort().values
+    places = count - int((covariance > bound).sum())
+    return {"covariance_bound": float(bound), "key_bound": int(tied[places - 1])}
+
+
+def _covariance(log_prob: torch.Tensor, advantages: torch.Tensor, means: CovarianceStats) -> torch.Tensor:
+    # In float64, so that a token compares equally with the bounds wherever it is computed.
+    return (advantages.detach().double() - means.mean_advantage) * (log_prob.detach().double() - means.mean_log_prob)
+
+
+def token_keys(log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """A fixed pseudo-random number in [0, 2^62) per token, from its row's log-probs and its place among the set tokens.
+
+    It does not depend on the other rows or on padding, so any split of a batch gives a token the same key.
+    """
+    place = mask.long().cumsum(-1)
+    bits = log_prob.detach().float().contiguous().view(torch.int32).long()
+    row = (_mix(bits + place * 0x9E3779B97F4A7C1) * mask).sum(-1, keepdim=True)
+    return _mix(row ^ _mix(place)) & (2**62 - 1)
+
+
+def _mix(numbers: torch.Tensor) -> torch.Tensor:
+    """Spread the bits of int64 numbers; multiplication wraps around."""
+    for shift, factor in ((31, 0x7FB5D329728EA185), (27, 0x81DADEF4BC2DD44D - 2**64), (33, 1)):
+        numbers = (numbers ^ (numbers >> shift)) * factor
+    return numbers
+
+
+def _selection(
+    loss_mode: str,
+    old_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+    stats: BatchStats | None,
+) -> tuple[BatchStats, torch.Tensor, torch.Tensor]:
+    """The stats with covariance, the tokens' covariances and their keys."""
+    if stats is None:
+        whole = BatchStats.of(response_mask)
+        stats = add_covariance_stats(whole, loss_mode, old_log_prob, advantages, response_mask, config)
+    if stats.covariance is None:
+        raise ValueError(
+            f"{loss_mode} chooses tokens within the whole mini-batch: before splitting it, complete the stats with "
+            "add_covariance_stats(stats, loss_mode, old_log_prob, advantages, response_mask, config)"
+        )
+    covariance = _covariance(old_log_prob, advantages, stats.covariance)
+    return stats, covariance, token_keys(old_log_prob, response_mask.bool())
+
+
+@register_policy_loss("clip_cov", zero_where_advantage_is_zero=True)
+def compute_policy_loss_clip_cov(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    stats: BatchStats | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """PPO's clip, without the gradient of a fraction clip_cov_ratio of all tokens, picked by hash among those whose
+    covariance lies between clip_cov_lb and clip_cov_ub."""
+    check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
+    parameters = PolicyLossConfig.read(config)
+    stats, covariance, keys = _selection("clip_cov", old_log_prob, advantages, response_mask, config, stats)
+    assert stats.covariance is not None
+    in_band = (covariance > parameters.clip_cov_lb) & (covariance < parameters.clip_cov_ub)
+    dropped = in_band & (keys <= stats.covariance.key_bound)
+    log_r = log_ratio(log_prob, old_log_prob, response_mask)
+    losses, clipped = clipped_surrogate(log_r.exp(), advantages, parameters.low, parameters.high)
+    metrics = {
+        "actor/pg_clipfrac": dropped | clipped,
+        "actor/pg_clipfrac_lower": torch.zeros_like(dropped),
+        "actor/ppo_kl": -log_r,
+        "actor/cov_frac": dropped,
+    }
+    return reduce_policy_loss(losses * ~dropped, response_mask, loss_agg_mode, rollout_is_weights, stats, metrics)
+
+
+@register_policy_loss("kl_cov")
+def compute_policy_loss_kl_cov(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    stats: BatchStats | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """-A r, plus ppo_kl_coef * |log r| on the fraction kl_cov_ratio of tokens with the largest covariance."""
+    check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
+    parameters = PolicyLossConfig.read(config)
+    stats, covariance, keys = _selection("kl_cov", old_log_prob, advantages, response_mask, config, stats)
+    bounds = stats.covariance
+    assert bounds is not None
+    tied = (covariance == bounds.covariance_bound) & (keys <= bounds.key_bound)
+    penalised = (covariance > bounds.covariance_bound) | tied
+    log_r = log_ratio(log_prob, old_log_prob, response_mask)
+    losses = -advantages * log_r.exp() + parameters.ppo_kl_coef * log_r.abs() * penalised
+    nothing = torch.zeros_like(penalised)
+    metrics = {
+        "actor/pg_clipfrac": nothing,
+        "actor/pg_clipfrac_lower": nothing,
+        "actor/ppo_kl": -log_r,
+        "actor/cov_frac": penalised,
+    }
+    return reduce_policy_loss(losses, response_mask, loss_agg_mode, rollout_is_weights, stats, metrics)

@@ -1,0 +1,218 @@
+"""Outcome estimators that compare the samples of one prompt: GRPO and its kin.
+
+A group of one sample has no baseline, so its advantage is 0 in all of them; `group_metrics` counts such groups.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from meshrl.algorithms.advantages import Advantages, GroupIndex, outcome_scores, register_adv_est, to_tokens
+from meshrl.algorithms.checks import check_finite, check_length
+from meshrl.algorithms.groups import Groups
+from meshrl.algorithms.masked import masked_whiten
+
+
+def _normalised(scores: torch.Tensor, groups: Groups, epsilon: float, by_std: bool) -> torch.Tensor:
+    centered = groups.centered(scores)
+    return centered / (groups.std(scores) + epsilon) if by_std else centered
+
+
+def _whitened(scores: torch.Tensor, response_mask: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Whiten over the tokens of the samples that have a group; a group of one stays at exactly 0."""
+    mask = response_mask.bool() & ~groups.is_single[:, None]
+    tokens = to_tokens(scores, response_mask)
+    return masked_whiten(tokens, mask) if bool(mask.any()) else torch.zeros_like(tokens)
+
+
+@register_adv_est("grpo_vectorized")
+@register_adv_est("grpo")
+@torch.no_grad()
+def compute_grpo_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: GroupIndex,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+) -> Advantages:
+    """GRPO (arXiv:2402.03300): (score - group mean) / (group std + epsilon); without the std it is Dr.GRPO's."""
+    response_mask = response_mask.bool()
+    scores = outcome_scores(token_level_rewards, response_mask)
+    groups = Groups.of(index, len(scores), scores.device)
+    advantages = to_tokens(_normalised(scores, groups, epsilon, norm_adv_by_std_in_grpo), response_mask)
+    return advantages, advantages
+
+
+@register_adv_est("grpo_passk")
+@torch.no_grad()
+def compute_grpo_passk_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: GroupIndex,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+) -> Advantages:
+    """Pass@k (arXiv:2503.19595): only the best of a group has an advantage, its lead over the second best."""
+    response_mask = response_mask.bool()
+    scores = outcome_scores(token_level_rewards, response_mask)
+    groups = Groups.of(index, len(scores), scores.device)
+    # Sorted by group, then by falling score: the first of each run is the best, the next one the second best.
+    by_score = torch.argsort(scores, descending=True, stable=True)
+    order = by_score[torch.argsort(groups.of_sample[by_score], stable=True)]
+    starts = groups.sizes.cumsum(0) - groups.sizes
+    best, second = order[starts], order[(starts + 1).clamp(max=len(order) - 1)]
+    lead = torch.where(groups.sizes > 1, scores[best] - scores[second], torch.zeros_like(scores[best]))
+    advantages = torch.zeros_like(scores)
+    advantages[best] = lead
+    if norm_adv_by_std_in_grpo:
+        advantages = advantages / (groups.std(scores) + epsilon)
+    tokens = to_tokens(advantages, response_mask)
+    return tokens, tokens
+
+
+@register_adv_est("gdpo")
+@torch.no_grad()
+def compute_gdpo_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: GroupIndex,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Any = None,
+    non_tensor_batch: Mapping[str, Any] | None = None,
+    reward_components: Mapping[str, Any] | None = None,
+    reward_weights: Sequence[float] | None = None,
+) -> Advantages:
+    """GDPO (arXiv:2601.05242): each reward component is normalised in its group, then weighted, added and whitened.
+
+    The components are `reward_components` (name -> [batch] numbers) or the keys `config.gdpo_reward_keys` of
+    `non_tensor_batch`; without either, the whole reward is the only component.
+    """
+    response_mask = response_mask.bool()
+    scores = outcome_scores(token_level_rewards, response_mask)
+    groups = Groups.of(index, len(scores), scores.device)
+    components = _reward_components(scores, config, non_tensor_batch, reward_components)
+    if reward_weights is None:
+        reward_weights = getattr(config, "gdpo_reward_weights", None) or [1.0] * len(components)
+    check_length("reward_weights", len(reward_weights), len(components))
+    total = torch.zeros_like(scores)
+    for weight, component in zip(reward_weights, components, strict=True):
+        total += float(weight) * _normalised(component, groups, epsilon, norm_adv_by_std_in_grpo)
+    advantages = _whitened(total, response_mask, groups)
+    return advantages, advantages
+
+
+def _reward_components(
+    scores: torch.Tensor,
+    config: Any,
+    non_tensor_batch: Mapping[str, Any] | None,
+    reward_components: Mapping[str, Any] | None,
+) -> list[torch.Tensor]:
+    keys = getattr(config, "gdpo_reward_keys", None)
+    if reward_components is None:
+        if not keys:
+            return [scores]
+        missing = [key for key in keys if key not in (non_tensor_batch or {})]
+        if missing:
+            raise ValueError(
+                f"algorithm.gdpo_reward_keys names {missing}, which the reward function did not return; "
+                f"it returned {sorted(non_tensor_batch or {})}"
+            )
+        assert non_tensor_batch is not None
+        reward_components = {key: non_tensor_batch[key] for key in keys}
+    components = []
+    for name, values in reward_components.items():
+        numbers = values.tolist() if hasattr(values, "tolist") else list(values)
+        component = torch.tensor(numbers, dtype=torch.float32, device=scores.device)
+        check_length(f"reward component {name!r}", len(component), len(scores))
+        check_finite(f"reward component {name!r}", component)
+        components.append(component)
+    return components
+
+
+@register_adv_est("rloo_vectorized")
+@register_adv_est("rloo")
+@torch.no_grad()
+def compute_rloo_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: GroupIndex,
+    epsilon: float = 1e-6,
+    config: Any = None,
+) -> Advantages:
+    """RLOO (arXiv:2402.14740): score minus the mean of the group's other samples. `epsilon` is not used."""
+    response_mask = response_mask.bool()
+    scores = outcome_scores(token_level_rewards, response_mask)
+    groups = Groups.of(index, len(scores), scores.device)
+    size = groups.size_of_sample
+    # s - (sum - s) / (n - 1) = (s - mean) * n / (n - 1)
+    advantages = to_tokens(groups.centered(scores) * size / (size - 1).clamp(min=1), response_mask)
+    return advantages, advantages
+
+
+@register_adv_est("reinforce_plus_plus_baseline")
+@torch.no_grad()
+def compute_reinforce_plus_plus_baseline_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: GroupIndex,
+    epsilon: float = 1e-6,
+    config: Any = None,
+) -> Advantages:
+    """REINFORCE++ with a group baseline (arXiv:2501.03262): score - group mean, whitened over the batch's tokens.
+
+    `epsilon` is not used.
+    """
+    response_mask = response_mask.bool()
+    scores = outcome_scores(token_level_rewards, response_mask)
+    groups = Groups.of(index, len(scores), scores.device)
+    advantages = _whitened(groups.centered(scores), response_mask, groups)
+    return advantages, advantages
+
+
+@register_adv_est("opo")
+@torch.no_grad()
+def compute_opo_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: GroupIndex,
+    epsilon: float = 1e-6,
+    config: Any = None,
+) -> Advantages:
+    """OPO (arXiv:2505.23585): score minus the group's mean weighted by response length. `epsilon` is not used."""
+    response_mask = response_mask.bool()
+    scores = outcome_scores(token_level_rewards, response_mask)
+    groups = Groups.of(index, len(scores), scores.device)
+    lengths = response_mask.sum(-1, dtype=torch.float32)
+    offset = scores - groups.first(scores)
+    baseline = (groups.sum(lengths * offset) / groups.sum(lengths).clamp(min=1))[groups.of_sample]
+    advantages = to_tokens(offset - baseline, response_mask)
+    return advantages, advantages
+
+
+@register_adv_est("gpg")
+@torch.no_grad()
+def compute_gpg_outcome_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: GroupIndex,
+    epsilon: float = 1e-6,
+    f_norm: float = 1.0,
+    alpha: float | None = None,
+    config: Any = None,
+) -> Advantages:
+    """GPG (arXiv:2504.02546): alpha * (score - group mean) / f_norm.
+
+    `alpha` defaults to samples / samples with a non-zero score, which keeps the gradient's size when many are zero.
+    `epsilon` is not used.
+    """
+    response_mask = response_mask.bool()
+    scores = outcome_scores(token_level_rewards, response_mask)
+    groups = Groups.of(index, len(scores), scores.device)
+    if alpha is None:
+        alpha = len(scores) / max(int(torch.count_nonzero(scores)), 1)
+    advantages = to_tokens(groups.centered(scores) * (alpha / f_norm), response_mask)
+    return advantages, advantages

@@ -1,0 +1,72 @@
+"""The parameters of the policy losses, read from any object that has some of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    """Parameters of all policy losses; each loss reads its own. None means the default that the loss documents."""
+
+    clip_ratio: float = 0.2
+    clip_ratio_low: float | None = None  # follows clip_ratio
+    clip_ratio_high: float | None = None  # follows clip_ratio
+    clip_ratio_c: float | None = None  # dual clip: 3.0; cap of the ratio in dppo_*: 20.0
+    tau_pos: float = 1.0  # sapo
+    tau_neg: float = 1.05  # sapo
+    clip_cov_ratio: float = 0.0002
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    kl_cov_ratio: float = 0.0002
+    ppo_kl_coef: float = 1.0  # kl_cov
+    dro_beta: float = 0.1
+    icepop_low: float = 0.5
+    icepop_high: float = 5.0
+    behaviour_weight_cap: float = 5.0  # decoupled
+
+    def __post_init__(self) -> None:
+        for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        if self.clip_ratio_c is not None and self.clip_ratio_c <= 1.0:
+            raise ValueError(f"clip_ratio_c must be greater than 1.0, got {self.clip_ratio_c}")
+        for name in ("tau_pos", "tau_neg", "clip_cov_ratio", "kl_cov_ratio", "dro_beta", "behaviour_weight_cap"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.clip_cov_lb >= self.clip_cov_ub:
+            raise ValueError(f"clip_cov_lb ({self.clip_cov_lb}) must be below clip_cov_ub ({self.clip_cov_ub})")
+        if self.icepop_low >= self.icepop_high:
+            raise ValueError(f"icepop_low ({self.icepop_low}) must be below icepop_high ({self.icepop_high})")
+
+    @property
+    def low(self) -> float:
+        return self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+
+    @property
+    def high(self) -> float:
+        return self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+
+    @classmethod
+    def read(cls, config: Any) -> "PolicyLossConfig":
+        """Take each parameter from `config` or `config.policy_loss` (attributes or keys) where it is there and set."""
+        if config is None:
+            return cls()
+        if isinstance(config, cls):
+            return config
+        nested = _lookup(config, "policy_loss")
+        found: dict[str, Any] = {}
+        for field in fields(cls):
+            for source in (nested, config):
+                value = None if source is None else _lookup(source, field.name)
+                if value is not None:
+                    found[field.name] = float(value)
+                    break
+        return cls(**found)
+
+
+def _lookup(source: Any, name: str) -> Any:
+    if isinstance(source, Mapping):
+        return source.get(name)
+    return getattr(source, name, None)

@@ -1,0 +1,174 @@
+"""The `meshrl` command. Nothing heavy is imported before a command needs it: `--help` answers at once."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import meshrl
+
+if TYPE_CHECKING:
+    from meshrl.config import Loaded, PPOConfig, SFTConfig
+
+CONFIG_PROBLEM, RUN_ERROR, INTERRUPTED = 2, 1, 130
+OVERRIDES_HELP = "recipe file or shipped name, then overrides such as trainer.seed=2"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 (the run failed), 2 (config or usage), 130 (interrupted)."""
+    arguments = _parse(argv)
+    command: Callable[[argparse.Namespace], int | None] = arguments.command
+    try:
+        return command(arguments) or 0
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone, as in `meshrl config | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        problems = getattr(error, "problems", None)  # ConfigError, without importing the config for it
+        if problems is not None:
+            for problem in problems:
+                _complain(problem)
+            return CONFIG_PROBLEM
+        sys.stderr.write(traceback.format_exc())
+        _complain(f"the run failed: {type(error).__name__}: {error}")
+        return RUN_ERROR
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse takes positionals only in one piece; overrides may also stand after an option.
+    stray = [word for word in rest if word.startswith("-") or not hasattr(arguments, "words")]
+    if stray:
+        parser.error(f"unrecognized arguments: {' '.join(stray)}")
+    if rest:
+        arguments.words += rest
+    return arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="meshrl", description="RL post-training for language models on any device mesh."
+    )
+    parser.add_argument("--version", action="version", version=f"meshrl {meshrl.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    def add(name: str, command: Callable[[argparse.Namespace], int | None], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(command=command)
+        return added
+
+    for name, command, text in (
+        ("train", _train, "train a policy with reinforcement learning"),
+        ("sft", _sft, "fine-tune a model on demonstrations"),
+    ):
+        runner = add(name, command, text)
+        runner.add_argument("words", nargs="*", metavar="RECIPE key=value", help=OVERRIDES_HELP)
+        runner.add_argument(
+            "--dry-run", action="store_true", help="check everything, print layout and batch units, end"
+        )
+        runner.add_argument("--skip-files", action="store_true", help="with --dry-run: don't look for data and model")
+
+    demo = add("demo", _demo, "train a tiny model on a toy task, from nothing to a picture")
+    demo.add_argument("words", nargs="*", metavar="key=value", help="overrides for the demo's recipe")
+    demo.add_argument("--seed", type=int, default=0, help="seed of model, data and sampling")
+    demo.add_argument("--control", action="store_true", help="coin-toss rewards: must not learn")
+    demo.add_argument("--out", default="outputs/demo", metavar="DIR", help="folder for the results")
+
+    config = add("config", _config, "print a resolved config, with where each value came from")
+    config.add_argument("words", nargs="*", metavar="RECIPE key=value", help=OVERRIDES_HELP)
+    config.add_argument("--sft", action="store_true", help="a config of meshrl sft")
+    config.add_argument("--only", default="", metavar="PREFIX", help="only keys below this one")
+    config.add_argument("--doc", action="store_true", help="with a line of documentation per key")
+
+    report = add("report", _report, "draw the curves and the report of a run")
+    report.add_argument("run_dir", help="folder of the run")
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    loaded = _load(arguments.words, sft=False)
+    if _ready(loaded, arguments):
+        from meshrl.trainer.run import train
+
+        train(loaded.config, loaded.sources)
+
+
+def _sft(arguments: argparse.Namespace) -> None:
+    loaded = _load(arguments.words, sft=True)
+    if _ready(loaded, arguments):
+        from meshrl.trainer.run import sft
+
+        sft(loaded.config, loaded.sources)
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    from meshrl.trainer.demo import main as demo
+
+    demo(arguments.out, seed=arguments.seed, control=arguments.control, overrides=arguments.words)
+
+
+def _config(arguments: argparse.Namespace) -> None:
+    from meshrl.config.show import to_yaml
+
+    loaded = _load(arguments.words, sft=arguments.sft)
+    _say(to_yaml(loaded.config, loaded.sources, only=arguments.only, docs=arguments.doc).rstrip("\n"))
+
+
+def _report(arguments: argparse.Namespace) -> int | None:
+    from meshrl.telemetry.report import write_report
+
+    try:
+        path = write_report(arguments.run_dir)
+    except (OSError, ValueError) as error:
+        _complain(str(error))
+        return RUN_ERROR
+    _say(f"wrote {path}")
+    return None
+
+
+def _load(words: Sequence[str], sft: bool) -> "Loaded[Any]":
+    """The first word is the recipe unless it sets a key."""
+    from meshrl.config import PPOConfig, SFTConfig, load_config
+
+    has_recipe = bool(words) and "=" not in words[0]
+    loaded: Loaded[Any] = load_config(
+        words[0] if has_recipe else None, words[1:] if has_recipe else words, SFTConfig if sft else PPOConfig
+    )
+    for note in loaded.notes:
+        _complain(f"note: {note}")
+    return loaded
+
+
+def _ready(loaded: "Loaded[PPOConfig] | Loaded[SFTConfig]", arguments: argparse.Namespace) -> bool:
+    """Check the config; on a dry run show what would run, and return False."""
+    from meshrl.config import check_config, ensure_runnable
+    from meshrl.config.show import summary_lines
+
+    if not arguments.dry_run:
+        ensure_runnable(loaded.config)
+        return True
+    if not check_config(loaded.config, check_files=False):
+        _say("\n".join(summary_lines(loaded.config)))
+    ensure_runnable(loaded.config, check_files=not arguments.skip_files)
+    _say("dry run: the config is fine")
+    return False
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _complain(text: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(f"meshrl: {text}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""The config: a tree of dataclasses, loaded from recipes and overrides, checked before any worker starts."""
+
+from meshrl.config.checks import check_config, ensure_runnable
+from meshrl.config.errors import ConfigError
+from meshrl.config.load import Loaded, load_config
+from meshrl.config.root import PPOConfig
+from meshrl.config.sft import SFTConfig
+from meshrl.config.units import BatchUnits, SFTBatchUnits
+from meshrl.config.values import unsupported
+
+__all__ = [
+    "BatchUnits",
+    "ConfigError",
+    "Loaded",
+    "PPOConfig",
+    "SFTBatchUnits",
+    "SFTConfig",
+    "check_config",
+    "ensure_runnable",
+    "load_config",
+    "unsupported",
+]

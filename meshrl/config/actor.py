@@ -1,0 +1,95 @@
+"""`actor_rollout_ref.actor.*` and `.ref.*`: the policy's update and the frozen reference."""
+
+from dataclasses import dataclass
+
+from meshrl.config.engine import EngineConfig
+from meshrl.config.key import key, section
+from meshrl.config.optim import OptimConfig
+
+ACTOR = "actor_rollout_ref.actor"
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+POLICY_LOSSES = (
+    "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro",
+    "decoupled", "icepop", "bypass_mode",
+)  # fmt: skip
+PENDING_LOSSES = dict.fromkeys(POLICY_LOSSES[-3:], "it needs rollout correction (importance weights of the rollout)")
+KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_CHOICES = KL_ESTIMATORS + tuple(f"{name}+" for name in KL_ESTIMATORS)
+
+
+@dataclass
+class PolicyLossConfig:
+    loss_mode: str = key("vanilla", "Policy loss.", choices=POLICY_LOSSES, pending=PENDING_LOSSES)
+    tau_pos: float = key(1.0, "sapo: temperature of the gate at positive advantages.", low=0)
+    tau_neg: float = key(1.05, "sapo: temperature of the gate at negative advantages.", low=0)
+    clip_cov_ratio: float = key(0.0002, "clip_cov: share of tokens taken out of the gradient.", low=0, high=1)
+    clip_cov_lb: float = key(1.0, "clip_cov: lower bound of the covariance of such tokens.")
+    clip_cov_ub: float = key(5.0, "clip_cov: upper bound of the covariance of such tokens.")
+    kl_cov_ratio: float = key(0.0002, "kl_cov: share of tokens that get a KL penalty.", low=0, high=1)
+    ppo_kl_coef: float = key(1.0, "kl_cov: weight of that penalty.", low=0)
+    dro_beta: float = key(0.1, "dro: weight of the quadratic penalty.", low=0)
+    icepop_low: float = key(0.5, "icepop: tokens whose trainer-to-rollout ratio is below are masked.", low=0)
+    icepop_high: float = key(5.0, "icepop: tokens whose trainer-to-rollout ratio is above are masked.", low=0)
+    behaviour_weight_cap: float = key(5.0, "decoupled: upper bound of the behaviour weights.", low=0)
+
+
+@dataclass
+class CheckpointConfig:
+    save_contents: list[str] = key(["model", "optimizer", "extra"], "What a checkpoint holds.")
+    load_contents: list[str] | None = key(None, "What is loaded from it; null: all it holds.")
+    async_save: bool = key(False, "Write checkpoints in the background.")
+
+
+@dataclass
+class ActorConfig(EngineConfig):
+    ppo_mini_batch_size: int = key(
+        256, "Prompts per optimizer step, over all ranks; samples are this times rollout.n.", low=1
+    )
+    ppo_micro_batch_size_per_gpu: int | None = key(
+        None, "Samples per forward/backward on one rank, unless use_dynamic_bsz.", low=1
+    )
+    use_dynamic_bsz: bool = key(False, "Cut micro-batches by tokens (ppo_max_token_len_per_gpu), not by samples.")
+    ppo_max_token_len_per_gpu: int = key(
+        16384, "Most tokens of a micro-batch on one rank, with use_dynamic_bsz.", low=1
+    )
+    clip_ratio: float = key(0.2, "PPO's clip range on both sides.", low=0)
+    clip_ratio_low: float | None = key(None, "Clip range below 1.", low=0, follows=f"{ACTOR}.clip_ratio")
+    clip_ratio_high: float | None = key(None, "Clip range above 1.", low=0, follows=f"{ACTOR}.clip_ratio")
+    clip_ratio_c: float | None = key(
+        None, "Dual clip: bound of the ratio at negative advantages; null: the loss's own (3.0, dppo_* 20.0).", low=1
+    )
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig, "Which policy loss, and its parameters.")
+    loss_agg_mode: str = key("token-mean", "How token losses become one number.", choices=LOSS_AGG_MODES)
+    loss_scale_factor: float | None = key(
+        None, "Divisor of seq-mean-token-sum-norm; null: the longest response.", low=0
+    )
+    entropy_coeff: float = key(0.0, "Weight of the entropy bonus.")
+    use_kl_loss: bool = key(False, "Add the KL to the reference to the loss.")
+    kl_loss_coef: float = key(0.001, "Weight of that KL, with use_kl_loss.", low=0)
+    kl_loss_type: str = key("low_var_kl", "Estimator of that KL; + takes k2's gradient.", choices=KL_CHOICES)
+    ppo_epochs: int = key(1, "Passes over one batch of samples.", low=1)
+    shuffle: bool = key(False, "Shuffle the samples before cutting mini-batches.")
+    skip_zero_advantage: bool = key(
+        True, "Don't compute samples whose advantage is zero, where the loss gives them no gradient."
+    )
+    optim: OptimConfig = section(OptimConfig, "Optimizer of the policy.")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "What checkpoints hold.", pending="checkpoints")
+
+
+@dataclass
+class RefFSDPConfig:
+    param_offload: bool = key(False, "Keep the reference in host memory between phases.", pending="offloading")
+
+
+@dataclass
+class RefConfig:
+    log_prob_micro_batch_size_per_gpu: int | None = key(
+        None, "Samples per forward on one rank.", low=1, follows=f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    )
+    log_prob_use_dynamic_bsz: bool | None = key(
+        None, "Cut micro-batches by tokens.", follows=f"{ACTOR}.use_dynamic_bsz"
+    )
+    log_prob_max_token_len_per_gpu: int | None = key(
+        None, "Most tokens of a micro-batch on one rank.", low=1, follows=f"{ACTOR}.ppo_max_token_len_per_gpu"
+    )
+    fsdp_config: RefFSDPConfig = section(RefFSDPConfig, "Settings of the reference under strategy=fsdp2.")

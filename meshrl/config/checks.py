@@ -1,0 +1,270 @@
+"""Everything that is checked before a worker starts. Pure Python: no torch, no transformers, no Ray."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from meshrl.config.algorithm import GROUP_ESTIMATORS
+from meshrl.config.engine import EngineConfig
+from meshrl.config.errors import ConfigError
+from meshrl.config.functions import load_function
+from meshrl.config.layout import engine_problems, rollout_problems, sequence_ranks
+from meshrl.config.model import ModelConfig
+from meshrl.config.model_folder import fit_problems, folder_problems, read_model_config
+from meshrl.config.optim import OptimConfig
+from meshrl.config.root import PPOConfig
+from meshrl.config.sft import SFTConfig
+from meshrl.config.trainer import RunConfig
+from meshrl.config.tree import changed_keys, fill_followers, get_value
+from meshrl.config.units import batch_problems
+from meshrl.config.values import unsupported, value_problems
+
+ACTOR = "actor_rollout_ref.actor"
+MODEL = "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
+DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
+
+
+def ensure_runnable(config: PPOConfig | SFTConfig, check_files: bool = True) -> None:
+    """Raise one `ConfigError` with all that is unsupported or wrong in the config."""
+    problems = unsupported(config) + check_config(config, check_files)
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_config(config: PPOConfig | SFTConfig, check_files: bool = True) -> list[str]:
+    """All problems of a config, a line each; `check_files` also looks at data, model folder and reward function."""
+    config = copy.deepcopy(config)
+    fill_followers(config)
+    problems = [problem for _, problem in value_problems(config)]
+    if problems:
+        return problems  # the checks below count on numbers in their ranges
+    return _check_sft(config, check_files) if isinstance(config, SFTConfig) else _check_ppo(config, check_files)
+
+
+def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    world_size = config.trainer.world_size
+    problems = [
+        *engine_problems(actor, ACTOR, world_size),
+        *rollout_problems(rollout, ROLLOUT, world_size),
+        *batch_problems(config),
+        *_token_budget_problems(config),
+        *_sampling_problems(config),
+        *_algorithm_problems(config),
+        *_loss_problems(config),
+        *_optim_problems(actor.optim, f"{ACTOR}.optim"),
+        *_run_problems(config.trainer, config.data.val_files),
+        *_idle_problems(config, actor, ACTOR),
+    ]
+    if config.trainer.val_only and not config.data.val_files:
+        problems.append("trainer.val_only=true needs data.val_files")
+    if check_files:
+        problems += _file_problems(config)
+        problems += _model_problems(
+            config.actor_rollout_ref.model,
+            MODEL,
+            actor,
+            ACTOR,
+            config.data.max_prompt_length + config.data.max_response_length,
+            "data.max_prompt_length + max_response_length",
+        )
+        problems += _reward_problems(config)
+    return problems
+
+
+def _check_sft(config: SFTConfig, check_files: bool) -> list[str]:
+    data, engine = config.data, config.engine
+    problems = [
+        *engine_problems(engine, "engine", config.trainer.world_size),
+        *batch_problems(config),
+        *_optim_problems(config.optim, "optim"),
+        *_run_problems(config.trainer, data.val_files),
+        *_idle_problems(config, engine, "engine"),
+    ]
+    budget = data.max_token_len_per_gpu * sequence_ranks(engine)
+    if data.micro_batch_size_per_gpu is None and budget < data.max_length:
+        problems.append(
+            f"data.max_token_len_per_gpu ({_times(data.max_token_len_per_gpu, engine)}) must hold the longest "
+            f"sequence: data.max_length ({data.max_length})"
+        )
+    if check_files:
+        problems += _file_problems(config)
+        problems += _model_problems(config.model, "model", engine, "engine", data.max_length, "data.max_length")
+    return problems
+
+
+def _token_budget_problems(config: PPOConfig) -> list[str]:
+    """Micro-batches cut by tokens must hold the longest sample; those cut by samples need a number."""
+    actor = config.actor_rollout_ref.actor
+    prompt, response = config.data.max_prompt_length, config.data.max_response_length
+    problems = []
+    for prefix, switch, budget, size in (
+        (ACTOR, "use_dynamic_bsz", "ppo_max_token_len_per_gpu", None),
+        (ROLLOUT, *(f"log_prob_{name}" for name in _LOG_PROB_KEYS)),
+        ("actor_rollout_ref.ref", *(f"log_prob_{name}" for name in _LOG_PROB_KEYS)),
+    ):
+        if not get_value(config, f"{prefix}.{switch}"):
+            if size and get_value(config, f"{prefix}.{size}") is None and actor.use_dynamic_bsz:
+                problems.append(f"set {prefix}.{size}, or {prefix}.{switch}=true")
+            continue
+        tokens = get_value(config, f"{prefix}.{budget}")
+        if tokens * sequence_ranks(actor) < prompt + response:
+            problems.append(
+                f"{prefix}.{budget} ({_times(tokens, actor)}) must hold the longest sample: data.max_prompt_length "
+                f"+ max_response_length ({prompt} + {response} = {prompt + response})"
+            )
+    return list(dict.fromkeys(problems))
+
+
+_LOG_PROB_KEYS = ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu")
+
+
+def _times(tokens: int, engine: EngineConfig) -> str:
+    ranks = sequence_ranks(engine)
+    return str(tokens) if ranks == 1 else f"{tokens} * {ranks} ranks = {tokens * ranks}"
+
+
+def _sampling_problems(config: PPOConfig) -> list[str]:
+    rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
+    problems = []
+    for prefix, settings in ((ROLLOUT, rollout), (f"{ROLLOUT}.val_kwargs", val)):
+        greedy = "do_sample=false" if not settings.do_sample else "temperature=0" if not settings.temperature else None
+        if greedy and settings.n > 1:
+            problems.append(f"{prefix}.{greedy} gives {prefix}.n={settings.n} equal responses: sample, or set n=1")
+        if settings.top_k == 0:
+            problems.append(f"{prefix}.top_k=0 leaves no token; -1 keeps all")
+        if settings.top_p == 0:
+            problems.append(f"{prefix}.top_p=0 leaves no token; 1.0 keeps all")
+    if val.do_sample and val.temperature == 0:
+        problems.append(f"{ROLLOUT}.val_kwargs.do_sample=true needs val_kwargs.temperature > 0")
+    for length, limit in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
+        ours, theirs = getattr(rollout, length), getattr(config.data, limit)
+        if ours != theirs:
+            problems.append(f"{ROLLOUT}.{length} ({ours}) must equal data.{limit} ({theirs}); leave it null")
+    total = config.data.max_prompt_length + config.data.max_response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < total:
+        problems.append(
+            f"{ROLLOUT}.max_model_len ({rollout.max_model_len}) must be at least data.max_prompt_length "
+            f"+ max_response_length ({total})"
+        )
+    return problems
+
+
+def _algorithm_problems(config: PPOConfig) -> list[str]:
+    algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
+    problems = []
+    if algorithm.adv_estimator in GROUP_ESTIMATORS and rollout.n < 2:
+        problems.append(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} compares the responses to one prompt: "
+            f"{ROLLOUT}.n ({rollout.n}) must be at least 2"
+        )
+    if algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
+        problems.append(f"algorithm.use_kl_in_reward and {ACTOR}.use_kl_loss both count the KL: choose one")
+    if algorithm.rollout_correction.bypass_mode and not rollout.calculate_log_probs:
+        problems.append(
+            f"algorithm.rollout_correction.bypass_mode=true takes the rollout's log-probs: "
+            f"{ROLLOUT}.calculate_log_probs must be true"
+        )
+    if algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_ctrl.target_kl == 0:
+        problems.append("algorithm.kl_ctrl.type=adaptive needs algorithm.kl_ctrl.target_kl above 0")
+    named, own = config.reward.name, config.custom_reward_function.path
+    if named and own:
+        problems.append(f"reward.name={named} and custom_reward_function.path={own}: choose one")
+    return problems
+
+
+def _loss_problems(config: PPOConfig) -> list[str]:
+    actor, loss = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.policy_loss
+    problems = []
+    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        problems.append(
+            f"{ACTOR}.loss_scale_factor={actor.loss_scale_factor} is read with loss_agg_mode=seq-mean-token-sum-norm "
+            f"only, not with {actor.loss_agg_mode}"
+        )
+    if actor.loss_scale_factor == 0:
+        problems.append(f"{ACTOR}.loss_scale_factor=0 must be above 0")
+    if actor.clip_ratio_c is not None and actor.clip_ratio_c <= 1:
+        problems.append(f"{ACTOR}.clip_ratio_c={actor.clip_ratio_c} must be above 1")
+    for low, high in (("clip_cov_lb", "clip_cov_ub"), ("icepop_low", "icepop_high")):
+        if getattr(loss, low) >= getattr(loss, high):
+            problems.append(
+                f"{ACTOR}.policy_loss.{low} ({getattr(loss, low)}) must be below {high} ({getattr(loss, high)})"
+            )
+    for name in ("tau_pos", "tau_neg", "clip_cov_ratio", "kl_cov_ratio", "dro_beta", "behaviour_weight_cap"):
+        if getattr(loss, name) == 0:
+            problems.append(f"{ACTOR}.policy_loss.{name}=0 must be above 0")
+    return problems
+
+
+def _optim_problems(optim: OptimConfig, prefix: str) -> list[str]:
+    problems = []
+    if len(optim.betas) != 2 or any(beta >= 1 for beta in optim.betas):
+        problems.append(f"{prefix}.betas={optim.betas} must be two numbers below 1")
+    if optim.lr_warmup_steps > 0 and optim.lr_warmup_steps_ratio > 0:
+        problems.append(
+            f"{prefix}.lr_warmup_steps ({optim.lr_warmup_steps}) and lr_warmup_steps_ratio "
+            f"({optim.lr_warmup_steps_ratio}) both say how long to warm up: choose one"
+        )
+    return problems
+
+
+def _run_problems(trainer: RunConfig, val_files: list[str]) -> list[str]:
+    problems = []
+    if trainer.nnodes > 1 and trainer.backend != "ray":
+        problems.append(f"trainer.nnodes={trainer.nnodes} needs trainer.backend=ray, not {trainer.backend}")
+    for name in ("test_freq", "save_freq"):
+        if getattr(trainer, name) == 0:
+            problems.append(f"trainer.{name}=0 must be -1 (never) or a number of steps")
+    if trainer.test_freq > 0 and not val_files:
+        problems.append(f"trainer.test_freq={trainer.test_freq} needs data.val_files")
+    return problems
+
+
+def _idle_problems(config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: str) -> list[str]:
+    """Settings of an engine or backend that is not the chosen one would silently do nothing."""
+    idle = "fsdp_config" if engine.strategy == "megatron" else "megatron"
+    changed = changed_keys(config, f"{prefix}.{idle}.")
+    if engine.strategy == "megatron":
+        changed += changed_keys(config, f"{prefix}.ulysses_sequence_parallel_size")
+    problems = [f"{name} has no effect with {prefix}.strategy={engine.strategy}" for name in changed]
+    if config.trainer.backend != "ray":
+        problems += [f"{name} has no effect with trainer.backend=local" for name in changed_keys(config, "ray_init.")]
+    return problems
+
+
+def _file_problems(config: PPOConfig | SFTConfig) -> list[str]:
+    problems = [] if config.data.train_files else ["set data.train_files"]
+    for name in ("train_files", "val_files"):
+        for entry in getattr(config.data, name):
+            path = Path(entry).expanduser()
+            if not path.exists():
+                problems.append(f"data.{name}: there is no {entry}")
+            elif path.is_file() and path.suffix not in DATA_SUFFIXES:
+                problems.append(f"data.{name}: {entry} is none of {', '.join(DATA_SUFFIXES)}, nor a folder")
+    return problems
+
+
+def _model_problems(
+    model: ModelConfig, prefix: str, engine: EngineConfig, engine_prefix: str, length: int, length_names: str
+) -> list[str]:
+    problems = folder_problems(model, prefix)
+    try:
+        shape: dict[str, Any] = read_model_config(model)
+    except ValueError as error:
+        return [*problems, f"{prefix}.path: {error}"]
+    positions = shape.get("max_position_embeddings")
+    if positions is not None and length > positions:
+        problems.append(f"{length_names} ({length}) is over the model's max_position_embeddings ({positions})")
+    return problems + fit_problems(shape, engine, engine_prefix)
+
+
+def _reward_problems(config: PPOConfig) -> list[str]:
+    own = config.custom_reward_function
+    if not own.path:
+        return [] if config.reward.name else ["set reward.name or custom_reward_function.path"]
+    try:
+        load_function(own.path, own.name)
+    except ValueError as error:
+        return [f"custom_reward_function: {error}"]
+    return []

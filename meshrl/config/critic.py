@@ -1,0 +1,36 @@
+"""`critic.*` and `reward_model.*`: the value model of PPO and models that score."""
+
+from dataclasses import dataclass
+
+from meshrl.config.actor import ACTOR, LOSS_AGG_MODES
+from meshrl.config.engine import EngineConfig
+from meshrl.config.key import key, section
+from meshrl.config.model import ModelConfig
+from meshrl.config.optim import OptimConfig
+
+
+@dataclass
+class CriticConfig(EngineConfig):
+    enable: bool | None = key(None, "Train a critic; null: if the estimator needs one.")
+    model: ModelConfig = section(ModelConfig, "Model the critic starts from.")
+    optim: OptimConfig = section(OptimConfig, "Optimizer of the critic.", lr=1e-5)
+    ppo_mini_batch_size: int | None = key(
+        None, "Prompts per optimizer step, over all ranks.", low=1, follows=f"{ACTOR}.ppo_mini_batch_size"
+    )
+    ppo_micro_batch_size_per_gpu: int | None = key(
+        None, "Samples per forward/backward on one rank.", low=1, follows=f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    )
+    use_dynamic_bsz: bool | None = key(None, "Cut micro-batches by tokens.", follows=f"{ACTOR}.use_dynamic_bsz")
+    ppo_max_token_len_per_gpu: int = key(32768, "Most tokens of a micro-batch on one rank.", low=1)
+    ppo_epochs: int | None = key(None, "Passes over one batch of samples.", low=1, follows=f"{ACTOR}.ppo_epochs")
+    shuffle: bool | None = key(None, "Shuffle before cutting mini-batches.", follows=f"{ACTOR}.shuffle")
+    cliprange_value: float = key(0.5, "Clip range of the value loss.", low=0)
+    loss_agg_mode: str | None = key(
+        None, "How token losses become one number.", choices=LOSS_AGG_MODES, follows=f"{ACTOR}.loss_agg_mode"
+    )
+
+
+@dataclass
+class RewardModelConfig:
+    enable: bool = key(False, "Score responses with a model.")
+    model: ModelConfig = section(ModelConfig, "The scoring model.")

@@ -1,0 +1,38 @@
+"""`data.*`: where the prompts come from and how they are batched."""
+
+from dataclasses import dataclass
+
+from meshrl.config.key import key, section
+
+TRUNCATIONS = ("error", "left", "right", "middle")
+
+
+@dataclass
+class CustomDatasetConfig:
+    path: str | None = key(None, "Python file that defines a dataset class.", pending="custom dataset classes")
+    name: str | None = key(None, "Name of the class in that file.", pending="custom dataset classes")
+
+
+@dataclass
+class DataConfig:
+    train_files: list[str] = key([], "Training prompts: parquet or jsonl files, or folders of saved HF datasets.")
+    val_files: list[str] = key([], "Validation prompts, in the same formats; without them there is no validation.")
+    prompt_key: str = key("prompt", "Column with the prompt: a string, or a list of chat messages.")
+    reward_fn_key: str = key("data_source", "Column with the name of the data source, handed to the reward function.")
+    max_prompt_length: int = key(512, "Longest prompt, in tokens.", low=1)
+    max_response_length: int = key(512, "Longest response, in tokens.", low=1)
+    train_batch_size: int = key(1024, "Prompts per step, over all ranks; samples are this times rollout.n.", low=1)
+    gen_batch_size: int | None = key(
+        None, "Prompts per round of generation.", low=1, pending="it belongs to algorithm.filter_groups"
+    )
+    val_batch_size: int | None = key(None, "Prompts per validation batch, over all ranks; null: all at once.", low=1)
+    shuffle: bool = key(True, "Shuffle the training prompts in every epoch.")
+    seed: int | None = key(None, "Seed of the shuffling.", follows="trainer.seed")
+    filter_overlong_prompts: bool = key(False, "Drop prompts over max_prompt_length, and count them.")
+    truncation: str = key(
+        "error", "What to do with a prompt over max_prompt_length; left keeps its end.", choices=TRUNCATIONS
+    )
+    dataloader_num_workers: int = key(
+        0, "Processes that read data beside the controller.", low=0, pending="the controller reads the data itself"
+    )
+    custom_cls: CustomDatasetConfig = section(CustomDatasetConfig, "A dataset class of your own.")

@@ -1,0 +1,92 @@
+"""The training engines: `strategy`, `fsdp_config.*`, `megatron.*`, as the actor, the critic and `sft` have them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshrl.config.key import key, section
+
+DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
+STRATEGIES = ("fsdp2", "fsdp", "megatron")
+
+
+@dataclass
+class MixedPrecisionConfig:
+    param_dtype: str = key("bf16", "Dtype of the parameters while they compute.", choices=DTYPES)
+    reduce_dtype: str = key("fp32", "Dtype in which gradients are reduced.", choices=DTYPES)
+    buffer_dtype: str = key("fp32", "Dtype of the buffers.", choices=DTYPES, pending="FSDP2 leaves buffers as they are")
+
+
+@dataclass
+class WrapPolicyConfig:
+    transformer_layer_cls_to_wrap: list[str] = key(
+        [], "Layer classes sharded one by one; empty: the model's own _no_split_modules.", pending="own wrap policies"
+    )
+    min_num_params: int = key(
+        0, "Shard by size instead: modules of at least this many parameters.", low=0, pending="own wrap policies"
+    )
+    disable: bool = key(False, "Shard the model as one unit.", pending="own wrap policies")
+
+
+@dataclass
+class FSDPConfig:
+    fsdp_size: int = key(
+        -1,
+        "Ranks that share one copy of the weights; -1: all ranks, smaller: copies (hybrid sharding).",
+        low=-1,
+        pending="sharding over a part of the ranks",
+    )
+    reshard_after_forward: bool = key(True, "Free the gathered weights after forward and gather again for backward.")
+    forward_prefetch: bool = key(
+        False, "Gather the next layer while this one computes.", pending="explicit prefetching"
+    )
+    model_dtype: str = key("fp32", "Dtype in which the sharded weights are kept.", choices=DTYPES)
+    mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "Dtypes of compute and reduction.")
+    wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "What is sharded as one unit.")
+    param_offload: bool = key(False, "Keep the weights in host memory between phases.", pending="offloading")
+    optimizer_offload: bool = key(False, "Keep the optimizer states in host memory.", pending="offloading")
+    offload_policy: bool = key(False, "FSDP2's own CPU offload.", pending="offloading")
+    use_orig_params: bool = key(False, "FSDP1's use_orig_params.", pending="FSDP1 (strategy=fsdp)")
+
+
+@dataclass
+class MegatronConfig:
+    tensor_model_parallel_size: int = key(1, "Tensor-parallel ranks (tp).", low=1)
+    pipeline_model_parallel_size: int = key(1, "Pipeline stages (pp).", low=1)
+    virtual_pipeline_model_parallel_size: int | None = key(None, "Model chunks per stage (vpp); null: one.", low=1)
+    context_parallel_size: int = key(1, "Context-parallel ranks (cp).", low=1)
+    expert_model_parallel_size: int = key(1, "Expert-parallel ranks (ep).", low=1)
+    expert_tensor_parallel_size: int | None = key(None, "Tensor-parallel ranks of an expert (etp); null: tp.", low=1)
+    sequence_parallel: bool = key(True, "Shard the activations between tensor-parallel regions (with tp > 1).")
+    use_distributed_optimizer: bool = key(True, "Shard the optimizer states over data-parallel ranks.")
+    param_offload: bool = key(False, "Keep the weights in host memory between phases.", pending="offloading")
+    grad_offload: bool = key(False, "Keep the gradients in host memory between phases.", pending="offloading")
+    optimizer_offload: bool = key(False, "Keep the optimizer states in host memory.", pending="offloading")
+    use_dist_checkpointing: bool = key(
+        False, "Load weights from a Megatron distributed checkpoint.", pending="distributed checkpoints"
+    )
+    override_transformer_config: dict[str, Any] = key({}, "Fields of Megatron's TransformerConfig to set.")
+    schedule_type: str = key("auto", "Pipeline schedule.", choices=("auto", "1f1b", "interleaved"))
+    balance_algorithm: str = key(
+        "kk",
+        "How micro-batches are balanced over a pipeline.",
+        choices=("kk", "greedy", "greedy_improved", "lpt", "dp", "auto"),
+    )
+
+
+@dataclass
+class EngineConfig:
+    """What every trained model has: how it is sharded and how its gradient is bounded."""
+
+    strategy: str = key(
+        "fsdp2",
+        "Training engine.",
+        choices=STRATEGIES,
+        pending={"fsdp": "FSDP1; use fsdp2", "megatron": "the Megatron-Core engine"},
+    )
+    fsdp_config: FSDPConfig = section(FSDPConfig, "Settings of strategy=fsdp2.")
+    megatron: MegatronConfig = section(MegatronConfig, "Settings of strategy=megatron.")
+    ulysses_sequence_parallel_size: int = key(
+        1, "Ranks that share one sequence (Ulysses).", low=1, pending="Ulysses sequence parallelism"
+    )
+    grad_clip: float = key(1.0, "Largest gradient norm of an optimizer step.", low=0)
+    use_torch_compile: bool = key(False, "Compile the layers.", pending="torch.compile")

@@ -1,0 +1,104 @@
+"""Which mesh axes a config asks for, and whether the number of processes allows them."""
+
+from meshrl.config.engine import EngineConfig
+from meshrl.config.rollout import RolloutConfig
+
+
+def model_ranks(engine: EngineConfig) -> int:
+    """Ranks that work on one data shard together: sp for fsdp, tp * pp * cp for megatron."""
+    if engine.strategy == "megatron":
+        megatron = engine.megatron
+        return (
+            megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
+        )
+    return engine.ulysses_sequence_parallel_size
+
+
+def sequence_ranks(engine: EngineConfig) -> int:
+    """Ranks that share one sequence: a micro-batch may hold this many times the token budget of one rank."""
+    if engine.strategy == "megatron":
+        return engine.megatron.context_parallel_size
+    return engine.ulysses_sequence_parallel_size
+
+
+def dp_size(engine: EngineConfig, world_size: int) -> int:
+    """Data-parallel size: how many ranks get different samples."""
+    return world_size // model_ranks(engine)
+
+
+def mesh_axes(engine: EngineConfig, world_size: int) -> dict[str, int]:
+    """The named axes of the engine's mesh with their sizes; their product is the world size."""
+    if engine.strategy == "megatron":
+        megatron = engine.megatron
+        return {
+            "pp": megatron.pipeline_model_parallel_size,
+            "dp": dp_size(engine, world_size),
+            "cp": megatron.context_parallel_size,
+            "tp": megatron.tensor_model_parallel_size,
+        }
+    return {"dp": dp_size(engine, world_size), "sp": engine.ulysses_sequence_parallel_size}
+
+
+def engine_problems(engine: EngineConfig, prefix: str, world_size: int) -> list[str]:
+    """Sizes that do not divide, with the numbers and the keys."""
+    if engine.strategy == "megatron":
+        return _megatron_problems(engine, f"{prefix}.megatron", world_size)
+    problems = []
+    ulysses, fsdp_size = engine.ulysses_sequence_parallel_size, engine.fsdp_config.fsdp_size
+    if world_size % ulysses:
+        problems.append(_indivisible(world_size, f"{prefix}.ulysses_sequence_parallel_size", ulysses))
+    if fsdp_size == 0:
+        problems.append(f"{prefix}.fsdp_config.fsdp_size=0 must be -1 (all ranks) or a number of ranks")
+    elif fsdp_size > world_size or (fsdp_size > 0 and world_size % fsdp_size):
+        problems.append(_indivisible(world_size, f"{prefix}.fsdp_config.fsdp_size", fsdp_size))
+    return problems
+
+
+def _megatron_problems(engine: EngineConfig, prefix: str, world_size: int) -> list[str]:
+    megatron = engine.megatron
+    tp, pp, cp = (
+        megatron.tensor_model_parallel_size,
+        megatron.pipeline_model_parallel_size,
+        megatron.context_parallel_size,
+    )
+    problems = []
+    if world_size % (tp * pp * cp):
+        names = "tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size"
+        problems.append(_indivisible(world_size, f"{prefix}.{names}", f"{tp} * {pp} * {cp} = {tp * pp * cp}"))
+    ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size or tp
+    if ep > 1 and world_size % (etp * ep * pp):
+        names = "expert_tensor_parallel_size * expert_model_parallel_size * pipeline_model_parallel_size"
+        problems.append(_indivisible(world_size, f"{prefix}.{names}", f"{etp} * {ep} * {pp} = {etp * ep * pp}"))
+    vpp = megatron.virtual_pipeline_model_parallel_size
+    if vpp is not None and vpp > 1 and pp == 1:
+        problems.append(
+            f"{prefix}.virtual_pipeline_model_parallel_size={vpp} needs pipeline_model_parallel_size > 1, not {pp}"
+        )
+    return problems
+
+
+def rollout_problems(rollout: RolloutConfig, prefix: str, world_size: int) -> list[str]:
+    """Whether rollouts of tp * dp ranks fill the processes."""
+    tp, dp = rollout.tensor_model_parallel_size, rollout.data_parallel_size
+    if world_size % (tp * dp):
+        names = f"{prefix}.tensor_model_parallel_size * data_parallel_size"
+        return [_indivisible(world_size, names, f"{tp} * {dp} = {tp * dp}")]
+    return []
+
+
+def _indivisible(world_size: int, names: str, number: int | str) -> str:
+    return f"n_gpus ({world_size} = trainer.nnodes * n_gpus_per_node) must be divisible by {names} ({number})"
+
+
+def layout_lines(name: str, engine: EngineConfig, world_size: int) -> list[str]:
+    """The engine's layout in words, for printing once."""
+    axes = " * ".join(f"{axis} {size}" for axis, size in mesh_axes(engine, world_size).items())
+    line = f"{name}: {engine.strategy} on {world_size} ranks = {axes}"
+    if engine.strategy != "megatron":
+        shards = engine.fsdp_config.fsdp_size if engine.fsdp_config.fsdp_size > 0 else world_size
+        line += f"; weights sharded over {shards}"
+        if shards < world_size:
+            line += f", {world_size // shards} copies"
+    elif engine.megatron.virtual_pipeline_model_parallel_size:
+        line += f"; {engine.megatron.virtual_pipeline_model_parallel_size} model chunks per stage"
+    return [line]

@@ -1,0 +1,108 @@
+"""What a model's folder says that a config must fit: its config.json and its tokenizer files."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from meshrl.config.engine import EngineConfig
+from meshrl.config.model import ModelConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+def folder_problems(model: ModelConfig, prefix: str) -> list[str]:
+    """Whether the model's folder has a config and a tokenizer."""
+    if not model.path:
+        return [f"set {prefix}.path to the folder of a Hugging Face model"]
+    folder = Path(model.path)
+    if not folder.is_dir():
+        return [f"{prefix}.path={model.path} is not a folder; download the model there first"]
+    problems = []
+    if not (folder / "config.json").is_file():
+        problems.append(f"{prefix}.path={model.path} has no config.json")
+    tokenizer, name = (Path(model.tokenizer_path), "tokenizer_path") if model.tokenizer_path else (folder, "path")
+    if not any((tokenizer / file).is_file() for file in TOKENIZER_FILES):
+        problems.append(f"{prefix}.{name}={tokenizer} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
+    return problems
+
+
+def read_model_config(model: ModelConfig) -> dict[str, Any]:
+    """config.json with `override_config` applied; empty if there is none. A `ValueError` if it cannot be read."""
+    file = Path(model.path or "") / "config.json"
+    if not model.path or not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} must hold a JSON object")
+    return {**values, **values.get("text_config", {}), **model.override_config}
+
+
+def fit_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str) -> list[str]:
+    """Whether the model's layers and heads divide as the engine wants them."""
+    problems = []
+    heads = shape.get("num_attention_heads")
+    for name, size in _head_splits(engine).items():
+        if heads is not None and heads % size:
+            problems.append(f"the model's num_attention_heads ({heads}) must be divisible by {prefix}.{name} ({size})")
+    if engine.strategy == "megatron" and "num_hidden_layers" in shape:
+        problems += _stage_problems(shape["num_hidden_layers"], engine, f"{prefix}.megatron")
+    return problems
+
+
+def _head_splits(engine: EngineConfig) -> dict[str, int]:
+    if engine.strategy == "megatron":
+        return {"megatron.tensor_model_parallel_size": engine.megatron.tensor_model_parallel_size}
+    return {"ulysses_sequence_parallel_size": engine.ulysses_sequence_parallel_size}
+
+
+def _stage_problems(layers: int, engine: EngineConfig, prefix: str) -> list[str]:
+    """Layers per stage; with a first or last stage of its own size, the middle stages share what is left."""
+    megatron = engine.megatron
+    given = megatron.override_transformer_config
+    if given.get("pipeline_model_parallel_layout"):
+        return _written_out_problems(layers, given["pipeline_model_parallel_layout"], engine, prefix)
+    first, last = given.get("num_layers_in_first_pipeline_stage"), given.get("num_layers_in_last_pipeline_stage")
+    own = [size for size in (first, last) if size is not None]
+    pp, vpp = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
+    middle, left = pp - len(own), layers - sum(own)
+    if left < 0 or (middle == 0 and left) or (middle and left % (middle * vpp)) or any(size % vpp for size in own):
+        stages = f"{layers} layers" if not own else f"{layers} layers, less {' and '.join(map(str, own))}"
+        return [
+            f"the model's num_hidden_layers ({stages}) must be divisible by {prefix}.pipeline_model_parallel_size "
+            f"* virtual_pipeline_model_parallel_size ({middle} * {vpp}); change them, or write the stages out in "
+            f"override_transformer_config.pipeline_model_parallel_layout"
+        ]
+    return []
+
+
+def written_stages(layout: str | list[Any]) -> list[str]:
+    """The model chunks of a `pipeline_model_parallel_layout` in Megatron-Core's notation, a string of layers each.
+
+    E is the embedding, t a transformer layer, L the loss, | ends a chunk, and x*n or (...)*n repeats.
+    """
+    if not isinstance(layout, str):
+        return ["".join(chunk) for chunk in layout]
+    text = layout.replace(",", "")
+    for repeated in (r"([^)])\*(\d+)", r"\(([^()]*)\)\*(\d+)"):
+        text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
+    return text.split("|")
+
+
+def _written_out_problems(layers: int, layout: str | list[Any], engine: EngineConfig, prefix: str) -> list[str]:
+    megatron, chunks = engine.megatron, written_stages(layout)
+    pp, vpp = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
+    name = f"{prefix}.override_transformer_config.pipeline_model_parallel_layout"
+    problems = []
+    if len(chunks) != pp * vpp:
+        problems.append(
+            f"{name} has {len(chunks)} chunks; pipeline_model_parallel_size * virtual_pipeline_model_parallel_size "
+            f"ask for {pp} * {vpp} = {pp * vpp}"
+        )
+    written = sum(chunk.count("t") for chunk in chunks)
+    if written != layers:
+        problems.append(f"{name} places {written} layers; the model has num_hidden_layers={layers}")
+    return problems

@@ -1,0 +1,39 @@
+"""`PPOConfig`: the whole config of `meshrl train`."""
+
+from dataclasses import dataclass
+
+from meshrl.config.actor import ActorConfig, RefConfig
+from meshrl.config.algorithm import AlgorithmConfig
+from meshrl.config.critic import CriticConfig, RewardModelConfig
+from meshrl.config.data import DataConfig
+from meshrl.config.key import key, section
+from meshrl.config.model import ModelConfig
+from meshrl.config.reward import CustomRewardFunctionConfig, RewardConfig, RewardManagerConfig
+from meshrl.config.rollout import RolloutConfig
+from meshrl.config.trainer import ProfilerConfig, RayInitConfig, TrainerConfig
+
+
+@dataclass
+class ActorRolloutRefConfig:
+    hybrid_engine: bool = key(
+        True, "Actor and rollout share their devices.", pending="separate devices for actor and rollout"
+    )
+    model: ModelConfig = section(ModelConfig, "The policy's model.")
+    actor: ActorConfig = section(ActorConfig, "How the policy is updated.")
+    ref: RefConfig = section(RefConfig, "The frozen reference of a KL.")
+    rollout: RolloutConfig = section(RolloutConfig, "How responses are generated.")
+
+
+@dataclass
+class PPOConfig:
+    data: DataConfig = section(DataConfig, "The prompts.")
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "The policy in its three roles.")
+    critic: CriticConfig = section(CriticConfig, "The value model.", pending="critics")
+    reward_model: RewardModelConfig = section(RewardModelConfig, "A model that scores.", pending="reward models")
+    reward: RewardConfig = section(RewardConfig, "Built-in rewards, and what to do when one fails.")
+    custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig, "A reward of your own.")
+    reward_manager: RewardManagerConfig = section(RewardManagerConfig, "How rewards are computed for a batch.")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "Advantages, KL and corrections.")
+    trainer: TrainerConfig = section(TrainerConfig, "Processes, lengths of the run, logging.")
+    ray_init: RayInitConfig = section(RayInitConfig, "How Ray is started, with trainer.backend=ray.")
+    global_profiler: ProfilerConfig = section(ProfilerConfig, "Profiling.", pending="profiling")

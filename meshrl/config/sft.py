@@ -1,0 +1,38 @@
+"""`SFTConfig`: the whole config of `meshrl sft`."""
+
+from dataclasses import dataclass
+
+from meshrl.config.data import TRUNCATIONS
+from meshrl.config.engine import EngineConfig
+from meshrl.config.key import key, section
+from meshrl.config.model import ModelConfig
+from meshrl.config.optim import OptimConfig
+from meshrl.config.trainer import RayInitConfig, RunConfig
+
+
+@dataclass
+class SFTDataConfig:
+    train_files: list[str] = key([], "Demonstrations: parquet or jsonl files, or folders of saved HF datasets.")
+    val_files: list[str] = key([], "Held-out demonstrations; without them there is no validation.")
+    prompt_key: str = key("prompt", "Column with the prompt.")
+    response_key: str = key("response", "Column with the response to learn.")
+    messages_key: str | None = key(None, "Column with whole conversations, instead of prompt and response.")
+    max_length: int = key(1024, "Longest prompt plus response, in tokens.", low=1)
+    truncation: str = key("error", "What to do with a longer one; left keeps its end.", choices=TRUNCATIONS[:3])
+    train_batch_size: int = key(256, "Sequences per optimizer step, over all ranks.", low=1)
+    micro_batch_size_per_gpu: int | None = key(
+        None, "Sequences per forward/backward on one rank; null: by max_token_len_per_gpu.", low=1
+    )
+    max_token_len_per_gpu: int = key(8192, "Most tokens of a micro-batch on one rank.", low=1)
+    shuffle: bool = key(True, "Shuffle the training data in every epoch.")
+    seed: int | None = key(None, "Seed of the shuffling.", follows="trainer.seed")
+
+
+@dataclass
+class SFTConfig:
+    data: SFTDataConfig = section(SFTDataConfig, "The demonstrations.")
+    model: ModelConfig = section(ModelConfig, "The model.")
+    optim: OptimConfig = section(OptimConfig, "The optimizer.", lr=1e-5)
+    engine: EngineConfig = section(EngineConfig, "How the model is sharded.")
+    trainer: RunConfig = section(RunConfig, "Processes, lengths of the run, logging.", total_epochs=4)
+    ray_init: RayInitConfig = section(RayInitConfig, "How Ray is started, with trainer.backend=ray.")

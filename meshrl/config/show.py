@@ -1,0 +1,93 @@
+"""Printing a config: the tree as YAML with where each value came from, and a run's sizes in a few lines."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from meshrl.config.aliases import canonical, nearest
+from meshrl.config.errors import ConfigError
+from meshrl.config.layout import layout_lines
+from meshrl.config.root import PPOConfig
+from meshrl.config.sft import SFTConfig
+from meshrl.config.tree import Leaf, get_value, leaves, sections
+from meshrl.config.units import BatchUnits, SFTBatchUnits, count
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes strings such as 1e-3, which recipes would read back as numbers though plain YAML 1.1 would not."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[\d_.]+[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def to_yaml(config: Any, sources: Mapping[str, str] | None = None, only: str = "", docs: bool = False) -> str:
+    """The config as a YAML recipe that gives it back; `sources` and `docs` become comments, `only` limits it."""
+    prefix = canonical(only.rstrip("."))
+    known = leaves(type(config))
+    chosen = [leaf for leaf in known.values() if not prefix or f"{leaf.name}.".startswith(f"{prefix}.")]
+    if not chosen:
+        suggestion = nearest(prefix, [*known, *sections(type(config))])
+        raise ConfigError([f"no key starts with {only}" + (f": did you mean {suggestion}?" if suggestion else "")])
+    return "".join(f"{line}\n" for line in _lines(config, chosen, sources, docs))
+
+
+def _lines(config: Any, chosen: list[Leaf], sources: Mapping[str, str] | None, docs: bool) -> Iterator[str]:
+    opened: list[str] = []
+    for leaf in chosen:
+        *path, last = leaf.name.split(".")
+        shared = 0
+        while shared < min(len(opened), len(path)) and opened[shared] == path[shared]:
+            shared += 1
+        for depth in range(shared, len(path)):
+            yield f"{'  ' * depth}{path[depth]}:"
+        opened = path
+        indent = "  " * len(path)
+        if docs:
+            yield f"{indent}# {leaf.info.doc}"
+        value, remark = _value_and_remark(config, leaf, sources)
+        yield f"{indent}{last}: {yaml_value(value)}" + (f"  # {remark}" if remark else "")
+
+
+def _value_and_remark(config: Any, leaf: Leaf, sources: Mapping[str, str] | None) -> tuple[Any, str]:
+    """A follower is written as null: whoever changes what it follows in the printed recipe changes it too."""
+    value, source = get_value(config, leaf.name), (sources or {}).get(leaf.name, "")
+    follows = leaf.info.follows
+    if (
+        follows
+        and value is not None
+        and (source.startswith("follows") or (not sources and value == get_value(config, follows)))
+    ):
+        return None, f"{yaml_value(value)}, follows {follows}"
+    return value, "default" if source == "default" else f"from {source}" if source else ""
+
+
+def yaml_value(value: Any) -> str:
+    """One value on one line of YAML."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def summary_lines(config: PPOConfig | SFTConfig) -> list[str]:
+    """Layout and batch units in words, for printing once at the start of a run."""
+    trainer = config.trainer
+    first = (
+        f"processes: {count(trainer.nnodes, 'node')} * {trainer.n_gpus_per_node} = {trainer.world_size}, "
+        f"backend {trainer.backend}, device {trainer.device}"
+    )
+    if isinstance(config, SFTConfig):
+        engine = layout_lines("engine", config.engine, trainer.world_size)
+        return [first, *engine, *SFTBatchUnits.from_config(config).lines(), f"run folder: {trainer.run_dir}"]
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    ranks = rollout.tensor_model_parallel_size * rollout.data_parallel_size
+    return [
+        first,
+        *layout_lines("actor", actor, trainer.world_size),
+        f"rollout: {rollout.name}, {count(trainer.world_size // ranks, 'replica')} of {count(ranks, 'rank')} "
+        f"(tp {rollout.tensor_model_parallel_size} * dp {rollout.data_parallel_size})",
+        *BatchUnits.from_config(config).lines(),
+        f"run folder: {trainer.run_dir}",
+    ]

@@ -1,0 +1,84 @@
+"""`trainer.*` and `ray_init.*`: processes, lengths of the run, logging, deadlines."""
+
+from dataclasses import dataclass
+
+from meshrl.config.key import key, section
+
+LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "trackio")
+
+
+@dataclass
+class DeadlinesConfig:
+    start: float = key(600.0, "Seconds the workers may take to start.", low=1)
+    call: float = key(7200.0, "Seconds one call to the workers may take.", low=1)
+    collective: float = key(600.0, "Seconds a collective between workers may take.", low=1)
+
+
+@dataclass
+class RunConfig:
+    """What `meshrl train` and `meshrl sft` share."""
+
+    nnodes: int = key(1, "Machines; more than one needs backend=ray.", low=1)
+    n_gpus_per_node: int = key(8, "Worker processes per machine, one per GPU if there are GPUs.", low=1)
+    backend: str = key("local", "How workers are started.", choices=("local", "ray"))
+    device: str = key("auto", "Where workers compute; auto: cuda if there is one.", choices=("auto", "cpu", "cuda"))
+    seed: int = key(1, "Seed of everything random.", low=0)
+    total_epochs: int = key(30, "Passes over the training data.", low=1)
+    total_training_steps: int | None = key(None, "Steps of the run; null: as total_epochs gives.", low=1)
+    test_freq: int = key(-1, "Validate every so many steps; -1: never.", low=-1)
+    save_freq: int = key(-1, "Save a checkpoint every so many steps; -1: never.", low=-1, pending="checkpoints")
+    resume_mode: str = key(
+        "auto",
+        "Go on from the last checkpoint in the run's folder, or not.",
+        choices=("auto", "disable", "resume_path"),
+        pending={"resume_path": "checkpoints"},
+    )
+    resume_from_path: str | None = key(None, "Checkpoint to go on from.", pending="checkpoints")
+    project_name: str = key("meshrl", "Project, as the trackers show it.")
+    experiment_name: str = key("run", "Name of this run.")
+    default_local_dir: str | None = key(None, "Folder of the run; null: outputs/PROJECT/EXPERIMENT.")
+    logger: list[str] = key(["console", "file"], "Where metrics go.", choices=LOGGERS)
+    nan_gradient: str = key(
+        "skip",
+        "When a gradient is not finite: skip that optimizer step and count it, or stop.",
+        choices=("skip", "stop"),
+    )
+    deadlines: DeadlinesConfig = section(DeadlinesConfig, "How long anything may be waited for.")
+
+    @property
+    def world_size(self) -> int:
+        """Worker processes over all machines."""
+        return self.nnodes * self.n_gpus_per_node
+
+    @property
+    def run_dir(self) -> str:
+        """The folder this run writes to."""
+        return self.default_local_dir or f"outputs/{self.project_name}/{self.experiment_name}"
+
+
+@dataclass
+class TrainerConfig(RunConfig):
+    val_before_train: bool = key(True, "Validate before the first step.")
+    val_only: bool = key(False, "Validate and end.")
+    critic_warmup: int = key(0, "Steps in which only the critic learns.", low=0, pending="critics")
+    balance_batch: bool = key(True, "Order samples so that all ranks get about the same number of tokens.")
+    max_actor_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep.", low=1, pending="checkpoints")
+    max_critic_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep.", low=1, pending="checkpoints")
+    rollout_data_dir: str | None = key(None, "Folder for all training samples, one jsonl file per step.")
+    validation_data_dir: str | None = key(None, "Folder for all validation samples, one jsonl file per validation.")
+    log_val_generations: int = key(0, "Validation samples shown by the trackers each time.", low=0)
+
+
+@dataclass
+class RayInitConfig:
+    address: str | None = key(None, "Ray cluster to join, such as auto; null: start one here.")
+    num_cpus: int | None = key(None, "CPUs of a Ray started here.", low=1)
+    num_gpus: int | None = key(None, "GPUs of a Ray started here.", low=0)
+    object_store_memory: int | None = key(None, "Bytes of the object store of a Ray started here.", low=1)
+
+
+@dataclass
+class ProfilerConfig:
+    tool: str | None = key(None, "Profiler.")
+    steps: list[int] = key([], "Steps to profile.")
+    save_path: str = key("outputs/profile", "Folder of the profiles.")

@@ -1,0 +1,161 @@
+"""Batch sizes in every unit (prompts or samples, all ranks or one), derived once from the config."""
+
+from dataclasses import dataclass
+
+from meshrl.config.errors import ConfigError
+from meshrl.config.layout import dp_size
+from meshrl.config.root import PPOConfig
+from meshrl.config.sft import SFTConfig
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@dataclass(frozen=True)
+class BatchUnits:
+    """How one step of `meshrl train` is cut up."""
+
+    prompts_per_step: int
+    samples_per_prompt: int
+    samples_per_step: int
+    dp_size: int
+    samples_per_rank: int
+    epochs_per_step: int
+    mini_batches_per_epoch: int
+    prompts_per_mini_batch: int
+    samples_per_mini_batch: int
+    samples_per_mini_batch_per_rank: int
+    optimizer_steps_per_step: int
+    samples_per_micro_batch: int | None  # None: cut by tokens
+    tokens_per_micro_batch: int | None  # None: cut by samples
+
+    @classmethod
+    def from_config(cls, config: PPOConfig) -> "BatchUnits":
+        """Derive all units; a `ConfigError` if sizes do not divide."""
+        problems = batch_problems(config)
+        if problems:
+            raise ConfigError(problems)
+        actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+        ranks = dp_size(actor, config.trainer.world_size)
+        prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
+        return cls(
+            prompts_per_step=prompts,
+            samples_per_prompt=n,
+            samples_per_step=prompts * n,
+            dp_size=ranks,
+            samples_per_rank=prompts * n // ranks,
+            epochs_per_step=actor.ppo_epochs,
+            mini_batches_per_epoch=prompts // mini,
+            prompts_per_mini_batch=mini,
+            samples_per_mini_batch=mini * n,
+            samples_per_mini_batch_per_rank=mini * n // ranks,
+            optimizer_steps_per_step=prompts // mini * actor.ppo_epochs,
+            samples_per_micro_batch=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
+            tokens_per_micro_batch=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
+        )
+
+    def lines(self) -> list[str]:
+        """The units in words, for printing once."""
+        micro = _micro_batch_words(self.samples_per_micro_batch, "sample", self.tokens_per_micro_batch)
+        return [
+            f"step: {count(self.prompts_per_step, 'prompt')} * {count(self.samples_per_prompt, 'response')} "
+            f"= {count(self.samples_per_step, 'sample')}, {self.samples_per_rank} on each of "
+            f"{count(self.dp_size, 'data-parallel rank')}",
+            f"mini-batch: {count(self.prompts_per_mini_batch, 'prompt')} "
+            f"= {count(self.samples_per_mini_batch, 'sample')}, {self.samples_per_mini_batch_per_rank} on each rank, "
+            f"in micro-batches of {micro}",
+            f"optimizer steps per step: {count(self.mini_batches_per_epoch, 'mini-batch')} "
+            f"* {count(self.epochs_per_step, 'epoch')} = {self.optimizer_steps_per_step}",
+        ]
+
+
+@dataclass(frozen=True)
+class SFTBatchUnits:
+    """How one step of `meshrl sft` is cut up; a step is one optimizer step."""
+
+    sequences_per_step: int
+    dp_size: int
+    sequences_per_rank: int
+    sequences_per_micro_batch: int | None
+    tokens_per_micro_batch: int | None
+
+    @classmethod
+    def from_config(cls, config: SFTConfig) -> "SFTBatchUnits":
+        """Derive all units; a `ConfigError` if sizes do not divide."""
+        problems = batch_problems(config)
+        if problems:
+            raise ConfigError(problems)
+        data, ranks = config.data, dp_size(config.engine, config.trainer.world_size)
+        by_tokens = data.micro_batch_size_per_gpu is None
+        return cls(
+            sequences_per_step=data.train_batch_size,
+            dp_size=ranks,
+            sequences_per_rank=data.train_batch_size // ranks,
+            sequences_per_micro_batch=data.micro_batch_size_per_gpu,
+            tokens_per_micro_batch=data.max_token_len_per_gpu if by_tokens else None,
+        )
+
+    def lines(self) -> list[str]:
+        """The units in words, for printing once."""
+        micro = _micro_batch_words(self.sequences_per_micro_batch, "sequence", self.tokens_per_micro_batch)
+        return [
+            f"step: {count(self.sequences_per_step, 'sequence')}, {self.sequences_per_rank} on each of "
+            f"{count(self.dp_size, 'data-parallel rank')}, in micro-batches of {micro}"
+        ]
+
+
+def count(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
+def _micro_batch_words(number: int | None, noun: str, tokens: int | None) -> str:
+    return f"up to {tokens} tokens a rank" if tokens is not None else count(number or 0, noun)
+
+
+def batch_problems(config: PPOConfig | SFTConfig) -> list[str]:
+    """Batch sizes that do not divide, with the numbers and the keys."""
+    return _sft_problems(config) if isinstance(config, SFTConfig) else _ppo_problems(config)
+
+
+def _ppo_problems(config: PPOConfig) -> list[str]:
+    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
+    ranks = max(1, dp_size(actor, config.trainer.world_size))
+    problems = []
+    if prompts % mini:
+        problems.append(
+            f"data.train_batch_size ({prompts} prompts) must be divisible by {ACTOR}.ppo_mini_batch_size "
+            f"({mini} prompts)"
+        )
+    if mini * n % ranks:
+        problems.append(
+            f"{ACTOR}.ppo_mini_batch_size * rollout.n ({mini} * {n} = {mini * n} samples) must be divisible by "
+            f"the data-parallel size ({ranks})"
+        )
+    micro = actor.ppo_micro_batch_size_per_gpu
+    if actor.use_dynamic_bsz:
+        return problems
+    if micro is None:
+        problems.append(f"set {ACTOR}.ppo_micro_batch_size_per_gpu, or {ACTOR}.use_dynamic_bsz=true")
+    elif mini * n % ranks == 0 and mini * n // ranks % micro:
+        problems.append(
+            f"samples of a mini-batch on one rank ({mini} * {n} / {ranks} = {mini * n // ranks}) must be divisible by "
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu ({micro})"
+        )
+    return problems
+
+
+def _sft_problems(config: SFTConfig) -> list[str]:
+    data, ranks = config.data, max(1, dp_size(config.engine, config.trainer.world_size))
+    micro = data.micro_batch_size_per_gpu
+    if data.train_batch_size % ranks:
+        return [
+            f"data.train_batch_size ({data.train_batch_size} sequences) must be divisible by the data-parallel size "
+            f"({ranks})"
+        ]
+    if micro is not None and data.train_batch_size // ranks % micro:
+        return [
+            f"sequences of a step on one rank ({data.train_batch_size} / {ranks} = {data.train_batch_size // ranks}) "
+            f"must be divisible by data.micro_batch_size_per_gpu ({micro})"
+        ]
+    return []

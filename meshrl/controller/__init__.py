@@ -1,0 +1,48 @@
+"""The controller: pools of devices, groups of workers on them, and calls on a whole group at once."""
+
+from meshrl.controller.calls import Deadlines
+from meshrl.controller.colocate import create_colocated_worker_cls
+from meshrl.controller.dispatch import (
+    PADDING_ROWS_KEY,
+    Dispatch,
+    DispatchMode,
+    Execute,
+    make_nd_compute_dataproto_dispatch_fn,
+    nd_dispatch,
+    register,
+    register_dispatch_mode,
+    update_dispatch_mode,
+)
+from meshrl.controller.errors import ControllerError, DeadlineError, GroupBrokenError, WorkerDied, WorkerError
+from meshrl.controller.futures import Future
+from meshrl.controller.resource_pool import ResourcePool, ResourcePoolManager, Role
+from meshrl.controller.worker import ClassWithInitArgs, Worker, WorkerInfo
+from meshrl.controller.worker_group import WorkerGroup, create_worker_group
+
+__all__ = [
+    "PADDING_ROWS_KEY",
+    "ClassWithInitArgs",
+    "ControllerError",
+    "DeadlineError",
+    "Deadlines",
+    "Dispatch",
+    "DispatchMode",
+    "Execute",
+    "Future",
+    "GroupBrokenError",
+    "ResourcePool",
+    "ResourcePoolManager",
+    "Role",
+    "Worker",
+    "WorkerDied",
+    "WorkerError",
+    "WorkerGroup",
+    "WorkerInfo",
+    "create_colocated_worker_cls",
+    "create_worker_group",
+    "make_nd_compute_dataproto_dispatch_fn",
+    "nd_dispatch",
+    "register",
+    "register_dispatch_mode",
+    "update_dispatch_mode",
+]

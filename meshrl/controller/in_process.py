@@ -1,0 +1,118 @@
+"""The worker of a single-rank group as an object in the controller's own process."""
+
+import copy
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from meshrl.controller.dispatch import RankCall
+from meshrl.controller.errors import ControllerError, GroupBrokenError, WorkerError
+from meshrl.controller.futures import Future, SerialThread
+from meshrl.controller.resource_pool import ResourcePool
+from meshrl.controller.worker import (
+    ClassWithInitArgs,
+    Failure,
+    apply_environment,
+    call_worker,
+    host_rendezvous,
+    loopback_interface,
+    place_ranks,
+)
+from meshrl.data.proto import DataProto
+
+LOOPBACK = "127.0.0.1"
+
+
+class InProcessBackend:
+    """The single rank of a group as a plain object. Blocking calls run in the caller's thread, so debuggers work and
+    Ctrl-C interrupts them, but no deadline bounds them; others run one by one in a background thread."""
+
+    world_size = 1
+
+    def __init__(self, pool: ResourcePool, spec: ClassWithInitArgs, role: str, env: Mapping[str, str]) -> None:
+        self._role = role
+        self._stopped: ControllerError | None = None
+        self._turn = threading.RLock()
+        self._background = SerialThread(f"meshrl-{role}")
+        info = replace(place_ranks([1], role)[0], master_port=host_rendezvous(LOOPBACK))
+        if pool.use_gpu:
+            # the controller's own CUDA_VISIBLE_DEVICES stays as it is, so the rank's device is not always number 0
+            info = replace(info, local_rank=device_indices(pool, 0)[0])
+        apply_environment(info, {**loopback_environment(), **env})
+        self._worker = self._run("__init__", spec.build, (info,))
+
+    def submit(
+        self, method: str, calls: Sequence[RankCall], future: Future[Any], *, blocking: bool, direct: bool
+    ) -> None:
+        """Run the call here (`blocking`) or in the background."""
+        # what the worker adds to or takes out of a batch must not show in the caller's, as with a process
+        args = tuple(_own(value) for value in calls[0].args)
+        kwargs = {key: _own(value) for key, value in calls[0].kwargs.items()}
+
+        def run() -> None:
+            with threading.Lock() if direct else self._turn:
+                try:
+                    answer = self._run(method, call_worker, (self._worker, method, args, kwargs))
+                except WorkerError as error:
+                    future.set_error(error)
+                else:
+                    future.set_result([answer])
+
+        self.check()
+        future.describe = lambda: f"{method} on '{self._role}' runs or is queued in the controller's own process"
+        if blocking and not self._background.busy:
+            run()
+        elif direct:
+            threading.Thread(target=run, daemon=True).start()
+        else:
+            self._background.submit(run)
+
+    def check(self) -> None:
+        """Raise if the group was shut down."""
+        if self._stopped is not None:
+            raise GroupBrokenError(f"worker group '{self._role}' can no longer be called: {self._stopped}")
+
+    def alive(self) -> list[bool]:
+        """Whether the group has not been shut down."""
+        return [self._stopped is None]
+
+    def stop(self, error: ControllerError, graceful: bool) -> None:
+        """Let go of the worker."""
+        if self._stopped is None:
+            self._stopped = error
+            if graceful and hasattr(self._worker, "close"):
+                self._worker.close()
+            self._worker = None
+
+    def _run(self, method: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        try:
+            return function(*args)
+        except (Exception, SystemExit) as error:
+            failure = Failure.of(error)
+            raise WorkerError(
+                f"{method} failed on rank 0 of '{self._role}': {failure.error_type}: {failure.message}\n"
+                f"The worker's traceback:\n{failure.traceback_text}",
+                rank=0,
+                role=self._role,
+                method=method,
+                error_type=failure.error_type,
+                traceback_text=failure.traceback_text,
+            ) from error
+
+
+def loopback_environment() -> dict[str, str]:
+    """What process groups that stay on this machine need to find each other whatever its host name is."""
+    loopback = loopback_interface()
+    return {} if loopback is None or "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": loopback}
+
+
+def device_indices(pool: ResourcePool, node_rank: int) -> list[int]:
+    """The GPUs of this machine that the pool's slots stand for, in rank order."""
+    part = pool.parts[node_rank]
+    return [part.origin.first_device + slot for slot in part.slots]
+
+
+def _own(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, DataProto) else value

@@ -1,0 +1,434 @@
+"""Workers as Ray actors, on one machine or a cluster. Imported only when this backend is asked for."""
+
+import logging
+import os
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pickle import PickleBuffer
+from typing import Any
+
+from meshrl.controller.calls import CallBook, Deadlines
+from meshrl.controller.dispatch import RankCall
+from meshrl.controller.errors import ControllerError, GroupBrokenError
+from meshrl.controller.futures import Future
+from meshrl.controller.resource_pool import ResourcePool
+from meshrl.controller.worker import (
+    ClassWithInitArgs,
+    Failure,
+    WorkerInfo,
+    apply_environment,
+    call_worker,
+    host_rendezvous,
+    limit_threads,
+    loopback_interface,
+    place_ranks,
+)
+from meshrl.controller.worker_group import WorkerGroup
+from meshrl.data.serialize import dumps, loads
+
+try:
+    import ray
+    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError as error:
+    raise ImportError("the Ray backend needs Ray: pip install 'meshrl[ray]', or use backend='local'") from error
+
+logger = logging.getLogger(__name__)
+
+_TICK = 0.2
+_NAMESPACE = "meshrl"
+
+
+def init_ray(
+    address: str | None = None,
+    num_cpus: int | None = None,
+    num_gpus: int | None = None,
+    object_store_memory: int | None = None,
+    namespace: str = _NAMESPACE,
+    **options: Any,
+) -> None:
+    """Connect to the cluster at `address`, or start Ray on this machine with these resources; nothing if connected."""
+    if ray.is_initialized():
+        return
+    options.setdefault("include_dashboard", False)
+    if address is not None:
+        options.pop("include_dashboard")
+        if num_cpus is not None or num_gpus is not None:
+            raise ValueError(
+                f"num_cpus and num_gpus belong to the cluster at {address}: leave them out with an address"
+            )
+    ray.init(
+        address=address,
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        object_store_memory=object_store_memory,
+        namespace=namespace,
+        **options,
+    )
+
+
+def devices_per_node(use_gpu: bool) -> list[int]:
+    """How many GPUs (or CPUs) each living node of the cluster has."""
+    init_ray()
+    kind = "GPU" if use_gpu else "CPU"
+    counts = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
+    return [count for count in counts if count > 0]
+
+
+class Sealed:
+    """A serialised object whose memory Ray puts in its object store as it is, out of band."""
+
+    def __init__(self, data: bytes, buffers: Sequence[Any]) -> None:
+        self._data = data
+        self._buffers = buffers
+
+    @staticmethod
+    def of(obj: Any) -> "Sealed":
+        """Serialise an object."""
+        return Sealed(*dumps(obj))
+
+    def open(self) -> Any:
+        """The object, on memory of its own: the object store's is read-only."""
+        return loads(self._data, self._buffers)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return Sealed, (self._data, [PickleBuffer(buffer) for buffer in self._buffers])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an actor has been started."""
+
+    pid: int
+    node_id: str
+    address: str
+    gpu_ids: list[str]
+    group: PlacementGroup | None
+
+
+class RayWorker:
+    """The actor: holds the worker and runs the calls on it."""
+
+    def __init__(self, sys_path: list[str]) -> None:
+        sys.path += [path for path in sys_path if path not in sys.path]
+        self._worker: Any = None
+        self._world_size = 0
+        self._never = threading.Event()
+
+    def place(self) -> Place:
+        """Where this actor is."""
+        context = ray.get_runtime_context()
+        group = ray.util.get_current_placement_group()
+        gpu_ids = [str(gpu) for gpu in ray.get_gpu_ids()]
+        return Place(os.getpid(), context.get_node_id(), ray.util.get_node_ip_address(), gpu_ids, group)
+
+    def world_size(self) -> int:
+        """How many ranks the group of this actor has; 0 if it was never built."""
+        return self._world_size
+
+    def host(self, address: str) -> int:
+        """Open the rendezvous store; its port."""
+        return host_rendezvous(address)
+
+    def build(self, info: WorkerInfo, env: dict[str, str], threads: str | None, spec: bytes) -> Failure | None:
+        """Make the worker."""
+        try:
+            os.environ.pop("OMP_NUM_THREADS", None)  # Ray's own guess; the controller's setting holds on every backend
+            apply_environment(info, {**({"OMP_NUM_THREADS": threads} if threads else {}), **env})
+            limit_threads(info.local_world_size)
+            self._worker = ray.cloudpickle.loads(spec).build(info)
+            self._world_size = info.world_size
+        except (Exception, SystemExit) as error:
+            return Failure.of(error)
+        return None
+
+    def call(self, method: str, n_args: int, keywords: list[str], *sealed: Sealed) -> Sealed | Failure:
+        """Run one call on the worker."""
+        try:
+            values = [value.open() for value in sealed]
+            kwargs = dict(zip(keywords, values[n_args:], strict=True))
+            return Sealed.of(call_worker(self._worker, method, tuple(values[:n_args]), kwargs))
+        except (Exception, SystemExit) as error:
+            return Failure.of(error)
+
+    def watch(self) -> None:
+        """Never returns: the end of this call is the end of the actor."""
+        self._never.wait()
+
+    def stacks(self) -> str:
+        """Where this process's threads are."""
+        frames = sys._current_frames().items()
+        return "\n".join("".join(traceback.format_stack(frame)[-8:]) for _, frame in frames)
+
+    def close(self) -> None:
+        """Let the worker free what outlives a process."""
+        if self._worker is not None and hasattr(self._worker, "close"):
+            self._worker.close()
+
+
+class RayBackend:
+    """The actors of one group."""
+
+    def __init__(
+        self,
+        actors: list[Any],
+        places: list[Place],
+        role: str,
+        deadlines: Deadlines,
+        pool: ResourcePool | None,
+    ) -> None:
+        """`pool` is None for actors that another process has started."""
+        self.world_size = len(actors)
+        self._actors = actors
+        self._places = places
+        self._role = role
+        self._deadlines = deadlines
+        self._pool = pool
+        self._stopping = False
+        self._gone: set[int] = set()
+        self._ended = threading.Event()
+        self._events: queue.SimpleQueue[tuple[int | None, int, Any]] = queue.SimpleQueue()
+        self._book = CallBook(role, deadlines, self._kill_all, self._stacks_of)
+        for rank, actor in enumerate(actors):
+            self._track(None, rank, actor.watch.options(concurrency_group="watch").remote())
+        threading.Thread(target=self._pump, name=f"meshrl-{role}-pump", daemon=True).start()
+
+    def submit(
+        self, method: str, calls: Sequence[RankCall], future: Future[Any], *, blocking: bool, direct: bool
+    ) -> None:
+        """Put every argument into the object store once, and call the actors with the references."""
+        self.check()
+        values = {id(value): value for call in calls for value in (*call.args, *call.kwargs.values())}
+        refs = {key: ray.put(Sealed.of(value)) for key, value in values.items()}
+        number = self._book.open(method, [call.rank for call in calls], future, direct=direct)
+        for call in calls:
+            arguments = [refs[id(value)] for value in (*call.args, *call.kwargs.values())]
+            method_of = self._actors[call.rank].call
+            if direct:
+                method_of = method_of.options(concurrency_group="direct")
+            self._track(number, call.rank, method_of.remote(method, len(call.args), list(call.kwargs), *arguments))
+
+    def build(self, infos: list[WorkerInfo], envs: list[dict[str, str]], spec: bytes) -> None:
+        """Make the workers in the actors."""
+        built: Future[list[None]] = Future()
+        number = self._book.open("__init__", [info.rank for info in infos], built, limit=self._deadlines.start)
+        threads = os.environ.get("OMP_NUM_THREADS")
+        for info, env in zip(infos, envs, strict=True):
+            self._track(number, info.rank, self._actors[info.rank].build.remote(info, env, threads, spec))
+        built.get()
+
+    def _track(self, number: int | None, rank: int, ref: Any) -> None:
+        ref.future().add_done_callback(lambda done: self._events.put((number, rank, done)))
+
+    def _pump(self) -> None:
+        """Hand answers and deaths to the book and watch the clock, until the group has ended."""
+        while not self._ended.is_set():
+            try:
+                number, rank, done = self._events.get(timeout=_TICK)
+            except queue.Empty:
+                self._book.tick()
+                continue
+            self._note(number, rank, done)
+            self._book.tick()
+
+    def _note(self, number: int | None, rank: int, done: Any) -> None:
+        error = done.exception()
+        if error is None:
+            value = done.result()
+            if isinstance(value, Sealed):
+                try:
+                    value = value.open()
+                except Exception as broken:
+                    value = Failure.of(broken)
+            if number is not None:
+                self._book.answer(number, rank, value)
+        elif isinstance(error, ray.exceptions.RayActorError):
+            self._gone.add(rank)
+            if not self._stopping:
+                self._book.died(rank, self._places[rank].pid, None, str(error))
+        elif number is not None:
+            self._book.answer(number, rank, Failure(type(error).__name__, str(error), str(error), 0.0))
+
+    def check(self) -> None:
+        """Raise if the group is broken or was shut down."""
+        self._book.check()
+
+    def alive(self) -> list[bool]:
+        """Which ranks' actors live, as far as is known."""
+        return [rank not in self._gone for rank in range(self.world_size)]
+
+    def stop(self, error: ControllerError, graceful: bool) -> None:
+        """End the actors and, if no other group uses them, give the pool's resources back."""
+        if self._stopping or not ray.is_initialized():
+            return
+        whole = self._book.broken is None
+        self._stopping = True
+        if graceful and whole:
+            closing = [actor.close.remote() for actor in self._actors]
+            ray.wait(closing, num_returns=len(closing), timeout=self._deadlines.shutdown)
+        self._book.break_group(error)
+        self._kill_all()
+        self._ended.set()
+        if self._pool is not None:
+            _release_placement_groups(self._pool)
+        else:
+            for group in {place.group.id: place.group for place in self._places if place.group}.values():
+                remove_placement_group(group)
+
+    def _kill_all(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+
+    def _stacks_of(self, ranks: Sequence[int]) -> str:
+        asked = {rank: self._actors[rank].stacks.options(concurrency_group="watch").remote() for rank in ranks}
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=2.0)
+        return "\n".join(f"rank {rank}:\n{ray.get(ref)}" for rank, ref in asked.items() if ref in ready)
+
+
+_placement_groups: dict[int, tuple[ResourcePool, list[PlacementGroup], int]] = {}
+
+
+def start_ray(
+    pool: ResourcePool,
+    spec: ClassWithInitArgs,
+    role: str,
+    deadlines: Deadlines,
+    env: Mapping[str, str],
+    name: str,
+    detached: bool,
+) -> RayBackend:
+    """Start the workers of a group as actors on the pool's placement groups."""
+    init_ray()
+    packed = ray.cloudpickle.dumps(spec)
+    groups = _hold_placement_groups(pool, deadlines.start, detached)
+    actors: list[Any] = []
+    backend: RayBackend | None = None
+    try:
+        for part in pool.parts:
+            for slot in part.slots:
+                actor_name = f"{name}_{len(actors)}"
+                actors.append(_start_actor(groups[id(part.origin)][part.node], slot, pool, actor_name, detached))
+        places = _wait(role, "start", [actor.place.remote() for actor in actors], deadlines.start)
+        address = places[0].address
+        (port,) = _wait(role, "start", [actors[0].host.remote(address)], deadlines.start)
+        infos = place_ranks(pool.process_on_nodes, role)
+        infos = [replace(info, master_addr=address, master_port=port) for info in infos]
+        backend = RayBackend(actors, places, role, deadlines, pool)
+        backend.build(infos, _environments(infos, places, env), packed)
+    except BaseException:
+        if backend is not None:
+            backend.stop(GroupBrokenError(f"worker group '{role}' failed to start"), graceful=False)
+        else:
+            for actor in actors:
+                ray.kill(actor, no_restart=True)
+            _release_placement_groups(pool)
+        raise
+    return backend
+
+
+def attach_worker_group(name: str, cls: type, role: str = "actor", deadlines: Deadlines | None = None) -> WorkerGroup:
+    """The group of detached actors that another process started under this name."""
+    init_ray()
+    deadlines = deadlines or Deadlines()
+    try:
+        first: Any = ray.get_actor(f"{name}_0")
+    except ValueError as error:
+        raise ValueError(f"there is no detached worker group '{name}' in this Ray namespace") from error
+    (world_size,) = _wait(role, "attach", [first.world_size.remote()], deadlines.start)
+    actors = [ray.get_actor(f"{name}_{rank}") for rank in range(world_size)]
+    places = _wait(role, "attach", [actor.place.remote() for actor in actors], deadlines.start)
+    return WorkerGroup(RayBackend(actors, places, role, deadlines, None), cls, role, {})
+
+
+def _start_actor(group: PlacementGroup, bundle: int, pool: ResourcePool, name: str, detached: bool) -> Any:
+    share = int(10000 / pool.max_colocate_count) / 10000  # Ray counts in ten-thousandths
+    actor_class: Any = ray.remote(concurrency_groups={"direct": 8, "watch": 4})(RayWorker)  # type: ignore[call-overload]
+    options: dict[str, Any] = {"name": name, "lifetime": "detached"} if detached else {}
+    return actor_class.options(
+        num_cpus=share,
+        num_gpus=share if pool.use_gpu else 0,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+        **options,
+    ).remote(list(sys.path))
+
+
+def _environments(infos: list[WorkerInfo], places: list[Place], env: Mapping[str, str]) -> list[dict[str, str]]:
+    """Of each rank: the GPUs of its pool node in rank order, and the loopback interface if there is only one node."""
+    loopback = loopback_interface() if len({place.node_id for place in places}) == 1 else None
+    environments = []
+    for info in infos:
+        own: dict[str, str] = {}
+        peers = [place for other, place in zip(infos, places, strict=True) if other.node_rank == info.node_rank]
+        gpus = [gpu for peer in peers for gpu in peer.gpu_ids]
+        if gpus:
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        if loopback is not None:
+            own["GLOO_SOCKET_IFNAME"] = loopback
+        environments.append({**own, **env})
+    return environments
+
+
+def _hold_placement_groups(pool: ResourcePool, timeout: float, detached: bool) -> dict[int, list[PlacementGroup]]:
+    """The placement groups under the pool's slots, made if they are not there, each counted as used once more."""
+    held: dict[int, list[PlacementGroup]] = {}
+    for origin in {id(part.origin): part.origin for part in pool.parts}.values():
+        _, groups, users = _placement_groups.get(id(origin), (origin, [], 0))
+        groups = groups or _make_placement_groups(origin, timeout, detached)
+        _placement_groups[id(origin)] = (origin, groups, users + 1)
+        held[id(origin)] = groups
+    return held
+
+
+def _make_placement_groups(pool: ResourcePool, timeout: float, detached: bool) -> list[PlacementGroup]:
+    bundle = {"CPU": 1, "GPU": 1} if pool.use_gpu else {"CPU": 1}
+    groups = [
+        placement_group(
+            [dict(bundle) for _ in range(count)],
+            strategy="STRICT_PACK",
+            name=f"{pool.name_prefix}_node{node}" if pool.name_prefix else "",
+            lifetime="detached" if detached else None,
+        )
+        for node, count in enumerate(pool.process_on_nodes)
+    ]
+    _, waiting = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=timeout)
+    if waiting:
+        for group in groups:
+            remove_placement_group(group)
+        kind = "GPU" if pool.use_gpu else "CPU"
+        total = ray.cluster_resources().get(kind, 0)
+        free = ray.available_resources().get(kind, 0)
+        raise ControllerError(
+            f"no room for a pool of {'+'.join(map(str, pool.process_on_nodes))} {kind}s within {timeout:g} s: "
+            f"the cluster has {total:g} {kind}s, {free:g} of them free (each node's share must fit on one node)"
+        )
+    return groups
+
+
+def _release_placement_groups(pool: ResourcePool) -> None:
+    for key in {id(part.origin) for part in pool.parts}:
+        if key not in _placement_groups:
+            continue
+        origin, groups, users = _placement_groups[key]
+        if users > 1:
+            _placement_groups[key] = (origin, groups, users - 1)
+            continue
+        del _placement_groups[key]
+        for group in groups:
+            remove_placement_group(group)
+
+
+def _wait(role: str, what: str, refs: list[Any], timeout: float) -> list[Any]:
+    try:
+        return ray.get(refs, timeout=timeout)
+    except ray.exceptions.GetTimeoutError as error:
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0)
+        answered = [rank for rank, ref in enumerate(refs) if ref in ready]
+        raise ControllerError(
+            f"{what} of '{role}': after {timeout:g} s only ranks {answered} of {len(refs)} have answered"
+        ) from error
+    except ray.exceptions.RayActorError as error:
+        raise GroupBrokenError(f"{what} of '{role}': an actor died: {error}") from error

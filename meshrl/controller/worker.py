@@ -1,0 +1,232 @@
+"""What runs in a worker's process: the base class of workers, and who each of them is."""
+
+import os
+import socket
+import time
+import traceback
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+_current_info: ContextVar["WorkerInfo | None"] = ContextVar("meshrl_worker_info", default=None)
+_hosted_store: Any = None
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """Where one worker stands: its place in the group, its node, its role, and where the group meets."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    role: str = "worker"
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+    def environment(self) -> dict[str, str]:
+        """The variables that `torch.distributed.init_process_group(init_method="env://")` and others read."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "NODE_RANK": str(self.node_rank),
+            "GROUP_RANK": str(self.node_rank),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+    @staticmethod
+    def from_environment() -> "WorkerInfo":
+        """The place this process was given by its environment; rank 0 of 1 if nothing is set."""
+
+        def number(name: str, default: int) -> int:
+            return int(os.environ.get(name, default))
+
+        return WorkerInfo(
+            rank=number("RANK", 0),
+            world_size=number("WORLD_SIZE", 1),
+            local_rank=number("LOCAL_RANK", 0),
+            local_world_size=number("LOCAL_WORLD_SIZE", 1),
+            node_rank=number("NODE_RANK", 0),
+            master_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=number("MASTER_PORT", 0),
+        )
+
+
+@dataclass(frozen=True)
+class MeshEntry:
+    """What one rank says about itself for one mesh: which shard it takes and whether its answer counts."""
+
+    dp_rank: int
+    dp_size: int | None
+    is_collect: bool
+
+
+class Worker:
+    """One process of a role. Methods marked with `@register` can be called through the worker group.
+
+    `rank`, `world_size` and the others are there before `__init__` runs.
+    """
+
+    info: WorkerInfo
+    _meshes: dict[str, MeshEntry]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
+        worker = super().__new__(cls)
+        worker.info = _current_info.get() or WorkerInfo.from_environment()
+        worker._meshes = {}
+        return worker
+
+    @property
+    def rank(self) -> int:
+        """The rank in the group."""
+        return self.info.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+        return self.info.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """The rank among the group's workers on this node: also the index of its GPU among the visible ones."""
+        return self.info.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """How many of the group's workers are on this node."""
+        return self.info.local_world_size
+
+    @property
+    def node_rank(self) -> int:
+        """The index of this node among the group's nodes."""
+        return self.info.node_rank
+
+    @property
+    def role(self) -> str:
+        """The role's name."""
+        return self.info.role
+
+    @property
+    def master_addr(self) -> str:
+        """Where rank 0's rendezvous store listens."""
+        return self.info.master_addr
+
+    @property
+    def master_port(self) -> int:
+        """The port of rank 0's rendezvous store."""
+        return self.info.master_port
+
+    def register_mesh(self, mesh_name: str, dp_rank: int, dp_size: int | None, is_collect: bool) -> None:
+        """Say which data-parallel shard this rank takes in calls over `mesh_name`, and whether its answer counts."""
+        entry = MeshEntry(int(dp_rank), None if dp_size is None else int(dp_size), bool(is_collect))
+        known = self._meshes.setdefault(mesh_name, entry)
+        if known != entry:
+            raise ValueError(f"mesh '{mesh_name}' is registered on rank {self.rank} as {known}, cannot become {entry}")
+
+    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+        self.register_mesh(mesh_name, dp_rank, None, is_collect)
+
+    def _mesh_entry(self, mesh_name: str) -> MeshEntry | None:
+        return self._meshes.get(mesh_name)
+
+    def close(self) -> None:
+        """Called once when the group shuts down in order; override to free what outlives a process."""
+
+
+class ClassWithInitArgs:
+    """A worker class and the arguments to make one with, to be made in every rank's process."""
+
+    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(cls, type):
+            raise ValueError(f"ClassWithInitArgs needs a class, got {cls!r}")
+        self.cls = cls
+        self.args = args
+        self.kwargs = kwargs
+
+    def build(self, info: WorkerInfo) -> Any:
+        """Make the worker, as the rank that `info` says."""
+        token = _current_info.set(info)
+        try:
+            return self.cls(*self.args, **self.kwargs)
+        finally:
+            _current_info.reset(token)
+
+    def roles(self) -> dict[str, type]:
+        """The classes of the colocated roles; empty for an ordinary worker."""
+        return getattr(self.cls, "role_classes", lambda spec: {})(self)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception as it travels from a worker to the controller."""
+
+    error_type: str
+    message: str
+    traceback_text: str
+    at: float  # wall clock, to find out which rank failed first
+
+    @staticmethod
+    def of(error: BaseException) -> "Failure":
+        """Describe an exception that is being handled."""
+        return Failure(type(error).__name__, str(error), traceback.format_exc(), time.time())
+
+
+def call_worker(worker: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `method`, or `role/method` of a colocated worker."""
+    role, _, method = path.rpartition("/")
+    target = worker.workers[role] if role else worker
+    return getattr(target, method)(*args, **kwargs)
+
+
+def host_rendezvous(address: str) -> int:
+    """Open this process's rendezvous store and return its port.
+
+    The store listens from now on, so the port cannot be taken by anyone else; `init_process_group("env://")` on rank 0
+    finds the running store of its own process (torch shares it per port) instead of opening a second one.
+    """
+    global _hosted_store
+    import torch.distributed as dist
+
+    if _hosted_store is None:
+        _hosted_store = dist.TCPStore(
+            address, 0, world_size=None, is_master=True, wait_for_workers=False, multi_tenant=True
+        )
+    return int(_hosted_store.port)
+
+
+def apply_environment(info: WorkerInfo, env: dict[str, str]) -> None:
+    """Set the variables of this rank; `env` (the caller's own) wins."""
+    os.environ.update(info.environment())
+    os.environ.update(env)
+
+
+def limit_threads(local_world_size: int) -> None:
+    """Let torch use OMP_NUM_THREADS threads or, if that is not set, this worker's share of the cores."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // local_world_size)))
+
+
+def loopback_interface() -> str | None:
+    """The name of the loopback interface, for process groups that stay on one machine."""
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+
+
+def place_ranks(process_on_nodes: list[int], role: str) -> list[WorkerInfo]:
+    """The places of all ranks of a group, node by node, without the rendezvous address."""
+    total = sum(process_on_nodes)
+    infos: list[WorkerInfo] = []
+    for node_rank, count in enumerate(process_on_nodes):
+        for local_rank in range(count):
+            infos.append(WorkerInfo(len(infos), total, local_rank, count, node_rank, role))
+    return infos
+
+
+def at_role(info: WorkerInfo, role: str) -> WorkerInfo:
+    """The same place, in another role."""
+    return replace(info, role=role)

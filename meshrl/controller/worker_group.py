@@ -1,0 +1,223 @@
+"""All ranks of a role, called as one."""
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from meshrl.controller.backend import Backend
+from meshrl.controller.calls import Deadlines
+from meshrl.controller.dispatch import CallSpec, Execute, Plan, RankCall, call_spec
+from meshrl.controller.errors import GroupBrokenError
+from meshrl.controller.futures import Future, SerialThread, has_pending, materialize
+from meshrl.controller.resource_pool import ResourcePool, Role
+from meshrl.controller.worker import ClassWithInitArgs, MeshEntry
+
+_numbers = itertools.count()
+
+
+class WorkerGroup:
+    """Calls on all ranks of a role: every method that the worker class has marked with `@register` is a method here.
+
+    Make one with `create_worker_group`. Use it as a context manager, or call `shutdown`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        cls: type,
+        role: str,
+        role_classes: Mapping[str, type],
+        view_of: "WorkerGroup | None" = None,
+    ) -> None:
+        self.role = role
+        self._owner = view_of  # kept alive: the workers end with the group that started them
+        self._backend = backend
+        self._prefix = f"{role}/" if view_of is not None else ""
+        self._role_classes = dict(role_classes)
+        self._launcher = SerialThread(f"meshrl-{role}-launcher")
+        self._meshes: dict[str, list[MeshEntry]] = {}
+        self._specs = _registered_methods(cls)
+        for name, spec in self._specs.items():
+            if hasattr(type(self), name):
+                raise ValueError(f"{cls.__name__}.{name} is registered, but a worker group has its own '{name}'")
+            setattr(self, name, self._bound(name, spec, getattr(cls, name).__doc__))
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+        return self._backend.world_size
+
+    def execute_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call any method, registered or not, with the same arguments on all ranks; the answers in rank order."""
+        return self.execute_all_async(method, *args, **kwargs).get()
+
+    def execute_all_async(self, method: str, /, *args: Any, **kwargs: Any) -> Future[list[Any]]:
+        """`execute_all` without waiting."""
+
+        def plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+            return Plan([RankCall(rank, args, kwargs) for rank in range(self.world_size)], list)
+
+        return self._start(method, plan, args, kwargs, blocking=False)
+
+    def execute_rank_zero(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call any method on rank 0 alone; its answer."""
+        return self.execute_rank(0, method, *args, **kwargs)
+
+    def execute_rank(self, rank: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call any method on one rank alone; its answer."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not one of the group's {self.world_size} ranks")
+
+        def plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+            return Plan([RankCall(rank, args, kwargs)], lambda answers: answers[0])
+
+        return self._start(method, plan, args, kwargs, blocking=True).get()
+
+    def mesh_entries(self, mesh_name: str) -> list[MeshEntry]:
+        """What each rank has registered for a mesh (asked once, then remembered)."""
+        if mesh_name not in self._meshes:
+            # not through the launcher: a deferred call asks this from there
+            future: Future[list[MeshEntry | None]] = Future()
+            calls = [RankCall(rank, (mesh_name,), {}) for rank in range(self.world_size)]
+            self._backend.submit(f"{self._prefix}_mesh_entry", calls, future, blocking=True, direct=False)
+            entries = future.get()
+            missing = [rank for rank, entry in enumerate(entries) if entry is None]
+            if missing:
+                raise ValueError(
+                    f"ranks {missing} of '{self.role}' have not registered mesh '{mesh_name}': "
+                    "call register_mesh on every rank first"
+                )
+            self._meshes[mesh_name] = [entry for entry in entries if entry is not None]
+        return self._meshes[mesh_name]
+
+    def spawn(self, roles: Iterable[str] | None = None) -> dict[str, "WorkerGroup"]:
+        """Views of the colocated roles, each with its own methods, over the same processes."""
+        if not self._role_classes:
+            raise ValueError(f"'{self.role}' holds one role; make its class with create_colocated_worker_cls to spawn")
+        wanted = [str(role) for role in roles] if roles is not None else list(self._role_classes)
+        unknown = [role for role in wanted if role not in self._role_classes]
+        if unknown:
+            raise ValueError(f"'{self.role}' holds no role {unknown}; it holds {list(self._role_classes)}")
+        return {role: WorkerGroup(self._backend, self._role_classes[role], role, {}, self) for role in wanted}
+
+    def is_alive(self) -> bool:
+        """Whether all ranks' workers live and the group can be called."""
+        try:
+            self._backend.check()
+        except GroupBrokenError:
+            return False
+        return all(self._backend.alive())
+
+    def shutdown(self) -> None:
+        """End the workers (of all views over them) after what they are doing, within the shutdown deadline."""
+        self._backend.stop(GroupBrokenError("it was shut down"), graceful=True)
+
+    def __enter__(self) -> "WorkerGroup":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # after an error the workers may be in the middle of anything: do not wait for them
+        self._backend.stop(GroupBrokenError("it was shut down"), graceful=kind is None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        known = ", ".join(sorted(self._specs))
+        raise AttributeError(f"'{self.role}' has no registered method '{name}'; registered: {known or 'none'}")
+
+    def _bound(self, name: str, spec: CallSpec, doc: str | None) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            def plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+                plan = spec.plan(self, args, kwargs)
+                return _only_rank_zero(plan) if spec.execute_mode is Execute.RANK_ZERO else plan
+
+            future = self._start(name, plan, args, kwargs, blocking=spec.blocking, resolve=spec.materialize_futures)
+            return future.get() if spec.blocking else future
+
+        call.__name__ = name
+        call.__doc__ = doc
+        return call
+
+    def _start(
+        self,
+        method: str,
+        make_plan: Callable[[tuple[Any, ...], dict[str, Any]], Plan],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        blocking: bool,
+        resolve: bool = True,
+    ) -> Future[Any]:
+        """Dispatch now, or, if an argument is not ready, in the background; calls keep their order either way."""
+        future: Future[Any] = Future()
+
+        def dispatch() -> None:
+            ready_args, ready_kwargs = materialize(args, kwargs) if resolve else (args, kwargs)
+            plan = make_plan(ready_args, ready_kwargs)
+            future.set_transform(plan.collect)
+            self._backend.submit(self._prefix + method, plan.calls, future, blocking=blocking, direct=plan.direct)
+
+        def dispatch_later() -> None:
+            try:
+                dispatch()
+            except BaseException as error:
+                future.set_error(error)
+
+        self._backend.check()
+        if self._launcher.busy or (resolve and not blocking and has_pending(args, kwargs)):
+            self._launcher.submit(dispatch_later)
+        else:
+            dispatch()
+        return future
+
+
+def create_worker_group(
+    pool: ResourcePool,
+    cls_with_args: ClassWithInitArgs,
+    *,
+    backend: str = "local",
+    role: Role | str = "actor",
+    deadlines: Deadlines | None = None,
+    env: Mapping[str, str] | None = None,
+    name: str | None = None,
+    detached: bool = False,
+    in_process: bool | None = None,
+) -> WorkerGroup:
+    """Start one worker on each slot of the pool and return the group of them.
+
+    `backend` is "local" (this machine; a single rank is an object in this process unless `in_process=False`) or "ray".
+    `env` adds environment variables. With Ray, `name` names the actors, and `detached` lets them outlive this process.
+    """
+    deadlines = deadlines or Deadlines()
+    env = {key: str(value) for key, value in (env or {}).items()}
+    started: Any
+    if backend == "local":
+        if detached:
+            raise ValueError("detached worker groups need backend='ray': local workers end with the controller")
+        from meshrl.controller.local import start_local
+
+        started = start_local(pool, cls_with_args, str(role), deadlines, env, in_process)
+    elif backend == "ray":
+        if in_process:
+            raise ValueError("in_process=True needs backend='local'")
+        from meshrl.controller.ray import start_ray
+
+        name = name or f"{role}_{next(_numbers)}"
+        started = start_ray(pool, cls_with_args, str(role), deadlines, env, name, detached)
+    else:
+        raise ValueError(f"backend must be 'local' or 'ray', got {backend!r}")
+    group = WorkerGroup(started, cls_with_args.cls, str(role), cls_with_args.roles())
+    if not detached:
+        # a group that nobody holds any more, and all groups when the interpreter exits
+        weakref.finalize(group, started.stop, GroupBrokenError("nobody held it any more"), False)
+    return group
+
+
+def _only_rank_zero(plan: Plan) -> Plan:
+    return Plan([call for call in plan.calls if call.rank == 0], lambda answers: answers[0], plan.direct)
+
+
+def _registered_methods(cls: type) -> dict[str, CallSpec]:
+    found = {name: call_spec(getattr(cls, name, None)) for name in dir(cls) if not name.startswith("__")}
+    return {name: spec for name, spec in found.items() if spec is not None}

@@ -1,0 +1,87 @@
+"""Demonstrations for supervised fine-tuning: whole sequences with a mask over the tokens to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from meshrl.config.sft import SFTDataConfig
+from meshrl.data.files import Row, read_rows
+from meshrl.data.prompts import encode_prompt, render_chat, truncate
+from meshrl.data.proto import DataProto
+
+
+class DemonstrationDataset:
+    """Prompt and response (or whole conversations) as token ids; only responses and assistant turns are learned."""
+
+    def __init__(self, files: Sequence[str], tokenizer: Tokenizer, config: SFTDataConfig):
+        self.tokenizer, self.config = tokenizer, config
+        wanted = (config.messages_key,) if config.messages_key else (config.prompt_key, config.response_key)
+        self.truncated = 0
+        self.sequences: list[tuple[np.ndarray, np.ndarray]] = []
+        for number, row in enumerate(read_rows(files, required=wanted)):
+            ids, learn = self._fit(*self._encode(row, number), number)
+            if not learn[1:].any():
+                raise ValueError(f"demonstration {number} has no token left to learn within data.max_length")
+            self.sequences.append((ids, learn))
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def _encode(self, row: Row, number: int) -> tuple[np.ndarray, np.ndarray]:
+        if self.config.messages_key:
+            return encode_conversation(self.tokenizer, row[self.config.messages_key], number)
+        prompt = encode_prompt(self.tokenizer, row[self.config.prompt_key], number)
+        answer = self.tokenizer(row[self.config.response_key], add_special_tokens=False)["input_ids"]
+        answer = np.asarray([*answer, self.tokenizer.eos_token_id], dtype=np.int64)
+        return np.concatenate([prompt, answer]), np.arange(len(prompt) + len(answer)) >= len(prompt)
+
+    def _fit(self, ids: np.ndarray, learn: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
+        limit = self.config.max_length
+        if len(ids) <= limit:
+            return ids, learn
+        if self.config.truncation == "error":
+            raise ValueError(
+                f"demonstration {number} has {len(ids)} tokens, more than data.max_length={limit}: raise it or set "
+                "data.truncation=left|right"
+            )
+        self.truncated += 1
+        return truncate(ids, limit, self.config.truncation), truncate(learn, limit, self.config.truncation)
+
+    def batch(self, numbers: np.ndarray) -> DataProto:
+        """The sequences with these numbers, padded on the right; `response_mask` marks the tokens to learn."""
+        picked = [self.sequences[i] for i in numbers]
+        width = max(len(ids) for ids, _ in picked)
+        shape = (len(picked), width)
+        tokens = np.full(shape, self.tokenizer.pad_token_id, dtype=np.int64)
+        mask, learned = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        for row, (ids, learn) in enumerate(picked):
+            tokens[row, : len(ids)], mask[row, : len(ids)], learned[row, : len(ids)] = ids, 1, learn
+        learned[:, 0] = 0  # nothing comes before the first token that could predict it
+        names = ("input_ids", "attention_mask", "response_mask")
+        return DataProto.from_dict(
+            {n: torch.from_numpy(x) for n, x in zip(names, (tokens, mask, learned), strict=True)}
+        )
+
+
+def encode_conversation(tokenizer: Tokenizer, messages: object, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids of a conversation and the mask of its assistant turns, found by rendering it turn by turn."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"demonstration {number} must be a list of messages, got {messages!r}")
+    whole = render_chat(tokenizer, messages, add_generation_prompt=False)
+    learn = np.zeros(len(whole), dtype=bool)
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = render_chat(tokenizer, messages[:turn], add_generation_prompt=True)
+        after = render_chat(tokenizer, messages[: turn + 1], add_generation_prompt=False)
+        if whole[: len(before)] != before or whole[: len(after)] != after:
+            raise ValueError(
+                f"demonstration {number}, turn {turn}: the chat template renders earlier turns differently once later ones "
+                "follow, so the assistant's tokens cannot be told apart: use prompt and response columns instead"
+            )
+        learn[len(before) : len(after)] = True
+    return np.asarray(whole, dtype=np.int64), learn

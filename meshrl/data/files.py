@@ -1,0 +1,79 @@
+"""Rows from parquet files, jsonl files and folders of saved Hugging Face datasets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def read_rows(files: Sequence[str], required: Sequence[str] = ()) -> list[Row]:
+    """All rows of all files, in order; `required` columns must be there and not null."""
+    rows: list[Row] = []
+    for file in files:
+        found = _read_one(Path(file))
+        if not found:
+            raise ValueError(f"data file '{file}' has no rows")
+        for number, row in enumerate(found):
+            for column in required:
+                if row.get(column) is None:
+                    raise ValueError(
+                        f"data file '{file}', row {number}: column '{column}' is missing or null "
+                        f"(it has: {', '.join(map(str, row)) or 'nothing'})"
+                    )
+        rows.extend(found)
+    return rows
+
+
+def _read_one(path: Path) -> list[Row]:
+    if not path.exists():
+        raise FileNotFoundError(f"data file '{path}' does not exist")
+    if path.is_dir():
+        return _read_saved_dataset(path)
+    if path.suffix in (".jsonl", ".json"):
+        return _read_jsonl(path)
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    raise ValueError(f"data file '{path}': expected .parquet, .jsonl or a folder written by datasets' save_to_disk")
+
+
+def _read_jsonl(path: Path) -> list[Row]:
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"data file '{path}', line {number}: not valid JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"data file '{path}', line {number}: expected an object, got {type(row).__name__}")
+            rows.append(row)
+    return rows
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    import pyarrow.parquet as pq
+    from pyarrow import ArrowException
+
+    try:
+        return pq.read_table(path).to_pylist()
+    except ArrowException as error:
+        raise ValueError(f"data file '{path}' is not a readable parquet file: {error}") from error
+
+
+def _read_saved_dataset(path: Path) -> list[Row]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            f"'{path}' is a folder: reading saved datasets needs pip install 'meshrl[datasets]'"
+        ) from error
+    loaded = datasets.load_from_disk(str(path))
+    if isinstance(loaded, datasets.DatasetDict):
+        raise ValueError(f"'{path}' holds several splits ({', '.join(loaded)}): name one, such as '{path}/train'")
+    return loaded.to_list()

@@ -1,0 +1,56 @@
+"""Packing: from a padded rectangle to one row of documents, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """The tokens of a padded batch without its padding, longest document first.
+
+    `predictors[i]` is the place in the row whose output predicts `targets[i]`; `slots[i]` is where that number belongs in
+    the flattened [batch, columns] rectangle of targets.
+    """
+
+    input_ids: Tensor
+    lengths: list[int]
+    predictors: Tensor
+    targets: Tensor
+    slots: Tensor
+    shape: tuple[int, int]
+
+    def unpack(self, values: Tensor) -> Tensor:
+        """Puts one number a target back into the rectangle; zeros elsewhere. Differentiable."""
+        flat = values.new_zeros(self.shape[0] * self.shape[1])
+        return flat.index_put((self.slots,), values).view(self.shape)
+
+
+def pack(input_ids: Tensor, attention_mask: Tensor, target_mask: Tensor) -> PackedRow:
+    """Packs a batch; `target_mask` [batch, columns] marks, over its last columns, the tokens to be predicted."""
+    batch, columns = target_mask.shape
+    if attention_mask.shape != input_ids.shape or columns > input_ids.shape[1] or batch != input_ids.shape[0]:
+        raise ValueError(
+            f"input_ids {tuple(input_ids.shape)}, attention_mask {tuple(attention_mask.shape)} and target_mask "
+            f"{tuple(target_mask.shape)} do not belong together"
+        )
+    keep = attention_mask.bool()
+    lengths = keep.sum(1)
+    # Sorted, documents of equal length become neighbours, which attention handles in one call.
+    order = torch.argsort(lengths, descending=True, stable=True)
+    keep, wanted = keep[order], target_mask[order].bool()
+    row_ids = input_ids[order][keep]
+    place = (keep.flatten().cumsum(0) - 1).view(keep.shape)
+    wanted = wanted & keep[:, -columns:]
+    places = place[:, -columns:][wanted]
+    first = place.gather(1, keep.int().argmax(1, keepdim=True))
+    if bool((place[:, -columns:] == first).logical_and(wanted).any()):
+        raise ValueError("a document's first token cannot be predicted: every prompt needs at least one token")
+    slots = (order[:, None] * columns + torch.arange(columns, device=order.device))[wanted]
+    sorted_lengths = lengths[order].tolist()
+    if sorted_lengths and sorted_lengths[-1] == 0:
+        raise ValueError("a sample without any token cannot be packed: its attention_mask is all zeros")
+    return PackedRow(row_ids, sorted_lengths, places - 1, row_ids[places], slots, (batch, columns))

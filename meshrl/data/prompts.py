@@ -1,0 +1,123 @@
+"""Prompts for RL: rows with a prompt, tokenized once, batched into a DataProto padded on the left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from meshrl.config.data import DataConfig
+from meshrl.data.files import Row, read_rows
+from meshrl.data.proto import DataProto
+
+
+class PromptDataset:
+    """Every prompt of the files as token ids, cut or dropped by the configured rule; `dropped`/`truncated` count those."""
+
+    def __init__(self, files: Sequence[str], tokenizer: Tokenizer, config: DataConfig):
+        self.tokenizer, self.config = tokenizer, config
+        rows = read_rows(files, required=(config.prompt_key,))
+        self.dropped = self.truncated = 0
+        self.rows: list[Row] = []
+        self.prompts: list[np.ndarray] = []
+        for number, row in enumerate(rows):
+            ids = self._fit(encode_prompt(tokenizer, row[config.prompt_key], number), number)
+            if ids is not None:
+                self.rows.append(row)
+                self.prompts.append(ids)
+        if not self.rows:
+            raise ValueError(
+                f"none of the {len(rows)} prompts is left: all are over data.max_prompt_length={config.max_prompt_length}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _fit(self, ids: np.ndarray, number: int) -> np.ndarray | None:
+        limit = self.config.max_prompt_length
+        if len(ids) <= limit:
+            return ids
+        if self.config.filter_overlong_prompts:
+            self.dropped += 1
+            return None
+        if self.config.truncation == "error":
+            raise ValueError(
+                f"prompt {number} has {len(ids)} tokens, more than data.max_prompt_length={limit}: raise it, or set "
+                "data.filter_overlong_prompts=true or data.truncation=left|right|middle"
+            )
+        self.truncated += 1
+        return truncate(ids, limit, self.config.truncation)
+
+    def batch(self, numbers: np.ndarray) -> DataProto:
+        """The prompts with these row numbers, padded on the left to the longest of them."""
+        ids = [self.prompts[i] for i in numbers]
+        width = max(map(len, ids))
+        tokens = np.full((len(ids), width), self.tokenizer.pad_token_id, dtype=np.int64)
+        mask = np.zeros((len(ids), width), dtype=np.int64)
+        for row, prompt in enumerate(ids):
+            tokens[row, width - len(prompt) :] = prompt
+            mask[row, width - len(prompt) :] = 1
+        rows = [self.rows[i] for i in numbers]
+        return DataProto.from_dict(
+            tensors={"input_ids": torch.from_numpy(tokens), "attention_mask": torch.from_numpy(mask)},
+            non_tensors={
+                "uid": object_array([f"row-{i}-{at}" for at, i in enumerate(numbers)]),
+                "data_source": object_array([row.get(self.config.reward_fn_key, "unknown") for row in rows]),
+                "raw_prompt": object_array([row[self.config.prompt_key] for row in rows]),
+                "ground_truth": object_array([ground_truth(row) for row in rows]),
+                "extra_info": object_array([row.get("extra_info") or {} for row in rows]),
+            },
+        )
+
+
+def object_array(values: Sequence[Any]) -> np.ndarray:
+    """A one-dimensional object array, also where the values are themselves sequences."""
+    array = np.empty(len(values), dtype=object)
+    array[:] = values
+    return array
+
+
+def ground_truth(row: Row) -> Any:
+    """The reference answer: `reward_model.ground_truth` as in verl's files, or a plain `ground_truth` or `answer`."""
+    nested = row.get("reward_model")
+    if isinstance(nested, dict) and "ground_truth" in nested:
+        return nested["ground_truth"]
+    return row.get("ground_truth", row.get("answer"))
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: Any, number: int) -> np.ndarray:
+    """Token ids of a prompt: a string as it is, or a list of chat messages through the tokenizer's chat template."""
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    elif isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt):
+        ids = render_chat(tokenizer, prompt, add_generation_prompt=True)
+    else:
+        raise ValueError(
+            f"prompt {number} must be a string or a list of messages with role and content, got {prompt!r}"
+        )
+    if len(ids) == 0:
+        raise ValueError(f"prompt {number} has no tokens: {prompt!r}")
+    return np.asarray(ids, dtype=np.int64)
+
+
+def render_chat(tokenizer: Tokenizer, messages: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
+    """Token ids of a conversation by the tokenizer's chat template."""
+    if tokenizer.chat_template is None:
+        raise ValueError("the prompts are chat messages, but the tokenizer has no chat template: use plain strings")
+    rendered = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+    )
+    return list(rendered)  # type: ignore[arg-type]
+
+
+def truncate(ids: np.ndarray, limit: int, where: str) -> np.ndarray:
+    """Cuts to `limit` tokens: `left` keeps the end, `right` the beginning, `middle` both ends."""
+    if where == "left":
+        return ids[-limit:]
+    if where == "right":
+        return ids[:limit]
+    head = limit // 2
+    return np.concatenate([ids[:head], ids[len(ids) - (limit - head) :]])

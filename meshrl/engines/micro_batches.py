@@ -1,0 +1,46 @@
+"""How a rank cuts its mini-batch into micro-batches, in step with its data-parallel peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from meshrl.balance import plan_micro_batches
+
+
+def split_into_micro_batches(
+    lengths: np.ndarray,
+    *,
+    max_token_len: int | None,
+    micro_batch_size: int | None,
+    agree: Callable[[int], int],
+) -> list[np.ndarray | None]:
+    """Row indices of each micro-batch: under a token budget, or of a fixed size when there is none.
+
+    `agree` returns the largest count among the ranks. A rank with fewer micro-batches splits further, and where it has not
+    even enough samples for that, adds None: a stand-in to be run without effect.
+    """
+    if max_token_len is None and not micro_batch_size:
+        raise ValueError("without use_dynamic_bsz a micro-batch size is needed: set ppo_micro_batch_size_per_gpu")
+    if max_token_len is not None:
+        plan = plan_micro_batches(lengths, max_token_len)
+    else:
+        plan = fixed_size_parts(len(lengths), micro_batch_size or 1)
+    count = agree(len(plan))
+    while len(plan) < min(count, len(lengths)):
+        plan = split_heaviest(plan, lengths)
+    return [*plan, *[None] * (count - len(plan))]
+
+
+def split_heaviest(plan: list[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
+    """Halves the micro-batch with the most tokens among those of more than one row."""
+    loads = [int(lengths[part].sum()) if len(part) > 1 else -1 for part in plan]
+    at = int(np.argmax(loads))
+    left, right = np.array_split(plan[at], 2)
+    return [*plan[:at], left, right, *plan[at + 1 :]]
+
+
+def fixed_size_parts(samples: int, size: int) -> list[np.ndarray]:
+    """Neighbouring rows, `size` at a time; the last part may be smaller."""
+    return [np.arange(start, min(start + size, samples)) for start in range(0, samples, size)]

@@ -1,0 +1,44 @@
+"""Optimizer and learning-rate schedule from the config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from meshrl.config.optim import OptimConfig
+
+
+def build_optimizer(params: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+    """Fused AdamW over the parameters that require gradients."""
+    trained = [p for p in params if p.requires_grad]
+    beta1, beta2 = config.betas
+    return torch.optim.AdamW(trained, lr=config.lr, betas=(beta1, beta2), weight_decay=config.weight_decay, fused=True)
+
+
+def lr_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
+    """The learning rate as a fraction of `lr`, for the optimizer step numbered from 0."""
+    warmup = config.lr_warmup_steps
+    if warmup < 0:
+        warmup = int(config.lr_warmup_steps_ratio * total_steps)
+    low = config.min_lr_ratio
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if config.lr_scheduler_type == "constant":
+            return 1.0
+        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        if config.lr_scheduler_type == "linear":
+            return 1.0 - (1.0 - low) * progress
+        return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+    return factor
+
+
+def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
+    """Warm-up, then constant, linear or cosine decay down to `min_lr_ratio`."""
+    return LambdaLR(optimizer, lr_factor(config, total_steps))

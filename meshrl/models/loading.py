@@ -1,0 +1,91 @@
+"""Hugging Face models and tokenizers from a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch type for a config's word such as `bf16` or `float32`."""
+    if name not in DTYPES:
+        raise ValueError(f"unknown dtype '{name}': use one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def load_model_config(
+    path: str | Path, override: dict[str, Any] | None = None, trust_remote_code: bool = False
+) -> PretrainedConfig:
+    """Reads a model folder's config.json, sets `override` in it and refuses fields the model does not know."""
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"no model at '{path}': expected a folder with config.json")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    for name, value in (override or {}).items():
+        if not hasattr(config, name):
+            raise ValueError(f"model.override_config.{name}: {type(config).__name__} has no field '{name}'")
+        setattr(config, name, value)
+    return config
+
+
+def load_causal_lm(
+    path: str | Path,
+    attention: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    override: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Loads a causal language model on the CPU with this attention function; every weight must be in the folder."""
+    config = load_model_config(path, override, trust_remote_code)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=config,
+        dtype=dtype,
+        attn_implementation=attention,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ValueError(f"the model at '{path}' lacks {len(missing)} weights, first of all '{missing[0]}'")
+    return model
+
+
+def new_causal_lm(config: PretrainedConfig, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A causal language model of this shape with fresh random weights."""
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+
+
+def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokenizer:
+    """Loads a tokenizer and makes sure that it has a padding and an end token."""
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer at '{path}' has no eos_token: RL needs one to know where an answer ends")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that end an answer: the tokenizer's end token and those of the generation config, if there is one."""
+    stops = {int(tokenizer.eos_token_id)}
+    generation = Path(path) / "generation_config.json"
+    if generation.is_file():
+        eos = json.loads(generation.read_text()).get("eos_token_id")
+        stops.update(eos if isinstance(eos, list) else [eos] if eos is not None else [])
+    return sorted(stops)

@@ -1,0 +1,58 @@
+"""Our attention function: enters any Hugging Face model through its attention interface, so that no model code is touched.
+
+The caller passes a *context* as a keyword of the model's forward; Transformers hands it down to every attention layer.
+The context alone knows what the row holds (packed documents, one new token of many requests, a slice of a sequence),
+so there is no attention mask anywhere and none of Transformers' guesses about packing apply.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+ATTENTION_NAME = "meshrl"
+
+
+class AttentionContext(Protocol):
+    """What an attention layer asks for: the mix of values for these queries."""
+
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        """Maps query [batch, heads, tokens, dim] and key/value [batch, kv_heads, ...] to [batch, tokens, heads, dim]."""
+        ...
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    attention_context: AttentionContext | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function Transformers calls in every layer; refuses what the contexts cannot express."""
+    if attention_context is None:
+        raise ValueError("this model runs with meshrl's attention: pass attention_context= to its forward")
+    if attention_mask is not None:
+        raise ValueError("meshrl's attention takes document lengths from its context, not an attention_mask: pass None")
+    if softcap is not None or s_aux is not None:
+        raise ValueError("attention soft-capping and attention sinks are not supported by meshrl's attention yet")
+    if dropout:
+        raise ValueError(f"attention dropout must be 0 in RL training, got {dropout}: set attention_dropout to 0")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    layer_idx: int = module.layer_idx  # type: ignore[assignment]
+    return attention_context.attend(layer_idx, query, key, value, scale, sliding_window), None
+
+
+AttentionInterface.register(ATTENTION_NAME, attention)

@@ -1,0 +1,32 @@
+"""Process groups: how the ranks of a worker group find each other."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto` takes a GPU where there is one; each local rank gets its own."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "cuda":
+        raise ValueError(f"trainer.device must be auto, cpu or cuda, got '{name}'")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ValueError(f"trainer.device=cuda needs a GPU for local rank {local_rank}, but this machine has {count}")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def init_process_group(device: torch.device, timeout_seconds: float) -> None:
+    """Joins the ranks named by the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); once a process."""
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=timeout_seconds))

@@ -1,0 +1,111 @@
+"""Packed sequences: documents laid end to end in one row, and attention that never crosses their borders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class PackedSequences:
+    """The lengths of the documents of one packed row, with everything attention and positions derive from them."""
+
+    lengths: tuple[int, ...]
+    device: torch.device
+
+    @staticmethod
+    def of(lengths: Sequence[int], device: torch.device | str) -> PackedSequences:
+        """Describes a row of documents with these lengths (in the order they lie in the row)."""
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"packed documents need at least one token each, got lengths {list(lengths)[:8]}")
+        return PackedSequences(tuple(lengths), torch.device(device))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
+    def max_length(self) -> int:
+        return max(self.lengths)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """Borders of the documents, int32 [documents + 1]."""
+        ends = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return ends.to(self.device)
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """Positions that restart in every document, int64 [1, tokens]."""
+        starts = self.cu_seqlens[:-1].long()
+        lengths = torch.tensor(self.lengths, device=self.device)
+        offsets = torch.repeat_interleave(starts, lengths, output_size=self.num_tokens)
+        return (torch.arange(self.num_tokens, device=self.device) - offsets)[None]
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Neighbouring documents of equal length as (first token, documents, length): each run is a plain rectangle."""
+        runs: list[tuple[int, int, int]] = []
+        start = 0
+        for length in self.lengths:
+            if runs and runs[-1][2] == length:
+                first, count, _ = runs[-1]
+                runs[-1] = (first, count + 1, length)
+            else:
+                runs.append((start, 1, length))
+            start += length
+        return runs
+
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        """Causal attention inside each document; see `AttentionContext`."""
+        if query.is_cuda and query.dtype in HALF_TYPES and sliding_window is None:
+            return self._attend_varlen(query, key, value, scaling)
+        return self._attend_runs(query, key, value, scaling, sliding_window)
+
+    def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        group = query.shape[1] // key.shape[1]
+        rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+        rows[1:] = [x.repeat_interleave(group, dim=1) if group > 1 else x for x in rows[1:]]
+        # The kernel has a fixed scale of dim ** -0.5: the rest goes into the queries.
+        rescale = scaling * query.shape[-1] ** 0.5
+        q = rows[0] if rescale == 1.0 else rows[0] * rescale
+        out = varlen_attn(
+            q, rows[1], rows[2], self.cu_seqlens, self.cu_seqlens, self.max_length, self.max_length, window_size=(-1, 0)
+        )
+        return out[None]  # type: ignore[index]
+
+    def _attend_runs(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+        """One SDPA call for each run of equal lengths: no padding, no mask, and few calls when lengths are sorted."""
+        group = query.shape[1] // key.shape[1]
+        outputs = []
+        for first, count, length in self.runs:
+            q, k, v = (
+                x[0, :, first : first + count * length].unflatten(1, (count, length)).transpose(0, 1)
+                for x in (query, key, value)
+            )
+            mask = None
+            if window is not None and length > window:
+                mask = causal_window(length, window, query.device)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=group > 1
+            )
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs)[None] if len(outputs) > 1 else outputs[0][None]
+
+
+def causal_window(length: int, window: int, device: torch.device) -> Tensor:
+    """True where a token may look: at itself and the `window - 1` tokens before it."""
+    steps = torch.arange(length, device=device)
+    distance = steps[:, None] - steps[None, :]
+    return (distance >= 0) & (distance < window)

@@ -1,0 +1,225 @@
+"""What the terminal shows of a run: one line per step and, where someone watches, a progress bar."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+VALIDATION = re.compile(r"^val-core/(?P<source>.+)/acc/(?P<kind>mean|pass)@(?P<n>\d+)$")
+_HEADER_EVERY = 25
+_PHASE_LABELS = {"update_actor": "update", "update_critic": "critic", "old_log_prob": "old logp", "testing": "val"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the step line: its heading, the metrics it may show (the first that is there) and how.
+
+    `absent` is shown on the lines without the metric.
+    """
+
+    heading: str
+    names: tuple[str, ...]
+    form: Callable[[float], str]
+    width: int
+    absent: str = "-"
+
+
+def plain(digits: int) -> Callable[[float], str]:
+    """Fixed digits with thousands separators; very small and very large numbers go scientific."""
+
+    def form(value: float) -> str:
+        small = 0 < abs(value) < 0.5 * 10**-digits
+        return f"{value:.1e}" if small or abs(value) >= 1e7 else f"{value:,.{digits}f}"
+
+    return form
+
+
+def scientific(value: float) -> str:
+    """Two digits and an exponent; zero stays a plain 0."""
+    return f"{value:.1e}" if value else "0"
+
+
+# The name under which a step line knows the mean accuracy over the data sources.
+_ACCURACY = "val-core/mean accuracy"
+_TAIL_COLUMNS = (
+    Column("tokens/s", ("perf/throughput",), plain(0), 10),
+    Column("seconds", ("timing_s/step", "perf/time_per_step"), plain(2), 9),
+)
+PPO_COLUMNS = (
+    Column("reward", ("critic/score/mean",), plain(3), 9),
+    Column("length", ("response_length/mean",), plain(1), 9),
+    Column("kl", ("actor/ppo_kl",), scientific, 9),
+    Column("logp diff", ("training/rollout_log_prob_diff_mean",), scientific, 10),
+    Column("entropy", ("actor/entropy", "actor/entropy_loss"), plain(3), 9),
+    Column("grad norm", ("actor/grad_norm",), plain(3), 10),
+    *_TAIL_COLUMNS,
+    Column("val acc", (_ACCURACY,), plain(3), 9, absent=""),
+)
+SFT_COLUMNS = (
+    Column("loss", ("train/loss",), plain(4), 9),
+    Column("val loss", ("val/loss",), plain(4), 10, absent=""),
+    Column("grad norm", ("train/grad_norm",), plain(3), 10),
+    Column("lr", ("train/lr",), scientific, 9),
+    *_TAIL_COLUMNS,
+)
+
+
+class StepConsole:
+    """Prints a line for each step; on an interactive terminal a bar below shows steps, time, ETA and the phase.
+
+    It is a tracker: `log` prints. A console that is no terminal (a file, CI) gets plain lines only.
+    """
+
+    def __init__(
+        self,
+        total_steps: int | None,
+        console: Console | None = None,
+        *,
+        columns: Sequence[Column] = PPO_COLUMNS,
+        first_step: int = 0,
+    ) -> None:
+        self.console = console or Console()
+        self.total_steps = total_steps
+        self._columns = tuple(columns)
+        self._lines = 0
+        self._phase = ""
+        self._first_step = first_step
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._finished = False
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Prints the step's line, a header before every 25th, and the accuracies where there are several."""
+        has_line = any(name in metrics for column in self._columns for name in column.names)
+        if has_line:
+            if self._lines % _HEADER_EVERY == 0:
+                self._print(self.header(), style="bold")
+            self._lines += 1
+            self._print(self.line(metrics, step))
+            if bar := self._running_bar():
+                bar.update(self._task, completed=step)
+        accuracies = validation_accuracies(metrics)
+        if len(accuracies) > 1 or (accuracies and not has_line):
+            shown = ", ".join(f"{name} {value:.3f}" for name, value in accuracies.items())
+            self._print(f"validation at step {step}: {shown}", crop=False)
+
+    def message(self, text: str) -> None:
+        """Prints a line of text above the bar."""
+        self._print(text, crop=False)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Shows the phase in the bar while the `with` block runs."""
+        before = self._phase
+        self.show_phase(name)
+        try:
+            yield
+        finally:
+            self.show_phase(before)
+
+    def show_phase(self, name: str) -> None:
+        """Shows the phase in the bar from now on; "" for none."""
+        self._phase = name
+        if bar := self._running_bar():
+            bar.update(self._task, phase=_PHASE_LABELS.get(name, name))
+
+    def finish(self) -> None:
+        """Takes the bar down for good; lines can still be printed."""
+        self._finished = True
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __enter__(self) -> "StepConsole":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()
+
+    def header(self) -> str:
+        """The headings, aligned with `line`."""
+        cells = [f"{'step':>{self._step_width()}}", *(f"{c.heading:>{c.width}}" for c in self._columns)]
+        return "".join(cells) + "  where the time went"
+
+    def line(self, metrics: Mapping[str, float], step: int) -> str:
+        """One step in one line of text."""
+        total = "" if self.total_steps is None else f"/{self.total_steps}"
+        cells = [f"{f'{step}{total}':>{self._step_width()}}"]
+        means = [value for name, value in validation_accuracies(metrics).items() if "mean@" in name]
+        shown = dict(metrics) | ({_ACCURACY: sum(means) / len(means)} if means else {})
+        cells += [f"{_cell(column, shown):>{column.width}}" for column in self._columns]
+        return ("".join(cells) + f"  {time_shares(metrics)}").rstrip()
+
+    def _step_width(self) -> int:
+        return 9 if self.total_steps is None else max(9, 2 * len(str(self.total_steps)) + 2)
+
+    def _print(self, line: str, style: str = "", crop: bool = True) -> None:
+        # Only a terminal has a width to keep to; a file gets the whole line.
+        cut = crop and self.console.is_interactive
+        text = Text(line, style=style)
+        if cut:
+            self.console.print(text, no_wrap=True, overflow="ellipsis")
+        else:
+            self.console.print(text, soft_wrap=True)
+
+    def _running_bar(self) -> Progress | None:
+        """The bar, started when it is first needed; none without a terminal or after `finish`."""
+        if self._bar is None and self.console.is_interactive and not self._finished:
+            total = "/{task.total:.0f}" if self.total_steps else ""
+            self._bar = Progress(
+                TextColumn("{task.completed:.0f}" + total + " steps"),
+                BarColumn(bar_width=None),
+                TimeElapsedColumn(),
+                TextColumn("eta"),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[phase]:<12}"),
+                console=self.console,
+                refresh_per_second=4,
+                expand=True,
+                # A step may take minutes: the estimate has to look further back than rich's 30 seconds.
+                speed_estimate_period=86400.0,
+            )
+            self._task = self._bar.add_task("", total=self.total_steps, completed=self._first_step, phase=self._phase)
+            self._bar.start()
+        return self._bar
+
+
+def validation_accuracies(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The validation accuracies among the metrics, as `source mean@n` and `source pass@k` (pass@1 is the mean)."""
+    found = {}
+    for name, value in metrics.items():
+        if (match := VALIDATION.match(name)) and (match["kind"], match["n"]) != ("pass", "1"):
+            found[f"{match['source']} {match['kind']}@{match['n']}"] = value
+    return found
+
+
+def time_shares(metrics: Mapping[str, float], top: int = 3) -> str:
+    """The phases that took most of the step, with their percent."""
+    seconds = {
+        name.removeprefix("timing_s/"): value
+        for name, value in metrics.items()
+        if name.startswith("timing_s/") and name != "timing_s/step" and math.isfinite(value)
+    }
+    whole = metrics.get("timing_s/step", sum(seconds.values()))
+    if not (whole > 0 and math.isfinite(whole)):
+        return ""
+    largest = sorted(seconds.items(), key=lambda item: -item[1])[:top]
+    shares = [(_PHASE_LABELS.get(name, name), round(100 * value / whole)) for name, value in largest]
+    return ", ".join(f"{name} {share}%" for name, share in shares if share > 0)
+
+
+def _cell(column: Column, metrics: Mapping[str, float]) -> str:
+    for name in column.names:
+        if name in metrics:
+            value = metrics[name]
+            text = column.form(value) if math.isfinite(value) else str(value)
+            return text if len(text) < column.width else f"{value:.1e}"
+    return column.absent

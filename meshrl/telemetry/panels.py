@@ -1,0 +1,226 @@
+"""Which curves a run's pictures show: panels of series, taken from the logged metrics."""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshrl.telemetry.console import VALIDATION
+
+MAX_POINTS = 300
+MAX_PHASES = 8
+# The usual order of a step, so that phases keep their places from one report to the next.
+_PHASE_ORDER = (
+    *("gen", "reward", "old_log_prob", "ref", "values", "adv"),
+    *("update_critic", "update_actor", "train", "sync", "testing"),
+)
+
+Record = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve: finite values over steps. `sparse` ones (validations) are drawn with their points."""
+
+    label: str
+    steps: list[float]
+    values: list[float]
+    sparse: bool = False
+    color: int = 0
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture: curves over the step, or phases stacked on each other."""
+
+    title: str
+    unit: str
+    series: list[Series]
+    stacked: bool = False
+    log_scale: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class PanelSpec:
+    """What a panel shows: (label, metric) pairs, those that were logged."""
+
+    title: str
+    unit: str
+    curves: tuple[tuple[str, str], ...]
+    note: str = ""
+    may_be_log: bool = False
+    validations: bool = False
+
+
+_SPECS = (
+    PanelSpec(
+        "Reward", "score", (("training, mean", "critic/score/mean"),), "of the samples trained on", validations=True
+    ),
+    PanelSpec("Response length", "tokens", (("mean", "response_length/mean"),), "mean per response"),
+    PanelSpec(
+        "Entropy", "nats per token", (("policy", "actor/entropy"),), "falls to 0 when the policy stops exploring"
+    ),
+    PanelSpec(
+        "KL",
+        "nats per token",
+        (
+            ("update vs. old policy", "actor/ppo_kl"),
+            ("loss term vs. reference", "actor/kl_loss"),
+            ("reward term vs. reference", "actor/reward_kl_penalty"),
+        ),
+        "how far the policy moved",
+    ),
+    PanelSpec(
+        "Clip fraction",
+        "share of tokens",
+        (("upper and lower clip", "actor/pg_clipfrac"), ("dual clip", "actor/pg_clipfrac_lower")),
+        "tokens whose ratio the loss clipped",
+    ),
+    PanelSpec(
+        "Rollout vs. trainer log-probs",
+        "difference, nats",
+        (
+            ("mean", "training/rollout_log_prob_diff_mean"),
+            ("largest", "training/rollout_log_prob_diff_max"),
+        ),
+        "the same tokens scored by both engines",
+        may_be_log=True,
+    ),
+    PanelSpec(
+        "Loss", "nats per token", (("training", "train/loss"), ("validation", "val/loss")), "supervised, cross-entropy"
+    ),
+    PanelSpec(
+        "Gradient norm",
+        "norm before clipping",
+        (("actor", "actor/grad_norm"), ("critic", "critic/grad_norm"), ("training", "train/grad_norm")),
+        may_be_log=True,
+    ),
+    PanelSpec("Throughput", "tokens/s per device", (("step", "perf/throughput"),), "prompts and responses"),
+)
+
+
+def merge_steps(records: Iterable[Record]) -> list[dict[str, float]]:
+    """One record per step, in order: calls of one step together, and after a resume the later values."""
+    steps: dict[float, dict[str, float]] = {}
+    for record in records:
+        if isinstance(record.get("step"), int | float):
+            steps.setdefault(record["step"], {}).update(record)
+    return [steps[step] for step in sorted(steps)]
+
+
+def series_of(name: str, label: str, records: Sequence[Record], sparse: bool = False, color: int = 0) -> Series:
+    """The finite values of a metric over the steps that have it."""
+    points = [(record["step"], record[name]) for record in records if _finite(record.get(name))]
+    return Series(label, [step for step, _ in points], [value for _, value in points], sparse, color)
+
+
+def build_panels(records: Sequence[Record]) -> list[Panel]:
+    """The panels for which something was logged; records as `merge_steps` gives them."""
+    panels = [panel for spec in _SPECS if (panel := _panel(spec, records)) is not None]
+    timing = _timing_panel(records)
+    return [*panels, timing] if timing is not None else panels
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Centred moving average; at the ends over what is there of the window."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    half = window // 2
+    result = []
+    for i in range(len(values)):
+        start, end = max(0, i - half), min(len(values), i + half + 1)
+        result.append((sums[end] - sums[start]) / (end - start))
+    return result
+
+
+def smoothing_window(count: int) -> int:
+    """The points a curve of this many is averaged over for its bold line; 1 means it is drawn as it is."""
+    return 1 if count < 30 else 2 * (count // 40) + 3
+
+
+def starts_at_zero(values: Iterable[float]) -> bool:
+    """Whether the axis should begin at zero: curves that come near it are easier to judge so."""
+    found = list(values)
+    return 0 <= min(found) < 0.5 * max(found)
+
+
+def thin(steps: Sequence[float], values: Sequence[float], limit: int = MAX_POINTS) -> tuple[list[float], list[float]]:
+    """At most `limit` points: means over equal runs of points; the order is kept."""
+    count = len(values)
+    if count <= limit:
+        return list(steps), list(values)
+    edges = [round(i * count / limit) for i in range(limit + 1)]
+    spans = list(itertools.pairwise(edges))
+    return (
+        [sum(steps[a:b]) / (b - a) for a, b in spans],
+        [sum(values[a:b]) / (b - a) for a, b in spans],
+    )
+
+
+def phase_seconds(records: Sequence[Record]) -> dict[str, float]:
+    """Total seconds of each phase that took any over the run, in the order of a step."""
+    totals: dict[str, float] = {}
+    for record in records:
+        for name, value in record.items():
+            phase = name.removeprefix("timing_s/")
+            if phase != name and phase != "step" and _finite(value):
+                totals[phase] = totals.get(phase, 0.0) + value
+    return {phase: totals[phase] for phase in sorted(totals, key=_phase_place) if totals[phase] > 0}
+
+
+def _panel(spec: PanelSpec, records: Sequence[Record]) -> Panel | None:
+    names = [(label, name) for label, name in spec.curves if any(_finite(record.get(name)) for record in records)]
+    series = [series_of(name, label, records, color=i) for i, (label, name) in enumerate(names)]
+    if spec.validations:
+        series += validation_series(records)
+    if not series:
+        return None
+    values = [abs(value) for curve in series for value in curve.values]
+    log_scale = spec.may_be_log and min(values) > 1e-100 and max(values) > 100 * min(values)
+    return Panel(spec.title, spec.unit, series, log_scale=log_scale, note=spec.note)
+
+
+def validation_series(records: Sequence[Record]) -> list[Series]:
+    """The mean accuracy of each validated data source."""
+    names = dict.fromkeys(
+        name for record in records for name in record if (m := VALIDATION.match(name)) and m["kind"] == "mean"
+    )
+    series = []
+    for i, name in enumerate(names):
+        match = VALIDATION.match(name)
+        label = f"validation, {match['source']} mean@{match['n']}" if match else name
+        series.append(series_of(name, label, records, sparse=True, color=i + 1))
+    return [curve for curve in series if curve.values]
+
+
+def _timing_panel(records: Sequence[Record]) -> Panel | None:
+    totals = phase_seconds(records)
+    timed = [record for record in records if any(_finite(record.get(f"timing_s/{phase}")) for phase in totals)]
+    if not timed:
+        return None
+    kept = sorted((p for p in totals if p != "other"), key=lambda p: -totals[p])[: MAX_PHASES - 1]
+    steps = [record["step"] for record in timed]
+    rows = {phase: [_seconds(record, phase) for record in timed] for phase in totals}
+    series = [Series(phase, steps, rows[phase], color=i) for i, phase in enumerate(p for p in totals if p in kept)]
+    rest = [phase for phase in totals if phase not in kept]
+    if rest:
+        summed = [sum(column) for column in zip(*(rows[phase] for phase in rest), strict=True)]
+        series.append(Series("other", steps, summed, color=MAX_PHASES - 1))
+    return Panel("Time of a step", "seconds", series, stacked=True, note="where it went")
+
+
+def _seconds(record: Record, phase: str) -> float:
+    value = record.get(f"timing_s/{phase}", 0.0)
+    return value if _finite(value) else 0.0
+
+
+def _phase_place(phase: str) -> tuple[int, str]:
+    if phase == "other":
+        return len(_PHASE_ORDER) + 1, phase
+    return (_PHASE_ORDER.index(phase) if phase in _PHASE_ORDER else len(_PHASE_ORDER)), phase
+
+
+def _finite(value: object) -> bool:
+    # Beyond this, sums and spans of an axis would overflow; no picture could show it anyway.
+    return isinstance(value, int | float) and abs(value) < 1e100

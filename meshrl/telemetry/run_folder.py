@@ -1,0 +1,223 @@
+"""The folder of one run: which files it has, and how they are written and read."""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+
+logger = logging.getLogger(__name__)
+
+# JSON has no NaN or infinity: they are written as these strings, so that every reader can parse the file.
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_RESERVED = frozenset({"step", "time"})
+
+
+class RunFiles:
+    """The files of a run, to read: nothing is created, moved or repaired, so a running run can be read too."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path).resolve()
+        self.config = self.path / "config.yaml"
+        self.config_sources = self.path / "config_sources.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.generations = self.path / "generations.jsonl"
+        self.report = self.path / "report.html"
+        self.curves = self.path / "curves.png"
+        self.log = self.path / "log.txt"
+        self.tensorboard = self.path / "tensorboard"
+
+    def read_metrics(self) -> list[dict[str, float]]:
+        """The logged records in order: `step`, `time` (unix seconds) and the metrics, flat."""
+        return [{name: _number(value) for name, value in record.items()} for record in _read_lines(self.metrics)]
+
+    def read_generations(self) -> list[dict[str, Any]]:
+        """The sampled generations in order: `step`, `prompt`, `response`, `score` and what else was written."""
+        return _read_lines(self.generations)
+
+    def read_config(self) -> dict[str, Any]:
+        """The resolved config, empty where none was written."""
+        if not self.config.exists():
+            return {}
+        loaded = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+        return loaded if isinstance(loaded, dict) else {}
+
+    def read_config_sources(self) -> dict[str, str]:
+        """Where each dotted config key got its value ("default", a recipe, ...), empty where it is not known."""
+        if not self.config_sources.exists():
+            return {}
+        return dict(json.loads(self.config_sources.read_text(encoding="utf-8")))
+
+
+class RunFolder(RunFiles):
+    """The folder a run writes. The files of an earlier run there move into `previous-N/` first.
+
+    `resume=True` continues the files that are there instead. Other things in the folder (checkpoints) stay.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, resume: bool = False) -> None:
+        super().__init__(path)
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"the run folder {self.path} is a file: choose another path (trainer.default_local_dir)")
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.moved_to: Path | None = None
+        self._log_handlers: list[tuple[logging.Logger, logging.Handler, int]] = []
+        if resume:
+            _end_last_line(self.metrics)
+            _end_last_line(self.generations)
+        else:
+            self._move_aside()
+
+    def write_config(self, config: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> None:
+        """Writes the resolved config and, if given, where each dotted key came from ("default", a recipe, ...)."""
+        text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True, width=120)
+        _write_whole(self.config, text)
+        if sources is not None:
+            _write_whole(self.config_sources, json.dumps(dict(sources), indent=1) + "\n")
+
+    def append_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Adds one line to metrics.jsonl: the metrics with `step` and the time."""
+        if taken := _RESERVED & metrics.keys():
+            raise ValueError(f"metrics cannot be named {sorted(taken)}: the record itself has these fields")
+        record = {"step": step, "time": round(time.time(), 3), **{k: _json_number(v) for k, v in metrics.items()}}
+        _append_line(self.metrics, record)
+
+    def append_generations(self, rows: Iterable[Mapping[str, Any]], step: int) -> None:
+        """Adds sampled generations to generations.jsonl; rows have `prompt`, `response`, `score`, ..."""
+        for row in rows:
+            record = {"step": step, **{key: _plain(value) for key, value in row.items()}}
+            _append_line(self.generations, record)
+
+    def start_log(self, source: str = "meshrl", level: int = logging.INFO) -> None:
+        """From now on, what `source` logs is also written to log.txt."""
+        handler = logging.FileHandler(self.log, encoding="utf-8", errors="backslashreplace")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setLevel(level)
+        log_source = logging.getLogger(source)
+        self._log_handlers.append((log_source, handler, log_source.level))
+        if log_source.getEffectiveLevel() > level:
+            log_source.setLevel(level)
+        log_source.addHandler(handler)
+
+    def close(self) -> None:
+        """Ends log.txt. The other files are complete after each write."""
+        for log_source, handler, level_before in self._log_handlers:
+            log_source.removeHandler(handler)
+            log_source.setLevel(level_before)
+            handler.close()
+        self._log_handlers.clear()
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _move_aside(self) -> None:
+        own = (self.config, self.config_sources, self.metrics, self.generations)
+        old = [f for f in (*own, self.report, self.curves, self.log, self.tensorboard) if f.exists()]
+        if not old:
+            return
+        self.moved_to = _new_numbered_folder(self.path)
+        for file in old:
+            file.rename(self.moved_to / file.name)
+        logger.warning("%s holds an earlier run: its files are now in %s", self.path, self.moved_to)
+
+
+def flatten_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a nested config as (dotted key, value)."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten_config(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _new_numbered_folder(parent: Path) -> Path:
+    """Creates the first free `previous-N`; mkdir decides, so two runs never share one."""
+    number = 1
+    while True:
+        folder = parent / f"previous-{number}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def _append_line(file: Path, record: Mapping[str, Any]) -> None:
+    line = json.dumps(record, ensure_ascii=False) + "\n"
+    # A lone surrogate has no UTF-8 form; backslashreplace turns it into the escape that JSON has for it.
+    data = line.encode("utf-8", errors="backslashreplace")
+    with open(file, "ab") as stream:
+        stream.write(data)
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a .jsonl file; a last line that is still being written is left out."""
+    if not file.exists():
+        return []
+    *lines, tail = file.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate([*lines, tail], start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict):
+            records.append(record)
+        elif number <= len(lines):
+            logger.warning("%s:%d is not a JSON object, the line is left out", file, number)
+    return records
+
+
+def _end_last_line(file: Path) -> None:
+    """Puts the newline a killed run did not write, so that the next record starts on a line of its own."""
+    if not file.exists() or file.stat().st_size == 0:
+        return
+    with open(file, "rb+") as stream:
+        stream.seek(-1, os.SEEK_END)
+        if stream.read(1) != b"\n":
+            stream.write(b"\n")
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """The file is there complete or not at all."""
+    aside = file.with_name(file.name + ".part")
+    aside.write_bytes(text.encode("utf-8", errors="backslashreplace"))
+    aside.replace(file)
+
+
+def _json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else repr(float(value))
+
+
+def _number(value: Any) -> Any:
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def _plain(value: Any) -> Any:
+    """Plain Python data for JSON and YAML: numpy and torch values become numbers and lists, the rest text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        # Enum members that are also str or int would not survive yaml's safe writer as they are.
+        return value if type(value) in (type(None), bool, int, float, str) else getattr(value, "value", str(value))
+    return str(value)

@@ -1,0 +1,232 @@
+"""Where metrics go: one small interface, and its forms for the console, files and the tracking services."""
+
+import difflib
+import importlib
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType, TracebackType
+from typing import Any, Protocol
+
+from meshrl.telemetry.console import StepConsole
+from meshrl.telemetry.run_folder import RunFolder, flatten_config
+
+logger = logging.getLogger(__name__)
+
+NON_FINITE = "training/nonfinite_metrics"
+FAILURES = "training/tracker_failures"
+
+
+class Tracker(Protocol):
+    """Takes metrics step by step."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Records the metrics of a step."""
+
+    def finish(self) -> None:
+        """Ends the recording; nothing is logged after it."""
+
+
+class FileTracker:
+    """metrics.jsonl of the run folder."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.append_metrics(metrics, step)
+
+    def finish(self) -> None:
+        """Each line was complete when it was written."""
+
+
+class TensorboardTracker:
+    """Event files in `tensorboard/` of the run folder."""
+
+    def __init__(self, run: RunFolder) -> None:
+        _package("tensorboard")
+        writer = importlib.import_module("torch.utils.tensorboard")
+        self._writer = writer.SummaryWriter(log_dir=str(run.tensorboard))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases, with its files in the run folder. WANDB_MODE=offline keeps the run on this machine."""
+
+    def __init__(self, run: RunFolder, project: str, experiment: str, config: Mapping[str, Any]) -> None:
+        wandb = _package("wandb")
+        self._run = wandb.init(project=project, name=experiment, config=dict(config), dir=str(run.path))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """MLflow at MLFLOW_TRACKING_URI, or else in `mlflow.db` of the run folder."""
+
+    def __init__(self, run: RunFolder, project: str, experiment: str, config: Mapping[str, Any]) -> None:
+        mlflow = _package("mlflow")
+        self._entities = importlib.import_module("mlflow.entities")
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = mlflow.MlflowClient(tracking_uri=uri or f"sqlite:///{run.path / 'mlflow.db'}")
+        found = self._client.get_experiment_by_name(project)
+        # Without a server of the user's, artifacts must not land in whatever folder the run was started from.
+        place = None if uri else (run.path / "mlflow_artifacts").as_uri()
+        experiment_id = found.experiment_id if found else self._client.create_experiment(project, place)
+        self._run_id = self._client.create_run(experiment_id, run_name=experiment).info.run_id
+        params = [self._entities.Param(_mlflow_name(k)[:250], str(v)[:500]) for k, v in flatten_config(config)]
+        for start in range(0, len(params), 100):
+            self._client.log_batch(self._run_id, params=params[start : start + 100])
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        rows = [self._entities.Metric(_mlflow_name(name), value, now, step) for name, value in metrics.items()]
+        for start in range(0, len(rows), 1000):
+            self._client.log_batch(self._run_id, metrics=rows[start : start + 1000])
+
+    def finish(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+class TrackioTracker:
+    """trackio's local database; `trackio show` opens it."""
+
+    def __init__(self, run: RunFolder, project: str, experiment: str, config: Mapping[str, Any]) -> None:
+        self._trackio = _package("trackio")
+        self._run = self._trackio.init(project=project, name=experiment, config=dict(config), embed=False)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        self._trackio.finish()
+
+
+_SERVICES: dict[str, Callable[[RunFolder, str, str, Mapping[str, Any]], Tracker]] = {
+    "tensorboard": lambda run, project, experiment, config: TensorboardTracker(run),
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "trackio": TrackioTracker,
+}
+LOGGERS = ("console", "file", *_SERVICES)
+
+
+class Tracking:
+    """Fans metrics out to the named loggers; metrics.jsonl is written in any case, the report is made from it.
+
+    A service that fails during the run is reported and counted (`training/tracker_failures`), the run goes on.
+    """
+
+    def __init__(
+        self,
+        loggers: Sequence[str],
+        run: RunFolder,
+        project_name: str,
+        experiment_name: str,
+        config: Mapping[str, Any],
+        *,
+        console: StepConsole | None = None,
+    ) -> None:
+        names = list(dict.fromkeys([loggers] if isinstance(loggers, str) else loggers))
+        _check_names(names)
+        for name in names:
+            if name in _SERVICES:
+                _package(name)
+        self._own: list[Tracker] = [FileTracker(run)]
+        if "console" in names:
+            self._own.append(console or StepConsole(None))
+        self._services: dict[str, Tracker] = {}
+        self._step: int | None = None
+        self._non_finite = 0
+        self._failures = 0
+        try:
+            for name in names:
+                if name in _SERVICES:
+                    self._services[name] = _SERVICES[name](run, project_name, experiment_name, config)
+        except BaseException:
+            self.finish()
+            raise
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Sends one step's metrics everywhere, with the number of values that are NaN or infinite."""
+        values = {name: _as_float(name, value) for name, value in metrics.items()}
+        bad = [name for name, value in values.items() if not math.isfinite(value)]
+        if bad:
+            logger.warning("step %d: not a finite number: %s", step, ", ".join(bad))
+        # Metrics of one step may come in several calls; the count is of the step, as services keep the last value.
+        self._non_finite = len(bad) + (self._non_finite if step == self._step else 0)
+        self._step = step
+        values[NON_FINITE] = float(self._non_finite)
+        if self._failures:
+            values[FAILURES] = float(self._failures)
+            self._failures = 0
+        for tracker in self._own:
+            tracker.log(values, step)
+        for name, tracker in self._services.items():
+            try:
+                tracker.log(values, step)
+            except Exception:
+                self._failures += 1
+                logger.warning("logger %s failed at step %d, the run goes on", name, step, exc_info=True)
+
+    def finish(self) -> None:
+        """Ends all loggers, each of them even if another one fails."""
+        for tracker in self._own:
+            tracker.finish()
+        for name, tracker in self._services.items():
+            try:
+                tracker.finish()
+            except Exception:
+                logger.warning("logger %s failed at its end", name, exc_info=True)
+        self._own, self._services = [], {}
+
+    def __enter__(self) -> "Tracking":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish()
+
+
+def _check_names(names: Sequence[str]) -> None:
+    for name in names:
+        if name not in LOGGERS:
+            near = difflib.get_close_matches(name, LOGGERS, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"trainer.logger: there is no {name!r}{hint}; choose from {', '.join(LOGGERS)}")
+
+
+def _package(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(
+            f"trainer.logger names {name!r}, but its package does not import ({error}): "
+            f"pip install {name}, or take {name!r} out of trainer.logger"
+        ) from error
+
+
+def _as_float(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"metric {name!r} must be a number, got {type(value).__name__}: {value!r:.80}") from None
+
+
+def _mlflow_name(name: str) -> str:
+    """MLflow has no `@` in names: val-core/x/acc/mean@4 is mean_at_4 there."""
+    return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))

@@ -1,0 +1,278 @@
+"""The trainer: one controller runs the algorithm as a plain loop; worker groups do the work.
+
+    prompts → generate → reward → old and reference log-probs → advantages → update → weight sync → metrics
+
+Every call on a worker group is: cut the batch over the data-parallel ranks, run, put the answers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshrl.algorithms import agg_loss, apply_kl_penalty, compute_advantage, get_kl_controller
+from meshrl.balance import order_for_data_parallel, seqlen_metrics
+from meshrl.config.root import PPOConfig
+from meshrl.config.units import BatchUnits
+from meshrl.controller import WorkerGroup
+from meshrl.data.prompts import PromptDataset
+from meshrl.data.proto import DataProto
+from meshrl.data.sampling import BatchOrder
+from meshrl.rewards.manager import RewardManager
+from meshrl.rollout.seeds import TRAINING, sample_seeds
+from meshrl.telemetry.metrics import compute_data_metrics, compute_throughput_metrics
+from meshrl.telemetry.samples import SampleLog
+from meshrl.telemetry.timers import PhaseTimer
+from meshrl.telemetry.trackers import Tracker
+from meshrl.trainer.validation import Validator
+
+
+class PPOTrainer:
+    """Trains a policy by PPO-style updates on its own samples; which estimator and which loss are the config's choice."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        actor: WorkerGroup,
+        train_data: PromptDataset,
+        reward: RewardManager,
+        validator: Validator | None,
+        tracker: Tracker,
+        samples: SampleLog,
+        timer: PhaseTimer,
+    ):
+        self.config, self.actor, self.train_data = config, actor, train_data
+        self.reward, self.validator, self.tracker, self.samples = reward, validator, tracker, samples
+        self.timer = timer
+        self.units = BatchUnits.from_config(config)
+        self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
+        self.order = BatchOrder(
+            len(train_data),
+            config.data.train_batch_size,
+            config.data.shuffle,
+            config.trainer.seed if config.data.seed is None else config.data.seed,
+        )
+        self.total_steps = total_steps(config, len(train_data))
+        self.step = 0
+        self.version = -1
+
+    def fit(self) -> None:
+        """The whole run."""
+        self.sync_weights()
+        if self.validator and (self.config.trainer.val_before_train or self.config.trainer.val_only):
+            self.tracker.log(self.validate(), step=0)
+        if self.config.trainer.val_only:
+            return
+        for batch in self.batches():
+            metrics = self.train_step(batch)
+            if self.is_time_to_validate():
+                metrics |= self.validate()
+            self.tracker.log(metrics | self.time_metrics(metrics), self.step)
+
+    def batches(self) -> Iterator[DataProto]:
+        """Prompts of every step that is left, in the order of the data's epochs."""
+        for rows in self.order:
+            if self.step == self.total_steps:
+                return
+            self.step += 1
+            self.timer.reset()
+            yield self.train_data.batch(rows)
+
+    def train_step(self, prompts: DataProto) -> dict[str, Any]:
+        """One step of the algorithm."""
+        metrics: dict[str, Any] = {"training/global_step": self.step, "training/epoch": self.order.epoch}
+        with self.phase("gen"):
+            batch = self.generate(prompts)
+        with self.phase("reward"):
+            metrics |= self.score(batch)
+        if self.needs_old_log_probs:
+            with self.phase("old_log_prob"):
+                metrics |= self.add_old_log_probs(batch)
+        if self.needs_reference:
+            with self.phase("ref"):
+                batch = batch.union(self.call_balanced(self.actor.compute_ref_log_prob, batch))
+        with self.phase("adv"):
+            metrics |= self.add_advantages(batch)
+        with self.phase("update_actor"):
+            metrics |= self.update_actor(batch)
+        with self.phase("sync"):
+            self.sync_weights()
+        self.samples.log_training(batch, self.reward.decode, self.step)
+        return metrics | data_metrics(batch, self.config)
+
+    def generate(self, prompts: DataProto) -> DataProto:
+        """`rollout.n` answers to every prompt, each with a seed of its own."""
+        repeated = prompts.repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
+        repeated.batch["seeds"] = sample_seeds(self.config.trainer.seed, TRAINING, self.step, len(repeated))
+        request = repeated.pop(batch_keys=["input_ids", "attention_mask", "seeds"])
+        answers = self.actor.generate_sequences(request)
+        return DataProto(answers.batch, repeated.non_tensor_batch, answers.meta_info)
+
+    def score(self, batch: DataProto) -> dict[str, float]:
+        """Adds `token_level_scores`, and what else the reward function said of each sample."""
+        scores, infos, metrics = self.reward(batch)
+        batch.batch["token_level_scores"] = scores
+        batch.non_tensor_batch.update(infos)
+        return metrics
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether any term compares the policy with its reference."""
+        return self.config.actor_rollout_ref.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
+
+    @property
+    def bypasses_old_log_probs(self) -> bool:
+        """Whether the rollout's log-probs serve as the old policy's."""
+        return self.config.algorithm.rollout_correction.bypass_mode
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """On-policy, with one optimizer step a batch, the update itself knows the old log-probs: no pass is needed."""
+        on_policy = self.units.optimizer_steps_per_step == 1 and not self.config.algorithm.use_kl_in_reward
+        return not self.bypasses_old_log_probs and not on_policy
+
+    def add_old_log_probs(self, batch: DataProto) -> dict[str, float]:
+        """Adds the trainer's own `old_log_probs`; measures entropy and how far the rollout's log-probs are off."""
+        output = self.call_balanced(self.actor.compute_log_prob, batch)
+        mask, old = batch.batch["response_mask"], output.batch["old_log_probs"]
+        batch.batch["old_log_probs"] = old
+        metrics = {"actor/entropy": float(agg_loss(output.batch["entropys"], mask, "token-mean"))}
+        if "rollout_log_probs" in batch.batch.keys():
+            difference = ((old - batch.batch["rollout_log_probs"]).abs() * mask).double()
+            metrics["training/rollout_log_prob_diff_mean"] = float(difference.sum() / mask.sum())
+            metrics["training/rollout_log_prob_diff_max"] = float(difference.max())
+        return metrics
+
+    def add_advantages(self, batch: DataProto) -> dict[str, float]:
+        """Adds `token_level_rewards` (scores, less the KL if it counts there), `advantages` and `returns`."""
+        tensors, algorithm = batch.batch, self.config.algorithm
+        if self.bypasses_old_log_probs:
+            tensors["old_log_probs"] = tensors["rollout_log_probs"]
+        metrics: dict[str, float] = {}
+        tensors["token_level_rewards"] = tensors["token_level_scores"]
+        if algorithm.use_kl_in_reward:
+            tensors["token_level_rewards"], metrics = apply_kl_penalty(
+                tensors["token_level_scores"],
+                tensors["old_log_probs"],
+                tensors["ref_log_prob"],
+                tensors["response_mask"],
+                self.kl_controller,
+                algorithm.kl_penalty,
+            )
+        tensors["advantages"], tensors["returns"] = compute_advantage(
+            algorithm.adv_estimator,
+            token_level_rewards=tensors["token_level_rewards"],
+            response_mask=tensors["response_mask"],
+            index=batch.non_tensor_batch["uid"],
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            config=algorithm,
+        )
+        return metrics
+
+    def update_actor(self, batch: DataProto) -> dict[str, float]:
+        """Sends the samples to the actor so that every rank's mini-batches are parts of the same global ones."""
+        names = ["input_ids", "attention_mask", "response_mask", "advantages"]
+        compare_with = None
+        if "old_log_probs" in batch.batch.keys():
+            names.append("old_log_probs")
+            compare_with = "old_log_probs" if self.bypasses_old_log_probs else None
+        elif "rollout_log_probs" in batch.batch.keys():
+            compare_with = "rollout_log_probs"
+            names.append(compare_with)
+        if self.config.actor_rollout_ref.actor.use_kl_loss:
+            names.append("ref_log_prob")
+        data = DataProto(
+            batch.batch.select(*names),
+            {},
+            {"compare_with": compare_with, "measure_entropy": not self.needs_old_log_probs},
+        )
+        if self.config.actor_rollout_ref.actor.shuffle:
+            data.reorder(np.random.default_rng((self.config.trainer.seed, self.step)).permutation(len(data)))
+        lengths = data.batch["attention_mask"].sum(1).numpy()
+        # Samples without advantage may be skipped: what counts for balance is the rest.
+        work = np.where(data.batch["advantages"].abs().sum(1).numpy() > 0, lengths, 0)
+        order = self.balanced_order(work, self.units.mini_batches_per_epoch)
+        data.reorder(order)
+        metrics = self.actor.update_actor(data)[0]
+        return metrics | seqlen_metrics(lengths, order, self.units.dp_size)
+
+    def call_balanced(self, method: Any, batch: DataProto) -> DataProto:
+        """Calls a per-sample method with the samples spread so that all ranks get about the same number of tokens."""
+        order = self.balanced_order(batch.batch["attention_mask"].sum(1).numpy(), 1)
+        request = DataProto(batch.batch.select("input_ids", "attention_mask", "response_mask"), {}, {})
+        request.reorder(order)
+        answer = method(request)
+        answer.reorder(np.argsort(order))
+        return answer
+
+    def balanced_order(self, work: np.ndarray, mini_batches: int) -> np.ndarray:
+        """The order in which samples go to the ranks; see `order_for_data_parallel`."""
+        if self.config.trainer.balance_batch:
+            return order_for_data_parallel(work, self.units.dp_size, mini_batches)
+        by_mini_batch_and_rank = np.arange(len(work)).reshape(mini_batches, self.units.dp_size, -1)
+        return by_mini_batch_and_rank.swapaxes(0, 1).ravel()
+
+    def sync_weights(self) -> None:
+        """Gives the rollout the actor's weights as the next version."""
+        self.version += 1
+        self.actor.sync_weights(self.version)
+
+    def is_time_to_validate(self) -> bool:
+        """At every `test_freq`-th step and at the last."""
+        every = self.config.trainer.test_freq
+        return self.validator is not None and every > 0 and (self.step % every == 0 or self.step == self.total_steps)
+
+    def validate(self) -> dict[str, float]:
+        """Accuracy on the held-out prompts."""
+        assert self.validator is not None
+        with self.phase("testing"):
+            return self.validator.run(self.step)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Charges the time of a block to a phase of the step."""
+        return self.timer.phase(name)
+
+    def time_metrics(self, metrics: dict[str, Any]) -> dict[str, float]:
+        """Where the step's time went; throughput counts the time without validation."""
+        times = self.timer.metrics()
+        seconds = times["timing_s/step"] - times.get("timing_s/testing", 0.0)
+        tokens = int(metrics["perf/total_num_tokens"])
+        return times | compute_throughput_metrics(tokens, seconds, self.config.trainer.world_size)
+
+
+def total_steps(config: PPOConfig, rows: int) -> int:
+    """How many steps the run has: as configured, or as the epochs over the data give."""
+    per_epoch = rows // config.data.train_batch_size
+    return config.trainer.total_training_steps or per_epoch * config.trainer.total_epochs
+
+
+def data_metrics(batch: DataProto, config: PPOConfig) -> dict[str, Any]:
+    """What the batch looked like: scores, advantages, lengths, groups without signal."""
+    tensors = batch.batch
+    mask, width = tensors["attention_mask"], tensors["responses"].shape[1]
+    metrics: dict[str, Any] = compute_data_metrics(
+        tensors["token_level_scores"],
+        tensors["token_level_rewards"],
+        tensors["advantages"],
+        tensors["returns"],
+        tensors["response_mask"],
+        mask[:, :-width].sum(1),
+        mask[:, -width:].sum(1),
+        width,
+        config.data.max_prompt_length,
+    )
+    metrics["perf/total_num_tokens"] = int(mask.sum())
+    metrics["training/zero_advantage_share"] = float(_without_advantage(tensors["advantages"]).float().mean())
+    metrics["training/version_max_lag"] = int(tensors["versions"].max() - tensors["versions"][tensors["versions"] >= 0].min())
+    return metrics
+
+
+def _without_advantage(advantages: Tensor) -> Tensor:
+    return torch.count_nonzero(advantages, dim=1) == 0

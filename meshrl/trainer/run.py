@@ -1,0 +1,142 @@
+"""From a checked config to a finished run: the parts are made here and put together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from meshrl.config.root import PPOConfig
+from meshrl.config.sft import SFTConfig
+from meshrl.config.trainer import RayInitConfig, RunConfig
+from meshrl.config.units import BatchUnits, SFTBatchUnits
+from meshrl.controller import ClassWithInitArgs, Deadlines, ResourcePool, WorkerGroup, create_worker_group
+from meshrl.data.demonstrations import DemonstrationDataset
+from meshrl.data.prompts import PromptDataset
+from meshrl.models.loading import load_tokenizer
+from meshrl.rewards.loading import load_reward_manager
+from meshrl.telemetry.console import SFT_COLUMNS, StepConsole
+from meshrl.telemetry.report import write_report
+from meshrl.telemetry.run_folder import RunFolder
+from meshrl.telemetry.samples import SampleLog
+from meshrl.telemetry.timers import PhaseTimer
+from meshrl.telemetry.trackers import Tracking
+from meshrl.trainer.ppo import PPOTrainer, total_steps
+from meshrl.trainer.sft import SFTTrainer, total_sft_steps
+from meshrl.trainer.validation import Validator
+from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker, WorkerSettings
+from meshrl.workers.sft import SFTWorker
+
+logger = logging.getLogger(__name__)
+
+
+def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: Console | None = None) -> Path:
+    """Trains a policy as `config` says; returns the run's folder."""
+    model, trainer = config.actor_rollout_ref.model, config.trainer
+    units = BatchUnits.from_config(config)
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path or "", model.trust_remote_code)
+    reward = load_reward_manager(config, tokenizer)
+    train_data = PromptDataset(config.data.train_files, tokenizer, config.data)
+    val_data = PromptDataset(config.data.val_files, tokenizer, config.data) if config.data.val_files else None
+    steps = total_steps(config, len(train_data))
+    settings = WorkerSettings(
+        device=trainer.device,
+        collective_deadline=trainer.deadlines.collective,
+        mini_batches=units.mini_batches_per_epoch,
+        total_optimizer_steps=steps * units.optimizer_steps_per_step,
+        with_reference=config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward,
+        stop_on_nan_gradient=trainer.nan_gradient == "stop",
+    )
+    worker = ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, settings)
+    with RunFolder(trainer.run_dir) as run, StepConsole(steps, console) as screen:
+        start_run(run, screen, asdict(config), sources, units.lines())
+        for words, data in (("training", train_data), ("validation", val_data)):
+            if data is not None and data.dropped + data.truncated:
+                screen.message(f"{words} prompts: {data.dropped} dropped, {data.truncated} truncated, {len(data)} left")
+        samples = SampleLog(
+            run,
+            validation_samples=max(8, trainer.log_val_generations),
+            rollout_data_dir=trainer.rollout_data_dir,
+            validation_data_dir=trainer.validation_data_dir,
+        )
+        with (
+            worker_group(worker, "actor_rollout_ref", trainer, config.ray_init) as actor,
+            Tracking(
+                trainer.logger, run, trainer.project_name, trainer.experiment_name, asdict(config), console=screen
+            ) as tracker,
+        ):
+            validator = Validator(config, actor, val_data, reward, samples) if val_data else None
+            timer = PhaseTimer(on_change=screen.show_phase)
+            PPOTrainer(config, actor, train_data, reward, validator, tracker, samples, timer).fit()
+        screen.message(f"report: {write_report(run.path)}")
+        return run.path
+
+
+def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Console | None = None) -> Path:
+    """Fine-tunes a model on demonstrations; writes it to `model/` in the run's folder, which it returns."""
+    trainer = config.trainer
+    units = SFTBatchUnits.from_config(config)
+    path = config.model.path or ""
+    tokenizer = load_tokenizer(config.model.tokenizer_path or path, config.model.trust_remote_code)
+    train_data = DemonstrationDataset(config.data.train_files, tokenizer, config.data)
+    val_data = DemonstrationDataset(config.data.val_files, tokenizer, config.data) if config.data.val_files else None
+    steps = total_sft_steps(config, len(train_data))
+    worker = ClassWithInitArgs(SFTWorker, config, steps)
+    with RunFolder(trainer.run_dir) as run, StepConsole(steps, console, columns=SFT_COLUMNS) as screen:
+        start_run(run, screen, asdict(config), sources, units.lines())
+        with (
+            worker_group(worker, "sft", trainer, config.ray_init) as group,
+            Tracking(
+                trainer.logger, run, trainer.project_name, trainer.experiment_name, asdict(config), console=screen
+            ) as tracker,
+        ):
+            timer = PhaseTimer(on_change=screen.show_phase)
+            SFTTrainer(config, group, train_data, val_data, tracker, timer, steps).fit()
+            model = run.path / "model"
+            group.save_model(str(model))
+        tokenizer.save_pretrained(model)
+        screen.message(f"model: {model}")
+        screen.message(f"report: {write_report(run.path)}")
+        return run.path
+
+
+def start_run(
+    run: RunFolder, screen: StepConsole, config: dict, sources: Mapping[str, str] | None, units: list[str]
+) -> None:
+    """Writes down what is about to run and says it once on the terminal."""
+    run.start_log()
+    run.write_config(config, sources)
+    if run.moved_to is not None:
+        screen.message(f"an earlier run's files are now in {run.moved_to}")
+    for line in units:
+        screen.message(line)
+        logger.info(line)
+
+
+@contextmanager
+def worker_group(
+    worker: ClassWithInitArgs, role: str, trainer: RunConfig, ray_init: RayInitConfig
+) -> Iterator[WorkerGroup]:
+    """The workers of a run, started and with their models loaded; ended in any case."""
+    if trainer.backend == "ray":
+        from meshrl.controller.ray import init_ray
+
+        init_ray(**asdict(ray_init))
+    pool = ResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=uses_gpu(trainer))
+    deadlines = Deadlines(start=trainer.deadlines.start, call=trainer.deadlines.call)
+    with create_worker_group(pool, worker, backend=trainer.backend, role=role, deadlines=deadlines) as group:
+        group.init_model()
+        yield group
+
+
+def uses_gpu(trainer: RunConfig) -> bool:
+    """Whether workers get a GPU each."""
+    if trainer.device != "auto":
+        return trainer.device == "cuda"
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,70 @@
+"""Supervised fine-tuning: demonstrations → optimizer step → metrics, with a look at held-out ones now and then."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshrl.balance import order_for_data_parallel
+from meshrl.config.sft import SFTConfig
+from meshrl.config.units import SFTBatchUnits
+from meshrl.controller import WorkerGroup
+from meshrl.data.demonstrations import DemonstrationDataset
+from meshrl.data.sampling import BatchOrder
+from meshrl.telemetry.metrics import compute_throughput_metrics
+from meshrl.telemetry.timers import PhaseTimer
+from meshrl.telemetry.trackers import Tracker
+
+
+class SFTTrainer:
+    """Trains on demonstrations with the same engine, packing and balancing as the policy."""
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        model: WorkerGroup,
+        train_data: DemonstrationDataset,
+        val_data: DemonstrationDataset | None,
+        tracker: Tracker,
+        timer: PhaseTimer,
+        steps: int,
+    ):
+        self.config, self.model, self.tracker, self.timer, self.steps = config, model, tracker, timer, steps
+        self.train_data, self.val_data = train_data, val_data
+        self.units = SFTBatchUnits.from_config(config)
+        seed = config.trainer.seed if config.data.seed is None else config.data.seed
+        self.order = BatchOrder(len(train_data), config.data.train_batch_size, config.data.shuffle, seed)
+
+    def fit(self) -> None:
+        """The whole run."""
+        for step, rows in zip(range(1, self.steps + 1), self.order, strict=False):
+            self.timer.reset()
+            batch = self.train_data.batch(rows)
+            lengths = batch.batch["attention_mask"].sum(1).numpy()
+            batch.reorder(order_for_data_parallel(lengths, self.units.dp_size))
+            with self.timer.phase("train"):
+                metrics = self.model.train_batch(batch)[0]
+            metrics["train/epoch"] = float(self.order.epoch)
+            every = self.config.trainer.test_freq
+            if self.val_data and every > 0 and (step % every == 0 or step == self.steps):
+                with self.timer.phase("testing"):
+                    metrics["val/loss"] = self.validation_loss(self.val_data)
+            times = self.timer.metrics()
+            seconds = times["timing_s/step"] - times.get("timing_s/testing", 0.0)
+            throughput = compute_throughput_metrics(int(lengths.sum()), seconds, self.config.trainer.world_size)
+            self.tracker.log(metrics | times | throughput, step)
+
+    def validation_loss(self, data: DemonstrationDataset) -> float:
+        """Mean negative log-likelihood of the held-out tokens."""
+        size = self.config.data.train_batch_size
+        total = tokens = 0.0
+        for start in range(0, len(data), size):
+            answer = self.model.evaluate(data.batch(np.arange(start, min(start + size, len(data)))))
+            total -= float(answer.batch["log_likelihood"].sum())
+            tokens += float(answer.batch["tokens"].sum())
+        return total / tokens
+
+
+def total_sft_steps(config: SFTConfig, rows: int) -> int:
+    """How many optimizer steps the run has: as configured, or as the epochs over the data give."""
+    per_epoch = rows // config.data.train_batch_size
+    return config.trainer.total_training_steps or per_epoch * config.trainer.total_epochs

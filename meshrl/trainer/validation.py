@@ -1,0 +1,52 @@
+"""Accuracy on held-out prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshrl.config.root import PPOConfig
+from meshrl.controller import WorkerGroup
+from meshrl.data.prompts import PromptDataset
+from meshrl.data.proto import DataProto
+from meshrl.rewards.manager import RewardManager
+from meshrl.rollout.seeds import VALIDATION, sample_seeds
+from meshrl.telemetry.metrics import validation_metrics
+from meshrl.telemetry.samples import SampleLog
+
+
+class Validator:
+    """Answers every held-out prompt `val_kwargs.n` times and scores the answers: mean@n and pass@k for each data source."""
+
+    def __init__(
+        self, config: PPOConfig, actor: WorkerGroup, data: PromptDataset, reward: RewardManager, samples: SampleLog
+    ):
+        self.config, self.actor, self.data, self.reward, self.samples = config, actor, data, reward, samples
+
+    def run(self, step: int) -> dict[str, float]:
+        """The metrics of one validation; samples that failed to be scored are counted."""
+        size = self.config.data.val_batch_size or len(self.data)
+        sources, groups, scores, errors = [], [], [], 0.0
+        for start in range(0, len(self.data), size):
+            rows = np.arange(start, min(start + size, len(self.data)))
+            batch = self.generate(rows, step)
+            token_scores, infos, metrics = self.reward(batch)
+            batch.batch["token_level_scores"] = token_scores
+            batch.non_tensor_batch.update(infos)
+            errors += metrics["reward/errors"]
+            sources += list(batch.non_tensor_batch["data_source"])
+            groups += list(np.repeat(rows, self.config.actor_rollout_ref.rollout.val_kwargs.n))
+            scores += token_scores.sum(1).tolist()
+            self.samples.log_validation(batch, self.reward.decode, step)
+        return validation_metrics(sources, groups, scores) | {"val-aux/reward_errors": errors}
+
+    def generate(self, rows: np.ndarray, step: int) -> DataProto:
+        """Answers to these prompts, sampled as `val_kwargs` says."""
+        n = self.config.actor_rollout_ref.rollout.val_kwargs.n
+        repeated = self.data.batch(rows).repeat(n, interleave=True)
+        # The same seeds at every validation: differences between two are the policy's.
+        seeds = sample_seeds(self.config.trainer.seed, VALIDATION, 0, len(self.data) * n)
+        repeated.batch["seeds"] = seeds[rows[0] * n : (rows[-1] + 1) * n].clone()
+        request = repeated.pop(batch_keys=["input_ids", "attention_mask", "seeds"])
+        request.meta_info["validate"] = True
+        answers = self.actor.generate_sequences(request)
+        return DataProto(answers.batch, repeated.non_tensor_batch, {})

@@ -1,0 +1,81 @@
+"""The policy's loss on one micro-batch: policy gradient, entropy bonus, KL to the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from meshrl.algorithms import BatchStats, agg_loss, get_policy_loss_fn, kl_penalty
+from meshrl.config.actor import ActorConfig
+from meshrl.data.proto import DataProto
+from meshrl.engines.base import LossFunction
+
+
+def make_actor_loss(
+    config: ActorConfig, stats: BatchStats, computed_tokens: int, compare_with: str | None
+) -> LossFunction:
+    """The loss function of one mini-batch, which has `stats` over all ranks.
+
+    `computed_tokens` is how many of its tokens are computed at all: samples without advantage may have been left out. They
+    add nothing to the loss, whose means are over all tokens; but what is only watched (KL, clipping, entropy) is a mean over
+    the computed tokens. `compare_with` names the rollout's log-probs, to be compared while the weights are still the same.
+    """
+    policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
+    watched = BatchStats(dp_size=1, num_tokens=computed_tokens, num_sequences=stats.num_sequences)
+    rescale = (stats.num_tokens or 0) / max(1, computed_tokens)
+
+    def mean(values: Tensor, mask: Tensor) -> Tensor:
+        return agg_loss(values, mask, "token-mean", stats=watched)
+
+    def loss_function(output: dict[str, Tensor], data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+        batch = {name: value.to(output["log_probs"].device) for name, value in data.batch.items()}
+        log_prob, mask = output["log_probs"], batch["response_mask"]
+        # Before the first step of an on-policy update the old policy is the current one.
+        old_log_prob = batch.get("old_log_probs", log_prob.detach())
+        loss, metrics = policy_loss(
+            old_log_prob=old_log_prob,
+            log_prob=log_prob,
+            advantages=batch["advantages"],
+            response_mask=mask,
+            loss_agg_mode=config.loss_agg_mode,
+            config=config,
+            rollout_is_weights=batch.get("rollout_is_weights"),
+            stats=stats,
+        )
+        metrics = {k: v if k == "actor/pg_loss" else v * rescale for k, v in metrics.items()}
+        if "entropys" in output:
+            metrics["actor/entropy"] = mean(output["entropys"].detach(), mask)
+            if config.entropy_coeff != 0:
+                loss = loss - config.entropy_coeff * _aggregate(config, output["entropys"], mask, stats)
+        if config.use_kl_loss:
+            kl = _aggregate(config, kl_penalty(log_prob, batch["ref_log_prob"], config.kl_loss_type), mask, stats)
+            loss = loss + config.kl_loss_coef * kl
+            metrics["actor/kl_loss"] = kl.detach() / stats.dp_size
+        if compare_with is not None:
+            difference = (log_prob.detach() - batch[compare_with]).abs() * mask
+            metrics["training/rollout_log_prob_diff_mean"] = mean(difference, mask)
+            metrics["training/rollout_log_prob_diff_max"] = difference.max()
+        return loss, metrics
+
+    return loss_function
+
+
+def _aggregate(config: ActorConfig, values: Tensor, mask: Tensor, stats: BatchStats) -> Tensor:
+    return agg_loss(values, mask, config.loss_agg_mode, stats=stats)
+
+
+def count_mini_batch(
+    response_mask: Tensor,
+    computed: Tensor,
+    config: ActorConfig,
+    dp_size: int,
+    add_over_ranks: Callable[[Tensor], Tensor],
+) -> tuple[BatchStats, int]:
+    """Global counts of a mini-batch, and of the tokens in its rows that are `computed`."""
+    tokens_of = response_mask.sum(1)
+    local = [tokens_of.sum(), (tokens_of > 0).sum(), tokens_of[computed].sum()]
+    tokens, sequences, computed_tokens = add_over_ranks(torch.stack(local)).tolist()
+    scale = config.loss_scale_factor or float(response_mask.shape[1])
+    return BatchStats(dp_size, tokens, sequences, scale), computed_tokens

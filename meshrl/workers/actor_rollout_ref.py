@@ -1,0 +1,194 @@
+"""The policy in its three roles on the same devices: it is trained, it generates, and a frozen copy is its reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from meshrl.algorithms import is_zero_where_advantage_is_zero
+from meshrl.config.actor import RefConfig
+from meshrl.config.rollout import RolloutConfig
+from meshrl.config.root import ActorRolloutRefConfig
+from meshrl.controller import Dispatch, Worker, nd_dispatch, register
+from meshrl.data.proto import DataProto
+from meshrl.engines.fsdp.engine import FSDPEngine
+from meshrl.models.loading import load_tokenizer, new_causal_lm, stop_token_ids, torch_dtype
+from meshrl.parallel.attention import ATTENTION_NAME
+from meshrl.parallel.mesh import init_process_group, resolve_device
+from meshrl.rollout.base import SamplingParams
+from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.telemetry.metrics import reduce_metrics
+from meshrl.weights.sync import sync_weights
+from meshrl.workers.actor_loss import count_mini_batch, make_actor_loss
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a worker needs to know beyond the config of its roles."""
+
+    device: str
+    collective_deadline: float
+    mini_batches: int
+    total_optimizer_steps: int
+    with_reference: bool
+    stop_on_nan_gradient: bool
+
+
+class ActorRolloutRefWorker(Worker):
+    """One rank of actor, rollout and reference. Batches are split over the data-parallel ranks of the mesh `actor`."""
+
+    def __init__(self, config: ActorRolloutRefConfig, settings: WorkerSettings):
+        self.config, self.settings = config, settings
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Builds the engines and the rollout, in the order in which they share memory."""
+        transformers_logging.disable_progress_bar()
+        self.device = resolve_device(self.settings.device, self.local_rank)
+        if self.world_size > 1 or self.device.type == "cuda":
+            init_process_group(self.device, self.settings.collective_deadline)
+        actor, model = self.config.actor, self.config.model
+        self.actor = FSDPEngine(
+            model, actor, actor.optim, device=self.device, total_steps=self.settings.total_optimizer_steps
+        )
+        self.actor.initialize()
+        self.register_mesh("actor", self.actor.dp_rank, self.actor.dp_size, is_collect=True)
+        self.ref = None
+        if self.settings.with_reference:
+            self.ref = FSDPEngine(model, actor, None, device=self.device)
+            self.ref.initialize()
+        self.rollout = self._build_rollout(self.config.rollout)
+
+    def _build_rollout(self, config: RolloutConfig) -> EmbeddedRollout:
+        path = self.config.model.path or ""
+        tokenizer = load_tokenizer(self.config.model.tokenizer_path or path, self.config.model.trust_remote_code)
+        self.stop_token_ids = tuple(stop_token_ids(path, tokenizer))
+        dtype = torch_dtype(config.dtype)
+        # An unsharded trainer in the rollout's own type lends its module: no copy of the weights at all.
+        shares = not self.actor.is_sharded and self.actor.hf_model.dtype == dtype
+        module = self.actor.hf_model
+        if not shares:
+            module = new_causal_lm(self.actor.hf_model.config, ATTENTION_NAME, dtype).to(self.device)  # type: ignore[arg-type]
+        return EmbeddedRollout(
+            module,
+            pad_token_id=tokenizer.pad_token_id,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            shares_weights=shares,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sync_weights(self, version: int) -> None:
+        """Brings the actor's weights into the rollout as this version."""
+        sync_weights(self.actor, self.rollout, version)
+
+    @register(dispatch_mode=nd_dispatch("actor"))
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Answers prompts with the rollout's weights; `meta_info["validate"]` chooses the sampling of validation."""
+        config = self.config.rollout
+        how = config.val_kwargs if prompts.meta_info.get("validate") else config
+        params = SamplingParams(
+            max_tokens=config.response_length or 1,
+            temperature=how.temperature if how.do_sample else 0.0,
+            top_k=how.top_k,
+            top_p=how.top_p,
+            stop_token_ids=self.stop_token_ids,
+        )
+        output = self.rollout.generate_sequences(prompts, params)
+        if not config.calculate_log_probs:
+            output.pop(batch_keys=["rollout_log_probs"])
+        return output
+
+    @register(dispatch_mode=nd_dispatch("actor"))
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """The actor's own log-probs and entropies of the responses: `old_log_probs`, `entropys`."""
+        output = self.actor.forward(self._for_log_probs(data, self.config.rollout, entropy=True))
+        return DataProto.from_dict({"old_log_probs": output["log_probs"], "entropys": output["entropys"]})
+
+    @register(dispatch_mode=nd_dispatch("actor"))
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """The reference's log-probs of the responses: `ref_log_prob`."""
+        if self.ref is None:
+            raise ValueError("this worker has no reference policy: set use_kl_loss or use_kl_in_reward")
+        output = self.ref.forward(self._for_log_probs(data, self.config.ref, entropy=False))
+        return DataProto.from_dict({"ref_log_prob": output["log_probs"]})
+
+    def _for_log_probs(self, data: DataProto, how: RolloutConfig | RefConfig, entropy: bool) -> DataProto:
+        meta = {
+            "temperature": self.temperature,
+            "use_dynamic_bsz": how.log_prob_use_dynamic_bsz,
+            "max_token_len": how.log_prob_max_token_len_per_gpu,
+            "micro_batch_size": how.log_prob_micro_batch_size_per_gpu,
+            "calculate_entropy": entropy,
+        }
+        selected = data.select(["input_ids", "attention_mask", "response_mask"], [])
+        return DataProto(selected.batch, {}, meta)
+
+    @property
+    def temperature(self) -> float:
+        """The temperature at which the policy is trained: that of sampling (greedy generation trains at 1)."""
+        rollout = self.config.rollout
+        return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
+
+    @register(dispatch_mode=nd_dispatch("actor", pad=False))
+    def update_actor(self, data: DataProto) -> dict[str, float]:
+        """One PPO update: epochs → mini-batches → micro-batches. Returns its metrics, the same on every rank.
+
+        Without `old_log_probs` the update is on-policy: the old policy is the one before the step.
+        `meta_info["compare_with"]` names the rollout's log-probs, to be compared with the actor's before its first step.
+        """
+        collected: dict[str, list[float]] = {}
+        mini_batches = data.chunk(self.settings.mini_batches)
+        for epoch in range(self.config.actor.ppo_epochs):
+            for number, mini_batch in enumerate(mini_batches):
+                compare_with = data.meta_info.get("compare_with") if epoch == number == 0 else None
+                for name, value in self._update_on(mini_batch, compare_with).items():
+                    collected.setdefault(name, []).append(value)
+        return reduce_metrics(collected) | {"actor/skipped_steps": sum(collected["actor/skipped_steps"])}
+
+    def _update_on(self, data: DataProto, compare_with: str | None) -> dict[str, float]:
+        """One optimizer step on this rank's part of a mini-batch."""
+        config, engine = self.config.actor, self.actor
+        computed = self._rows_to_compute(data)
+        stats, computed_tokens = count_mini_batch(
+            data.batch["response_mask"], computed, config, engine.dp_size, engine.sum_over_data_parallel
+        )
+        rows = data.select_idxs(computed) if len(computed) else self._blank(data)
+        rows.meta_info = {
+            "temperature": self.temperature,
+            "use_dynamic_bsz": config.use_dynamic_bsz,
+            "max_token_len": config.ppo_max_token_len_per_gpu,
+            "micro_batch_size": config.ppo_micro_batch_size_per_gpu,
+            "calculate_entropy": config.entropy_coeff != 0 or data.meta_info["measure_entropy"],
+        }
+        engine.optimizer_zero_grad()
+        metrics = engine.forward_backward_batch(rows, make_actor_loss(config, stats, computed_tokens, compare_with))
+        norm = engine.optimizer_step()
+        if not np.isfinite(norm) and self.settings.stop_on_nan_gradient:
+            raise FloatingPointError(f"the gradient norm is {norm} and trainer.nan_gradient=stop")
+        return metrics | {
+            "actor/grad_norm": norm,
+            "actor/skipped_steps": float(not np.isfinite(norm)),
+            "actor/lr": engine.lr_scheduler_step(),
+            "actor/computed_tokens_share": computed_tokens / max(1, stats.num_tokens or 0),
+        }
+
+    def _rows_to_compute(self, data: DataProto) -> Tensor:
+        """Rows that can have a gradient: those with tokens and, where only the advantage drives the loss, with one."""
+        config = self.config.actor
+        needed = data.batch["response_mask"].any(1)
+        only_advantage = config.entropy_coeff == 0 and not config.use_kl_loss
+        if config.skip_zero_advantage and only_advantage and is_zero_where_advantage_is_zero(config.policy_loss.loss_mode):
+            needed &= (data.batch["advantages"] * data.batch["response_mask"]).abs().sum(1) > 0
+        return needed.nonzero()[:, 0]
+
+    @staticmethod
+    def _blank(data: DataProto) -> DataProto:
+        """One row that counts for nothing, so that this rank still takes part in the collectives of the others."""
+        row = data.select_idxs([0])
+        row.batch["response_mask"] = torch.zeros_like(row.batch["response_mask"])
+        return row

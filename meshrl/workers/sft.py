@@ -1,0 +1,83 @@
+"""Supervised fine-tuning on the same engine as the policy."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from meshrl.algorithms import BatchStats, agg_loss
+from meshrl.config.sft import SFTConfig
+from meshrl.controller import Dispatch, Worker, nd_dispatch, register
+from meshrl.data.proto import DataProto
+from meshrl.engines.fsdp.engine import FSDPEngine
+from meshrl.parallel.mesh import init_process_group, resolve_device
+
+
+class SFTWorker(Worker):
+    """One rank of a model that learns demonstrations."""
+
+    def __init__(self, config: SFTConfig, total_steps: int):
+        self.config, self.total_steps = config, total_steps
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Builds the engine."""
+        transformers_logging.disable_progress_bar()
+        device = resolve_device(self.config.trainer.device, self.local_rank)
+        if self.world_size > 1 or device.type == "cuda":
+            init_process_group(device, self.config.trainer.deadlines.collective)
+        self.engine = FSDPEngine(
+            self.config.model, self.config.engine, self.config.optim, device=device, total_steps=self.total_steps
+        )
+        self.engine.initialize()
+        self.register_mesh("model", self.engine.dp_rank, self.engine.dp_size, is_collect=True)
+
+    @register(dispatch_mode=nd_dispatch("model", pad=False))
+    def train_batch(self, data: DataProto) -> dict[str, float]:
+        """One optimizer step on the mean log-likelihood of the tokens to learn."""
+        engine = self.engine
+        counts = engine.sum_over_data_parallel(data.batch["response_mask"].sum(1).gt(0).sum()[None])
+        tokens = engine.sum_over_data_parallel(data.batch["response_mask"].sum()[None])
+        stats = BatchStats(engine.dp_size, int(tokens), int(counts))
+
+        def loss_function(output: dict[str, Tensor], micro_batch: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+            mask = micro_batch.batch["response_mask"].to(output["log_probs"].device)
+            loss = agg_loss(-output["log_probs"], mask, "token-mean", stats=stats)
+            return loss, {"train/loss": loss.detach() / stats.dp_size}
+
+        data.meta_info = self._meta()
+        engine.optimizer_zero_grad()
+        metrics = engine.forward_backward_batch(data, loss_function)
+        norm = engine.optimizer_step()
+        if not np.isfinite(norm) and self.config.trainer.nan_gradient == "stop":
+            raise FloatingPointError(f"the gradient norm is {norm} and trainer.nan_gradient=stop")
+        skipped = float(not np.isfinite(norm))
+        lr = engine.lr_scheduler_step()
+        return metrics | {"train/grad_norm": norm, "train/skipped_steps": skipped, "train/lr": lr}
+
+    @register(dispatch_mode=nd_dispatch("model"))
+    def evaluate(self, data: DataProto) -> DataProto:
+        """The log-likelihood and the number of learned tokens of each sequence."""
+        data.meta_info = self._meta()
+        log_probs = self.engine.forward(data)["log_probs"]
+        return DataProto.from_dict({"log_likelihood": log_probs.sum(1), "tokens": data.batch["response_mask"].sum(1)})
+
+    def _meta(self) -> dict[str, object]:
+        data = self.config.data
+        return {
+            "temperature": 1.0,
+            "use_dynamic_bsz": data.micro_batch_size_per_gpu is None,
+            "max_token_len": data.max_token_len_per_gpu,
+            "micro_batch_size": data.micro_batch_size_per_gpu,
+        }
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_model(self, folder: str) -> None:
+        """Writes the model as a Hugging Face folder (all ranks take part, rank 0 writes)."""
+        weights = {}
+        for name, value in self.engine.per_tensor_params():
+            if self.rank == 0:
+                weights[name] = value.cpu()
+        if self.rank == 0:
+            self.engine.hf_model.save_pretrained(folder, state_dict=weights)

@@ -1,0 +1,236 @@
+"""The command line: exit codes, one clear line per problem, nothing heavy before it is needed."""
+
+import json
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshrl
+from meshrl.cli import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the command in this process; returns exit code, stdout, stderr."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        try:
+            code = main(words)
+        except SystemExit as exit_:  # argparse
+            code = int(exit_.code or 0)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> list[str]:
+    """Overrides that make the grpo recipe runnable."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "num_attention_heads": 4}))
+    (model / "tokenizer.json").touch()
+    (tmp_path / "train.jsonl").touch()
+    return [
+        f"data.train_files={tmp_path}/train.jsonl",
+        f"actor_rollout_ref.model.path={model}",
+        "reward.name=exact_match",
+        "trainer.n_gpus_per_node=2",
+    ]
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """Stands in for the trainer's entry points and keeps what they were called with."""
+    calls: dict[str, Any] = {}
+
+    def entry(name: str) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            calls[name] = (args, kwargs)
+            if stand_in.outcome is not None:
+                raise stand_in.outcome
+            return Path("folder")
+
+        return called
+
+    stand_in = types.SimpleNamespace(calls=calls, outcome=None)
+    for module, functions in {"run": ("train", "sft"), "demo": ("main",)}.items():
+        fake = types.ModuleType(f"meshrl.trainer.{module}")
+        for function in functions:
+            setattr(fake, function, entry(function))
+        monkeypatch.setitem(sys.modules, fake.__name__, fake)
+        monkeypatch.setattr(f"meshrl.trainer.{module}", fake, raising=False)
+    return stand_in
+
+
+def test_version_and_help(run: Run) -> None:
+    assert run("--version") == (0, f"meshrl {meshrl.__version__}\n", "")
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in ("train", "sft", "demo", "config", "report"):
+        assert f"    {command} " in out
+
+
+@pytest.mark.parametrize("words", [[], ["trian"], ["config", "--onyl", "x"], ["report"], ["report", "a", "b"]])
+def test_wrong_usage_is_2(run: Run, words: list[str]) -> None:
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert "usage: meshrl" in err
+
+
+def test_train_gets_the_checked_config_and_its_sources(run: Run, settings: list[str], trainer: Any) -> None:
+    code, _, err = run("train", "grpo", *settings, "trainer.seed=5")
+    assert (code, err) == (0, "")
+    (config, sources), _ = trainer.calls["train"]
+    assert (config.trainer.seed, config.algorithm.adv_estimator) == (5, "grpo")
+    assert sources["trainer.seed"] == "command line"
+
+
+def test_sft_gets_its_config(run: Run, settings: list[str], trainer: Any) -> None:
+    words = [settings[0], settings[1].replace("actor_rollout_ref.", ""), settings[3]]
+    assert run("sft", *words)[0] == 0
+    (config, _), _ = trainer.calls["sft"]
+    assert type(config).__name__ == "SFTConfig"
+    assert config.trainer.world_size == 2
+
+
+def test_demo_gets_its_options(run: Run, trainer: Any) -> None:
+    assert run("demo", "--seed", "3", "--control", "--out", "here", "trainer.total_training_steps=2")[0] == 0
+    options = {"seed": 3, "control": True, "overrides": ["trainer.total_training_steps=2"]}
+    assert trainer.calls["main"] == (("here",), options)
+    assert run("demo")[0] == 0
+    assert trainer.calls["main"] == (("outputs/demo",), {"seed": 0, "control": False, "overrides": []})
+
+
+def test_overrides_may_stand_after_options(run: Run, settings: list[str], trainer: Any) -> None:
+    code, out, _ = run("train", "grpo", settings[0], "--dry-run", *settings[1:])
+    assert code == 0
+    assert "dry run: the config is fine" in out
+    assert "train" not in trainer.calls
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("trainer.sed=3", "meshrl: unknown key trainer.sed: did you mean trainer.seed? (command line)"),
+        ("trainer.seed=x", "meshrl: trainer.seed must be int, not 'x' (command line)"),
+        ("trainer.nnodes=2", "meshrl: trainer.nnodes=2 needs trainer.backend=ray, not local"),
+        ("trainer.save_freq=2", "meshrl: not supported yet: trainer.save_freq=2: checkpoints"),
+        ("data.val_files=nowhere.jsonl", "meshrl: data.val_files: there is no nowhere.jsonl"),
+    ],
+)
+def test_config_problems_are_2_with_one_line_each(
+    run: Run, settings: list[str], trainer: Any, word: str, line: str
+) -> None:
+    assert run("train", "grpo", *settings, word) == (2, "", f"{line}\n")
+    assert trainer.calls == {}
+
+
+def test_missing_recipe_is_2(run: Run) -> None:
+    code, _, err = run("train", "no_such_recipe")
+    assert code == 2
+    assert "no recipe 'no_such_recipe'" in err
+
+
+def test_dry_run_shows_units_also_when_something_is_not_supported(run: Run) -> None:
+    code, out, err = run("train", "qwen2_7b_fsdp_8gpu", "--dry-run", "--skip-files")
+    assert code == 2
+    assert "actor: fsdp2 on 8 ranks = dp 2 * sp 4" in out
+    assert all(line.startswith("meshrl: not supported yet: ") for line in err.splitlines())
+
+
+def test_a_failing_run_is_1_with_its_traceback(run: Run, settings: list[str], trainer: Any) -> None:
+    trainer.outcome = RuntimeError("no more memory")
+    code, _, err = run("train", "grpo", *settings)
+    assert code == 1
+    assert "Traceback" in err
+    assert err.endswith("meshrl: the run failed: RuntimeError: no more memory\n")
+
+
+def test_a_config_error_of_the_run_is_2(run: Run, settings: list[str], trainer: Any) -> None:
+    from meshrl.config import ConfigError
+
+    trainer.outcome = ConfigError(["one", "two"])
+    assert run("train", "grpo", *settings) == (2, "", "meshrl: one\nmeshrl: two\n")
+
+
+def test_ctrl_c_is_130(run: Run, settings: list[str], trainer: Any) -> None:
+    trainer.outcome = KeyboardInterrupt()
+    assert run("train", "grpo", *settings) == (130, "", "meshrl: interrupted\n")
+
+
+def test_config_prints_the_tree_with_sources(run: Run, tmp_path: Path) -> None:
+    code, out, err = run("config", "grpo", "actor_rollout_ref.rollout.n=4", "--only", "actor_rollout_ref.rollout")
+    assert (code, err) == (0, "")
+    assert "    n: 4  # from command line\n" in out
+    assert "    temperature: 1.0  # default\n" in out
+    assert "trainer" not in out.replace("the trainer", "")
+    (tmp_path / "again.yaml").write_text(out)
+    assert run("config", str(tmp_path / "again.yaml"), "--only", "actor_rollout_ref.rollout")[0] == 0
+
+
+def test_config_documents_and_knows_sft(run: Run) -> None:
+    out = run("config", "--sft", "--doc", "--only", "data.max_length")[1]
+    assert out == "data:\n  # Longest prompt plus response, in tokens.\n  max_length: 1024  # default\n"
+
+
+def test_other_spellings_are_noted(run: Run) -> None:
+    code, _, err = run("config", "actor_rollout_ref.rollout.tensor_parallel_size=2", "--only", "trainer.seed")
+    assert code == 0
+    assert "note: actor_rollout_ref.rollout.tensor_parallel_size is read as" in err
+
+
+def test_report_says_where_it_is_or_what_is_missing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = types.ModuleType("meshrl.telemetry.report")
+    fake.write_report = lambda run_dir: Path(run_dir) / "report.html"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    assert run("report", str(tmp_path)) == (0, f"wrote {tmp_path}/report.html\n", "")
+
+    def fail(run_dir: str) -> Path:
+        raise ValueError(f"{run_dir} has no steps")
+
+    fake.write_report = fail  # type: ignore[attr-defined]
+    assert run("report", "x") == (1, "", "meshrl: x has no steps\n")
+
+
+# In a process of its own
+
+
+def process(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_help_is_quick_and_light() -> None:
+    start = time.perf_counter()
+    loaded = process(
+        "import sys\nfrom meshrl.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'omegaconf', 'numpy', 'yaml', 'ray', 'rich', 'transformers'} & set(sys.modules)))\n"
+    )
+    assert loaded.endswith("[]\n")
+    assert time.perf_counter() - start < 1.0
+
+
+def test_dry_run_imports_nothing_heavy() -> None:
+    loaded = process(
+        "import sys\nfrom meshrl.cli import main\n"
+        "code = main(['train', 'grpo', '--dry-run', '--skip-files'])\n"
+        "print(code, sorted({'torch', 'numpy', 'ray', 'transformers'} & set(sys.modules)))\n"
+    )
+    assert loaded.endswith("0 []\n")
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m meshrl.cli config | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "0\n"
+    assert done.stderr == ""

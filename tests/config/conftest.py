@@ -1,0 +1,58 @@
+"""A config that is fine, on files that exist, for tests that then break one thing."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshrl.config import PPOConfig, SFTConfig, load_config
+
+MakeModel = Callable[..., Path]
+
+
+@pytest.fixture
+def make_model(tmp_path: Path) -> MakeModel:
+    """Writes a model folder with a config.json of the given fields and a tokenizer file."""
+
+    def make(**fields: object) -> Path:
+        folder = tmp_path / "model"
+        folder.mkdir(exist_ok=True)
+        shape = {"num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 4096, **fields}
+        (folder / "config.json").write_text(json.dumps(shape))
+        (folder / "tokenizer.json").write_text("{}")
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def fine(tmp_path: Path, make_model: MakeModel) -> Callable[..., PPOConfig]:
+    """A `PPOConfig` without any problem, plus overrides."""
+    data = tmp_path / "train.parquet"
+    data.touch()
+
+    def make(*overrides: str) -> PPOConfig:
+        settings = [
+            f"data.train_files={data}",
+            f"actor_rollout_ref.model.path={make_model()}",
+            "reward.name=exact_match",
+            *overrides,
+        ]
+        return load_config("grpo", settings).config
+
+    return make
+
+
+@pytest.fixture
+def fine_sft(tmp_path: Path, make_model: MakeModel) -> Callable[..., SFTConfig]:
+    """An `SFTConfig` without any problem, plus overrides."""
+    data = tmp_path / "train.jsonl"
+    data.touch()
+
+    def make(*overrides: str) -> SFTConfig:
+        return load_config(
+            None, [f"data.train_files={data}", f"model.path={make_model()}", *overrides], SFTConfig
+        ).config
+
+    return make

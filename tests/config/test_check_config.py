@@ -1,0 +1,286 @@
+"""A config that is fine passes; each thing that can be wrong, alone, gives its one line with the numbers and keys."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshrl.config import ConfigError, PPOConfig, SFTConfig, check_config, ensure_runnable
+from meshrl.config.model_folder import written_stages
+
+MakePPO = Callable[..., PPOConfig]
+MakeSFT = Callable[..., SFTConfig]
+MakeModel = Callable[..., Path]
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+MEGATRON = [f"{ACTOR}.strategy=megatron"]
+
+
+def test_a_config_that_is_fine(fine: MakePPO, fine_sft: MakeSFT) -> None:
+    for config in (fine(), fine_sft()):
+        assert check_config(config) == []
+        ensure_runnable(config)
+
+
+BROKEN = [
+    # sizes
+    (["trainer.n_gpus_per_node=6", f"{ACTOR}.ulysses_sequence_parallel_size=4"], "n_gpus (6 = ", "(4)"),
+    ([f"{ACTOR}.fsdp_config.fsdp_size=3"], "n_gpus (8 = ", "fsdp_config.fsdp_size (3)"),
+    ([f"{ACTOR}.fsdp_config.fsdp_size=16"], "n_gpus (8 = ", "fsdp_config.fsdp_size (16)"),
+    ([f"{ACTOR}.fsdp_config.fsdp_size=0"], "fsdp_size=0", "-1"),
+    ([*MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=3"], "n_gpus (8 = ", "3 * 1 * 1 = 3"),
+    ([*MEGATRON, f"{ACTOR}.megatron.expert_model_parallel_size=16"], "expert_model_parallel_size", "1 * 16 * 1 = 16"),
+    ([*MEGATRON, f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2"], "pipeline_model_parallel_size > 1", ""),
+    ([f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.data_parallel_size=3"], "n_gpus (8 = ", "2 * 3 = 6"),
+    # batches
+    (["data.train_batch_size=1000"], "data.train_batch_size (1000 prompts)", "ppo_mini_batch_size (256 prompts)"),
+    (["data.train_batch_size=128"], "data.train_batch_size (128 prompts)", "ppo_mini_batch_size (256 prompts)"),
+    ([f"{ROLLOUT}.n=3", f"{ACTOR}.ppo_mini_batch_size=1"], "(1 * 3 = 3 samples)", "data-parallel size (8)"),
+    ([f"{ACTOR}.use_dynamic_bsz=false"], "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz=true"),
+    (
+        [f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=7"],
+        "(256 * 8 / 8 = 256)",
+        "ppo_micro_batch_size_per_gpu (7)",
+    ),
+    (
+        [
+            "data.max_response_length=3000",
+            f"{ACTOR}.ppo_max_token_len_per_gpu=3511",
+            f"{ROLLOUT}.log_prob_max_token_len_per_gpu=3512",
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=3512",
+        ],
+        f"{ACTOR}.ppo_max_token_len_per_gpu (3511)",
+        "512 + 3000 = 3512",
+    ),
+    ([f"{ROLLOUT}.log_prob_max_token_len_per_gpu=1000"], f"{ROLLOUT}.log_prob_max_token_len_per_gpu (1000)", "1024"),
+    (["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9"], "ref.log_prob_max_token_len_per_gpu (9)", "1024"),
+    ([f"{ROLLOUT}.log_prob_use_dynamic_bsz=false"], f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", ""),
+    # contradictions
+    (["algorithm.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=true"], "use_kl_in_reward", "choose one"),
+    ([f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature=0", "n=8"),
+    ([f"{ROLLOUT}.do_sample=false"], f"{ROLLOUT}.do_sample=false", "n=8"),
+    ([f"{ROLLOUT}.val_kwargs.n=4"], "val_kwargs.do_sample=false", "n=4"),
+    ([f"{ROLLOUT}.val_kwargs.do_sample=true"], "val_kwargs.temperature > 0", ""),
+    ([f"{ROLLOUT}.top_k=0"], f"{ROLLOUT}.top_k=0", "-1"),
+    ([f"{ROLLOUT}.val_kwargs.top_p=0"], "val_kwargs.top_p=0", ""),
+    ([f"{ROLLOUT}.prompt_length=100"], f"{ROLLOUT}.prompt_length (100)", "data.max_prompt_length (512)"),
+    ([f"{ROLLOUT}.max_model_len=1023"], f"{ROLLOUT}.max_model_len (1023)", "(1024)"),
+    (
+        ["algorithm.rollout_correction.bypass_mode=true", f"{ROLLOUT}.calculate_log_probs=false"],
+        "bypass_mode",
+        "calculate_log_probs must be true",
+    ),
+    (["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0"], "kl_ctrl.type=adaptive", "above 0"),
+    ([f"{ROLLOUT}.n=1"], "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n (1)"),
+    (["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=1"], "algorithm.adv_estimator=rloo", "at least 2"),
+    (
+        ["custom_reward_function.path=os.path", "custom_reward_function.name=join"],
+        "reward.name=exact_match",
+        "choose one",
+    ),
+    ([f"{ACTOR}.loss_scale_factor=10"], "loss_scale_factor=10", "seq-mean-token-sum-norm"),
+    ([f"{ACTOR}.clip_ratio_c=1"], "clip_ratio_c=1", "above 1"),
+    ([f"{ACTOR}.policy_loss.clip_cov_lb=6"], "clip_cov_lb (6.0)", "clip_cov_ub (5.0)"),
+    ([f"{ACTOR}.policy_loss.tau_pos=0"], "tau_pos=0", "above 0"),
+    ([f"{ACTOR}.optim.betas=[0.9]"], "optim.betas=[0.9]", "two numbers"),
+    ([f"{ACTOR}.optim.betas=[0.9,1]"], "optim.betas=[0.9, 1.0]", "below 1"),
+    ([f"{ACTOR}.optim.lr_warmup_steps=5", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], "lr_warmup_steps (5)", "0.1"),
+    (["trainer.nnodes=2"], "trainer.nnodes=2", "trainer.backend=ray"),
+    (["trainer.test_freq=0"], "trainer.test_freq=0", "-1"),
+    (["trainer.test_freq=5"], "trainer.test_freq=5", "data.val_files"),
+    (["trainer.val_only=true"], "trainer.val_only=true", "data.val_files"),
+    ([f"{ACTOR}.megatron.sequence_parallel=false"], "megatron.sequence_parallel has no effect", "strategy=fsdp2"),
+    ([*MEGATRON, f"{ACTOR}.fsdp_config.reshard_after_forward=false"], "has no effect", "strategy=megatron"),
+    ([*MEGATRON, f"{ACTOR}.ulysses_sequence_parallel_size=2"], "ulysses_sequence_parallel_size has no effect", ""),
+    (["ray_init.num_cpus=2"], "ray_init.num_cpus has no effect", "backend=local"),
+    # files
+    (["data.train_files=[]"], "set data.train_files", ""),
+    (["data.val_files=/no/such.parquet"], "data.val_files", "/no/such.parquet"),
+    (["actor_rollout_ref.model.path=null"], "set actor_rollout_ref.model.path", ""),
+    (["actor_rollout_ref.model.path=/no/model"], "actor_rollout_ref.model.path=/no/model", "not a folder"),
+    (["reward.name=null"], "set reward.name or custom_reward_function.path", ""),
+    # the model
+    (["data.max_prompt_length=4000"], "(4512)", "max_position_embeddings (4096)"),
+    ([f"{ACTOR}.ulysses_sequence_parallel_size=8"], "num_attention_heads (12)", "(8)"),
+    ([*MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=8"], "num_attention_heads (12)", "(8)"),
+    ([*MEGATRON, f"{ACTOR}.megatron.pipeline_model_parallel_size=8"], "num_hidden_layers (12 layers)", "(8 * 1)"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "first", "second"), BROKEN, ids=lambda part: str(part)[:60])
+def test_one_thing_wrong_gives_one_line(fine: MakePPO, overrides: list[str], first: str, second: str) -> None:
+    problems = check_config(fine(*overrides))
+    assert len(problems) == 1, problems
+    assert first in problems[0]
+    assert second in problems[0]
+
+
+BROKEN_SFT = [
+    (["data.train_batch_size=12"], "data.train_batch_size (12 sequences)", "data-parallel size (8)"),
+    (["data.micro_batch_size_per_gpu=5"], "(256 / 8 = 32)", "data.micro_batch_size_per_gpu (5)"),
+    (["data.max_token_len_per_gpu=1000"], "data.max_token_len_per_gpu (1000)", "data.max_length (1024)"),
+    (["engine.fsdp_config.fsdp_size=3"], "n_gpus (8 = ", "engine.fsdp_config.fsdp_size (3)"),
+    (["engine.megatron.tensor_model_parallel_size=2"], "has no effect", "engine.strategy=fsdp2"),
+    (["trainer.nnodes=2"], "trainer.nnodes=2", "trainer.backend=ray"),
+    (["data.train_files=[]"], "set data.train_files", ""),
+    (["model.path=/no/model"], "model.path=/no/model", "not a folder"),
+    (["data.max_length=5000"], "data.max_length (5000)", "max_position_embeddings (4096)"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "first", "second"), BROKEN_SFT, ids=lambda part: str(part)[:60])
+def test_one_thing_wrong_in_sft(fine_sft: MakeSFT, overrides: list[str], first: str, second: str) -> None:
+    problems = check_config(fine_sft(*overrides))
+    assert len(problems) == 1, problems
+    assert first in problems[0]
+    assert second in problems[0]
+
+
+def test_several_problems_come_together(fine: MakePPO) -> None:
+    config = fine("trainer.nnodes=2", f"{ROLLOUT}.top_k=0", f"{ACTOR}.strategy=megatron")
+    with pytest.raises(ConfigError) as error:
+        ensure_runnable(config)
+    assert len(error.value.problems) == 3
+    assert [line for line in error.value.problems if line.startswith("not supported yet: ")] == error.value.problems[:1]
+
+
+def test_file_checks_can_be_switched_off() -> None:
+    from meshrl.config import load_config
+
+    config = load_config("grpo").config
+    assert check_config(config, check_files=False) == []
+    assert len(check_config(config)) == 3  # data, model, reward
+
+
+def test_checking_changes_nothing(fine: MakePPO) -> None:
+    bare = PPOConfig()
+    check_config(bare)
+    assert bare == PPOConfig()
+    assert bare.actor_rollout_ref.actor.clip_ratio_low is None
+
+
+def test_values_are_checked_in_configs_made_by_hand(fine: MakePPO) -> None:
+    config = fine()
+    config.actor_rollout_ref.rollout.n = 0
+    config.algorithm.adv_estimator = "gropo"
+    assert check_config(config) == [
+        f"{ROLLOUT}.n=0 must be at least 1",
+        "algorithm.adv_estimator=gropo: did you mean grpo? choices are "
+        + ", ".join(line for line in check_config(config)[1].partition("choices are ")[2].split(", ")),
+    ]
+
+
+# Files
+
+
+def test_model_folder_without_config_or_tokenizer(fine: MakePPO, tmp_path: Path) -> None:
+    config = fine()
+    model = Path(config.actor_rollout_ref.model.path or "")
+    (model / "tokenizer.json").unlink()
+    assert len(check_config(config)) == 1
+    assert "has no tokenizer" in check_config(config)[0]
+    elsewhere = tmp_path / "tokenizer"
+    elsewhere.mkdir()
+    (elsewhere / "tokenizer.model").touch()
+    config.actor_rollout_ref.model.tokenizer_path = str(elsewhere)
+    assert check_config(config) == []
+    (model / "config.json").write_text("{broken")
+    assert "is not valid JSON" in check_config(config)[0]
+    (model / "config.json").unlink()
+    assert "has no config.json" in check_config(config)[0]
+
+
+def test_override_config_counts(fine: MakePPO) -> None:
+    config = fine("data.max_prompt_length=4000", "actor_rollout_ref.model.override_config.max_position_embeddings=9999")
+    assert check_config(config) == []
+
+
+def test_data_of_an_unknown_kind(fine: MakePPO, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").touch()
+    (tmp_path / "saved").mkdir()
+    (problem,) = check_config(fine(f"data.val_files=[{tmp_path}/x.csv,{tmp_path}/saved]"))
+    assert "x.csv is none of .parquet, .jsonl, .json" in problem
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("def compute_score(**kwargs):\n    return 1.0\n", ""),
+        ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int'\ndef compute_score(): ...\n", ""),
+        ("def other():\n    return 1\n", "has no function 'compute_score'; it has other"),
+        ("compute_score = 3\n", "is a int, not a function"),
+        ("import no_such_module_at_all\n", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
+        ("def compute_score(:\n", "SyntaxError"),
+        ("raise RuntimeError('boom')\n", "RuntimeError: boom"),
+        (None, "there is no file"),
+    ],
+)
+def test_own_reward_function_is_really_imported(fine: MakePPO, tmp_path: Path, code: str | None, words: str) -> None:
+    file = tmp_path / "my_reward.py"
+    if code is not None:
+        file.write_text(code)
+    problems = check_config(fine("reward.name=null", f"custom_reward_function.path={file}"))
+    assert len(problems) == (1 if words else 0), problems
+    assert not words or words in problems[0]
+
+
+def test_own_reward_function_by_module_name(fine: MakePPO) -> None:
+    own = ["reward.name=null", "custom_reward_function.path=os.path", "custom_reward_function.name="]
+    assert check_config(fine(*own[:2], own[2] + "join")) == []
+    assert "has no function 'joyn'" in check_config(fine(*own[:2], own[2] + "joyn"))[0]
+
+
+# Pipelines
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "vpp", "extra", "is_fine"),
+    [
+        (40, 4, None, {}, True),
+        (40, 4, 2, {}, True),
+        (42, 4, None, {}, False),
+        (40, 4, 4, {}, False),
+        (40, 4, None, {"num_layers_in_first_pipeline_stage": 8, "num_layers_in_last_pipeline_stage": 8}, True),
+        (40, 4, None, {"num_layers_in_first_pipeline_stage": 8, "num_layers_in_last_pipeline_stage": 7}, False),
+        (42, 4, 2, {"num_layers_in_first_pipeline_stage": 6}, True),
+        (42, 4, 2, {"num_layers_in_first_pipeline_stage": 9}, False),
+        (10, 2, None, {"num_layers_in_first_pipeline_stage": 4, "num_layers_in_last_pipeline_stage": 6}, True),
+        (10, 2, None, {"num_layers_in_first_pipeline_stage": 4, "num_layers_in_last_pipeline_stage": 5}, False),
+        (7, 2, 2, {"pipeline_model_parallel_layout": "Et|(tt|)*2ttL"}, True),
+        (7, 2, 2, {"pipeline_model_parallel_layout": "Et|(tt|)*2,tL"}, False),
+        (7, 2, None, {"pipeline_model_parallel_layout": "Et|(tt|)*2ttL"}, False),
+        (7, 2, None, {"pipeline_model_parallel_layout": "Et*3|t*4,L"}, True),
+        (3, 2, None, {"pipeline_model_parallel_layout": [["E", "t"], ["t", "t", "L"]]}, True),
+    ],
+)
+def test_layers_per_stage(
+    fine: MakePPO, make_model: MakeModel, layers: int, pp: int, vpp: int | None, extra: dict[str, object], is_fine: bool
+) -> None:
+    config = fine(*MEGATRON)
+    make_model(num_hidden_layers=layers)
+    megatron = config.actor_rollout_ref.actor.megatron
+    megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size = pp, vpp
+    megatron.override_transformer_config = extra
+    assert (check_config(config) == []) is is_fine
+
+
+def test_written_stages() -> None:
+    assert written_stages("Et*2|(t|)*2,(tt|)*2L") == ["Ett", "t", "t", "tt", "tt", "L"]
+    assert written_stages("(t*2|)*2L") == ["tt", "tt", "L"]
+
+
+def test_nothing_heavy_is_imported_and_it_is_quick() -> None:
+    code = (
+        "import sys, time; start = time.perf_counter()\n"
+        "from meshrl.config import check_config, load_config\n"
+        "check_config(load_config('grpo').config)\n"
+        "heavy = {'torch', 'transformers', 'ray', 'numpy', 'tensordict'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "print(time.perf_counter() - start)\n"
+    )
+    start = time.perf_counter()
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert float(answer.stdout) < 1.0, f"whole process: {time.perf_counter() - start:.2f} s"

@@ -1,0 +1,288 @@
+"""Recipes and overrides become a typed config, or one error that says all that is wrong and where."""
+
+from pathlib import Path
+
+import pytest
+
+from meshrl.config import ConfigError, PPOConfig, SFTConfig, load_config
+from meshrl.config.aliases import ALIASES, RETIRED, canonical, nearest
+from meshrl.config.tree import get_value, leaves, sections
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+def problems_of(*overrides: str, recipe: Path | str | None = None, root: type = PPOConfig) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load_config(recipe, overrides, root)
+    assert str(error.value) == "\n".join(error.value.problems)
+    return error.value.problems
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_nothing_asked_gives_the_defaults() -> None:
+    loaded = load_config()
+    assert loaded.config.trainer == PPOConfig().trainer
+    assert set(loaded.sources) == set(leaves(PPOConfig))
+    assert {source for source in loaded.sources.values() if not source.startswith("follows")} == {"default"}
+    assert loaded.notes == []
+
+
+def test_values_and_sources_of_recipe_and_command_line(tmp_path: Path) -> None:
+    recipe = write(
+        tmp_path / "mine.yaml",
+        "# a comment\ntrainer:\n  seed: 5\n  logger: [console, wandb]\n\n"
+        "actor_rollout_ref:\n  actor:\n    optim: {lr: 1e-5}\n",
+    )
+    loaded = load_config(recipe, ["trainer.seed=6", f"{ACTOR}.clip_ratio=0.3"])
+    config, sources = loaded.config, loaded.sources
+    assert (config.trainer.seed, config.trainer.logger) == (6, ["console", "wandb"])
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-5
+    assert isinstance(config.actor_rollout_ref.actor.optim.lr, float)
+    assert config.data.seed == 6
+    assert sources["trainer.seed"] == "command line"
+    assert sources["trainer.logger"] == "mine.yaml:4"
+    assert sources[f"{ACTOR}.optim.lr"] == "mine.yaml:8"
+    assert sources[f"{ACTOR}.clip_ratio_low"] == f"follows {ACTOR}.clip_ratio"
+    assert sources["data.max_prompt_length"] == "default"
+
+
+def test_clip_ratio_alone_moves_both_sides() -> None:
+    actor = load_config(
+        None, [f"{ACTOR}.clip_ratio=0.5", f"{ACTOR}.clip_ratio_high=0.6"]
+    ).config.actor_rollout_ref.actor
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.5, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "value"),
+    [
+        ("data.train_files=a.parquet", "data.train_files", ["a.parquet"]),
+        ("data.train_files=[a.parquet,b c.jsonl]", "data.train_files", ["a.parquet", "b c.jsonl"]),
+        ("trainer.logger=['console','wandb']", "trainer.logger", ["console", "wandb"]),
+        ("trainer.total_training_steps=null", "trainer.total_training_steps", None),
+        ("trainer.experiment_name=a=b", "trainer.experiment_name", "a=b"),
+        ("trainer.experiment_name=007", "trainer.experiment_name", "7"),
+        ("trainer.val_before_train=False", "trainer.val_before_train", False),
+        (f"{ACTOR}.optim.lr=3e-4", f"{ACTOR}.optim.lr", 3e-4),
+        (f"{ACTOR}.optim.betas=[0.9,0.99]", f"{ACTOR}.optim.betas", [0.9, 0.99]),
+        ("+actor_rollout_ref.model.override_config.a.b=2", "actor_rollout_ref.model.override_config", {"a": {"b": 2}}),
+        ("actor_rollout_ref.model.override_config={a: 1e-3}", "actor_rollout_ref.model.override_config", {"a": 1e-3}),
+        ("trainer.deadlines={start: 5, call: 6}", "trainer.deadlines.call", 6.0),
+        ("trainer.experiment_name=${trainer.project_name}-2", "trainer.experiment_name", "meshrl-2"),
+        ("data.max_response_length=${data.max_prompt_length}", "data.max_response_length", 512),
+    ],
+)
+def test_override_values(override: str, name: str, value: object) -> None:
+    loaded = load_config(None, [override])
+    assert get_value(loaded.config, name) == value
+    assert type(get_value(loaded.config, name)) is type(value)
+    assert loaded.sources[name] == "command line"
+
+
+def test_the_last_override_wins() -> None:
+    assert load_config(None, ["trainer.seed=2", "trainer.seed=3"]).config.trainer.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        ("actor_rollout_ref.rollout.temprature=2", "actor_rollout_ref.rollout.temperature"),
+        ("actor.clip_ratio=0.5", f"{ACTOR}.clip_ratio"),
+        ("trainer.nnode=2", "trainer.nnodes"),
+        ("algorithm.adv_estimater=grpo", "algorithm.adv_estimator"),
+        ("critic.actor.ppo_mini_batch_size=3", "critic.ppo_mini_batch_size"),
+        ("rollout.tensor_model_parallel_size=2", "actor_rollout_ref.rollout.tensor_model_parallel_size"),
+        ("actor_rollout_ref.actor.fsdp_conf.fsdp_size=2", f"{ACTOR}.fsdp_config.fsdp_size"),
+    ],
+)
+def test_unknown_key_names_the_nearest(override: str, suggestion: str) -> None:
+    (problem,) = problems_of(override)
+    assert problem == f"unknown key {override.partition('=')[0]}: did you mean {suggestion}? (command line)"
+
+
+def test_nothing_is_suggested_for_nonsense() -> None:
+    assert problems_of("zzz=1") == ["unknown key zzz (command line)"]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("data.train_batch_size=many", "data.train_batch_size must be int, not 'many'"),
+        ("data.train_batch_size=1.5", "data.train_batch_size must be int, not 1.5"),
+        ("data.train_batch_size=null", "data.train_batch_size must be int, not null"),
+        ("data.val_batch_size=x", "data.val_batch_size must be int or null, not 'x'"),
+        ("data.shuffle=perhaps", "data.shuffle must be bool, not 'perhaps'"),
+        (f"{ACTOR}.optim.betas=[a,b]", f"{ACTOR}.optim.betas must be list of float, not ['a', 'b']"),
+        (f"{ACTOR}.optim.lr=[1]", f"{ACTOR}.optim.lr must be float, not [1]"),
+        ("trainer=3", "trainer is a section: set the keys below it"),
+        ("trainer.seed.x=3", "unknown key trainer.seed.x: trainer.seed holds one value (int), no keys"),
+    ],
+)
+def test_wrong_type_names_key_value_and_type(override: str, problem: str) -> None:
+    assert problems_of(override) == [f"{problem} (command line)"]
+
+
+@pytest.mark.parametrize("text", ["trainer.seed", "=3", "~trainer.seed=1", "--seed=1"])
+def test_unreadable_override(text: str) -> None:
+    assert problems_of(text) == [f"cannot read the override {text!r}: write it as a.b.c=value"]
+
+
+def test_value_that_is_not_yaml() -> None:
+    (problem,) = problems_of("trainer.logger=[console")
+    assert problem.startswith("cannot read the value of 'trainer.logger=[console'")
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("data.max_prompt_length=0", "data.max_prompt_length=0 must be at least 1"),
+        ("algorithm.gamma=1.1", "algorithm.gamma=1.1 must be at most 1"),
+        (f"{ACTOR}.optim.lr=nan", f"{ACTOR}.optim.lr=nan must be a finite number"),
+        (f"{ACTOR}.optim.betas=[0.9,-1]", f"{ACTOR}.optim.betas=-1.0 must be at least 0"),
+        ("trainer.backend=rya", "trainer.backend=rya: did you mean ray? choices are local, ray"),
+    ],
+)
+def test_value_out_of_range_or_choices(override: str, problem: str) -> None:
+    assert problems_of(override) == [f"{problem} (command line)"]
+
+
+def test_all_problems_come_together_with_their_places(tmp_path: Path) -> None:
+    recipe = write(tmp_path / "bad.yaml", "data:\n  train_batch_size: x\ntrainer:\n  sed: 3\n")
+    assert problems_of("nonsense", "data.shuffle=5x", recipe=recipe) == [
+        "cannot read the override 'nonsense': write it as a.b.c=value",
+        "data.train_batch_size must be int, not 'x' (bad.yaml:2)",
+        "unknown key trainer.sed: did you mean trainer.seed? (bad.yaml:4)",
+        "data.shuffle must be bool, not '5x' (command line)",
+    ]
+
+
+def test_interpolation_of_nothing_is_reported() -> None:
+    (problem,) = problems_of("trainer.seed=${trainer.nothing}")
+    assert problem.startswith("trainer.seed: ")
+    assert "nothing" in problem
+
+
+# Recipes
+
+
+def test_recipe_stands_on_another(tmp_path: Path) -> None:
+    write(
+        tmp_path / "base.yaml", "trainer: {seed: 1, nnodes: 2}\nactor_rollout_ref: {model: {override_config: {a: 1}}}\n"
+    )
+    child = write(
+        tmp_path / "child.yaml",
+        "defaults: base.yaml\ntrainer:\n  seed: 8\nactor_rollout_ref: {model: {override_config: {b: 2}}}\n",
+    )
+    loaded = load_config(child)
+    assert (loaded.config.trainer.seed, loaded.config.trainer.nnodes) == (8, 2)
+    assert loaded.config.actor_rollout_ref.model.override_config == {"a": 1, "b": 2}
+    assert (loaded.sources["trainer.seed"], loaded.sources["trainer.nnodes"]) == ("child.yaml:3", "base.yaml:1")
+
+
+def test_recipe_stands_on_a_shipped_one(tmp_path: Path) -> None:
+    loaded = load_config(write(tmp_path / "mine.yaml", "defaults: grpo\n"))
+    assert loaded.config.algorithm.adv_estimator == "grpo"
+    assert loaded.sources["algorithm.adv_estimator"].startswith("grpo.yaml:")
+
+
+def test_circle_of_recipes(tmp_path: Path) -> None:
+    write(tmp_path / "a.yaml", "defaults: b.yaml\n")
+    write(tmp_path / "b.yaml", "defaults: a.yaml\n")
+    (problem,) = problems_of(recipe=tmp_path / "a.yaml")
+    assert "circle: a.yaml -> b.yaml -> a.yaml" in problem
+
+
+def test_missing_recipe_lists_what_there_is() -> None:
+    (problem,) = problems_of(recipe="gppo")
+    assert problem.startswith("no recipe 'gppo': neither a file nor one of ")
+    assert "grpo" in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("trainer: [1, 2\n", "not valid YAML"),
+        ("trainer: {seed: 1}\ntrainer: {seed: 2}\n", "not valid YAML"),
+        ("- a\n- b\n", "must hold keys and values, not a list"),
+        ("defaults: [grpo]\n", "defaults must be the name or path of one other recipe"),
+        ("defaults: nowhere\n", "no recipe 'nowhere'"),
+        ("trainer: 3\n", "trainer is a section: set the keys below it (r.yaml:1)"),
+    ],
+)
+def test_recipes_that_cannot_be_read(tmp_path: Path, text: str, words: str) -> None:
+    (problem,) = problems_of(recipe=write(tmp_path / "r.yaml", text))
+    assert words in problem
+
+
+def test_empty_headings_and_dotted_keys_in_recipes(tmp_path: Path) -> None:
+    loaded = load_config(write(tmp_path / "r.yaml", "data:\ntrainer.seed: 4\n"))
+    assert loaded.config.trainer.seed == 4
+    assert loaded.config.data.train_files == []
+    assert load_config(write(tmp_path / "empty.yaml", "")).config.trainer.seed == 1
+
+
+# Other spellings
+
+
+def test_every_alias_leads_to_a_key() -> None:
+    targets = {**leaves(PPOConfig), **sections(PPOConfig), **leaves(SFTConfig), **sections(SFTConfig)}
+    for old, new in ALIASES:
+        assert old not in leaves(PPOConfig), old
+        assert canonical(old) in targets, old
+        assert canonical(new) == new, new
+    for old in RETIRED:
+        assert old not in targets
+
+
+@pytest.mark.parametrize(
+    ("written", "meant", "value"),
+    [
+        (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", f"{ACTOR}.ulysses_sequence_parallel_size", 4),
+        ("actor_rollout_ref.rollout.tensor_parallel_size", "actor_rollout_ref.rollout.tensor_model_parallel_size", 2),
+        (f"{ACTOR}.megatron_config.tensor_parallel_size", f"{ACTOR}.megatron.tensor_model_parallel_size", 8),
+        (f"{ACTOR}.megatron_config.pipeline_parallel_size", f"{ACTOR}.megatron.pipeline_model_parallel_size", 2),
+        (f"{ACTOR}.megatron_config.expert_parallel_size", f"{ACTOR}.megatron.expert_model_parallel_size", 4),
+        (f"{ACTOR}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", "bfloat16"),
+        (
+            f"{ACTOR}.model.enable_gradient_checkpointing",
+            "actor_rollout_ref.model.enable_gradient_checkpointing",
+            False,
+        ),
+        ("actor_rollout_ref.nccl_timeout", "trainer.deadlines.collective", 1200.0),
+        ("reward_model.reward_manager", "reward_manager.name", "batch"),
+    ],
+)
+def test_other_spellings_are_read_and_noted(tmp_path: Path, written: str, meant: str, value: object) -> None:
+    loaded = load_config(None, [f"{written}={value}"])
+    assert get_value(loaded.config, meant) == value
+    assert loaded.sources[meant] == "command line"
+    assert loaded.notes == [f"{written} is read as {meant} (command line)"]
+    nested: object = value
+    for part in reversed(written.split(".")):
+        nested = {part: nested}
+    import yaml
+
+    assert load_config(write(tmp_path / "r.yaml", yaml.safe_dump(nested))).config == loaded.config
+
+
+def test_retired_key_says_what_to_set_instead() -> None:
+    (problem,) = problems_of(f"{ACTOR}.ppo_micro_batch_size=4")
+    assert f"set {ACTOR}.ppo_micro_batch_size_per_gpu" in problem
+
+
+def test_nearest_prefers_the_same_last_component() -> None:
+    names = ["a.b.size", "a.b.sizes", "c.d.size_of"]
+    assert nearest("a.c.size", names) == "a.b.size"
+    assert nearest("c.d.sise_of", names) == "c.d.size_of"
+    assert nearest("qqq", names) is None
+
+
+def test_sft_root() -> None:
+    loaded = load_config(None, ["data.max_length=64", "optim.clip_grad=0.5"], SFTConfig)
+    assert isinstance(loaded.config, SFTConfig)
+    assert (loaded.config.data.max_length, loaded.config.engine.grad_clip, loaded.config.optim.lr) == (64, 0.5, 1e-5)
+    assert problems_of("algorithm.gamma=1", root=SFTConfig)

@@ -1,0 +1,267 @@
+import math
+import random
+import re
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshrl.telemetry.curves_svg import HEIGHT, WIDTH, draw_panel, nice_ticks, sparkline
+from meshrl.telemetry.panels import Panel, Series, build_panels, merge_steps, smooth, thin
+from meshrl.telemetry.report import write_report
+from meshrl.telemetry.report_text import duration, number, visible
+from meshrl.telemetry.run_folder import RunFolder
+
+HOSTILE = (
+    "</pre></td></table><script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{ 7*7 }}{% raw %}"
+    "\u202e\x00\x1b[31m\r\x85\ud800&lt;<style>*{display:none}</style><!-- $\\frac$ "
+)
+
+
+class Page(HTMLParser):
+    """Which tags a page has, and its text."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.attributes, self.parts = [], [], []
+        self.feed(html)
+        self.close()
+        self.text = "".join(self.parts)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+
+    def handle_data(self, data):
+        self.parts.append(data)
+
+
+def write_run(path, steps=40, config=None, sources=None, names=("sort",)):
+    rng = random.Random(0)
+    run = RunFolder(path)
+    run.write_config(config or {"trainer": {"project_name": "p", "experiment_name": "e"}}, sources)
+    for step in range(1, steps + 1):
+        seconds = {"gen": 1.0, "reward": 0.1, "update_actor": 2.0 + rng.random(), "other": 0.05}
+        metrics = {
+            "critic/score/mean": step / steps,
+            "response_length/mean": 7 + rng.random(),
+            "actor/entropy": 1 / step,
+            "actor/ppo_kl": rng.gauss(0, 1e-4),
+            "actor/pg_clipfrac": 0.01,
+            "training/rollout_log_prob_diff_mean": 10 ** rng.uniform(-8, -4),
+            "actor/grad_norm": math.inf if step == 7 else rng.random(),
+            "perf/throughput": 1000.0,
+            **{f"timing_s/{name}": value for name, value in seconds.items()},
+            "timing_s/step": sum(seconds.values()),
+        }
+        if step % 10 == 0:
+            metrics |= {f"val-core/{name}/acc/mean@1": 0.5 + step / 100 for name in names}
+        run.append_metrics(metrics, step)
+        run.append_generations([{"prompt": f"prompt {step}", "response": f"answer {step}", "score": 1.0}], step)
+    return run
+
+
+def test_a_report_has_curves_summary_timing_samples_and_config(tmp_path):
+    sources = {"trainer.project_name": "recipe x.yaml", "actor.lr": "command line", "actor.clip": "default"}
+    config = {"trainer": {"project_name": "p", "experiment_name": "e"}, "actor": {"clip": 0.2, "lr": 3e-4}}
+    run = write_run(tmp_path, config=config, sources=sources)
+    assert write_report(tmp_path) == run.report
+    page = Page(run.report.read_text(encoding="utf-8"))
+    for heading in ("Reward", "Response length", "Entropy", "KL", "Clip fraction", "Gradient norm", "Throughput"):
+        assert heading in page.text
+    assert "Rollout vs. trainer log-probs" in page.text
+    assert "Time of a step" in page.text
+    assert page.tags.count("figure") == 9
+    assert "0.025 → 1" in page.text
+    assert "validation, sort mean@1" in page.text
+    assert "prompt 40" in page.text
+    # Non-default values stand before the fold with defaults.
+    html = run.report.read_text()
+    assert html.index("actor.lr") < html.index("<details>", html.index("<h2>Config")) < html.index("actor.clip")
+    assert "command line" in html
+    # update_actor takes 2.5 of 3.65 seconds.
+    rows = re.findall(r"<th>update_actor</th>.*?([\d.]+) %", html)
+    assert float(rows[0]) == pytest.approx(68.5, abs=2)
+    assert run.curves.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_page_needs_nothing_from_outside_and_no_script(tmp_path):
+    write_run(tmp_path)
+    html = write_report(tmp_path).read_text()
+    page = Page(html)
+    assert not {"script", "img", "link", "iframe", "object", "embed"} & set(page.tags)
+    assert not [item for item in page.attributes if item[1] in ("src", "href", "xlink:href")]
+    assert "url(" not in html
+    assert "@import" not in html
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_hostile_strings_are_text_everywhere(tmp_path):
+    tame, wild = tmp_path / "tame", tmp_path / "wild"
+    write_run(tame, config={"trainer": {"project_name": "p"}, "k": "v"}, sources={"k": "recipe"})
+    RunFolder(tame, resume=True).append_generations([{"prompt": "a", "response": "b", "score": 1, "c": "d"}], 41)
+    config = {"trainer": {"project_name": HOSTILE}, HOSTILE: HOSTILE}
+    run = write_run(wild, config=config, sources={HOSTILE: HOSTILE}, names=(HOSTILE.replace("\n", ""),))
+    run.append_generations([{"prompt": HOSTILE, "response": HOSTILE, "score": HOSTILE, HOSTILE: HOSTILE}], 41)
+    pages = [Page(write_report(folder).read_text(encoding="utf-8")) for folder in (tame, wild)]
+    # The same elements as with harmless text: nothing of the hostile text became markup.
+    assert pages[1].tags == pages[0].tags
+    assert not [item for item in pages[1].attributes if item[1].startswith("on")]
+    assert pages[1].text.count("{{ 7*7 }}") >= 5
+    assert not re.search("[\x00\x1b\u202e\x85]", pages[1].text)
+    assert "\\u202e" in pages[1].text
+    assert (wild / "curves.png").stat().st_size > 10_000
+
+
+def test_a_page_that_did_not_escape_would_be_caught():
+    assert Page(f"<pre>{HOSTILE}</pre>").tags != Page("<pre>a</pre>").tags
+
+
+def test_missing_series_leave_their_panels_out(tmp_path):
+    run = RunFolder(tmp_path)
+    run.append_metrics({"critic/score/mean": 0.5, "actor/entropy": math.nan}, 3)
+    html = write_report(tmp_path).read_text()
+    assert Page(html).tags.count("figure") == 1
+    assert "Entropy</h3>" not in html
+    assert run.curves.exists()
+
+
+def test_a_run_without_a_step_says_so(tmp_path, caplog):
+    RunFolder(tmp_path).write_config({"trainer": {"experiment_name": "young"}})
+    html = write_report(tmp_path).read_text()
+    assert "has not logged a step yet" in html
+    assert "young" in html
+    assert "no step in metrics.jsonl" in caplog.text
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_folders_that_are_no_run_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="there is no run folder"):
+        write_report(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="neither metrics"):
+        write_report(tmp_path)
+
+
+def test_counted_problems_are_named_at_the_top(tmp_path):
+    run = RunFolder(tmp_path)
+    for step in (1, 2):
+        run.append_metrics({"training/nonfinite_metrics": 2.0, "response_length/clip_ratio": 0.6}, step)
+    html = write_report(tmp_path).read_text()
+    assert "NaN or infinite: 4 (training/nonfinite_metrics)" in html
+    assert "60% of the last step&#39;s responses" in html
+
+
+def test_steps_are_merged_and_a_resumed_run_overwrites():
+    records = [
+        {"step": 1, "a": 1.0},
+        {"step": 2, "a": 2.0},
+        {"step": 2, "val": 0.5},
+        {"step": 3, "a": 9.0},
+        {"step": 3, "a": 3.0},
+        {"step": 0, "val": 0.1},
+    ]
+    merged = merge_steps(records)
+    assert [record["step"] for record in merged] == [0, 1, 2, 3]
+    assert merged[2] == {"step": 2, "a": 2.0, "val": 0.5}
+    assert merged[3]["a"] == 3.0
+
+
+def test_the_timing_panel_keeps_every_second_and_the_order_of_a_step():
+    phases = ["sync", "gen", "zeta", "reward", "ref", "a1", "a2", "a3", "a4", "update_actor", "other"]
+    records = [{"step": s, **{f"timing_s/{p}": i + s for i, p in enumerate(phases)}} for s in range(1, 6)]
+    records[2].pop("timing_s/sync")
+    panel = build_panels(records)[-1]
+    assert len(panel.series) == 8
+    assert panel.series[-1].label == "other"
+    drawn = [sum(curve.values[i] for curve in panel.series) for i in range(5)]
+    assert drawn == [sum(v for k, v in record.items() if k != "step") for record in records]
+    known = [curve.label for curve in panel.series if curve.label in ("gen", "reward", "update_actor")]
+    assert known == sorted(known, key=["gen", "reward", "update_actor"].index)
+
+
+def test_smoothing_and_thinning_against_plain_loops():
+    values = [random.Random(1).random() for _ in range(101)]
+    expected = [sum(values[max(0, i - 3) : i + 4]) / len(values[max(0, i - 3) : i + 4]) for i in range(101)]
+    assert smooth(values, 7) == pytest.approx(expected)
+    steps, thinned = thin(range(1000), [float(i % 2) for i in range(1000)], 100)
+    assert len(steps) == len(thinned) == 100
+    assert thinned == [0.5] * 100
+    assert steps == [4.5 + 10 * i for i in range(100)]
+    # An uneven division keeps every point once.
+    _, uneven = thin(range(301), [1.0] * 301, 300)
+    assert uneven == [1.0] * 300
+
+
+numbers = st.floats(min_value=-1e99, max_value=1e99, allow_nan=False)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.lists(numbers, min_size=1, max_size=40), min_size=1, max_size=3), st.booleans(), st.booleans())
+def test_drawings_are_well_formed_and_stay_inside(rows, stacked, sparse):
+    if stacked:
+        rows = [[abs(value) for value in rows[0]] for _ in rows]
+    series = [Series(f"<{i}>", [float(s) for s in range(len(row))], row, sparse, i) for i, row in enumerate(rows)]
+    root = ElementTree.fromstring(draw_panel(Panel("t", "u & v", series, stacked=stacked)))
+    for element in root.iter():
+        for pair in element.get("points", "").split():
+            x, y = map(float, pair.split(","))
+            assert -1 <= x <= WIDTH + 1
+            assert -1 <= y <= HEIGHT + 1
+    for row in rows:
+        if spark := sparkline(row):
+            ElementTree.fromstring(spark)
+
+
+@settings(max_examples=200, deadline=None)
+@given(numbers, numbers)
+def test_ticks_cover_the_span_and_are_few(a, b):
+    low, high = min(a, b), max(a, b)
+    ticks = nice_ticks(low, high)
+    slack = 1e-6 * max(abs(low), abs(high))
+    assert ticks[0] <= low + slack
+    assert ticks[-1] >= high - slack
+    assert 2 <= len(ticks) <= 9
+    assert ticks == sorted(set(ticks))
+
+
+def test_text_helpers():
+    assert visible("abc" * 10, 5) == "abcab… (25 more characters)"
+    assert visible("a\tb\n\x07\x7f\u200f\ud83d") == "a\tb\n\u2407\u2421\\u200f\\ud83d"
+    assert visible("漢字 é 👩\u200d💻") == "漢字 é 👩\u200d💻"
+    assert [number(v) for v in (0, 0.25, 3.0, 1234.56, 1e-7, math.nan, 2e9)] == [
+        "0",
+        "0.250",
+        "3",
+        "1,234.6",
+        "1.00e-07",
+        "nan",
+        "2.00e+09",
+    ]
+    assert [duration(s) for s in (3.21, 42.4, 200, 7500)] == ["3.2 s", "42 s", "3 min 20 s", "2 h 05 min"]
+
+
+def test_a_long_run_is_reported_quickly(tmp_path):
+    write_run(tmp_path, steps=3000)
+    import matplotlib.figure  # noqa: F401
+
+    started = time.process_time()
+    html = write_report(tmp_path).read_text()
+    assert time.process_time() - started < 3
+    assert len(html) < 1_500_000
+
+
+def test_importing_telemetry_loads_neither_torch_nor_matplotlib():
+    script = (
+        "import sys\n"
+        "from meshrl.telemetry import console, metrics, report, run_folder, timers, trackers\n"
+        "heavy = {'torch', 'matplotlib', 'jinja2', 'wandb', 'mlflow', 'tensorboard', 'trackio'}\n"
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
