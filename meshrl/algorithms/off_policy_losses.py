@@ -40,9 +40,17 @@ def compute_policy_loss_decoupled(
     """
     parameters = PolicyLossConfig.read(config)
     return _masked_weight_loss(
-        "decoupled", (0.0, parameters.behaviour_weight_cap), old_log_prob, log_prob, advantages, response_mask,
-        loss_agg_mode, config, rollout_is_weights, stats,
-    )  # fmt: skip
+        "decoupled",
+        (0.0, parameters.behaviour_weight_cap),
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        loss_agg_mode,
+        config,
+        rollout_is_weights,
+        stats,
+    )
 
 
 @register_policy_loss("icepop", zero_where_advantage_is_zero=True)
@@ -63,9 +71,17 @@ def compute_policy_loss_icepop(
     """
     parameters = PolicyLossConfig.read(config)
     return _masked_weight_loss(
-        "icepop", (parameters.icepop_low, parameters.icepop_high), old_log_prob, log_prob, advantages, response_mask,
-        loss_agg_mode, config, rollout_is_weights, stats,
-    )  # fmt: skip
+        "icepop",
+        (parameters.icepop_low, parameters.icepop_high),
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        loss_agg_mode,
+        config,
+        rollout_is_weights,
+        stats,
+    )
 
 
 def _masked_weight_loss(

@@ -77,7 +77,9 @@ def compute_rollout_correction_weights(
         outside = outside | (raw < lower)
         weights = raw.masked_fill(outside, 0.0)
     weights = weights.masked_fill(~mask, 0.0)
-    metrics = _weight_metrics(weights, mask) | _ratio_metrics(raw, outside, mask, rollout_is, lower or 1.0 / upper, upper)
+    metrics = _weight_metrics(weights, mask) | _ratio_metrics(
+        raw, outside, mask, rollout_is, lower or 1.0 / upper, upper
+    )
     if rollout_is_batch_normalize:
         weights, metrics["rollout_is_batch_norm_factor"] = _normalised(weights, mask, rollout_is)
     return weights, metrics

@@ -88,7 +88,8 @@ def _path_energy(
 ) -> torch.Tensor:
     check_finite("old_log_probs", old_log_probs, response_mask)
     check_finite("sum_pi_squared", sum_pi_squared, response_mask)
-    energy = 1.0 - 2.0 * old_log_probs.float().exp() + sum_pi_squared.float()
+    # Never negative, as sum_pi_squared is at least the square of the token's own probability; only rounding can be.
+    energy = (1.0 - 2.0 * old_log_probs.float().exp() + sum_pi_squared.float()).clamp(min=0.0)
     if rollout_is_weights is not None:
         energy = energy * rollout_is_weights.float().square()
     return energy.masked_fill(~response_mask.bool(), 0.0).cumsum(-1)
@@ -104,9 +105,10 @@ def _step_baselines(
 ) -> torch.Tensor:
     # With epsilon in every weight a step of no energy at all falls back to the plain mean.
     weights = (energy + epsilon) * reached
-    baselines = groups.sum(returns * weights) / groups.sum(weights).clamp(min=torch.finfo(weights.dtype).tiny)
+    count = groups.sum(reached.long())
+    baselines = groups.sum(returns * weights) / groups.sum(weights).masked_fill(count == 0, 1.0)
     if handle_zero_tail:
-        baselines = baselines * (groups.sum(reached.long()) > 1)
+        baselines = baselines * (count > 1)
     return baselines[groups.of_sample]
 
 

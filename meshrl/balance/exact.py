@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-MAX_STATES = 200_000
+MAX_STATES = 50_000
 
 Part = tuple[float, int]  # load, number of items
 State = tuple[Part, ...]  # all parts, sorted: which part is which does not matter

@@ -54,11 +54,9 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *_algorithm_problems(config),
         *_loss_problems(config),
         *_optim_problems(actor.optim, f"{ACTOR}.optim"),
-        *_run_problems(config.trainer, config.data.val_files),
+        *_run_problems(config.trainer),
         *_idle_problems(config, actor, ACTOR),
     ]
-    if config.trainer.val_only and not config.data.val_files:
-        problems.append("trainer.val_only=true needs data.val_files")
     if check_files:
         problems += _file_problems(config)
         problems += _model_problems(
@@ -79,7 +77,7 @@ def _check_sft(config: SFTConfig, check_files: bool) -> list[str]:
         *engine_problems(engine, "engine", config.trainer.world_size),
         *batch_problems(config),
         *_optim_problems(config.optim, "optim"),
-        *_run_problems(config.trainer, data.val_files),
+        *_run_problems(config.trainer),
         *_idle_problems(config, engine, "engine"),
     ]
     budget = data.max_token_len_per_gpu * sequence_ranks(engine)
@@ -209,15 +207,13 @@ def _optim_problems(optim: OptimConfig, prefix: str) -> list[str]:
     return problems
 
 
-def _run_problems(trainer: RunConfig, val_files: list[str]) -> list[str]:
+def _run_problems(trainer: RunConfig) -> list[str]:
     problems = []
     if trainer.nnodes > 1 and trainer.backend != "ray":
         problems.append(f"trainer.nnodes={trainer.nnodes} needs trainer.backend=ray, not {trainer.backend}")
     for name in ("test_freq", "save_freq"):
         if getattr(trainer, name) == 0:
             problems.append(f"trainer.{name}=0 must be -1 (never) or a number of steps")
-    if trainer.test_freq > 0 and not val_files:
-        problems.append(f"trainer.test_freq={trainer.test_freq} needs data.val_files")
     return problems
 
 
@@ -235,9 +231,13 @@ def _idle_problems(config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: 
 
 def _file_problems(config: PPOConfig | SFTConfig) -> list[str]:
     problems = [] if config.data.train_files else ["set data.train_files"]
+    if config.trainer.test_freq > 0 and not config.data.val_files:
+        problems.append(f"trainer.test_freq={config.trainer.test_freq} needs data.val_files")
+    if isinstance(config, PPOConfig) and config.trainer.val_only and not config.data.val_files:
+        problems.append("trainer.val_only=true needs data.val_files")
     for name in ("train_files", "val_files"):
         for entry in getattr(config.data, name):
-            path = Path(entry).expanduser()
+            path = Path(entry)
             if not path.exists():
                 problems.append(f"data.{name}: there is no {entry}")
             elif path.is_file() and path.suffix not in DATA_SUFFIXES:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.sft import SFTDataConfig
 from meshrl.data.files import Row, read_rows
-from meshrl.data.prompts import encode_prompt, render_chat, truncate
+from meshrl.data.prompts import encode_prompt, is_chat, render_chat, truncate
 from meshrl.data.proto import DataProto
 
 
@@ -35,7 +35,10 @@ class DemonstrationDataset:
         if self.config.messages_key:
             return encode_conversation(self.tokenizer, row[self.config.messages_key], number)
         prompt = encode_prompt(self.tokenizer, row[self.config.prompt_key], number)
-        answer = self.tokenizer(row[self.config.response_key], add_special_tokens=False)["input_ids"]
+        response = row[self.config.response_key]
+        if not isinstance(response, str):
+            raise ValueError(f"demonstration {number}: the response must be a string, got {response!r}")
+        answer = self.tokenizer(response, add_special_tokens=False)["input_ids"]
         answer = np.asarray([*answer, self.tokenizer.eos_token_id], dtype=np.int64)
         return np.concatenate([prompt, answer]), np.arange(len(prompt) + len(answer)) >= len(prompt)
 
@@ -69,8 +72,10 @@ class DemonstrationDataset:
 
 def encode_conversation(tokenizer: Tokenizer, messages: object, number: int) -> tuple[np.ndarray, np.ndarray]:
     """Token ids of a conversation and the mask of its assistant turns, found by rendering it turn by turn."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"demonstration {number} must be a list of messages, got {messages!r}")
+    if not isinstance(messages, list) or not is_chat(messages):
+        raise ValueError(f"demonstration {number} must be a list of messages with role and content, got {messages!r}")
+    if messages[0]["role"] == "assistant":
+        raise ValueError(f"demonstration {number} begins with the assistant: it needs a turn to answer to")
     whole = render_chat(tokenizer, messages, add_generation_prompt=False)
     learn = np.zeros(len(whole), dtype=bool)
     for turn, message in enumerate(messages):
@@ -80,8 +85,8 @@ def encode_conversation(tokenizer: Tokenizer, messages: object, number: int) -> 
         after = render_chat(tokenizer, messages[: turn + 1], add_generation_prompt=False)
         if whole[: len(before)] != before or whole[: len(after)] != after:
             raise ValueError(
-                f"demonstration {number}, turn {turn}: the chat template renders earlier turns differently once later ones "
-                "follow, so the assistant's tokens cannot be told apart: use prompt and response columns instead"
+                f"demonstration {number}, turn {turn}: the chat template renders earlier turns differently once later "
+                "ones follow, so the assistant's tokens cannot be told apart: use prompt and response columns instead"
             )
         learn[len(before) : len(after)] = True
     return np.asarray(whole, dtype=np.int64), learn

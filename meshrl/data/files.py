@@ -42,13 +42,13 @@ def _read_one(path: Path) -> list[Row]:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except ValueError as error:
                 raise ValueError(f"data file '{path}', line {number}: not valid JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"data file '{path}', line {number}: expected an object, got {type(row).__name__}")

@@ -12,8 +12,8 @@ from torch import Tensor
 class PackedRow:
     """The tokens of a padded batch without its padding, longest document first.
 
-    `predictors[i]` is the place in the row whose output predicts `targets[i]`; `slots[i]` is where that number belongs in
-    the flattened [batch, columns] rectangle of targets.
+    `predictors[i]` is the place in the row whose output predicts `targets[i]`; `slots[i]` is where that number belongs
+    in the flattened [batch, columns] rectangle of targets.
     """
 
     input_ids: Tensor

@@ -15,7 +15,7 @@ from meshrl.data.proto import DataProto
 
 
 class PromptDataset:
-    """Every prompt of the files as token ids, cut or dropped by the configured rule; `dropped`/`truncated` count those."""
+    """Every prompt of the files as token ids; too long ones are cut or left out, as `truncated` and `dropped` count."""
 
     def __init__(self, files: Sequence[str], tokenizer: Tokenizer, config: DataConfig):
         self.tokenizer, self.config = tokenizer, config
@@ -30,7 +30,8 @@ class PromptDataset:
                 self.prompts.append(ids)
         if not self.rows:
             raise ValueError(
-                f"none of the {len(rows)} prompts is left: all are over data.max_prompt_length={config.max_prompt_length}"
+                f"none of the {len(rows)} prompts is left: all are over "
+                f"data.max_prompt_length={config.max_prompt_length}"
             )
 
     def __len__(self) -> int:
@@ -92,7 +93,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Any, number: int) -> np.ndarray:
     """Token ids of a prompt: a string as it is, or a list of chat messages through the tokenizer's chat template."""
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
-    elif isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt):
+    elif is_chat(prompt):
         ids = render_chat(tokenizer, prompt, add_generation_prompt=True)
     else:
         raise ValueError(
@@ -103,6 +104,12 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Any, number: int) -> np.ndarray:
     return np.asarray(ids, dtype=np.int64)
 
 
+def is_chat(messages: Any) -> bool:
+    """Whether this is a list of at least one chat message."""
+    is_list = isinstance(messages, list) and len(messages) > 0
+    return is_list and all(isinstance(m, dict) and "role" in m and "content" in m for m in messages)
+
+
 def render_chat(tokenizer: Tokenizer, messages: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
     """Token ids of a conversation by the tokenizer's chat template."""
     if tokenizer.chat_template is None:
@@ -110,7 +117,7 @@ def render_chat(tokenizer: Tokenizer, messages: list[dict[str, str]], add_genera
     rendered = tokenizer.apply_chat_template(
         messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
     )
-    return list(rendered)  # type: ignore[arg-type]
+    return list(rendered)
 
 
 def truncate(ids: np.ndarray, limit: int, where: str) -> np.ndarray:

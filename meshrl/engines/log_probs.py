@@ -1,7 +1,7 @@
 """From hidden states to log-probs and entropy, without ever holding `tokens × vocabulary` in float32.
 
-The output projection, the soft-max and their gradients run over chunks of tokens. The forward pass keeps only two numbers
-a token; the backward pass computes each chunk's logits again, which costs one matrix product and saves the memory.
+The output projection, the soft-max and their gradients run over chunks of tokens. The forward pass keeps only two
+numbers a token; the backward pass computes each chunk's logits again: one matrix product more, and the memory saved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def linear_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `targets` [tokens], and the entropy of each distribution, for logits `hidden @ weight.T / temperature`.
+    """Log-probs of `targets` [tokens] and entropies, for logits `(hidden @ weight.T + bias) / temperature`.
 
     Both results are float32 [tokens] and differentiable in hidden, weight and bias.
     """

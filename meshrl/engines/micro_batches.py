@@ -18,13 +18,13 @@ def split_into_micro_batches(
 ) -> list[np.ndarray | None]:
     """Row indices of each micro-batch: under a token budget, or of a fixed size when there is none.
 
-    `agree` returns the largest count among the ranks. A rank with fewer micro-batches splits further, and where it has not
-    even enough samples for that, adds None: a stand-in to be run without effect.
+    `agree` returns the largest count among the ranks. A rank with fewer micro-batches splits further, and where it has
+    not even enough samples for that, adds None: a stand-in to be run without effect.
     """
     if max_token_len is None and not micro_batch_size:
         raise ValueError("without use_dynamic_bsz a micro-batch size is needed: set ppo_micro_batch_size_per_gpu")
     if max_token_len is not None:
-        plan = plan_micro_batches(lengths, max_token_len)
+        plan = [part for part in plan_micro_batches(lengths, max_token_len) if len(part)]
     else:
         plan = fixed_size_parts(len(lengths), micro_batch_size or 1)
     count = agree(len(plan))

@@ -52,7 +52,7 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Loads a causal language model on the CPU with this attention function; every weight must be in the folder."""
     config = load_model_config(path, override, trust_remote_code)
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
         dtype=dtype,
@@ -60,6 +60,7 @@ def load_causal_lm(
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
     )
+    model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(f"the model at '{path}' lacks {len(missing)} weights, first of all '{missing[0]}'")

@@ -1,4 +1,4 @@
-"""A tiny model and a character tokenizer made on the spot, for the demo, tests and benchmarks: nothing is downloaded."""
+"""A tiny model and a character tokenizer made on the spot for demo, tests and benchmarks: nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, pre_tokenizers
-from tokenizers import Regex
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 PAD, EOS = "<pad>", "<eos>"
@@ -18,8 +17,8 @@ def char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     """A tokenizer with one token for each character of `alphabet`, after a padding (0) and an end token (1)."""
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, *alphabet])}
     inner = FastTokenizer(models.WordLevel(vocabulary, unk_token=PAD))
-    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # type: ignore[assignment]
-    inner.decoder = decoders.Fuse()  # type: ignore[assignment]
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    inner.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=PAD, eos_token=EOS)
 
 

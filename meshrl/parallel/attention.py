@@ -1,4 +1,4 @@
-"""Our attention function: enters any Hugging Face model through its attention interface, so that no model code is touched.
+"""Our attention function: enters any Hugging Face model through its attention interface, with no model code touched.
 
 The caller passes a *context* as a keyword of the model's forward; Transformers hands it down to every attention layer.
 The context alone knows what the row holds (packed documents, one new token of many requests, a slice of a sequence),
@@ -22,7 +22,10 @@ class AttentionContext(Protocol):
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """Maps query [batch, heads, tokens, dim] and key/value [batch, kv_heads, ...] to [batch, tokens, heads, dim]."""
+        """Maps query [batch, heads, tokens, dim] and key/value [batch, kv_heads, ...] to [batch, tokens, heads, dim].
+
+        A sliding window counts the token itself.
+        """
         ...
 
 
@@ -52,7 +55,23 @@ def attention(
         raise ValueError(f"attention dropout must be 0 in RL training, got {dropout}: set attention_dropout to 0")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
+    check_layer(module, layer_idx, sliding_window)
     return attention_context.attend(layer_idx, query, key, value, scale, sliding_window), None
+
+
+def check_layer(module: torch.nn.Module, layer_idx: int, sliding_window: int | None) -> None:
+    """Refuses layers that look elsewhere than back over all, or over a window, of their document.
+
+    Transformers tells such things to its own attention by the mask alone, which a context never sees.
+    """
+    layer_types = getattr(getattr(module, "config", None), "layer_types", None)
+    kind = layer_types[layer_idx] if layer_types else "full_attention"
+    if kind not in ("full_attention", "sliding_attention"):
+        raise ValueError(f"layer {layer_idx} has {kind}, which is not supported by meshrl's attention yet")
+    if kind == "sliding_attention" and sliding_window is None:
+        raise ValueError(f"layer {layer_idx} has a sliding window, but its model does not say how wide it is")
+    if not getattr(module, "is_causal", True):
+        raise ValueError(f"layer {layer_idx} looks ahead (is_causal is False): meshrl's attention is causal")
 
 
 AttentionInterface.register(ATTENTION_NAME, attention)

@@ -83,7 +83,8 @@ class PackedSequences:
         out = varlen_attn(
             q, rows[1], rows[2], self.cu_seqlens, self.cu_seqlens, self.max_length, self.max_length, window_size=(-1, 0)
         )
-        return out[None]  # type: ignore[index]
+        assert isinstance(out, Tensor)  # a pair only where auxiliary results are asked for
+        return out[None]
 
     def _attend_runs(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         """One SDPA call for each run of equal lengths: no padding, no mask, and few calls when lengths are sorted."""

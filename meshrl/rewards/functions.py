@@ -1,8 +1,13 @@
-"""Built-in reward functions: `(data_source, solution_str, ground_truth, extra_info) -> score`."""
+"""Built-in reward functions: `(data_source, solution_str, ground_truth, extra_info) -> score`.
+
+A function may also return a dict with the `score` that trains, what else it found, and `acc`, by which validation
+counts.
+"""
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 
@@ -19,9 +24,17 @@ def sort_digits(data_source: str, solution_str: str, ground_truth: Any, extra_in
     return float(solution_str == "".join(sorted(digits)))
 
 
-def coin_toss(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """A reward that knows nothing: the control arm of an experiment. Depends on the answer and the prompt alone."""
-    return float(zlib.crc32(repr((extra_info, solution_str)).encode()) & 1)
+def coin_toss(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float]:
+    """`sort_digits`, rewarded by a coin instead of the checker: the control arm of the demo.
+
+    The coin depends on prompt and answer alone; `acc` still says what the checker found, so that validation can tell.
+    """
+    coin = zlib.crc32(repr((extra_info, solution_str)).encode()) & 1
+    return {"score": float(coin), "acc": sort_digits(data_source, solution_str, ground_truth, extra_info)}
 
 
-BUILT_IN = {"exact_match": exact_match, "sort_digits": sort_digits, "coin_toss": coin_toss}
+BUILT_IN: dict[str, Callable[..., Any]] = {
+    "exact_match": exact_match,
+    "sort_digits": sort_digits,
+    "coin_toss": coin_toss,
+}

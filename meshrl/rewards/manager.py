@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +14,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from meshrl.data.proto import DataProto
 
 RewardFunction = Callable[..., Any]
+
+# Scores are kept in float32, where a larger one would be infinite.
+LARGEST_SCORE = torch.finfo(torch.float32).max
 
 
 class RewardError(RuntimeError):
@@ -34,7 +36,9 @@ class RewardManager:
 
     def __call__(self, data: DataProto) -> tuple[Tensor, dict[str, np.ndarray], dict[str, float]]:
         """Token-level scores [batch, response], extra infos a sample, and counts of what went wrong."""
-        mask = data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
+        tensors = data.batch
+        assert tensors is not None
+        mask = tensors["attention_mask"][:, -tensors["responses"].shape[1] :]
         texts = self.decode(data)
         results, errors = self._score_batch(data, texts) if self.per_batch else self._score_each(data, texts)
         scores = torch.zeros(mask.shape, dtype=torch.float32)
@@ -51,8 +55,9 @@ class RewardManager:
 
     def decode(self, data: DataProto) -> list[str]:
         """The answers as text, without special tokens."""
-        responses = data.batch["responses"]
-        kept = torch.where(data.batch["response_mask"].bool(), responses, self.tokenizer.pad_token_id)
+        tensors = data.batch
+        assert tensors is not None
+        kept = torch.where(tensors["response_mask"].bool(), tensors["responses"], self.tokenizer.pad_token_id)
         return self.tokenizer.batch_decode(kept, skip_special_tokens=True)
 
     def _score_each(self, data: DataProto, texts: list[str]) -> tuple[list[dict[str, Any]], int]:
@@ -80,13 +85,14 @@ class RewardManager:
         except Exception as error:
             self._failed(error, data, None, "")
             return [{"score": 0.0} for _ in texts], len(texts)
-        if len(answers) != len(texts):
-            raise RewardError(f"the reward function returned {len(answers)} scores for {len(texts)} samples")
+        if not hasattr(answers, "__len__") or len(answers) != len(texts):
+            got = f"{len(answers)} scores" if hasattr(answers, "__len__") else repr(answers)
+            raise RewardError(f"the reward function returned {got} for {len(texts)} samples: each needs one")
         results, errors = [], 0
         for at, answer in enumerate(answers):
             try:
                 results.append(as_result(answer))
-            except ValueError as error:
+            except Exception as error:
                 self._failed(error, data, at, texts[at])
                 results.append({"score": 0.0})
                 errors += 1
@@ -110,6 +116,6 @@ def as_result(answer: Any) -> dict[str, Any]:
     score = result["score"]
     if isinstance(score, bool | int | float | np.number | np.bool_ | Tensor):
         result["score"] = float(score)
-        if math.isfinite(result["score"]):
+        if abs(result["score"]) <= LARGEST_SCORE:  # false for NaN
             return result
     raise ValueError(f"a reward must be a finite number, got {score!r}")

@@ -13,7 +13,7 @@ from meshrl.data.proto import DataProto
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose each next token. `temperature` 0 means the likeliest token; `top_k` -1 and `top_p` 1 mean no limit."""
+    """How to choose each next token. `temperature` 0: the likeliest token; `top_k` -1 and `top_p` 1: no limit."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -41,8 +41,9 @@ class Rollout(ABC):
     def generate_sequences(self, prompts: DataProto, params: SamplingParams) -> DataProto:
         """Answers every prompt of a batch.
 
-        Takes `input_ids` and `attention_mask` [batch, prompt], padded on the left, and `seeds` [batch]; gives `prompts`,
-        `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`, `rollout_log_probs` and `versions`.
+        Takes `input_ids` and `attention_mask` [batch, prompt], padded on the left, and `seeds` [batch]; gives
+        `prompts`, `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`, `rollout_log_probs` and
+        `versions`.
         The log-probs are those of the policy at the sampling temperature, before top-k and top-p cut it.
         """
 

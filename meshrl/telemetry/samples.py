@@ -44,13 +44,13 @@ class SampleLog:
         if folder is not None:
             file = Path(folder) / f"{step}.jsonl"
             file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a", encoding="utf-8") as out:
+            with file.open("a", encoding="utf-8", errors="backslashreplace") as out:
                 for row in _rows(batch, decode, split):
-                    out.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n")
+                    out.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=_plain) + "\n")
 
 
 def _rows(batch: DataProto, decode: Decode, split: str) -> Iterator[dict[str, Any]]:
-    if len(batch) == 0:
+    if batch.batch is None or len(batch) == 0:
         return
     scores = batch.batch["token_level_scores"].sum(1).tolist()
     columns = batch.non_tensor_batch
@@ -63,3 +63,8 @@ def _rows(batch: DataProto, decode: Decode, split: str) -> Iterator[dict[str, An
             "ground_truth": columns["ground_truth"][at],
             "data_source": columns["data_source"][at],
         }
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and lists for numpy's and torch's values, text for all else that JSON does not know."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
@@ -72,6 +73,8 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
             validator = Validator(config, actor, val_data, reward, samples) if val_data else None
             timer = PhaseTimer(on_change=screen.show_phase)
             PPOTrainer(config, actor, train_data, reward, validator, tracker, samples, timer).fit()
+            if trainer.save_final_model and not trainer.val_only:
+                screen.message(f"model: {save_model(actor, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
         return run.path
 
@@ -96,12 +99,18 @@ def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Co
         ):
             timer = PhaseTimer(on_change=screen.show_phase)
             SFTTrainer(config, group, train_data, val_data, tracker, timer, steps).fit()
-            model = run.path / "model"
-            group.save_model(str(model))
-        tokenizer.save_pretrained(model)
-        screen.message(f"model: {model}")
+            if trainer.save_final_model:
+                screen.message(f"model: {save_model(group, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
         return run.path
+
+
+def save_model(group: WorkerGroup, run: RunFolder, tokenizer: Tokenizer) -> Path:
+    """Writes the trained model with its tokenizer to `model/` in the run's folder."""
+    folder = run.path / "model"
+    group.save_model(str(folder.absolute()))
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def start_run(

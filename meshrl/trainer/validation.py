@@ -15,7 +15,10 @@ from meshrl.telemetry.samples import SampleLog
 
 
 class Validator:
-    """Answers every held-out prompt `val_kwargs.n` times and scores the answers: mean@n and pass@k for each data source."""
+    """Answers every held-out prompt `val_kwargs.n` times and scores the answers: mean@n and pass@k for each data source.
+
+    What counts is the `acc` of a reward function that returns one, or else its score.
+    """
 
     def __init__(
         self, config: PPOConfig, actor: WorkerGroup, data: PromptDataset, reward: RewardManager, samples: SampleLog
@@ -35,7 +38,7 @@ class Validator:
             errors += metrics["reward/errors"]
             sources += list(batch.non_tensor_batch["data_source"])
             groups += list(np.repeat(rows, self.config.actor_rollout_ref.rollout.val_kwargs.n))
-            scores += token_scores.sum(1).tolist()
+            scores += list(infos["acc"]) if "acc" in infos else token_scores.sum(1).tolist()
             self.samples.log_validation(batch, self.reward.decode, step)
         return validation_metrics(sources, groups, scores) | {"val-aux/reward_errors": errors}
 

@@ -17,6 +17,7 @@ from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.models.loading import load_tokenizer, new_causal_lm, stop_token_ids, torch_dtype
+from meshrl.models.saving import save_hf_folder
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.parallel.mesh import init_process_group, resolve_device
 from meshrl.rollout.base import SamplingParams
@@ -85,6 +86,11 @@ class ActorRolloutRefWorker(Worker):
     def sync_weights(self, version: int) -> None:
         """Brings the actor's weights into the rollout as this version."""
         sync_weights(self.actor, self.rollout, version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_model(self, folder: str) -> None:
+        """Writes the policy as a Hugging Face folder: all ranks take part, rank 0 writes."""
+        save_hf_folder(folder, self.actor.per_tensor_params(), self.actor.hf_model, writes=self.rank == 0)
 
     @register(dispatch_mode=nd_dispatch("actor"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:

@@ -11,6 +11,7 @@ from meshrl.config.sft import SFTConfig
 from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.fsdp.engine import FSDPEngine
+from meshrl.models.saving import save_hf_folder
 from meshrl.parallel.mesh import init_process_group, resolve_device
 
 
@@ -74,10 +75,5 @@ class SFTWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model(self, folder: str) -> None:
-        """Writes the model as a Hugging Face folder (all ranks take part, rank 0 writes)."""
-        weights = {}
-        for name, value in self.engine.per_tensor_params():
-            if self.rank == 0:
-                weights[name] = value.cpu()
-        if self.rank == 0:
-            self.engine.hf_model.save_pretrained(folder, state_dict=weights)
+        """Writes the model as a Hugging Face folder: all ranks take part, rank 0 writes."""
+        save_hf_folder(folder, self.engine.per_tensor_params(), self.engine.hf_model, writes=self.rank == 0)

@@ -10,7 +10,9 @@ LOSS = torch.arange(20, dtype=torch.float32).reshape(4, 5) / 7 - 1
 
 
 def slow_agg(loss: torch.Tensor, mask: torch.Tensor, mode: str, horizon: float) -> float:
-    rows = [[x for x, keep in zip(r, m, strict=True) if keep] for r, m in zip(loss.tolist(), mask.tolist(), strict=True)]
+    rows = [
+        [x for x, keep in zip(r, m, strict=True) if keep] for r, m in zip(loss.tolist(), mask.tolist(), strict=True)
+    ]
     rows = [row for row in rows if row]
     if mode == "token-mean":
         return sum(map(sum, rows)) / sum(map(len, rows))

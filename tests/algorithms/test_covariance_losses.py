@@ -19,7 +19,9 @@ def batch(ties: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     return old, advantages, mask
 
 
-def affected(name: str, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, **config: float) -> torch.Tensor:
+def affected(
+    name: str, old: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, **config: float
+) -> torch.Tensor:
     """Tokens whose gradient differs from that of the loss with nothing chosen."""
     gradients = []
     for loss_name, parameters in ((name, PolicyLossConfig(**config)), ("vanilla", PolicyLossConfig(clip_ratio=100.0))):
@@ -46,7 +48,9 @@ def test_kl_cov_penalises_exactly_the_largest(ties: bool) -> None:
 
 def test_clip_cov_drops_its_share_within_the_band() -> None:
     old, advantages, mask = batch()
-    chosen = affected("clip_cov", old, advantages, mask, clip_cov_ratio=0.05, clip_cov_lb=0.1, clip_cov_ub=0.8, clip_ratio=100.0)
+    chosen = affected(
+        "clip_cov", old, advantages, mask, clip_cov_ratio=0.05, clip_cov_lb=0.1, clip_cov_ub=0.8, clip_ratio=100.0
+    )
     assert int(chosen.sum()) == int(0.05 * int(mask.sum()))
     cov = covariance(old, advantages, mask)
     assert bool(((cov > 0.1) & (cov < 0.8))[chosen].all())

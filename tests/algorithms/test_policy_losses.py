@@ -1,6 +1,7 @@
 """Every policy loss against a slow scalar reference, and what they promise."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from meshrl.algorithms import (
     POLICY_LOSSES,
     BatchStats,
     PolicyLossConfig,
+    add_covariance_stats,
     get_policy_loss_fn,
     is_zero_where_advantage_is_zero,
     register_policy_loss,
@@ -102,7 +104,10 @@ def test_token_losses_equal_scalar_references(name: str, seed: int) -> None:
 
 def sequence_tokens(data: SimpleNamespace, row: int) -> list[tuple[float, float, float, float]]:
     columns = [t for t in range(data.mask.shape[1]) if data.mask[row, t]]
-    return [(data.new[row, t].item(), data.old[row, t].item(), data.advantages[row, t].item(), data.weights[row, t].item()) for t in columns]  # fmt: skip
+    return [
+        (data.new[row, t].item(), data.old[row, t].item(), data.advantages[row, t].item(), data.weights[row, t].item())
+        for t in columns
+    ]
 
 
 def test_gspo_equals_scalar_reference() -> None:
@@ -163,7 +168,9 @@ def test_bypass_mode_equals_scalar_reference(loss_type: str) -> None:
     expected, rejected = [], []
     for row in range(5):
         line, drops = [], []
-        for new, old, a in zip(data.new[row].tolist(), data.old[row].tolist(), data.advantages[row].tolist(), strict=True):
+        for new, old, a in zip(
+            data.new[row].tolist(), data.old[row].tolist(), data.advantages[row].tolist(), strict=True
+        ):
             drop = (new - old) ** 2 / 2 > 0.4
             r = math.exp(new - old)
             kept = -a * new * min(r, 1.5) if loss_type == "reinforce" else dual(r, a, parameters)
@@ -228,7 +235,9 @@ def test_extreme_log_probs_stay_finite(name: str) -> None:
     old = torch.tensor([[-0.0, -1e4, -50.0, -1.0]])
     new = torch.tensor([[-1e4, -0.0, -0.0, float("-inf")]], requires_grad=True)
     mask = torch.tensor([[1, 1, 1, 0]])
-    loss, metrics = get_policy_loss_fn(name)(old, new, torch.tensor([[1.0, -1.0, 1.0, 1.0]]), mask, rollout_is_weights=torch.ones(1, 4))
+    loss, metrics = get_policy_loss_fn(name)(
+        old, new, torch.tensor([[1.0, -1.0, 1.0, 1.0]]), mask, rollout_is_weights=torch.ones(1, 4)
+    )
     loss.backward()
     assert math.isfinite(loss.item())
     assert bool(torch.isfinite(new.grad[:, :3]).all())
@@ -240,8 +249,6 @@ def test_metric_names_and_an_empty_micro_batch(name: str) -> None:
     data = example()
     stats = BatchStats.of(data.mask)
     if name.endswith("_cov"):
-        from meshrl.algorithms import add_covariance_stats
-
         stats = add_covariance_stats(stats, name, data.old, data.advantages, data.mask)
     nothing = torch.zeros_like(data.mask)
     loss, metrics = get_policy_loss_fn(name)(
@@ -251,7 +258,14 @@ def test_metric_names_and_an_empty_micro_batch(name: str) -> None:
     assert loss.item() == 0
     assert all(value.item() == 0 for value in metrics.values())
     with pytest.raises(ValueError, match="no response token"):
-        get_policy_loss_fn(name)(data.old, data.new, data.advantages, nothing, rollout_is_weights=data.weights, stats=None if not name.endswith("_cov") else stats.__class__(1, 0, 0, 1.0, stats.covariance))  # fmt: skip
+        get_policy_loss_fn(name)(
+            data.old,
+            data.new,
+            data.advantages,
+            nothing,
+            rollout_is_weights=data.weights,
+            stats=replace(stats, num_tokens=0, num_sequences=0),
+        )
 
 
 def test_config_is_read_from_objects_dicts_and_nested() -> None:

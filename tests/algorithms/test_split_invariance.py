@@ -1,5 +1,6 @@
 """Any split of a mini-batch over ranks and micro-batches gives the same loss, gradient and metrics, for every loss."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +36,7 @@ CONFIG = SimpleNamespace(
     ),
 )
 HORIZON = 9.0
-few = settings(max_examples=12, deadline=None)
+few = settings(max_examples=25, deadline=None)
 
 
 @st.composite
@@ -66,9 +67,7 @@ def check_split(data: SimpleNamespace, compute, stats_of_whole: BatchStats, tol:
     loss, metrics = compute(slice(None), whole, stats_of_whole)
     loss.backward()
 
-    import dataclasses
-
-    split_stats = dataclasses.replace(stats_of_whole, dp_size=data.ranks)
+    split_stats = replace(stats_of_whole, dp_size=data.ranks)
     parameter = data.new.clone().requires_grad_()
     summed: dict[str, float] = dict.fromkeys(metrics, 0.0)
     total = 0.0

@@ -247,6 +247,8 @@ def test_own_reward_function_by_module_name(fine: MakePPO) -> None:
         (40, 4, None, {"num_layers_in_first_pipeline_stage": 8, "num_layers_in_last_pipeline_stage": 7}, False),
         (42, 4, 2, {"num_layers_in_first_pipeline_stage": 6}, True),
         (42, 4, 2, {"num_layers_in_first_pipeline_stage": 9}, False),
+        (45, 4, 2, {"num_layers_in_first_pipeline_stage": 9}, False),
+        (45, 4, 1, {"num_layers_in_first_pipeline_stage": 9}, True),
         (10, 2, None, {"num_layers_in_first_pipeline_stage": 4, "num_layers_in_last_pipeline_stage": 6}, True),
         (10, 2, None, {"num_layers_in_first_pipeline_stage": 4, "num_layers_in_last_pipeline_stage": 5}, False),
         (7, 2, 2, {"pipeline_model_parallel_layout": "Et|(tt|)*2ttL"}, True),

@@ -262,8 +262,8 @@ def test_choices_are_the_names_that_the_algorithms_know() -> None:
     from meshrl.algorithms.advantages import ADVANTAGE_ESTIMATORS
     from meshrl.algorithms.policy_losses import POLICY_LOSSES as REGISTERED_LOSSES
 
-    assert set(leaves(AlgorithmConfig)["adv_estimator"].info.choices) == set(ADVANTAGE_ESTIMATORS.names())
-    assert set(POLICY_LOSSES) == set(REGISTERED_LOSSES.names())
+    assert set(leaves(AlgorithmConfig)["adv_estimator"].info.choices) == set(ADVANTAGE_ESTIMATORS)
+    assert set(POLICY_LOSSES) == set(REGISTERED_LOSSES)
 
 
 def test_presets_are_keys_and_values_that_load() -> None:
@@ -321,7 +321,7 @@ def test_every_key_that_is_not_refused_is_read_somewhere() -> None:
     readers += [package / "config" / name for name in ("units.py", "layout.py", "checks.py")]
     attributes = set(re.findall(r"\.(\w+)", "\n".join(path.read_text() for path in readers)))
     attributes |= {field.name for field in fields(RayInitConfig)}  # handed on as a whole
-    only_one_value = {"mode", "optimizer", "resume_mode"}  # their other values are refused
+    only_one_value = {"mode", "optimizer", "resume_mode", "prompt_length"}  # their other values are refused
     for root in (PPOConfig, SFTConfig):
         unread = {
             leaf.name

@@ -275,8 +275,8 @@ def test_retired_key_says_what_to_set_instead() -> None:
 
 
 def test_nearest_prefers_the_same_last_component() -> None:
-    names = ["a.b.size", "a.b.sizes", "c.d.size_of"]
-    assert nearest("a.c.size", names) == "a.b.size"
+    names = ["a.sizes", "some.other.place.size", "c.d.size_of"]
+    assert nearest("a.size", names) == "some.other.place.size"
     assert nearest("c.d.sise_of", names) == "c.d.size_of"
     assert nearest("qqq", names) is None
 

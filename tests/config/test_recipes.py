@@ -1,11 +1,12 @@
 """The shipped recipes load, fit their cluster and the published shape of their model; a wrong size is found."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from meshrl.config import BatchUnits, check_config, load_config
+from meshrl.config import BatchUnits, PPOConfig, SFTConfig, check_config, load_config, unsupported
 from meshrl.config.model_folder import written_stages
 from meshrl.config.recipe import SHIPPED, shipped_recipes
 
@@ -71,3 +72,20 @@ def test_every_recipe_opens_with_a_comment_that_says_what_it_is() -> None:
     assert set(TEMPLATES) <= set(shipped_recipes())
     for name in shipped_recipes():
         assert (SHIPPED / f"{name}.yaml").read_text().startswith("# "), name
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_every_recipe_loads_and_small_ones_are_supported(name: str) -> None:
+    config = load_config(name, root=SFTConfig if "sft" in name else PPOConfig).config
+    assert check_config(config, check_files=False) == []
+    assert (unsupported(config) == []) is ("gpu" not in name)
+
+
+def test_the_recipe_in_the_docs_is_fine(tmp_path: Path) -> None:
+    docs = Path(__file__).parents[2] / "docs" / "config.md"
+    (example,) = re.findall(r"```yaml\n(.*?)```", docs.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "my_grpo.yaml").write_text(example, encoding="utf-8")
+    config = load_config(tmp_path / "my_grpo.yaml").config
+    assert check_config(config, check_files=False) == []
+    assert unsupported(config) == []
+    assert config.trainer.experiment_name == "8-samples"

@@ -1,6 +1,7 @@
 """Worker classes for the controller's tests: worker processes import them from here."""
 
 import os
+import subprocess
 import threading
 import time
 from typing import Any
@@ -23,8 +24,23 @@ def _sum_collect(group: Any, answers: list[int]) -> int:
 REVERSED = register_dispatch_mode("TEST_REVERSED", _reverse_dispatch, _sum_collect)
 
 
+def has_ended(pid: int, within: float = 5.0) -> bool:
+    """Whether a process is gone, or only waits to be reaped."""
+    until = time.monotonic() + within
+    while time.monotonic() < until:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
 class Probe(Worker):
-    def __init__(self, base: int = 0, fail_on: int | None = None) -> None:
+    def __init__(self, base: int = 0, fail_on: int | None = None, sleep_in_init: float = 0) -> None:
+        time.sleep(sleep_in_init)
         if fail_on == self.rank:
             raise OSError(f"no model at rank {self.rank}")
         self.base = base
@@ -166,6 +182,12 @@ class Probe(Worker):
         dist.barrier()
 
     @register(Dispatch.ONE_TO_ALL)
+    def stuck_in_collective(self) -> None:
+        if self.rank == 0:
+            time.sleep(300)
+        dist.barrier()
+
+    @register(Dispatch.ONE_TO_ALL)
     def sleep(self, seconds: float, ranks: list[int] | None = None) -> None:
         if ranks is None or self.rank in ranks:
             time.sleep(seconds)
@@ -177,6 +199,12 @@ class Probe(Worker):
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def wait_for_release(self) -> bool:
         return self.released.wait(20)
+
+    def fork_a_sleeper(self) -> None:
+        subprocess.Popen(["sleep", "20"], close_fds=False)
+
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
 
     @register(Dispatch.ONE_TO_ALL)
     def unsendable(self) -> Any:

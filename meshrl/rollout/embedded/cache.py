@@ -28,7 +28,7 @@ class PrefillContext:
 
 
 class SlotCache:
-    """Keys and values [slots, kv_heads, length, dim] of every layer; slot i holds `lengths[i]` tokens from its start."""
+    """Keys and values [slots, kv_heads, length, dim] of every layer; slot i holds its first `lengths[i]` tokens."""
 
     def __init__(self, prefill: PrefillContext, slot_of: Tensor):
         """Takes over prefilled prompts; `slot_of[i]` names the prompt of slot i, so that samples share one prefill."""

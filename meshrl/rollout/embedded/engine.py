@@ -1,8 +1,8 @@
 """The embedded rollout: generates with the trainer's own kind of module, in the trainer's own process.
 
-A batch goes through in waves of at most `max_num_seqs` samples. Each distinct prompt of a wave is computed once (packed,
-under a token budget) and shared by its samples; then all samples advance together, one token a step, and those that have
-ended leave the batch.
+A batch goes through in waves of at most `max_num_seqs` samples. Neighbouring samples of one prompt share its prefill
+(packed, under a token budget); then all samples advance together, one token a step, and those that have ended leave
+the batch.
 """
 
 from __future__ import annotations
@@ -49,10 +49,15 @@ class EmbeddedRollout(Rollout):
             own = dict(self.hf_model.named_parameters())
             for name, value in weights:
                 if name not in own:
-                    raise ValueError(f"weight sync: the rollout has no parameter '{name}'")
-                own.pop(name).copy_(value)
+                    raise ValueError(f"weight sync: the rollout has no parameter '{name}', or got it twice")
+                param = own.pop(name)
+                if param.shape != value.shape:
+                    raise ValueError(
+                        f"weight sync: '{name}' has shape {list(param.shape)} here, but was sent as {list(value.shape)}"
+                    )
+                param.copy_(value)
             if own:
-                raise ValueError(f"weight sync: {len(own)} parameters were never sent, first of all '{next(iter(own))}'")
+                raise ValueError(f"weight sync: {len(own)} parameters were never sent, such as '{next(iter(own))}'")
         self.version = version
 
     @torch.no_grad()
@@ -62,12 +67,14 @@ class EmbeddedRollout(Rollout):
             raise RuntimeError("the rollout has no weights yet: sync them before generating")
         started = time.perf_counter()
         self.hf_model.eval()
-        ids, mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
+        requests = prompts.batch
+        assert requests is not None
+        ids, mask, seeds = requests["input_ids"], requests["attention_mask"], requests["seeds"]
         lengths = mask.sum(1).tolist()
         if min(lengths) == 0:
             raise ValueError(f"prompt {lengths.index(0)} of the batch is empty: every prompt needs at least one token")
         waves = [slice(i, i + self.max_num_seqs) for i in range(0, len(ids), self.max_num_seqs)]
-        parts = [self._wave(ids[w], mask[w], prompts.batch["seeds"][w], params) for w in waves]
+        parts = [self._wave(ids[w], mask[w], seeds[w], params) for w in waves]
         responses, log_probs, response_mask = (torch.cat(x) for x in zip(*parts, strict=True))
         attention_mask = torch.cat([mask, response_mask], 1)
         result = {
@@ -85,9 +92,7 @@ class EmbeddedRollout(Rollout):
 
     def _wave(self, ids: Tensor, mask: Tensor, seeds: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor, Tensor]:
         """Responses, log-probs and mask of one wave, each [samples, max_tokens] on the CPU."""
-        distinct, sample_of = torch.unique_consecutive(
-            torch.where(mask.bool(), ids, -1), dim=0, return_inverse=True
-        )
+        distinct, sample_of = torch.unique_consecutive(torch.where(mask.bool(), ids, -1), dim=0, return_inverse=True)
         logits, cache = self._prefill(distinct, sample_of.to(self.device))
         count = len(ids)
         seeds = seeds.to(self.device)
@@ -152,4 +157,4 @@ class EmbeddedRollout(Rollout):
         return out.last_hidden_state
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return self.hf_model.get_output_embeddings()(hidden)  # type: ignore[misc]
+        return self.hf_model.get_output_embeddings()(hidden)

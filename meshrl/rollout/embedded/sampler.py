@@ -1,4 +1,4 @@
-"""From logits to tokens: one uniform number a row, drawn from the row's own seed, picks the token on the cumulative sum.
+"""From logits to tokens: one uniform number a row, drawn from its own seed, picks the token on the cumulative sum.
 
 A sample's tokens depend on its seed and its position alone, never on its neighbours in the batch or on the layout.
 """

@@ -1,0 +1,83 @@
+"""Writing a model as a Hugging Face folder, tensor by tensor: at most one shard is held in memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+SHARD_BYTES = 4 << 30
+INDEX_NAME = "model.safetensors.index.json"
+
+
+def save_hf_folder(
+    folder: str | Path,
+    weights: Iterable[tuple[str, Tensor]],
+    hf_model: PreTrainedModel,
+    *,
+    writes: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Streams `weights` into safetensors shards beside the model's configs; the folder appears only when it is complete.
+
+    Ranks that only help to gather the weights pass `writes=False`: they consume the stream and keep nothing.
+    """
+    if not writes:
+        for _ in weights:
+            pass
+        return
+    folder = Path(folder)
+    aside = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    shard: dict[str, Tensor] = {}
+    parts: list[list[str]] = []
+    held = total = 0
+
+    def flush() -> None:
+        nonlocal held
+        parts.append(list(shard))
+        save_file(shard, aside / f"part-{len(parts)}.safetensors", metadata={"format": "pt"})
+        shard.clear()
+        held = 0
+
+    for name, tensor in weights:
+        size = tensor.numel() * tensor.element_size()
+        if shard and held + size > shard_bytes:
+            flush()
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        held, total = held + size, total + size
+    flush()
+    _name_shards(aside, parts, total)
+    hf_model.config.save_pretrained(aside)
+    if hf_model.can_generate() and hf_model.generation_config is not None:
+        hf_model.generation_config.save_pretrained(aside)
+    _put_in_place(aside, folder)
+
+
+def _name_shards(folder: Path, parts: list[list[str]], total: int) -> None:
+    """Gives the shards their usual names, now that their number is known, and writes the index."""
+    if len(parts) == 1:
+        (folder / "part-1.safetensors").rename(folder / "model.safetensors")
+        return
+    names: dict[str, str] = {}
+    for number, tensors in enumerate(parts, 1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        (folder / f"part-{number}.safetensors").rename(folder / file)
+        names |= dict.fromkeys(tensors, file)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _put_in_place(aside: Path, folder: Path) -> None:
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)

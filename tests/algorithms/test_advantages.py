@@ -1,0 +1,231 @@
+"""GAE, REINFORCE++ and ReMax against plain loops over the tokens of each response."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from meshrl.algorithms import (
+    ADVANTAGE_ESTIMATORS,
+    compute_advantage,
+    compute_gae_advantage_return,
+    compute_reinforce_plus_plus_outcome_advantage,
+    compute_remax_outcome_advantage,
+    get_adv_estimator_fn,
+    masked_var,
+    masked_whiten,
+    register_adv_est,
+)
+from meshrl.algorithms.recurrence import discounted_suffix_sum
+
+
+def example(batch: int, length: int, gaps: bool, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, length + 1, (batch,), generator=generator)
+    mask = (torch.arange(length) < lengths[:, None]).long()
+    if gaps:
+        mask *= (torch.rand(batch, length, generator=generator) < 0.6).long()
+    mask[:, 0] = 1
+    mask[-1] = 0
+    rewards = torch.randn(batch, length, generator=generator) * mask
+    return rewards, mask, torch.randn(batch, length, generator=generator)
+
+
+def steps(mask: torch.Tensor, row: int) -> list[int]:
+    return mask[row].nonzero().view(-1).tolist()
+
+
+def whitened(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    kept = values[mask.bool()].double().tolist()
+    mean = sum(kept) / len(kept)
+    variance = sum((x - mean) ** 2 for x in kept) / (len(kept) - 1)
+    return (values - mean) / math.sqrt(variance + 1e-8) * mask
+
+
+def slow_gae(rewards, values, mask, gamma, lam):  # type: ignore[no-untyped-def]
+    advantages = torch.zeros_like(rewards)
+    for row in range(len(mask)):
+        next_value = running = 0.0
+        for t in reversed(steps(mask, row)):
+            delta = rewards[row, t].item() + gamma * next_value - values[row, t].item()
+            running = delta + gamma * lam * running
+            next_value = values[row, t].item()
+            advantages[row, t] = running
+    return advantages
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("length", [1, 7, 64, 65, 300])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0), (0.0, 0.5)])
+def test_gae_equals_a_loop(length: int, gaps: bool, gamma: float, lam: float) -> None:
+    rewards, mask, values = example(5, length, gaps)
+    advantages, returns = compute_gae_advantage_return(rewards, values, mask, gamma, lam)
+    slow = slow_gae(rewards, values, mask, gamma, lam)
+    torch.testing.assert_close(returns, (slow + values) * mask, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(advantages, whitened(slow, mask), rtol=1e-4, atol=2e-5)
+
+
+def test_gae_of_very_long_rows_crosses_three_levels() -> None:
+    values = torch.randn(2, 9001, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    slow = torch.zeros_like(values)
+    running = torch.zeros(2, dtype=torch.float64)
+    for t in reversed(range(9001)):
+        running = values[:, t] + 0.999 * running
+        slow[:, t] = running
+    torch.testing.assert_close(discounted_suffix_sum(values, 0.999), slow)
+    assert not torch.allclose(discounted_suffix_sum(values, 0.998), slow, rtol=1e-3)
+
+
+def test_padding_does_not_matter() -> None:
+    rewards, mask, values = example(4, 9, gaps=True)
+    expected = compute_gae_advantage_return(rewards, values, mask, 0.9, 0.9)
+    poisoned = values.masked_fill(mask == 0, float("nan"))
+    for one, other in zip(compute_gae_advantage_return(rewards, poisoned, mask, 0.9, 0.9), expected, strict=True):
+        torch.testing.assert_close(one, other)
+        assert bool((one[mask == 0] == 0).all())
+
+
+def test_a_reward_on_tool_output_belongs_to_the_action_before_it() -> None:
+    mask = torch.tensor([[1, 1, 0, 0, 1, 0]])
+    values = torch.randn(1, 6, generator=torch.Generator().manual_seed(0))
+    on_tool, on_action = torch.zeros(1, 6), torch.zeros(1, 6)
+    on_tool[0, 3], on_tool[0, 5] = 1.0, 2.0
+    on_action[0, 1], on_action[0, 4] = 1.0, 2.0
+    for given, expected in zip(
+        compute_gae_advantage_return(on_tool, values, mask, 0.9, 0.8),
+        compute_gae_advantage_return(on_action, values, mask, 0.9, 0.8),
+        strict=True,
+    ):
+        torch.testing.assert_close(given, expected)
+    with pytest.raises(ValueError, match="before the first token"):
+        compute_gae_advantage_return(on_tool, values, torch.tensor([[0, 0, 0, 0, 1, 1]]), 0.9, 0.8)
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_reinforce_plus_plus_equals_a_loop(gaps: bool) -> None:
+    rewards, mask, _ = example(5, 70, gaps, seed=3)
+    slow = torch.zeros_like(rewards)
+    for row in range(5):
+        running = 0.0
+        for t in reversed(steps(mask, row)):
+            running = rewards[row, t].item() + 0.97 * running
+            slow[row, t] = running
+    advantages, returns = compute_reinforce_plus_plus_outcome_advantage(rewards, mask, gamma=0.97)
+    torch.testing.assert_close(returns, slow, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(advantages, whitened(slow, mask), rtol=1e-4, atol=1e-5)
+    undiscounted, _ = compute_reinforce_plus_plus_outcome_advantage(rewards, mask)
+    assert not torch.allclose(undiscounted, advantages)
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_remax_equals_a_loop(gaps: bool) -> None:
+    rewards, mask, _ = example(4, 20, gaps, seed=4)
+    baselines = torch.tensor([0.5, -1.0, 0.0, 2.0])
+    slow = torch.zeros_like(rewards)
+    for row in range(4):
+        for t in steps(mask, row):
+            slow[row, t] = sum(rewards[row, s].item() for s in steps(mask, row) if s >= t) - baselines[row]
+    advantages, returns = compute_remax_outcome_advantage(rewards, baselines, mask)
+    torch.testing.assert_close(advantages, slow, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(returns, (slow + baselines[:, None]) * mask, rtol=1e-5, atol=1e-5)
+
+
+def test_whitening() -> None:
+    values = torch.tensor([[1.0, 2.0, float("nan")], [4.0, float("inf"), 9.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1]])
+    kept = np.array([1.0, 2.0, 4.0, 9.0])
+    white = masked_whiten(values, mask)
+    np.testing.assert_allclose(white[mask.bool()].numpy(), (kept - 4) / kept.std(ddof=1), rtol=1e-6)
+    assert bool((white[mask == 0] == 0).all())
+    shifted = masked_whiten(values, mask, shift_mean=False)
+    assert shifted[mask.bool()].mean().item() == pytest.approx(4.0)
+    assert masked_var(values, mask).item() == pytest.approx(kept.var(ddof=1))
+    with pytest.raises(ValueError, match="selects no token"):
+        masked_whiten(values, torch.zeros_like(mask))
+
+
+def test_by_name_with_the_arguments_it_takes() -> None:
+    rewards, mask, values = example(4, 6, gaps=True)
+    index = np.array(["a", "a", "b", "b"])
+    by_name = compute_advantage(
+        "gae", token_level_rewards=rewards, response_mask=mask, index=index, values=values, gamma=0.9, lam=0.8
+    )
+    torch.testing.assert_close(by_name[0], compute_gae_advantage_return(rewards, values, mask, 0.9, 0.8)[0])
+    with pytest.raises(ValueError, match="'gae' needs values"):
+        compute_advantage("gae", token_level_rewards=rewards, response_mask=mask)
+    with pytest.raises(ValueError, match="'grpo' needs index"):
+        compute_advantage("grpo", token_level_rewards=rewards, response_mask=mask)
+    with pytest.raises(ValueError, match="'remax' needs reward_baselines"):
+        compute_advantage("remax", token_level_rewards=rewards, response_mask=mask)
+    with pytest.raises(ValueError, match="did you mean 'grpo'"):
+        get_adv_estimator_fn("grop")
+    without_std = compute_advantage(
+        "grpo",
+        token_level_rewards=rewards,
+        response_mask=mask,
+        index=index,
+        config=type("C", (), {"norm_adv_by_std_in_grpo": False}),
+    )
+    with_std = compute_advantage("grpo", token_level_rewards=rewards, response_mask=mask, index=index)
+    assert not torch.allclose(without_std[0], with_std[0])
+
+
+def test_the_field_is_there() -> None:
+    assert set(ADVANTAGE_ESTIMATORS) >= {
+        "gae",
+        "grpo",
+        "grpo_vectorized",
+        "grpo_passk",
+        "gdpo",
+        "rloo",
+        "rloo_vectorized",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "remax",
+        "opo",
+        "gpg",
+        "optimal_token_baseline",
+        "tir_optimal_token_baseline",
+    }
+
+
+def test_a_registered_estimator_is_run_by_name() -> None:
+    @register_adv_est("test_only_estimator")
+    def mine(token_level_rewards: torch.Tensor, **extra: object) -> tuple[torch.Tensor, torch.Tensor]:
+        assert "response_mask" in extra
+        return token_level_rewards, token_level_rewards
+
+    rewards = torch.ones(1, 2)
+    assert compute_advantage("test_only_estimator", token_level_rewards=rewards, response_mask=rewards)[0] is rewards
+    del ADVANTAGE_ESTIMATORS._functions["test_only_estimator"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
+def test_bad_rewards_are_refused_with_their_place(name: str, bad: float) -> None:
+    rewards, mask, values = example(4, 6, gaps=False)
+    rewards[2, 0] = bad
+    arguments = {
+        "response_mask": mask,
+        "index": np.array([0, 0, 1, 1]),
+        "values": values,
+        "reward_baselines": torch.zeros(4),
+        "old_log_probs": -torch.ones(4, 6),
+        "sum_pi_squared": torch.ones(4, 6),
+    }
+    with pytest.raises(ValueError, match=r"token_level_rewards has 1 non-finite values, .* at \(2, 0\)"):
+        compute_advantage(name, token_level_rewards=rewards, **arguments)
+    rewards[2, 0] = 0.0
+    compute_advantage(name, token_level_rewards=rewards, **arguments)
+    with pytest.raises(ValueError, match="selects no token"):
+        compute_advantage(name, token_level_rewards=rewards, **{**arguments, "response_mask": torch.zeros_like(mask)})
+    with pytest.raises(ValueError, match="shape"):
+        compute_advantage(name, token_level_rewards=rewards[:, :5], **arguments)
+
+
+def test_bad_values_are_refused() -> None:
+    rewards, mask, values = example(3, 4, gaps=False)
+    values[0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"values has 1 non-finite values, the first is nan at \(0, 0\)"):
+        compute_gae_advantage_return(rewards, values, mask, 1.0, 1.0)

@@ -1,0 +1,94 @@
+"""What several rooms' tests share: one thread, tiny models of several families, a character tokenizer."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from meshrl.models.tiny import char_tokenizer, make_tiny_model
+from meshrl.parallel.attention import ATTENTION_NAME
+
+torch.set_num_threads(1)
+
+ALPHABET = "0123456789abc>+= \n"
+# ChatML, as many models have it.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SHAPE: dict[str, Any] = {
+    "vocab_size": 41,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    # Large, so that a wrongly placed token changes the logits by far more than rounding does.
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+WINDOW = 4
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    # One layer looks back over all of the document, the other over a window.
+    "qwen3_mixed": (
+        "Qwen3Config",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    ),
+}
+
+MakeModel = Callable[..., PreTrainedModel]
+
+
+def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
+    name, fields = FAMILIES[family]
+    return getattr(transformers, name)(**(SHAPE | fields | overrides))
+
+
+@pytest.fixture(scope="session")
+def make_lm() -> MakeModel:
+    """A model of a family with fixed random weights: `make_lm("qwen3")` runs with our attention, others by name."""
+
+    def make(family: str, attention: str = ATTENTION_NAME, **overrides: Any) -> PreTrainedModel:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            config = tiny_config(family, **overrides)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+
+    return make
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, no chat template."""
+    return char_tokenizer(ALPHABET)
+
+
+@pytest.fixture
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character or role mark, with a chat template that never renders a turn twice differently."""
+    made = char_tokenizer(ALPHABET + "defghijklmnopqrstuvwxyz")
+    made.add_special_tokens({"additional_special_tokens": ["<system>", "<user>", "<assistant>"]})
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+@pytest.fixture(scope="session")
+def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the demo's kind of model and tokenizer. Shared: do not write into it."""
+    return make_tiny_model(tmp_path_factory.mktemp("tiny"), ALPHABET, num_hidden_layers=2, hidden_size=32)

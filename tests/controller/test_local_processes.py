@@ -1,0 +1,275 @@
+"""What only the local backend promises: the ends of the controller, its memory, and how workers are started."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from controller_workers import Probe, has_ended
+
+from meshrl.controller import (
+    ClassWithInitArgs,
+    Deadlines,
+    ResourcePool,
+    WorkerDied,
+    WorkerError,
+    create_worker_group,
+)
+from meshrl.controller.nursery import get_nursery
+from meshrl.data.proto import DataProto
+
+HERE = Path(__file__).parent
+
+
+def start(world_size=2, deadlines=None, **kwargs):
+    pool = ResourcePool([world_size], use_gpu=False)
+    return create_worker_group(pool, ClassWithInitArgs(Probe, **kwargs), deadlines=deadlines, in_process=False)
+
+
+def run_script(tmp_path, text, **options):
+    script = tmp_path / "user_script.py"
+    script.write_text(text)
+    env = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options
+    )
+
+
+CONTROLLER = """
+import subprocess, sys, time
+from controller_workers import Probe
+from meshrl.controller import ClassWithInitArgs, ResourcePool, create_worker_group
+
+if __name__ == "__main__":
+    group = create_worker_group(ResourcePool([3], use_gpu=False), ClassWithInitArgs(Probe))
+    group.all_reduce()
+    helper = subprocess.Popen(["sleep", "300"], close_fds=False, stdout=-3, stderr=-3)  # holds a copy of every socket of ours
+    print(helper.pid, *[told["pid"] for told in group.about()], flush=True)
+    group.{call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "call"),
+    [
+        (signal.SIGKILL, "stuck_in_collective()"),
+        (signal.SIGINT, "sleep(300)"),
+        (None, "broadcast(1)"),
+    ],
+)
+def test_workers_end_with_the_controller(tmp_path, sent, call):
+    process = run_script(tmp_path, CONTROLLER.replace("{call}", call))
+    helper, *pids = [int(pid) for pid in process.stdout.readline().split()]
+    parent = psutil.Process(pids[0]).ppid()
+    try:
+        assert len(pids) == 3
+        if sent is not None:
+            time.sleep(0.3)
+            assert not any(has_ended(pid, within=0.01) for pid in pids)
+            process.send_signal(sent)
+        assert all(has_ended(pid) for pid in [*pids, parent])
+        errors = process.communicate(timeout=20)[1] if sent is signal.SIGINT else ""
+        assert process.wait(20) == (0 if sent is None else -sent)
+        if sent is signal.SIGINT:
+            assert "KeyboardInterrupt" in errors
+    finally:
+        os.kill(helper, signal.SIGKILL)
+        process.kill()
+        process.communicate()
+
+
+def test_memory_of_the_controller_stays_flat():
+    """200 steps of 100 MB there and back."""
+    rows = 100
+    source = DataProto.from_dict({"x": torch.ones(rows, 131_072), "y": torch.ones(rows, 131_072)})
+    assert sum(value.nbytes for value in source.batch.values()) >= 100 * 2**20
+    me = psutil.Process()
+    with start(2) as group:
+        workers = [psutil.Process(told["pid"]) for told in group.about()]
+        sizes, fds, worker_sizes = [], [], []
+        for step in range(200):
+            result = group.echo(source)
+            del result
+            if step % 20 == 19:
+                sizes.append(me.memory_info().rss / 2**20)
+                fds.append(me.num_fds())
+                worker_sizes.append(max(worker.memory_info().rss for worker in workers) / 2**20)
+    assert max(sizes[1:]) - sizes[0] < 50, sizes
+    assert max(worker_sizes[1:]) - worker_sizes[0] < 50, worker_sizes
+    assert max(fds[1:]) - fds[0] <= 2, fds
+
+
+def test_nothing_is_left_in_shared_memory_or_on_disk_when_all_is_killed(tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    with start(2) as group:
+        future = group.slow_shard(DataProto.from_dict({"x": torch.zeros(4, 1_000_000)}), 30)
+        for told_pid in [rank.pid for rank in group._backend._ranks]:
+            os.kill(told_pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            future.get(10)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_death_tells_how(tmp_path):
+    with start(2) as group, pytest.raises(WorkerDied, match="exited with code 41") as caught:
+        group.exit_with(41)
+    assert (caught.value.exitcode, caught.value.rank) == (41, 0)
+    with start(2) as group:
+        pid = group.about()[1]["pid"]
+        waiting = group.sleep_later(30)
+        os.kill(pid, signal.SIGSEGV)
+        with pytest.raises(WorkerDied, match=r"signal 11 \(SIGSEGV\)") as caught:
+            waiting.get(10)
+        assert "controller_workers.py" in str(caught.value)  # where it was, from the crash dump
+        assert (caught.value.exitcode, caught.value.pid) == (-11, pid)
+
+
+def test_a_kill_is_reported_within_a_second():
+    with start(4) as group:
+        pids = [told["pid"] for told in group.about()]
+        waiting = group.sleep_later(30)
+        time.sleep(0.2)
+        began = time.monotonic()
+        os.kill(pids[2], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=r"rank 2 .*signal 9 \(SIGKILL\).*out-of-memory"):
+            waiting.get(10)
+        assert time.monotonic() - began < 1
+
+
+def test_a_worker_whose_socket_is_held_by_its_child_is_still_found_dead():
+    with start(2) as group:
+        pid = group.about()[0]["pid"]
+        group.execute_rank(0, "fork_a_sleeper")
+        waiting = group.sleep_later(30)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            waiting.get(5)
+
+
+def test_a_group_that_nobody_holds_ends():
+    group = start(2)
+    pids = [told["pid"] for told in group.about()]
+    del group
+    gc.collect()
+    assert all(has_ended(pid) for pid in pids)
+
+
+def test_views_keep_the_workers_alive():
+    from controller_workers import Counter
+
+    from meshrl.controller import create_colocated_worker_cls
+
+    spec = create_colocated_worker_cls({"critic": ClassWithInitArgs(Counter, 1)})
+    views = create_worker_group(ResourcePool([2], use_gpu=False), spec).spawn()
+    gc.collect()
+    assert [count for count, _, _ in views["critic"].add(1)] == [2, 2]
+    views["critic"].shutdown()
+
+
+def test_starting_again_is_quick_and_survives_the_loss_of_the_nursery():
+    with start(2):
+        pass
+    began = time.monotonic()
+    with start(4) as group:
+        assert group.world_size == 4
+    assert time.monotonic() - began < 2
+    nursery = get_nursery()
+    with start(2) as group:
+        os.kill(nursery._process.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="exit code is unknown"):
+            group.sleep(30)
+    with start(2) as group:
+        assert group.broadcast(1) == [(0, 1), (1, 1)]
+
+
+def test_start_deadline():
+    with pytest.raises(TimeoutError, match=r"__init__ on 'actor' has not finished after 1\.\d s \(deadline: 1 s\)"):
+        start(2, deadlines=Deadlines(start=1), sleep_in_init=30)
+
+
+def test_cores_are_shared_unless_the_user_says_otherwise(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    with start(2) as group:
+        assert [told["threads"] for told in group.about()] == [3, 3]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    with start(2) as group:
+        cores = len(os.sched_getaffinity(0))
+        assert [told["threads"] for told in group.about()] == [max(1, cores // 2)] * 2
+
+
+SCRIPT = """
+from meshrl.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, create_worker_group, register
+print("the script runs as", __name__, flush=True)
+
+class Mine(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def hello(self):
+        return f"hello from {self.rank}"
+
+if __name__ == "__main__":
+    with create_worker_group(ResourcePool([2], use_gpu=False), ClassWithInitArgs(Mine)) as group:
+        print(group.hello())
+"""
+
+
+def test_a_class_of_the_users_script_is_found(tmp_path):
+    out, err = run_script(tmp_path, SCRIPT).communicate(timeout=60)
+    assert "['hello from 0', 'hello from 1']" in out, err
+    assert out.count("the script runs as __mp_main__") == 2
+
+
+def test_the_users_script_is_not_run_again_for_an_imported_class(tmp_path):
+    text = SCRIPT.replace("class Mine(Worker)", "class Other(Worker)").replace("(Mine)", "(Probe)")
+    text = "from controller_workers import Probe\n" + text.replace("group.hello()", "group.broadcast(7)")
+    out, err = run_script(tmp_path, text).communicate(timeout=60)
+    assert "[(0, 7), (1, 7)]" in out, err
+    assert out.count("the script runs as") == 1
+
+
+def test_an_interactive_class_is_refused_with_advice(tmp_path):
+    code = SCRIPT
+    env = {**os.environ, "PYTHONPATH": str(HERE)}
+    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, env=env, timeout=60)
+    assert "worker class Mine is defined in an interactive session" in done.stderr
+
+
+def test_more_nodes_than_one_need_ray():
+    with pytest.raises(ValueError, match=r"spans 2 nodes and the local backend has one: set trainer.nnodes=1"):
+        create_worker_group(ResourcePool([1, 1], use_gpu=True), ClassWithInitArgs(Probe))
+
+
+def test_each_rank_sees_the_gpus_of_its_pool(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    _, right = ResourcePool([4], use_gpu=True).split([1, 3])
+    with create_worker_group(right, ClassWithInitArgs(Probe)) as group:
+        assert group.execute_all("variable", "CUDA_VISIBLE_DEVICES") == ["5,6,7"] * 3
+        assert [told["info"][2] for told in group.about()] == [0, 1, 2]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(ValueError, match=r"needs GPUs \[1, 2, 3\], but CUDA_VISIBLE_DEVICES=4,5 shows 2"):
+        create_worker_group(right, ClassWithInitArgs(Probe))
+
+
+def test_in_process_errors_keep_their_cause():
+    group = create_worker_group(ResourcePool([1], use_gpu=False), ClassWithInitArgs(Probe))
+    with pytest.raises(WorkerError) as caught:
+        group.fail([0])
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_ray_is_not_imported_and_its_absence_is_explained():
+    code = (
+        "import sys, meshrl.controller as c\n"
+        "assert 'ray' not in sys.modules\n"
+        "sys.modules['ray'] = None\n"
+        "from controller_workers import Probe\n"
+        "c.create_worker_group(c.ResourcePool([2], use_gpu=False), c.ClassWithInitArgs(Probe), backend='ray')\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(HERE)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    assert "ImportError: the Ray backend needs Ray: pip install 'meshrl[ray]'" in done.stderr
