@@ -3,7 +3,8 @@
     python benchmarks/dataproto.py [--rows 1024] [--cols 8192] [--repeats 5]
 
 The batch has 3 int64 fields, 4 float32 fields and 2 object fields. "Plain" is a dict of tensors and lists with torch's
-own operations, and in-band pickle. Every figure is the best of `--repeats` runs, the sides taking turns, one process.
+own operations, and in-band pickle. Every figure is the best of `--repeats` runs, the sides taking turns, in one process
+but for the row that dispatches.
 A ratio above 1 means that DataProto is faster.
 """
 
@@ -11,10 +12,12 @@ import argparse
 import gc
 import io
 import itertools
+import multiprocessing
 import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from meshrl.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, create_worker_group, register
 from meshrl.data.proto import DataProto
 from meshrl.data.serialize import dumps, loads
 
@@ -133,8 +137,60 @@ def serialise_rows(sides: Sides) -> list[Row]:
     ]
 
 
-# The sections of the table; one that dispatches to worker processes goes here as another function of the sides.
-SECTIONS: tuple[Callable[[Sides], list[Row]], ...] = (container_rows, serialise_rows)
+class Echo(Worker):
+    """Returns what it gets."""
+
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def echo(self, data: DataProto) -> DataProto:
+        """The shard itself."""
+        return data
+
+
+def plain_echo(connection: Connection) -> None:
+    """The plain way's worker: pickles through a pipe."""
+    while (received := connection.recv_bytes()) != b"":
+        connection.send_bytes(pickle.dumps(pickle.loads(received)))
+
+
+def plain_dispatch(connections: list[Connection], batch: dict[str, Any]) -> dict[str, Any]:
+    """Chunk, send, receive, concatenate. Rows are cloned: torch pickles the whole storage of a view."""
+    for connection, part in zip(connections, plain_chunk(batch), strict=True):
+        own = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in part.items()}
+        connection.send_bytes(pickle.dumps(own))
+    return plain_concat([pickle.loads(connection.recv_bytes()) for connection in connections])
+
+
+def dispatch_rows(sides: Sides) -> list[Row]:
+    """Dispatch to worker processes that return what they get, and collect."""
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(PARTS)]
+    processes = [context.Process(target=plain_echo, args=(theirs,), daemon=True) for _, theirs in pipes]
+    for process in processes:
+        process.start()
+    connections = [ours for ours, _ in pipes]
+    pool = ResourcePool([PARTS], use_gpu=False)
+    try:
+        with create_worker_group(pool, ClassWithInitArgs(Echo)) as group:
+            result = group.echo(sides.ours)  # both sides warm, and nothing lost on the way
+            plain = plain_dispatch(connections, sides.plain)
+            tensors = [key for key, value in sides.plain.items() if isinstance(value, torch.Tensor)]
+            assert all(torch.equal(result.batch[key], sides.plain[key]) for key in tensors)
+            assert all(torch.equal(plain[key], sides.plain[key]) for key in tensors)
+            del result, plain
+            return [
+                sides.measure(
+                    f"dispatch to {PARTS} workers, collect",
+                    ours=lambda: group.echo(sides.ours),
+                    plain=lambda: plain_dispatch(connections, sides.plain),
+                )
+            ]
+    finally:
+        for connection in connections:
+            connection.send_bytes(b"")
+
+
+# The sections of the table.
+SECTIONS: tuple[Callable[[Sides], list[Row]], ...] = (container_rows, serialise_rows, dispatch_rows)
 
 
 def make_fields(rows: int, cols: int) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]]]:

@@ -168,7 +168,18 @@ def run_trl(folder: Path, steps: int, seed: int) -> dict[str, float]:
 
 def in_own_process(side: str, folder: Path, steps: int, seed: int) -> dict[str, float] | None:
     """Runs one side in a fresh process with one thread; None if it cannot run here."""
-    command = [sys.executable, __file__, "--side", side, "--folder", str(folder), "--steps", str(steps), "--seed", str(seed)]
+    command = [
+        sys.executable,
+        __file__,
+        "--side",
+        side,
+        "--folder",
+        str(folder),
+        "--steps",
+        str(steps),
+        "--seed",
+        str(seed),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     if done.returncode:
@@ -188,14 +199,21 @@ def show(results: dict[str, dict[str, float] | None]) -> None:
     for side, r in results.items():
         cells = ["–"] * 4
         if r:
-            cells = [f"{r['cpu_per_step']:.3f}", f"{r['tokens_per_s']:,.0f}", f"{r['peak_mib']:,.0f}", f"{r['accuracy']:.3f}"]
+            cells = [
+                f"{r['cpu_per_step']:.3f}",
+                f"{r['tokens_per_s']:,.0f}",
+                f"{r['peak_mib']:,.0f}",
+                f"{r['accuracy']:.3f}",
+            ]
         table.add_row(side, *cells)
     console = Console()
     console.print(table)
     ours, theirs = results.get("meshrl"), results.get("trl")
     if ours and theirs:
         ratio = ours["cpu_per_step"] / theirs["cpu_per_step"]
-        console.print(f"meshrl takes {ratio:.3f} of TRL's CPU time a step ({1 / ratio:.1f}x faster); target: at most 1/3")
+        console.print(
+            f"meshrl takes {ratio:.3f} of TRL's CPU time a step ({1 / ratio:.1f}x faster); target: at most 1/3"
+        )
 
 
 def main() -> None:

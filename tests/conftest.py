@@ -1,21 +1,23 @@
-"""What several rooms' tests share: one thread, tiny models of several families, a character tokenizer."""
+"""What several rooms' tests share: one thread, tiny models of several families, a character tokenizer.
+
+Transformers is imported where it is used: most tests do without it, and it takes seconds.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from meshrl.models.tiny import char_tokenizer, make_tiny_model
-from meshrl.parallel.attention import ATTENTION_NAME
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 torch.set_num_threads(1)
 
 ALPHABET = "0123456789abc>+= \n"
-# ChatML, as many models have it.
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -52,23 +54,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-MakeModel = Callable[..., PreTrainedModel]
-
-
-def tiny_config(family: str, **overrides: Any) -> PretrainedConfig:
-    name, fields = FAMILIES[family]
-    return getattr(transformers, name)(**(SHAPE | fields | overrides))
-
 
 @pytest.fixture(scope="session")
-def make_lm() -> MakeModel:
+def make_lm() -> Callable[..., PreTrainedModel]:
     """A model of a family with fixed random weights: `make_lm("qwen3")` runs with our attention, others by name."""
+    import transformers
+
+    from meshrl.parallel.attention import ATTENTION_NAME
 
     def make(family: str, attention: str = ATTENTION_NAME, **overrides: Any) -> PreTrainedModel:
+        name, fields = FAMILIES[family]
+        config = getattr(transformers, name)(**(SHAPE | fields | overrides))
         with torch.random.fork_rng():
             torch.manual_seed(7)
-            config = tiny_config(family, **overrides)
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=attention
+            )
+        return model.eval()
 
     return make
 
@@ -76,12 +78,16 @@ def make_lm() -> MakeModel:
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token a character, no chat template."""
+    from meshrl.models.tiny import char_tokenizer
+
     return char_tokenizer(ALPHABET)
 
 
 @pytest.fixture
 def chat_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character or role mark, with a chat template that never renders a turn twice differently."""
+    from meshrl.models.tiny import char_tokenizer
+
     made = char_tokenizer(ALPHABET + "defghijklmnopqrstuvwxyz")
     made.add_special_tokens({"additional_special_tokens": ["<system>", "<user>", "<assistant>"]})
     made.chat_template = CHAT_TEMPLATE
@@ -91,4 +97,6 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the demo's kind of model and tokenizer. Shared: do not write into it."""
+    from meshrl.models.tiny import make_tiny_model
+
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), ALPHABET, num_hidden_layers=2, hidden_size=32)

@@ -5,6 +5,7 @@ Every estimator takes [batch, response_length] tensors and returns `(advantages,
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from meshrl.algorithms.checks import check_finite, check_length, check_matrix, check_not_empty
-from meshrl.algorithms.masked import masked_whiten
+from meshrl.algorithms.masked import masked_whiten, row_blocks
 from meshrl.algorithms.recurrence import TokenCompaction, discounted_suffix_sum
 from meshrl.algorithms.registry import Registry
 
@@ -84,7 +85,10 @@ def outcome_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tenso
 
 def to_tokens(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """Each sample's number on each of its response tokens, zero elsewhere."""
-    return scores[:, None] * response_mask.to(scores.dtype)
+    tokens = torch.empty(response_mask.shape, dtype=scores.dtype, device=scores.device)
+    for rows in row_blocks(tokens):
+        torch.mul(scores[rows, None], response_mask[rows].to(scores.dtype), out=tokens[rows])
+    return tokens
 
 
 @register_adv_est("gae")
@@ -98,17 +102,23 @@ def compute_gae_advantage_return(
 ) -> Advantages:
     """Generalised advantage estimation (arXiv:1506.02438), whitened over the batch's tokens; returns are not."""
     check_matrix(token_level_rewards=token_level_rewards, values=values, response_mask=response_mask)
-    tokens = TokenCompaction(response_mask)
-    outcome_scores(token_level_rewards, tokens.mask)
-    own_values = tokens.compact(values.float())
-    deltas = tokens.compact_rewards(token_level_rewards.float()).sub_(own_values)
-    deltas[:, :-1].add_(own_values[:, 1:], alpha=gamma)
-    advantages = tokens.spread(discounted_suffix_sum(deltas, gamma * lam))
-    returns = tokens.spread(own_values) + advantages
-    if not bool(torch.isfinite(returns.sum())):
-        check_finite("values", values, tokens.mask)
+    outcome_scores(token_level_rewards, response_mask)
+    weight = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+    advantages, returns = torch.empty_like(weight), torch.empty_like(weight)
+    for rows in row_blocks(weight):
+        weight[rows] = response_mask[rows]
+        tokens = TokenCompaction(weight[rows])
+        own_values = tokens.compact(values[rows].float())
+        # The return of GAE is R_t = r_t + gamma ((1 - lam) V_{t+1} + lam R_{t+1}), and the advantage is R_t - V_t.
+        targets = tokens.compact_rewards(token_level_rewards[rows].float())
+        targets[:, :-1].add_(own_values[:, 1:], alpha=gamma * (1.0 - lam))
+        found = discounted_suffix_sum(targets, gamma * lam)
+        returns[rows] = tokens.spread(found)
+        advantages[rows] = tokens.spread(found.sub_(own_values))
+    if not math.isfinite(float(advantages.sum())):
+        check_finite("values", values, response_mask)
         check_finite("returns", returns)
-    return masked_whiten(advantages, tokens.mask), returns
+    return masked_whiten(advantages, weight), returns
 
 
 @register_adv_est("reinforce_plus_plus")

@@ -16,7 +16,7 @@ from meshrl.algorithms.masked import masked_whiten
 
 def _normalised(scores: torch.Tensor, groups: Groups, epsilon: float, by_std: bool) -> torch.Tensor:
     centered = groups.centered(scores)
-    return centered / (groups.std(scores) + epsilon) if by_std else centered
+    return centered / (groups.std(centered) + epsilon) if by_std else centered
 
 
 def _whitened(scores: torch.Tensor, response_mask: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -38,7 +38,6 @@ def compute_grpo_outcome_advantage(
     config: Any = None,
 ) -> Advantages:
     """GRPO (arXiv:2402.03300): (score - group mean) / (group std + epsilon); without the std it is Dr.GRPO's."""
-    response_mask = response_mask.bool()
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
     advantages = to_tokens(_normalised(scores, groups, epsilon, norm_adv_by_std_in_grpo), response_mask)
@@ -56,7 +55,6 @@ def compute_grpo_passk_outcome_advantage(
     config: Any = None,
 ) -> Advantages:
     """Pass@k (arXiv:2503.19595): only the best of a group has an advantage, its lead over the second best."""
-    response_mask = response_mask.bool()
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
     # Sorted by group, then by falling score: the first of each run is the best, the next one the second best.
@@ -68,7 +66,7 @@ def compute_grpo_passk_outcome_advantage(
     advantages = torch.zeros_like(scores)
     advantages[best] = lead
     if norm_adv_by_std_in_grpo:
-        advantages = advantages / (groups.std(scores) + epsilon)
+        advantages = advantages / (groups.std(groups.centered(scores)) + epsilon)
     tokens = to_tokens(advantages, response_mask)
     return tokens, tokens
 
@@ -91,7 +89,6 @@ def compute_gdpo_outcome_advantage(
     The components are `reward_components` (name -> [batch] numbers) or the keys `config.gdpo_reward_keys` of
     `non_tensor_batch`; without either, the whole reward is the only component.
     """
-    response_mask = response_mask.bool()
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
     components = _reward_components(scores, config, non_tensor_batch, reward_components)
@@ -144,7 +141,6 @@ def compute_rloo_outcome_advantage(
     config: Any = None,
 ) -> Advantages:
     """RLOO (arXiv:2402.14740): score minus the mean of the group's other samples. `epsilon` is not used."""
-    response_mask = response_mask.bool()
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
     size = groups.size_of_sample
@@ -166,7 +162,6 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
     `epsilon` is not used.
     """
-    response_mask = response_mask.bool()
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
     advantages = _whitened(groups.centered(scores), response_mask, groups)
@@ -183,10 +178,9 @@ def compute_opo_outcome_advantage(
     config: Any = None,
 ) -> Advantages:
     """OPO (arXiv:2505.23585): score minus the group's mean weighted by response length. `epsilon` is not used."""
-    response_mask = response_mask.bool()
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
-    lengths = response_mask.sum(-1, dtype=torch.float32)
+    lengths = response_mask.sum(-1).float()
     offset = scores - groups.first(scores)
     baseline = (groups.sum(lengths * offset) / groups.sum(lengths).clamp(min=1))[groups.of_sample]
     advantages = to_tokens(offset - baseline, response_mask)
@@ -209,7 +203,6 @@ def compute_gpg_outcome_advantage(
     `alpha` defaults to samples / samples with a non-zero score, which keeps the gradient's size when many are zero.
     `epsilon` is not used.
     """
-    response_mask = response_mask.bool()
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
     if alpha is None:

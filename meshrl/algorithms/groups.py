@@ -27,7 +27,8 @@ class Groups:
         check_length("index", len(index), batch)
         ids = index.tolist() if hasattr(index, "tolist") else list(index)
         numbers: dict[Any, int] = {}
-        of_sample = torch.tensor([numbers.setdefault(i, len(numbers)) for i in ids], dtype=torch.int64, device=device)
+        found = np.fromiter((numbers.setdefault(i, len(numbers)) for i in ids), dtype=np.int64, count=batch)
+        of_sample = torch.from_numpy(found).to(device)
         return cls(of_sample, torch.bincount(of_sample, minlength=len(numbers)))
 
     @property
@@ -61,9 +62,9 @@ class Groups:
         first.scatter_reduce_(0, self.of_sample, positions, reduce="amin")
         return values[first][self.of_sample]
 
-    def std(self, values: torch.Tensor) -> torch.Tensor:
-        """The sample standard deviation (n - 1) of its group, for each sample; 0 in a group of one."""
-        squares = self.sum(self.centered(values).square())
+    def std(self, centered: torch.Tensor) -> torch.Tensor:
+        """The sample standard deviation (n - 1) of its group, for each of the centered samples; 0 in a group of one."""
+        squares = self.sum(centered.square())
         return (squares / (self.sizes - 1).clamp(min=1)).sqrt()[self.of_sample]
 
 

@@ -1,8 +1,13 @@
 """Sums, means and whitening over the set elements of a mask. What stands under a zero of the mask never matters."""
 
+import math
+from collections.abc import Iterator
+
 import torch
 
 from meshrl.algorithms.checks import check_not_empty
+
+BLOCK_ELEMENTS = 2**17  # half a megabyte of float32
 
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
@@ -24,25 +29,42 @@ def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) 
     return squares / (count - 1 if unbiased else count).clamp(min=1)
 
 
-def zero_outside(values: torch.Tensor, mask: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The values where `mask` is set and 0 elsewhere; `weight` is the mask as float.
+def zero_outside(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The values where `weight`, a mask as float, is 1, and 0 elsewhere.
 
     On a CPU the product is ten times as fast as a selection, but it keeps NaN and inf; only then a selection is made.
     """
     product = values * weight
-    if bool(torch.isfinite(product.sum())):
+    if math.isfinite(float(product.sum())):
         return product
-    return values.masked_fill(~mask, 0.0)
+    return values.masked_fill(weight == 0, 0.0)
+
+
+def row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
+    """Slices of rows small enough for a CPU's cache, where a chain of operations is several times as fast; on other
+    devices all rows at once."""
+    rows, columns = matrix.shape
+    step = max(BLOCK_ELEMENTS // max(columns, 1), 1) if matrix.device.type == "cpu" else max(rows, 1)
+    for start in range(0, rows, step):
+        yield slice(start, start + step)
 
 
 def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True, eps: float = 1e-8) -> torch.Tensor:
-    """Scale the set elements to variance 1 and, with `shift_mean`, mean 0. Masked elements come back as 0."""
+    """Scale the set elements to variance 1 and, with `shift_mean`, mean 0. Masked elements come back as 0.
+
+    `values` and `mask` are matrices.
+    """
     check_not_empty(mask, "mask")
-    mask = mask.bool()
-    weight = mask.to(values.dtype)
-    count = torch.count_nonzero(mask)
-    mean = zero_outside(values, mask, weight).sum() / count
-    centered = zero_outside(values - mean, mask, weight)
-    variance = torch.linalg.vector_norm(centered).square() / (count - 1).clamp(min=1)
-    whitened = centered * torch.rsqrt(variance + eps)
-    return whitened if shift_mean else whitened + mean * weight
+    count = total = squares = 0.0
+    whitened = torch.empty_like(values)
+    for rows in row_blocks(values):
+        weight = mask[rows].to(values.dtype)
+        kept = zero_outside(values[rows], weight)
+        whitened[rows] = kept
+        count, total = count + float(weight.sum()), total + float(kept.sum())
+    mean = total / count
+    for rows in row_blocks(values):
+        centered = whitened[rows].sub_(mean).mul_(mask[rows].to(values.dtype))
+        squares += float(torch.linalg.vector_norm(centered)) ** 2
+    whitened *= 1.0 / math.sqrt(squares / max(count - 1, 1) + eps)
+    return whitened if shift_mean else whitened.add_(mask.to(values.dtype), alpha=mean)

@@ -1,10 +1,12 @@
 """x_t + d * x_{t+1} + d^2 * x_{t+2} + ... for whole matrices at once, and the same over the set tokens of a mask."""
 
+from functools import lru_cache
+
 import torch
 
 from meshrl.algorithms.masked import zero_outside
 
-CHUNK = 64
+CHUNK = 32
 
 
 def discounted_suffix_sum(values: torch.Tensor, discount: float) -> torch.Tensor:
@@ -15,27 +17,25 @@ def discounted_suffix_sum(values: torch.Tensor, discount: float) -> torch.Tensor
     """
     rows, length = values.shape
     if length <= CHUNK:
-        return values @ _power_matrix(length, discount, values)
+        return values @ _power_matrix(length, discount, values.dtype, values.device)
     chunks = -(-length // CHUNK)
-    padded = torch.nn.functional.pad(values, (0, chunks * CHUNK - length))
-    inside = (padded.reshape(rows * chunks, CHUNK) @ _power_matrix(CHUNK, discount, values)).reshape(
-        rows, chunks, CHUNK
-    )
+    padded = values if length % CHUNK == 0 else torch.nn.functional.pad(values, (0, chunks * CHUNK - length))
+    matrix = _power_matrix(CHUNK, discount, values.dtype, values.device)
+    inside = (padded.reshape(rows * chunks, CHUNK) @ matrix).view(rows, chunks, CHUNK)
     from_here = discounted_suffix_sum(inside[:, :, 0].contiguous(), discount**CHUNK)
-    powers = _powers(torch.arange(CHUNK, 0, -1, device=values.device), discount, values)
+    # discount ** (CHUNK - t) for the t-th place of a chunk: the first column, once more discounted, the other way round.
+    powers = matrix[:, 0].flip(0) * discount
     inside[:, :-1].addcmul_(from_here[:, 1:, None], powers)
-    return inside.reshape(rows, chunks * CHUNK)[:, :length]
+    return inside.view(rows, chunks * CHUNK)[:, :length]
 
 
-def _power_matrix(size: int, discount: float, like: torch.Tensor) -> torch.Tensor:
+@lru_cache(maxsize=32)
+def _power_matrix(size: int, discount: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """M[s, t] = discount ** (s - t) for s >= t, else 0."""
-    steps = torch.arange(size, device=like.device)
+    steps = torch.arange(size, device=device)
     distance = steps[:, None] - steps[None, :]
-    return _powers(distance.clamp(min=0), discount, like).masked_fill(distance < 0, 0.0)
-
-
-def _powers(exponents: torch.Tensor, discount: float, like: torch.Tensor) -> torch.Tensor:
-    return torch.pow(torch.tensor(discount, dtype=torch.float64, device=like.device), exponents).to(like.dtype)
+    powers = torch.pow(torch.tensor(discount, dtype=torch.float64, device=device), distance.clamp(min=0))
+    return powers.masked_fill(distance < 0, 0.0).to(dtype)
 
 
 class TokenCompaction:
@@ -45,37 +45,37 @@ class TokenCompaction:
     """
 
     def __init__(self, mask: torch.Tensor) -> None:
-        self.mask = mask.bool()
-        self.weight = self.mask.float()
+        self.weight = mask.float()
         self._source: torch.Tensor | None = None  # places of the set tokens; None: they are at the left already
-        if bool((self.mask[:, 1:] > self.mask[:, :-1]).any()):
+        if mask.shape[1] > 1 and float((self.weight[:, 1:] - self.weight[:, :-1]).amax()) > 0:
             columns = torch.arange(mask.shape[1], device=mask.device)
-            at_left = columns < self.mask.sum(-1, keepdim=True)
+            at_left = columns < self.weight.sum(-1, keepdim=True)
             # Both list the same tokens in the same order, row by row.
-            self._source, self._target = self.mask.view(-1).nonzero().view(-1), at_left.view(-1).nonzero().view(-1)
+            self._source, self._target = mask.reshape(-1).nonzero().view(-1), at_left.view(-1).nonzero().view(-1)
 
     def compact(self, values: torch.Tensor) -> torch.Tensor:
         """Set tokens first, zeros after."""
         if self._source is None:
-            return zero_outside(values, self.mask, self.weight)
+            return zero_outside(values, self.weight)
         return _move(values, self._source, self._target)
 
     def compact_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         """Like compact, but what stands on an unset token goes to the last set token before it: a reward that the
         environment gives after an action belongs to that action."""
-        outside = rewards * (1.0 - self.weight)
-        if not bool(outside.any()):
-            return self.compact(rewards)
-        has_token = self.mask.any(-1, keepdim=True)
-        slot = self.mask.long().cumsum(-1) - 1
+        kept = rewards * self.weight
+        outside = rewards - kept
+        if not float(torch.linalg.vector_norm(outside)):
+            return kept if self._source is None else self.compact(rewards)
+        has_token = self.weight.any(-1, keepdim=True)
+        slot = self.weight.long().cumsum(-1) - 1
         if bool(((slot < 0) & has_token & (outside != 0)).any()):
             raise ValueError("token_level_rewards has a reward before the first token of a response (response_mask 1)")
         return torch.zeros_like(rewards).scatter_add_(1, slot.clamp(min=0), rewards * has_token)
 
     def spread(self, compacted: torch.Tensor) -> torch.Tensor:
-        """The inverse of compact: zeros on unset tokens."""
+        """The inverse of compact, for values that are zero after the set tokens: zeros on unset tokens."""
         if self._source is None:
-            return zero_outside(compacted, self.mask, self.weight)
+            return compacted
         return _move(compacted, self._target, self._source)
 
 

@@ -38,8 +38,8 @@ def compute_optimal_token_baseline_advantage(
     returns = _rewards_to_go(token_level_rewards, response_mask, tokens)
     energy = _path_energy(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
     groups = Groups.of(index, len(returns), returns.device)
-    baselines = _step_baselines(returns, energy, tokens.mask, groups, handle_zero_tail, epsilon)
-    return _without_single(returns - baselines, tokens.mask, groups), returns
+    baselines = _step_baselines(returns, energy, response_mask.bool(), groups, handle_zero_tail, epsilon)
+    return _without_single(returns - baselines, response_mask.bool(), groups), returns
 
 
 @register_adv_est("tir_optimal_token_baseline")
@@ -70,7 +70,7 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     baselines = _step_baselines(
         tokens.compact(returns), tokens.compact(energy), reached, groups, handle_zero_tail, epsilon
     )
-    return _without_single(returns - tokens.spread(baselines), tokens.mask, groups), returns
+    return _without_single(returns - tokens.spread(baselines), response_mask.bool(), groups), returns
 
 
 def _rewards_to_go(

@@ -38,7 +38,9 @@ class RunConfig:
     experiment_name: str = key("run", "Name of this run.")
     default_local_dir: str | None = key(None, "Folder of the run; null: outputs/PROJECT/EXPERIMENT.")
     logger: list[str] = key(["console", "file"], "Where metrics go.", choices=LOGGERS)
-    save_final_model: bool = key(True, "Write the trained model to model/ in the run's folder, for Hugging Face to load.")
+    save_final_model: bool = key(
+        True, "Write the trained model to model/ in the run's folder, for Hugging Face to load."
+    )
     nan_gradient: str = key(
         "skip",
         "When a gradient is not finite: skip that optimizer step and count it, or stop.",

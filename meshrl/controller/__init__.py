@@ -15,6 +15,7 @@ from meshrl.controller.dispatch import (
 )
 from meshrl.controller.errors import ControllerError, DeadlineError, GroupBrokenError, WorkerDied, WorkerError
 from meshrl.controller.futures import Future
+from meshrl.controller.nursery import warm_up
 from meshrl.controller.resource_pool import ResourcePool, ResourcePoolManager, Role
 from meshrl.controller.worker import ClassWithInitArgs, Worker, WorkerInfo
 from meshrl.controller.worker_group import WorkerGroup, create_worker_group
@@ -45,4 +46,5 @@ __all__ = [
     "register",
     "register_dispatch_mode",
     "update_dispatch_mode",
+    "warm_up",
 ]

@@ -56,6 +56,7 @@ class ProcessBackend:
         self._role = role
         self._deadlines = deadlines
         self._stopping = False
+        self._order = threading.Lock()  # all ranks get the calls of several threads in the same order
         self._ended = threading.Event()
         self._exits: queue.SimpleQueue[tuple[int, int | None]] = queue.SimpleQueue()
         self._book = CallBook(role, deadlines, self._kill_all, self._stacks_of)
@@ -82,7 +83,7 @@ class ProcessBackend:
         preload = sorted({cls.__module__ for cls in classes if cls.__module__.startswith("meshrl.")})
         for rank in range(self.world_size):
             ours, theirs = socket.socketpair()
-            seconds = int(self._deadlines.call)
+            seconds = max(1, int(self._deadlines.call))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
             record = _Rank(ours, anonymous_file())
             socket.send_fds(ours, [os.getpid().to_bytes(4, "little")], [record.stacks])
@@ -139,24 +140,26 @@ class ProcessBackend:
         receivers = Counter(id(value) for call in calls for value in _values(call))
         parcels: dict[int, Parcel] = {}  # each argument is packed once, however many ranks get it
         number: int | None = None
-        try:
-            for call in calls:
-                try:
-                    for value in _values(call):
-                        if id(value) not in parcels:
-                            parcels[id(value)] = Parcel.pack(value, receivers[id(value)], len(parcels) < MAX_FDS)
-                except Exception as error:
+        with self._order:
+            try:
+                for call in calls:
+                    try:
+                        for value in _values(call):
+                            if id(value) not in parcels:
+                                parcels[id(value)] = Parcel.pack(value, receivers[id(value)], len(parcels) < MAX_FDS)
+                    except Exception as error:
+                        if number is None:
+                            raise
+                        self._book.answer(number, call.rank, Failure.of(error))
+                        continue
                     if number is None:
-                        raise
-                    self._book.answer(number, call.rank, Failure.of(error))
-                    continue
-                if number is None:
-                    number = self._book.open(method, [each.rank for each in calls], future, limit=limit, direct=direct)
-                request = Request(number, method, len(call.args), list(call.kwargs), direct)
-                self._send_parcels(call.rank, request, [parcels[id(value)] for value in _values(call)])
-        finally:
-            for parcel in parcels.values():
-                parcel.close()
+                        ranks = [each.rank for each in calls]
+                        number = self._book.open(method, ranks, future, limit=limit, direct=direct)
+                    request = Request(number, method, len(call.args), list(call.kwargs), direct)
+                    self._send_parcels(call.rank, request, [parcels[id(value)] for value in _values(call)])
+            finally:
+                for parcel in parcels.values():
+                    parcel.close()
 
     def _send_parcels(self, rank: int, request: Request | None, parcels: list[Parcel]) -> None:
         record = self._ranks[rank]
@@ -307,7 +310,7 @@ def _pack_spec(spec: ClassWithInitArgs, receivers: int) -> tuple[Parcel, Script 
     main = sys.modules["__main__"]
     module_spec = getattr(main, "__spec__", None)
     path = getattr(main, "__file__", None)
-    if module_spec is None and path is None:
+    if module_spec is None and (path is None or not os.path.exists(path)):
         parcel.close()
         raise ValueError(
             f"worker class {in_script[0]} is defined in an interactive session, where worker processes cannot find it: "

@@ -34,8 +34,9 @@ class Nursery:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env
+                [sys.executable, "-P", "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env
             )
+        self._fork_lock = threading.Lock()  # one request at a time, so that each asker gets its own pid
         self._lock = threading.Lock()
         self._pids: list[int] = []
         self._arrived = threading.Condition(self._lock)
@@ -49,7 +50,7 @@ class Nursery:
     ) -> int:
         """Fork a worker that talks over `sock`; returns its pid. `on_exit` gets its exit code (-N: by signal N)."""
         request = pickle.dumps({"preload": list(preload), "sys_path": sys.path, "cwd": os.getcwd()})
-        with self._lock:
+        with self._fork_lock, self._lock:
             if not self.alive:
                 raise NurseryError("the nursery process has ended")
             socket.send_fds(self._control, [len(request).to_bytes(_SIZE_BYTES, "little") + request], [sock.fileno()])
@@ -103,6 +104,11 @@ def get_nursery() -> Nursery:
         if _nursery is None or not _nursery.alive:
             _nursery = Nursery()
         return _nursery
+
+
+def warm_up() -> None:
+    """Start the process that workers are forked from, without waiting for it: the first group then starts sooner."""
+    get_nursery()
 
 
 def _forget_nursery() -> None:

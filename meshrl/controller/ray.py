@@ -189,6 +189,7 @@ class RayBackend:
         self._deadlines = deadlines
         self._pool = pool
         self._stopping = False
+        self._order = threading.Lock()  # all ranks get the calls of several threads in the same order
         self._gone: set[int] = set()
         self._ended = threading.Event()
         self._events: queue.SimpleQueue[tuple[int | None, int, Any]] = queue.SimpleQueue()
@@ -204,13 +205,14 @@ class RayBackend:
         self.check()
         values = {id(value): value for call in calls for value in (*call.args, *call.kwargs.values())}
         refs = {key: ray.put(Sealed.of(value)) for key, value in values.items()}
-        number = self._book.open(method, [call.rank for call in calls], future, direct=direct)
-        for call in calls:
-            arguments = [refs[id(value)] for value in (*call.args, *call.kwargs.values())]
-            method_of = self._actors[call.rank].call
-            if direct:
-                method_of = method_of.options(concurrency_group="direct")
-            self._track(number, call.rank, method_of.remote(method, len(call.args), list(call.kwargs), *arguments))
+        with self._order:
+            number = self._book.open(method, [call.rank for call in calls], future, direct=direct)
+            for call in calls:
+                arguments = [refs[id(value)] for value in (*call.args, *call.kwargs.values())]
+                method_of = self._actors[call.rank].call
+                if direct:
+                    method_of = method_of.options(concurrency_group="direct")
+                self._track(number, call.rank, method_of.remote(method, len(call.args), list(call.kwargs), *arguments))
 
     def build(self, infos: list[WorkerInfo], envs: list[dict[str, str]], spec: bytes) -> None:
         """Make the workers in the actors."""

@@ -5,7 +5,7 @@ import socket
 import time
 import traceback
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 _current_info: ContextVar["WorkerInfo | None"] = ContextVar("meshrl_worker_info", default=None)
@@ -72,53 +72,23 @@ class Worker:
     """
 
     info: WorkerInfo
+    rank: int
+    world_size: int
+    local_rank: int  # among the group's workers on this node; also the number of its GPU among the visible ones
+    local_world_size: int
+    node_rank: int
+    role: str
+    master_addr: str
+    master_port: int
     _meshes: dict[str, MeshEntry]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
         worker = super().__new__(cls)
         worker.info = _current_info.get() or WorkerInfo.from_environment()
+        for place in fields(worker.info):
+            setattr(worker, place.name, getattr(worker.info, place.name))
         worker._meshes = {}
         return worker
-
-    @property
-    def rank(self) -> int:
-        """The rank in the group."""
-        return self.info.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks the group has."""
-        return self.info.world_size
-
-    @property
-    def local_rank(self) -> int:
-        """The rank among the group's workers on this node: also the index of its GPU among the visible ones."""
-        return self.info.local_rank
-
-    @property
-    def local_world_size(self) -> int:
-        """How many of the group's workers are on this node."""
-        return self.info.local_world_size
-
-    @property
-    def node_rank(self) -> int:
-        """The index of this node among the group's nodes."""
-        return self.info.node_rank
-
-    @property
-    def role(self) -> str:
-        """The role's name."""
-        return self.info.role
-
-    @property
-    def master_addr(self) -> str:
-        """Where rank 0's rendezvous store listens."""
-        return self.info.master_addr
-
-    @property
-    def master_port(self) -> int:
-        """The port of rank 0's rendezvous store."""
-        return self.info.master_port
 
     def register_mesh(self, mesh_name: str, dp_rank: int, dp_size: int | None, is_collect: bool) -> None:
         """Say which data-parallel shard this rank takes in calls over `mesh_name`, and whether its answer counts."""

@@ -38,7 +38,7 @@ Keys = str | Sequence[str] | None
 class DataProtoItem:
     """One sample of a DataProto: its tensors without the batch dim, its objects, and the batch's meta_info."""
 
-    batch: TensorDict | None = None
+    batch: Any = None  # a TensorDict, or None where there are no tensors; Any, since indexing one has no useful type
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
@@ -47,7 +47,7 @@ class DataProtoItem:
 class DataProto:
     """A batch of samples; see the module's first lines for what its three parts hold."""
 
-    batch: TensorDict | None = None
+    batch: Any = None  # a TensorDict, or None where there are no tensors; Any, since indexing one has no useful type
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 

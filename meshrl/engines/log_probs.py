@@ -69,8 +69,9 @@ class _LinearLogProbs(torch.autograd.Function):
             log_sums[part] = logits.logsumexp(-1)
             log_probs[part] = logits.gather(-1, targets[part, None])[:, 0] - log_sums[part]
             if with_entropy:
-                probs = (logits - log_sums[part, None]).exp_()
-                entropy[part] = log_sums[part] - (probs * logits).sum(-1)
+                # Not log-sum minus mean logit: that difference of large numbers loses digits.
+                log_p = logits.sub_(log_sums[part, None])
+                entropy[part] = -log_p.exp().mul_(log_p).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)

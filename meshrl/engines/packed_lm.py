@@ -15,14 +15,16 @@ LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "fi
 class PackedCausalLM(nn.Module):
     """A causal language model over one packed row that answers with log-probs instead of logits.
 
-    It is the root that gets sharded: the embedding, the last norm and the output projection are whole inside its forward.
+    It is the root that gets sharded: embedding, last norm and output projection are whole inside its forward.
     """
 
     def __init__(self, hf_model: PreTrainedModel):
         super().__init__()
         changed = [f for f in LOGIT_CHANGES if getattr(hf_model.config, f, None) not in (None, 1, 1.0)]
         if changed:
-            raise ValueError(f"{type(hf_model).__name__} transforms its logits ({', '.join(changed)}): not supported yet")
+            raise ValueError(
+                f"{type(hf_model).__name__} transforms its logits ({', '.join(changed)}): not supported yet"
+            )
         self.hf_model = hf_model
 
     def forward(
@@ -46,7 +48,7 @@ class PackedCausalLM(nn.Module):
             raise ValueError(f"{type(self.hf_model).__name__} has no output projection to compute log-probs with")
         return linear_log_probs(
             hidden[rows],
-            head.weight,  # type: ignore[arg-type]
+            head.weight,
             targets,
             bias=getattr(head, "bias", None),
             temperature=temperature,

@@ -23,7 +23,7 @@ def save_hf_folder(
     writes: bool = True,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Streams `weights` into safetensors shards beside the model's configs; the folder appears only when it is complete.
+    """Streams `weights` into safetensors shards beside the model's configs; the folder appears when it is complete.
 
     Ranks that only help to gather the weights pass `writes=False`: they consume the stream and keep nothing.
     """

@@ -10,6 +10,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
+from meshrl.models.saving import save_hf_folder
+
 PAD, EOS = "<pad>", "<eos>"
 
 
@@ -43,6 +45,6 @@ def make_tiny_model(folder: str | Path, alphabet: str, seed: int = 0, **override
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(Qwen3Config(**(shape | overrides)), dtype=torch.float32)
-    model.save_pretrained(folder)
+    save_hf_folder(folder, model.named_parameters(), model)
     tokenizer.save_pretrained(folder)
     return folder

@@ -9,12 +9,12 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from meshrl.config.checks import check_config
-from meshrl.config.errors import ConfigError
+from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import load_config
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
@@ -56,7 +56,7 @@ def write_data(folder: Path, seed: int) -> dict[str, str]:
     rng = random.Random(seed)
     demonstrations = new_tasks(rng, DEMONSTRATIONS, exclude=set(held_out))
     prompts = new_tasks(rng, PROMPTS, exclude=set(held_out))
-    tables = {
+    tables: dict[str, list[dict[str, Any]]] = {
         "held_out": [task_row(digits) for digits in held_out],
         "prompts": [task_row(digits) for digits in prompts],
         "demonstrations": [{"prompt": f"{d}>", "response": "".join(sorted(d))} for d in demonstrations],
@@ -79,7 +79,7 @@ def new_tasks(rng: random.Random, count: int, exclude: set[str]) -> list[str]:
     return list(tasks)
 
 
-def task_row(digits: str) -> dict[str, object]:
+def task_row(digits: str) -> dict[str, Any]:
     """A prompt as the trainer reads it; the checker gets the digits, nobody gets the answer."""
     return {"prompt": f"{digits}>", "data_source": "sort_digits", "extra_info": {"digits": digits}}
 
@@ -123,9 +123,7 @@ def rl_run(
         ],
         PPOConfig,
     )
-    problems = check_config(loaded.config)
-    if problems:
-        raise ConfigError(problems)
+    ensure_runnable(loaded.config)
     return train(loaded.config, loaded.sources, console)
 
 

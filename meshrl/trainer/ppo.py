@@ -33,7 +33,7 @@ from meshrl.trainer.validation import Validator
 
 
 class PPOTrainer:
-    """Trains a policy by PPO-style updates on its own samples; which estimator and which loss are the config's choice."""
+    """Trains a policy by PPO-style updates on its own samples, with the estimator and the loss of the config."""
 
     def __init__(
         self,
@@ -270,7 +270,9 @@ def data_metrics(batch: DataProto, config: PPOConfig) -> dict[str, Any]:
     )
     metrics["perf/total_num_tokens"] = int(mask.sum())
     metrics["training/zero_advantage_share"] = float(_without_advantage(tensors["advantages"]).float().mean())
-    metrics["training/version_max_lag"] = int(tensors["versions"].max() - tensors["versions"][tensors["versions"] >= 0].min())
+    metrics["training/version_max_lag"] = int(
+        tensors["versions"].max() - tensors["versions"][tensors["versions"] >= 0].min()
+    )
     return metrics
 
 

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
+from meshrl.config.show import to_yaml
 from meshrl.config.trainer import RayInitConfig, RunConfig
 from meshrl.config.units import BatchUnits, SFTBatchUnits
 from meshrl.controller import ClassWithInitArgs, Deadlines, ResourcePool, WorkerGroup, create_worker_group
@@ -54,7 +56,7 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
     )
     worker = ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, settings)
     with RunFolder(trainer.run_dir) as run, StepConsole(steps, console) as screen:
-        start_run(run, screen, asdict(config), sources, units.lines())
+        start_run(run, screen, config, sources, units.lines())
         for words, data in (("training", train_data), ("validation", val_data)):
             if data is not None and data.dropped + data.truncated:
                 screen.message(f"{words} prompts: {data.dropped} dropped, {data.truncated} truncated, {len(data)} left")
@@ -90,7 +92,7 @@ def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Co
     steps = total_sft_steps(config, len(train_data))
     worker = ClassWithInitArgs(SFTWorker, config, steps)
     with RunFolder(trainer.run_dir) as run, StepConsole(steps, console, columns=SFT_COLUMNS) as screen:
-        start_run(run, screen, asdict(config), sources, units.lines())
+        start_run(run, screen, config, sources, units.lines())
         with (
             worker_group(worker, "sft", trainer, config.ray_init) as group,
             Tracking(
@@ -114,11 +116,16 @@ def save_model(group: WorkerGroup, run: RunFolder, tokenizer: Tokenizer) -> Path
 
 
 def start_run(
-    run: RunFolder, screen: StepConsole, config: dict, sources: Mapping[str, str] | None, units: list[str]
+    run: RunFolder,
+    screen: StepConsole,
+    config: PPOConfig | SFTConfig,
+    sources: Mapping[str, str] | None,
+    units: list[str],
 ) -> None:
     """Writes down what is about to run and says it once on the terminal."""
     run.start_log()
-    run.write_config(config, sources)
+    # As a recipe: keys that follow others stay null, so that the file can be run again with overrides.
+    run.write_config(yaml.safe_load(to_yaml(config)), sources)
     if run.moved_to is not None:
         screen.message(f"an earlier run's files are now in {run.moved_to}")
     for line in units:

@@ -15,7 +15,7 @@ from meshrl.telemetry.samples import SampleLog
 
 
 class Validator:
-    """Answers every held-out prompt `val_kwargs.n` times and scores the answers: mean@n and pass@k for each data source.
+    """Answers every held-out prompt `val_kwargs.n` times and scores the answers: mean@n, pass@k for each data source.
 
     What counts is the `acc` of a reward function that returns one, or else its score.
     """

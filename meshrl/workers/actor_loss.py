@@ -18,12 +18,12 @@ def make_actor_loss(
 ) -> LossFunction:
     """The loss function of one mini-batch, which has `stats` over all ranks.
 
-    `computed_tokens` is how many of its tokens are computed at all: samples without advantage may have been left out. They
-    add nothing to the loss, whose means are over all tokens; but what is only watched (KL, clipping, entropy) is a mean over
-    the computed tokens. `compare_with` names the rollout's log-probs, to be compared while the weights are still the same.
+    `computed_tokens` is how many of its tokens are computed at all: samples without advantage may be left out. They add
+    nothing to the loss, whose means are over all tokens; but what is only watched (KL, clipping, entropy) is a mean over
+    the computed tokens. `compare_with` names the rollout's log-probs, compared while the weights are still the same.
     """
     policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
-    watched = BatchStats(dp_size=1, num_tokens=computed_tokens, num_sequences=stats.num_sequences)
+    watched = BatchStats(dp_size=1, num_tokens=max(1, computed_tokens), num_sequences=stats.num_sequences)
     rescale = (stats.num_tokens or 0) / max(1, computed_tokens)
 
     def mean(values: Tensor, mask: Tensor) -> Tensor:

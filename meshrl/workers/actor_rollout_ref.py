@@ -1,4 +1,4 @@
-"""The policy in its three roles on the same devices: it is trained, it generates, and a frozen copy is its reference."""
+"""The policy in its three roles on the same devices: trained, generating, and frozen as its own reference."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class ActorRolloutRefWorker(Worker):
         """One PPO update: epochs → mini-batches → micro-batches. Returns its metrics, the same on every rank.
 
         Without `old_log_probs` the update is on-policy: the old policy is the one before the step.
-        `meta_info["compare_with"]` names the rollout's log-probs, to be compared with the actor's before its first step.
+        `meta_info["compare_with"]` names the rollout's log-probs, compared with the actor's before its first step.
         """
         collected: dict[str, list[float]] = {}
         mini_batches = data.chunk(self.settings.mini_batches)
@@ -188,8 +188,13 @@ class ActorRolloutRefWorker(Worker):
         config = self.config.actor
         needed = data.batch["response_mask"].any(1)
         only_advantage = config.entropy_coeff == 0 and not config.use_kl_loss
-        if config.skip_zero_advantage and only_advantage and is_zero_where_advantage_is_zero(config.policy_loss.loss_mode):
-            needed &= (data.batch["advantages"] * data.batch["response_mask"]).abs().sum(1) > 0
+        if (
+            config.skip_zero_advantage
+            and only_advantage
+            and is_zero_where_advantage_is_zero(config.policy_loss.loss_mode)
+        ):
+            # Not `> 0`: a NaN among the advantages must reach the loss and be seen.
+            needed &= (data.batch["advantages"] * data.batch["response_mask"]).abs().sum(1) != 0
         return needed.nonzero()[:, 0]
 
     @staticmethod

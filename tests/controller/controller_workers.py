@@ -217,8 +217,8 @@ class Probe(Worker):
         time.sleep(60)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
-    def echo(self, data: DataProto) -> DataProto:
-        return data
+    def first_field(self, data: DataProto) -> DataProto:
+        return data.select(batch_keys=["x"])
 
 
 class Counter(Worker):

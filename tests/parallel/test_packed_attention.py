@@ -183,7 +183,7 @@ def call_attention(**changes):
 
 
 def test_the_default_scale_is_that_of_the_head_dim():
-    assert torch.equal(call_attention(scaling=None)[0], call_attention(scaling=1 / math.sqrt(8))[0])
+    assert torch.allclose(call_attention(scaling=None)[0], call_attention(scaling=1 / math.sqrt(8))[0])
     assert not torch.allclose(call_attention(scaling=None)[0], call_attention()[0])
 
 

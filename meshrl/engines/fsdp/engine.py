@@ -1,4 +1,4 @@
-"""The FSDP engine: any Hugging Face causal language model, sharded over the data-parallel ranks, trained on packed rows."""
+"""The FSDP engine: any Hugging Face causal language model, sharded over data-parallel ranks, on packed rows."""
 
 from __future__ import annotations
 
@@ -147,7 +147,12 @@ class FSDPEngine(Engine):
         row = pack(batch["input_ids"], batch["attention_mask"], batch["response_mask"])
         packed = PackedSequences.of(row.lengths, self.device)
         log_probs, entropy = self.module(
-            row.input_ids, packed, row.predictors, row.targets, meta["temperature"], meta.get("calculate_entropy", False)
+            row.input_ids,
+            packed,
+            row.predictors,
+            row.targets,
+            meta["temperature"],
+            meta.get("calculate_entropy", False),
         )
         output = {"log_probs": row.unpack(log_probs)}
         if entropy is not None:

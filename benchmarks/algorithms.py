@@ -1,0 +1,168 @@
+"""Times advantage estimators against plain Python loops, and against verl's where it is installed.
+
+    python benchmarks/algorithms.py [--repeats 5] [--threads 1]
+
+GAE: the loop goes over time, backwards, one vector operation a step. GRPO, RLOO and OPO: the loop goes over samples.
+The same inputs at a quarter of the batch show how the time grows with it. Every figure is the best of `--repeats`
+runs, the sides taking turns; the difference is the largest between our result and the loop's.
+"""
+
+import argparse
+import importlib
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from meshrl import algorithms
+
+Run = Callable[[], torch.Tensor]
+
+
+@dataclass
+class Case:
+    name: str
+    ours: Run
+    loop: Run
+    verl: Run | None
+    quarter: Run
+
+
+def loop_gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
+) -> torch.Tensor:
+    """Backwards over time, skipping tokens that are not the policy's; then whitened over the batch's tokens."""
+    mask = mask.float()
+    next_value = torch.zeros(len(rewards))
+    running = torch.zeros(len(rewards))
+    columns = []
+    for t in reversed(range(rewards.shape[1])):
+        keep = mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        running = keep * (delta + gamma * lam * running) + (1 - keep) * running
+        next_value = keep * values[:, t] + (1 - keep) * next_value
+        columns.append(running * keep)
+    advantages = torch.stack(columns[::-1], dim=1)
+    kept = advantages[mask.bool()]
+    return (advantages - kept.mean()) / kept.std() * mask
+
+
+def loop_groups(name: str, rewards: torch.Tensor, mask: torch.Tensor, index: np.ndarray) -> torch.Tensor:
+    """Scores collected per group in a dict, one sample after the other."""
+    scores, lengths = rewards.sum(-1), mask.sum(-1)
+    members = defaultdict(list)
+    for sample, group in enumerate(index):
+        members[group].append(sample)
+    out = scores.clone()
+    baseline, scale = {}, {}
+    for group, samples in members.items():
+        own = torch.stack([scores[sample] for sample in samples])
+        weight = torch.stack([lengths[sample] for sample in samples]).float() if name == "opo" else torch.ones(len(own))
+        baseline[group] = (own * weight).sum() / weight.sum()
+        scale[group] = 1.0 / (own.std() + 1e-6) if name == "grpo" else torch.tensor(1.0)
+        if name == "rloo":
+            scale[group] = torch.tensor(len(samples) / (len(samples) - 1))
+    for sample, group in enumerate(index):
+        out[sample] = (scores[sample] - baseline[group]) * scale[group]
+    return out[:, None] * mask
+
+
+def batch_of(rows: int, columns: int, gaps: bool = False) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    """Rewards at the last token, masks of random lengths (`gaps`: with tool output inside), groups of 8 by string id."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(columns // 4, columns + 1, (rows,), generator=generator)
+    mask = (torch.arange(columns) < lengths[:, None]).long()
+    if gaps:
+        mask[:, columns // 16 : columns // 8] = 0
+    rewards = torch.zeros(rows, columns)
+    rewards[torch.arange(rows), lengths - 1] = torch.rand(rows, generator=generator)
+    return rewards, mask, np.array([f"prompt-{row // 8}" for row in range(rows)], dtype=object)
+
+
+def gae_case(verl: ModuleType | None, gaps: bool) -> Case:
+    rewards, mask, _ = batch_of(256, 8192, gaps)
+    values = torch.randn(256, 8192, generator=torch.Generator().manual_seed(1))
+    function = algorithms.compute_gae_advantage_return
+    quarter = (rewards[:64].clone(), values[:64].clone(), mask[:64].clone(), 0.99, 0.95)
+    return Case(
+        "gae 256 x 8192" + (", tool output inside" if gaps else ""),
+        lambda: function(rewards, values, mask, 0.99, 0.95)[0],
+        lambda: loop_gae(rewards, values, mask, 0.99, 0.95),
+        None if verl is None else lambda: verl.compute_gae_advantage_return(rewards, values, mask, 0.99, 0.95)[0],
+        lambda: function(*quarter)[0],
+    )
+
+
+def group_case(verl: ModuleType | None, name: str) -> Case:
+    rewards, mask, index = batch_of(8192, 256)
+    function_name = f"compute_{name}_outcome_advantage"
+    function = getattr(algorithms, function_name)
+    theirs = getattr(verl, function_name, None)
+    quarter = rewards[:2048].clone(), mask[:2048].clone(), index[:2048].copy()
+    return Case(
+        f"{name} 8192 samples",
+        lambda: function(rewards, mask, index)[0],
+        lambda: loop_groups(name, rewards, mask, index),
+        None if theirs is None else lambda: theirs(rewards, mask, index)[0],
+        lambda: function(*quarter)[0],
+    )
+
+
+def best_seconds(runs: list[Run | None], repeats: int) -> list[float | None]:
+    """The best time of each, taking turns."""
+    best: list[float | None] = [None] * len(runs)
+    for _ in range(repeats):
+        for place, run in enumerate(runs):
+            if run is None:
+                continue
+            start = time.perf_counter()
+            run()
+            took = time.perf_counter() - start
+            best[place] = took if best[place] is None else min(took, best[place] or took)
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    try:
+        verl: ModuleType | None = importlib.import_module("verl.trainer.ppo.core_algos")
+    except ImportError as error:
+        verl = None
+        Console().print(f"verl is not compared: {error}")
+
+    table = Table(title=f"advantage estimators, {options.threads} thread(s), ms")
+    columns = ("", "meshrl", "loop", "loop / meshrl", "verl", "verl / meshrl", "batch / its quarter", "difference")
+    for name in columns:
+        table.add_column(name, justify="right" if name else "left")
+    cases = [gae_case(verl, False), gae_case(verl, True)] + [group_case(verl, name) for name in ("grpo", "rloo", "opo")]
+    for case in cases:
+        difference = (case.ours() - case.loop()).abs().max().item()
+        ours, loop, theirs, quarter = best_seconds([case.ours, case.loop, case.verl, case.quarter], options.repeats)
+        assert ours is not None
+        assert loop is not None
+        assert quarter is not None
+        table.add_row(
+            case.name,
+            f"{ours * 1e3:.1f}",
+            f"{loop * 1e3:.0f}",
+            f"{loop / ours:.0f}x",
+            "-" if theirs is None else f"{theirs * 1e3:.0f}",
+            "-" if theirs is None else f"{theirs / ours:.0f}x",
+            f"{ours / quarter:.1f}x",
+            f"{difference:.0e}",
+        )
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Demonstrations: which tokens are learned, how long ones are cut, what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from meshrl.config.sft import SFTDataConfig
+from meshrl.data.demonstrations import DemonstrationDataset
+
+CONVERSATION = [
+    {"role": "system", "content": "add"},
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2"},
+    {"role": "assistant", "content": "4 it is"},
+]
+
+
+@pytest.fixture
+def dataset(tmp_path, tokenizer):
+    """Writes rows and reads them as a dataset, with any settings."""
+
+    def make(rows, tokenizer=tokenizer, **settings):
+        file = tmp_path / "data.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return DemonstrationDataset([str(file)], tokenizer, SFTDataConfig(**settings))
+
+    return make
+
+
+def pair(prompt, response):
+    return {"prompt": prompt, "response": response}
+
+
+def learned(data, tokenizer, number: int) -> str:
+    batch = data.batch(np.asarray([number])).batch
+    return tokenizer.decode(batch["input_ids"][0][batch["response_mask"][0].bool()])
+
+
+def test_responses_and_their_end_are_learned_and_prompts_are_not(dataset, tokenizer):
+    data = dataset([pair("1+1=", "2"), pair("12", "34 a"), pair("5", "")])
+    assert [learned(data, tokenizer, i) for i in range(3)] == ["2<eos>", "34 a<eos>", "<eos>"]
+
+
+def test_a_batch_is_padded_on_the_right(dataset, tokenizer):
+    data = dataset([pair("1+1=", "2"), pair("1", "2"), pair("123456", "0")])
+    batch = data.batch(np.asarray([2, 1])).batch
+    assert batch["input_ids"].shape == (2, 8)
+    assert batch["attention_mask"].tolist() == [[1] * 8, [1] * 3 + [0] * 5]
+    assert batch["response_mask"].tolist() == [[0] * 6 + [1] * 2, [0, 1, 1] + [0] * 5]
+    assert tokenizer.decode(batch["input_ids"][1]) == "12<eos>" + "<pad>" * 5
+    assert data.batch(np.asarray([1])).batch["input_ids"].shape == (1, 3)
+
+
+def test_the_assistants_turns_of_a_conversation_are_learned(dataset, chat_tokenizer):
+    rows = [{"talk": CONVERSATION}, {"talk": CONVERSATION[1:3]}]
+    data = dataset(rows, chat_tokenizer, messages_key="talk")
+    assert learned(data, chat_tokenizer, 0) == "2<eos>4 it is<eos>"
+    assert learned(data, chat_tokenizer, 1) == "2<eos>"
+    whole = chat_tokenizer.decode(data.sequences[0][0])
+    assert whole == "<system>add<eos><user>1+1<eos><assistant>2<eos><user>2+2<eos><assistant>4 it is<eos>"
+
+
+def test_chat_prompts_with_a_response(dataset, chat_tokenizer):
+    data = dataset([pair(CONVERSATION[:2], "2")], chat_tokenizer)
+    assert learned(data, chat_tokenizer, 0) == "2<eos>"
+    assert chat_tokenizer.decode(data.sequences[0][0]) == "<system>add<eos><user>1+1<eos><assistant>2<eos>"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(dataset, chat_tokenizer):
+    """As templates do that drop the reasoning of all but the last turn."""
+    chat_tokenizer.chat_template = chat_tokenizer.chat_template.replace(
+        "{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] != 'assistant' else 'x' }}"
+    )
+    with pytest.raises(ValueError, match=r"demonstration 0, turn 2: the chat template renders earlier turns differently"):
+        dataset([{"talk": CONVERSATION}], chat_tokenizer, messages_key="talk")
+    assert len(dataset([{"talk": CONVERSATION[:3]}], chat_tokenizer, messages_key="talk")) == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "wanted", "text"), [("left", "89<eos>", "4+=89<eos>"), ("right", "8", "123 4+=8"[-6:])]
+)
+def test_long_ones_are_cut_and_counted(dataset, tokenizer, where, wanted, text):
+    prompt = "123 4+=" if where == "left" else "3 4+="
+    data = dataset([pair(prompt, "89"), pair("1", "2")], max_length=6, truncation=where)
+    assert data.truncated == 1
+    assert learned(data, tokenizer, 0) == wanted
+    assert tokenizer.decode(data.sequences[0][0]) == text
+
+
+def test_a_first_token_is_never_learned(dataset, tokenizer):
+    """Cut on the left, the sequence may begin inside the response: nothing predicts its first token."""
+    data = dataset([pair("1", "23456")], max_length=4, truncation="left")
+    batch = data.batch(np.asarray([0])).batch
+    assert tokenizer.decode(batch["input_ids"][0]) == "456<eos>"
+    assert batch["response_mask"].tolist() == [[0, 1, 1, 1]]
+
+
+def test_long_ones_are_an_error_unless_configured(dataset):
+    with pytest.raises(ValueError, match=r"demonstration 1 has 6 tokens, more than data.max_length=5"):
+        dataset([pair("12", "34"), pair("123", "45")], max_length=5)
+    assert dataset([pair("12", "34")], max_length=5).truncated == 0
+
+
+def test_nothing_left_to_learn_is_an_error(dataset, chat_tokenizer):
+    with pytest.raises(ValueError, match="demonstration 1 has no token left to learn"):
+        dataset([pair("1", "2"), pair("1234", "5")], max_length=4, truncation="right")
+    with pytest.raises(ValueError, match="demonstration 0 has no token left to learn"):
+        dataset([{"talk": CONVERSATION[:2]}], chat_tokenizer, messages_key="talk")
+
+
+@pytest.mark.parametrize("bad", [5, ["1", "2"], {"text": "1"}])
+def test_a_response_must_be_text(dataset, bad):
+    with pytest.raises(ValueError, match="demonstration 1: the response must be a string"):
+        dataset([pair("1", "2"), pair("1", bad)])
+
+
+@pytest.mark.parametrize("bad", [[], "hello", [{"role": "user"}], ["hi"]])
+def test_a_conversation_must_be_messages(dataset, chat_tokenizer, bad):
+    with pytest.raises(ValueError, match="demonstration 0 must be a list of messages with role and content"):
+        dataset([{"talk": bad}], chat_tokenizer, messages_key="talk")
+
+
+def test_a_conversation_must_begin_with_something_to_answer(dataset, chat_tokenizer):
+    with pytest.raises(ValueError, match="demonstration 0 begins with the assistant"):
+        dataset([{"talk": CONVERSATION[2:]}], chat_tokenizer, messages_key="talk")
+
+
+def test_missing_columns_and_templates_are_named(dataset):
+    with pytest.raises(ValueError, match="row 1: column 'response' is missing or null"):
+        dataset([pair("1", "2"), {"prompt": "1"}])
+    with pytest.raises(ValueError, match="column 'talk' is missing"):
+        dataset([pair("1", "2")], messages_key="talk")
+    with pytest.raises(ValueError, match="no chat template"):
+        dataset([{"talk": CONVERSATION}], messages_key="talk")
+    with pytest.raises(ValueError, match="prompt 0 has no tokens"):
+        dataset([pair("", "2")])

@@ -1,0 +1,168 @@
+"""Prompts as they come out of files: tokens, padding, what else a row carries, and the rules for long ones."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from meshrl.config.data import DataConfig
+from meshrl.data.prompts import PromptDataset, encode_prompt, ground_truth, object_array, truncate
+
+
+@pytest.fixture
+def dataset(tmp_path, tokenizer):
+    """Writes rows and reads them as a dataset, with any settings."""
+
+    def make(rows, tokenizer=tokenizer, **settings):
+        file = tmp_path / "data.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return PromptDataset([str(file)], tokenizer, DataConfig(**settings))
+
+    return make
+
+
+def prompts(*texts):
+    return [{"prompt": text} for text in texts]
+
+
+def test_a_batch_is_padded_on_the_left_to_its_longest_prompt(dataset, tokenizer):
+    data = dataset(prompts("12+3=", "4", "a+b"))
+    batch = data.batch(np.asarray([2, 0, 1]))
+    assert batch.batch["input_ids"].dtype == torch.int64
+    for row, text in enumerate(["a+b", "12+3=", "4"]):
+        ids, mask = batch.batch["input_ids"][row], batch.batch["attention_mask"][row]
+        assert mask.tolist() == [0] * (5 - len(text)) + [1] * len(text)
+        assert tokenizer.decode(ids[mask.bool()]) == text
+        assert set(ids[~mask.bool()].tolist()) <= {tokenizer.pad_token_id}
+    assert data.batch(np.asarray([1])).batch["input_ids"].shape == (1, 1)
+
+
+def test_what_a_row_carries_beside_its_prompt(dataset):
+    rows = [
+        {"prompt": "1", "data_source": "gsm", "reward_model": {"ground_truth": "7"}, "extra_info": {"n": [1, 2]}},
+        {"prompt": "2", "answer": 5, "extra_info": None},
+        {"prompt": "3", "ground_truth": [1, 2], "answer": "no", "reward_model": {"style": "rule"}},
+    ]
+    batch = dataset(rows).batch(np.asarray([0, 1, 2, 0]))
+    fields = {name: values.tolist() for name, values in batch.non_tensor_batch.items()}
+    assert fields["data_source"] == ["gsm", "unknown", "unknown", "gsm"]
+    assert fields["ground_truth"] == ["7", 5, [1, 2], "7"]
+    assert fields["extra_info"] == [{"n": [1, 2]}, {}, {}, {"n": [1, 2]}]
+    assert fields["raw_prompt"] == ["1", "2", "3", "1"]
+    assert len(set(fields["uid"])) == 4  # also for a row that is drawn twice
+
+
+def test_other_column_names(dataset):
+    rows = [{"question": "1+1", "set": "s", "prompt": "wrong"}]
+    data = dataset(rows, prompt_key="question", reward_fn_key="set")
+    assert data.batch(np.asarray([0])).non_tensor_batch["raw_prompt"].tolist() == ["1+1"]
+    assert data.batch(np.asarray([0])).non_tensor_batch["data_source"].tolist() == ["s"]
+    with pytest.raises(ValueError, match="column 'prompt' is missing"):
+        dataset([{"question": "1"}])
+
+
+LONG = "0123456789"
+
+
+@pytest.mark.parametrize(
+    ("where", "limit", "wanted"),
+    [
+        ("left", 4, "6789"),
+        ("right", 4, "0123"),
+        ("middle", 4, "0189"),
+        ("middle", 5, "01789"),
+        ("middle", 1, "9"),
+        ("left", 1, "9"),
+        ("right", 1, "0"),
+    ],
+)
+def test_long_prompts_are_cut(dataset, tokenizer, where, limit, wanted):
+    data = dataset(prompts("1", LONG, "2"), max_prompt_length=limit, truncation=where)
+    assert [tokenizer.decode(ids) for ids in data.prompts] == ["1", wanted, "2"]
+    assert (data.truncated, data.dropped) == (1, 0)
+
+
+@pytest.mark.parametrize("where", ["left", "right", "middle"])
+@pytest.mark.parametrize("limit", range(1, 12))
+def test_a_cut_keeps_exactly_the_limit_in_order(where, limit):
+    ids = np.arange(12)
+    cut = truncate(ids, limit, where)
+    assert len(cut) == limit
+    assert (np.diff(cut) > 0).all()
+
+
+def test_a_prompt_of_just_the_limit_stays(dataset):
+    data = dataset(prompts(LONG), max_prompt_length=10)
+    assert (len(data), data.truncated, data.dropped) == (1, 0, 0)
+
+
+def test_long_prompts_are_an_error_unless_configured(dataset):
+    with pytest.raises(ValueError, match=r"prompt 1 has 10 tokens, more than data.max_prompt_length=4: raise it, or"):
+        dataset(prompts("1", LONG), max_prompt_length=4)
+
+
+def test_long_prompts_are_dropped_and_counted_with_their_rows(dataset):
+    data = dataset(prompts(LONG, "1", LONG, "2"), max_prompt_length=4, filter_overlong_prompts=True, truncation="left")
+    assert (len(data), data.dropped, data.truncated) == (2, 2, 0)
+    assert data.batch(np.asarray([1])).non_tensor_batch["raw_prompt"].tolist() == ["2"]
+    with pytest.raises(ValueError, match=r"none of the 1 prompts is left: all are over data.max_prompt_length=4"):
+        dataset(prompts(LONG), max_prompt_length=4, filter_overlong_prompts=True)
+
+
+def test_chat_prompts_end_where_the_assistant_begins(dataset, chat_tokenizer):
+    messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}]
+    batch = dataset([{"prompt": messages}] * 2, chat_tokenizer).batch(np.asarray([0, 1]))
+    assert chat_tokenizer.decode(batch.batch["input_ids"][0]) == "<system>add<eos><user>1+1<eos><assistant>"
+    assert batch.non_tensor_batch["raw_prompt"].shape == (2,)
+    assert batch.non_tensor_batch["raw_prompt"][1] == messages
+
+
+def test_chat_prompts_from_parquet(tmp_path, chat_tokenizer):
+    messages = [{"role": "user", "content": "2+2"}]
+    pq.write_table(pa.Table.from_pylist([{"prompt": messages}]), tmp_path / "a.parquet")
+    data = PromptDataset([str(tmp_path / "a.parquet")], chat_tokenizer, DataConfig())
+    assert chat_tokenizer.decode(data.prompts[0]) == "<user>2+2<eos><assistant>"
+
+
+def test_chat_prompts_without_a_template(dataset):
+    with pytest.raises(ValueError, match="no chat template"):
+        dataset([{"prompt": [{"role": "user", "content": "1"}]}])
+
+
+@pytest.mark.parametrize("bad", [[], ["text"], [{"role": "user"}], {"role": "user", "content": "1"}, 5, [1, 2]])
+def test_what_is_no_prompt_is_named(dataset, chat_tokenizer, bad):
+    with pytest.raises(ValueError, match="prompt 1 must be a string or a list of messages"):
+        dataset([{"prompt": "1"}, {"prompt": bad}], chat_tokenizer)
+
+
+def test_an_empty_prompt_is_named(dataset):
+    with pytest.raises(ValueError, match="prompt 1 has no tokens: ''"):
+        dataset(prompts("1", ""))
+
+
+def test_encode_prompt_gives_int64(tokenizer):
+    ids = encode_prompt(tokenizer, "12", 0)
+    assert (ids.dtype, ids.tolist()) == (np.int64, tokenizer.convert_tokens_to_ids(["1", "2"]))
+
+
+@pytest.mark.parametrize("values", [[[1, 2], [3, 4]], [(1,), (2,)], [np.ones(2), np.zeros(2)], [{}, None], [], ["ab"]])
+def test_object_arrays_are_one_dimensional(values):
+    array = object_array(values)
+    assert (array.shape, array.dtype) == ((len(values),), object)
+    assert all(a is b for a, b in zip(array, values, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        ({}, None),
+        ({"answer": 0}, 0),
+        ({"reward_model": {"ground_truth": ""}, "answer": 1}, ""),
+        ({"reward_model": "rule", "answer": 1}, 1),
+    ],
+)
+def test_ground_truth(row, wanted):
+    assert ground_truth(row) == wanted

@@ -1,0 +1,132 @@
+"""Models and tokenizers from folders, and clear words where something is missing."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+
+from meshrl.models.loading import (
+    load_causal_lm,
+    load_model_config,
+    load_tokenizer,
+    new_causal_lm,
+    stop_token_ids,
+    torch_dtype,
+)
+from meshrl.parallel.attention import ATTENTION_NAME
+from meshrl.parallel.packed import PackedSequences
+
+
+@pytest.fixture
+def folder(tiny_model_folder, tmp_path):
+    """A copy that a test may spoil."""
+    return shutil.copytree(tiny_model_folder, tmp_path / "model")
+
+
+def change_json(file, **fields):
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(content | fields))
+
+
+def test_the_loaded_model_is_the_saved_one_with_our_attention(tiny_model_folder):
+    ours = load_causal_lm(tiny_model_folder, ATTENTION_NAME)
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.float32)
+    assert ours.config._attn_implementation == ATTENTION_NAME
+    assert ours.dtype == torch.float32
+    wanted = dict(theirs.named_parameters())
+    for name, param in ours.named_parameters():
+        assert torch.equal(param, wanted.pop(name)), name
+    assert not wanted
+    assert ours.lm_head.weight is ours.model.embed_tokens.weight  # tied, and so not missing
+    ids, packed = torch.arange(5)[None], PackedSequences.of([5], "cpu")
+    with torch.no_grad():
+        logits = ours(ids, position_ids=packed.position_ids, use_cache=False, attention_context=packed).logits
+        torch.testing.assert_close(logits, theirs(ids).logits)
+
+
+def test_the_type_is_the_one_asked_for(tiny_model_folder):
+    model = load_causal_lm(str(tiny_model_folder), "sdpa", dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("word", "dtype"), [("bf16", torch.bfloat16), ("float32", torch.float32), ("fp32", torch.float32), ("fp16", torch.half)]
+)
+def test_words_for_types(word, dtype):
+    assert torch_dtype(word) == dtype
+
+
+def test_an_unknown_type_is_named():
+    with pytest.raises(ValueError, match="unknown dtype 'float8': use one of fp32, float32, bf16"):
+        torch_dtype("float8")
+
+
+def test_overrides_reach_the_config_and_unknown_ones_are_refused(tiny_model_folder):
+    config = load_model_config(tiny_model_folder, {"rms_norm_eps": 0.5, "attention_dropout": 0.0})
+    assert config.rms_norm_eps == 0.5
+    assert load_model_config(tiny_model_folder).rms_norm_eps != 0.5
+    assert load_causal_lm(tiny_model_folder, "sdpa", override={"rms_norm_eps": 0.5}).model.norm.variance_epsilon == 0.5
+    with pytest.raises(ValueError, match=r"model.override_config.rms_eps: Qwen3Config has no field 'rms_eps'"):
+        load_model_config(tiny_model_folder, {"rms_eps": 0.5})
+
+
+def test_no_model_there(tmp_path):
+    for path in (tmp_path, tmp_path / "none", "Some/Model"):
+        with pytest.raises(FileNotFoundError, match=r"no model at '.*': expected a folder with config.json"):
+            load_causal_lm(path, "sdpa")
+
+
+def test_missing_weights_are_an_error_and_not_made_up(folder):
+    weights = load_file(folder / "model.safetensors")
+    lost = [name for name in weights if "q_norm" in name]
+    save_file({n: w for n, w in weights.items() if n not in lost}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"lacks {len(lost)} weights, first of all '{sorted(lost)[0]}'"):
+        load_causal_lm(folder, "sdpa")
+
+
+def test_an_override_that_asks_for_more_layers_than_there_are(tiny_model_folder):
+    with pytest.raises(ValueError, match=r"lacks \d+ weights, first of all 'model.layers.2"):
+        load_causal_lm(tiny_model_folder, "sdpa", override={"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3})
+
+
+def test_new_models_are_random_and_of_the_asked_type():
+    config = Qwen3Config(
+        vocab_size=11, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, head_dim=4
+    )
+    config.num_key_value_heads = 2
+    torch.manual_seed(0)
+    first = new_causal_lm(config, ATTENTION_NAME, torch.bfloat16)
+    second = new_causal_lm(config, ATTENTION_NAME)
+    assert first.dtype == torch.bfloat16
+    assert second.dtype == torch.float32
+    assert not torch.equal(first.model.embed_tokens.weight.float(), second.model.embed_tokens.weight)
+
+
+def test_a_tokenizer_gets_a_padding_token(folder):
+    assert load_tokenizer(folder).pad_token == "<pad>"
+    change_json(folder / "tokenizer_config.json", pad_token=None)
+    assert AutoTokenizer.from_pretrained(folder).pad_token is None
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1
+
+
+def test_a_tokenizer_without_an_end_is_refused(folder):
+    change_json(folder / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(ValueError, match="has no eos_token"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("eos", "wanted"), [(None, [1]), (1, [1]), (5, [1, 5]), ([9, 5], [1, 5, 9]), ([], [1]), (0, [0, 1])]
+)
+def test_stop_tokens_are_those_of_tokenizer_and_generation_config(folder, eos, wanted):
+    (folder / "generation_config.json").write_text(json.dumps({} if eos is None else {"eos_token_id": eos}))
+    assert stop_token_ids(folder, load_tokenizer(folder)) == wanted
+
+
+def test_stop_tokens_without_a_generation_config(folder):
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    assert stop_token_ids(folder, load_tokenizer(folder)) == [1]

@@ -1,0 +1,216 @@
+"""Whatever a reward function does, the manager scores the right token, stops with a clear error, or counts."""
+
+import math
+from decimal import Decimal
+
+import numpy as np
+import pytest
+import torch
+
+from meshrl.data.prompts import object_array
+from meshrl.data.proto import DataProto
+from meshrl.rewards.manager import RewardError, RewardManager, as_result
+
+# Two prompt columns, four response columns; x is padding, t is what a tool said.
+ANSWERS = ["12", "3", "4567", ""]
+TRUTHS = ["12", "9", ["4567"], None]
+
+
+@pytest.fixture
+def data(tokenizer) -> DataProto:
+    responses = torch.full((4, 4), tokenizer.pad_token_id)
+    mask = torch.zeros(4, 4, dtype=torch.long)
+    for row, answer in enumerate(ANSWERS):
+        ids = tokenizer(answer)["input_ids"] if answer else []
+        responses[row, : len(ids)] = torch.tensor(ids, dtype=torch.long)
+        mask[row, : len(ids)] = 1
+    return DataProto.from_dict(
+        tensors={
+            "responses": responses,
+            "response_mask": mask,
+            "attention_mask": torch.cat([torch.tensor([[0, 1], [1, 1], [0, 1], [1, 1]]), mask], 1),
+        },
+        non_tensors={
+            "uid": object_array(["u0", "u1", "u2", "u3"]),
+            "data_source": object_array(["s0", "s1", "s2", "s3"]),
+            "ground_truth": object_array(TRUTHS),
+            "extra_info": object_array([{"n": i} for i in range(4)]),
+        },
+    )
+
+
+def score(data, tokenizer, function, *, per_batch=False, on_error="stop"):
+    return RewardManager(function, tokenizer, per_batch=per_batch, on_error=on_error)(data)
+
+
+def each(values):
+    """A function that gives the i-th sample the i-th value (raising those that are exceptions)."""
+
+    def function(data_source, solution_str, ground_truth, extra_info):
+        value = values[extra_info["n"]]
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    return function
+
+
+def test_the_score_lies_on_the_last_token_of_each_answer(data, tokenizer):
+    scores, extra, metrics = score(data, tokenizer, each([1.0, -2.0, 0.5, 3.0]))
+    assert scores.dtype == torch.float32
+    assert scores.tolist() == [[0, 1, 0, 0], [-2, 0, 0, 0], [0, 0, 0, 0.5], [3, 0, 0, 0]]
+    assert extra == {}
+    assert metrics == {"reward/errors": 0.0}
+
+
+def test_the_function_sees_what_belongs_to_the_sample(data, tokenizer):
+    seen = []
+
+    def function(data_source, solution_str, ground_truth, extra_info):
+        seen.append((data_source, solution_str, ground_truth, extra_info))
+        return 0
+
+    score(data, tokenizer, function)
+    assert seen == [(f"s{i}", ANSWERS[i], TRUTHS[i], {"n": i}) for i in range(4)]
+
+
+def test_the_batch_manager_asks_once_with_lists(data, tokenizer):
+    seen = []
+
+    def function(**columns):
+        seen.append(columns)
+        return [0.0, 1.0, 2.0, 3.0]
+
+    scores, _, _ = score(data, tokenizer, function, per_batch=True)
+    assert seen == [
+        {
+            "data_sources": ["s0", "s1", "s2", "s3"],
+            "solution_strs": ANSWERS,
+            "ground_truths": TRUTHS,
+            "extra_infos": [{"n": i} for i in range(4)],
+        }
+    ]
+    assert scores.sum(1).tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_ends_and_tool_output_are_not_decoded_but_the_score_comes_after_them(data, tokenizer):
+    tokens = ["1", "a", "b", tokenizer.eos_token]
+    data.batch["responses"][0] = torch.tensor(tokenizer.convert_tokens_to_ids(tokens))
+    data.batch["response_mask"][0] = torch.tensor([1, 0, 0, 1])
+    data.batch["attention_mask"][0] = 1
+    manager = RewardManager(each([5, 0, 0, 0]), tokenizer, per_batch=False, on_error="stop")
+    assert manager.decode(data)[0] == "1"
+    assert manager(data)[0][0].tolist() == [0, 0, 0, 5]
+
+
+@pytest.mark.parametrize("per_batch", [False, True])
+def test_numbers_of_every_kind(data, tokenizer, per_batch):
+    values = [True, np.float16(0.5), torch.tensor([2.0]), {"score": np.int64(-3)}]
+    function = (lambda **_: values) if per_batch else each(values)
+    scores, _, metrics = score(data, tokenizer, function, per_batch=per_batch)
+    assert scores.sum(1).tolist() == [1.0, 0.5, 2.0, -3.0]
+    assert metrics["reward/errors"] == 0
+
+
+@pytest.mark.parametrize("whole", [np.arange(4), torch.arange(4.0), (0, 1, 2, 3)], ids=["array", "tensor", "tuple"])
+def test_the_batch_manager_takes_arrays(data, tokenizer, whole):
+    scores, _, _ = score(data, tokenizer, lambda **_: whole, per_batch=True)
+    assert scores.sum(1).tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("per_batch", [False, True])
+def test_extra_infos_are_columns_with_none_where_they_were_not_given(data, tokenizer, per_batch):
+    same = {"score": 1.0, "acc": 1.0, "parts": [1, 2]}
+    values = [same, 0.5, same, {"score": 0, "note": "no", "parts": np.ones(2)}]
+    function = (lambda **_: values) if per_batch else each(values)
+    scores, extra, _ = score(data, tokenizer, function, per_batch=per_batch)
+    assert scores.sum(1).tolist() == [1.0, 0.5, 1.0, 0.0]
+    assert set(extra) == {"acc", "parts", "note"}
+    assert all(column.shape == (4,) and column.dtype == object for column in extra.values())
+    assert extra["acc"].tolist() == [1.0, None, 1.0, None]
+    assert extra["note"].tolist() == [None, None, None, "no"]
+    assert extra["parts"][0] == [1, 2]
+    assert same == {"score": 1.0, "acc": 1.0, "parts": [1, 2]}  # the function's own dict is left as it was
+
+
+def test_extra_infos_that_are_all_lists_stay_one_dimensional(data, tokenizer):
+    _, extra, _ = score(data, tokenizer, each([{"score": 0, "pair": [i, i]} for i in range(4)]))
+    assert extra["pair"].shape == (4,)
+    assert extra["pair"][2] == [2, 2]
+
+
+BAD = {
+    "raises": KeyError("digits"),
+    "nan": math.nan,
+    "infinite": -math.inf,
+    "too large for float32": 1e39,
+    "too large for a float": 10**400,
+    "none": None,
+    "text": "1.0",
+    "list": [1.0],
+    "two numbers": torch.tensor([1.0, 2.0]),
+    "decimal": Decimal(1),
+    "no score": {"reward": 1.0},
+    "nan inside": {"score": math.nan, "acc": 1.0},
+}
+
+
+@pytest.mark.parametrize("per_batch", [False, True])
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_a_bad_answer_stops_or_counts(data, tokenizer, bad, per_batch):
+    values = [1.0, bad, 2.0, bad]
+    function = each(values)
+    if per_batch:
+        if isinstance(bad, Exception):
+            pytest.skip("the batch as a whole fails: see below")
+
+        def function(**_):
+            return values
+
+    with pytest.raises(RewardError, match=r"sample 1 \(u1, answer '3'\).*reward.on_error=zero") as stopped:
+        score(data, tokenizer, function, per_batch=per_batch)
+    assert stopped.value.__cause__ is not None
+    scores, extra, metrics = score(data, tokenizer, function, per_batch=per_batch, on_error="zero")
+    assert scores.sum(1).tolist() == [1.0, 0.0, 2.0, 0.0]
+    assert metrics == {"reward/errors": 2.0}
+    assert extra == {}
+
+
+def test_a_batch_that_fails_as_a_whole(data, tokenizer):
+    def function(**_):
+        raise TimeoutError("the sandbox is down")
+
+    with pytest.raises(RewardError, match="failed on a batch: TimeoutError: the sandbox is down"):
+        score(data, tokenizer, function, per_batch=True)
+    scores, _, metrics = score(data, tokenizer, function, per_batch=True, on_error="zero")
+    assert not scores.any()
+    assert metrics == {"reward/errors": 4.0}
+
+
+@pytest.mark.parametrize("on_error", ["stop", "zero"])
+@pytest.mark.parametrize(
+    ("answers", "said"), [([1.0] * 3, "3 scores"), ([1.0] * 5, "5 scores"), ([], "0 scores"), (None, "None"), (1.0, "1.0")]
+)
+def test_the_wrong_number_of_scores_is_never_guessed_at(data, tokenizer, answers, said, on_error):
+    with pytest.raises(RewardError, match=f"returned {said} for 4 samples"):
+        score(data, tokenizer, lambda **_: answers, per_batch=True, on_error=on_error)
+
+
+def test_a_wrong_signature_is_an_error_that_says_so(data, tokenizer):
+    with pytest.raises(RewardError, match="TypeError"):
+        score(data, tokenizer, lambda text: 1.0)
+
+
+def test_stopping_by_the_user_is_not_swallowed(data, tokenizer):
+    def function(**_):
+        raise KeyboardInterrupt
+
+    for per_batch in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            score(data, tokenizer, function, per_batch=per_batch, on_error="zero")
+
+
+def test_the_largest_score_is_that_of_float32():
+    assert as_result(3e38)["score"] == 3e38
+    with pytest.raises(ValueError, match="finite number"):
+        as_result(-4e38)

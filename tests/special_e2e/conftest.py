@@ -1,0 +1,67 @@
+"""Runs of the demo task, small enough for a test, that share one set of data and one warmed-up model."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from meshrl.config.checks import ensure_runnable
+from meshrl.config.load import load_config
+from meshrl.config.root import PPOConfig
+from meshrl.models.tiny import make_tiny_model
+from meshrl.trainer.demo import ALPHABET, sft_run, write_data
+from meshrl.trainer.run import train
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run left behind."""
+
+    path: Path
+    metrics: list[dict[str, Any]]
+    weights: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """The demo's data and warmed-up model."""
+
+    folder: Path
+    files: dict[str, str]
+    model: Path
+
+    def config(self, out: Path, *overrides: str) -> PPOConfig:
+        """The demo's recipe on this data, on the CPU; it must pass the checks."""
+        loaded = load_config(
+            "demo_grpo",
+            [
+                f"data.train_files=[{self.files['prompts']}]",
+                f"data.val_files=[{self.files['held_out']}]",
+                f"actor_rollout_ref.model.path={self.model}",
+                f"trainer.default_local_dir={out}",
+                "trainer.device=cpu",
+                "trainer.logger=[file]",
+                *overrides,
+            ],
+        )
+        ensure_runnable(loaded.config)
+        return loaded.config
+
+    def train(self, out: Path, *overrides: str) -> Run:
+        """Trains and reads back what the run wrote."""
+        path = train(self.config(out, *overrides), console=Console(quiet=True))
+        metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        return Run(path, metrics, load_file(path / "model" / "model.safetensors"))
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    folder = tmp_path_factory.mktemp("task")
+    make_tiny_model(folder / "assets" / "model", ALPHABET)
+    files = write_data(folder / "assets", seed=0)
+    return Task(folder, files, sft_run(folder, files, 0, Console(quiet=True)))

@@ -1,0 +1,59 @@
+"""RL raises the held-out accuracy, by the checker's rewards and by nothing else."""
+
+import json
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ACCURACY = "val-core/sort_digits/acc/mean@1"
+
+
+def accuracies(run):
+    return [row[ACCURACY] for row in run.metrics if ACCURACY in row]
+
+
+def test_grpo_learns_and_coin_tosses_do_not(task, tmp_path):
+    steps = ("trainer.total_training_steps=70", "trainer.test_freq=70")
+    learned = task.train(tmp_path / "grpo", *steps)
+    before, after = accuracies(learned)
+    assert before < 0.45
+    assert after > 0.6
+    control = task.train(tmp_path / "control", *steps, "reward.name=coin_toss")
+    start, end = accuracies(control)
+    assert start == before
+    assert end < start + 0.1
+    assert 0.4 < control.metrics[-1]["critic/score/mean"] < 0.6
+
+    # The model it wrote is the one that was validated: plain transformers finds the same accuracy.
+    model = AutoModelForCausalLM.from_pretrained(learned.path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(learned.path / "model")
+    with open(task.files["held_out"]) as lines:
+        rows = [json.loads(line) for line in lines]
+    ids = torch.tensor([tokenizer(row["prompt"])["input_ids"] for row in rows])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=7, do_sample=False)
+    texts = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+    right = [text == "".join(sorted(row["extra_info"]["digits"])) for text, row in zip(texts, rows, strict=True)]
+    assert abs(sum(right) / len(right) - after) < 0.01
+
+
+def test_a_run_leaves_its_folder(task, tmp_path):
+    run = task.train(
+        tmp_path / "run",
+        "trainer.total_training_steps=2",
+        "actor_rollout_ref.rollout.val_kwargs.n=4",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+        f"trainer.rollout_data_dir={tmp_path / 'samples'}",
+        "trainer.test_freq=2",
+    )
+    for name in ("config.yaml", "metrics.jsonl", "generations.jsonl", "report.html", "curves.png", "log.txt", "model"):
+        assert (run.path / name).exists(), name
+    last = run.metrics[-1]
+    assert last["val-core/sort_digits/acc/mean@4"] <= last["val-core/sort_digits/acc/pass@4"]
+    assert last["val-core/sort_digits/acc/pass@1"] == last["val-core/sort_digits/acc/mean@4"]
+    samples = [json.loads(line) for line in (tmp_path / "samples" / "1.jsonl").read_text().splitlines()]
+    assert len(samples) == 512
+    checked = [s["score"] == float(s["response"] == "".join(sorted(s["prompt"][:-1]))) for s in samples]
+    assert all(checked)
+    phases = [value for name, value in last.items() if name.startswith("timing_s/") and name != "timing_s/step"]
+    assert abs(sum(phases) - last["timing_s/step"]) < 1e-6

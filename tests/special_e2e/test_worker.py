@@ -1,0 +1,114 @@
+"""The policy's worker, alone: what the first step promises, and what happens to gradients that are not numbers."""
+
+import numpy as np
+import pytest
+import torch
+
+from meshrl.controller import ClassWithInitArgs, ResourcePool, WorkerError, create_worker_group
+from meshrl.data.prompts import PromptDataset
+from meshrl.data.proto import DataProto
+from meshrl.models.loading import load_tokenizer
+from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker, WorkerSettings
+
+NAMES = ("input_ids", "attention_mask", "response_mask")
+
+
+@pytest.fixture
+def start(task, tmp_path):
+    def make(stop_on_nan=False, mini_batches=1, *overrides):
+        config = task.config(tmp_path, *overrides).actor_rollout_ref
+        settings = WorkerSettings("cpu", 60.0, mini_batches, 10, True, stop_on_nan)
+        group = create_worker_group(
+            ResourcePool([1], use_gpu=False), ClassWithInitArgs(ActorRolloutRefWorker, config, settings)
+        )
+        group.init_model()
+        group.sync_weights(0)
+        return group
+
+    return make
+
+
+@pytest.fixture
+def answers(task, tmp_path, start):
+    group = start()
+    config = task.config(tmp_path)
+    data = PromptDataset(config.data.train_files, load_tokenizer(task.model), config.data)
+    prompts = data.batch(np.arange(13)).repeat(3)
+    prompts.batch["seeds"] = torch.arange(len(prompts)) * 977
+    return group, group.generate_sequences(prompts)
+
+
+def with_advantages(data, old_log_probs=None):
+    tensors = {name: data.batch[name] for name in NAMES}
+    generator = torch.Generator().manual_seed(0)
+    tensors["advantages"] = torch.randn(len(data), 1, generator=generator) * tensors["response_mask"]
+    if old_log_probs is not None:
+        tensors["old_log_probs"] = old_log_probs
+    return DataProto.from_dict(tensors, meta_info={"measure_entropy": False})
+
+
+def test_the_first_step_is_on_policy(answers):
+    group, data = answers
+    log_probs = group.compute_log_prob(data).batch["old_log_probs"]
+    mask = data.batch["response_mask"]
+    assert ((log_probs - data.batch["rollout_log_probs"]).abs() * mask).max() < 1e-5
+    # the reference is the same model, so it must agree to the bit
+    assert torch.equal(group.compute_ref_log_prob(data).batch["ref_log_prob"], log_probs)
+    (metrics,) = group.update_actor(with_advantages(data, log_probs))
+    assert metrics["actor/ppo_kl"] == 0.0
+    assert metrics["actor/pg_clipfrac"] == 0.0
+    assert metrics["actor/grad_norm"] > 0
+    # the control: after that step the policy has moved
+    (metrics,) = group.update_actor(with_advantages(data, log_probs))
+    assert metrics["actor/ppo_kl"] != 0.0
+
+
+def test_an_update_without_old_log_probs_is_the_on_policy_one(start, answers):
+    group, data = answers
+    other = start()
+    given = group.update_actor(with_advantages(data, group.compute_log_prob(data).batch["old_log_probs"]))
+    found = other.update_actor(with_advantages(data))
+    assert given[0]["actor/grad_norm"] == found[0]["actor/grad_norm"]
+    after = [g.compute_log_prob(data).batch["old_log_probs"] for g in (group, other)]
+    assert torch.equal(*after)
+
+
+def test_a_gradient_of_nan_is_skipped_and_counted(answers):
+    group, data = answers
+    before = group.compute_log_prob(data).batch["old_log_probs"]
+    bad = with_advantages(data)
+    bad.batch["advantages"][0] = float("nan")
+    (metrics,) = group.update_actor(bad)
+    assert metrics["actor/skipped_steps"] == 1
+    assert torch.equal(group.compute_log_prob(data).batch["old_log_probs"], before)
+    (metrics,) = group.update_actor(with_advantages(data))
+    assert metrics["actor/skipped_steps"] == 0
+    assert not torch.equal(group.compute_log_prob(data).batch["old_log_probs"], before)
+
+
+def test_a_gradient_of_nan_stops_where_asked(start, answers):
+    _, data = answers
+    bad = with_advantages(data)
+    bad.batch["advantages"][0] = float("nan")
+    with pytest.raises((WorkerError, FloatingPointError), match="nan_gradient=stop"):
+        start(True).update_actor(bad)
+
+
+def test_weights_reach_the_rollout_with_a_newer_version_only(answers):
+    group, data = answers
+    assert set(data.batch["versions"].unique().tolist()) == {-1, 0}
+    group.update_actor(with_advantages(data))
+    group.sync_weights(1)
+    prompts = DataProto.from_dict(
+        {
+            "input_ids": data.batch["prompts"],
+            "attention_mask": data.batch["attention_mask"][:, : data.batch["prompts"].shape[1]],
+        }
+    )
+    prompts.batch["seeds"] = torch.arange(len(prompts)) * 977
+    fresh = group.generate_sequences(prompts)
+    assert fresh.batch["versions"].max() == 1
+    found = group.compute_log_prob(fresh).batch["old_log_probs"]
+    assert ((found - fresh.batch["rollout_log_probs"]).abs() * fresh.batch["response_mask"]).max() < 1e-5
+    with pytest.raises((WorkerError, ValueError), match="not newer"):
+        group.sync_weights(1)
