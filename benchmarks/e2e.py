@@ -1,10 +1,10 @@
-"""A whole RL step, ours beside TRL's GRPOTrainer: same model, start weights, prompts, hyper-parameters, one thread each.
+"""A whole RL step, ours beside TRL's GRPOTrainer: same model, weights, prompts, hyper-parameters, one thread each.
 
     python benchmarks/e2e.py [--steps 200] [--seed 0] [--only meshrl|trl]
 
 A step is 64 prompts × 8 answers and two optimizer steps. Each side runs in a process of its own, one after the other;
-CPU-seconds are those of the process and all its children, from the end of the first step to the end of the last, validation
-left out. Needs `pip install 'meshrl[trl]'` for the other side.
+CPU-seconds are those of the process and all its children, from the end of the first step to the end of the last,
+validation left out. Needs `pip install 'meshrl[trl]'` for the other side.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def in_own_process(side: str, folder: Path, steps: int, seed: int) -> dict[str, 
         str(seed),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.stderr.write(f"{side} failed:\n{done.stderr[-2000:]}\n")
         return None

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from meshrl.algorithms.checks import check_finite, check_length, check_matrix, check_not_empty
-from meshrl.algorithms.masked import masked_whiten, row_blocks
+from meshrl.algorithms.masked import masked_whiten, row_blocks, whiten_
 from meshrl.algorithms.recurrence import TokenCompaction, discounted_suffix_sum
 from meshrl.algorithms.registry import Registry
 
@@ -103,11 +103,10 @@ def compute_gae_advantage_return(
     """Generalised advantage estimation (arXiv:1506.02438), whitened over the batch's tokens; returns are not."""
     check_matrix(token_level_rewards=token_level_rewards, values=values, response_mask=response_mask)
     outcome_scores(token_level_rewards, response_mask)
-    weight = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-    advantages, returns = torch.empty_like(weight), torch.empty_like(weight)
-    for rows in row_blocks(weight):
-        weight[rows] = response_mask[rows]
-        tokens = TokenCompaction(weight[rows])
+    advantages = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+    returns = torch.empty_like(advantages)
+    for rows in row_blocks(values):
+        tokens = TokenCompaction(response_mask[rows])
         own_values = tokens.compact(values[rows].float())
         # The return of GAE is R_t = r_t + gamma ((1 - lam) V_{t+1} + lam R_{t+1}), and the advantage is R_t - V_t.
         targets = tokens.compact_rewards(token_level_rewards[rows].float())
@@ -118,7 +117,7 @@ def compute_gae_advantage_return(
     if not math.isfinite(float(advantages.sum())):
         check_finite("values", values, response_mask)
         check_finite("returns", returns)
-    return masked_whiten(advantages, weight), returns
+    return whiten_(advantages, response_mask), returns
 
 
 @register_adv_est("reinforce_plus_plus")

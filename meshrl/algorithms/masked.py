@@ -54,17 +54,20 @@ def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = T
 
     `values` and `mask` are matrices.
     """
+    kept = torch.empty_like(values)
+    for rows in row_blocks(values):
+        kept[rows] = zero_outside(values[rows], mask[rows].to(values.dtype))
+    return whiten_(kept, mask, shift_mean, eps)
+
+
+def whiten_(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True, eps: float = 1e-8) -> torch.Tensor:
+    """`masked_whiten` in place, of values that are 0 outside the mask already."""
     check_not_empty(mask, "mask")
-    count = total = squares = 0.0
-    whitened = torch.empty_like(values)
+    count = float(torch.count_nonzero(mask))
+    mean = sum(float(values[rows].sum()) for rows in row_blocks(values)) / count
+    squares = 0.0
     for rows in row_blocks(values):
-        weight = mask[rows].to(values.dtype)
-        kept = zero_outside(values[rows], weight)
-        whitened[rows] = kept
-        count, total = count + float(weight.sum()), total + float(kept.sum())
-    mean = total / count
-    for rows in row_blocks(values):
-        centered = whitened[rows].sub_(mean).mul_(mask[rows].to(values.dtype))
+        centered = values[rows].sub_(mean).mul_(mask[rows].to(values.dtype))
         squares += float(torch.linalg.vector_norm(centered)) ** 2
-    whitened *= 1.0 / math.sqrt(squares / max(count - 1, 1) + eps)
-    return whitened if shift_mean else whitened.add_(mask.to(values.dtype), alpha=mean)
+    values *= 1.0 / math.sqrt(squares / max(count - 1, 1) + eps)
+    return values if shift_mean else values.add_(mask.to(values.dtype), alpha=mean)

@@ -5,6 +5,7 @@ thread is inside a collective that will never finish.
 """
 
 import faulthandler
+import logging
 import os
 import queue
 import random
@@ -28,6 +29,8 @@ from meshrl.controller.worker import (
     host_rendezvous,
     limit_threads,
 )
+
+logger = logging.getLogger(__name__)
 
 HELLO = "start"
 BUILD = "__init__"
@@ -77,8 +80,10 @@ class _Process:
             # the socket alone would not tell if a child of the controller had inherited its end
             try:
                 watched.register(os.pidfd_open(controller_pid), select.POLLIN)
-            except OSError:
+            except ProcessLookupError:
                 end_process_group()
+            except OSError as error:
+                logger.debug("this kernel has no pidfd (%s): the socket must do", error)
         while True:
             ready = [fd for fd, _ in watched.poll()]
             if self.sock.fileno() not in ready:

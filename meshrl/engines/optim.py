@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from meshrl.config.optim import OptimConfig
 
@@ -39,6 +38,22 @@ def lr_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
     return factor
 
 
-def build_scheduler(optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int) -> LambdaLR:
-    """Warm-up, then constant, linear or cosine decay down to `min_lr_ratio`."""
-    return LambdaLR(optimizer, lr_factor(config, total_steps))
+class LearningRate:
+    """Warm-up, then constant, linear or cosine decay to `min_lr_ratio`. Its state is the number of steps so far."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int):
+        self.optimizer, self.peak = optimizer, config.lr
+        self.factor = lr_factor(config, total_steps)
+        self.steps = 0
+        self._apply()
+
+    def step(self) -> float:
+        """Goes on to the next step; returns the rate that the last one had."""
+        used = self.peak * self.factor(self.steps)
+        self.steps += 1
+        self._apply()
+        return used
+
+    def _apply(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.peak * self.factor(self.steps)

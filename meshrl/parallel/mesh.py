@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from datetime import timedelta
 
 import torch
@@ -30,3 +31,18 @@ def init_process_group(device: torch.device, timeout_seconds: float) -> None:
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=timeout_seconds))
+    atexit.register(_leave_process_group)
+
+
+def _leave_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def prepare_device(name: str, local_rank: int) -> torch.device:
+    """The rank's device, set up for training in float32 on a CPU or in any type on a GPU."""
+    device = resolve_device(name, local_rank)
+    if device.type == "cpu":
+        # oneDNN costs more per call than the plain BLAS does for the small matrices that are trained on CPUs.
+        torch.backends.mkldnn.enabled = False
+    return device

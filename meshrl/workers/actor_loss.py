@@ -19,7 +19,7 @@ def make_actor_loss(
     """The loss function of one mini-batch, which has `stats` over all ranks.
 
     `computed_tokens` is how many of its tokens are computed at all: samples without advantage may be left out. They add
-    nothing to the loss, whose means are over all tokens; but what is only watched (KL, clipping, entropy) is a mean over
+    nothing to the loss, whose means are over all tokens; what is only watched (KL, clipping, entropy) is a mean over
     the computed tokens. `compare_with` names the rollout's log-probs, compared while the weights are still the same.
     """
     policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)

@@ -19,7 +19,7 @@ from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.models.loading import load_tokenizer, new_causal_lm, stop_token_ids, torch_dtype
 from meshrl.models.saving import save_hf_folder
 from meshrl.parallel.attention import ATTENTION_NAME
-from meshrl.parallel.mesh import init_process_group, resolve_device
+from meshrl.parallel.mesh import init_process_group, prepare_device
 from meshrl.rollout.base import SamplingParams
 from meshrl.rollout.embedded.engine import EmbeddedRollout
 from meshrl.telemetry.metrics import reduce_metrics
@@ -49,9 +49,8 @@ class ActorRolloutRefWorker(Worker):
     def init_model(self) -> None:
         """Builds the engines and the rollout, in the order in which they share memory."""
         transformers_logging.disable_progress_bar()
-        self.device = resolve_device(self.settings.device, self.local_rank)
-        if self.world_size > 1 or self.device.type == "cuda":
-            init_process_group(self.device, self.settings.collective_deadline)
+        self.device = prepare_device(self.settings.device, self.local_rank)
+        init_process_group(self.device, self.settings.collective_deadline)
         actor, model = self.config.actor, self.config.model
         self.actor = FSDPEngine(
             model, actor, actor.optim, device=self.device, total_steps=self.settings.total_optimizer_steps

@@ -12,7 +12,7 @@ from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.models.saving import save_hf_folder
-from meshrl.parallel.mesh import init_process_group, resolve_device
+from meshrl.parallel.mesh import init_process_group, prepare_device
 
 
 class SFTWorker(Worker):
@@ -25,9 +25,8 @@ class SFTWorker(Worker):
     def init_model(self) -> None:
         """Builds the engine."""
         transformers_logging.disable_progress_bar()
-        device = resolve_device(self.config.trainer.device, self.local_rank)
-        if self.world_size > 1 or device.type == "cuda":
-            init_process_group(device, self.config.trainer.deadlines.collective)
+        device = prepare_device(self.config.trainer.device, self.local_rank)
+        init_process_group(device, self.config.trainer.deadlines.collective)
         self.engine = FSDPEngine(
             self.config.model, self.config.engine, self.config.optim, device=device, total_steps=self.total_steps
         )

@@ -203,6 +203,10 @@ class Probe(Worker):
     def fork_a_sleeper(self) -> None:
         subprocess.Popen(["sleep", "20"], close_fds=False)
 
+    def square_on_gpu(self, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.set_device(self.local_rank)
+        return x.cuda() ** 2
+
     def variable(self, name: str) -> str | None:
         return os.environ.get(name)
 

@@ -51,7 +51,7 @@ def test_a_killed_worker_is_reported_at_once(make_group):
 
 
 def test_a_worker_killed_between_calls_is_noticed(make_group):
-    group = make_group(Probe)
+    group = make_group(Probe, world_size=1)
     assert group.is_alive()
     os.kill(pids_of(group)[0], signal.SIGKILL)
     until = time.monotonic() + 10
@@ -62,20 +62,20 @@ def test_a_worker_killed_between_calls_is_noticed(make_group):
 
 
 def test_the_deadline_of_a_call_names_the_silent_ranks_and_their_stacks(make_group):
-    group = make_group(Probe, world_size=3, deadlines=Deadlines(start=120, call=1.5))
+    group = make_group(Probe, deadlines=Deadlines(start=120, call=1.5))
     pids = pids_of(group)
     first, second = group.sleep_later(1.0), group.sleep_later(1.0)  # queued: each has its own 1.5 s
     second.get(20)
     assert first.done()
     began = time.monotonic()
     with pytest.raises(DeadlineError) as caught:
-        group.sleep(60, ranks=[0, 2])
+        group.sleep(60, ranks=[0])
     assert 1.4 < time.monotonic() - began < 6
     error = caught.value
-    assert (error.method, error.answered, error.silent) == ("sleep", [1], [0, 2])
+    assert (error.method, error.answered, error.silent) == ("sleep", [1], [0])
     assert error.waited >= 1.5
     assert isinstance(error, TimeoutError)
-    assert "ranks that have answered: [1], ranks that have not: [0, 2]" in str(error)
+    assert "ranks that have answered: [1], ranks that have not: [0]" in str(error)
     assert "controller_workers.py" in str(error)
     with pytest.raises(GroupBrokenError, match="can no longer be called: sleep on 'actor' has not finished"):
         group.about()

@@ -74,5 +74,5 @@ def test_an_address_excludes_resources(monkeypatch):
     from meshrl.controller.ray import init_ray
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(ValueError, match="num_cpus and num_gpus belong to the cluster at 10.0.0.1:6379"):
+    with pytest.raises(ValueError, match=r"num_cpus and num_gpus belong to the cluster at 10.0.0.1:6379"):
         init_ray(address="10.0.0.1:6379", num_cpus=4)

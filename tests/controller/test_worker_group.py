@@ -206,9 +206,9 @@ def test_what_cannot_be_sent(group):
 
 
 def test_failing_constructor(make_group):
-    with pytest.raises(WorkerError, match="no model at rank 1") as caught:
-        make_group(Probe, fail_on=1)
-    assert (caught.value.method, caught.value.rank) == ("__init__", 1)
+    with pytest.raises(WorkerError, match="no model at rank 0") as caught:
+        make_group(Probe, fail_on=0, world_size=1)
+    assert (caught.value.method, caught.value.rank) == ("__init__", 0)
 
 
 def test_colocated_roles_share_a_process(make_group):

@@ -73,7 +73,9 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(dataset, chat_tokeniz
     chat_tokenizer.chat_template = chat_tokenizer.chat_template.replace(
         "{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] != 'assistant' else 'x' }}"
     )
-    with pytest.raises(ValueError, match=r"demonstration 0, turn 2: the chat template renders earlier turns differently"):
+    with pytest.raises(
+        ValueError, match=r"demonstration 0, turn 2: the chat template renders earlier turns differently"
+    ):
         dataset([{"talk": CONVERSATION}], chat_tokenizer, messages_key="talk")
     assert len(dataset([{"talk": CONVERSATION[:3]}], chat_tokenizer, messages_key="talk")) == 1
 

@@ -21,7 +21,9 @@ def padded(prompts: list[int], answers: list[int], width: int, columns: int) -> 
     return ids, mask, target
 
 
-def loop_pack(ids: Tensor, mask: Tensor, target: Tensor) -> tuple[list[list[int]], dict[tuple[int, int], tuple[int, int]]]:
+def loop_pack(
+    ids: Tensor, mask: Tensor, target: Tensor
+) -> tuple[list[list[int]], dict[tuple[int, int], tuple[int, int]]]:
     """Documents as lists, and for each wanted place of the rectangle (the token before it, the token)."""
     documents, wanted = [], {}
     offset = ids.shape[1] - target.shape[1]

@@ -120,9 +120,7 @@ def test_repeated_targets_and_expanded_hidden_states():
 def test_no_tokens_still_give_every_weight_a_gradient_of_zeros(with_bias):
     given = inputs(0)
     ours = leaves(given, with_bias, torch.float32)
-    got = linear_log_probs(
-        ours["hidden"], ours["weight"], given["targets"], bias=ours.get("bias"), with_entropy=True
-    )
+    got = linear_log_probs(ours["hidden"], ours["weight"], given["targets"], bias=ours.get("bias"), with_entropy=True)
     assert [x.shape for x in got] == [(0,), (0,)]
     (got[0].sum() + got[1].sum()).backward()
     assert torch.equal(ours["weight"].grad, torch.zeros(VOCABULARY, DIM))

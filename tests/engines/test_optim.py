@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from meshrl.config.optim import OptimConfig
-from meshrl.engines.optim import build_optimizer, build_scheduler, lr_factor
+from meshrl.engines.optim import LearningRate, build_optimizer, lr_factor
 
 
 def rates(config: OptimConfig, total: int, steps: int) -> list[float]:
     """The learning rate that each optimizer step would have, by the scheduler."""
     optimizer = build_optimizer([nn.Parameter(torch.ones(2))], config)
-    scheduler = build_scheduler(optimizer, config, total)
+    scheduler = LearningRate(optimizer, config, total)
     found = []
     for _ in range(steps):
         found.append(optimizer.param_groups[0]["lr"])

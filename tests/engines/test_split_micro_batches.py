@@ -55,7 +55,9 @@ def test_of_a_fixed_size(lengths, size, others):
 def test_ranks_agree_on_the_largest_count():
     """Three ranks with unequal work, each told the largest of the counts that each would need alone."""
     ranks = [np.asarray([9, 9, 9, 9]), np.asarray([1, 1]), np.asarray([5])]
-    alone = [len(split_into_micro_batches(x, max_token_len=10, micro_batch_size=None, agree=lambda n: n)) for x in ranks]
+    alone = [
+        len(split_into_micro_batches(x, max_token_len=10, micro_batch_size=None, agree=lambda n: n)) for x in ranks
+    ]
     assert alone == [4, 1, 1]
     plans = [
         split_into_micro_batches(x, max_token_len=10, micro_batch_size=None, agree=lambda n: max(alone)) for x in ranks

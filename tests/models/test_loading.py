@@ -53,7 +53,8 @@ def test_the_type_is_the_one_asked_for(tiny_model_folder):
 
 
 @pytest.mark.parametrize(
-    ("word", "dtype"), [("bf16", torch.bfloat16), ("float32", torch.float32), ("fp32", torch.float32), ("fp16", torch.half)]
+    ("word", "dtype"),
+    [("bf16", torch.bfloat16), ("float32", torch.float32), ("fp32", torch.float32), ("fp16", torch.half)],
 )
 def test_words_for_types(word, dtype):
     assert torch_dtype(word) == dtype
@@ -89,7 +90,9 @@ def test_missing_weights_are_an_error_and_not_made_up(folder):
 
 def test_an_override_that_asks_for_more_layers_than_there_are(tiny_model_folder):
     with pytest.raises(ValueError, match=r"lacks \d+ weights, first of all 'model.layers.2"):
-        load_causal_lm(tiny_model_folder, "sdpa", override={"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3})
+        load_causal_lm(
+            tiny_model_folder, "sdpa", override={"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+        )
 
 
 def test_new_models_are_random_and_of_the_asked_type():

@@ -96,5 +96,5 @@ def read_bytes(file) -> list[dict[str, object]]:
 
 
 def test_a_decoder_that_loses_a_sample_is_noticed(run):
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="longer"):
         SampleLog(run).log_training(batch(2), lambda data: ["only one"], 1)

@@ -20,7 +20,7 @@ from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine, LossFunction
 from meshrl.engines.fsdp.sharding import precision_policy, shard
 from meshrl.engines.micro_batches import split_into_micro_batches
-from meshrl.engines.optim import build_optimizer, build_scheduler
+from meshrl.engines.optim import LearningRate, build_optimizer
 from meshrl.engines.packed_lm import PackedCausalLM
 from meshrl.models.loading import load_causal_lm, torch_dtype
 from meshrl.parallel.attention import ATTENTION_NAME
@@ -67,7 +67,7 @@ class FSDPEngine(Engine):
             shard(self.module, self.hf_model, mesh, config)
         if self.optim_config is not None:
             self.optimizer = build_optimizer(self.module.parameters(), self.optim_config)
-            self.scheduler = build_scheduler(self.optimizer, self.optim_config, self.total_steps)
+            self.learning_rate = LearningRate(self.optimizer, self.optim_config, self.total_steps)
 
     @property
     def dp_rank(self) -> int:
@@ -170,9 +170,7 @@ class FSDPEngine(Engine):
         return value
 
     def lr_scheduler_step(self) -> float:
-        lr = self.scheduler.get_last_lr()[0]
-        self.scheduler.step()
-        return float(lr)
+        return self.learning_rate.step()
 
     def per_tensor_params(self) -> Iterator[tuple[str, Tensor]]:
         for name, param in self.module.named_parameters():
