@@ -34,9 +34,7 @@ class Case:
     quarter: Run
 
 
-def loop_gae(
-    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
-) -> torch.Tensor:
+def loop_gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
     """Backwards over time, skipping tokens that are not the policy's; then whitened over the batch's tokens."""
     mask = mask.float()
     next_value = torch.zeros(len(rewards))
@@ -74,7 +72,7 @@ def loop_groups(name: str, rewards: torch.Tensor, mask: torch.Tensor, index: np.
 
 
 def batch_of(rows: int, columns: int, gaps: bool = False) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """Rewards at the last token, masks of random lengths (`gaps`: with tool output inside), groups of 8 by string id."""
+    """Rewards at the last token, masks of random lengths (`gaps`: tool output inside), groups of 8 by string id."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(columns // 4, columns + 1, (rows,), generator=generator)
     mask = (torch.arange(columns) < lengths[:, None]).long()

@@ -86,6 +86,13 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("--only", default="", metavar="PREFIX", help="only keys below this one")
     config.add_argument("--doc", action="store_true", help="with a line of documentation per key")
 
+    verify = add("verify", _verify, "check that a layout computes what one process computes")
+    verify.add_argument("words", nargs="*", metavar="key=value", help="engine keys, such as context_parallel_size=2")
+    verify.add_argument("--strategy", default="fsdp2", help="training engine (default: fsdp2)")
+    verify.add_argument("--world", type=int, default=2, help="number of processes (default: 2)")
+    verify.add_argument("--model", metavar="DIR", help="take the shape of this model; default: four tiny families")
+    verify.add_argument("--layers", type=int, default=2, help="with --model: keep this many layers (default: 2)")
+
     report = add("report", _report, "draw the curves and the report of a run")
     report.add_argument("run_dir", help="folder of the run")
     return parser
@@ -111,6 +118,14 @@ def _demo(arguments: argparse.Namespace) -> None:
     from meshrl.trainer.demo import main as demo
 
     demo(arguments.out, seed=arguments.seed, control=arguments.control, overrides=arguments.words)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from meshrl.trainer.verify import verify
+
+    overrides = [f"strategy={arguments.strategy}", *arguments.words]
+    same = verify(arguments.world, overrides, model=arguments.model, layers=arguments.layers)
+    return 0 if same else RUN_ERROR
 
 
 def _config(arguments: argparse.Namespace) -> None:

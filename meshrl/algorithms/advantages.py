@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from meshrl.algorithms.checks import check_finite, check_length, check_matrix, check_not_empty
-from meshrl.algorithms.masked import masked_whiten, row_blocks, whiten_
+from meshrl.algorithms.masked import Moments, masked_whiten, row_blocks, whiten_
 from meshrl.algorithms.recurrence import TokenCompaction, discounted_suffix_sum
 from meshrl.algorithms.registry import Registry
 
@@ -86,8 +86,8 @@ def outcome_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tenso
 def to_tokens(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """Each sample's number on each of its response tokens, zero elsewhere."""
     tokens = torch.empty(response_mask.shape, dtype=scores.dtype, device=scores.device)
-    for rows in row_blocks(tokens):
-        torch.mul(scores[rows, None], response_mask[rows].to(scores.dtype), out=tokens[rows])
+    for rows, _ in row_blocks(tokens):
+        tokens[rows].copy_(response_mask[rows]).mul_(scores[rows, None])
     return tokens
 
 
@@ -102,22 +102,25 @@ def compute_gae_advantage_return(
 ) -> Advantages:
     """Generalised advantage estimation (arXiv:1506.02438), whitened over the batch's tokens; returns are not."""
     check_matrix(token_level_rewards=token_level_rewards, values=values, response_mask=response_mask)
-    outcome_scores(token_level_rewards, response_mask)
+    check_not_empty(response_mask)
     advantages = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-    returns = torch.empty_like(advantages)
-    for rows in row_blocks(values):
-        tokens = TokenCompaction(response_mask[rows])
-        own_values = tokens.compact(values[rows].float())
+    returns, moments = torch.empty_like(advantages), Moments()
+    for rows, (weight, own, targets, scratch) in row_blocks(values, buffers=4):
+        tokens = TokenCompaction(weight.copy_(response_mask[rows]), scratch)
+        own_values = tokens.compact(values[rows].float(), out=own)
         # The return of GAE is R_t = r_t + gamma ((1 - lam) V_{t+1} + lam R_{t+1}), and the advantage is R_t - V_t.
-        targets = tokens.compact_rewards(token_level_rewards[rows].float())
+        targets = tokens.compact_rewards(token_level_rewards[rows].float(), out=targets)
         targets[:, :-1].add_(own_values[:, 1:], alpha=gamma * (1.0 - lam))
-        found = discounted_suffix_sum(targets, gamma * lam)
+        found = discounted_suffix_sum(targets, gamma * lam, out=scratch)
         returns[rows] = tokens.spread(found)
         advantages[rows] = tokens.spread(found.sub_(own_values))
-    if not math.isfinite(float(advantages.sum())):
+        moments.add(advantages[rows], weight, scratch)
+    # A NaN or inf in either input reaches the moments, so the matrices are searched only to say where.
+    if not math.isfinite(moments.squares):
+        check_finite("token_level_rewards", token_level_rewards)
         check_finite("values", values, response_mask)
         check_finite("returns", returns)
-    return whiten_(advantages, response_mask), returns
+    return whiten_(advantages, response_mask, moments), returns
 
 
 @register_adv_est("reinforce_plus_plus")

@@ -16,10 +16,11 @@ from meshrl.algorithms.checks import check_length
 
 @dataclass(frozen=True)
 class Groups:
-    """For each sample the number of its group (by first appearance), and for each group its size."""
+    """For each sample the number of its group (by first appearance); for each group its size and first sample."""
 
     of_sample: torch.Tensor  # [batch] int64
     sizes: torch.Tensor  # [groups] int64
+    first_sample: torch.Tensor  # [groups] int64
 
     @classmethod
     def of(cls, index: np.ndarray | Sequence[Any] | torch.Tensor, batch: int, device: torch.device) -> "Groups":
@@ -27,9 +28,11 @@ class Groups:
         check_length("index", len(index), batch)
         ids = index.tolist() if hasattr(index, "tolist") else list(index)
         numbers: dict[Any, int] = {}
-        found = np.fromiter((numbers.setdefault(i, len(numbers)) for i in ids), dtype=np.int64, count=batch)
-        of_sample = torch.from_numpy(found).to(device)
-        return cls(of_sample, torch.bincount(of_sample, minlength=len(numbers)))
+        of_sample = np.array([numbers.setdefault(i, len(numbers)) for i in ids], dtype=np.int64)
+        first = np.empty(len(numbers), dtype=np.int64)
+        first[of_sample[::-1]] = np.arange(batch)[::-1]  # the last one written is the first sample
+        sizes = np.bincount(of_sample, minlength=len(numbers))
+        return cls(*(torch.from_numpy(array).to(device) for array in (of_sample, sizes, first)))
 
     @property
     def size_of_sample(self) -> torch.Tensor:
@@ -56,11 +59,7 @@ class Groups:
 
     def first(self, values: torch.Tensor) -> torch.Tensor:
         """The value of the first sample of its group, for each sample."""
-        batch = len(self.of_sample)
-        positions = torch.arange(batch, device=values.device)
-        first = torch.full((len(self.sizes),), batch, dtype=torch.int64, device=values.device)
-        first.scatter_reduce_(0, self.of_sample, positions, reduce="amin")
-        return values[first][self.of_sample]
+        return values[self.first_sample][self.of_sample]
 
     def std(self, centered: torch.Tensor) -> torch.Tensor:
         """The sample standard deviation (n - 1) of its group, for each of the centered samples; 0 in a group of one."""

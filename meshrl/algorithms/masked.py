@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -29,45 +30,72 @@ def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) 
     return squares / (count - 1 if unbiased else count).clamp(min=1)
 
 
-def zero_outside(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def zero_outside(values: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """The values where `weight`, a mask as float, is 1, and 0 elsewhere.
 
     On a CPU the product is ten times as fast as a selection, but it keeps NaN and inf; only then a selection is made.
     """
-    product = values * weight
+    product = torch.mul(values, weight, out=out)
     if math.isfinite(float(product.sum())):
         return product
-    return values.masked_fill(weight == 0, 0.0)
+    return product.copy_(values.masked_fill(weight == 0, 0.0))
 
 
-def row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
+def row_blocks(matrix: torch.Tensor, buffers: int = 0) -> Iterator[tuple[slice, list[torch.Tensor]]]:
     """Slices of rows small enough for a CPU's cache, where a chain of operations is several times as fast; on other
-    devices all rows at once."""
+    devices all rows at once. With each come float32 `buffers` of its shape, the same memory every time: new memory
+    costs a CPU more than the arithmetic on it."""
     rows, columns = matrix.shape
     step = max(BLOCK_ELEMENTS // max(columns, 1), 1) if matrix.device.type == "cpu" else max(rows, 1)
+    memory = torch.empty((buffers, min(step, rows), columns), dtype=torch.float32, device=matrix.device)
     for start in range(0, rows, step):
-        yield slice(start, start + step)
+        yield slice(start, start + step), [buffer[: rows - start] for buffer in memory]
+
+
+@dataclass
+class Moments:
+    """Count, mean and sum of squared deviations of set elements, gathered block by block without loss of precision."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def add(self, values: torch.Tensor, weight: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
+        """Take in a block of values that are 0 where `weight`, a mask as float, is 0."""
+        count = float(weight.sum())
+        if count == 0:
+            return
+        mean = float(values.sum()) / count
+        squares = float(torch.linalg.vector_norm(torch.sub(values, mean, out=scratch).mul_(weight))) ** 2
+        total, step = self.count + count, mean - self.mean
+        self.squares += squares + step**2 * self.count * count / total
+        self.mean += step * count / total
+        self.count = total
+
+    def scale(self, eps: float) -> float:
+        """The factor that brings the variance (n - 1) to 1."""
+        return 1.0 / math.sqrt(self.squares / max(self.count - 1, 1) + eps)
 
 
 def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True, eps: float = 1e-8) -> torch.Tensor:
-    """Scale the set elements to variance 1 and, with `shift_mean`, mean 0. Masked elements come back as 0.
-
-    `values` and `mask` are matrices.
-    """
-    kept = torch.empty_like(values)
-    for rows in row_blocks(values):
-        kept[rows] = zero_outside(values[rows], mask[rows].to(values.dtype))
-    return whiten_(kept, mask, shift_mean, eps)
-
-
-def whiten_(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True, eps: float = 1e-8) -> torch.Tensor:
-    """`masked_whiten` in place, of values that are 0 outside the mask already."""
+    """Scale the set elements of a matrix to variance 1 and, with `shift_mean`, mean 0. The others come back as 0."""
     check_not_empty(mask, "mask")
-    count = float(torch.count_nonzero(mask))
-    mean = sum(float(values[rows].sum()) for rows in row_blocks(values)) / count
-    squares = 0.0
-    for rows in row_blocks(values):
-        centered = values[rows].sub_(mean).mul_(mask[rows].to(values.dtype))
-        squares += float(torch.linalg.vector_norm(centered)) ** 2
-    values *= 1.0 / math.sqrt(squares / max(count - 1, 1) + eps)
-    return values if shift_mean else values.add_(mask.to(values.dtype), alpha=mean)
+    kept, moments = torch.empty_like(values), Moments()
+    for rows, _ in row_blocks(values):
+        weight = mask[rows].to(values.dtype)
+        moments.add(zero_outside(values[rows], weight, out=kept[rows]), weight)
+    return whiten_(kept, mask, moments, shift_mean, eps)
+
+
+def whiten_(
+    values: torch.Tensor, mask: torch.Tensor, moments: Moments, shift_mean: bool = True, eps: float = 1e-8
+) -> torch.Tensor:
+    """`masked_whiten` in place, of values that are 0 outside the mask already and whose moments are known."""
+    scale = moments.scale(eps)
+    for rows, (weight,) in row_blocks(values, buffers=1):
+        weight.copy_(mask[rows])
+        values[rows].sub_(moments.mean).mul_(scale)
+        if not shift_mean:
+            values[rows].add_(moments.mean)
+        values[rows].mul_(weight)
+    return values

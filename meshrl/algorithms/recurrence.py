@@ -9,11 +9,12 @@ from meshrl.algorithms.masked import zero_outside
 CHUNK = 32
 
 
-def discounted_suffix_sum(values: torch.Tensor, discount: float) -> torch.Tensor:
+def discounted_suffix_sum(values: torch.Tensor, discount: float, out: torch.Tensor | None = None) -> torch.Tensor:
     """y[:, t] = values[:, t] + discount * y[:, t + 1], without a loop over time.
 
     Time is cut into chunks; inside a chunk the sum is a product with a triangular matrix of powers, and the chunks'
-    first sums obey the same recurrence with discount ** chunk, so two or three levels cover any length.
+    first sums obey the same recurrence with discount ** chunk, so two or three levels cover any length. `out` is memory
+    that may be used for the result, which is returned.
     """
     rows, length = values.shape
     if length <= CHUNK:
@@ -21,9 +22,10 @@ def discounted_suffix_sum(values: torch.Tensor, discount: float) -> torch.Tensor
     chunks = -(-length // CHUNK)
     padded = values if length % CHUNK == 0 else torch.nn.functional.pad(values, (0, chunks * CHUNK - length))
     matrix = _power_matrix(CHUNK, discount, values.dtype, values.device)
-    inside = (padded.reshape(rows * chunks, CHUNK) @ matrix).view(rows, chunks, CHUNK)
+    target = None if out is None or padded is not values else out.view(rows * chunks, CHUNK)
+    inside = torch.mm(padded.reshape(rows * chunks, CHUNK), matrix, out=target).view(rows, chunks, CHUNK)
     from_here = discounted_suffix_sum(inside[:, :, 0].contiguous(), discount**CHUNK)
-    # discount ** (CHUNK - t) for the t-th place of a chunk: the first column, once more discounted, the other way round.
+    # discount ** (CHUNK - t) at place t of a chunk: the first column, once more discounted, the other way round.
     powers = matrix[:, 0].flip(0) * discount
     inside[:, :-1].addcmul_(from_here[:, 1:, None], powers)
     return inside.view(rows, chunks * CHUNK)[:, :length]
@@ -44,26 +46,28 @@ class TokenCompaction:
     Tool output inside a response (mask 0) is then no step of the policy: neither discounted nor bootstrapped from.
     """
 
-    def __init__(self, mask: torch.Tensor) -> None:
+    def __init__(self, mask: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
         self.weight = mask.float()
+        self._scratch = torch.empty_like(self.weight) if scratch is None else scratch
         self._source: torch.Tensor | None = None  # places of the set tokens; None: they are at the left already
-        if mask.shape[1] > 1 and float((self.weight[:, 1:] - self.weight[:, :-1]).amax()) > 0:
+        steps = torch.sub(self.weight[:, 1:], self.weight[:, :-1], out=self._scratch[:, 1:])
+        if steps.numel() and float(steps.amax()) > 0:
             columns = torch.arange(mask.shape[1], device=mask.device)
             at_left = columns < self.weight.sum(-1, keepdim=True)
             # Both list the same tokens in the same order, row by row.
             self._source, self._target = mask.reshape(-1).nonzero().view(-1), at_left.view(-1).nonzero().view(-1)
 
-    def compact(self, values: torch.Tensor) -> torch.Tensor:
-        """Set tokens first, zeros after."""
+    def compact(self, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Set tokens first, zeros after. `out` is memory that may be used for it."""
         if self._source is None:
-            return zero_outside(values, self.weight)
+            return zero_outside(values, self.weight, out=out)
         return _move(values, self._source, self._target)
 
-    def compact_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
+    def compact_rewards(self, rewards: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Like compact, but what stands on an unset token goes to the last set token before it: a reward that the
         environment gives after an action belongs to that action."""
-        kept = rewards * self.weight
-        outside = rewards - kept
+        kept = torch.mul(rewards, self.weight, out=out)
+        outside = torch.sub(rewards, kept, out=self._scratch)
         if not float(torch.linalg.vector_norm(outside)):
             return kept if self._source is None else self.compact(rewards)
         has_token = self.weight.any(-1, keepdim=True)

@@ -112,10 +112,10 @@ def restore_dynamic_batch(data: torch.Tensor, batch_idx_list: Sequence[Sequence[
 def sequence_lengths(batch: Any) -> np.ndarray:
     """Tokens of each sample: of nested `input_ids`, or the ones of `attention_mask`."""
     tensors = batch.batch if hasattr(batch, "select_idxs") else batch
-    ids = tensors["input_ids"] if "input_ids" in tensors.keys() else None  # noqa: SIM118 (TensorDict has no __contains__)
+    ids = tensors["input_ids"] if "input_ids" in tensors.keys() else None
     if ids is not None and ids.is_nested:
         return ids.offsets().diff().cpu().numpy().astype(np.int64)
-    if "attention_mask" not in tensors.keys():  # noqa: SIM118
+    if "attention_mask" not in tensors.keys():
         raise ValueError(f"the batch needs attention_mask or nested input_ids; it has {sorted(tensors.keys())}")
     return tensors["attention_mask"].sum(-1).cpu().numpy().astype(np.int64)
 
@@ -124,7 +124,7 @@ def select_samples(batch: Any, samples: np.ndarray) -> Any:
     """The given samples of a DataProto (by its `select_idxs`), a TensorDict or a dict; other values pass through."""
     if hasattr(batch, "select_idxs"):
         return batch.select_idxs(torch.from_numpy(samples))
-    rows = {key: _select_value(batch[key], samples) for key in batch.keys()}  # noqa: SIM118
+    rows = {key: _select_value(batch[key], samples) for key in batch.keys()}
     if isinstance(batch, dict):
         return rows
     return type(batch)(rows, batch_size=[len(samples)])
@@ -158,7 +158,7 @@ def pad_sequences_to_fixed_length(batch: Any, target_length: int, pad_token_id: 
         raise ValueError(f"sequences are padded to {width} already, more than target_length={target_length}")
     extra = target_length - width
     padded: dict[str, torch.Tensor] = {}
-    for key in batch.keys():  # noqa: SIM118
+    for key in batch.keys():
         value = batch[key]
         if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[-1] != width:
             padded[key] = value

@@ -81,7 +81,7 @@ class ActorConfig(EngineConfig):
 
 @dataclass
 class RefFSDPConfig:
-    param_offload: bool = key(False, "Keep the reference in host memory between phases.", pending="offloading")
+    param_offload: bool = key(False, "Keep the reference in host memory between phases.")
 
 
 @dataclass

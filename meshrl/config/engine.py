@@ -19,12 +19,10 @@ class MixedPrecisionConfig:
 @dataclass
 class WrapPolicyConfig:
     transformer_layer_cls_to_wrap: list[str] = key(
-        [], "Layer classes sharded one by one; empty: the model's own _no_split_modules.", pending="own wrap policies"
+        [], "Layer classes sharded one by one; empty: the model's own _no_split_modules."
     )
-    min_num_params: int = key(
-        0, "Shard by size instead: modules of at least this many parameters.", low=0, pending="own wrap policies"
-    )
-    disable: bool = key(False, "Shard the model as one unit.", pending="own wrap policies")
+    min_num_params: int = key(0, "Shard by size instead: modules of at least this many parameters.", low=0)
+    disable: bool = key(False, "Shard the model as one unit.")
 
 
 @dataclass
@@ -33,19 +31,18 @@ class FSDPConfig:
         -1,
         "Ranks that share one copy of the weights; -1: all ranks, smaller: copies (hybrid sharding).",
         low=-1,
-        pending="sharding over a part of the ranks",
     )
     reshard_after_forward: bool = key(True, "Free the gathered weights after forward and gather again for backward.")
-    forward_prefetch: bool = key(
-        False, "Gather the next layer while this one computes.", pending="explicit prefetching"
-    )
+    forward_prefetch: bool = key(False, "Gather the next layer while this one computes.")
     model_dtype: str = key("fp32", "Dtype in which the sharded weights are kept.", choices=DTYPES)
     mixed_precision: MixedPrecisionConfig = section(MixedPrecisionConfig, "Dtypes of compute and reduction.")
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig, "What is sharded as one unit.")
-    param_offload: bool = key(False, "Keep the weights in host memory between phases.", pending="offloading")
-    optimizer_offload: bool = key(False, "Keep the optimizer states in host memory.", pending="offloading")
-    offload_policy: bool = key(False, "FSDP2's own CPU offload.", pending="offloading")
-    use_orig_params: bool = key(False, "FSDP1's use_orig_params.", pending="FSDP1 (strategy=fsdp)")
+    param_offload: bool = key(False, "Keep the weights in host memory between phases.")
+    optimizer_offload: bool = key(False, "Keep the optimizer states in host memory between updates.")
+    offload_policy: bool = key(
+        False, "Keep weights, gradients and optimizer in host memory always (FSDP's own offload)."
+    )
+    use_orig_params: bool = key(False, "FSDP1: keep the original parameters (always so with LoRA).")
 
 
 @dataclass
@@ -81,12 +78,11 @@ class EngineConfig:
         "fsdp2",
         "Training engine.",
         choices=STRATEGIES,
-        pending={"fsdp": "FSDP1; use fsdp2", "megatron": "the Megatron-Core engine"},
+        pending={"megatron": "the Megatron-Core engine"},
     )
     fsdp_config: FSDPConfig = section(FSDPConfig, "Settings of strategy=fsdp2.")
     megatron: MegatronConfig = section(MegatronConfig, "Settings of strategy=megatron.")
-    ulysses_sequence_parallel_size: int = key(
-        1, "Ranks that share one sequence (Ulysses).", low=1, pending="Ulysses sequence parallelism"
-    )
+    ulysses_sequence_parallel_size: int = key(1, "Ranks that share one sequence by exchanging heads (Ulysses).", low=1)
+    context_parallel_size: int = key(1, "Ranks that share one sequence by ring attention (fsdp2 and fsdp).", low=1)
     grad_clip: float = key(1.0, "Largest gradient norm of an optimizer step.", low=0)
-    use_torch_compile: bool = key(False, "Compile the layers.", pending="torch.compile")
+    use_torch_compile: bool = key(False, "Compile the layers (on GPUs).")

@@ -11,14 +11,14 @@ def model_ranks(engine: EngineConfig) -> int:
         return (
             megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
         )
-    return engine.ulysses_sequence_parallel_size
+    return engine.ulysses_sequence_parallel_size * engine.context_parallel_size
 
 
 def sequence_ranks(engine: EngineConfig) -> int:
     """Ranks that share one sequence: a micro-batch may hold this many times the token budget of one rank."""
     if engine.strategy == "megatron":
         return engine.megatron.context_parallel_size
-    return engine.ulysses_sequence_parallel_size
+    return engine.ulysses_sequence_parallel_size * engine.context_parallel_size
 
 
 def dp_size(engine: EngineConfig, world_size: int) -> int:
@@ -36,7 +36,14 @@ def mesh_axes(engine: EngineConfig, world_size: int) -> dict[str, int]:
             "cp": megatron.context_parallel_size,
             "tp": megatron.tensor_model_parallel_size,
         }
-    return {"dp": dp_size(engine, world_size), "sp": engine.ulysses_sequence_parallel_size}
+    data = dp_size(engine, world_size)
+    shards = data if engine.fsdp_config.fsdp_size == -1 else engine.fsdp_config.fsdp_size
+    return {
+        "ddp": max(1, data // max(1, shards)),
+        "fsdp": shards,
+        "cp": engine.context_parallel_size,
+        "sp": engine.ulysses_sequence_parallel_size,
+    }
 
 
 def engine_problems(engine: EngineConfig, prefix: str, world_size: int) -> list[str]:
@@ -44,13 +51,20 @@ def engine_problems(engine: EngineConfig, prefix: str, world_size: int) -> list[
     if engine.strategy == "megatron":
         return _megatron_problems(engine, f"{prefix}.megatron", world_size)
     problems = []
-    ulysses, fsdp_size = engine.ulysses_sequence_parallel_size, engine.fsdp_config.fsdp_size
-    if world_size % ulysses:
-        problems.append(_indivisible(world_size, f"{prefix}.ulysses_sequence_parallel_size", ulysses))
+    ulysses, ring = engine.ulysses_sequence_parallel_size, engine.context_parallel_size
+    fsdp_size, data = engine.fsdp_config.fsdp_size, dp_size(engine, world_size)
+    if world_size % (ulysses * ring):
+        if ring == 1:
+            return [_indivisible(world_size, f"{prefix}.ulysses_sequence_parallel_size", ulysses)]
+        names = f"{prefix}.ulysses_sequence_parallel_size * context_parallel_size"
+        return [_indivisible(world_size, names, f"{ulysses} * {ring} = {ulysses * ring}")]
     if fsdp_size == 0:
-        problems.append(f"{prefix}.fsdp_config.fsdp_size=0 must be -1 (all ranks) or a number of ranks")
-    elif fsdp_size > world_size or (fsdp_size > 0 and world_size % fsdp_size):
-        problems.append(_indivisible(world_size, f"{prefix}.fsdp_config.fsdp_size", fsdp_size))
+        problems.append(f"{prefix}.fsdp_config.fsdp_size=0 must be -1 (all data-parallel ranks) or a number of ranks")
+    elif fsdp_size > data or (fsdp_size > 0 and data % fsdp_size):
+        problems.append(
+            f"the {data} data-parallel ranks (n_gpus {world_size} / {ulysses * ring} that share a sequence) must be "
+            f"divisible by {prefix}.fsdp_config.fsdp_size ({fsdp_size})"
+        )
     return problems
 
 
@@ -95,7 +109,7 @@ def layout_lines(name: str, engine: EngineConfig, world_size: int) -> list[str]:
     axes = " * ".join(f"{axis} {size}" for axis, size in mesh_axes(engine, world_size).items())
     line = f"{name}: {engine.strategy} on {world_size} ranks = {axes}"
     if engine.strategy != "megatron":
-        shards = engine.fsdp_config.fsdp_size if engine.fsdp_config.fsdp_size > 0 else world_size
+        shards = mesh_axes(engine, world_size)["fsdp"]
         line += f"; weights sharded over {shards}"
         if shards < world_size:
             line += f", {world_size // shards} copies"

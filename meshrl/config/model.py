@@ -14,13 +14,13 @@ class ModelConfig:
     external_lib: str | None = key(None, "Python module imported before the model.", pending="external libraries")
     override_config: dict[str, Any] = key({}, "Fields of the model's config.json to change.")
     enable_gradient_checkpointing: bool = key(True, "Recompute activations in backward to save memory.")
-    enable_activation_offload: bool = key(False, "Move activations to host memory.", pending="offloading")
+    enable_activation_offload: bool = key(False, "Move activations to host memory until their backward.")
     use_remove_padding: bool = key(
         True, "Pack sequences without padding.", pending="micro-batches are always packed, there is no padded path"
     )
     use_fused_kernels: bool = key(False, "Fused log-prob kernels.", pending="fused kernels")
     use_liger: bool = key(False, "Liger kernels.", pending="Liger kernels")
-    lora_rank: int = key(0, "Rank of the LoRA adapter; 0: train all weights.", low=0, pending="LoRA")
-    lora_alpha: float = key(16, "Scale of the LoRA adapter.", low=0, pending="LoRA")
-    target_modules: list[str] = key(["all-linear"], "Modules that get an adapter.", pending="LoRA")
-    lora_adapter_path: str | None = key(None, "Adapter to start from.", pending="LoRA")
+    lora_rank: int = key(0, "Rank of the LoRA adapter; 0: train all weights.", low=0)
+    lora_alpha: float = key(16, "Scale of the LoRA adapter, over its rank.", low=0)
+    target_modules: list[str] = key(["all-linear"], "Modules that get an adapter.")
+    lora_adapter_path: str | None = key(None, "Folder of a peft adapter to start from.")

@@ -196,7 +196,8 @@ class RayBackend:
         self._book = CallBook(role, deadlines, self._kill_all, self._stacks_of)
         for rank, actor in enumerate(actors):
             self._track(None, rank, actor.watch.options(concurrency_group="watch").remote())
-        threading.Thread(target=self._pump, name=f"meshrl-{role}-pump", daemon=True).start()
+        self._pump_thread = threading.Thread(target=self._pump, name=f"meshrl-{role}-pump", daemon=True)
+        self._pump_thread.start()
 
     def submit(
         self, method: str, calls: Sequence[RankCall], future: Future[Any], *, blocking: bool, direct: bool
@@ -230,12 +231,16 @@ class RayBackend:
         """Hand answers and deaths to the book and watch the clock, until the group has ended."""
         while not self._ended.is_set():
             try:
-                number, rank, done = self._events.get(timeout=_TICK)
+                self._note(*self._events.get(timeout=_TICK))
             except queue.Empty:
-                self._book.tick()
-                continue
-            self._note(number, rank, done)
+                self._notice_shutdown()
             self._book.tick()
+
+    def _notice_shutdown(self) -> None:
+        if not ray.is_initialized():
+            self._stopping = True
+            self._book.break_group(GroupBrokenError("ray.shutdown() has ended it"))
+            self._ended.set()
 
     def _note(self, number: int | None, rank: int, done: Any) -> None:
         error = done.exception()
@@ -257,6 +262,8 @@ class RayBackend:
 
     def check(self) -> None:
         """Raise if the group is broken or was shut down."""
+        if not self._ended.is_set():
+            self._notice_shutdown()
         self._book.check()
 
     def alive(self) -> list[bool]:
@@ -266,6 +273,7 @@ class RayBackend:
     def stop(self, error: ControllerError, graceful: bool) -> None:
         """End the actors and, if no other group uses them, give the pool's resources back."""
         if self._stopping or not ray.is_initialized():
+            self._ended.set()
             return
         whole = self._book.broken is None
         self._stopping = True
@@ -275,6 +283,10 @@ class RayBackend:
         self._book.break_group(error)
         self._kill_all()
         self._ended.set()
+        if threading.current_thread() is not self._pump_thread:
+            self._pump_thread.join(self._deadlines.shutdown)
+        # Ray ends the whole process if a handle is let go after ray.shutdown(): do it now, not when we are collected
+        self._actors.clear()
         if self._pool is not None:
             _release_placement_groups(self._pool)
         else:
@@ -282,8 +294,9 @@ class RayBackend:
                 remove_placement_group(group)
 
     def _kill_all(self) -> None:
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
+        if ray.is_initialized():
+            for actor in self._actors:
+                ray.kill(actor, no_restart=True)
 
     def _stacks_of(self, ranks: Sequence[int]) -> str:
         asked = {rank: self._actors[rank].stacks.options(concurrency_group="watch").remote() for rank in ranks}

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from meshrl.data.proto import DataProto
@@ -33,6 +34,16 @@ class Engine(ABC):
     @abstractmethod
     def dp_size(self) -> int:
         """Into how many shards a batch is cut."""
+
+    @property
+    @abstractmethod
+    def is_collect(self) -> bool:
+        """Whether this rank answers for its shard; its peers along other axes hold the same answer."""
+
+    @property
+    @abstractmethod
+    def gradient_ranks(self) -> int:
+        """Over how many ranks gradients are averaged: losses are multiplied by it (`BatchStats.dp_size`)."""
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
@@ -68,6 +79,10 @@ class Engine(ABC):
     @abstractmethod
     def sum_over_data_parallel(self, values: Tensor) -> Tensor:
         """Adds a small tensor of counts over the data-parallel ranks."""
+
+    @abstractmethod
+    def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
+        """Brings this rank's part of model and optimizer to a device, such as the host's memory between phases."""
 
     @abstractmethod
     def per_tensor_params(self) -> Iterator[tuple[str, Tensor]]:

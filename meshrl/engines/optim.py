@@ -15,7 +15,9 @@ def build_optimizer(params: Iterable[nn.Parameter], config: OptimConfig) -> torc
     """Fused AdamW over the parameters that require gradients."""
     trained = [p for p in params if p.requires_grad]
     beta1, beta2 = config.betas
-    return torch.optim.AdamW(trained, lr=config.lr, betas=(beta1, beta2), weight_decay=config.weight_decay, fused=True)
+    return torch.optim.AdamW(
+        trained, lr=config.lr, betas=(beta1, beta2), eps=config.eps, weight_decay=config.weight_decay, fused=True
+    )
 
 
 def lr_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]:

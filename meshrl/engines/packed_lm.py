@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from meshrl.data.packing import PackedRow
 from meshrl.engines.log_probs import linear_log_probs
-from meshrl.parallel.packed import PackedSequences
+from meshrl.parallel.sequence import SequenceShard
 
 # Config fields by which some models change their logits after the output projection.
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "final_logits_soft_cap")
@@ -28,27 +30,40 @@ class PackedCausalLM(nn.Module):
         self.hf_model = hf_model
 
     def forward(
-        self,
-        input_ids: Tensor,
-        packed: PackedSequences,
-        rows: Tensor,
-        targets: Tensor,
-        temperature: float,
-        with_entropy: bool,
+        self, row: PackedRow, shard: SequenceShard, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs (and entropy) of `targets`, each predicted at the position of the packed row given by `rows`."""
+        """Log-probs (and entropy) of the row's targets; ranks that share a sequence compute a part and all get all."""
         hidden = self.hf_model.base_model(
-            input_ids=input_ids[None],
-            position_ids=packed.position_ids,
+            input_ids=shard.take(row.input_ids)[None],
+            position_ids=shard.position_ids,
             use_cache=False,
-            attention_context=packed,
+            attention_context=shard.context,
         ).last_hidden_state[0]
         head = self.hf_model.get_output_embeddings()
         if head is None:
             raise ValueError(f"{type(self.hf_model).__name__} has no output projection to compute log-probs with")
+        if shard.parallel.size == 1:
+            return self._log_probs(hidden[row.predictors], head, row.targets, temperature, with_entropy)
+        # Each rank computes the targets that its own tokens predict and puts them at those tokens' places.
+        target_at = torch.full((shard.padded_length,), -1, device=hidden.device)
+        target_at[row.predictors] = row.targets
+        mine = target_at[shard.index]
+        places = (mine >= 0).nonzero()[:, 0]
+        log_probs, entropy = self._log_probs(hidden[places], head, mine[places], temperature, with_entropy)
+
+        def spread(values: Tensor) -> Tensor:
+            local = values.new_zeros(len(mine)).index_put((places,), values)
+            return shard.gather(local)[row.predictors]
+
+        return spread(log_probs), None if entropy is None else spread(entropy)
+
+    @staticmethod
+    def _log_probs(
+        hidden: Tensor, head: nn.Module, targets: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         return linear_log_probs(
-            hidden[rows],
-            head.weight,
+            hidden,
+            head.weight,  # type: ignore[arg-type]
             targets,
             bias=getattr(head, "bias", None),
             temperature=temperature,

@@ -67,6 +67,26 @@ def load_causal_lm(
     return model
 
 
+def empty_causal_lm(
+    path: str | Path,
+    attention: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    override: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The model of a folder without memory for its parameters; its buffers are real, since no file has them."""
+    from accelerate import init_empty_weights
+
+    config = load_model_config(path, override, trust_remote_code)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+        )
+    model.tie_weights()
+    return model
+
+
 def new_causal_lm(config: PretrainedConfig, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A causal language model of this shape with fresh random weights."""
     return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -74,6 +94,8 @@ def new_causal_lm(config: PretrainedConfig, attention: str, dtype: torch.dtype =
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokenizer:
     """Loads a tokenizer and makes sure that it has a padding and an end token."""
+    if not Path(path).is_dir():
+        raise FileNotFoundError(f"no tokenizer at '{path}': expected a folder with tokenizer files")
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer at '{path}' has no eos_token: RL needs one to know where an answer ends")

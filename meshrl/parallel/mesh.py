@@ -7,6 +7,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshrl.parallel.layout import Layout
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
@@ -34,6 +37,22 @@ def init_process_group(device: torch.device, timeout_seconds: float) -> None:
     atexit.register(_leave_process_group)
 
 
+def new_groups(layout: Layout, *axes: str) -> dist.ProcessGroup | None:
+    """This rank's process group along the axes, or None where it would be alone. Every rank must call this alike."""
+    if layout.size(*axes) == 1:
+        return None
+    mine, _ = dist.new_subgroups_by_enumeration(layout.groups(*axes))
+    return mine
+
+
+def sharding_mesh(layout: Layout, device_type: str, shards: tuple[str, ...], copies: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of (copies × shards) for FSDP2, which shards along the second dim and adds gradients along both."""
+    table = torch.from_numpy(layout.table(copies, shards))
+    if table.shape[0] == 1:
+        return DeviceMesh(device_type, table[0], mesh_dim_names=("fsdp",))
+    return DeviceMesh(device_type, table, mesh_dim_names=("copies", "fsdp"))
+
+
 def _leave_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -44,5 +63,5 @@ def prepare_device(name: str, local_rank: int) -> torch.device:
     device = resolve_device(name, local_rank)
     if device.type == "cpu":
         # oneDNN costs more per call than the plain BLAS does for the small matrices that are trained on CPUs.
-        torch.backends.mkldnn.enabled = False
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     return device

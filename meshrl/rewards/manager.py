@@ -37,7 +37,6 @@ class RewardManager:
     def __call__(self, data: DataProto) -> tuple[Tensor, dict[str, np.ndarray], dict[str, float]]:
         """Token-level scores [batch, response], extra infos a sample, and counts of what went wrong."""
         tensors = data.batch
-        assert tensors is not None
         mask = tensors["attention_mask"][:, -tensors["responses"].shape[1] :]
         texts = self.decode(data)
         results, errors = self._score_batch(data, texts) if self.per_batch else self._score_each(data, texts)
@@ -49,6 +48,8 @@ class RewardManager:
             values[at] = result.pop("score")
             for name, value in result.items():
                 infos[name][at] = value
+        if taken := infos.keys() & data.non_tensor_batch.keys():
+            raise RewardError(f"the reward function returned {sorted(taken)}, which the batch has already: rename them")
         scores[torch.arange(len(texts)), last] = values
         extra = {name: np.array([*column, None], dtype=object)[:-1] for name, column in infos.items()}
         return scores, extra, {"reward/errors": float(errors)}
@@ -56,7 +57,6 @@ class RewardManager:
     def decode(self, data: DataProto) -> list[str]:
         """The answers as text, without special tokens."""
         tensors = data.batch
-        assert tensors is not None
         kept = torch.where(tensors["response_mask"].bool(), tensors["responses"], self.tokenizer.pad_token_id)
         return self.tokenizer.batch_decode(kept, skip_special_tokens=True)
 

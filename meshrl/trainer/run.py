@@ -53,6 +53,7 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
         total_optimizer_steps=steps * units.optimizer_steps_per_step,
         with_reference=config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward,
         stop_on_nan_gradient=trainer.nan_gradient == "stop",
+        seed=trainer.seed,
     )
     worker = ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, settings)
     with RunFolder(trainer.run_dir) as run, StepConsole(steps, console) as screen:

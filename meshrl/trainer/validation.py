@@ -38,7 +38,9 @@ class Validator:
             errors += metrics["reward/errors"]
             sources += list(batch.non_tensor_batch["data_source"])
             groups += list(np.repeat(rows, self.config.actor_rollout_ref.rollout.val_kwargs.n))
-            scores += list(infos["acc"]) if "acc" in infos else token_scores.sum(1).tolist()
+            found = token_scores.sum(1).tolist()
+            accuracies = infos.get("acc", [None] * len(found))
+            scores += [score if acc is None else acc for score, acc in zip(found, accuracies, strict=True)]
             self.samples.log_validation(batch, self.reward.decode, step)
         return validation_metrics(sources, groups, scores) | {"val-aux/reward_errors": errors}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +24,7 @@ from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.parallel.mesh import init_process_group, prepare_device
 from meshrl.rollout.base import SamplingParams
 from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.telemetry.memory import PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
 from meshrl.weights.sync import sync_weights
 from meshrl.workers.actor_loss import count_mini_batch, make_actor_loss
@@ -37,6 +40,7 @@ class WorkerSettings:
     total_optimizer_steps: int
     with_reference: bool
     stop_on_nan_gradient: bool
+    seed: int = 0
 
 
 class ActorRolloutRefWorker(Worker):
@@ -53,15 +57,42 @@ class ActorRolloutRefWorker(Worker):
         init_process_group(self.device, self.settings.collective_deadline)
         actor, model = self.config.actor, self.config.model
         self.actor = FSDPEngine(
-            model, actor, actor.optim, device=self.device, total_steps=self.settings.total_optimizer_steps
+            model,
+            actor,
+            actor.optim,
+            device=self.device,
+            total_steps=self.settings.total_optimizer_steps,
+            seed=self.settings.seed,
         )
         self.actor.initialize()
-        self.register_mesh("actor", self.actor.dp_rank, self.actor.dp_size, is_collect=True)
-        self.ref = None
-        if self.settings.with_reference:
+        self.register_mesh("actor", self.actor.dp_rank, self.actor.dp_size, is_collect=self.actor.is_collect)
+        self.register_mesh("rollout", self.rank, self.world_size, is_collect=True)
+        # With adapters the reference is the same model without them.
+        self.ref: FSDPEngine | None = None
+        if self.settings.with_reference and not self.actor.has_adapters:
             self.ref = FSDPEngine(model, actor, None, device=self.device)
             self.ref.initialize()
+            self._rest(self.ref, self.config.ref.fsdp_config.param_offload, False)
         self.rollout = self._build_rollout(self.config.rollout)
+        self._rest(self.actor, actor.fsdp_config.param_offload, actor.fsdp_config.optimizer_offload)
+
+    def _rest(self, engine: FSDPEngine, model: bool, optimizer: bool) -> None:
+        """Sends to host memory what is configured to wait there between phases."""
+        if model or optimizer:
+            engine.to("cpu", model=model, optimizer=optimizer)
+
+    @contextmanager
+    def _awake(self, engine: FSDPEngine, *, optimizer: bool = False) -> Iterator[None]:
+        """Inside, the engine's weights (and optimizer) are on the device."""
+        resting = self.config.ref.fsdp_config if engine is self.ref else self.config.actor.fsdp_config
+        model = resting.param_offload
+        optimizer = optimizer and self.config.actor.fsdp_config.optimizer_offload
+        if model or optimizer:
+            engine.to(self.device, model=model, optimizer=optimizer)
+        try:
+            yield
+        finally:
+            self._rest(engine, model, optimizer)
 
     def _build_rollout(self, config: RolloutConfig) -> EmbeddedRollout:
         path = self.config.model.path or ""
@@ -69,7 +100,12 @@ class ActorRolloutRefWorker(Worker):
         self.stop_token_ids = tuple(stop_token_ids(path, tokenizer))
         dtype = torch_dtype(config.dtype)
         # An unsharded trainer in the rollout's own type lends its module: no copy of the weights at all.
-        shares = not self.actor.is_sharded and self.actor.hf_model.dtype == dtype
+        plain = (
+            not self.actor.is_sharded
+            and not self.actor.has_adapters
+            and not self.config.actor.fsdp_config.param_offload
+        )
+        shares = plain and self.actor.hf_model.dtype == dtype
         module = self.actor.hf_model
         if not shares:
             module = new_causal_lm(self.actor.hf_model.config, ATTENTION_NAME, dtype).to(self.device)  # type: ignore[arg-type]
@@ -84,14 +120,16 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> None:
         """Brings the actor's weights into the rollout as this version."""
-        sync_weights(self.actor, self.rollout, version)
+        with self._awake(self.actor):
+            sync_weights(self.actor, self.rollout, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model(self, folder: str) -> None:
         """Writes the policy as a Hugging Face folder: all ranks take part, rank 0 writes."""
-        save_hf_folder(folder, self.actor.per_tensor_params(), self.actor.hf_model, writes=self.rank == 0)
+        with self._awake(self.actor):
+            save_hf_folder(folder, self.actor.per_tensor_params(), self.actor.hf_model, writes=self.rank == 0)
 
-    @register(dispatch_mode=nd_dispatch("actor"))
+    @register(dispatch_mode=nd_dispatch("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Answers prompts with the rollout's weights; `meta_info["validate"]` chooses the sampling of validation."""
         config = self.config.rollout
@@ -111,15 +149,22 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=nd_dispatch("actor"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """The actor's own log-probs and entropies of the responses: `old_log_probs`, `entropys`."""
-        output = self.actor.forward(self._for_log_probs(data, self.config.rollout, entropy=True))
+        with self._awake(self.actor):
+            output = self.actor.forward(self._for_log_probs(data, self.config.rollout, entropy=True))
         return DataProto.from_dict({"old_log_probs": output["log_probs"], "entropys": output["entropys"]})
 
     @register(dispatch_mode=nd_dispatch("actor"))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """The reference's log-probs of the responses: `ref_log_prob`."""
-        if self.ref is None:
+        request = self._for_log_probs(data, self.config.ref, entropy=False)
+        if self.ref is not None:
+            with self._awake(self.ref):
+                output = self.ref.forward(request)
+        elif self.actor.has_adapters:
+            with self._awake(self.actor), self.actor.adapters_off():
+                output = self.actor.forward(request)
+        else:
             raise ValueError("this worker has no reference policy: set use_kl_loss or use_kl_in_reward")
-        output = self.ref.forward(self._for_log_probs(data, self.config.ref, entropy=False))
         return DataProto.from_dict({"ref_log_prob": output["log_probs"]})
 
     def _for_log_probs(self, data: DataProto, how: RolloutConfig | RefConfig, entropy: bool) -> DataProto:
@@ -148,19 +193,23 @@ class ActorRolloutRefWorker(Worker):
         """
         collected: dict[str, list[float]] = {}
         mini_batches = data.chunk(self.settings.mini_batches)
-        for epoch in range(self.config.actor.ppo_epochs):
-            for number, mini_batch in enumerate(mini_batches):
-                compare_with = data.meta_info.get("compare_with") if epoch == number == 0 else None
-                for name, value in self._update_on(mini_batch, compare_with).items():
-                    collected.setdefault(name, []).append(value)
-        return reduce_metrics(collected) | {"actor/skipped_steps": sum(collected["actor/skipped_steps"])}
+        memory = PeakMemory(self.device)
+        with self._awake(self.actor, optimizer=True):
+            for epoch in range(self.config.actor.ppo_epochs):
+                for number, mini_batch in enumerate(mini_batches):
+                    compare_with = data.meta_info.get("compare_with") if epoch == number == 0 else None
+                    for name, value in self._update_on(mini_batch, compare_with).items():
+                        collected.setdefault(name, []).append(value)
+            self.actor.optimizer_zero_grad()
+        skipped = {"actor/skipped_steps": sum(collected["actor/skipped_steps"])}
+        return reduce_metrics(collected) | skipped | memory.metrics("update_actor")
 
     def _update_on(self, data: DataProto, compare_with: str | None) -> dict[str, float]:
         """One optimizer step on this rank's part of a mini-batch."""
         config, engine = self.config.actor, self.actor
         computed = self._rows_to_compute(data)
         stats, computed_tokens = count_mini_batch(
-            data.batch["response_mask"], computed, config, engine.dp_size, engine.sum_over_data_parallel
+            data.batch["response_mask"], computed, config, engine.gradient_ranks, engine.sum_over_data_parallel
         )
         rows = data.select_idxs(computed) if len(computed) else self._blank(data)
         rows.meta_info = {

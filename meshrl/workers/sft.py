@@ -28,10 +28,15 @@ class SFTWorker(Worker):
         device = prepare_device(self.config.trainer.device, self.local_rank)
         init_process_group(device, self.config.trainer.deadlines.collective)
         self.engine = FSDPEngine(
-            self.config.model, self.config.engine, self.config.optim, device=device, total_steps=self.total_steps
+            self.config.model,
+            self.config.engine,
+            self.config.optim,
+            device=device,
+            total_steps=self.total_steps,
+            seed=self.config.trainer.seed,
         )
         self.engine.initialize()
-        self.register_mesh("model", self.engine.dp_rank, self.engine.dp_size, is_collect=True)
+        self.register_mesh("model", self.engine.dp_rank, self.engine.dp_size, is_collect=self.engine.is_collect)
 
     @register(dispatch_mode=nd_dispatch("model", pad=False))
     def train_batch(self, data: DataProto) -> dict[str, float]:
@@ -39,7 +44,7 @@ class SFTWorker(Worker):
         engine = self.engine
         counts = engine.sum_over_data_parallel(data.batch["response_mask"].sum(1).gt(0).sum()[None])
         tokens = engine.sum_over_data_parallel(data.batch["response_mask"].sum()[None])
-        stats = BatchStats(engine.dp_size, int(tokens), int(counts))
+        stats = BatchStats(engine.gradient_ranks, int(tokens), int(counts))
 
         def loss_function(output: dict[str, Tensor], micro_batch: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
             mask = micro_batch.batch["response_mask"].to(output["log_probs"].device)

@@ -1,9 +1,5 @@
 """Real batches: dicts, TensorDicts, DataProto-like objects and nested tensors go out and come back in order."""
 
-import json
-from datetime import timedelta
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -107,30 +103,3 @@ def test_padding_to_a_fixed_length() -> None:
     assert torch.equal(padded["sample"], batch["sample"])
     with pytest.raises(ValueError, match="padded to 10 already, more than target_length=8"):
         pad_sequences_to_fixed_length(batch, 8)
-
-
-def _rank(rank: int, directory: str) -> None:
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{directory}/init", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
-    lengths = [[4, 4, 4, 4, 4], [9, 8, 9, 8, 7]][rank]
-    mask = (torch.arange(9) < torch.tensor(lengths)[:, None]).long()
-    outcome = {}
-    for cap in (17, 8):
-        try:
-            parts, _ = rearrange_micro_batches({"attention_mask": mask}, cap, dp_group=torch.distributed.group.WORLD)
-            outcome[cap] = [int(part["attention_mask"].sum()) for part in parts]
-        except ValueError as error:
-            outcome[cap] = str(error)
-    Path(directory, f"rank{rank}.json").write_text(json.dumps(outcome))
-    torch.distributed.destroy_process_group()
-
-
-def test_ranks_agree_on_the_count_and_on_failure(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_rank, args=(str(tmp_path),), nprocs=2)
-    light, heavy = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
-    # Alone the light rank needs 2 micro-batches; the heavy one needs 3.
-    assert len(light["17"]) == len(heavy["17"]) == 3
-    assert all(0 < load <= 17 for load in light["17"] + heavy["17"])
-    assert "sample 0 has 9 tokens" in heavy["8"]
-    assert "another data-parallel rank" in light["8"]

@@ -33,10 +33,15 @@ def start(world_size=2, deadlines=None, **kwargs):
     return create_worker_group(pool, ClassWithInitArgs(Probe, **kwargs), deadlines=deadlines, in_process=False)
 
 
+def script_environment():
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
 def run_script(tmp_path, text, **options):
     script = tmp_path / "user_script.py"
     script.write_text(text)
-    env = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    env = {**script_environment(), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, **options
     )
@@ -285,8 +290,14 @@ for cls, backend in ((Mine, "local"), (Probe, "ray")):
 
 
 def test_an_interactive_class_and_the_absence_of_ray_are_explained():
-    env = {**os.environ, "PYTHONPATH": str(HERE)}
-    done = subprocess.run([sys.executable, "-"], input=INTERACTIVE, capture_output=True, text=True, env=env, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=INTERACTIVE,
+        capture_output=True,
+        text=True,
+        env=script_environment(),
+        timeout=60,
+    )
     assert "ValueError: worker class Mine is defined in an interactive session" in done.stderr
     assert "ImportError: the Ray backend needs Ray: pip install 'meshrl[ray]'" in done.stderr
     assert done.returncode == 0

@@ -80,6 +80,13 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(dataset, chat_tokeniz
     assert len(dataset([{"talk": CONVERSATION[:3]}], chat_tokenizer, messages_key="talk")) == 1
 
 
+def test_a_template_whose_prompt_is_not_in_the_conversation_is_refused(dataset, chat_tokenizer):
+    """As templates have that open a block of reasoning only when they ask for an answer."""
+    chat_tokenizer.chat_template = chat_tokenizer.chat_template.replace("<assistant>{% endif", "<assistant>b{% endif")
+    with pytest.raises(ValueError, match="cannot be told apart: use prompt and response columns instead"):
+        dataset([{"talk": CONVERSATION[:3]}], chat_tokenizer, messages_key="talk")
+
+
 @pytest.mark.parametrize(
     ("where", "wanted", "text"), [("left", "89<eos>", "4+=89<eos>"), ("right", "8", "123 4+=8"[-6:])]
 )

@@ -1,5 +1,7 @@
 """Packing against a plain loop over documents."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,7 +32,7 @@ def loop_pack(
     for row in range(len(ids)):
         kept = [at for at in range(ids.shape[1]) if mask[row, at]]
         documents.append([int(ids[row, at]) for at in kept])
-        for before, at in zip(kept, kept[1:], strict=False):
+        for before, at in itertools.pairwise(kept):
             if at >= offset and target[row, at - offset]:
                 wanted[row, at - offset] = int(ids[row, before]), int(ids[row, at])
     return documents, wanted

@@ -61,8 +61,8 @@ def test_uniform_numbers_are_uniform_and_uncorrelated(along):
         found = uniform(torch.tensor(12345), torch.arange(40_000))
     else:
         found = uniform(torch.arange(40_000), 0)
-    assert (0 <= found).all()
-    assert (found < 1).all()
+    assert found.min() >= 0
+    assert found.max() < 1
     assert chi_square(torch.histc(found, 200, 0, 1), torch.full((200,), 1 / 200, dtype=torch.float64)) < 5
     centred = found - 0.5
     assert abs(float((centred[1:] * centred[:-1]).mean() * 12)) < 5 / math.sqrt(len(found))
@@ -143,6 +143,26 @@ def test_impossible_tokens_are_never_drawn():
     tokens, log_probs = sample(logits.expand(5_000, -1), params(), seeds(5_000), 0)
     assert set(tokens.tolist()) == {1, 3}
     torch.testing.assert_close(log_probs, torch.full((5_000,), -math.log(2)))
+
+
+def seed_of(number: int) -> int:
+    """The seed whose first number is `number` (64 bits): SplitMix64 backwards."""
+    z = number ^ (number >> 31) ^ (number >> 62)
+    z = (z * pow(0x94D049BB133111EB, -1, 2**64)) & WORD
+    z = z ^ (z >> 27) ^ (z >> 54)
+    z = (z * pow(0xBF58476D1CE4E5B9, -1, 2**64)) & WORD
+    z = z ^ (z >> 30) ^ (z >> 60)
+    seed = (z - 0x9E3779B97F4A7C15) & WORD
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+@pytest.mark.parametrize("tail", [0.0, -1.0, 3.0])
+def test_the_smallest_and_the_largest_number_pick_possible_tokens(tail):
+    extremes = torch.tensor([seed_of(0), seed_of(WORD)])
+    assert uniform(extremes, 0).tolist() == [0.0, 1 - 2.0**-53]
+    logits = torch.tensor([-torch.inf, -torch.inf, 0.0, 1.0, tail, -torch.inf])
+    tokens, _ = sample(logits.expand(2, -1), params(), extremes, 0)
+    assert tokens.tolist() == [2, 4]
 
 
 def test_a_row_does_not_depend_on_its_neighbours():

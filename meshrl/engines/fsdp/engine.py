@@ -1,16 +1,20 @@
-"""The FSDP engine: any Hugging Face causal language model, sharded over data-parallel ranks, on packed rows."""
+"""The FSDP engine: any Hugging Face causal language model on packed rows, sharded over data and sequences.
+
+The order of `initialize`: model → adapters → checkpointing → compile → shard → weights → optimizer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
@@ -18,19 +22,25 @@ from meshrl.config.optim import OptimConfig
 from meshrl.data.packing import pack
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine, LossFunction
-from meshrl.engines.fsdp.sharding import precision_policy, shard
+from meshrl.engines.fsdp.reading import fill
+from meshrl.engines.fsdp.sharding import FSDP2, Sharding, Whole, precision_policy
 from meshrl.engines.micro_batches import split_into_micro_batches
+from meshrl.engines.offload import move_optimizer
 from meshrl.engines.optim import LearningRate, build_optimizer
 from meshrl.engines.packed_lm import PackedCausalLM
-from meshrl.models.loading import load_causal_lm, torch_dtype
+from meshrl.models.loading import empty_causal_lm, load_causal_lm, torch_dtype
+from meshrl.models.lora import adapter_init, adapter_scaling, adapters_off, add_adapters, merged_params
 from meshrl.parallel.attention import ATTENTION_NAME
+from meshrl.parallel.layout import DATA_AXES, SEQUENCE_AXES, fsdp_layout
+from meshrl.parallel.mesh import new_groups
 from meshrl.parallel.packed import PackedSequences
+from meshrl.parallel.sequence import SequenceParallel
 
 WRAPPER_PREFIX = "hf_model."
 
 
 class FSDPEngine(Engine):
-    """FSDP2 over one data-parallel axis. With a single rank and no mixed precision the model stays a plain module."""
+    """FSDP2 (or FSDP1) × Ulysses × ring. With a single rank and no mixed precision the model stays a plain module."""
 
     def __init__(
         self,
@@ -40,46 +50,104 @@ class FSDPEngine(Engine):
         *,
         device: torch.device,
         total_steps: int = 0,
+        seed: int = 0,
     ):
         self.model_config, self.engine_config, self.optim_config = model, engine, optim
-        self.device, self.total_steps = device, total_steps
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.device, self.total_steps, self.seed = device, total_steps, seed
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.layout = fsdp_layout(
+            self.world_size,
+            engine.fsdp_config.fsdp_size,
+            engine.context_parallel_size,
+            engine.ulysses_sequence_parallel_size,
+        )
+        self.data_group = new_groups(self.layout, *DATA_AXES)
+        self.sequence = SequenceParallel(new_groups(self.layout, "sp"), new_groups(self.layout, "cp"))
+        self.has_adapters = model.lora_rank > 0 or model.lora_adapter_path is not None
 
     def initialize(self) -> None:
-        """Load → checkpointing → shard → optimizer, in this order."""
-        config = self.engine_config.fsdp_config
-        self.hf_model = load_causal_lm(
-            self.model_config.path or "",
-            ATTENTION_NAME,
-            dtype=torch_dtype(config.model_dtype),
-            override=dict(self.model_config.override_config),
-            trust_remote_code=self.model_config.trust_remote_code,
-        ).to(self.device)  # type: ignore[arg-type]
+        config, model = self.engine_config.fsdp_config, self.model_config
+        needs_sharding = self.world_size > 1 or precision_policy(config) is not None or config.offload_policy
+        # FSDP2 shards a model without memory and fills it afterwards; adapters are small and made with their values.
+        fills_later = needs_sharding and self.engine_config.strategy == "fsdp2" and not self.has_adapters
+        self.hf_model = self._empty_model() if fills_later else self._loaded_model()
+        if self.has_adapters:
+            add_adapters(self.hf_model, model)
+            self.adapter_scaling = adapter_scaling(self.hf_model)
+            if model.lora_adapter_path is None:
+                adapter_init(self.hf_model, self.seed)
         if self.optim_config is None:
             self.hf_model.requires_grad_(False)
-        elif self.model_config.enable_gradient_checkpointing:
+        elif model.enable_gradient_checkpointing:
             self.hf_model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.module = PackedCausalLM(self.hf_model)
-        self.is_sharded = self.world_size > 1 or precision_policy(config) is not None
-        if self.is_sharded:
-            mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("fsdp",))
-            shard(self.module, self.hf_model, mesh, config)
+        if self.engine_config.use_torch_compile:
+            compile_layers(self.hf_model)
+        self.sharding = self._shard(PackedCausalLM(self.hf_model), needs_sharding)
+        self.module = self.sharding.module
+        if fills_later:
+            fill(self.module, WRAPPER_PREFIX, Path(model.path or ""), self._loaded_model)
+            for owner in self.module.modules():
+                owner._buffers = {k: b if b is None else b.to(self.device) for k, b in owner._buffers.items()}
         if self.optim_config is not None:
             self.optimizer = build_optimizer(self.module.parameters(), self.optim_config)
             self.learning_rate = LearningRate(self.optimizer, self.optim_config, self.total_steps)
 
+    def _loaded_model(self) -> PreTrainedModel:
+        model = self.model_config
+        return load_causal_lm(
+            model.path or "",
+            ATTENTION_NAME,
+            dtype=torch_dtype(self.engine_config.fsdp_config.model_dtype),
+            override=dict(model.override_config),
+            trust_remote_code=model.trust_remote_code,
+        )
+
+    def _empty_model(self) -> PreTrainedModel:
+        model = self.model_config
+        return empty_causal_lm(
+            model.path or "",
+            ATTENTION_NAME,
+            dtype=torch_dtype(self.engine_config.fsdp_config.model_dtype),
+            override=dict(model.override_config),
+            trust_remote_code=model.trust_remote_code,
+        )
+
+    def _shard(self, module: PackedCausalLM, needs_sharding: bool) -> Sharding:
+        config = self.engine_config.fsdp_config
+        if not needs_sharding:
+            return Whole(module.to(self.device))
+        if self.engine_config.strategy == "fsdp":
+            from meshrl.engines.fsdp.fsdp1 import FSDP1
+
+            return FSDP1(module.to(self.device), self.hf_model, self.layout, self.device, config)
+        if self.has_adapters and not config.offload_policy:
+            module.to(self.device)
+        return FSDP2(module, self.hf_model, self.layout, self.device.type, config)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model is anything but a plain module of this rank."""
+        return not isinstance(self.sharding, Whole)
+
     @property
     def dp_rank(self) -> int:
-        return self.rank
+        return self.layout.index(self.rank, *DATA_AXES)
 
     @property
     def dp_size(self) -> int:
+        return self.layout.size(*DATA_AXES)
+
+    @property
+    def is_collect(self) -> bool:
+        return self.layout.index(self.rank, *SEQUENCE_AXES) == 0
+
+    @property
+    def gradient_ranks(self) -> int:
         return self.world_size
 
     def sum_over_data_parallel(self, values: Tensor) -> Tensor:
-        if self.world_size > 1:
-            dist.all_reduce(values)
+        if self.data_group is not None:
+            dist.all_reduce(values, group=self.data_group)
         return values
 
     def forward(self, data: DataProto) -> dict[str, Tensor]:
@@ -97,8 +165,9 @@ class FSDPEngine(Engine):
         parts: list[dict[str, Tensor]] = []
         with self.train_mode():
             for micro_batch, index in self._micro_batches(data):
-                output = self._run_model(micro_batch, data.meta_info)
-                loss, metrics = loss_function(output, micro_batch)
+                with self._activations():
+                    output = self._run_model(micro_batch, data.meta_info)
+                    loss, metrics = loss_function(output, micro_batch)
                 if index is None:
                     # A stand-in that keeps the collectives of all ranks in step: it must count for nothing.
                     loss, metrics = loss * 0.0, {name: value * 0.0 for name, value in metrics.items()}
@@ -106,73 +175,90 @@ class FSDPEngine(Engine):
                 parts.append(metrics)
         return self._reduce(parts)
 
+    def _activations(self) -> AbstractContextManager[Any]:
+        """Where activations wait for the backward pass."""
+        if self.model_config.enable_activation_offload:
+            return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
+        return nullcontext()
+
     def _reduce(self, parts: list[dict[str, Tensor]]) -> dict[str, float]:
         """Adds metrics over micro-batches and ranks; of those whose name ends in `_max` it takes the largest."""
         names = sorted(parts[0], key=lambda name: name.endswith("_max"))
         sums = sum(not name.endswith("_max") for name in names)
         table = torch.stack([torch.stack([part[name].detach().double() for name in names]) for part in parts])
         added, largest = table[:, :sums].sum(0), table[:, sums:].amax(0)
-        if self.world_size > 1:
-            dist.all_reduce(added)
+        if self.data_group is not None:
+            dist.all_reduce(added, group=self.data_group)
             if len(largest):
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.data_group)
         return dict(zip(names, [*added.tolist(), *largest.tolist()], strict=True))
 
     def _micro_batches(self, data: DataProto) -> Iterator[tuple[DataProto, np.ndarray | None]]:
         """This rank's micro-batches with the rows they came from; None marks a stand-in (see above)."""
         meta = data.meta_info
         lengths = data.batch["attention_mask"].sum(1).numpy()
+        budget = meta["max_token_len"] * self.layout.size(*SEQUENCE_AXES) if meta["use_dynamic_bsz"] else None
         plan = split_into_micro_batches(
             lengths,
-            max_token_len=meta["max_token_len"] if meta["use_dynamic_bsz"] else None,
+            max_token_len=budget,
             micro_batch_size=meta.get("micro_batch_size"),
-            agree=self._max_over_data_parallel,
+            agree=self._largest_over_data_parallel,
         )
         for index in plan:
-            if index is None:
-                yield data.select_idxs([0]), None
-            else:
-                yield data.select_idxs(index), index
+            yield data.select_idxs([0] if index is None else index), index
 
-    def _max_over_data_parallel(self, count: int) -> int:
-        if self.world_size == 1:
+    def _largest_over_data_parallel(self, count: int) -> int:
+        if self.data_group is None:
             return count
         value = torch.tensor(count, device=self.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.data_group)
         return int(value)
 
     def _run_model(self, micro_batch: DataProto, meta: dict[str, Any]) -> dict[str, Tensor]:
-        micro_batch = micro_batch.to(self.device)
-        batch = micro_batch.batch
+        batch = micro_batch.to(self.device).batch
         row = pack(batch["input_ids"], batch["attention_mask"], batch["response_mask"])
-        packed = PackedSequences.of(row.lengths, self.device)
-        log_probs, entropy = self.module(
-            row.input_ids,
-            packed,
-            row.predictors,
-            row.targets,
-            meta["temperature"],
-            meta.get("calculate_entropy", False),
-        )
+        shard = self.sequence.shard(PackedSequences.of(row.lengths, self.device))
+        log_probs, entropy = self.module(row, shard, meta["temperature"], meta.get("calculate_entropy", False))
         output = {"log_probs": row.unpack(log_probs)}
         if entropy is not None:
             output["entropys"] = row.unpack(entropy)
         return output
 
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Inside, the model answers without its adapters, as the reference policy."""
+        if not self.has_adapters:
+            raise ValueError("this model has no adapters to turn off")
+        return adapters_off(self.hf_model)
+
     def optimizer_zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
     def optimizer_step(self) -> float:
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.engine_config.grad_clip, foreach=True)
-        value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if np.isfinite(value):
+        norm = self.sharding.clip_grad_norm(self.engine_config.grad_clip)
+        if np.isfinite(norm):
             self.optimizer.step()
-        return value
+        return norm
 
     def lr_scheduler_step(self) -> float:
         return self.learning_rate.step()
 
+    def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
+        device = torch.device(device)
+        if model:
+            self.sharding.move(device)
+        if optimizer and self.optim_config is not None:
+            move_optimizer(self.optimizer, device)
+        if device.type == "cpu" and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def per_tensor_params(self) -> Iterator[tuple[str, Tensor]]:
-        for name, param in self.module.named_parameters():
-            value = param.detach()
-            yield name.removeprefix(WRAPPER_PREFIX), value.full_tensor() if isinstance(value, DTensor) else value
+        params = ((name.removeprefix(WRAPPER_PREFIX), value) for name, value in self.sharding.full_params())
+        return merged_params(params, self.adapter_scaling) if self.has_adapters else params
+
+
+def compile_layers(hf_model: PreTrainedModel) -> None:
+    """Compiles each decoder layer for any number of tokens; equal layers share the compiled code."""
+    classes = set(hf_model._no_split_modules or ())
+    for module in hf_model.modules():
+        if type(module).__name__ in classes:
+            module.compile(dynamic=True)

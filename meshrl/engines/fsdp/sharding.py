@@ -1,13 +1,78 @@
-"""FSDP2: which modules of a Hugging Face model become units of sharding, and in what precision they compute."""
+"""How the parameters lie on the ranks: whole on one, by FSDP2, or by FSDP1. The engine asks the same of each."""
 
 from __future__ import annotations
 
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from meshrl.config.engine import FSDPConfig
+from meshrl.engines.fsdp.units import units_to_shard
 from meshrl.models.loading import torch_dtype
+from meshrl.parallel.layout import SEQUENCE_AXES, Layout
+from meshrl.parallel.mesh import sharding_mesh
+
+
+class Sharding(ABC):
+    """A way to lay out a module's parameters, gradients and optimizer states."""
+
+    module: nn.Module
+
+    @abstractmethod
+    def full_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, one at a time; all ranks take part."""
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scales the gradients down to `max_norm`; returns the norm they had over all ranks."""
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, foreach=True)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def move(self, device: torch.device) -> None:
+        """Brings this rank's part of the parameters to another device."""
+        self.module.to(device)
+
+
+class Whole(Sharding):
+    """One rank holds everything, as a plain module."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+    def full_params(self) -> Iterator[tuple[str, Tensor]]:
+        for name, param in self.module.named_parameters():
+            yield name, param.detach()
+
+
+class FSDP2(Sharding):
+    """`fully_shard` over the data axes: units are split over `fsdp`; copies and sequence ranks add their gradients."""
+
+    def __init__(self, module: nn.Module, hf_model: nn.Module, layout: Layout, device_type: str, config: FSDPConfig):
+        self.module = module
+        mesh = sharding_mesh(layout, device_type, shards=("fsdp",), copies=("ddp", *SEQUENCE_AXES))
+        offload = CPUOffloadPolicy(pin_memory=device_type == "cuda") if config.offload_policy else OffloadPolicy()
+        policy = precision_policy(config) or MixedPrecisionPolicy()
+        units = units_to_shard(hf_model, config.wrap_policy)
+        for unit in (*units, module):
+            fully_shard(
+                unit,
+                mesh=mesh,
+                mp_policy=policy,
+                offload_policy=offload,
+                reshard_after_forward=config.reshard_after_forward,
+            )
+        if config.forward_prefetch:
+            for unit, following in pairwise(units):
+                unit.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+
+    def full_params(self) -> Iterator[tuple[str, Tensor]]:
+        for name, param in self.module.named_parameters():
+            value = param.detach()
+            yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def precision_policy(config: FSDPConfig) -> MixedPrecisionPolicy | None:
@@ -16,19 +81,3 @@ def precision_policy(config: FSDPConfig) -> MixedPrecisionPolicy | None:
     if param == reduce == torch_dtype(config.model_dtype):
         return None
     return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
-
-
-def layers_of(module: nn.Module, class_names: set[str]) -> list[nn.Module]:
-    """The sub-modules of these classes, in the order of the model."""
-    layers = [m for m in module.modules() if type(m).__name__ in class_names]
-    if not layers:
-        raise ValueError(f"the model has no layer of class {', '.join(sorted(class_names))} to shard by")
-    return layers
-
-
-def shard(module: nn.Module, hf_model: nn.Module, mesh: DeviceMesh, config: FSDPConfig) -> None:
-    """Shards every decoder layer as one unit and what is left (embedding, last norm, head) with the root."""
-    policy = precision_policy(config) or MixedPrecisionPolicy()
-    for layer in layers_of(hf_model, set(hf_model._no_split_modules or ())):  # type: ignore[arg-type]
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
-    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)

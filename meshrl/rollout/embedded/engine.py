@@ -68,7 +68,6 @@ class EmbeddedRollout(Rollout):
         started = time.perf_counter()
         self.hf_model.eval()
         requests = prompts.batch
-        assert requests is not None
         ids, mask, seeds = requests["input_ids"], requests["attention_mask"], requests["seeds"]
         lengths = mask.sum(1).tolist()
         if min(lengths) == 0:

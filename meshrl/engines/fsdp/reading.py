@@ -1,0 +1,120 @@
+"""Filling a sharded model: every rank reads only its own slices of the safetensors files.
+
+The model is built without memory (its buffers are real, as they are in no file), sharded, and only then filled. Where
+a checkpoint's tensors are not the model's own (renamed or fused on loading), rank 0 loads the model as Transformers
+does and the others get their parts of one tensor after the other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+
+INDEX_NAME = "model.safetensors.index.json"
+# Gives rows [start, stop) of the tensor with a name.
+ReadRows = Callable[[str, int, int], Tensor]
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor of a model folder; empty where there are no safetensors."""
+    index = folder / INDEX_NAME
+    if index.is_file():
+        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        return {}
+    with safe_open(single, framework="pt") as tensors:
+        return dict.fromkeys(tensors.keys(), single)
+
+
+class SliceReader:
+    """Reads rows of tensors straight from the files, keeping the file in use open."""
+
+    def __init__(self, files: dict[str, Path]):
+        self.files = files
+        self._open: tuple[Path, Any] | None = None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        view = self._slice(name)
+        return view[start:stop] if view.get_shape() else view[...]
+
+    def _slice(self, name: str) -> Any:
+        file = self.files[name]
+        if self._open is None or self._open[0] != file:
+            self._open = (file, safe_open(file, framework="pt"))
+        return self._open[1].get_slice(name)
+
+
+def fill(module: nn.Module, prefix: str, folder: Path, load_whole: Callable[[], PreTrainedModel]) -> None:
+    """Gives every parameter of a sharded module without memory its values; `prefix` comes before the files' names."""
+    files = tensor_files(folder)
+    shapes = {name.removeprefix(prefix): tuple(p.shape) for name, p in module.named_parameters()}
+    reader = SliceReader(files)
+    if all(name in files and reader.shape(name) == shape for name, shape in shapes.items()):
+        _fill_rows(module, prefix, reader.rows)
+    else:
+        _fill_rows(module, prefix, _rows_from_rank_zero(shapes, load_whole))
+
+
+def _rows_from_rank_zero(shapes: dict[str, tuple[int, ...]], load_whole: Callable[[], PreTrainedModel]) -> ReadRows:
+    whole = dict(load_whole().named_parameters()) if dist.get_rank() == 0 else {}
+    if whole and (missing := shapes.keys() - whole.keys()):
+        raise ValueError(f"the loaded model lacks {len(missing)} parameters, first of all '{min(missing)}'")
+
+    def rows(name: str, start: int, stop: int) -> Tensor:
+        tensor = whole[name].detach().float().contiguous() if whole else torch.empty(shapes[name])
+        dist.broadcast(tensor, src=0)
+        return tensor[start:stop]
+
+    return rows
+
+
+def _fill_rows(module: nn.Module, prefix: str, read: ReadRows) -> None:
+    filled: dict[int, nn.Parameter] = {}
+    for path, owner in module.named_modules():
+        for name, param in list(owner._parameters.items()):
+            if param is None:
+                continue
+            if id(param) not in filled:
+                full_name = f"{path}.{name}" if path else name
+                filled[id(param)] = _filled(param, full_name.removeprefix(prefix), read)
+            # Tied weights stay one parameter.
+            setattr(owner, name, filled[id(param)])
+
+
+def _filled(param: nn.Parameter, name: str, read: ReadRows) -> nn.Parameter:
+    value = param.data
+    if not isinstance(value, DTensor):
+        raise ValueError(f"parameter '{name}' is not sharded: it cannot be filled by slices")
+    start, stop = local_rows(value)
+    rows = read(name, start, stop)
+    local = torch.empty_like(value.to_local(), device=value.device_mesh.device_type)
+    local.copy_(rows)
+    whole = DTensor.from_local(
+        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+    )
+    return nn.Parameter(whole, requires_grad=param.requires_grad)
+
+
+def local_rows(value: DTensor) -> tuple[int, int]:
+    """Which rows of a tensor sharded along its first dim this rank holds."""
+    for dim, placement in enumerate(value.placements):
+        if isinstance(placement, Shard):
+            if placement.dim != 0:
+                raise ValueError(f"expected parameters sharded along dim 0, got dim {placement.dim}")
+            size, place = value.device_mesh.size(dim), value.device_mesh.get_local_rank(dim)
+            step = -(-value.shape[0] // size)
+            return min(place * step, value.shape[0]), min((place + 1) * step, value.shape[0])
+    return 0, value.shape[0] if value.dim() else 0

@@ -1,0 +1,110 @@
+"""LoRA by peft: adapters inside the model's own linear layers, and the weights they amount to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from meshrl.config.model import ModelConfig
+
+ADAPTER = "default"
+
+
+def add_adapters(hf_model: PreTrainedModel, config: ModelConfig) -> None:
+    """Puts adapters into the target modules (or loads them from `lora_adapter_path`) and freezes the rest."""
+    try:
+        from peft import LoraConfig, PeftConfig, inject_adapter_in_model, set_peft_model_state_dict
+        from peft.utils import load_peft_weights
+    except ImportError as error:
+        raise ImportError("model.lora_rank > 0 needs peft: pip install 'meshrl[lora]'") from error
+    if config.lora_adapter_path is not None:
+        lora = PeftConfig.from_pretrained(config.lora_adapter_path)
+    else:
+        lora = LoraConfig(
+            r=config.lora_rank,
+            lora_alpha=config.lora_alpha,  # type: ignore[arg-type]
+            target_modules=target_names(hf_model, list(config.target_modules)),
+            bias="none",
+            task_type="CAUSAL_LM",
+        )
+    hf_model.requires_grad_(False)
+    inject_adapter_in_model(lora, hf_model, adapter_name=ADAPTER)
+    if config.lora_adapter_path is not None:
+        if not Path(config.lora_adapter_path).is_dir():
+            raise FileNotFoundError(f"model.lora_adapter_path: no folder '{config.lora_adapter_path}'")
+        set_peft_model_state_dict(hf_model, load_peft_weights(config.lora_adapter_path), adapter_name=ADAPTER)
+    for name, param in hf_model.named_parameters():
+        param.requires_grad_("lora_" in name)
+
+
+def target_names(hf_model: PreTrainedModel, wanted: list[str]) -> list[str]:
+    """The modules that get an adapter: those named or, for `all-linear`, every linear layer but the output projection.
+
+    Experts that a model keeps as one fused tensor are no linear layers and get none.
+    """
+    if wanted != ["all-linear"]:
+        return wanted
+    head = hf_model.get_output_embeddings()
+    return [name for name, module in hf_model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+
+
+@contextmanager
+def adapters_off(hf_model: nn.Module) -> Iterator[None]:
+    """Inside, the model answers as it did before any training: the reference policy, without a second model."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in hf_model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(enabled=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(enabled=True)
+
+
+def adapter_scaling(hf_model: nn.Module) -> dict[str, float]:
+    """By how much each layer multiplies its adapter's product; to be asked before sharding changes the names."""
+    layers = {n: m for n, m in hf_model.named_modules() if hasattr(m, "lora_A") and hasattr(m, "scaling")}
+    return {name: float(module.scaling[ADAPTER]) for name, module in layers.items()}
+
+
+def merged_params(
+    named_params: Iterator[tuple[str, Tensor]], scaling: dict[str, float]
+) -> Iterator[tuple[str, Tensor]]:
+    """Turns a stream of (name, whole tensor) of a model with adapters into that of the plain model they amount to.
+
+    Relies on the stream's order: a layer's base weight comes before its two adapter matrices.
+    """
+    base: tuple[str, Tensor] | None = None
+    down: Tensor | None = None
+    for name, tensor in named_params:
+        if ".lora_A." in name:
+            down = tensor
+        elif ".lora_B." in name:
+            layer = name.split(".lora_B.")[0]
+            if base is None or down is None or not base[0].startswith(layer):
+                raise ValueError(f"adapter '{name}' did not follow its layer's own weight in the stream")
+            delta = (tensor.float() @ down.float()) * scaling[layer]
+            yield base[0].replace(".base_layer.", "."), (base[1].float() + delta).to(base[1].dtype)
+            base = None
+        else:
+            if base is not None:
+                yield base[0].replace(".base_layer.", "."), base[1]
+            base = (name, tensor)
+    if base is not None:
+        yield base[0].replace(".base_layer.", "."), base[1]
+
+
+def adapter_init(hf_model: nn.Module, seed: int) -> None:
+    """Draws the adapters' first values from a seed alone, so that every rank and layout starts with the same."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, param in hf_model.named_parameters():
+        if ".lora_A." in name:
+            bound = param.shape[1] ** -0.5
+            param.data.copy_((torch.rand(param.shape, generator=generator) * 2 - 1) * bound)

@@ -1,0 +1,256 @@
+"""Does an engine on some layout compute what one process computes? Two optimizer steps on both sides, compared.
+
+The reference is as plain as can be: the Hugging Face model with its own attention, the batch padded, one process, a
+textbook loss, torch's AdamW. The engine gets the same weights and samples, packs them, shards itself as configured,
+accumulates micro-batches and steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from meshrl.algorithms import BatchStats, agg_loss
+from meshrl.config.engine import EngineConfig
+from meshrl.config.model import ModelConfig
+from meshrl.config.optim import OptimConfig
+from meshrl.controller import Dispatch, Worker, register
+from meshrl.data.proto import DataProto
+from meshrl.engines.base import LossFunction
+from meshrl.engines.fsdp.engine import WRAPPER_PREFIX, FSDPEngine
+from meshrl.models.lora import adapter_init, adapter_scaling, add_adapters, merged_params
+from meshrl.parallel.layout import DATA_AXES, fsdp_layout
+from meshrl.parallel.mesh import init_process_group, prepare_device
+
+ENTROPY_WEIGHT = 0.01
+STEPS = 2
+SEED = 5
+TEMPERATURE = 0.8
+
+
+# Adam divides by the size of the gradient: with its usual epsilon, weights whose gradient is nothing but rounding would
+# move by rounding alone, and comparing them would say nothing about the engine.
+COMPARABLE_OPTIM = OptimConfig(lr=1e-2, eps=1e-3)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is to be computed on both sides."""
+
+    model: ModelConfig
+    engine: EngineConfig
+    optim: OptimConfig = field(default_factory=lambda: COMPARABLE_OPTIM)
+    samples: int = 8
+    max_prompt: int = 9
+    max_response: int = 13
+    tokens_per_micro_batch: int = 30  # on one rank: small, so that several accumulate
+
+    def batches(self, vocab_size: int) -> list[DataProto]:
+        """A batch for each step: prompts and responses of unequal lengths, one response of a single token."""
+        generator = torch.Generator().manual_seed(SEED)
+
+        def integers(low: int, high: int, *shape: int) -> Tensor:
+            return torch.randint(low, high, shape, generator=generator)
+
+        batches = []
+        for _ in range(STEPS):
+            prompt = integers(1, self.max_prompt + 1, self.samples)
+            response = integers(1, self.max_response + 1, self.samples)
+            response[0], response[-1] = 1, self.max_response
+            columns = torch.arange(self.max_prompt), torch.arange(self.max_response)
+            prompt_mask = columns[0] >= self.max_prompt - prompt[:, None]
+            response_mask = columns[1] < response[:, None]
+            tensors = {
+                "input_ids": integers(0, vocab_size, self.samples, self.max_prompt + self.max_response),
+                "attention_mask": torch.cat([prompt_mask, response_mask], 1).long(),
+                "response_mask": response_mask.long(),
+                "advantages": torch.randn(self.samples, 1, generator=generator).expand_as(response_mask).contiguous(),
+            }
+            batches.append(DataProto.from_dict(tensors))
+        return batches
+
+
+@dataclass
+class Outcome:
+    """What a side found; tensors by Hugging Face name, log-probs and entropies by sample."""
+
+    log_probs: Tensor
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[str, Tensor] = field(default_factory=dict)
+
+
+def run_reference(trial: Trial, perturb: float = 0.0) -> Outcome:
+    """One process, padded, by Hugging Face and torch alone; `perturb` moves the weights: a control that must fail."""
+    model = AutoModelForCausalLM.from_pretrained(
+        trial.model.path or "", dtype=torch.float32, attn_implementation="eager"
+    )
+    if trial.model.lora_rank:
+        add_adapters(model, trial.model)
+        adapter_init(model, SEED)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        for param in model.parameters():
+            param.add_(perturb * torch.randn(param.shape, generator=generator))
+    config = trial.optim
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(
+        trained.values(),
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+    )
+    model.train()
+    outcome = Outcome(log_probs=torch.empty(0))
+    for step, batch in enumerate(trial.batches(model.config.vocab_size)):
+        log_probs, entropy = _reference_forward(model, batch)
+        mask = batch.batch["response_mask"]
+        per_token = -batch.batch["advantages"] * log_probs - ENTROPY_WEIGHT * entropy
+        loss = (per_token * mask).sum() / mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            outcome.log_probs = (log_probs * mask).detach()
+            outcome.gradients = {n: p.grad.clone() for n, p in trained.items() if p.grad is not None}
+        outcome.losses.append(loss.item())
+        outcome.grad_norms.append(float(nn.utils.clip_grad_norm_(trained.values(), trial.engine.grad_clip)))
+        optimizer.step()
+    params = ((name, p.detach()) for name, p in model.named_parameters())
+    outcome.weights = dict(merged_params(params, adapter_scaling(model)) if trial.model.lora_rank else params)
+    outcome.moments = {n: optimizer.state[p]["exp_avg"] for n, p in trained.items()}
+    return outcome
+
+
+def _reference_forward(model: nn.Module, batch: DataProto) -> tuple[Tensor, Tensor]:
+    ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"]
+    width = batch.batch["response_mask"].shape[1]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    log_p = F.log_softmax(logits[:, -width - 1 : -1] / TEMPERATURE, -1)
+    chosen = log_p.gather(-1, ids[:, -width:, None])[..., 0]
+    return chosen, -(log_p.exp() * log_p).sum(-1)
+
+
+def run_engine(trial: Trial, device: str = "cpu") -> Outcome:
+    """The engine's side, on this rank of the current process group. Gradients, weights and moments are whole."""
+    engine = FSDPEngine(
+        trial.model, trial.engine, trial.optim, device=torch.device(device), total_steps=STEPS, seed=SEED
+    )
+    engine.initialize()
+    outcome = Outcome(log_probs=torch.empty(0))
+    for step, batch in enumerate(trial.batches(engine.hf_model.config.vocab_size)):
+        mine = batch.chunk(engine.dp_size)[engine.dp_rank]
+        mine.meta_info = {
+            "temperature": TEMPERATURE,
+            "use_dynamic_bsz": True,
+            "max_token_len": trial.tokens_per_micro_batch,
+            "calculate_entropy": True,
+        }
+        if step == 0:
+            outcome.log_probs = engine.forward(mine)["log_probs"]
+        mask = batch.batch["response_mask"]
+        stats = BatchStats(engine.gradient_ranks, int(mask.sum()), len(mask))
+        engine.optimizer_zero_grad()
+        metrics = engine.forward_backward_batch(mine, _loss_function(stats))
+        if step == 0 and trial.engine.strategy != "fsdp":
+            outcome.gradients = _whole(engine, {n: p.grad for n, p in _trained(engine).items()})
+        outcome.losses.append(metrics["loss"])
+        outcome.grad_norms.append(engine.optimizer_step())
+        engine.lr_scheduler_step()
+        _send_away_and_back(engine, trial)
+    outcome.weights = {name: value.clone().cpu() for name, value in engine.per_tensor_params()}
+    if trial.engine.strategy != "fsdp":
+        states = {n: engine.optimizer.state[p]["exp_avg"] for n, p in _trained(engine).items()}
+        outcome.moments = _whole(engine, states)
+    return outcome
+
+
+def _loss_function(stats: BatchStats) -> LossFunction:
+    def loss_function(output: dict[str, Tensor], data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
+        batch = data.to(output["log_probs"].device).batch
+        per_token = -batch["advantages"] * output["log_probs"] - ENTROPY_WEIGHT * output["entropys"]
+        loss = agg_loss(per_token, batch["response_mask"], "token-mean", stats=stats)
+        return loss, {"loss": loss.detach() / stats.dp_size}
+
+    return loss_function
+
+
+def _send_away_and_back(engine: FSDPEngine, trial: Trial) -> None:
+    config = trial.engine.fsdp_config
+    if config.param_offload or config.optimizer_offload:
+        engine.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload)
+        engine.to(engine.device, model=config.param_offload, optimizer=config.optimizer_offload)
+
+
+def _trained(engine: FSDPEngine) -> dict[str, nn.Parameter]:
+    named = engine.module.named_parameters()
+    return {name.removeprefix(WRAPPER_PREFIX): p for name, p in named if p.requires_grad}
+
+
+def _whole(engine: FSDPEngine, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    whole = {}
+    for name, value in tensors.items():
+        if value is not None:
+            whole[name] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone().cpu()
+    return whole
+
+
+def differences(found: list[Outcome], expected: Outcome, engine: EngineConfig, world_size: int) -> dict[str, float]:
+    """The largest relative difference of each thing compared, over all ranks."""
+    layout = fsdp_layout(
+        world_size,
+        engine.fsdp_config.fsdp_size,
+        engine.context_parallel_size,
+        engine.ulysses_sequence_parallel_size,
+    )
+    result = dict.fromkeys(("log-probs", "loss", "norm", "gradients", "weights", "moments"), 0.0)
+
+    def note(name: str, got: Tensor, want: Tensor) -> None:
+        result[name] = max(result[name], relative_difference(got, want))
+
+    for rank, outcome in enumerate(found):
+        shards = expected.log_probs.chunk(layout.size(*DATA_AXES))
+        note("log-probs", outcome.log_probs, shards[layout.index(rank, *DATA_AXES)])
+        note("loss", torch.tensor(outcome.losses), torch.tensor(expected.losses))
+        note("norm", torch.tensor(outcome.grad_norms), torch.tensor(expected.grad_norms))
+        for name, got, want in (
+            ("gradients", outcome.gradients, expected.gradients),
+            ("weights", outcome.weights, expected.weights),
+            ("moments", outcome.moments, expected.moments),
+        ):
+            if got and got.keys() != want.keys():
+                raise ValueError(f"{name}: the engine has {sorted(got.keys() ^ want.keys())[:4]} that differ in name")
+            for key in got:
+                note(name, got[key], want[key])
+    return result
+
+
+def relative_difference(got: Tensor, want: Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    if got.shape != want.shape:
+        return float("inf")
+    scale = float(want.abs().max()) if want.numel() else 0.0
+    difference = float((got.float() - want.float()).abs().max()) if want.numel() else 0.0
+    return difference / max(scale, 1e-6)
+
+
+class VerificationWorker(Worker):
+    """One rank of the engine's side."""
+
+    def __init__(self, trial: Trial, device: str):
+        self.trial, self.device = trial, device
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def run(self) -> Outcome:
+        """This rank's outcome."""
+        device = prepare_device(self.device, self.local_rank)
+        init_process_group(device, timeout_seconds=300.0)
+        return run_engine(self.trial, str(device))

@@ -1,0 +1,137 @@
+"""The FSDP engine on every axis, and every pair of axes, against one process running Hugging Face's own model."""
+
+import os
+
+import psutil
+import pytest
+import torch
+
+from meshrl.config.engine import EngineConfig
+from meshrl.config.model import ModelConfig
+from meshrl.engines.fsdp.engine import FSDPEngine
+from meshrl.trainer.verify import FAMILIES, TOLERANCE, small_config, write_model
+from meshrl.workers.verification import Trial, differences, run_engine, run_reference
+
+SP, CP = "ulysses_sequence_parallel_size", "context_parallel_size"
+LAYOUTS = {
+    "one": (1, {}),
+    "fsdp2": (2, {}),
+    "fsdp4": (4, {}),
+    "ddp2-fsdp2": (4, {"fsdp_size": 2}),
+    "ddp2": (2, {"fsdp_size": 1}),
+    "sp2": (2, {SP: 2}),
+    "sp4": (4, {SP: 4}),  # with 2 key-value heads
+    "cp2": (2, {CP: 2}),
+    "cp4": (4, {CP: 4}),
+    "fsdp2-sp2": (4, {SP: 2}),
+    "fsdp2-cp2": (4, {CP: 2}),
+    "sp2-cp2": (4, {SP: 2, CP: 2}),
+    "fsdp1": (2, {"strategy": "fsdp"}),
+    "fsdp1-hybrid": (4, {"strategy": "fsdp", "fsdp_size": 2}),
+    "fsdp1-sp2": (4, {"strategy": "fsdp", SP: 2}),
+}
+EXTRAS = {
+    "plain": {},
+    "offload": {"param_offload": True, "optimizer_offload": True},
+    "cpu-policy": {"offload_policy": True},
+    "checkpointing": {"checkpointing": True},
+    "activations": {"activation_offload": True},
+    "lora": {"lora_rank": 4},
+    "by-size": {"min_num_params": 3000},
+    "one-unit": {"disable": True},
+    "prefetch": {"forward_prefetch": True, "reshard_after_forward": False},
+}
+# Every layout with some family, every family with several layouts, every extra with shards, copies, sp and cp.
+GRID = [
+    *[(family, layout, "plain") for layout, family in zip(LAYOUTS, list(FAMILIES) * 4, strict=False)],
+    *[(family, "fsdp2-sp2", "plain") for family in FAMILIES],
+    *[(family, "sp2-cp2", "plain") for family in FAMILIES],
+    *[("qwen3", layout, "checkpointing") for layout in ("fsdp2", "ddp2-fsdp2", "fsdp2-sp2", "fsdp2-cp2", "fsdp1")],
+    *[("llama", layout, "lora") for layout in ("one", "fsdp2", "ddp2-fsdp2", "sp2", "cp2", "fsdp2-sp2", "fsdp1")],
+    *[("qwen3_moe", layout, "offload") for layout in ("one", "fsdp2", "ddp2", "fsdp2-sp2", "cp2")],
+    *[("qwen2", layout, "cpu-policy") for layout in ("fsdp2", "ddp2-fsdp2", "fsdp2-cp2")],
+    *[("llama", "fsdp2", extra) for extra in ("activations", "by-size", "one-unit", "prefetch")],
+    ("qwen3_moe", "fsdp2", "lora"),
+    ("qwen3_moe", "sp4", "checkpointing"),
+]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return {family: write_model(small_config(family), root / family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def references():
+    return {}
+
+
+def make_trial(folder, layout, extra):
+    world, axes = LAYOUTS[layout]
+    engine = EngineConfig()
+    engine.fsdp_config.mixed_precision.param_dtype = "fp32"
+    model = ModelConfig(path=str(folder), enable_gradient_checkpointing=False)
+    for name, value in (axes | EXTRAS[extra]).items():
+        if name == "checkpointing":
+            model.enable_gradient_checkpointing = value
+        elif name == "activation_offload":
+            model.enable_activation_offload = value
+        else:
+            owners = (engine, engine.fsdp_config, engine.fsdp_config.wrap_policy, model)
+            setattr(next(owner for owner in owners if hasattr(owner, name)), name, value)
+    return world, Trial(model, engine)
+
+
+@pytest.mark.parametrize(("family", "layout", "extra"), list(dict.fromkeys(GRID)), ids=str)
+def test_same_numbers_as_one_process(ranks, folders, references, family, layout, extra):
+    world, trial = make_trial(folders[family], layout, extra)
+    key = (family, trial.model.lora_rank)
+    if key not in references:
+        references[key] = run_reference(trial), run_reference(trial, perturb=1e-3)
+    expected, perturbed = references[key]
+    outcomes = ranks(world).run(run_engine, trial)
+    found = differences(outcomes, expected, trial.engine, world)
+    assert max(found.values()) <= TOLERANCE, found
+    control = differences(outcomes, perturbed, trial.engine, world)
+    assert min(value for name, value in control.items() if found[name] > 0) > TOLERANCE, control
+
+
+def test_every_axis_and_pair_is_in_the_grid():
+    assert {layout for _, layout, _ in GRID} == set(LAYOUTS)
+    assert {extra for _, _, extra in GRID} == set(EXTRAS)
+    assert {family for family, _, _ in GRID} == set(FAMILIES)
+
+
+def test_micro_batches_really_accumulate(folders):
+    _, trial = make_trial(folders["llama"], "one", "plain")
+    lengths = trial.batches(61)[0].batch["attention_mask"].sum(1)
+    assert lengths.sum() > 2 * trial.tokens_per_micro_batch
+    assert len(set(lengths.tolist())) > 3
+
+
+def peak_while_loading(trial):
+    """How much this rank's memory grew while it loaded, and how large its shard is."""
+    process = psutil.Process(os.getpid())
+    torch.zeros(1)
+    before = process.memory_info().rss
+    engine = FSDPEngine(trial.model, trial.engine, None, device=torch.device("cpu"))
+    engine.initialize()
+    grown = process.memory_info().rss - before
+    shard = sum(p.to_local().numel() * 4 for p in engine.module.parameters())
+    return grown, shard
+
+
+def test_each_rank_reads_only_its_slices(ranks, tmp_path):
+    """Loading costs a rank about its shard, not the model: the file is mapped and only the rows needed are read."""
+    config = small_config("llama")
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 1024, 4096, 6
+    config.vocab_size, config.head_dim = 8000, 128
+    folder = write_model(config, tmp_path / "model")
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    _, trial = make_trial(folder, "fsdp4", "plain")
+    for grown, shard in ranks(4).run(peak_while_loading, trial):
+        assert shard < size / 4 * 1.05
+        # the shard and its padded copy, and the mapped pages of the slices
+        assert grown < 3 * shard + 32 * 2**20
+        assert grown < 0.9 * size
