@@ -6,18 +6,23 @@ numbers a token; the backward pass computes each chunk's logits again: one matri
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-# A chunk holds at most this many float32 logits (128 MiB).
+# How many logits a chunk holds at most. On a GPU a chunk must be large enough to keep the matrix units busy; float32
+# values exist there only inside a fused kernel.
 CHUNK_ELEMENTS = 1 << 25
+CHUNK_ELEMENTS_ON_GPU = 1 << 29
 
 
-def tokens_per_chunk(vocab_size: int) -> int:
+def tokens_per_chunk(vocab_size: int, on_gpu: bool = False) -> int:
     """How many tokens' logits fit a chunk."""
-    return max(1, CHUNK_ELEMENTS // vocab_size)
+    return max(1, (CHUNK_ELEMENTS_ON_GPU if on_gpu else CHUNK_ELEMENTS) // vocab_size)
 
 
 def linear_log_probs(
@@ -43,9 +48,57 @@ def linear_log_probs(
     return log_probs, entropy if with_entropy else None
 
 
-def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    return logits.div_(temperature) if temperature != 1.0 else logits
+def _chunk_outputs(
+    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-sum, log-prob of the target, and entropy (or nothing) of each row of logits."""
+    logits = logits.float() / temperature
+    log_sum = logits.logsumexp(-1)
+    log_prob = logits.gather(-1, targets[:, None])[:, 0] - log_sum
+    if not with_entropy:
+        return log_sum, log_prob, log_sum[:0]
+    # Not log-sum minus mean logit: that difference of large numbers loses digits.
+    log_p = logits - log_sum[:, None]
+    return log_sum, log_prob, -(log_p.exp() * log_p).sum(-1)
+
+
+def _chunk_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor,
+    grad_log_prob: Tensor | None,
+    grad_entropy: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """The gradient with respect to the logits, in their own type."""
+    log_p = logits.float() / temperature - log_sum[:, None]
+    probs = log_p.exp()
+    grad = torch.zeros_like(probs)
+    if grad_log_prob is not None:
+        is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+        grad = (is_target.float() - probs) * grad_log_prob[:, None]
+    if grad_entropy is not None:
+        # d entropy / d logit = -p (log p + entropy)
+        grad = grad - probs * (log_p + entropy[:, None]) * grad_entropy[:, None]
+    return (grad / temperature).to(logits.dtype)
+
+
+@cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as one kernel over the chunk, for any number of rows."""
+    return torch.compile(function, dynamic=True)
+
+
+def _for_device(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
+    return _fused(function) if tensor.is_cuda else function
+
+
+def _weight_gradient(grad_logits: Tensor, hidden: Tensor) -> Tensor:
+    """The product in float32, so that chunks add up without loss."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(grad_logits.t(), hidden, out_dtype=torch.float32)
+    return grad_logits.t() @ hidden
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -60,18 +113,16 @@ class _LinearLogProbs(torch.autograd.Function):
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         n = hidden.shape[0]
-        log_probs, log_sums = hidden.new_empty(n, dtype=torch.float32), hidden.new_empty(n, dtype=torch.float32)
+        log_sums, log_probs = (hidden.new_empty(n, dtype=torch.float32) for _ in range(2))
         entropy = hidden.new_empty(n if with_entropy else 0, dtype=torch.float32)
-        step = tokens_per_chunk(weight.shape[0])
+        step = tokens_per_chunk(weight.shape[0], hidden.is_cuda)
         for i in range(0, n, step):
             part = slice(i, i + step)
-            logits = _chunk_logits(hidden[part], weight, bias, temperature)
-            log_sums[part] = logits.logsumexp(-1)
-            log_probs[part] = logits.gather(-1, targets[part, None])[:, 0] - log_sums[part]
+            logits = F.linear(hidden[part], weight, bias)
+            outputs = _for_device(_chunk_outputs, hidden)(logits, targets[part], temperature, with_entropy)
+            log_sums[part], log_probs[part] = outputs[:2]
             if with_entropy:
-                # Not log-sum minus mean logit: that difference of large numbers loses digits.
-                log_p = logits.sub_(log_sums[part, None])
-                entropy[part] = -log_p.exp().mul_(log_p).sum(-1)
+                entropy[part] = outputs[2]
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -79,29 +130,23 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_log_probs, grad_entropy = grad_outputs  # None for an output that the loss does not use
         hidden, weight, bias, targets, log_sums, entropy = ctx.saved_tensors
-        n, step = hidden.shape[0], tokens_per_chunk(weight.shape[0])
+        n, step = hidden.shape[0], tokens_per_chunk(weight.shape[0], hidden.is_cuda)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Several chunks add up in float32; a rank without tokens still owes its peers a gradient of zeros.
-        grad_weight = None if 0 < n <= step else torch.zeros_like(weight, dtype=torch.float32)
+        # A rank without tokens still owes its peers a gradient of zeros.
+        grad_weight = None if n > 0 else torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         for i in range(0, n, step):
             part = slice(i, i + step)
-            logits = _chunk_logits(hidden[part], weight, bias, ctx.temperature)
-            log_p = logits.sub_(log_sums[part, None])
-            probs = log_p.exp()
-            grad = torch.zeros_like(probs) if grad_log_probs is None else probs * -grad_log_probs[part, None]
-            if grad_entropy is not None:
-                # d entropy / d logit = -p (log p + entropy)
-                grad -= probs.mul_(log_p.add_(entropy[part, None])).mul_(grad_entropy[part, None])
-            if grad_log_probs is not None:
-                grad.scatter_add_(1, targets[part, None], grad_log_probs[part, None])
-            grad = (grad.div_(ctx.temperature) if ctx.temperature != 1.0 else grad).to(hidden.dtype)
+            grads = [None if g is None else g[part] for g in grad_outputs]  # None where the loss does not use it
+            logits = F.linear(hidden[part], weight, bias)
+            grad = _for_device(_chunk_gradient, hidden)(
+                logits, targets[part], log_sums[part], entropy[part], *grads, ctx.temperature
+            )
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
             if ctx.needs_input_grad[1]:
-                product = grad.t() @ hidden[part]
+                product = _weight_gradient(grad, hidden[part])
                 grad_weight = product if grad_weight is None else grad_weight.add_(product)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)

@@ -29,6 +29,7 @@ class AttentionContext(Protocol):
         ...
 
 
+@torch.compiler.disable
 def attention(
     module: torch.nn.Module,
     query: Tensor,

@@ -67,21 +67,24 @@ class PackedSequences:
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
         """Causal attention inside each document; see `AttentionContext`."""
-        if query.is_cuda and query.dtype in HALF_TYPES and sliding_window is None:
-            return self._attend_varlen(query, key, value, scaling)
+        if query.is_cuda and query.dtype in HALF_TYPES:
+            return self._attend_varlen(query, key, value, scaling, sliding_window)
         return self._attend_runs(query, key, value, scaling, sliding_window)
 
-    def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
-        group = query.shape[1] // key.shape[1]
-        rows = [x[0].transpose(0, 1) for x in (query, key, value)]
-        rows[1:] = [x.repeat_interleave(group, dim=1) if group > 1 else x for x in rows[1:]]
-        # The kernel has a fixed scale of dim ** -0.5: the rest goes into the queries.
-        rescale = scaling * query.shape[-1] ** 0.5
-        q = rows[0] if rescale == 1.0 else rows[0] * rescale
         out = varlen_attn(
-            q, rows[1], rows[2], self.cu_seqlens, self.cu_seqlens, self.max_length, self.max_length, window_size=(-1, 0)
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            self.cu_seqlens,
+            self.cu_seqlens,
+            self.max_length,
+            self.max_length,
+            scale=scaling,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         assert isinstance(out, Tensor)  # a pair only where auxiliary results are asked for
         return out[None]

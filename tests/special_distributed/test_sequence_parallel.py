@@ -168,7 +168,7 @@ def test_without_gradients(ranks, make_lm, reference):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
-def gather_back(lengths: tuple[int, ...], cp: int, sp: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def gather_back(lengths: tuple[int, ...], cp: int, sp: int) -> tuple[Tensor, ...]:
     cp_group, sp_group = subgroups(cp, sp)
     shard = SequenceParallel(sp_group, cp_group).shard(PackedSequences.of(lengths, "cpu"))
     row = torch.arange(float(sum(lengths) * 2)).view(-1, 2) + 1
@@ -176,7 +176,7 @@ def gather_back(lengths: tuple[int, ...], cp: int, sp: int) -> tuple[Tensor, Ten
     whole = shard.gather(local)
     (whole * row).sum().backward()
     assert local.grad is not None
-    return whole.detach(), shard.index, local.detach(), local.grad
+    return whole.detach(), shard.index, shard.position_ids[0], local.detach(), local.grad
 
 
 @pytest.mark.parametrize(("cp", "sp"), [*LAYOUTS, (2, 4)])
@@ -184,12 +184,15 @@ def gather_back(lengths: tuple[int, ...], cp: int, sp: int) -> tuple[Tensor, Ten
 def test_gather_returns_the_row_and_hands_each_rank_its_own_gradient(ranks, lengths, cp, sp):
     row = torch.arange(float(sum(lengths) * 2)).view(-1, 2) + 1
     padded_length = -(-len(row) // (cp * sp)) * cp * sp
+    # The padding is a document of its own: its positions start again.
+    positions = [at for length in (*lengths, padded_length - len(row)) for at in range(length)]
     seen = []
-    for rank, (whole, index, local, grad) in enumerate(ranks(cp * sp).run(gather_back, lengths, cp, sp)):
+    for rank, (whole, index, places, local, grad) in enumerate(ranks(cp * sp).run(gather_back, lengths, cp, sp)):
         cp_rank, sp_rank = divmod(rank, sp)
         stripe = list(range(cp_rank, padded_length, cp))
         assert index.tolist() == stripe[sp_rank * len(stripe) // sp : (sp_rank + 1) * len(stripe) // sp]
         wanted = torch.stack([row[i] if i < len(row) else torch.zeros(2) for i in index.tolist()])
+        assert places.tolist() == [positions[i] for i in index.tolist()]
         assert torch.equal(whole, row)
         assert torch.equal(local, wanted)
         assert torch.equal(grad, wanted)  # the loss weighs each number by itself

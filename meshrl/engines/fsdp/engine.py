@@ -22,7 +22,7 @@ from meshrl.config.optim import OptimConfig
 from meshrl.data.packing import pack
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine, LossFunction
-from meshrl.engines.fsdp.reading import fill
+from meshrl.engines.fsdp.reading import fill, fill_randomly
 from meshrl.engines.fsdp.sharding import FSDP2, Sharding, Whole, precision_policy
 from meshrl.engines.micro_batches import split_into_micro_batches
 from meshrl.engines.offload import move_optimizer
@@ -70,6 +70,7 @@ class FSDPEngine(Engine):
         needs_sharding = self.world_size > 1 or precision_policy(config) is not None or config.offload_policy
         # FSDP2 shards a model without memory and fills it afterwards; adapters are small and made with their values.
         fills_later = needs_sharding and self.engine_config.strategy == "fsdp2" and not self.has_adapters
+        fills_later = fills_later or model.random_init
         self.hf_model = self._empty_model() if fills_later else self._loaded_model()
         if self.has_adapters:
             add_adapters(self.hf_model, model)
@@ -85,7 +86,10 @@ class FSDPEngine(Engine):
         self.sharding = self._shard(PackedCausalLM(self.hf_model), needs_sharding)
         self.module = self.sharding.module
         if fills_later:
-            fill(self.module, WRAPPER_PREFIX, Path(model.path or ""), self._loaded_model)
+            if model.random_init:
+                fill_randomly(self.module, self.device)
+            else:
+                fill(self.module, WRAPPER_PREFIX, Path(model.path or ""), self._loaded_model)
             for owner in self.module.modules():
                 owner._buffers = {k: b if b is None else b.to(self.device) for k, b in owner._buffers.items()}
         if self.optim_config is not None:
@@ -115,7 +119,7 @@ class FSDPEngine(Engine):
     def _shard(self, module: PackedCausalLM, needs_sharding: bool) -> Sharding:
         config = self.engine_config.fsdp_config
         if not needs_sharding:
-            return Whole(module.to(self.device))
+            return Whole(module if self.model_config.random_init else module.to(self.device))
         if self.engine_config.strategy == "fsdp":
             from meshrl.engines.fsdp.fsdp1 import FSDP1
 
@@ -257,8 +261,9 @@ class FSDPEngine(Engine):
 
 
 def compile_layers(hf_model: PreTrainedModel) -> None:
-    """Compiles each decoder layer for any number of tokens; equal layers share the compiled code."""
+    """Compiles each decoder layer; the second number of tokens seen makes the code general. Layers share it."""
     classes = set(hf_model._no_split_modules or ())
     for module in hf_model.modules():
         if type(module).__name__ in classes:
-            module.compile(dynamic=True)
+            # The method, not the module: the hooks of sharding and checkpointing stay outside.
+            module.forward = torch.compile(module.forward)

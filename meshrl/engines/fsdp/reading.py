@@ -68,6 +68,20 @@ def fill(module: nn.Module, prefix: str, folder: Path, load_whole: Callable[[], 
         _fill_rows(module, prefix, _rows_from_rank_zero(shapes, load_whole))
 
 
+def fill_randomly(module: nn.Module, device: torch.device) -> None:
+    """Gives parameters without memory random values (ones for vectors, as norms have): a shape to measure, no model."""
+    filled: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, param in list(owner._parameters.items()):
+            if param is None:
+                continue
+            if id(param) not in filled:
+                value = torch.empty_like(param.data, device=device)
+                value.normal_(0.0, 0.02) if value.dim() > 1 else value.fill_(1.0)
+                filled[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
+            setattr(owner, name, filled[id(param)])
+
+
 def _rows_from_rank_zero(shapes: dict[str, tuple[int, ...]], load_whole: Callable[[], PreTrainedModel]) -> ReadRows:
     whole = dict(load_whole().named_parameters()) if dist.get_rank() == 0 else {}
     if whole and (missing := shapes.keys() - whole.keys()):
