@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from meshrl.algorithms.checks import check_finite, check_length, check_matrix, check_not_empty
-from meshrl.algorithms.masked import Moments, masked_whiten, row_blocks, whiten_
+from meshrl.algorithms.masked import Moments, mask_bytes, masked_whiten, row_blocks, whiten_
 from meshrl.algorithms.recurrence import TokenCompaction, discounted_suffix_sum
 from meshrl.algorithms.registry import Registry
 
@@ -77,7 +77,7 @@ def outcome_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tenso
     check_not_empty(response_mask)
     scores = token_level_rewards.detach().sum(-1, dtype=torch.float32)
     # A NaN or inf anywhere reaches its row's sum, so the matrix itself is searched only to say where.
-    if not bool(torch.isfinite(scores).all()):
+    if not math.isfinite(float(scores.sum())):
         check_finite("token_level_rewards", token_level_rewards)
         check_finite("the sum of token_level_rewards", scores)
     return scores
@@ -87,7 +87,7 @@ def to_tokens(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor
     """Each sample's number on each of its response tokens, zero elsewhere."""
     tokens = torch.empty(response_mask.shape, dtype=scores.dtype, device=scores.device)
     for rows, _ in row_blocks(tokens):
-        tokens[rows].copy_(response_mask[rows]).mul_(scores[rows, None])
+        tokens[rows].copy_(mask_bytes(response_mask[rows])).mul_(scores[rows, None])
     return tokens
 
 
@@ -104,23 +104,26 @@ def compute_gae_advantage_return(
     check_matrix(token_level_rewards=token_level_rewards, values=values, response_mask=response_mask)
     check_not_empty(response_mask)
     advantages = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-    returns, moments = torch.empty_like(advantages), Moments()
+    returns, moments, mask = torch.empty_like(advantages), Moments(), response_mask.bool()
     for rows, (weight, own, targets, scratch) in row_blocks(values, buffers=4):
-        tokens = TokenCompaction(weight.copy_(response_mask[rows]), scratch)
+        tokens = TokenCompaction(mask[rows], weight, scratch)
         own_values = tokens.compact(values[rows].float(), out=own)
+        rewards = tokens.compact_rewards(token_level_rewards[rows].float())
         # The return of GAE is R_t = r_t + gamma ((1 - lam) V_{t+1} + lam R_{t+1}), and the advantage is R_t - V_t.
-        targets = tokens.compact_rewards(token_level_rewards[rows].float(), out=targets)
-        targets[:, :-1].add_(own_values[:, 1:], alpha=gamma * (1.0 - lam))
-        found = discounted_suffix_sum(targets, gamma * lam, out=scratch)
-        returns[rows] = tokens.spread(found)
-        advantages[rows] = tokens.spread(found.sub_(own_values))
-        moments.add(advantages[rows], weight, scratch)
+        torch.add(rewards[:, :-1], own_values[:, 1:], alpha=gamma * (1.0 - lam), out=targets[:, :-1])
+        targets[:, -1] = rewards[:, -1]
+        found = discounted_suffix_sum(targets, gamma * lam, out=returns[rows])
+        lead = torch.sub(found, own_values, out=advantages[rows])
+        if tokens.has_gaps:
+            found.copy_(tokens.spread(found))
+            lead.copy_(tokens.spread(lead))
+        moments.add(lead, weight, scratch)
     # A NaN or inf in either input reaches the moments, so the matrices are searched only to say where.
     if not math.isfinite(moments.squares):
         check_finite("token_level_rewards", token_level_rewards)
         check_finite("values", values, response_mask)
         check_finite("returns", returns)
-    return whiten_(advantages, response_mask, moments), returns
+    return whiten_(advantages, mask, moments), returns
 
 
 @register_adv_est("reinforce_plus_plus")

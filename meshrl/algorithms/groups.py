@@ -4,8 +4,10 @@ A group of one sample has no baseline. Every group estimator here gives it the a
 never its raw reward; `group_metrics` counts such groups.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -27,8 +29,8 @@ class Groups:
         """Number the group ids in `index`: any hashable ids, one a sample."""
         check_length("index", len(index), batch)
         ids = index.tolist() if hasattr(index, "tolist") else list(index)
-        numbers: dict[Any, int] = {}
-        of_sample = np.array([numbers.setdefault(i, len(numbers)) for i in ids], dtype=np.int64)
+        numbers: defaultdict[Any, int] = defaultdict(count().__next__)  # an id that is not in yet gets the next number
+        of_sample = np.fromiter(map(numbers.__getitem__, ids), dtype=np.int64, count=batch)
         first = np.empty(len(numbers), dtype=np.int64)
         first[of_sample[::-1]] = np.arange(batch)[::-1]  # the last one written is the first sample
         sizes = np.bincount(of_sample, minlength=len(numbers))

@@ -30,6 +30,12 @@ def masked_var(values: torch.Tensor, mask: torch.Tensor, unbiased: bool = True) 
     return squares / (count - 1 if unbiased else count).clamp(min=1)
 
 
+def mask_bytes(mask: torch.Tensor) -> torch.Tensor:
+    """The mask as int8, 0 or 1; a bool mask is not copied. On a CPU int8 becomes float six times as fast as bool does,
+    and moves through memory eight times as fast as int64."""
+    return mask.bool().view(torch.int8)
+
+
 def zero_outside(values: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """The values where `weight`, a mask as float, is 1, and 0 elsewhere.
 
@@ -66,7 +72,10 @@ class Moments:
         if count == 0:
             return
         mean = float(values.sum()) / count
-        squares = float(torch.linalg.vector_norm(torch.sub(values, mean, out=scratch).mul_(weight))) ** 2
+        around_zero = float(torch.linalg.vector_norm(values)) ** 2
+        squares = around_zero - count * mean**2
+        if not squares > 0.5 * around_zero:  # the difference would lose digits
+            squares = float(torch.linalg.vector_norm(torch.sub(values, mean, out=scratch).mul_(weight))) ** 2
         total, step = self.count + count, mean - self.mean
         self.squares += squares + step**2 * self.count * count / total
         self.mean += step * count / total
@@ -80,9 +89,9 @@ class Moments:
 def masked_whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True, eps: float = 1e-8) -> torch.Tensor:
     """Scale the set elements of a matrix to variance 1 and, with `shift_mean`, mean 0. The others come back as 0."""
     check_not_empty(mask, "mask")
-    kept, moments = torch.empty_like(values), Moments()
+    kept, moments, mask = torch.empty_like(values), Moments(), mask.bool()
     for rows, _ in row_blocks(values):
-        weight = mask[rows].to(values.dtype)
+        weight = mask_bytes(mask[rows]).to(values.dtype)
         moments.add(zero_outside(values[rows], weight, out=kept[rows]), weight)
     return whiten_(kept, mask, moments, shift_mean, eps)
 
@@ -92,10 +101,8 @@ def whiten_(
 ) -> torch.Tensor:
     """`masked_whiten` in place, of values that are 0 outside the mask already and whose moments are known."""
     scale = moments.scale(eps)
+    shift = moments.mean if shift_mean else moments.mean - moments.mean / scale
     for rows, (weight,) in row_blocks(values, buffers=1):
-        weight.copy_(mask[rows])
-        values[rows].sub_(moments.mean).mul_(scale)
-        if not shift_mean:
-            values[rows].add_(moments.mean)
-        values[rows].mul_(weight)
+        weight.copy_(mask_bytes(mask[rows]))
+        values[rows].sub_(weight, alpha=shift).mul_(scale)
     return values

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import torch
 
-from meshrl.algorithms.masked import zero_outside
+from meshrl.algorithms.masked import mask_bytes, zero_outside
 
 CHUNK = 32
 
@@ -13,22 +13,24 @@ def discounted_suffix_sum(values: torch.Tensor, discount: float, out: torch.Tens
     """y[:, t] = values[:, t] + discount * y[:, t + 1], without a loop over time.
 
     Time is cut into chunks; inside a chunk the sum is a product with a triangular matrix of powers, and the chunks'
-    first sums obey the same recurrence with discount ** chunk, so two or three levels cover any length. `out` is memory
-    that may be used for the result, which is returned.
+    first sums obey the same recurrence with discount ** chunk, so two or three levels cover any length. `out` is
+    contiguous memory for the result.
     """
     rows, length = values.shape
     if length <= CHUNK:
-        return values @ _power_matrix(length, discount, values.dtype, values.device)
+        return torch.mm(values, _power_matrix(length, discount, values.dtype, values.device), out=out)
     chunks = -(-length // CHUNK)
     padded = values if length % CHUNK == 0 else torch.nn.functional.pad(values, (0, chunks * CHUNK - length))
     matrix = _power_matrix(CHUNK, discount, values.dtype, values.device)
-    target = None if out is None or padded is not values else out.view(rows * chunks, CHUNK)
+    in_place = out is not None and padded is values
+    target = out.view(rows * chunks, CHUNK) if out is not None and in_place else None
     inside = torch.mm(padded.reshape(rows * chunks, CHUNK), matrix, out=target).view(rows, chunks, CHUNK)
     from_here = discounted_suffix_sum(inside[:, :, 0].contiguous(), discount**CHUNK)
     # discount ** (CHUNK - t) at place t of a chunk: the first column, once more discounted, the other way round.
     powers = matrix[:, 0].flip(0) * discount
     inside[:, :-1].addcmul_(from_here[:, 1:, None], powers)
-    return inside.view(rows, chunks * CHUNK)[:, :length]
+    found = inside.view(rows, chunks * CHUNK)[:, :length]
+    return found if out is None or in_place else out.copy_(found)
 
 
 @lru_cache(maxsize=32)
@@ -46,30 +48,29 @@ class TokenCompaction:
     Tool output inside a response (mask 0) is then no step of the policy: neither discounted nor bootstrapped from.
     """
 
-    def __init__(self, mask: torch.Tensor, scratch: torch.Tensor | None = None) -> None:
-        self.weight = mask.float()
+    def __init__(
+        self, mask: torch.Tensor, weight: torch.Tensor | None = None, scratch: torch.Tensor | None = None
+    ) -> None:
+        """`weight` and `scratch` are float32 memory of the mask's shape; `weight` will hold the mask."""
+        flags = mask_bytes(mask)
+        self.weight = flags.float() if weight is None else weight.copy_(flags)
         self._scratch = torch.empty_like(self.weight) if scratch is None else scratch
-        self._source: torch.Tensor | None = None  # places of the set tokens; None: they are at the left already
-        steps = torch.sub(self.weight[:, 1:], self.weight[:, :-1], out=self._scratch[:, 1:])
-        if steps.numel() and float(steps.amax()) > 0:
-            columns = torch.arange(mask.shape[1], device=mask.device)
-            at_left = columns < self.weight.sum(-1, keepdim=True)
-            # Both list the same tokens in the same order, row by row.
-            self._source, self._target = mask.reshape(-1).nonzero().view(-1), at_left.view(-1).nonzero().view(-1)
+        rises = flags[:, 1:] - flags[:, :-1]
+        self.has_gaps = bool(rises.numel()) and int(rises.amax()) > 0  # without, the set tokens are at the left already
+        if self.has_gaps:
+            self._mask = mask.bool()
+            self._at_left = torch.arange(mask.shape[1], device=mask.device) < self.weight.sum(-1, keepdim=True)
 
     def compact(self, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Set tokens first, zeros after. `out` is memory that may be used for it."""
-        if self._source is None:
-            return zero_outside(values, self.weight, out=out)
-        return _move(values, self._source, self._target)
+        return _move(values, self._mask, self._at_left) if self.has_gaps else zero_outside(values, self.weight, out=out)
 
-    def compact_rewards(self, rewards: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def compact_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         """Like compact, but what stands on an unset token goes to the last set token before it: a reward that the
-        environment gives after an action belongs to that action."""
-        kept = torch.mul(rewards, self.weight, out=out)
-        outside = torch.sub(rewards, kept, out=self._scratch)
+        environment gives after an action belongs to that action. May return `rewards` itself."""
+        outside = torch.addcmul(rewards, rewards, self.weight, value=-1.0, out=self._scratch)
         if not float(torch.linalg.vector_norm(outside)):
-            return kept if self._source is None else self.compact(rewards)
+            return self.compact(rewards) if self.has_gaps else rewards
         has_token = self.weight.any(-1, keepdim=True)
         slot = self.weight.long().cumsum(-1) - 1
         if bool(((slot < 0) & has_token & (outside != 0)).any()):
@@ -78,12 +79,14 @@ class TokenCompaction:
 
     def spread(self, compacted: torch.Tensor) -> torch.Tensor:
         """The inverse of compact, for values that are zero after the set tokens: zeros on unset tokens."""
-        if self._source is None:
-            return compacted
-        return _move(compacted, self._target, self._source)
+        return _move(compacted, self._at_left, self._mask) if self.has_gaps else compacted
 
 
 def _move(values: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The values where `source` is set, put where `target` is: two masks of as many tokens in each row."""
     moved = torch.zeros_like(values, memory_format=torch.contiguous_format)
-    moved.view(-1)[target] = values.reshape(-1)[source]
+    if values.device.type == "cpu":  # five times as fast in NumPy
+        moved.numpy()[target.numpy()] = values.detach().numpy()[source.numpy()]
+    else:
+        moved[target] = values[source]
     return moved

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,16 @@ class PackedRow:
     targets: Tensor
     slots: Tensor
     shape: tuple[int, int]
+
+    def to(self, device: torch.device) -> PackedRow:
+        """The row on a device; from the host it goes through pinned memory, so that nothing waits for the device."""
+        if device.type == "cpu":
+            return self
+        moved = {
+            name: getattr(self, name).pin_memory().to(device, non_blocking=True)
+            for name in ("input_ids", "predictors", "targets", "slots")
+        }
+        return replace(self, **moved)
 
     def unpack(self, values: Tensor) -> Tensor:
         """Puts one number a target back into the rectangle; zeros elsewhere. Differentiable."""

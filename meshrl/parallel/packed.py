@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +75,8 @@ class PackedSequences:
     def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
+        # Older releases share key heads among query heads without being told to.
+        told = {"enable_gqa": query.shape[1] != key.shape[1]} if takes_gqa_flag() else {}
         out = varlen_attn(
             query[0].transpose(0, 1),
             key[0].transpose(0, 1),
@@ -84,7 +87,7 @@ class PackedSequences:
             self.max_length,
             scale=scaling,
             window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
+            **told,  # type: ignore[arg-type]
         )
         assert isinstance(out, Tensor)  # a pair only where auxiliary results are asked for
         return out[None]
@@ -106,6 +109,14 @@ class PackedSequences:
             )
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs)[None] if len(outputs) > 1 else outputs[0][None]
+
+
+@cache
+def takes_gqa_flag() -> bool:
+    """Whether this release's varlen attention wants to be told that key heads are shared."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def causal_window(length: int, window: int, device: torch.device) -> Tensor:

@@ -157,8 +157,8 @@ class FSDPEngine(Engine):
     def forward(self, data: DataProto) -> dict[str, Tensor]:
         parts, places = [], []
         with self.eval_mode(), torch.no_grad():
-            for micro_batch, index in self._micro_batches(data):
-                output = self._run_model(micro_batch, data.meta_info)
+            for index in self._micro_batches(data):
+                output = self._run_model(data.select_idxs(rows_of(index)), data.meta_info)
                 if index is not None:
                     parts.append(output)
                     places.append(index)
@@ -167,11 +167,14 @@ class FSDPEngine(Engine):
 
     def forward_backward_batch(self, data: DataProto, loss_function: LossFunction) -> dict[str, float]:
         parts: list[dict[str, Tensor]] = []
+        # The loss wants its inputs on the device; rows are packed on the host, where nothing has to wait for it.
+        on_device = DataProto(data.batch.to(self.device), {}, {})
         with self.train_mode():
-            for micro_batch, index in self._micro_batches(data):
+            for index in self._micro_batches(data):
+                rows = rows_of(index)
                 with self._activations():
-                    output = self._run_model(micro_batch, data.meta_info)
-                    loss, metrics = loss_function(output, micro_batch)
+                    output = self._run_model(data.select_idxs(rows), data.meta_info)
+                    loss, metrics = loss_function(output, on_device.select_idxs(rows))
                 if index is None:
                     # A stand-in that keeps the collectives of all ranks in step: it must count for nothing.
                     loss, metrics = loss * 0.0, {name: value * 0.0 for name, value in metrics.items()}
@@ -197,19 +200,15 @@ class FSDPEngine(Engine):
                 dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.data_group)
         return dict(zip(names, [*added.tolist(), *largest.tolist()], strict=True))
 
-    def _micro_batches(self, data: DataProto) -> Iterator[tuple[DataProto, np.ndarray | None]]:
-        """This rank's micro-batches with the rows they came from; None marks a stand-in (see above)."""
+    def _micro_batches(self, data: DataProto) -> list[np.ndarray | None]:
+        """The rows of each of this rank's micro-batches; None marks a stand-in (see above)."""
         meta = data.meta_info
-        lengths = data.batch["attention_mask"].sum(1).numpy()
-        budget = meta["max_token_len"] * self.layout.size(*SEQUENCE_AXES) if meta["use_dynamic_bsz"] else None
-        plan = split_into_micro_batches(
-            lengths,
-            max_token_len=budget,
+        return split_into_micro_batches(
+            data.batch["attention_mask"].sum(1).numpy(),
+            max_token_len=meta["max_token_len"] * self.layout.size(*SEQUENCE_AXES) if meta["use_dynamic_bsz"] else None,
             micro_batch_size=meta.get("micro_batch_size"),
             agree=self._largest_over_data_parallel,
         )
-        for index in plan:
-            yield data.select_idxs([0] if index is None else index), index
 
     def _largest_over_data_parallel(self, count: int) -> int:
         if self.data_group is None:
@@ -219,8 +218,8 @@ class FSDPEngine(Engine):
         return int(value)
 
     def _run_model(self, micro_batch: DataProto, meta: dict[str, Any]) -> dict[str, Tensor]:
-        batch = micro_batch.to(self.device).batch
-        row = pack(batch["input_ids"], batch["attention_mask"], batch["response_mask"])
+        batch = micro_batch.batch
+        row = pack(batch["input_ids"], batch["attention_mask"], batch["response_mask"]).to(self.device)
         shard = self.sequence.shard(PackedSequences.of(row.lengths, self.device))
         log_probs, entropy = self.module(row, shard, meta["temperature"], meta.get("calculate_entropy", False))
         output = {"log_probs": row.unpack(log_probs)}
@@ -258,6 +257,11 @@ class FSDPEngine(Engine):
     def per_tensor_params(self) -> Iterator[tuple[str, Tensor]]:
         params = ((name.removeprefix(WRAPPER_PREFIX), value) for name, value in self.sharding.full_params())
         return merged_params(params, self.adapter_scaling) if self.has_adapters else params
+
+
+def rows_of(index: np.ndarray | None) -> np.ndarray:
+    """The rows of a micro-batch; a stand-in runs on the first."""
+    return np.zeros(1, dtype=np.int64) if index is None else index
 
 
 def compile_layers(hf_model: PreTrainedModel) -> None:

@@ -1,0 +1,290 @@
+"""Training speed on one GPU: our FSDP engine beside plain transformers, same shapes, data and loss, in the same run.
+
+    python benchmarks/train.py [--shapes 1.7B 4B] [--parts even ragged log-probs] [--out results.json]
+    python benchmarks/train.py --cpu
+
+Qwen3 shapes, random weights, bf16 compute. Plain: bf16 weights and moments, SDPA, padded micro-batches of 16,384,
+with or without gradient checkpointing. Ours: float32 master weights and moments, packed micro-batches. Utilisation is
+of the model's own operations (6 per parameter and token, causal attention by real lengths) against 790 TFLOP/s,
+the rate of large bf16 matrix products on an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+PEAK_FLOPS = 790e12
+VOCABULARY = 151936
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 8},
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+# Tokens of a batch, length of its sequences, and our tokens per micro-batch.
+EVEN = {"0.6B": (65536, 2048, 16384), "1.7B": (65536, 2048, 8192), "4B": (32768, 4096, 4096)}
+
+
+def shape_config(name: str) -> Any:
+    """The Qwen3 config of a shape."""
+    from transformers import Qwen3Config
+
+    tiny = name == "tiny"
+    return Qwen3Config(
+        vocab_size=1000 if tiny else VOCABULARY,
+        num_key_value_heads=4 if tiny else 8,
+        head_dim=16 if tiny else 128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+        rope_theta=1e6,
+        **SHAPES[name],
+    )
+
+
+def even_lengths(tokens: int, length: int) -> np.ndarray:
+    """Documents of one length."""
+    return np.full(tokens // length, length)
+
+
+def ragged_lengths(tokens: int, cap: int = 8192, mean: float = 800.0) -> np.ndarray:
+    """RL-like lengths: log-normal, a few very long, about `tokens` in all."""
+    rng = np.random.default_rng(0)
+    spread = 1.0
+    lengths = rng.lognormal(np.log(mean) - spread**2 / 2, spread, size=4 * int(tokens / mean))
+    lengths = np.clip(lengths, 16, cap).astype(np.int64)
+    return lengths[: int(np.searchsorted(lengths.cumsum(), tokens)) + 1]
+
+
+def count_flops(config: Any, lengths: np.ndarray, passes: int) -> float:
+    """Operations of the model on these documents; `passes` is 3 for training (backward is twice forward), else 1."""
+    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    layer = hidden * (query + 2 * key) + query * hidden + 3 * hidden * inner
+    matrices = 2.0 * (layers * layer + hidden * config.vocab_size) * lengths.sum()
+    attention = 2.0 * layers * query * float((lengths.astype(np.float64) ** 2).sum())
+    return passes * (matrices + attention)
+
+
+def make_batch(lengths: np.ndarray, vocabulary: int) -> Any:
+    """A padded batch of random tokens, every token but the first of a document to be predicted."""
+    from meshrl.data.proto import DataProto
+
+    ids = torch.randint(0, vocabulary, (len(lengths), int(lengths.max())), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(ids.shape[1]) < torch.from_numpy(lengths)[:, None]).long()
+    targets = mask.clone()
+    targets[:, 0] = 0
+    return DataProto.from_dict({"input_ids": ids, "attention_mask": mask, "response_mask": targets})
+
+
+def timed(step: Callable[[], None], device: str, warm: int = 2, repeat: int = 3) -> tuple[float, float]:
+    """Seconds of one step and peak GiB, after warming up."""
+    for _ in range(warm):
+        step()
+    synchronize = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    started = time.perf_counter()
+    for _ in range(repeat):
+        step()
+    synchronize()
+    seconds = (time.perf_counter() - started) / repeat
+    return seconds, torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+
+
+def plain_step(name: str, lengths: np.ndarray, device: str, checkpointing: bool, train: bool) -> Callable[[], None]:
+    """Plain transformers: padded micro-batches of about 16,384 tokens with padding, float32 log-softmax."""
+    from transformers import AutoModelForCausalLM
+
+    config = shape_config(name)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train(train)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True) if train else None
+    data = make_batch(lengths, config.vocab_size).batch
+    budget = 16384 if device == "cuda" else 4096
+    even = len(set(lengths.tolist())) == 1
+    size = max(1, budget // int(lengths.max()))
+    total = int(data["response_mask"].sum())
+
+    def step() -> None:
+        with torch.set_grad_enabled(train):
+            for i in range(0, len(lengths), size):
+                width = int(lengths[i : i + size].max())
+                ids, mask, targets = (
+                    data[k][i : i + size, :width].to(device) for k in ("input_ids", "attention_mask", "response_mask")
+                )
+                logits = model(input_ids=ids, attention_mask=None if even else mask, use_cache=False).logits
+                log_p = torch.log_softmax(logits[:, :-1].float(), -1).gather(-1, ids[:, 1:, None])[..., 0]
+                loss = -(log_p * targets[:, 1:]).sum() / total
+                if train:
+                    loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def engine_step(
+    name: str, lengths: np.ndarray, device: str, tokens: int, train: bool, **options: Any
+) -> Callable[[], None]:
+    """Our engine on packed rows; float32 master weights and moments."""
+    import torch.distributed as dist
+
+    from meshrl.algorithms import BatchStats, agg_loss
+    from meshrl.config.engine import EngineConfig
+    from meshrl.config.model import ModelConfig
+    from meshrl.config.optim import OptimConfig
+    from meshrl.engines.fsdp.engine import FSDPEngine
+
+    if not dist.is_initialized():
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    config = shape_config(name)
+    folder = Path(tempfile.mkdtemp())
+    config.save_pretrained(folder)
+    engine_config = EngineConfig(use_torch_compile=device == "cuda")
+    if device == "cpu":
+        engine_config.fsdp_config.mixed_precision.param_dtype = "fp32"
+    for key, value in options.items():
+        owner = engine_config if hasattr(engine_config, key) else engine_config.fsdp_config
+        if key != "checkpointing":
+            setattr(owner, key, value)
+    model = ModelConfig(
+        path=str(folder), random_init=True, enable_gradient_checkpointing=options.get("checkpointing", False)
+    )
+    engine = FSDPEngine(model, engine_config, OptimConfig() if train else None, device=torch.device(device))
+    engine.initialize()
+    data = make_batch(lengths, config.vocab_size)
+    data.meta_info = {"temperature": 1.0, "use_dynamic_bsz": True, "max_token_len": tokens}
+    stats = BatchStats(1, int(data.batch["response_mask"].sum()), len(lengths))
+
+    def loss_function(output: dict[str, torch.Tensor], micro_batch: Any) -> Any:
+        loss = agg_loss(-output["log_probs"], micro_batch.batch["response_mask"], "token-mean", stats=stats)
+        return loss, {"loss": loss.detach()}
+
+    def step() -> None:
+        if not train:
+            engine.forward(data)
+            return
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(data, loss_function)
+        engine.optimizer_step()
+
+    return step
+
+
+def measure(
+    label: str, make: Callable[[], Callable[[], None]], name: str, lengths: np.ndarray, train: bool, device: str
+) -> dict[str, Any]:
+    """One row of the table; running out of memory is a result too."""
+    row: dict[str, Any] = {"case": label, "shape": name, "tokens": int(lengths.sum())}
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    try:
+        started = time.perf_counter()
+        step = make()
+        seconds, peak = timed(step, device)
+        flops = count_flops(shape_config(name), lengths, 3 if train else 1)
+        row |= {
+            "tokens_per_s": lengths.sum() / seconds,
+            "utilisation": flops / seconds / PEAK_FLOPS,
+            "peak_gib": peak,
+            "compiled_graphs": int(torch._dynamo.utils.counters["stats"]["unique_graphs"]),
+            "whole_s": time.perf_counter() - started,
+        }
+        del step
+    except torch.OutOfMemoryError:
+        row["failed"] = "out of memory"
+    except Exception as error:
+        row["failed"] = f"{type(error).__name__}: {error}"[:300]
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return row
+
+
+def cases(
+    shapes: list[str], parts: list[str], device: str
+) -> list[tuple[str, str, np.ndarray, bool, Callable[..., Any]]]:
+    """What is measured: (label, shape, lengths, train, how to make the step)."""
+    found: list[tuple[str, str, np.ndarray, bool, Callable[..., Any]]] = []
+
+    def plain(name: str, lengths: np.ndarray, checkpointing: bool, train: bool = True) -> Callable[..., Any]:
+        return lambda: plain_step(name, lengths, device, checkpointing, train)
+
+    def ours(name: str, lengths: np.ndarray, tokens: int, train: bool = True, **options: Any) -> Callable[..., Any]:
+        return lambda: engine_step(name, lengths, device, tokens, train, **options)
+
+    for name in shapes:
+        tokens, length, budget = EVEN.get(name, (4096, 256, 1024))
+        even = even_lengths(tokens, length)
+        if "even" in parts:
+            found.append(("even: plain, checkpointing", name, even, True, plain(name, even, True)))
+            found.append(("even: plain", name, even, True, plain(name, even, False)))
+            found.append((f"even: meshrl, {budget} a micro-batch", name, even, True, ours(name, even, budget)))
+        ragged = ragged_lengths(tokens, cap=8192 if device == "cuda" else 512, mean=800.0 if device == "cuda" else 64.0)
+        if "ragged" in parts:
+            found.append(("ragged: plain, checkpointing", name, ragged, True, plain(name, ragged, True)))
+            wide = max(budget, 8192) if device == "cuda" else budget
+            found.append((f"ragged: meshrl, {wide} a micro-batch", name, ragged, True, ours(name, ragged, wide)))
+        if "log-probs" in parts:
+            found.append(("log-probs: plain", name, even, False, plain(name, even, False, train=False)))
+            found.append(("log-probs: meshrl", name, even, False, ours(name, even, max(budget, 16384), train=False)))
+    return found
+
+
+def show(rows: list[dict[str, Any]], device: str) -> None:
+    """The table."""
+    table = Table(title=f"training on one {device}, Qwen3 shapes, random weights")
+    for heading in ("shape", "case", "tokens", "tokens/s", "utilisation", "peak GiB", "graphs"):
+        table.add_column(heading, justify="left" if heading in ("shape", "case") else "right")
+    for row in rows:
+        numbers = [row.get("failed", "")] + [""] * 3
+        if "failed" not in row:
+            use = f"{row['utilisation']:.1%}" if device == "cuda" else "–"
+            numbers = [f"{row['tokens_per_s']:,.0f}", use, f"{row['peak_gib']:.1f}", str(row["compiled_graphs"])]
+        table.add_row(row["shape"], row["case"], f"{row['tokens']:,}", *numbers)
+    Console(width=130).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=None)
+    parser.add_argument("--parts", nargs="+", default=["even", "ragged", "log-probs"])
+    parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU: packed against padded")
+    parser.add_argument("--only", default="", help="only cases whose label contains this")
+    parser.add_argument("--out", type=Path, help="also write the rows here, as JSON")
+    args = parser.parse_args()
+    device = "cpu" if args.cpu or not torch.cuda.is_available() else "cuda"
+    shapes = args.shapes or (["tiny"] if device == "cpu" else ["0.6B", "1.7B", "4B"])
+    rows = []
+    for label, name, lengths, train, make in cases(shapes, args.parts, device):
+        if args.only in label:
+            rows.append(measure(label, make, name, lengths, train, device))
+            Console(stderr=True).print(rows[-1])
+            if args.out:
+                args.out.write_text(json.dumps(rows, indent=1))
+    show(rows, device)
+
+
+if __name__ == "__main__":
+    main()
