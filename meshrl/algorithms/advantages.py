@@ -105,8 +105,8 @@ def compute_gae_advantage_return(
     check_not_empty(response_mask)
     advantages = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     returns, moments, mask = torch.empty_like(advantages), Moments(), response_mask.bool()
-    for rows, (weight, own, targets, scratch) in row_blocks(values, buffers=4):
-        tokens = TokenCompaction(mask[rows], weight, scratch)
+    for rows, (weight, own, targets) in row_blocks(values, buffers=3):
+        tokens = TokenCompaction(mask[rows], weight)
         own_values = tokens.compact(values[rows].float(), out=own)
         rewards = tokens.compact_rewards(token_level_rewards[rows].float())
         # The return of GAE is R_t = r_t + gamma ((1 - lam) V_{t+1} + lam R_{t+1}), and the advantage is R_t - V_t.
@@ -117,7 +117,7 @@ def compute_gae_advantage_return(
         if tokens.has_gaps:
             found.copy_(tokens.spread(found))
             lead.copy_(tokens.spread(lead))
-        moments.add(lead, weight, scratch)
+        moments.add(lead, weight, scratch=targets)
     # A NaN or inf in either input reaches the moments, so the matrices are searched only to say where.
     if not math.isfinite(moments.squares):
         check_finite("token_level_rewards", token_level_rewards)

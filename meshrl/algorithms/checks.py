@@ -35,8 +35,8 @@ def check_finite(name: str, tensor: torch.Tensor, mask: torch.Tensor | None = No
 
 def check_not_empty(mask: torch.Tensor, name: str = "response_mask") -> None:
     """Raise if no element of `mask` is set."""
-    # The first column of a response mask is nearly always set: it spares a pass over the whole matrix.
-    if not bool(mask[..., :1].any()) and not bool(mask.any()):
+    # The first row of a response mask is nearly always set somewhere: it spares a pass over the whole matrix.
+    if not bool(mask[:1].any()) and not bool(mask.any()):
         raise ValueError(f"{name} of shape {tuple(mask.shape)} selects no token: there is nothing to compute on")
 
 

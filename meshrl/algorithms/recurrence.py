@@ -6,10 +6,13 @@ import torch
 
 from meshrl.algorithms.masked import mask_bytes, zero_outside
 
-CHUNK = 32
+CHUNK = 32  # a product with a matrix of this size costs a CPU little more than reading and writing the values
+CARRY_CHUNK = 256  # the recurrence over chunks has 1/32 of the values: a larger matrix, to spare it a level
 
 
-def discounted_suffix_sum(values: torch.Tensor, discount: float, out: torch.Tensor | None = None) -> torch.Tensor:
+def discounted_suffix_sum(
+    values: torch.Tensor, discount: float, out: torch.Tensor | None = None, chunk: int = CHUNK
+) -> torch.Tensor:
     """y[:, t] = values[:, t] + discount * y[:, t + 1], without a loop over time.
 
     Time is cut into chunks; inside a chunk the sum is a product with a triangular matrix of powers, and the chunks'
@@ -17,29 +20,31 @@ def discounted_suffix_sum(values: torch.Tensor, discount: float, out: torch.Tens
     contiguous memory for the result.
     """
     rows, length = values.shape
-    if length <= CHUNK:
+    if length <= chunk:
         return torch.mm(values, _power_matrix(length, discount, values.dtype, values.device), out=out)
-    chunks = -(-length // CHUNK)
-    padded = values if length % CHUNK == 0 else torch.nn.functional.pad(values, (0, chunks * CHUNK - length))
-    matrix = _power_matrix(CHUNK, discount, values.dtype, values.device)
-    in_place = out is not None and padded is values
-    target = out.view(rows * chunks, CHUNK) if out is not None and in_place else None
-    inside = torch.mm(padded.reshape(rows * chunks, CHUNK), matrix, out=target).view(rows, chunks, CHUNK)
-    from_here = discounted_suffix_sum(inside[:, :, 0].contiguous(), discount**CHUNK)
-    # discount ** (CHUNK - t) at place t of a chunk: the first column, once more discounted, the other way round.
+    chunks = -(-length // chunk)
+    if length % chunk:
+        padded = torch.nn.functional.pad(values, (0, chunks * chunk - length))
+        found = discounted_suffix_sum(padded, discount, chunk=chunk)[:, :length]
+        return found if out is None else out.copy_(found)
+    matrix = _power_matrix(chunk, discount, values.dtype, values.device)
+    target = None if out is None else out.view(rows * chunks, chunk)
+    inside = torch.mm(values.reshape(rows * chunks, chunk), matrix, out=target).view(rows, chunks, chunk)
+    from_here = discounted_suffix_sum(inside[:, :, 0], discount**chunk, chunk=CARRY_CHUNK)
+    # discount ** (chunk - t) at place t of a chunk: the first column, once more discounted, the other way round.
     powers = matrix[:, 0].flip(0) * discount
     inside[:, :-1].addcmul_(from_here[:, 1:, None], powers)
-    found = inside.view(rows, chunks * CHUNK)[:, :length]
-    return found if out is None or in_place else out.copy_(found)
+    return inside.view(rows, length)
 
 
 @lru_cache(maxsize=32)
 def _power_matrix(size: int, discount: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """M[s, t] = discount ** (s - t) for s >= t, else 0."""
+    """M[s, t] = discount ** (s - t) for s >= t, else 0; and 0 for powers so small that a CPU would crawl on them."""
     steps = torch.arange(size, device=device)
     distance = steps[:, None] - steps[None, :]
     powers = torch.pow(torch.tensor(discount, dtype=torch.float64, device=device), distance.clamp(min=0))
-    return powers.masked_fill(distance < 0, 0.0).to(dtype)
+    limits = torch.finfo(dtype)
+    return powers.masked_fill((distance < 0) | (powers.abs() < limits.tiny / limits.eps), 0.0).to(dtype)
 
 
 class TokenCompaction:
@@ -48,15 +53,12 @@ class TokenCompaction:
     Tool output inside a response (mask 0) is then no step of the policy: neither discounted nor bootstrapped from.
     """
 
-    def __init__(
-        self, mask: torch.Tensor, weight: torch.Tensor | None = None, scratch: torch.Tensor | None = None
-    ) -> None:
-        """`weight` and `scratch` are float32 memory of the mask's shape; `weight` will hold the mask."""
-        flags = mask_bytes(mask)
-        self.weight = flags.float() if weight is None else weight.copy_(flags)
-        self._scratch = torch.empty_like(self.weight) if scratch is None else scratch
-        rises = flags[:, 1:] - flags[:, :-1]
-        self.has_gaps = bool(rises.numel()) and int(rises.amax()) > 0  # without, the set tokens are at the left already
+    def __init__(self, mask: torch.Tensor, weight: torch.Tensor | None = None) -> None:
+        """`weight` is float32 memory of the mask's shape to hold it as numbers."""
+        self._flags = mask_bytes(mask)
+        self.weight = self._flags.float() if weight is None else weight.copy_(self._flags)
+        # Without gaps the set tokens are at the left already.
+        self.has_gaps = mask.shape[1] > 1 and _any_above(self._flags[:, 1:], self._flags[:, :-1])
         if self.has_gaps:
             self._mask = mask.bool()
             self._at_left = torch.arange(mask.shape[1], device=mask.device) < self.weight.sum(-1, keepdim=True)
@@ -68,18 +70,22 @@ class TokenCompaction:
     def compact_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         """Like compact, but what stands on an unset token goes to the last set token before it: a reward that the
         environment gives after an action belongs to that action. May return `rewards` itself."""
-        outside = torch.addcmul(rewards, rewards, self.weight, value=-1.0, out=self._scratch)
-        if not float(torch.linalg.vector_norm(outside)):
+        if not _any_above(mask_bytes(rewards), self._flags):
             return self.compact(rewards) if self.has_gaps else rewards
         has_token = self.weight.any(-1, keepdim=True)
         slot = self.weight.long().cumsum(-1) - 1
-        if bool(((slot < 0) & has_token & (outside != 0)).any()):
+        if bool(((slot < 0) & has_token & (rewards != 0)).any()):
             raise ValueError("token_level_rewards has a reward before the first token of a response (response_mask 1)")
         return torch.zeros_like(rewards).scatter_add_(1, slot.clamp(min=0), rewards * has_token)
 
     def spread(self, compacted: torch.Tensor) -> torch.Tensor:
         """The inverse of compact, for values that are zero after the set tokens: zeros on unset tokens."""
         return _move(compacted, self._at_left, self._mask) if self.has_gaps else compacted
+
+
+def _any_above(flags: torch.Tensor, others: torch.Tensor) -> bool:
+    # On a CPU several times as fast as a comparison and any().
+    return int((flags - others).amax()) > 0
 
 
 def _move(values: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshrl.config.optim import OptimConfig
+from meshrl.engines.master import MasterAdamW
 
 
 def build_optimizer(params: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
@@ -17,6 +18,21 @@ def build_optimizer(params: Iterable[nn.Parameter], config: OptimConfig) -> torc
     beta1, beta2 = config.betas
     return torch.optim.AdamW(
         trained, lr=config.lr, betas=(beta1, beta2), eps=config.eps, weight_decay=config.weight_decay, fused=True
+    )
+
+
+def build_master_optimizer(
+    params: Iterable[nn.Parameter], config: OptimConfig, accumulate_in_float32: bool
+) -> MasterAdamW:
+    """AdamW with float32 master weights over bfloat16 parameters."""
+    beta1, beta2 = config.betas
+    return MasterAdamW(
+        [p for p in params if p.requires_grad],
+        lr=config.lr,
+        betas=(beta1, beta2),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        accumulate_in_float32=accumulate_in_float32,
     )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from inspect import signature
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -39,16 +42,28 @@ class PackedSequences:
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """Borders of the documents, int32 [documents + 1]."""
-        ends = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return ends.to(self.device)
+        return self._send(self._borders.int())
 
     @cached_property
     def position_ids(self) -> Tensor:
         """Positions that restart in every document, int64 [1, tokens]."""
-        starts = self.cu_seqlens[:-1].long()
-        lengths = torch.tensor(self.lengths, device=self.device)
-        offsets = torch.repeat_interleave(starts, lengths, output_size=self.num_tokens)
-        return (torch.arange(self.num_tokens, device=self.device) - offsets)[None]
+        offsets = torch.repeat_interleave(self._borders[:-1], torch.tensor(self.lengths))
+        return self._send((torch.arange(self.num_tokens) - offsets)[None])
+
+    @property
+    def _borders(self) -> Tensor:
+        return torch.tensor((0, *self.lengths)).cumsum(0)
+
+    def _send(self, tensor: Tensor) -> Tensor:
+        """To the device by way of pinned memory, so that the host does not wait for the device's work in hand."""
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def ready(self) -> PackedSequences:
+        """Sends everything now instead of when it is first needed."""
+        _ = self.cu_seqlens, self.position_ids
+        return self
 
     @cached_property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -68,7 +83,7 @@ class PackedSequences:
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
         """Causal attention inside each document; see `AttentionContext`."""
-        if query.is_cuda and query.dtype in HALF_TYPES:
+        if query.is_cuda and query.dtype in HALF_TYPES and len(self.runs) > 1:
             return self._attend_varlen(query, key, value, scaling, sliding_window)
         return self._attend_runs(query, key, value, scaling, sliding_window)
 
@@ -104,11 +119,20 @@ class PackedSequences:
             mask = None
             if window is not None and length > window:
                 mask = causal_window(length, window, query.device)
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=group > 1
-            )
+            with fastest_attention(query):
+                out = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=group > 1
+                )
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs)[None] if len(outputs) > 1 else outputs[0][None]
+
+
+def fastest_attention(query: Tensor) -> AbstractContextManager[Any]:
+    """On GPUs, half types prefer cuDNN's kernels, which use Hopper's own instructions."""
+    if not query.is_cuda or query.dtype not in HALF_TYPES:
+        return nullcontext()
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True)
 
 
 @cache

@@ -7,26 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.optim import OptimConfig
-from meshrl.data.packing import pack
+from meshrl.data.packing import PackedRow, pack
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine, LossFunction
 from meshrl.engines.fsdp.reading import fill, fill_randomly
 from meshrl.engines.fsdp.sharding import FSDP2, Sharding, Whole, precision_policy
+from meshrl.engines.master import MasterAdamW
 from meshrl.engines.micro_batches import split_into_micro_batches
 from meshrl.engines.offload import move_optimizer
-from meshrl.engines.optim import LearningRate, build_optimizer
+from meshrl.engines.optim import LearningRate, build_master_optimizer, build_optimizer
 from meshrl.engines.packed_lm import PackedCausalLM
 from meshrl.models.loading import empty_causal_lm, load_causal_lm, torch_dtype
 from meshrl.models.lora import adapter_init, adapter_scaling, adapters_off, add_adapters, merged_params
@@ -34,7 +36,7 @@ from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.parallel.layout import DATA_AXES, SEQUENCE_AXES, fsdp_layout
 from meshrl.parallel.mesh import new_groups
 from meshrl.parallel.packed import PackedSequences
-from meshrl.parallel.sequence import SequenceParallel
+from meshrl.parallel.sequence import SequenceParallel, SequenceShard
 
 WRAPPER_PREFIX = "hf_model."
 
@@ -66,11 +68,10 @@ class FSDPEngine(Engine):
         self.has_adapters = model.lora_rank > 0 or model.lora_adapter_path is not None
 
     def initialize(self) -> None:
-        config, model = self.engine_config.fsdp_config, self.model_config
-        needs_sharding = self.world_size > 1 or precision_policy(config) is not None or config.offload_policy
+        model = self.model_config
+        how = self._placement()
         # FSDP2 shards a model without memory and fills it afterwards; adapters are small and made with their values.
-        fills_later = needs_sharding and self.engine_config.strategy == "fsdp2" and not self.has_adapters
-        fills_later = fills_later or model.random_init
+        fills_later = (how == "fsdp2" and not self.has_adapters) or model.random_init
         self.hf_model = self._empty_model() if fills_later else self._loaded_model()
         if self.has_adapters:
             add_adapters(self.hf_model, model)
@@ -82,19 +83,38 @@ class FSDPEngine(Engine):
         elif model.enable_gradient_checkpointing:
             self.hf_model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.engine_config.use_torch_compile:
-            compile_layers(self.hf_model)
-        self.sharding = self._shard(PackedCausalLM(self.hf_model), needs_sharding)
+            compile_layers(self.hf_model, self.engine_config.activation_memory_budget)
+        masters = {n: p.detach() for n, p in self.hf_model.named_parameters()} if how == "whole-bf16" else {}
+        self.sharding = self._shard(PackedCausalLM(self.hf_model), how)
         self.module = self.sharding.module
-        if fills_later:
-            if model.random_init:
-                fill_randomly(self.module, self.device)
-            else:
-                fill(self.module, WRAPPER_PREFIX, Path(model.path or ""), self._loaded_model)
-            for owner in self.module.modules():
-                owner._buffers = {k: b if b is None else b.to(self.device) for k, b in owner._buffers.items()}
+        if model.random_init:
+            fill_randomly(self.module, self.device)
+        elif fills_later:
+            fill(self.module, WRAPPER_PREFIX, Path(model.path or ""), self._loaded_model)
+        move_buffers(self.module, self.device)
         if self.optim_config is not None:
-            self.optimizer = build_optimizer(self.module.parameters(), self.optim_config)
+            self.optimizer = self._build_optimizer(self.optim_config, how, {} if model.random_init else masters)
             self.learning_rate = LearningRate(self.optimizer, self.optim_config, self.total_steps)
+
+    def _placement(self) -> str:
+        """How the parameters lie: `whole` or `whole-bf16` on a single rank, else by `fsdp2` or `fsdp`."""
+        config = self.engine_config.fsdp_config
+        if self.world_size > 1 or config.offload_policy or self.engine_config.strategy != "fsdp2":
+            return self.engine_config.strategy
+        if precision_policy(config) is None:
+            return "whole"
+        param, kept = torch_dtype(config.mixed_precision.param_dtype), torch_dtype(config.model_dtype)
+        return "whole-bf16" if (param, kept) == (torch.bfloat16, torch.float32) else "fsdp2"
+
+    def _build_optimizer(self, config: OptimConfig, how: str, masters: dict[str, Tensor]) -> torch.optim.Optimizer:
+        if how != "whole-bf16":
+            return build_optimizer(self.module.parameters(), config)
+        reduce_dtype = torch_dtype(self.engine_config.fsdp_config.mixed_precision.reduce_dtype)
+        optimizer = build_master_optimizer(self.module.parameters(), config, reduce_dtype == torch.float32)
+        for name, param in self.hf_model.named_parameters():
+            if param.requires_grad and name in masters:
+                optimizer.set_master(param, masters[name])
+        return optimizer
 
     def _loaded_model(self) -> PreTrainedModel:
         model = self.model_config
@@ -116,11 +136,13 @@ class FSDPEngine(Engine):
             trust_remote_code=model.trust_remote_code,
         )
 
-    def _shard(self, module: PackedCausalLM, needs_sharding: bool) -> Sharding:
+    def _shard(self, module: PackedCausalLM, how: str) -> Sharding:
         config = self.engine_config.fsdp_config
-        if not needs_sharding:
-            return Whole(module if self.model_config.random_init else module.to(self.device))
-        if self.engine_config.strategy == "fsdp":
+        if how.startswith("whole"):
+            # A model without memory is filled in place later, on the device and in its own type.
+            move_params(module, self.device, torch.bfloat16 if how == "whole-bf16" else None)
+            return Whole(module)
+        if how == "fsdp":
             from meshrl.engines.fsdp.fsdp1 import FSDP1
 
             return FSDP1(module.to(self.device), self.hf_model, self.layout, self.device, config)
@@ -157,30 +179,39 @@ class FSDPEngine(Engine):
     def forward(self, data: DataProto) -> dict[str, Tensor]:
         parts, places = [], []
         with self.eval_mode(), torch.no_grad():
-            for index in self._micro_batches(data):
-                output = self._run_model(data.select_idxs(rows_of(index)), data.meta_info)
-                if index is not None:
+            for part in self._prepare(data):
+                output = self._run_model(part, data.meta_info)
+                if part.rows is not None:
                     parts.append(output)
-                    places.append(index)
+                    places.append(part.rows)
         order = torch.from_numpy(np.concatenate(places)).argsort()
         return {name: torch.cat([part[name] for part in parts]).cpu()[order] for name in parts[0]}
 
     def forward_backward_batch(self, data: DataProto, loss_function: LossFunction) -> dict[str, float]:
-        parts: list[dict[str, Tensor]] = []
-        # The loss wants its inputs on the device; rows are packed on the host, where nothing has to wait for it.
-        on_device = DataProto(data.batch.to(self.device), {}, {})
+        metrics_of: list[dict[str, Tensor]] = []
         with self.train_mode():
-            for index in self._micro_batches(data):
-                rows = rows_of(index)
+            for part in self._prepare(data):
                 with self._activations():
-                    output = self._run_model(data.select_idxs(rows), data.meta_info)
-                    loss, metrics = loss_function(output, on_device.select_idxs(rows))
-                if index is None:
+                    output = self._run_model(part, data.meta_info)
+                    loss, metrics = loss_function(output, part.data)
+                if part.rows is None:
                     # A stand-in that keeps the collectives of all ranks in step: it must count for nothing.
                     loss, metrics = loss * 0.0, {name: value * 0.0 for name, value in metrics.items()}
                 loss.backward()
-                parts.append(metrics)
-        return self._reduce(parts)
+                metrics_of.append(metrics)
+        return self._reduce(metrics_of)
+
+    def _prepare(self, data: DataProto) -> list[MicroBatch]:
+        """Packs and sends every micro-batch before the first runs, so that the device never waits for the host."""
+        prepared = []
+        on_device = DataProto(data.batch.to(self.device), {}, {})
+        for rows in self._micro_batches(data):
+            picked = np.zeros(1, dtype=np.int64) if rows is None else rows
+            batch = data.select_idxs(picked).batch
+            row = pack(batch["input_ids"], batch["attention_mask"], batch["response_mask"]).to(self.device)
+            shard = self.sequence.shard(PackedSequences.of(row.lengths, self.device).ready())
+            prepared.append(MicroBatch(rows, row, shard, on_device.select_idxs(picked)))
+        return prepared
 
     def _activations(self) -> AbstractContextManager[Any]:
         """Where activations wait for the backward pass."""
@@ -217,14 +248,12 @@ class FSDPEngine(Engine):
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.data_group)
         return int(value)
 
-    def _run_model(self, micro_batch: DataProto, meta: dict[str, Any]) -> dict[str, Tensor]:
-        batch = micro_batch.batch
-        row = pack(batch["input_ids"], batch["attention_mask"], batch["response_mask"]).to(self.device)
-        shard = self.sequence.shard(PackedSequences.of(row.lengths, self.device))
-        log_probs, entropy = self.module(row, shard, meta["temperature"], meta.get("calculate_entropy", False))
-        output = {"log_probs": row.unpack(log_probs)}
+    def _run_model(self, part: MicroBatch, meta: dict[str, Any]) -> dict[str, Tensor]:
+        with_entropy = meta.get("calculate_entropy", False)
+        log_probs, entropy = self.module(part.row, part.shard, meta["temperature"], with_entropy)
+        output = {"log_probs": part.row.unpack(log_probs)}
         if entropy is not None:
-            output["entropys"] = row.unpack(entropy)
+            output["entropys"] = part.row.unpack(entropy)
         return output
 
     def adapters_off(self) -> AbstractContextManager[None]:
@@ -237,7 +266,8 @@ class FSDPEngine(Engine):
         self.optimizer.zero_grad(set_to_none=True)
 
     def optimizer_step(self) -> float:
-        norm = self.sharding.clip_grad_norm(self.engine_config.grad_clip)
+        clips = self.optimizer if isinstance(self.optimizer, MasterAdamW) else self.sharding
+        norm = clips.clip_grad_norm(self.engine_config.grad_clip)
         if np.isfinite(norm):
             self.optimizer.step()
         return norm
@@ -247,25 +277,56 @@ class FSDPEngine(Engine):
 
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
         device = torch.device(device)
+        held = getattr(self, "optimizer", None)
+        if isinstance(held, MasterAdamW):
+            held.move(device, params=model, states=optimizer)
+            model = model and any(not p.requires_grad for p in self.module.parameters())
+        elif optimizer and held is not None:
+            move_optimizer(held, device)
         if model:
             self.sharding.move(device)
-        if optimizer and self.optim_config is not None:
-            move_optimizer(self.optimizer, device)
         if device.type == "cpu" and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def per_tensor_params(self) -> Iterator[tuple[str, Tensor]]:
-        params = ((name.removeprefix(WRAPPER_PREFIX), value) for name, value in self.sharding.full_params())
+        params = ((name.removeprefix(WRAPPER_PREFIX), value) for name, value in self._full_params())
         return merged_params(params, self.adapter_scaling) if self.has_adapters else params
 
+    def _full_params(self) -> Iterator[tuple[str, Tensor]]:
+        optimizer = getattr(self, "optimizer", None)
+        if not isinstance(optimizer, MasterAdamW):
+            yield from self.sharding.full_params()
+            return
+        for name, param in self.module.named_parameters():
+            yield name, optimizer.master(param) if param.requires_grad else param.detach()
 
-def rows_of(index: np.ndarray | None) -> np.ndarray:
-    """The rows of a micro-batch; a stand-in runs on the first."""
-    return np.zeros(1, dtype=np.int64) if index is None else index
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch, ready on the device: its rows in the batch (None: a stand-in), packed, and for the loss."""
+
+    rows: np.ndarray | None
+    row: PackedRow
+    shard: SequenceShard
+    data: DataProto
 
 
-def compile_layers(hf_model: PreTrainedModel) -> None:
+def move_params(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Brings parameters to a device and type; those without memory only change their type."""
+    for param in module.parameters():
+        param.data = param.data.to("meta" if param.is_meta else device, dtype or param.dtype)
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Brings buffers to a device in the type they have: rounding a rotary frequency would shift every position."""
+    for owner in module.modules():
+        owner._buffers = {name: b if b is None else b.to(device) for name, b in owner._buffers.items()}
+
+
+def compile_layers(hf_model: PreTrainedModel, memory_budget: float) -> None:
     """Compiles each decoder layer; the second number of tokens seen makes the code general. Layers share it."""
+    # Read when a layer is compiled, which is at its first call.
+    torch._functorch.config.activation_memory_budget = memory_budget
     classes = set(hf_model._no_split_modules or ())
     for module in hf_model.modules():
         if type(module).__name__ in classes:
