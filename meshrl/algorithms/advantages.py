@@ -103,27 +103,35 @@ def compute_gae_advantage_return(
     """Generalised advantage estimation (arXiv:1506.02438), whitened over the batch's tokens; returns are not."""
     check_matrix(token_level_rewards=token_level_rewards, values=values, response_mask=response_mask)
     check_not_empty(response_mask)
-    advantages = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-    returns, moments, mask = torch.empty_like(advantages), Moments(), response_mask.bool()
-    for rows, (weight, own, targets) in row_blocks(values, buffers=3):
-        tokens = TokenCompaction(mask[rows], weight)
-        own_values = tokens.compact(values[rows].float(), out=own)
-        rewards = tokens.compact_rewards(token_level_rewards[rows].float())
-        # The return of GAE is R_t = r_t + gamma ((1 - lam) V_{t+1} + lam R_{t+1}), and the advantage is R_t - V_t.
-        torch.add(rewards[:, :-1], own_values[:, 1:], alpha=gamma * (1.0 - lam), out=targets[:, :-1])
-        targets[:, -1] = rewards[:, -1]
-        found = discounted_suffix_sum(targets, gamma * lam, out=returns[rows])
-        lead = torch.sub(found, own_values, out=advantages[rows])
-        if tokens.has_gaps:
-            found.copy_(tokens.spread(found))
-            lead.copy_(tokens.spread(lead))
-        moments.add(lead, weight, scratch=targets)
+    tokens = TokenCompaction(response_mask)
+    rewards = tokens.compact_rewards(token_level_rewards.float())
+    own_values = tokens.compact(values.float()) if tokens.has_gaps else values.float()
+    returns, advantages, moments = _dense_gae(rewards, own_values, tokens.at_left, gamma, lam)
     # A NaN or inf in either input reaches the moments, so the matrices are searched only to say where.
     if not math.isfinite(moments.squares):
         check_finite("token_level_rewards", token_level_rewards)
         check_finite("values", values, response_mask)
+        # Then it stands under a zero of the mask, where it does not matter.
+        own_values = own_values.masked_fill(~tokens.at_left, 0.0)
+        returns, advantages, moments = _dense_gae(rewards, own_values, tokens.at_left, gamma, lam)
         check_finite("returns", returns)
-    return whiten_(advantages, mask, moments), returns
+    return tokens.spread(whiten_(advantages, tokens.at_left, moments)), tokens.spread(returns)
+
+
+def _dense_gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor, Moments]:
+    """Returns, advantages and the advantages' moments for a mask without gaps; rewards are zero outside it."""
+    returns = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+    advantages, moments = torch.empty_like(returns), Moments()
+    for rows, (weight, own, targets) in row_blocks(values, buffers=3):
+        torch.mul(values[rows], weight.copy_(mask_bytes(mask[rows])), out=own)
+        # The return of GAE is R_t = r_t + gamma ((1 - lam) V_{t+1} + lam R_{t+1}), and the advantage is R_t - V_t.
+        torch.add(rewards[rows, :-1], own[:, 1:], alpha=gamma * (1.0 - lam), out=targets[:, :-1])
+        targets[:, -1] = rewards[rows, -1]
+        discounted_suffix_sum(targets, gamma * lam, out=returns[rows])
+        moments.add(torch.sub(returns[rows], own, out=advantages[rows]), weight, scratch=targets)
+    return returns, advantages, moments
 
 
 @register_adv_est("reinforce_plus_plus")

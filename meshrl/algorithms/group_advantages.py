@@ -11,7 +11,7 @@ import torch
 from meshrl.algorithms.advantages import Advantages, GroupIndex, outcome_scores, register_adv_est, to_tokens
 from meshrl.algorithms.checks import check_finite, check_length
 from meshrl.algorithms.groups import Groups
-from meshrl.algorithms.masked import masked_whiten
+from meshrl.algorithms.masked import mask_bytes, masked_whiten
 
 
 def _normalised(scores: torch.Tensor, groups: Groups, epsilon: float, by_std: bool) -> torch.Tensor:
@@ -180,10 +180,11 @@ def compute_opo_outcome_advantage(
     """OPO (arXiv:2505.23585): score minus the group's mean weighted by response length. `epsilon` is not used."""
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
-    lengths = response_mask.sum(-1).float()
+    advantages = mask_bytes(response_mask).float()
+    lengths = advantages.sum(-1)
     offset = scores - groups.first(scores)
-    baseline = (groups.sum(lengths * offset) / groups.sum(lengths).clamp(min=1))[groups.of_sample]
-    advantages = to_tokens(offset - baseline, response_mask)
+    baseline = (groups.sum(lengths * offset) / groups.sum(lengths).clamp(min=1)).index_select(0, groups.of_sample)
+    advantages.mul_((offset - baseline)[:, None])
     return advantages, advantages
 
 

@@ -38,7 +38,7 @@ class Groups:
 
     @property
     def size_of_sample(self) -> torch.Tensor:
-        return self.sizes[self.of_sample]
+        return self.sizes.index_select(0, self.of_sample)
 
     @property
     def is_single(self) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Groups:
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """The mean over its group, for each sample of a [batch] vector."""
-        return (self.sum(values) / self.sizes)[self.of_sample]
+        return (self.sum(values) / self.sizes).index_select(0, self.of_sample)
 
     def centered(self, values: torch.Tensor) -> torch.Tensor:
         """Each sample's value minus its group's mean; exactly 0 where all of a group are equal."""
@@ -61,12 +61,12 @@ class Groups:
 
     def first(self, values: torch.Tensor) -> torch.Tensor:
         """The value of the first sample of its group, for each sample."""
-        return values[self.first_sample][self.of_sample]
+        return values.index_select(0, self.first_sample).index_select(0, self.of_sample)
 
     def std(self, centered: torch.Tensor) -> torch.Tensor:
         """The sample standard deviation (n - 1) of its group, for each of the centered samples; 0 in a group of one."""
         squares = self.sum(centered.square())
-        return (squares / (self.sizes - 1).clamp(min=1)).sqrt()[self.of_sample]
+        return (squares / (self.sizes - 1).clamp(min=1)).sqrt().index_select(0, self.of_sample)
 
 
 def group_metrics(

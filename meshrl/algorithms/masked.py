@@ -36,6 +36,11 @@ def mask_bytes(mask: torch.Tensor) -> torch.Tensor:
     return mask.bool().view(torch.int8)
 
 
+def any_above(flags: torch.Tensor, others: torch.Tensor) -> bool:
+    """Is any of the `mask_bytes` 1 where the other is 0? On a CPU several times as fast as a comparison and any()."""
+    return int((flags - others).amax()) > 0
+
+
 def zero_outside(values: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """The values where `weight`, a mask as float, is 1, and 0 elsewhere.
 
@@ -54,8 +59,11 @@ def row_blocks(matrix: torch.Tensor, buffers: int = 0) -> Iterator[tuple[slice, 
     rows, columns = matrix.shape
     step = max(BLOCK_ELEMENTS // max(columns, 1), 1) if matrix.device.type == "cpu" else max(rows, 1)
     memory = torch.empty((buffers, min(step, rows), columns), dtype=torch.float32, device=matrix.device)
+    block = list(memory)
     for start in range(0, rows, step):
-        yield slice(start, start + step), [buffer[: rows - start] for buffer in memory]
+        if start + step > rows > step:
+            block = [buffer[: rows - start] for buffer in memory]
+        yield slice(start, start + step), block
 
 
 @dataclass

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import torch
 
-from meshrl.algorithms.masked import mask_bytes, zero_outside
+from meshrl.algorithms.masked import any_above, mask_bytes, zero_outside
 
 CHUNK = 32  # a product with a matrix of this size costs a CPU little more than reading and writing the values
 CARRY_CHUNK = 256  # the recurrence over chunks has 1/32 of the values: a larger matrix, to spare it a level
@@ -21,30 +21,34 @@ def discounted_suffix_sum(
     """
     rows, length = values.shape
     if length <= chunk:
-        return torch.mm(values, _power_matrix(length, discount, values.dtype, values.device), out=out)
+        return torch.mm(values, _powers(length, discount, values.dtype, values.device)[0], out=out)
     chunks = -(-length // chunk)
     if length % chunk:
         padded = torch.nn.functional.pad(values, (0, chunks * chunk - length))
         found = discounted_suffix_sum(padded, discount, chunk=chunk)[:, :length]
         return found if out is None else out.copy_(found)
-    matrix = _power_matrix(chunk, discount, values.dtype, values.device)
+    matrix, carried = _powers(chunk, discount, values.dtype, values.device)
     target = None if out is None else out.view(rows * chunks, chunk)
     inside = torch.mm(values.reshape(rows * chunks, chunk), matrix, out=target).view(rows, chunks, chunk)
     from_here = discounted_suffix_sum(inside[:, :, 0], discount**chunk, chunk=CARRY_CHUNK)
-    # discount ** (chunk - t) at place t of a chunk: the first column, once more discounted, the other way round.
-    powers = matrix[:, 0].flip(0) * discount
-    inside[:, :-1].addcmul_(from_here[:, 1:, None], powers)
+    inside[:, :-1].addcmul_(from_here[:, 1:, None], carried)
     return inside.view(rows, length)
 
 
 @lru_cache(maxsize=32)
-def _power_matrix(size: int, discount: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """M[s, t] = discount ** (s - t) for s >= t, else 0; and 0 for powers so small that a CPU would crawl on them."""
-    steps = torch.arange(size, device=device)
-    distance = steps[:, None] - steps[None, :]
+def _powers(
+    size: int, discount: float, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The matrix M[s, t] = discount ** (s - t) for s >= t, else 0, and the vector v[t] = discount ** (size - t).
+
+    Powers so small that a CPU would crawl on them are 0.
+    """
+    steps = torch.arange(size + 1, device=device)
+    distance = steps[:, None] - steps[None, :-1]
     powers = torch.pow(torch.tensor(discount, dtype=torch.float64, device=device), distance.clamp(min=0))
     limits = torch.finfo(dtype)
-    return powers.masked_fill((distance < 0) | (powers.abs() < limits.tiny / limits.eps), 0.0).to(dtype)
+    powers = powers.masked_fill((distance < 0) | (powers.abs() < limits.tiny / limits.eps), 0.0).to(dtype)
+    return powers[:-1].contiguous(), powers[-1].contiguous()
 
 
 class TokenCompaction:
@@ -53,39 +57,34 @@ class TokenCompaction:
     Tool output inside a response (mask 0) is then no step of the policy: neither discounted nor bootstrapped from.
     """
 
-    def __init__(self, mask: torch.Tensor, weight: torch.Tensor | None = None) -> None:
-        """`weight` is float32 memory of the mask's shape to hold it as numbers."""
-        self._flags = mask_bytes(mask)
-        self.weight = self._flags.float() if weight is None else weight.copy_(self._flags)
-        # Without gaps the set tokens are at the left already.
-        self.has_gaps = mask.shape[1] > 1 and _any_above(self._flags[:, 1:], self._flags[:, :-1])
+    def __init__(self, mask: torch.Tensor) -> None:
+        self.mask = mask.bool()
+        self._flags = mask_bytes(self.mask)
+        # Without gaps the set tokens are at the left already, and nothing has to move.
+        self.has_gaps = mask.shape[1] > 1 and any_above(self._flags[:, 1:], self._flags[:, :-1])
+        self.at_left = self.mask
         if self.has_gaps:
-            self._mask = mask.bool()
-            self._at_left = torch.arange(mask.shape[1], device=mask.device) < self.weight.sum(-1, keepdim=True)
+            lengths = self._flags.sum(-1, dtype=torch.int32, keepdim=True)
+            self.at_left = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device) < lengths
 
-    def compact(self, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Set tokens first, zeros after. `out` is memory that may be used for it."""
-        return _move(values, self._mask, self._at_left) if self.has_gaps else zero_outside(values, self.weight, out=out)
+    def compact(self, values: torch.Tensor) -> torch.Tensor:
+        """Set tokens first, zeros after."""
+        return _move(values, self.mask, self.at_left) if self.has_gaps else zero_outside(values, self._flags.float())
 
     def compact_rewards(self, rewards: torch.Tensor) -> torch.Tensor:
         """Like compact, but what stands on an unset token goes to the last set token before it: a reward that the
         environment gives after an action belongs to that action. May return `rewards` itself."""
-        if not _any_above(mask_bytes(rewards), self._flags):
+        if not any_above(mask_bytes(rewards), self._flags):
             return self.compact(rewards) if self.has_gaps else rewards
-        has_token = self.weight.any(-1, keepdim=True)
-        slot = self.weight.long().cumsum(-1) - 1
+        has_token = self.mask.any(-1, keepdim=True)
+        slot = self._flags.cumsum(-1) - 1
         if bool(((slot < 0) & has_token & (rewards != 0)).any()):
             raise ValueError("token_level_rewards has a reward before the first token of a response (response_mask 1)")
         return torch.zeros_like(rewards).scatter_add_(1, slot.clamp(min=0), rewards * has_token)
 
     def spread(self, compacted: torch.Tensor) -> torch.Tensor:
         """The inverse of compact, for values that are zero after the set tokens: zeros on unset tokens."""
-        return _move(compacted, self._at_left, self._mask) if self.has_gaps else compacted
-
-
-def _any_above(flags: torch.Tensor, others: torch.Tensor) -> bool:
-    # On a CPU several times as fast as a comparison and any().
-    return int((flags - others).amax()) > 0
+        return _move(compacted, self.at_left, self.mask) if self.has_gaps else compacted
 
 
 def _move(values: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,8 @@ def _chunk_gradient(
     probs = log_p.exp()
     grad = torch.zeros_like(probs)
     if grad_log_prob is not None:
-        is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+        columns = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
+        is_target = columns == targets[:, None].int()
         grad = (is_target.float() - probs) * grad_log_prob[:, None]
     if grad_entropy is not None:
         # d entropy / d logit = -p (log p + entropy)

@@ -5,7 +5,8 @@ A float32 number is its nearest bfloat16 (the parameter that the model computes 
     bits(master) = (bits(parameter) << 16) + remainder        with  -32768 <= remainder < 32768
 
 So the master weights need no second copy of the parameter. All parameters are views of one flat buffer, and so are
-their states: an update is a handful of fused kernels that join the two halves, apply AdamW in float32 and split the result.
+their states: an update is a handful of fused kernels that join the two halves, apply AdamW in float32 and split the
+result again.
 """
 
 from __future__ import annotations
