@@ -3,8 +3,10 @@
     python benchmarks/algorithms.py [--repeats 5]
 
 GAE: the loop goes over time, backwards, one vector operation a step. GRPO, RLOO and OPO: the loop goes over samples.
-The same inputs at a quarter of the batch show how the time grows with it. Every figure is CPU time of one thread, the
-best of `--repeats` turns of at least 0.2 s; the difference is the largest between our result and the loop's.
+Both sides return advantages and returns from the same inputs, an int64 mask among them. The same at a quarter of the
+batch shows how the time grows with it. Every figure is CPU time of one thread, the best of `--repeats` turns of at least
+0.2 s, after a first run of each and in a process that keeps freed memory, as that of a trainer after some steps does;
+the difference is the largest between our results and the loop's.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from rich.table import Table
 
 from meshrl import algorithms
 
-Run = Callable[[], torch.Tensor]
+Run = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass
@@ -34,8 +36,11 @@ class Case:
     quarter: Run
 
 
-def loop_gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
-    """Backwards over time, skipping tokens that are not the policy's; then whitened over the batch's tokens."""
+@torch.no_grad()
+def loop_gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Backwards over time, passing over tokens that are not the policy's; then whitened over the batch's tokens."""
     mask = mask.float()
     next_value = torch.zeros(len(rewards))
     running = torch.zeros(len(rewards))
@@ -45,30 +50,46 @@ def loop_gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, ga
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         running = keep * (delta + gamma * lam * running) + (1 - keep) * running
         next_value = keep * values[:, t] + (1 - keep) * next_value
-        columns.append(running * keep)
+        columns.append(running)
     advantages = torch.stack(columns[::-1], dim=1)
+    returns = (advantages + values) * mask
     kept = advantages[mask.bool()]
-    return (advantages - kept.mean()) / kept.std() * mask
+    return (advantages - kept.mean()) / kept.std() * mask, returns
 
 
-def loop_groups(name: str, rewards: torch.Tensor, mask: torch.Tensor, index: np.ndarray) -> torch.Tensor:
-    """Scores collected per group in a dict, one sample after the other."""
-    scores, lengths = rewards.sum(-1), mask.sum(-1)
-    members = defaultdict(list)
-    for sample, group in enumerate(index):
-        members[group].append(sample)
-    out = scores.clone()
-    baseline, scale = {}, {}
-    for group, samples in members.items():
-        own = torch.stack([scores[sample] for sample in samples])
-        weight = torch.stack([lengths[sample] for sample in samples]).float() if name == "opo" else torch.ones(len(own))
-        baseline[group] = (own * weight).sum() / weight.sum()
-        scale[group] = 1.0 / (own.std() + 1e-6) if name == "grpo" else torch.tensor(1.0)
-        if name == "rloo":
-            scale[group] = torch.tensor(len(samples) / (len(samples) - 1))
-    for sample, group in enumerate(index):
-        out[sample] = (scores[sample] - baseline[group]) * scale[group]
-    return out[:, None] * mask
+@torch.no_grad()
+def loop_groups(
+    name: str, rewards: torch.Tensor, mask: torch.Tensor, index: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores collected per group in a dict of lists, statistics per group, then one sample after the other."""
+    scores = rewards.sum(-1)
+    lengths = mask.sum(-1).float() if name == "opo" else scores
+    own, weights = defaultdict(list), defaultdict(list)
+    for sample in range(len(scores)):
+        own[index[sample]].append(scores[sample])
+        if name == "opo":
+            weights[index[sample]].append(lengths[sample])
+    first, second = {}, {}
+    for group, members in own.items():
+        stacked = torch.stack(members)
+        if name == "grpo":
+            first[group], second[group] = stacked.mean(), stacked.std()
+        elif name == "rloo":
+            first[group] = stacked.sum()
+        else:
+            weight = torch.stack(weights[group])
+            first[group] = (stacked * weight).sum() / weight.sum()
+    out = torch.empty_like(scores)
+    for sample in range(len(scores)):
+        group, score = index[sample], scores[sample]
+        if name == "grpo":
+            out[sample] = (score - first[group]) / (second[group] + 1e-6)
+        elif name == "rloo":
+            out[sample] = score - (first[group] - score) / (len(own[group]) - 1)
+        else:
+            out[sample] = score - first[group]
+    advantages = out[:, None] * mask
+    return advantages, advantages
 
 
 def batch_of(rows: int, columns: int, gaps: bool = False) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
@@ -90,10 +111,10 @@ def gae_case(verl: ModuleType | None, gaps: bool) -> Case:
     quarter = (rewards[:64].clone(), values[:64].clone(), mask[:64].clone(), 0.99, 0.95)
     return Case(
         "gae 256 x 8192" + (", tool output inside" if gaps else ""),
-        lambda: function(rewards, values, mask, 0.99, 0.95)[0],
+        lambda: function(rewards, values, mask, 0.99, 0.95),
         lambda: loop_gae(rewards, values, mask, 0.99, 0.95),
-        None if verl is None else lambda: verl.compute_gae_advantage_return(rewards, values, mask, 0.99, 0.95)[0],
-        lambda: function(*quarter)[0],
+        None if verl is None else lambda: verl.compute_gae_advantage_return(rewards, values, mask, 0.99, 0.95),
+        lambda: function(*quarter),
     )
 
 
@@ -105,10 +126,10 @@ def group_case(verl: ModuleType | None, name: str) -> Case:
     quarter = rewards[:2048].clone(), mask[:2048].clone(), index[:2048].copy()
     return Case(
         f"{name} 8192 samples",
-        lambda: function(rewards, mask, index)[0],
+        lambda: function(rewards, mask, index),
         lambda: loop_groups(name, rewards, mask, index),
-        None if theirs is None else lambda: theirs(rewards, mask, index)[0],
-        lambda: function(*quarter)[0],
+        None if theirs is None else lambda: theirs(rewards, mask, index),
+        lambda: function(*quarter),
     )
 
 
@@ -132,6 +153,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    # Once a block of this size was freed, glibc no longer hands the memory of a freed result back to the system, to be
+    # mapped anew, page by page, at the next call of either side.
+    torch.ones(31 * 2**18)
     try:
         verl: ModuleType | None = importlib.import_module("verl.trainer.ppo.core_algos")
     except ImportError as error:
@@ -144,7 +168,8 @@ def main() -> None:
         table.add_column(name, justify="right" if name else "left")
     cases = [gae_case(verl, False), gae_case(verl, True)] + [group_case(verl, name) for name in ("grpo", "rloo", "opo")]
     for case in cases:
-        difference = (case.ours() - case.loop()).abs().max().item()
+        pairs = zip(case.ours(), case.loop(), strict=True)  # also the first, untimed run of both
+        difference = max((ours - loop).abs().max().item() for ours, loop in pairs)
         ours, loop, theirs, quarter = best_seconds([case.ours, case.loop, case.verl, case.quarter], options.repeats)
         assert ours is not None
         assert loop is not None

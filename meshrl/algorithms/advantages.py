@@ -129,7 +129,7 @@ def _dense_gae(
         # The return of GAE is R_t = r_t + gamma ((1 - lam) V_{t+1} + lam R_{t+1}), and the advantage is R_t - V_t.
         torch.add(rewards[rows, :-1], own[:, 1:], alpha=gamma * (1.0 - lam), out=targets[:, :-1])
         targets[:, -1] = rewards[rows, -1]
-        discounted_suffix_sum(targets, gamma * lam, out=returns[rows])
+        discounted_suffix_sum(targets, gamma * lam, out=returns[rows], overwrite=True)
         moments.add(torch.sub(returns[rows], own, out=advantages[rows]), weight, scratch=targets)
     return returns, advantages, moments
 

@@ -11,44 +11,46 @@ CARRY_CHUNK = 256  # the recurrence over chunks has 1/32 of the values: a larger
 
 
 def discounted_suffix_sum(
-    values: torch.Tensor, discount: float, out: torch.Tensor | None = None, chunk: int = CHUNK
+    values: torch.Tensor,
+    discount: float,
+    out: torch.Tensor | None = None,
+    overwrite: bool = False,
+    chunk: int = CHUNK,
 ) -> torch.Tensor:
     """y[:, t] = values[:, t] + discount * y[:, t + 1], without a loop over time.
 
     Time is cut into chunks; inside a chunk the sum is a product with a triangular matrix of powers, and the chunks'
     first sums obey the same recurrence with discount ** chunk, so two or three levels cover any length. `out` is
-    contiguous memory for the result.
+    contiguous memory for the result; `overwrite` allows `values` to be changed on the way, which spares a copy.
     """
     rows, length = values.shape
     if length <= chunk:
-        return torch.mm(values, _powers(length, discount, values.dtype, values.device)[0], out=out)
+        return torch.mm(values, _powers(length, discount, values.dtype, values.device), out=out)
     chunks = -(-length // chunk)
     if length % chunk:
         padded = torch.nn.functional.pad(values, (0, chunks * chunk - length))
-        found = discounted_suffix_sum(padded, discount, chunk=chunk)[:, :length]
+        found = discounted_suffix_sum(padded, discount, overwrite=True, chunk=chunk)[:, :length]
         return found if out is None else out.copy_(found)
-    matrix, carried = _powers(chunk, discount, values.dtype, values.device)
+    matrix = _powers(chunk, discount, values.dtype, values.device)
+    parts = (
+        values if overwrite and values.is_contiguous() else values.clone(memory_format=torch.contiguous_format)
+    ).view(rows, chunks, chunk)
+    first = torch.mv(parts.view(-1, chunk), matrix[:, 0]).view(rows, chunks)
+    first = discounted_suffix_sum(first, discount**chunk, overwrite=True, chunk=CARRY_CHUNK)
+    # All that follows a chunk enters it through its last value.
+    parts[:, :-1, -1].add_(first[:, 1:], alpha=discount)
     target = None if out is None else out.view(rows * chunks, chunk)
-    inside = torch.mm(values.reshape(rows * chunks, chunk), matrix, out=target).view(rows, chunks, chunk)
-    from_here = discounted_suffix_sum(inside[:, :, 0], discount**chunk, chunk=CARRY_CHUNK)
-    inside[:, :-1].addcmul_(from_here[:, 1:, None], carried)
-    return inside.view(rows, length)
+    return torch.mm(parts.view(-1, chunk), matrix, out=target).view(rows, length)
 
 
 @lru_cache(maxsize=32)
-def _powers(
-    size: int, discount: float, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The matrix M[s, t] = discount ** (s - t) for s >= t, else 0, and the vector v[t] = discount ** (size - t).
-
-    Powers so small that a CPU would crawl on them are 0.
-    """
-    steps = torch.arange(size + 1, device=device)
-    distance = steps[:, None] - steps[None, :-1]
+def _powers(size: int, discount: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """M[s, t] = discount ** (s - t) for s >= t, else 0; and 0 for powers so small that a CPU would crawl on them."""
+    steps = torch.arange(size, device=device)
+    distance = steps[:, None] - steps[None, :]
     powers = torch.pow(torch.tensor(discount, dtype=torch.float64, device=device), distance.clamp(min=0))
     limits = torch.finfo(dtype)
-    powers = powers.masked_fill((distance < 0) | (powers.abs() < limits.tiny / limits.eps), 0.0).to(dtype)
-    return powers[:-1].contiguous(), powers[-1].contiguous()
+    return powers.masked_fill((distance < 0) | (powers.abs() < limits.tiny / limits.eps), 0.0).to(dtype)
 
 
 class TokenCompaction:

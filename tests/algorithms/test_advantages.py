@@ -77,8 +77,25 @@ def test_gae_of_very_long_rows_crosses_three_levels() -> None:
     assert not torch.allclose(discounted_suffix_sum(values, 0.998), slow, rtol=1e-3)
 
 
-def test_padding_does_not_matter() -> None:
-    rewards, mask, values = example(4, 9, gaps=True)
+@pytest.mark.parametrize("length", [5, 32, 64, 100, 8224])
+def test_a_suffix_sum_goes_where_it_is_told_and_leaves_its_input_alone(length: int) -> None:
+    values = torch.randn(3, length, generator=torch.Generator().manual_seed(1))
+    given, slow = values.clone(), torch.zeros(3, length, dtype=torch.float64)
+    running = torch.zeros(3, dtype=torch.float64)
+    for t in reversed(range(length)):
+        running = values[:, t] + 0.5 * running
+        slow[:, t] = running
+    out = torch.full_like(values, float("nan"))
+    discounted_suffix_sum(given, 0.5, out=out)
+    torch.testing.assert_close(out, slow.float())
+    assert torch.equal(given, values)
+    torch.testing.assert_close(discounted_suffix_sum(given.T.contiguous().T, 0.5), slow.float())
+    torch.testing.assert_close(discounted_suffix_sum(given, 0.5, overwrite=True), slow.float())
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_padding_does_not_matter(gaps: bool) -> None:
+    rewards, mask, values = example(4, 9, gaps)
     expected = compute_gae_advantage_return(rewards, values, mask, 0.9, 0.9)
     poisoned = values.masked_fill(mask == 0, float("nan"))
     for one, other in zip(compute_gae_advantage_return(rewards, poisoned, mask, 0.9, 0.9), expected, strict=True):
@@ -143,6 +160,14 @@ def test_whitening() -> None:
     assert masked_var(values, mask).item() == pytest.approx(kept.var(ddof=1))
     with pytest.raises(ValueError, match="selects no token"):
         masked_whiten(values, torch.zeros_like(mask))
+
+
+def test_whitening_keeps_its_digits_far_from_zero() -> None:
+    values = 1000.0 + torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
+    mask = torch.rand(7, 50, generator=torch.Generator().manual_seed(1)) < 0.7
+    kept = values[mask].double()
+    white = masked_whiten(values, mask)
+    torch.testing.assert_close(white[mask].double(), (kept - kept.mean()) / kept.std(), rtol=1e-4, atol=1e-4)
 
 
 def test_by_name_with_the_arguments_it_takes() -> None:
