@@ -4,9 +4,9 @@
 
 GAE: the loop goes over time, backwards, one vector operation a step. GRPO, RLOO and OPO: the loop goes over samples.
 Both sides return advantages and returns from the same inputs, an int64 mask among them. The same at a quarter of the
-batch shows how the time grows with it. Every figure is CPU time of one thread, the best of `--repeats` turns of at least
-0.2 s, after a first run of each and in a process that keeps freed memory, as that of a trainer after some steps does;
-the difference is the largest between our results and the loop's.
+batch shows how the time grows with it. Every figure is CPU time of one thread, the best of `--repeats` turns of at
+least 0.2 s, after a first run of each and in a process that keeps freed memory, as that of a trainer does after some
+steps; the difference is the largest between our results and the loop's.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Does RL learn the demo task? Five seeds, and a control whose rewards are coin tosses.
 
-    python benchmarks/learning.py [--seeds 0 1 2 3 4] [--steps 200]
+python benchmarks/learning.py [--seeds 0 1 2 3 4] [--steps 200]
 """
 
 from __future__ import annotations

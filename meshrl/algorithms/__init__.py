@@ -11,6 +11,7 @@ from meshrl.algorithms.advantages import (
 )
 from meshrl.algorithms.aggregation import LOSS_AGG_MODES, agg_loss
 from meshrl.algorithms.covariance_losses import (
+    COVARIANCE_LOSSES,
     add_covariance_stats,
     compute_policy_loss_clip_cov,
     compute_policy_loss_kl_cov,
@@ -78,6 +79,7 @@ from meshrl.algorithms.value_loss import compute_value_loss
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
+    "COVARIANCE_LOSSES",
     "KL_PENALTIES",
     "LOSS_AGG_MODES",
     "POLICY_LOSSES",

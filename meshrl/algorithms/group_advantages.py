@@ -180,11 +180,11 @@ def compute_opo_outcome_advantage(
     """OPO (arXiv:2505.23585): score minus the group's mean weighted by response length. `epsilon` is not used."""
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
-    advantages = mask_bytes(response_mask).float()
-    lengths = advantages.sum(-1)
+    weight = mask_bytes(response_mask).float()
+    lengths = weight.sum(-1)
     offset = scores - groups.first(scores)
     baseline = (groups.sum(lengths * offset) / groups.sum(lengths).clamp(min=1)).index_select(0, groups.of_sample)
-    advantages.mul_((offset - baseline)[:, None])
+    advantages = weight.mul_((offset - baseline)[:, None])
     return advantages, advantages
 
 

@@ -12,10 +12,7 @@ POLICY_LOSSES = (
     "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro",
     "decoupled", "icepop", "bypass_mode",
 )  # fmt: skip
-PENDING_LOSSES = {
-    **dict.fromkeys(POLICY_LOSSES[-3:], "it needs rollout correction (importance weights of the rollout)"),
-    **dict.fromkeys(("clip_cov", "kl_cov"), "it needs a pass over the whole mini-batch before the update"),
-}
+PENDING_LOSSES = dict.fromkeys(POLICY_LOSSES[-3:], "it needs rollout correction (importance weights of the rollout)")
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_CHOICES = KL_ESTIMATORS + tuple(f"{name}+" for name in KL_ESTIMATORS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Iterable
@@ -54,7 +55,10 @@ def save_hf_folder(
         held, total = held + size, total + size
     flush()
     _name_shards(aside, parts, total)
-    hf_model.config.save_pretrained(aside)
+    config = copy.deepcopy(hf_model.config)
+    # Other tools choose the model's class by this name.
+    config.architectures = [type(hf_model).__name__]
+    config.save_pretrained(aside)
     if hf_model.can_generate() and hf_model.generation_config is not None:
         hf_model.generation_config.save_pretrained(aside)
     _put_in_place(aside, folder)

@@ -15,7 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshrl.algorithms import agg_loss, apply_kl_penalty, compute_advantage, get_kl_controller
+from meshrl.algorithms import (
+    COVARIANCE_LOSSES,
+    BatchStats,
+    CovarianceStats,
+    add_covariance_stats,
+    agg_loss,
+    apply_kl_penalty,
+    compute_advantage,
+    get_kl_controller,
+)
 from meshrl.balance import order_for_data_parallel, seqlen_metrics
 from meshrl.config.root import PPOConfig
 from meshrl.config.units import BatchUnits
@@ -133,8 +142,14 @@ class PPOTrainer:
     @property
     def needs_old_log_probs(self) -> bool:
         """On-policy, with one optimizer step a batch, the update itself knows the old log-probs: no pass is needed."""
-        on_policy = self.units.optimizer_steps_per_step == 1 and not self.config.algorithm.use_kl_in_reward
-        return not self.bypasses_old_log_probs and not on_policy
+        on_policy = self.units.optimizer_steps_per_step == 1
+        wanted = self.config.algorithm.use_kl_in_reward or self.loss_mode in COVARIANCE_LOSSES
+        return not self.bypasses_old_log_probs and (wanted or not on_policy)
+
+    @property
+    def loss_mode(self) -> str:
+        """The policy loss by name."""
+        return self.config.actor_rollout_ref.actor.policy_loss.loss_mode
 
     def add_old_log_probs(self, batch: DataProto) -> dict[str, float]:
         """Adds the trainer's own `old_log_probs`; measures entropy and how far the rollout's log-probs are off."""
@@ -195,6 +210,8 @@ class PPOTrainer:
         )
         if self.config.actor_rollout_ref.actor.shuffle:
             data.reorder(np.random.default_rng((self.config.trainer.seed, self.step)).permutation(len(data)))
+        if self.loss_mode in COVARIANCE_LOSSES:
+            data.meta_info["covariance"] = self.covariance_of_mini_batches(data)
         lengths = data.batch["attention_mask"].sum(1).numpy()
         # Samples without advantage may be skipped: what counts for balance is the rest.
         work = np.where(data.batch["advantages"].abs().sum(1).numpy() > 0, lengths, 0)
@@ -202,6 +219,16 @@ class PPOTrainer:
         data.reorder(order)
         metrics = self.actor.update_actor(data)[0]
         return metrics | seqlen_metrics(lengths, order, self.units.dp_size)
+
+    def covariance_of_mini_batches(self, data: DataProto) -> list[CovarianceStats | None]:
+        """What clip_cov and kl_cov must know of each whole mini-batch, which no rank sees alone."""
+        found = []
+        for part in data.chunk(self.units.mini_batches_per_epoch):
+            old, advantages, mask = (part.batch[name] for name in ("old_log_probs", "advantages", "response_mask"))
+            actor = self.config.actor_rollout_ref.actor
+            stats = add_covariance_stats(BatchStats.of(mask), self.loss_mode, old, advantages, mask, actor)
+            found.append(stats.covariance)
+        return found
 
     def call_balanced(self, method: Any, batch: DataProto) -> DataProto:
         """Calls a per-sample method with the samples spread so that all ranks get about the same number of tokens."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from meshrl.algorithms import is_zero_where_advantage_is_zero
+from meshrl.algorithms import CovarianceStats, is_zero_where_advantage_is_zero
 from meshrl.config.actor import RefConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.root import ActorRolloutRefConfig
@@ -198,19 +198,23 @@ class ActorRolloutRefWorker(Worker):
             for epoch in range(self.config.actor.ppo_epochs):
                 for number, mini_batch in enumerate(mini_batches):
                     compare_with = data.meta_info.get("compare_with") if epoch == number == 0 else None
-                    for name, value in self._update_on(mini_batch, compare_with).items():
+                    covariance = data.meta_info.get("covariance", [None] * len(mini_batches))[number]
+                    for name, value in self._update_on(mini_batch, compare_with, covariance).items():
                         collected.setdefault(name, []).append(value)
             self.actor.optimizer_zero_grad()
         skipped = {"actor/skipped_steps": sum(collected["actor/skipped_steps"])}
         return reduce_metrics(collected) | skipped | memory.metrics("update_actor")
 
-    def _update_on(self, data: DataProto, compare_with: str | None) -> dict[str, float]:
+    def _update_on(
+        self, data: DataProto, compare_with: str | None, covariance: CovarianceStats | None
+    ) -> dict[str, float]:
         """One optimizer step on this rank's part of a mini-batch."""
         config, engine = self.config.actor, self.actor
         computed = self._rows_to_compute(data)
         stats, computed_tokens = count_mini_batch(
             data.batch["response_mask"], computed, config, engine.gradient_ranks, engine.sum_over_data_parallel
         )
+        stats = replace(stats, covariance=covariance)
         rows = data.select_idxs(computed) if len(computed) else self._blank(data)
         rows.meta_info = {
             "temperature": self.temperature,

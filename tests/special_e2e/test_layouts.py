@@ -68,3 +68,45 @@ def test_ray_equals_local_to_the_bit(task, tmp_path):
         tmp_path / "ray", *UNEVEN, "trainer.n_gpus_per_node=2", "trainer.backend=ray", "ray_init.num_cpus=2"
     )
     compare(local, remote, 0.0)
+
+
+# kl_cov picks the tokens of the highest covariance; where many are equal, the last bit of a log-prob decides.
+LOSSES = ("gspo", "sapo", "gpg", "clip_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro")
+SHORT = (*UNEVEN, "trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false")
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_policy_loss_gives_the_same_step_on_two_ranks(task, tmp_path, loss):
+    chosen = (
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}",
+        "actor_rollout_ref.actor.policy_loss.kl_cov_ratio=0.1",
+    )
+    one = task.train(tmp_path / "one", *SHORT, *chosen)
+    two = task.train(tmp_path / "two", *SHORT, *chosen, "trainer.n_gpus_per_node=2")
+    compare(one, two, 1e-5)
+    assert one.metrics[-1]["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    "estimator", ["grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg"]
+)
+def test_every_estimator_without_a_critic_trains(task, tmp_path, estimator):
+    run = task.train(tmp_path / "run", *SHORT, f"algorithm.adv_estimator={estimator}")
+    assert run.metrics[-1]["actor/grad_norm"] > 0
+    assert run.metrics[-1]["actor/skipped_steps"] == 0
+
+
+def test_kl_cov_trains_on_the_tokens_it_picks(task, tmp_path):
+    loss = "actor_rollout_ref.actor.policy_loss"
+    run = task.train(tmp_path / "run", *SHORT, f"{loss}.loss_mode=kl_cov", f"{loss}.kl_cov_ratio=0.1")
+    assert 0.05 < run.metrics[-1]["actor/cov_frac"] < 0.2
+    assert run.metrics[-1]["actor/grad_norm"] > 0
+
+
+def test_kl_in_the_reward_needs_and_uses_the_reference(task, tmp_path):
+    run = task.train(
+        tmp_path / "run", *SHORT, "algorithm.use_kl_in_reward=true", "algorithm.rollout_correction.bypass_mode=false"
+    )
+    # before the first update policy and reference are the same model
+    assert run.metrics[-1]["actor/reward_kl_penalty"] == 0
+    assert run.metrics[-1]["actor/reward_kl_penalty_coeff"] == 0.001

@@ -5,7 +5,7 @@ The order of `initialize`: model → adapters → checkpointing → compile → 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +72,7 @@ class FSDPEngine(Engine):
         how = self._placement()
         # FSDP2 shards a model without memory and fills it afterwards; adapters are small and made with their values.
         fills_later = (how == "fsdp2" and not self.has_adapters) or model.random_init
-        self.hf_model = self._empty_model() if fills_later else self._loaded_model()
+        self.hf_model = self._model(empty_causal_lm if fills_later else load_causal_lm)
         if self.has_adapters:
             add_adapters(self.hf_model, model)
             self.adapter_scaling = adapter_scaling(self.hf_model)
@@ -90,7 +90,7 @@ class FSDPEngine(Engine):
         if model.random_init:
             fill_randomly(self.module, self.device)
         elif fills_later:
-            fill(self.module, WRAPPER_PREFIX, Path(model.path or ""), self._loaded_model)
+            fill(self.module, WRAPPER_PREFIX, Path(model.path or ""), lambda: self._model(load_causal_lm))
         move_buffers(self.module, self.device)
         if self.optim_config is not None:
             self.optimizer = self._build_optimizer(self.optim_config, how, {} if model.random_init else masters)
@@ -116,19 +116,10 @@ class FSDPEngine(Engine):
                 optimizer.set_master(param, masters[name])
         return optimizer
 
-    def _loaded_model(self) -> PreTrainedModel:
+    def _model(self, make: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+        """The configured model, by one of the functions of `meshrl.models.loading`."""
         model = self.model_config
-        return load_causal_lm(
-            model.path or "",
-            ATTENTION_NAME,
-            dtype=torch_dtype(self.engine_config.fsdp_config.model_dtype),
-            override=dict(model.override_config),
-            trust_remote_code=model.trust_remote_code,
-        )
-
-    def _empty_model(self) -> PreTrainedModel:
-        model = self.model_config
-        return empty_causal_lm(
+        return make(
             model.path or "",
             ATTENTION_NAME,
             dtype=torch_dtype(self.engine_config.fsdp_config.model_dtype),
