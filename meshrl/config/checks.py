@@ -1,6 +1,7 @@
 """Everything that is checked before a worker starts. Pure Python: no torch, no transformers, no Ray."""
 
 import copy
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
+# What the other kind of FSDP reads.
+IDLE_FSDP_KEYS = {"fsdp2": "use_orig_params", "fsdp": "reshard_after_forward"}
 
 
 def ensure_runnable(config: PPOConfig | SFTConfig, check_files: bool = True) -> None:
@@ -199,7 +202,7 @@ def _optim_problems(optim: OptimConfig, prefix: str) -> list[str]:
     problems = []
     if len(optim.betas) != 2 or any(beta >= 1 for beta in optim.betas):
         problems.append(f"{prefix}.betas={optim.betas} must be two numbers below 1")
-    if optim.lr_warmup_steps > 0 and optim.lr_warmup_steps_ratio > 0:
+    if optim.lr_warmup_steps >= 0 and optim.lr_warmup_steps_ratio > 0:
         problems.append(
             f"{prefix}.lr_warmup_steps ({optim.lr_warmup_steps}) and lr_warmup_steps_ratio "
             f"({optim.lr_warmup_steps_ratio}) both say how long to warm up: choose one"
@@ -223,7 +226,21 @@ def _idle_problems(config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: 
     changed = changed_keys(config, f"{prefix}.{idle}.")
     if engine.strategy == "megatron":
         changed += changed_keys(config, f"{prefix}.ulysses_sequence_parallel_size")
+    else:
+        changed += changed_keys(config, f"{prefix}.fsdp_config.{IDLE_FSDP_KEYS[engine.strategy]}")
     problems = [f"{name} has no effect with {prefix}.strategy={engine.strategy}" for name in changed]
+    if isinstance(config, SFTConfig):
+        names = ("param_offload", "optimizer_offload")
+        offload = [name for key in names for name in changed_keys(config, f"{prefix}.fsdp_config.{key}")]
+        problems += [f"{name} has no effect in sft, which has no phases: use offload_policy" for name in offload]
+    if config.ray_init.address is not None:
+        started = [f"ray_init.{name}" for name in ("num_cpus", "num_gpus", "object_store_memory")]
+        given = [name for name in started if get_value(config, name) is not None]
+        problems += [
+            f"{name} is for a Ray started here, not for ray_init.address={config.ray_init.address}" for name in given
+        ]
+    if config.trainer.backend == "ray" and importlib.util.find_spec("ray") is None:
+        problems.append("trainer.backend=ray needs Ray: pip install 'meshrl[ray]'")
     if config.trainer.backend != "ray":
         problems += [f"{name} has no effect with trainer.backend=local" for name in changed_keys(config, "ray_init.")]
     return problems

@@ -84,7 +84,7 @@ class EngineConfig:
     megatron: MegatronConfig = section(MegatronConfig, "Settings of strategy=megatron.")
     ulysses_sequence_parallel_size: int = key(1, "Ranks that share one sequence by exchanging heads (Ulysses).", low=1)
     context_parallel_size: int = key(1, "Ranks that share one sequence by ring attention (fsdp2 and fsdp).", low=1)
-    grad_clip: float = key(1.0, "Largest gradient norm of an optimizer step.", low=0)
+    grad_clip: float = key(1.0, "Largest gradient norm of an optimizer step.", low=1e-9)
     activation_memory_budget: float = key(
         1.0, "With use_torch_compile: share of the activations to keep; the rest is computed again.", low=0, high=1
     )

@@ -24,6 +24,8 @@ def folder_problems(model: ModelConfig, prefix: str) -> list[str]:
     tokenizer, name = (Path(model.tokenizer_path), "tokenizer_path") if model.tokenizer_path else (folder, "path")
     if not any((tokenizer / file).is_file() for file in TOKENIZER_FILES):
         problems.append(f"{prefix}.{name}={tokenizer} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
+    if model.lora_adapter_path and not (Path(model.lora_adapter_path) / "adapter_config.json").is_file():
+        problems.append(f"{prefix}.lora_adapter_path={model.lora_adapter_path} has no adapter_config.json")
     return problems
 
 

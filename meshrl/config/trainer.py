@@ -29,7 +29,7 @@ class RunConfig:
     save_freq: int = key(-1, "Save a checkpoint every so many steps; -1: never.", low=-1, pending="checkpoints")
     resume_mode: str = key(
         "auto",
-        "Go on from the last checkpoint in the run's folder, or not.",
+        "Go on from the last checkpoint in the run's folder, or not (there are no checkpoints yet).",
         choices=("auto", "disable", "resume_path"),
         pending={"resume_path": "checkpoints"},
     )

@@ -121,7 +121,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self.grads = self._views("grad")
         for param, view, grad in zip(self.trained, self._views("param"), self.grads, strict=True):
             param.data = view
-            param.grad = None if self.accumulates else grad
+            param.grad = grad if not self.accumulates and grad.device == view.device else None
 
     def move(self, device: torch.device, *, params: bool, states: bool) -> None:
         """Brings the parameters, or the states, or both to a device."""
@@ -132,7 +132,7 @@ class MasterAdamW(torch.optim.Optimizer):
 
     def master(self, param: nn.Parameter) -> Tensor:
         """The float32 weights of a parameter."""
-        return join(param.detach(), self.state[param]["remainder"])
+        return join(param.detach(), self.state[param]["remainder"].to(param.device))
 
     @torch.no_grad()
     def set_master(self, param: nn.Parameter, master: Tensor) -> None:

@@ -14,6 +14,16 @@ from meshrl.parallel.sequence import SequenceShard
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "final_logits_soft_cap")
 
 
+def check_no_persistent_buffers(hf_model: PreTrainedModel) -> None:
+    """Refuses models that keep state in buffers: loading, sync and saving carry parameters only."""
+    params = {name for name, _ in hf_model.named_parameters(remove_duplicate=False)}
+    buffers = sorted(hf_model.state_dict().keys() - params)
+    if buffers:
+        raise ValueError(
+            f"{type(hf_model).__name__} keeps state in buffers, such as '{buffers[0]}': not supported yet"
+        )
+
+
 class PackedCausalLM(nn.Module):
     """A causal language model over one packed row that answers with log-probs instead of logits.
 
@@ -27,6 +37,7 @@ class PackedCausalLM(nn.Module):
             raise ValueError(
                 f"{type(hf_model).__name__} transforms its logits ({', '.join(changed)}): not supported yet"
             )
+        check_no_persistent_buffers(hf_model)
         self.hf_model = hf_model
 
     def forward(

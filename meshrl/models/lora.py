@@ -23,6 +23,8 @@ def add_adapters(hf_model: PreTrainedModel, config: ModelConfig) -> None:
     except ImportError as error:
         raise ImportError("model.lora_rank > 0 needs peft: pip install 'meshrl[lora]'") from error
     if config.lora_adapter_path is not None:
+        if not Path(config.lora_adapter_path).is_dir():
+            raise FileNotFoundError(f"model.lora_adapter_path: no folder '{config.lora_adapter_path}'")
         lora = PeftConfig.from_pretrained(config.lora_adapter_path)
     else:
         lora = LoraConfig(
@@ -35,8 +37,6 @@ def add_adapters(hf_model: PreTrainedModel, config: ModelConfig) -> None:
     hf_model.requires_grad_(False)
     inject_adapter_in_model(lora, hf_model, adapter_name=ADAPTER)
     if config.lora_adapter_path is not None:
-        if not Path(config.lora_adapter_path).is_dir():
-            raise FileNotFoundError(f"model.lora_adapter_path: no folder '{config.lora_adapter_path}'")
         set_peft_model_state_dict(hf_model, load_peft_weights(config.lora_adapter_path), adapter_name=ADAPTER)
     for name, param in hf_model.named_parameters():
         param.requires_grad_("lora_" in name)

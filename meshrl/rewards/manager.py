@@ -113,6 +113,8 @@ def as_result(answer: Any) -> dict[str, Any]:
     result = dict(answer) if isinstance(answer, Mapping) else {"score": answer}
     if "score" not in result:
         raise ValueError(f"a reward given as a dict needs the key 'score', got {sorted(map(str, result))}")
+    if "acc" in result and not isinstance(result["acc"], bool | int | float | np.number | np.bool_):
+        raise ValueError(f"a reward's 'acc' must be a number, got {result['acc']!r}")
     score = result["score"]
     if isinstance(score, bool | int | float | np.number | np.bool_ | Tensor):
         result["score"] = float(score)

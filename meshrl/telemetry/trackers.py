@@ -145,6 +145,8 @@ class Tracking:
         for name in names:
             if name in _SERVICES:
                 _package(name)
+        # What is true of the whole run, such as dropped prompts; logged with every step.
+        self.constants: dict[str, float] = {}
         self._own: list[Tracker] = [FileTracker(run)]
         if "console" in names:
             self._own.append(console or StepConsole(None))
@@ -162,7 +164,7 @@ class Tracking:
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Sends one step's metrics everywhere, with the number of values that are NaN or infinite."""
-        values = {name: _as_float(name, value) for name, value in metrics.items()}
+        values = {name: _as_float(name, value) for name, value in (self.constants | dict(metrics)).items()}
         bad = [name for name, value in values.items() if not math.isfinite(value)]
         if bad:
             logger.warning("step %d: not a finite number: %s", step, ", ".join(bad))

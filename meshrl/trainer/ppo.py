@@ -39,6 +39,7 @@ from meshrl.telemetry.samples import SampleLog
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracker
 from meshrl.trainer.validation import Validator
+from meshrl.workers.actor_loss import skips_samples_without_advantage
 
 
 class PPOTrainer:
@@ -49,23 +50,18 @@ class PPOTrainer:
         config: PPOConfig,
         actor: WorkerGroup,
         train_data: PromptDataset,
+        order: BatchOrder,
         reward: RewardManager,
         validator: Validator | None,
         tracker: Tracker,
         samples: SampleLog,
         timer: PhaseTimer,
     ):
-        self.config, self.actor, self.train_data = config, actor, train_data
+        self.config, self.actor, self.train_data, self.order = config, actor, train_data, order
         self.reward, self.validator, self.tracker, self.samples = reward, validator, tracker, samples
         self.timer = timer
         self.units = BatchUnits.from_config(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
-        self.order = BatchOrder(
-            len(train_data),
-            config.data.train_batch_size,
-            config.data.shuffle,
-            config.trainer.seed if config.data.seed is None else config.data.seed,
-        )
         self.total_steps = total_steps(config, len(train_data))
         self.step = 0
         self.version = -1
@@ -213,8 +209,9 @@ class PPOTrainer:
         if self.loss_mode in COVARIANCE_LOSSES:
             data.meta_info["covariance"] = self.covariance_of_mini_batches(data)
         lengths = data.batch["attention_mask"].sum(1).numpy()
-        # Samples without advantage may be skipped: what counts for balance is the rest.
-        work = np.where(data.batch["advantages"].abs().sum(1).numpy() > 0, lengths, 0)
+        work = lengths
+        if skips_samples_without_advantage(self.config.actor_rollout_ref.actor):
+            work = np.where(_without_advantage(data.batch["advantages"]).numpy(), 0, lengths)
         order = self.balanced_order(work, self.units.mini_batches_per_epoch)
         data.reorder(order)
         metrics = self.actor.update_actor(data)[0]

@@ -12,14 +12,16 @@ import yaml
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from meshrl.config.data import DataConfig
 from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
+from meshrl.config.sft import SFTConfig, SFTDataConfig
 from meshrl.config.show import to_yaml
 from meshrl.config.trainer import RayInitConfig, RunConfig
 from meshrl.config.units import BatchUnits, SFTBatchUnits
 from meshrl.controller import ClassWithInitArgs, Deadlines, ResourcePool, WorkerGroup, create_worker_group
 from meshrl.data.demonstrations import DemonstrationDataset
 from meshrl.data.prompts import PromptDataset
+from meshrl.data.sampling import BatchOrder
 from meshrl.models.loading import load_tokenizer
 from meshrl.rewards.loading import load_reward_manager
 from meshrl.telemetry.console import SFT_COLUMNS, StepConsole
@@ -46,6 +48,7 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
     train_data = PromptDataset(config.data.train_files, tokenizer, config.data)
     val_data = PromptDataset(config.data.val_files, tokenizer, config.data) if config.data.val_files else None
     steps = total_steps(config, len(train_data))
+    order = batch_order(config.data, trainer, len(train_data))
     settings = WorkerSettings(
         device=trainer.device,
         collective_deadline=trainer.deadlines.collective,
@@ -68,14 +71,16 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
             validation_data_dir=trainer.validation_data_dir,
         )
         with (
+            tracking(config, run, screen) as tracker,
             worker_group(worker, "actor_rollout_ref", trainer, config.ray_init) as actor,
-            Tracking(
-                trainer.logger, run, trainer.project_name, trainer.experiment_name, asdict(config), console=screen
-            ) as tracker,
         ):
+            tracker.constants |= {
+                "data/dropped_prompts": train_data.dropped,
+                "data/truncated_prompts": train_data.truncated,
+            }
             validator = Validator(config, actor, val_data, reward, samples) if val_data else None
             timer = PhaseTimer(on_change=screen.show_phase)
-            PPOTrainer(config, actor, train_data, reward, validator, tracker, samples, timer).fit()
+            PPOTrainer(config, actor, train_data, order, reward, validator, tracker, samples, timer).fit()
             if trainer.save_final_model and not trainer.val_only:
                 screen.message(f"model: {save_model(actor, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
@@ -91,21 +96,32 @@ def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Co
     train_data = DemonstrationDataset(config.data.train_files, tokenizer, config.data)
     val_data = DemonstrationDataset(config.data.val_files, tokenizer, config.data) if config.data.val_files else None
     steps = total_sft_steps(config, len(train_data))
+    order = batch_order(config.data, trainer, len(train_data))
     worker = ClassWithInitArgs(SFTWorker, config, steps)
     with RunFolder(trainer.run_dir) as run, StepConsole(steps, console, columns=SFT_COLUMNS) as screen:
         start_run(run, screen, config, sources, units.lines())
-        with (
-            worker_group(worker, "sft", trainer, config.ray_init) as group,
-            Tracking(
-                trainer.logger, run, trainer.project_name, trainer.experiment_name, asdict(config), console=screen
-            ) as tracker,
-        ):
+        if train_data.truncated:
+            screen.message(f"training sequences: {train_data.truncated} of {len(train_data)} truncated")
+        with tracking(config, run, screen) as tracker, worker_group(worker, "sft", trainer, config.ray_init) as group:
+            tracker.constants["data/truncated_sequences"] = train_data.truncated
             timer = PhaseTimer(on_change=screen.show_phase)
-            SFTTrainer(config, group, train_data, val_data, tracker, timer, steps).fit()
+            SFTTrainer(config, group, train_data, order, val_data, tracker, timer, steps).fit()
             if trainer.save_final_model:
                 screen.message(f"model: {save_model(group, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
         return run.path
+
+
+def batch_order(data: DataConfig | SFTDataConfig, trainer: RunConfig, rows: int) -> BatchOrder:
+    """The order of the training data; it needs at least one batch."""
+    seed = trainer.seed if data.seed is None else data.seed
+    return BatchOrder(rows, data.train_batch_size, data.shuffle, seed)
+
+
+def tracking(config: PPOConfig | SFTConfig, run: RunFolder, screen: StepConsole) -> Tracking:
+    """The loggers, opened before any worker starts: one that cannot be used is found at once."""
+    names = config.trainer.logger, run, config.trainer.project_name, config.trainer.experiment_name
+    return Tracking(*names, asdict(config), console=screen)
 
 
 def save_model(group: WorkerGroup, run: RunFolder, tokenizer: Tokenizer) -> Path:

@@ -23,16 +23,15 @@ class SFTTrainer:
         config: SFTConfig,
         model: WorkerGroup,
         train_data: DemonstrationDataset,
+        order: BatchOrder,
         val_data: DemonstrationDataset | None,
         tracker: Tracker,
         timer: PhaseTimer,
         steps: int,
     ):
         self.config, self.model, self.tracker, self.timer, self.steps = config, model, tracker, timer, steps
-        self.train_data, self.val_data = train_data, val_data
+        self.train_data, self.order, self.val_data = train_data, order, val_data
         self.units = SFTBatchUnits.from_config(config)
-        seed = config.trainer.seed if config.data.seed is None else config.data.seed
-        self.order = BatchOrder(len(train_data), config.data.train_batch_size, config.data.shuffle, seed)
 
     def fit(self) -> None:
         """The whole run."""

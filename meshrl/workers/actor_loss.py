@@ -7,7 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from meshrl.algorithms import BatchStats, agg_loss, get_policy_loss_fn, kl_penalty
+from meshrl.algorithms import (
+    BatchStats,
+    agg_loss,
+    get_policy_loss_fn,
+    is_zero_where_advantage_is_zero,
+    kl_penalty,
+)
 from meshrl.config.actor import ActorConfig
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import LossFunction
@@ -60,6 +66,14 @@ def make_actor_loss(
         return loss, metrics
 
     return loss_function
+
+
+def skips_samples_without_advantage(config: ActorConfig) -> bool:
+    """Whether samples without advantage have no gradient at all, and are left out."""
+    only_advantage = config.entropy_coeff == 0 and not config.use_kl_loss
+    return (
+        config.skip_zero_advantage and only_advantage and is_zero_where_advantage_is_zero(config.policy_loss.loss_mode)
+    )
 
 
 def _aggregate(config: ActorConfig, values: Tensor, mask: Tensor, stats: BatchStats) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from meshrl.algorithms import CovarianceStats, is_zero_where_advantage_is_zero
+from meshrl.algorithms import CovarianceStats
 from meshrl.config.actor import RefConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.root import ActorRolloutRefConfig
@@ -27,7 +27,7 @@ from meshrl.rollout.embedded.engine import EmbeddedRollout
 from meshrl.telemetry.memory import PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
 from meshrl.weights.sync import sync_weights
-from meshrl.workers.actor_loss import count_mini_batch, make_actor_loss
+from meshrl.workers.actor_loss import count_mini_batch, make_actor_loss, skips_samples_without_advantage
 
 
 @dataclass(frozen=True)
@@ -237,14 +237,8 @@ class ActorRolloutRefWorker(Worker):
 
     def _rows_to_compute(self, data: DataProto) -> Tensor:
         """Rows that can have a gradient: those with tokens and, where only the advantage drives the loss, with one."""
-        config = self.config.actor
         needed = data.batch["response_mask"].any(1)
-        only_advantage = config.entropy_coeff == 0 and not config.use_kl_loss
-        if (
-            config.skip_zero_advantage
-            and only_advantage
-            and is_zero_where_advantage_is_zero(config.policy_loss.loss_mode)
-        ):
+        if skips_samples_without_advantage(self.config.actor):
             # Not `> 0`: a NaN among the advantages must reach the loss and be seen.
             needed &= (data.batch["advantages"] * data.batch["response_mask"]).abs().sum(1) != 0
         return needed.nonzero()[:, 0]

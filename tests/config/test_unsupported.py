@@ -53,8 +53,8 @@ def test_each_key_is_refused_exactly_if_it_is_marked(root: type, leaf: Leaf) -> 
 @pytest.mark.parametrize(
     "override",
     [
-        f"{ACTOR}.strategy=megatron", 
-        
+        f"{ACTOR}.strategy=megatron",
+
         "actor_rollout_ref.model.use_liger=true",
         "actor_rollout_ref.model.use_fused_kernels=true",
         "algorithm.adv_estimator=gae", "critic.optim.lr=1e-4", "critic.model.path=x", "reward_model.enable=true",

@@ -236,7 +236,7 @@ def test_chunk_and_concat_are_inverse_and_chunks_are_views(chunks: int) -> None:
         assert_rows(part, rows[number * size : (number + 1) * size])
         assert part.meta_info == {"step": 4}
         assert part.batch is not None
-        assert all(memory(part.batch[key]) == memory(data.batch[key]) for key in data.batch.keys())  # noqa: SIM118
+        assert all(memory(part.batch[key]) == memory(data.batch[key]) for key in data.batch.keys())
         assert np.shares_memory(part.non_tensor_batch["uid"], data.non_tensor_batch["uid"])
     assert_rows(DataProto.concat(parts), rows)
     assert_rows(DataProto.concat(parts[::-1]), [row for part in parts[::-1] for row in listed(part)])
@@ -619,7 +619,7 @@ def test_copies() -> None:
     assert deep.batch is not None
     shallow.batch["new"] = torch.ones(7)
     shallow.meta_info["new"] = 1
-    assert "new" not in data.batch.keys()  # noqa: SIM118
+    assert "new" not in data.batch.keys()
     assert "new" not in data.meta_info
     assert memory(shallow.batch["score"]) == memory(data.batch["score"])
     assert_rows(deep, listed(data))

@@ -107,7 +107,7 @@ class DecodeContext:
             attn_mask=self._mask(sliding_window),
             scale=scaling,
         )
-        return out.reshape(slots, 1, heads, dim)
+        return out.reshape(slots, 1, heads, out.shape[-1])
 
     def advance(self) -> None:
         """Counts the tokens just written."""
