@@ -19,9 +19,7 @@ def check_no_persistent_buffers(hf_model: PreTrainedModel) -> None:
     params = {name for name, _ in hf_model.named_parameters(remove_duplicate=False)}
     buffers = sorted(hf_model.state_dict().keys() - params)
     if buffers:
-        raise ValueError(
-            f"{type(hf_model).__name__} keeps state in buffers, such as '{buffers[0]}': not supported yet"
-        )
+        raise ValueError(f"{type(hf_model).__name__} keeps state in buffers, such as '{buffers[0]}': not supported yet")
 
 
 class PackedCausalLM(nn.Module):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import platform
 from datetime import timedelta
 
 import torch
@@ -10,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshrl.parallel.layout import Layout
+
+KEPT_BYTES = 1 << 30
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
@@ -64,4 +68,15 @@ def prepare_device(name: str, local_rank: int) -> torch.device:
     if device.type == "cpu":
         # oneDNN costs more per call than the plain BLAS does for the small matrices that are trained on CPUs.
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+        keep_freed_memory()
     return device
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep what is freed: large tensors of a CPU step would else be new pages of zeros each time."""
+    if platform.libc_ver()[0] != "glibc":
+        return
+    trim_threshold, mmap_threshold = -1, -3  # the numbers of mallopt's parameters
+    allocator = ctypes.CDLL(None)
+    allocator.mallopt(trim_threshold, KEPT_BYTES)
+    allocator.mallopt(mmap_threshold, KEPT_BYTES)
