@@ -5,12 +5,20 @@ Transformers is imported where it is used: most tests do without it, and it take
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import settings
+
+# In CI a run tests the commit, not its luck; elsewhere new examples are tried each time.
+settings.register_profile("repeatable", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("repeatable")
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

@@ -48,6 +48,9 @@ def _draw(axes: Any, panel: Panel) -> None:
             axes.set_yscale("log")
         elif starts_at_zero(value for curve in panel.series for value in curve.values):
             axes.set_ylim(bottom=0)
+    if not panel.log_scale:
+        # Each tick in full: matplotlib's common factor would stand in the title.
+        axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("step", fontsize=9.5, color=_MUTED)
     axes.set_ylabel(_safe(panel.unit), fontsize=9.5, color=_MUTED)
     axes.grid(axis="y", color=_GRID, linewidth=0.9)

@@ -62,10 +62,15 @@ def sparkline(values: Sequence[float], width: int = 110, height: int = 22) -> st
     )
 
 
+# Below this, steps between ticks would be no normal floating-point numbers.
+SMALLEST_SPAN = 1e-290
+
+
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About `count` round numbers that cover low..high; a span too small to show is widened."""
-    if high - low <= 1e-9 * max(abs(low), abs(high)):
-        pad = 0.1 * abs(low) or 1.0
+    size = max(abs(low), abs(high))
+    if high - low <= max(1e-9 * size, SMALLEST_SPAN):
+        pad = 0.1 * abs(low) if size > SMALLEST_SPAN else 1.0
         low, high = low - pad, high + pad
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))

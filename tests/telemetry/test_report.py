@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshrl.telemetry.curves_svg import HEIGHT, WIDTH, draw_panel, nice_ticks, sparkline
@@ -202,6 +202,7 @@ numbers = st.floats(min_value=-1e99, max_value=1e99, allow_nan=False)
 
 
 @settings(max_examples=80, deadline=None)
+@example(rows=[[0.0, 5e-324]], stacked=False, sparse=False)
 @given(st.lists(st.lists(numbers, min_size=1, max_size=40), min_size=1, max_size=3), st.booleans(), st.booleans())
 def test_drawings_are_well_formed_and_stay_inside(rows, stacked, sparse):
     if stacked:
