@@ -3,8 +3,8 @@
     python benchmarks/e2e.py [--steps 200] [--seed 0] [--only meshrl|trl]
 
 A step is 64 prompts × 8 answers and two optimizer steps. Each side runs in a process of its own, one after the other;
-CPU-seconds are those of the process and all its children, from the end of the first step to the end of the last,
-validation left out. Needs `pip install 'meshrl[trl]'` for the other side.
+CPU-seconds are those of the process and its ended children (both sides run in one process), from the end of the
+first step to the end of the last, validation left out. Needs `pip install 'meshrl[trl]'` for the other side.
 """
 
 from __future__ import annotations
