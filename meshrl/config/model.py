@@ -16,9 +16,7 @@ class ModelConfig:
     override_config: dict[str, Any] = key({}, "Fields of the model's config.json to change.")
     enable_gradient_checkpointing: bool = key(True, "Recompute activations in backward to save memory.")
     enable_activation_offload: bool = key(False, "Move activations to host memory until their backward.")
-    use_remove_padding: bool = key(
-        True, "Pack sequences without padding.", pending="micro-batches are always packed, there is no padded path"
-    )
+    use_remove_padding: bool = key(True, "Pack sequences without padding; false: padded, by the model's own attention.")
     use_fused_kernels: bool = key(False, "Fused log-prob kernels.", pending="fused kernels")
     use_liger: bool = key(False, "Liger kernels.", pending="Liger kernels")
     lora_rank: int = key(0, "Rank of the LoRA adapter; 0: train all weights.", low=0)

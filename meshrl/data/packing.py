@@ -13,7 +13,7 @@ class PackedRow:
     """The tokens of a padded batch without its padding, longest document first.
 
     `predictors[i]` is the place in the row whose output predicts `targets[i]`; `slots[i]` is where that number belongs
-    in the flattened [batch, columns] rectangle of targets.
+    in the flattened [batch, columns] rectangle of targets. A row that kept its padding has an `attention_mask`.
     """
 
     input_ids: Tensor
@@ -22,6 +22,7 @@ class PackedRow:
     targets: Tensor
     slots: Tensor
     shape: tuple[int, int]
+    attention_mask: Tensor | None = None
 
     def to(self, device: torch.device) -> PackedRow:
         """The row on a device; from the host it goes through pinned memory, so that nothing waits for the device."""
@@ -29,7 +30,8 @@ class PackedRow:
             return self
         moved = {
             name: getattr(self, name).pin_memory().to(device, non_blocking=True)
-            for name in ("input_ids", "predictors", "targets", "slots")
+            for name in ("input_ids", "predictors", "targets", "slots", "attention_mask")
+            if getattr(self, name) is not None
         }
         return replace(self, **moved)
 
@@ -41,12 +43,7 @@ class PackedRow:
 
 def pack(input_ids: Tensor, attention_mask: Tensor, target_mask: Tensor) -> PackedRow:
     """Packs a batch; `target_mask` [batch, columns] marks, over its last columns, the tokens to be predicted."""
-    batch, columns = target_mask.shape
-    if attention_mask.shape != input_ids.shape or columns > input_ids.shape[1] or batch != input_ids.shape[0]:
-        raise ValueError(
-            f"input_ids {tuple(input_ids.shape)}, attention_mask {tuple(attention_mask.shape)} and target_mask "
-            f"{tuple(target_mask.shape)} do not belong together"
-        )
+    batch, columns = _check_shapes(input_ids, attention_mask, target_mask)
     keep = attention_mask.bool()
     lengths = keep.sum(1)
     # Sorted, documents of equal length become neighbours, which attention handles in one call.
@@ -64,3 +61,40 @@ def pack(input_ids: Tensor, attention_mask: Tensor, target_mask: Tensor) -> Pack
     if sorted_lengths and sorted_lengths[-1] == 0:
         raise ValueError("a sample without any token cannot be packed: its attention_mask is all zeros")
     return PackedRow(row_ids, sorted_lengths, places - 1, row_ids[places], slots, (batch, columns))
+
+
+def keep_padding(input_ids: Tensor, attention_mask: Tensor, target_mask: Tensor) -> PackedRow:
+    """The same row with its padding, for models whose attention knows nothing of packed documents."""
+    batch, columns = _check_shapes(input_ids, attention_mask, target_mask)
+    width = input_ids.shape[1]
+    # Columns that no sample uses cost nothing: they are cut off on both sides.
+    used = attention_mask.any(0).nonzero()[:, 0]
+    first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, width)
+    rows, places = (target_mask.bool() & attention_mask[:, -columns:].bool()).nonzero(as_tuple=True)
+    target_column = places + width - columns
+    before = attention_mask.bool().cumsum(1)[rows, target_column] - 1
+    if bool((before == 0).any()):
+        raise ValueError("a document's first token cannot be predicted: every prompt needs at least one token")
+    # The token before is the last real one to the left: tool calls may leave holes.
+    columns_of = torch.arange(width).expand_as(attention_mask).masked_fill(~attention_mask.bool(), -1)
+    previous = torch.cat([columns_of.new_full((batch, 1), -1), columns_of.cummax(1).values[:, :-1]], 1)
+    predictors = rows * (last - first) + previous[rows, target_column] - first
+    return PackedRow(
+        input_ids[:, first:last].flatten(),
+        attention_mask.sum(1).tolist(),
+        predictors,
+        input_ids[rows, target_column],
+        rows * columns + places,
+        (batch, columns),
+        attention_mask[:, first:last],
+    )
+
+
+def _check_shapes(input_ids: Tensor, attention_mask: Tensor, target_mask: Tensor) -> tuple[int, int]:
+    batch, columns = target_mask.shape
+    if attention_mask.shape != input_ids.shape or columns > input_ids.shape[1] or batch != input_ids.shape[0]:
+        raise ValueError(
+            f"input_ids {tuple(input_ids.shape)}, attention_mask {tuple(attention_mask.shape)} and target_mask "
+            f"{tuple(target_mask.shape)} do not belong together"
+        )
+    return batch, columns

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,20 @@ from meshrl.data.proto import DataProto
 # (model output, micro-batch) -> (loss to back-propagate, metrics). Metrics add up over micro-batches and ranks (see
 # meshrl.algorithms.BatchStats), but for those whose name ends in `_max`.
 LossFunction = Callable[[dict[str, Tensor], DataProto], tuple[Tensor, dict[str, Tensor]]]
+
+# What a checkpoint may hold: the weights; optimizer states; schedule and random states.
+CONTENTS = ("model", "optimizer", "extra")
+
+
+@dataclass(frozen=True)
+class BatchOutput:
+    """What a batch gave: reduced metrics, the same on every rank, and per-sample tensors in the batch's own order.
+
+    `tensors` holds what `forward_only` computed (`log_probs`, `entropys`, `values`), on collecting ranks only.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Engine(ABC):
@@ -58,12 +74,20 @@ class Engine(ABC):
         yield
 
     @abstractmethod
-    def forward(self, data: DataProto) -> dict[str, Tensor]:
-        """Runs the model over a batch without gradients: `log_probs` (and `entropys`) in the batch's own order."""
+    def forward_backward_batch(
+        self, data: DataProto, loss_function: LossFunction | None, forward_only: bool = False
+    ) -> BatchOutput:
+        """Runs a whole mini-batch, micro-batch by micro-batch, and accumulates the gradient of its loss.
 
-    @abstractmethod
-    def forward_backward_batch(self, data: DataProto, loss_function: LossFunction) -> dict[str, float]:
-        """Accumulates the gradient of a whole mini-batch, micro-batch by micro-batch; returns its reduced metrics."""
+        `forward_only` computes without gradients and gives back the model's outputs; a loss is then optional and only
+        measured. `data` holds `input_ids`, `attention_mask` [batch, length] and `response_mask` [batch, columns] over
+        the last columns; `data.meta_info` says `temperature`, `calculate_entropy` and how to cut micro-batches
+        (`use_dynamic_bsz`, `max_token_len`, `micro_batch_size`).
+        """
+
+    def forward(self, data: DataProto) -> dict[str, Tensor]:
+        """The model's outputs for a batch, without gradients."""
+        return self.forward_backward_batch(data, None, forward_only=True).tensors
 
     @abstractmethod
     def optimizer_zero_grad(self) -> None: ...
@@ -87,3 +111,11 @@ class Engine(ABC):
     @abstractmethod
     def per_tensor_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every parameter whole, under its Hugging Face name, one at a time."""
+
+    @abstractmethod
+    def save_checkpoint(self, folder: Path, contents: Sequence[str] = CONTENTS) -> None:
+        """Writes this model's sharded state; all ranks take part and the folder is shared by them."""
+
+    @abstractmethod
+    def load_checkpoint(self, folder: Path, contents: Sequence[str] = CONTENTS) -> None:
+        """Reads back what `save_checkpoint` wrote, also on another layout."""

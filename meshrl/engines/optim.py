@@ -72,6 +72,11 @@ class LearningRate:
         self._apply()
         return used
 
+    def set_steps(self, steps: int) -> None:
+        """Goes to where a run had stopped."""
+        self.steps = steps
+        self._apply()
+
     def _apply(self) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = self.peak * self.factor(self.steps)

@@ -7,9 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+# What Transformers calls the head of its token classifiers.
+VALUE_HEAD = "score"
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "float32": torch.float32,
@@ -42,34 +51,41 @@ def load_model_config(
     return config
 
 
-def load_causal_lm(
+def load_model(
     path: str | Path,
     attention: str,
+    head: str = "lm",
     *,
     dtype: torch.dtype = torch.float32,
     override: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Loads a causal language model on the CPU with this attention function; every weight must be in the folder."""
-    config = load_model_config(path, override, trust_remote_code)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    """Loads a model on the CPU with this attention function and head; every weight must be in the folder.
+
+    A value head that the folder does not have starts at zero: so do the values.
+    """
+    loaded: Any = _auto_class(head).from_pretrained(
         path,
-        config=config,
+        config=_config_for(head, path, override, trust_remote_code),
         dtype=dtype,
         attn_implementation=attention,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
     )
     model, info = loaded
-    missing = sorted(info["missing_keys"])
+    new_head = [name for name in info["missing_keys"] if is_value_head(name)]
+    missing = sorted(set(info["missing_keys"]) - set(new_head))
     if missing:
         raise ValueError(f"the model at '{path}' lacks {len(missing)} weights, first of all '{missing[0]}'")
+    for name in new_head:
+        torch.nn.init.zeros_(model.get_parameter(name))
     return model
 
 
-def empty_causal_lm(
+def empty_model(
     path: str | Path,
     attention: str,
+    head: str = "lm",
     *,
     dtype: torch.dtype = torch.float32,
     override: dict[str, Any] | None = None,
@@ -78,13 +94,33 @@ def empty_causal_lm(
     """The model of a folder without memory for its parameters; its buffers are real, since no file has them."""
     from accelerate import init_empty_weights
 
-    config = load_model_config(path, override, trust_remote_code)
+    config = _config_for(head, path, override, trust_remote_code)
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
+        model = _auto_class(head).from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
     model.tie_weights()
     return model
+
+
+def _auto_class(head: str) -> Any:
+    return {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}[head]
+
+
+def _config_for(
+    head: str, path: str | Path, override: dict[str, Any] | None, trust_remote_code: bool
+) -> PretrainedConfig:
+    config = load_model_config(path, override, trust_remote_code)
+    if head == "value":
+        config.num_labels = 1
+        # A value model's two ends are different things.
+        config.tie_word_embeddings = False
+    return config
+
+
+def is_value_head(name: str) -> bool:
+    """Whether a parameter belongs to the head of a value or reward model."""
+    return name.split(".")[0] == VALUE_HEAD
 
 
 def new_causal_lm(config: PretrainedConfig, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

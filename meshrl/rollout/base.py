@@ -2,51 +2,137 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshrl.data.proto import DataProto
+from meshrl.rollout.requests import Chunk, Completion, Request, SamplingParams
 
+__all__ = ["TAGS", "Rollout", "SamplingParams", "as_batch"]
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to choose each next token. `temperature` 0: the likeliest token; `top_k` -1 and `top_p` 1: no limit."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-    stop_token_ids: tuple[int, ...] = field(default=())
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
-        if self.top_k == 0 or self.top_k < -1:
-            raise ValueError(f"top_k must be -1 (no limit) or at least 1, got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+# What a rollout can give up between phases, and takes back in this order.
+TAGS = ("weights", "kv_cache")
+PAUSE_MODES = ("keep", "abort", "wait")
+_batches = itertools.count()
 
 
 class Rollout(ABC):
-    """Generates with one version of the policy's weights at a time."""
+    """Generates with the policy's weights. Token ids in, token ids out.
+
+    All methods but `generate` are plain calls and safe from any thread.
+    """
 
     version: int
+    pad_token_id: int
 
     @abstractmethod
-    def generate_sequences(self, prompts: DataProto, params: SamplingParams) -> DataProto:
-        """Answers every prompt of a batch.
+    def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        """Streams `Chunk`s of these requests as they come; other requests may run at the same time.
 
-        Takes `input_ids` and `attention_mask` [batch, prompt], padded on the left, and `seeds` [batch]; gives
-        `prompts`, `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`, `rollout_log_probs` and
-        `versions`.
-        The log-probs are those of the policy at the sampling temperature, before top-k and top-p cut it.
+        A request that cannot be served ends with finish_reason `error` and says why; the others go on. Leaving the
+        iteration early aborts what is left.
         """
 
     @abstractmethod
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        """Answers these requests and returns when all have ended, in the order asked."""
+
+    @abstractmethod
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """Ends requests (None: all) with finish_reason `abort`; their tokens so far are kept."""
+
+    @abstractmethod
+    def pause(self, mode: str = "keep") -> None:
+        """Stops generating. `keep`: running requests wait; `abort`: they end; `wait`: they finish first."""
+
+    @abstractmethod
+    def release(self, tags: Sequence[str] = TAGS) -> None:
+        """Gives memory back: `weights`, `kv_cache`. Nothing can run until `resume(tags)`."""
+
+    @abstractmethod
+    def resume(self, tags: Sequence[str] | None = None) -> None:
+        """Without tags goes on after `pause`; with tags takes back what `release` gave up."""
+
+    @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Takes a new version of every weight, by Hugging Face name."""
+        """Takes a new version of every weight, by Hugging Face name, between two engine steps.
+
+        Cached keys and values are dropped; running requests recompute theirs and go on with the new version.
+        """
+
+    @abstractmethod
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges: requests running and waiting, tokens, cache use, version."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the engine and what it started."""
+
+    def generate_sequences(self, prompts: DataProto, params: SamplingParams) -> DataProto:
+        """Answers every prompt of a batch once.
+
+        Takes `input_ids` and `attention_mask` [batch, prompt], padded on the left, and `seeds` [batch]; gives
+        `prompts`, `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`, `rollout_log_probs` and
+        `versions`, with responses padded on the right to `params.max_tokens`.
+        """
+        if self.version < 0:
+            raise RuntimeError("the rollout has no weights yet: sync them before generating")
+        started = time.perf_counter()
+        requests = as_requests(prompts, params)
+        answers = self.complete(requests)
+        failed = [a for a in answers if a.finish_reason == "error"]
+        if failed:
+            raise RuntimeError(
+                f"{len(failed)} of {len(answers)} prompts failed; {failed[0].request_id}: {failed[0].error}"
+            )
+        output = as_batch(prompts, answers, params.max_tokens, self.pad_token_id)
+        output.meta_info["timing"] = {"generate": time.perf_counter() - started}
+        return output
+
+
+def as_requests(prompts: DataProto, params: SamplingParams) -> list[Request]:
+    """One request for each prompt of a batch."""
+    ids, mask, seeds = (prompts.batch[name] for name in ("input_ids", "attention_mask", "seeds"))
+    lengths = mask.sum(1).tolist()
+    if lengths and min(lengths) == 0:
+        raise ValueError(f"prompt {lengths.index(0)} of the batch is empty: every prompt needs at least one token")
+    tokens = ids[mask.bool()].split(lengths)
+    batch = next(_batches)
+    return [
+        Request(f"batch{batch}-{i}", tuple(prompt.tolist()), params, seed)
+        for i, (prompt, seed) in enumerate(zip(tokens, seeds.tolist(), strict=True))
+    ]
+
+
+def as_batch(prompts: DataProto, answers: Sequence[Completion], width: int, pad_token_id: int) -> DataProto:
+    """The answers, one to each prompt, as the rectangle that the trainer works on."""
+    ids, mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
+    lengths = torch.tensor([len(answer.token_ids) for answer in answers])
+    response_mask = (torch.arange(width) < lengths[:, None]).long()
+    inside = response_mask.bool()
+
+    def rectangle(rows: list[list[Any]], fill: float, dtype: torch.dtype) -> Tensor:
+        out = torch.full(inside.shape, fill, dtype=dtype)
+        out[inside] = torch.tensor([value for row in rows for value in row], dtype=dtype)
+        return out
+
+    responses = rectangle([a.token_ids for a in answers], pad_token_id, torch.long)
+    attention_mask = torch.cat([mask, response_mask], 1)
+    return DataProto.from_dict(
+        {
+            "prompts": ids,
+            "responses": responses,
+            "response_mask": response_mask,
+            "input_ids": torch.cat([ids, responses], 1),
+            "attention_mask": attention_mask,
+            "position_ids": (attention_mask.cumsum(1) - 1).clamp_(min=0),
+            "rollout_log_probs": rectangle([a.log_probs for a in answers], 0.0, torch.float32),
+            "versions": rectangle([a.versions for a in answers], -1, torch.int32),
+        }
+    )

@@ -224,7 +224,8 @@ class ActorRolloutRefWorker(Worker):
             "calculate_entropy": config.entropy_coeff != 0 or data.meta_info["measure_entropy"],
         }
         engine.optimizer_zero_grad()
-        metrics = engine.forward_backward_batch(rows, make_actor_loss(config, stats, computed_tokens, compare_with))
+        loss_function = make_actor_loss(config, stats, computed_tokens, compare_with)
+        metrics = engine.forward_backward_batch(rows, loss_function).metrics
         norm = engine.optimizer_step()
         if not np.isfinite(norm) and self.settings.stop_on_nan_gradient:
             raise FloatingPointError(f"the gradient norm is {norm} and trainer.nan_gradient=stop")

@@ -53,7 +53,7 @@ class SFTWorker(Worker):
 
         data.meta_info = self._meta()
         engine.optimizer_zero_grad()
-        metrics = engine.forward_backward_batch(data, loss_function)
+        metrics = engine.forward_backward_batch(data, loss_function).metrics
         norm = engine.optimizer_step()
         if not np.isfinite(norm) and self.config.trainer.nan_gradient == "stop":
             raise FloatingPointError(f"the gradient norm is {norm} and trainer.nan_gradient=stop")

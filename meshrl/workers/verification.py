@@ -159,7 +159,7 @@ def run_engine(trial: Trial, device: str = "cpu") -> Outcome:
         mask = batch.batch["response_mask"]
         stats = BatchStats(engine.gradient_ranks, int(mask.sum()), len(mask))
         engine.optimizer_zero_grad()
-        metrics = engine.forward_backward_batch(mine, _loss_function(stats))
+        metrics = engine.forward_backward_batch(mine, _loss_function(stats)).metrics
         if step == 0 and trial.engine.strategy != "fsdp":
             outcome.gradients = _whole(engine, {n: p.grad for n, p in _trained(engine).items()})
         outcome.losses.append(metrics["loss"])

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from meshrl.models.loading import (
-    load_causal_lm,
+    load_model,
     load_model_config,
     load_tokenizer,
     new_causal_lm,
@@ -32,7 +32,7 @@ def change_json(file, **fields):
 
 
 def test_the_loaded_model_is_the_saved_one_with_our_attention(tiny_model_folder):
-    ours = load_causal_lm(tiny_model_folder, ATTENTION_NAME)
+    ours = load_model(tiny_model_folder, ATTENTION_NAME)
     theirs = AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.float32)
     assert ours.config._attn_implementation == ATTENTION_NAME
     assert ours.dtype == torch.float32
@@ -48,7 +48,7 @@ def test_the_loaded_model_is_the_saved_one_with_our_attention(tiny_model_folder)
 
 
 def test_the_type_is_the_one_asked_for(tiny_model_folder):
-    model = load_causal_lm(str(tiny_model_folder), "sdpa", dtype=torch.bfloat16)
+    model = load_model(str(tiny_model_folder), "sdpa", dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
@@ -69,7 +69,7 @@ def test_overrides_reach_the_config_and_unknown_ones_are_refused(tiny_model_fold
     config = load_model_config(tiny_model_folder, {"rms_norm_eps": 0.5, "attention_dropout": 0.0})
     assert config.rms_norm_eps == 0.5
     assert load_model_config(tiny_model_folder).rms_norm_eps != 0.5
-    assert load_causal_lm(tiny_model_folder, "sdpa", override={"rms_norm_eps": 0.5}).model.norm.variance_epsilon == 0.5
+    assert load_model(tiny_model_folder, "sdpa", override={"rms_norm_eps": 0.5}).model.norm.variance_epsilon == 0.5
     with pytest.raises(ValueError, match=r"model.override_config.rms_eps: Qwen3Config has no field 'rms_eps'"):
         load_model_config(tiny_model_folder, {"rms_eps": 0.5})
 
@@ -77,7 +77,7 @@ def test_overrides_reach_the_config_and_unknown_ones_are_refused(tiny_model_fold
 def test_no_model_there(tmp_path):
     for path in (tmp_path, tmp_path / "none", "Some/Model"):
         with pytest.raises(FileNotFoundError, match=r"no model at '.*': expected a folder with config.json"):
-            load_causal_lm(path, "sdpa")
+            load_model(path, "sdpa")
 
 
 def test_missing_weights_are_an_error_and_not_made_up(folder):
@@ -85,12 +85,12 @@ def test_missing_weights_are_an_error_and_not_made_up(folder):
     lost = [name for name in weights if "q_norm" in name]
     save_file({n: w for n, w in weights.items() if n not in lost}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=rf"lacks {len(lost)} weights, first of all '{sorted(lost)[0]}'"):
-        load_causal_lm(folder, "sdpa")
+        load_model(folder, "sdpa")
 
 
 def test_an_override_that_asks_for_more_layers_than_there_are(tiny_model_folder):
     with pytest.raises(ValueError, match=r"lacks \d+ weights, first of all 'model.layers.2"):
-        load_causal_lm(
+        load_model(
             tiny_model_folder, "sdpa", override={"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
         )
 

@@ -40,6 +40,7 @@ EXTRAS = {
     "by-size": {"min_num_params": 3000},
     "one-unit": {"disable": True},
     "prefetch": {"forward_prefetch": True, "reshard_after_forward": False},
+    "padded": {"use_remove_padding": False},
 }
 # Every layout with some family, every family with several layouts, every extra with shards, copies, sp and cp.
 GRID = [
@@ -51,6 +52,7 @@ GRID = [
     *[("qwen3_moe", layout, "offload") for layout in ("one", "fsdp2", "ddp2", "fsdp2-sp2", "cp2")],
     *[("qwen2", layout, "cpu-policy") for layout in ("fsdp2", "ddp2-fsdp2", "fsdp2-cp2")],
     *[("llama", "fsdp2", extra) for extra in ("activations", "by-size", "one-unit", "prefetch")],
+    *[("qwen3", layout, "padded") for layout in ("one", "fsdp2", "ddp2-fsdp2", "fsdp1")],
     ("qwen3_moe", "fsdp2", "lora"),
     ("qwen3_moe", "sp4", "checkpointing"),
 ]

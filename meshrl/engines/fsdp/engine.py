@@ -5,7 +5,7 @@ The order of `initialize`: model → adapters → checkpointing → compile → 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,17 +20,18 @@ from transformers import PreTrainedModel
 from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.optim import OptimConfig
-from meshrl.data.packing import PackedRow, pack
+from meshrl.data.packing import PackedRow, keep_padding, pack
 from meshrl.data.proto import DataProto
-from meshrl.engines.base import Engine, LossFunction
+from meshrl.engines.base import CONTENTS, BatchOutput, Engine, LossFunction
+from meshrl.engines.fsdp.checkpoint import load_state, save_state
 from meshrl.engines.fsdp.reading import fill, fill_randomly
 from meshrl.engines.fsdp.sharding import FSDP2, Sharding, Whole, precision_policy
 from meshrl.engines.master import MasterAdamW
 from meshrl.engines.micro_batches import split_into_micro_batches
 from meshrl.engines.offload import move_optimizer
 from meshrl.engines.optim import LearningRate, build_master_optimizer, build_optimizer
-from meshrl.engines.packed_lm import PackedCausalLM
-from meshrl.models.loading import empty_causal_lm, load_causal_lm, torch_dtype
+from meshrl.engines.packed_lm import PackedCausalLM, PackedModel, PackedValueModel
+from meshrl.models.loading import empty_model, load_model, torch_dtype
 from meshrl.models.lora import adapter_init, adapter_scaling, adapters_off, add_adapters, merged_params
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.parallel.layout import DATA_AXES, SEQUENCE_AXES, fsdp_layout
@@ -44,6 +45,8 @@ WRAPPER_PREFIX = "hf_model."
 class FSDPEngine(Engine):
     """FSDP2 (or FSDP1) × Ulysses × ring. With a single rank and no mixed precision the model stays a plain module."""
 
+    prefix = WRAPPER_PREFIX
+
     def __init__(
         self,
         model: ModelConfig,
@@ -51,9 +54,12 @@ class FSDPEngine(Engine):
         optim: OptimConfig | None,
         *,
         device: torch.device,
+        head: str = "lm",
         total_steps: int = 0,
         seed: int = 0,
     ):
+        """`head`: `lm` for log-probs, `value` for one number a token. Without `optim` the model only answers."""
+        self.head, self.packs = head, model.use_remove_padding
         self.model_config, self.engine_config, self.optim_config = model, engine, optim
         self.device, self.total_steps, self.seed = device, total_steps, seed
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -65,6 +71,11 @@ class FSDPEngine(Engine):
         )
         self.data_group = new_groups(self.layout, *DATA_AXES)
         self.sequence = SequenceParallel(new_groups(self.layout, "sp"), new_groups(self.layout, "cp"))
+        if not self.packs and self.sequence.size > 1:
+            raise ValueError(
+                f"model.use_remove_padding=false cannot share a sequence over {self.sequence.size} ranks: "
+                "set ulysses_sequence_parallel_size and context_parallel_size to 1"
+            )
         self.has_adapters = model.lora_rank > 0 or model.lora_adapter_path is not None
 
     def initialize(self) -> None:
@@ -72,7 +83,7 @@ class FSDPEngine(Engine):
         how = self._placement()
         # FSDP2 shards a model without memory and fills it afterwards; adapters are small and made with their values.
         fills_later = (how == "fsdp2" and not self.has_adapters) or model.random_init
-        self.hf_model = self._model(empty_causal_lm if fills_later else load_causal_lm)
+        self.hf_model = self._model(empty_model if fills_later else load_model)
         if self.has_adapters:
             add_adapters(self.hf_model, model)
             self.adapter_scaling = adapter_scaling(self.hf_model)
@@ -84,13 +95,15 @@ class FSDPEngine(Engine):
             self.hf_model.gradient_checkpointing_enable({"use_reentrant": False})
         if self.engine_config.use_torch_compile:
             compile_layers(self.hf_model, self.engine_config.activation_memory_budget)
+        self.param_names = [name for name, _ in self.hf_model.named_parameters()]
         masters = {n: p.detach() for n, p in self.hf_model.named_parameters()} if how == "whole-bf16" else {}
-        self.sharding = self._shard(PackedCausalLM(self.hf_model), how)
+        wrapper = PackedCausalLM if self.head == "lm" else PackedValueModel
+        self.sharding = self._shard(wrapper(self.hf_model), how)
         self.module = self.sharding.module
         if model.random_init:
             fill_randomly(self.module, self.device)
         elif fills_later:
-            fill(self.module, WRAPPER_PREFIX, Path(model.path or ""), lambda: self._model(load_causal_lm))
+            fill(self.module, WRAPPER_PREFIX, Path(model.path or ""), lambda: self._model(load_model))
         move_buffers(self.module, self.device)
         if self.optim_config is not None:
             self.optimizer = self._build_optimizer(self.optim_config, how, {} if model.random_init else masters)
@@ -121,13 +134,14 @@ class FSDPEngine(Engine):
         model = self.model_config
         return make(
             model.path or "",
-            ATTENTION_NAME,
+            ATTENTION_NAME if self.packs else "sdpa",
+            self.head,
             dtype=torch_dtype(self.engine_config.fsdp_config.model_dtype),
             override=dict(model.override_config),
             trust_remote_code=model.trust_remote_code,
         )
 
-    def _shard(self, module: PackedCausalLM, how: str) -> Sharding:
+    def _shard(self, module: PackedModel, how: str) -> Sharding:
         config = self.engine_config.fsdp_config
         if how.startswith("whole"):
             # A model without memory is filled in place later, on the device and in its own type.
@@ -167,40 +181,45 @@ class FSDPEngine(Engine):
             dist.all_reduce(values, group=self.data_group)
         return values
 
-    def forward(self, data: DataProto) -> dict[str, Tensor]:
-        parts, places = [], []
-        with self.eval_mode(), torch.no_grad():
-            for part in self._prepare(data):
-                output = self._run_model(part, data.meta_info)
-                if part.rows is not None:
-                    parts.append(output)
-                    places.append(part.rows)
-        order = torch.from_numpy(np.concatenate(places)).argsort()
-        return {name: torch.cat([part[name] for part in parts]).cpu()[order] for name in parts[0]}
-
-    def forward_backward_batch(self, data: DataProto, loss_function: LossFunction) -> dict[str, float]:
+    def forward_backward_batch(
+        self, data: DataProto, loss_function: LossFunction | None, forward_only: bool = False
+    ) -> BatchOutput:
+        if loss_function is None and not forward_only:
+            raise ValueError("forward_backward_batch needs a loss_function unless forward_only is set")
+        outputs: list[dict[str, Tensor]] = []
         metrics_of: list[dict[str, Tensor]] = []
-        with self.train_mode():
-            for part in self._prepare(data):
+        parts = self._prepare(data)
+        with self.eval_mode() if forward_only else self.train_mode(), torch.set_grad_enabled(not forward_only):
+            for part in parts:
                 with self._activations():
                     output = self._run_model(part, data.meta_info)
+                    if loss_function is None:
+                        outputs.append(output)
+                        continue
                     loss, metrics = loss_function(output, part.data)
                 if part.rows is None:
                     # A stand-in that keeps the collectives of all ranks in step: it must count for nothing.
                     loss, metrics = loss * 0.0, {name: value * 0.0 for name, value in metrics.items()}
-                loss.backward()
                 metrics_of.append(metrics)
-        return self._reduce(metrics_of)
+                if forward_only:
+                    outputs.append(output)
+                else:
+                    loss.backward()
+        tensors = in_batch_order(parts, outputs) if forward_only else {}
+        return BatchOutput(tensors, self._reduce(metrics_of) if metrics_of else {})
 
     def _prepare(self, data: DataProto) -> list[MicroBatch]:
         """Packs and sends every micro-batch before the first runs, so that the device never waits for the host."""
         prepared = []
         on_device = DataProto(data.batch.to(self.device), {}, {})
+        make_row = pack if self.packs else keep_padding
         for rows in self._micro_batches(data):
             picked = np.zeros(1, dtype=np.int64) if rows is None else rows
             batch = data.select_idxs(picked).batch
-            row = pack(batch["input_ids"], batch["attention_mask"], batch["response_mask"]).to(self.device)
-            shard = self.sequence.shard(PackedSequences.of(row.lengths, self.device).ready())
+            row = make_row(batch["input_ids"], batch["attention_mask"], batch["response_mask"]).to(self.device)
+            shard = None
+            if self.packs:
+                shard = self.sequence.shard(PackedSequences.of(row.lengths, self.device).ready())
             prepared.append(MicroBatch(rows, row, shard, on_device.select_idxs(picked)))
         return prepared
 
@@ -240,12 +259,8 @@ class FSDPEngine(Engine):
         return int(value)
 
     def _run_model(self, part: MicroBatch, meta: dict[str, Any]) -> dict[str, Tensor]:
-        with_entropy = meta.get("calculate_entropy", False)
-        log_probs, entropy = self.module(part.row, part.shard, meta["temperature"], with_entropy)
-        output = {"log_probs": part.row.unpack(log_probs)}
-        if entropy is not None:
-            output["entropys"] = part.row.unpack(entropy)
-        return output
+        answers = self.module(part.row, part.shard, meta.get("temperature", 1.0), meta.get("calculate_entropy", False))
+        return {name: part.row.unpack(values) for name, values in answers.items()}
 
     def adapters_off(self) -> AbstractContextManager[None]:
         """Inside, the model answers without its adapters, as the reference policy."""
@@ -291,6 +306,12 @@ class FSDPEngine(Engine):
         for name, param in self.module.named_parameters():
             yield name, optimizer.master(param) if param.requires_grad else param.detach()
 
+    def save_checkpoint(self, folder: Path, contents: Sequence[str] = CONTENTS) -> None:
+        save_state(self, folder, contents)
+
+    def load_checkpoint(self, folder: Path, contents: Sequence[str] = CONTENTS) -> None:
+        load_state(self, folder, contents)
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -298,8 +319,15 @@ class MicroBatch:
 
     rows: np.ndarray | None
     row: PackedRow
-    shard: SequenceShard
+    shard: SequenceShard | None
     data: DataProto
+
+
+def in_batch_order(parts: list[MicroBatch], outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The outputs of all micro-batches but stand-ins, on the host, in the order of the batch."""
+    real = [(part.rows, output) for part, output in zip(parts, outputs, strict=True) if part.rows is not None]
+    order = torch.from_numpy(np.concatenate([rows for rows, _ in real])).argsort()
+    return {name: torch.cat([output[name] for _, output in real]).cpu()[order] for name in real[0][1]}
 
 
 def move_params(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
+from meshrl.models.loading import is_value_head
+
 INDEX_NAME = "model.safetensors.index.json"
 # Gives rows [start, stop) of the tensor with a name.
 ReadRows = Callable[[str, int, int], Tensor]
@@ -62,8 +64,14 @@ def fill(module: nn.Module, prefix: str, folder: Path, load_whole: Callable[[], 
     files = tensor_files(folder)
     shapes = {name.removeprefix(prefix): tuple(p.shape) for name, p in module.named_parameters()}
     reader = SliceReader(files)
-    if all(name in files and reader.shape(name) == shape for name, shape in shapes.items()):
-        _fill_rows(module, prefix, reader.rows)
+
+    def rows(name: str, start: int, stop: int) -> Tensor:
+        # A value head that the folder does not have starts at zero.
+        return reader.rows(name, start, stop) if name in files else torch.zeros(stop - start, *shapes[name][1:])
+
+    known = {name: shape for name, shape in shapes.items() if name in files or not is_value_head(name)}
+    if all(name in files and reader.shape(name) == shape for name, shape in known.items()):
+        _fill_rows(module, prefix, rows)
     else:
         _fill_rows(module, prefix, _rows_from_rank_zero(shapes, load_whole))
 

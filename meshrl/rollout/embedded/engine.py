@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from meshrl.data.proto import DataProto
 from meshrl.parallel.packed import PackedSequences
-from meshrl.rollout.base import Rollout, SamplingParams
+from meshrl.rollout.base import SamplingParams
 from meshrl.rollout.embedded.cache import DecodeContext, PrefillContext, SlotCache
 from meshrl.rollout.embedded.sampler import sample
 
@@ -24,7 +24,7 @@ from meshrl.rollout.embedded.sampler import sample
 REPACK_SHARE = 0.25
 
 
-class EmbeddedRollout(Rollout):
+class EmbeddedRollout:
     """Generation by a Hugging Face module that is either shared with the trainer or a replica of its own."""
 
     def __init__(

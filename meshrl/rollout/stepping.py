@@ -1,0 +1,178 @@
+"""A rollout that lives in this process and advances step by step: embedded, in-process vLLM, HF.
+
+`complete` steps in the caller's thread. `generate` is served by one thread that steps while there is work and hands
+chunks to the event loops that wait for them. One lock orders steps and everything that changes the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from meshrl.rollout.base import PAUSE_MODES, Rollout
+from meshrl.rollout.requests import Chunk, Completion, Request, gather
+
+Deliver = Callable[[Chunk], None]
+# How long a wait lasts before it looks around again, and how long the last step may take at the end.
+POLL_SECONDS = 1.0
+CLOSE_SECONDS = 10.0
+
+
+class SteppingRollout(Rollout):
+    """Subclasses keep requests and advance all of them by one step; every call to them holds `self.lock`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._work = threading.Condition(self.lock)
+        self._deliver: dict[str, Deliver] = {}
+        self._left: dict[str, int] = {}
+        self._paused = self._closed = False
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    @abstractmethod
+    def add(self, request: Request) -> str | None:
+        """Takes a request in, or says why it cannot be served."""
+
+    @abstractmethod
+    def step(self) -> list[Chunk]:
+        """Advances what can run and returns what it gave."""
+
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running."""
+
+    @abstractmethod
+    def drop(self, request_ids: Sequence[str] | None) -> list[Chunk]:
+        """Takes requests (None: all) out of the engine; returns their last chunks, with finish_reason `abort`."""
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        chunks: list[Chunk] = []
+        names = [request.request_id for request in requests]
+        try:
+            self._enter(requests, chunks.append)
+            while True:
+                with self._work:
+                    if not any(name in self._left for name in names):
+                        return gather(requests, chunks)
+                    if self._paused:
+                        self._work.wait(POLL_SECONDS)
+                    else:
+                        self._advance()
+        finally:
+            self.abort(names)
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Chunk] = asyncio.Queue()
+        names = [request.request_id for request in requests]
+
+        def deliver(chunk: Chunk) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, chunk)
+
+        unfinished = sum(request.params.n for request in requests)
+        try:
+            # Taking the lock may mean waiting for a step: not on the event loop.
+            await asyncio.to_thread(self._enter, requests, deliver)
+            self._start_thread()
+            while unfinished:
+                try:
+                    item = await asyncio.wait_for(queue.get(), POLL_SECONDS)
+                except TimeoutError:
+                    self._raise_failure()
+                    continue
+                unfinished -= item.finish_reason is not None
+                yield item
+        finally:
+            await asyncio.to_thread(self.abort, names)
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        with self._work:
+            wanted = list(self._left) if request_ids is None else [name for name in request_ids if name in self._left]
+            if wanted:
+                self._hand_out(self.drop(wanted))
+            self._work.notify_all()
+
+    def pause(self, mode: str = "keep") -> None:
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"unknown pause mode '{mode}': use one of {', '.join(PAUSE_MODES)}")
+        if mode == "abort":
+            self.abort()
+        while True:
+            with self._work:
+                if mode != "wait" or not self._left:
+                    self._paused = True
+                    return
+                self._advance()
+
+    def resume(self, tags: Sequence[str] | None = None) -> None:
+        if tags is not None:
+            self.take_back(tags)
+            return
+        with self._work:
+            self._paused = False
+            self._work.notify_all()
+
+    def take_back(self, tags: Sequence[str]) -> None:
+        """Undoes `release`; engines that give nothing up have nothing to do."""
+
+    def close(self) -> None:
+        self.abort()
+        with self._work:
+            self._closed = True
+            self._work.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout=CLOSE_SECONDS)
+
+    def _enter(self, requests: Sequence[Request], deliver: Deliver) -> None:
+        with self._work:
+            for request in requests:
+                name, count = request.request_id, request.params.n
+                if name in self._left:
+                    raise ValueError(f"request id '{name}' is already running: every request needs an id of its own")
+                problem = self.add(request)
+                if problem is None:
+                    self._deliver[name], self._left[name] = deliver, count
+                    continue
+                for index in range(count):
+                    deliver(Chunk(name, index, [], [], [], finish_reason="error", error=problem))
+            self._work.notify_all()
+
+    def _advance(self) -> None:
+        """One step, with the lock held."""
+        if self.has_work():
+            self._hand_out(self.step())
+
+    def _hand_out(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            name = chunk.request_id
+            self._deliver[name](chunk)
+            if chunk.finish_reason is not None:
+                self._left[name] -= 1
+                if self._left[name] == 0:
+                    del self._left[name], self._deliver[name]
+
+    def _start_thread(self) -> None:
+        with self.lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="rollout", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._work:
+                    if self._closed:
+                        return
+                    if self._paused or not self.has_work():
+                        self._work.wait(POLL_SECONDS)
+                    else:
+                        self._advance()
+        except BaseException as error:  # handed to every caller that waits
+            self._failure = error
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("the rollout's engine failed while generating") from self._failure

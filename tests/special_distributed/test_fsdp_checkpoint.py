@@ -1,0 +1,92 @@
+"""A checkpoint of the FSDP engine goes on where it stopped, on the layout that wrote it and on others."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshrl.algorithms import BatchStats
+from meshrl.engines.fsdp.engine import FSDPEngine
+from meshrl.trainer.verify import small_config, write_model
+from meshrl.workers.verification import TEMPERATURE, Trial, _loss_function, relative_difference
+from test_fsdp_engine import make_trial
+
+STEPS = 4
+
+
+def steps(trial: Trial, start: int, stop: int, load: str | None, save: str | None, wreck: bool = False):
+    """Runs steps [start, stop); returns losses, weights and one random number drawn afterwards."""
+    engine = FSDPEngine(trial.model, trial.engine, trial.optim, device=torch.device("cpu"), total_steps=STEPS, seed=5)
+    engine.initialize()
+    if load:
+        engine.load_checkpoint(Path(load), ("model", "extra") if wreck else ("model", "optimizer", "extra"))
+    losses = []
+    for batch in (trial.batches(61) * 2)[start:stop]:
+        mine = batch.chunk(engine.dp_size)[engine.dp_rank]
+        mine.meta_info = {
+            "temperature": TEMPERATURE,
+            "use_dynamic_bsz": True,
+            "max_token_len": trial.tokens_per_micro_batch,
+            "calculate_entropy": True,
+        }
+        mask = batch.batch["response_mask"]
+        stats = BatchStats(engine.gradient_ranks, int(mask.sum()), len(mask))
+        engine.optimizer_zero_grad()
+        losses.append(engine.forward_backward_batch(mine, _loss_function(stats)).metrics["loss"])
+        engine.optimizer_step()
+        engine.lr_scheduler_step()
+    engine.optimizer_zero_grad()
+    if save:
+        torch.manual_seed(stop)
+        engine.save_checkpoint(Path(save))
+    return losses, {name: value.clone() for name, value in engine.per_tensor_params()}, float(torch.rand(1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(small_config("qwen3"), tmp_path_factory.mktemp("model") / "qwen3")
+
+
+PAIRS = [
+    ("one", "one", "plain"), ("fsdp2", "fsdp2", "plain"), ("fsdp1", "fsdp1", "plain"), ("fsdp2", "fsdp2", "lora"),
+    ("one", "fsdp4", "plain"), ("fsdp4", "one", "plain"), ("fsdp2", "ddp2-fsdp2", "plain"), ("sp2", "fsdp2", "plain"),
+    ("fsdp1", "fsdp4", "plain"), ("fsdp2", "one", "lora"),
+]  # fmt: skip
+
+
+def cosine_trial(folder, layout, extra):
+    world, trial = make_trial(folder, layout, extra)
+    return world, replace(trial, optim=replace(trial.optim, lr_scheduler_type="cosine"))
+
+
+@pytest.mark.parametrize(("written_by", "read_by", "extra"), PAIRS)
+def test_goes_on_where_it_stopped(ranks, folder, tmp_path, written_by, read_by, extra):
+    world, trial = cosine_trial(folder, written_by, extra)
+    whole = ranks(world).run(steps, trial, 0, STEPS, None, None)[0]
+    ranks(world).run(steps, trial, 0, 2, None, str(tmp_path / "at2"))
+    other_world, other = cosine_trial(folder, read_by, extra)
+    for losses, weights, _ in ranks(other_world).run(steps, other, 2, STEPS, str(tmp_path / "at2"), None):
+        if written_by == read_by:
+            assert losses == whole[0][2:]
+            assert all(torch.equal(weights[name], whole[1][name]) for name in weights)
+        else:
+            # The loss is a difference of terms of order one.
+            assert losses == pytest.approx(whole[0][2:], rel=1e-5, abs=1e-6)
+            assert max(relative_difference(weights[n], whole[1][n]) for n in weights) <= 1e-5
+    # Control: without the optimizer's states the same steps end elsewhere.
+    wrecked = ranks(other_world).run(steps, other, 2, STEPS, str(tmp_path / "at2"), None, True)[0]
+    assert max(relative_difference(wrecked[1][n], whole[1][n]) for n in wrecked[1]) > 1e-3
+
+
+def test_random_states_come_back(ranks, folder, tmp_path):
+    world, trial = make_trial(folder, "fsdp2", "plain")
+    saved = ranks(world).run(steps, trial, 0, 1, None, str(tmp_path / "at1"))
+    loaded = ranks(world).run(steps, trial, 1, 1, str(tmp_path / "at1"), None)
+    assert [random for *_, random in loaded] == [random for *_, random in saved]
+
+
+def test_missing_folder_is_named(ranks, folder, tmp_path):
+    _, trial = make_trial(folder, "one", "plain")
+    with pytest.raises(AssertionError, match="no checkpoint at"):
+        ranks(1).run(steps, trial, 0, 1, str(tmp_path / "nowhere"), None)
