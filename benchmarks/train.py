@@ -37,7 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 # Tokens of a batch, length of its sequences, and our tokens per micro-batch.
 EVEN = {"0.6B": (65536, 2048, 16384), "1.7B": (65536, 2048, 8192), "4B": (32768, 4096, 4096)}
 # At 4B memory is short: micro-batches add up in bf16, and a part of the activations is computed again.
-OPTIONS: dict[str, dict[str, Any]] = {"4B": {"reduce_dtype": "bf16", "activation_memory_budget": 0.85}}
+OPTIONS: dict[str, dict[str, Any]] = {"4B": {"reduce_dtype": "bf16", "activation_memory_budget": 0.75}}
 
 
 def shape_config(name: str) -> Any:
@@ -233,8 +233,8 @@ def cases(
     def plain(name: str, lengths: np.ndarray, checkpointing: bool, train: bool = True) -> Callable[..., Any]:
         return lambda: plain_step(name, lengths, device, checkpointing, train)
 
-    def ours(name: str, lengths: np.ndarray, tokens: int, train: bool = True) -> Callable[..., Any]:
-        return lambda: engine_step(name, lengths, device, tokens, train, **OPTIONS.get(name, {}))
+    def ours(name: str, lengths: np.ndarray, tokens: int, train: bool = True, **options: Any) -> Callable[..., Any]:
+        return lambda: engine_step(name, lengths, device, tokens, train, **OPTIONS.get(name, {}), **options)
 
     for name in shapes:
         tokens, length, budget = EVEN.get(name, (4096, 256, 1024))
@@ -247,13 +247,16 @@ def cases(
         if "ragged" in parts:
             found.append(("ragged: plain, checkpointing", name, ragged, True, plain(name, ragged, True)))
             wide = max(budget, 16384) if device == "cuda" else budget
-            found.append((f"ragged: meshrl, {wide} a micro-batch", name, ragged, True, ours(name, ragged, wide)))
+            keep = {"keep_logits_megabytes": 6000}
+            found.append(
+                (f"ragged: meshrl, {wide} a micro-batch", name, ragged, True, ours(name, ragged, wide, **keep))
+            )
         if "log-probs" in parts:
             found.append(("log-probs: plain", name, even, False, plain(name, even, False, train=False)))
-            found.append(("log-probs: meshrl", name, even, False, ours(name, even, max(budget, 16384), train=False)))
+            found.append(("log-probs: meshrl", name, even, False, ours(name, even, max(budget, 32768), train=False)))
         if "log-probs" in parts and "ragged" in parts:
             found.append(("ragged log-probs: plain", name, ragged, False, plain(name, ragged, False, train=False)))
-            found.append(("ragged log-probs: meshrl", name, ragged, False, ours(name, ragged, 16384, train=False)))
+            found.append(("ragged log-probs: meshrl", name, ragged, False, ours(name, ragged, 32768, train=False)))
     return found
 
 

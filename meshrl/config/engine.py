@@ -54,15 +54,22 @@ class MegatronConfig:
     expert_model_parallel_size: int = key(1, "Expert-parallel ranks (ep).", low=1)
     expert_tensor_parallel_size: int | None = key(None, "Tensor-parallel ranks of an expert (etp); null: tp.", low=1)
     sequence_parallel: bool = key(True, "Shard the activations between tensor-parallel regions (with tp > 1).")
+    dtype: str = key("bf16", "Dtype of the weights while they compute; optimizers keep float32.", choices=DTYPES[:4])
     use_distributed_optimizer: bool = key(True, "Shard the optimizer states over data-parallel ranks.")
-    param_offload: bool = key(False, "Keep the weights in host memory between phases.", pending="offloading")
-    grad_offload: bool = key(False, "Keep the gradients in host memory between phases.", pending="offloading")
-    optimizer_offload: bool = key(False, "Keep the optimizer states in host memory.", pending="offloading")
+    overlap_grad_reduce: bool = key(False, "Reduce gradients while the backward pass still computes.")
+    overlap_param_gather: bool = key(False, "Gather updated weights while the next forward pass computes.")
+    param_offload: bool = key(False, "Keep the weights in host memory between phases.")
+    grad_offload: bool = key(False, "Give the memory of the gradients back between updates.")
+    optimizer_offload: bool = key(False, "Keep the optimizer states in host memory between updates.")
     use_dist_checkpointing: bool = key(
-        False, "Load weights from a Megatron distributed checkpoint.", pending="distributed checkpoints"
+        False, "Load weights from a Megatron distributed checkpoint.", pending="weights are read from Hugging Face files"
+    )
+    make_vocab_size_divisible_by: int = key(128, "Pad the vocabulary to a multiple of this on each tp rank.", low=1)
+    use_transformer_engine: bool | None = key(
+        None, "TransformerEngine's layers instead of Megatron-Core's own; null: where it is installed."
     )
     override_transformer_config: dict[str, Any] = key({}, "Fields of Megatron's TransformerConfig to set.")
-    schedule_type: str = key("auto", "Pipeline schedule.", choices=("auto", "1f1b", "interleaved"))
+    schedule_type: str = key("auto", "Pipeline schedule.", choices=("auto", "1f1b", "interleaved", "no-pipelining"))
     balance_algorithm: str = key(
         "kk",
         "How micro-batches are balanced over a pipeline.",
@@ -87,5 +94,8 @@ class EngineConfig:
     grad_clip: float = key(1.0, "Largest gradient norm of an optimizer step.", low=1e-9)
     activation_memory_budget: float = key(
         1.0, "With use_torch_compile: share of the activations to keep; the rest is computed again.", low=0, high=1
+    )
+    keep_logits_megabytes: int = key(
+        4096, "Keep a micro-batch's 16-bit logits for backward up to this size; beyond, compute them twice.", low=0
     )
     use_torch_compile: bool = key(False, "Compile the layers (on GPUs).")

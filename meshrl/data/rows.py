@@ -94,8 +94,13 @@ def _take(value: Any, index: torch.Tensor, memo: Memo) -> Any:
     if isinstance(value, np.ndarray):
         return value[index.numpy()]
     if isinstance(value, torch.Tensor):
-        return value.index_select(0, index.to(value.device))
+        return value.index_select(0, _send(index, value.device))
     return value[index]
+
+
+def _send(index: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Row numbers on a tensor's device, by way of pinned memory: the host does not wait for the device's work."""
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index.to(device)
 
 
 def _repeat(value: Any, times: int, interleave: bool, memo: Memo) -> Any:

@@ -1,21 +1,20 @@
 """From hidden states to log-probs and entropy, without ever holding `tokens × vocabulary` in float32.
 
-The output projection, the soft-max and their gradients run over chunks of tokens. The forward pass keeps only two
-numbers a token; the backward pass computes each chunk's logits again: one matrix product more, and the memory saved.
+The output projection, the soft-max and their gradients run over chunks of tokens. The forward pass keeps two numbers a
+token and, up to a limit, the logits in their 16-bit type; beyond it the backward pass computes each chunk's logits
+again: one matrix product more, and the memory saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# How many logits a chunk holds at most. On a GPU a chunk must be large enough to keep the matrix units busy; float32
-# values exist there only inside a fused kernel.
+# How many logits a chunk holds at most. On a GPU a chunk must be large enough to keep the matrix units busy.
 CHUNK_ELEMENTS = 1 << 25
 CHUNK_ELEMENTS_ON_GPU = 1 << 29
 
@@ -33,10 +32,12 @@ def linear_log_probs(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    keep_bytes: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs of `targets` [tokens] and entropies, for logits `(hidden @ weight.T + bias) / temperature`.
 
-    Both results are float32 [tokens] and differentiable in hidden, weight and bias.
+    Both results are float32 [tokens] and differentiable in hidden, weight and bias. Logits of a 16-bit type that take
+    at most `keep_bytes` wait for the backward pass instead of being computed twice.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(
@@ -44,7 +45,7 @@ def linear_log_probs(
         )
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0 to compute log-probs, got {temperature}")
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy)
+    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, keep_bytes)
     return log_probs, entropy if with_entropy else None
 
 
@@ -85,14 +86,13 @@ def _chunk_gradient(
     return (grad / temperature).to(logits.dtype)
 
 
-@cache
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as one kernel over the chunk, for any number of rows."""
-    return torch.compile(function, dynamic=True)
+def _chunk_functions(on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The two functions above, or the GPU's kernels for them."""
+    if not on_gpu:
+        return _chunk_outputs, _chunk_gradient
+    from meshrl.engines.log_prob_kernels import chunk_gradient, chunk_outputs
 
-
-def _for_device(function: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
-    return _fused(function) if tensor.is_cuda else function
+    return chunk_outputs, chunk_gradient
 
 
 def _weight_gradient(grad_logits: Tensor, hidden: Tensor) -> Tensor:
@@ -112,16 +112,25 @@ class _LinearLogProbs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         with_entropy: bool,
+        keep_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         n = hidden.shape[0]
+        size = hidden.element_size()
+        keeps = size == 2 and any(ctx.needs_input_grad) and n * weight.shape[0] * size <= keep_bytes
+        # An attribute, not a saved tensor: activation offload must not carry it to the host.
+        ctx.kept = {}
+        # What is kept anyway needs no chunks.
+        ctx.step = step = n if keeps and n else tokens_per_chunk(weight.shape[0], hidden.is_cuda)
         log_sums, log_probs = (hidden.new_empty(n, dtype=torch.float32) for _ in range(2))
         entropy = hidden.new_empty(n if with_entropy else 0, dtype=torch.float32)
-        step = tokens_per_chunk(weight.shape[0], hidden.is_cuda)
+        chunk_outputs, _ = _chunk_functions(hidden.is_cuda)
         for i in range(0, n, step):
             part = slice(i, i + step)
             logits = F.linear(hidden[part], weight, bias)
-            outputs = _for_device(_chunk_outputs, hidden)(logits, targets[part], temperature, with_entropy)
+            outputs = chunk_outputs(logits, targets[part], temperature, with_entropy)
             log_sums[part], log_probs[part] = outputs[:2]
+            if keeps:
+                ctx.kept[i] = logits
             if with_entropy:
                 entropy[part] = outputs[2]
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy)
@@ -132,22 +141,23 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_sums, entropy = ctx.saved_tensors
-        n, step = hidden.shape[0], tokens_per_chunk(weight.shape[0], hidden.is_cuda)
+        n, step = hidden.shape[0], ctx.step
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # A rank without tokens still owes its peers a gradient of zeros.
         grad_weight = None if n > 0 else torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        _, chunk_gradient = _chunk_functions(hidden.is_cuda)
         for i in range(0, n, step):
             part = slice(i, i + step)
             grads = [None if g is None else g[part] for g in grad_outputs]  # None where the loss does not use it
-            logits = F.linear(hidden[part], weight, bias)
-            grad = _for_device(_chunk_gradient, hidden)(
-                logits, targets[part], log_sums[part], entropy[part], *grads, ctx.temperature
-            )
+            logits = ctx.kept.pop(i, None)
+            if logits is None:
+                logits = F.linear(hidden[part], weight, bias)
+            grad = chunk_gradient(logits, targets[part], log_sums[part], entropy[part], *grads, ctx.temperature)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
             if ctx.needs_input_grad[1]:
-                product = _weight_gradient(grad, hidden[part])
+                product = grad.t() @ hidden if step >= n else _weight_gradient(grad, hidden[part])
                 grad_weight = product if grad_weight is None else grad_weight.add_(product)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
@@ -155,7 +165,5 @@ class _LinearLogProbs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
+            *([None] * 4),
         )

@@ -214,3 +214,74 @@ def test_shapes_that_do_not_belong_together_are_named():
         linear_log_probs(given["hidden"], given["weight"], given["targets"][1:])
     with pytest.raises(ValueError, match="hidden must be"):
         linear_log_probs(given["hidden"][None], given["weight"], given["targets"])
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_kept_logits_give_what_logits_computed_twice_give(with_bias):
+    given = inputs(dtype=torch.bfloat16)
+    found = []
+    for keep_bytes in (0, TOKENS * VOCABULARY * 2):
+        ours = leaves(given, with_bias, torch.bfloat16)
+        with CountProducts() as products:
+            got = linear_log_probs(
+                ours["hidden"],
+                ours["weight"],
+                given["targets"],
+                bias=ours.get("bias"),
+                with_entropy=True,
+                keep_bytes=keep_bytes,
+            )
+            loss_of(*got, "both").backward()
+        found.append((products.count, got, ours))
+    (twice, want, exact), (once, got, ours) = found
+    assert once == twice - 1
+    for mine, theirs in zip(got, want, strict=True):
+        assert torch.equal(mine, theirs)
+    for name, leaf in ours.items():
+        assert torch.equal(leaf.grad, exact[name].grad), name
+
+
+def test_float32_logits_are_never_kept():
+    given = inputs()
+    with CountProducts() as products:
+        ours = leaves(given, False, torch.float32)
+        linear_log_probs(ours["hidden"], ours["weight"], given["targets"], keep_bytes=1 << 30)[0].sum().backward()
+    assert products.count == 4  # logits, logits again, two gradients
+
+
+class CountProducts(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("uses", ["log_probs", "entropy", "both"])
+@pytest.mark.parametrize(("tokens", "vocabulary", "keep"), [(37, 9001, 0), (37, 9001, 1 << 30), (5, 151936, 0)])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_gpu_kernels_equal_log_softmax(monkeypatch, uses, tokens, vocabulary, keep, temperature):
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS_ON_GPU", 16 * vocabulary)
+    generator = torch.Generator().manual_seed(0)
+    # Values whose products are exact in bfloat16: what differs is the kernels' own doing.
+    hidden = torch.randint(-3, 4, (tokens, 64), generator=generator).bfloat16().cuda()
+    weight = (torch.randint(-2, 3, (vocabulary, 64), generator=generator) / 8).bfloat16().cuda()
+    targets = torch.randint(0, vocabulary, (tokens,), generator=generator).cuda()
+    ours, exact = (
+        [x.clone().requires_grad_() for x in (hidden, weight)],
+        [x.double().requires_grad_() for x in (hidden, weight)],
+    )
+    got = linear_log_probs(*ours, targets, temperature=temperature, with_entropy=True, keep_bytes=keep)
+    want = reference(*exact, targets, None, temperature)
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=2e-3, atol=2e-3)
+    loss_of(*(x.cpu() for x in got), uses).backward()
+    loss_of(*(x.cpu() for x in want), uses).backward()
+    for mine, theirs in zip(ours, exact, strict=True):
+        assert (mine.grad.double() - theirs.grad).abs().max() < 0.02 * theirs.grad.abs().max()

@@ -97,8 +97,7 @@ class FSDPEngine(Engine):
             compile_layers(self.hf_model, self.engine_config.activation_memory_budget)
         self.param_names = [name for name, _ in self.hf_model.named_parameters()]
         masters = {n: p.detach() for n, p in self.hf_model.named_parameters()} if how == "whole-bf16" else {}
-        wrapper = PackedCausalLM if self.head == "lm" else PackedValueModel
-        self.sharding = self._shard(wrapper(self.hf_model), how)
+        self.sharding = self._shard(self._wrap(self.hf_model), how)
         self.module = self.sharding.module
         if model.random_init:
             fill_randomly(self.module, self.device)
@@ -140,6 +139,11 @@ class FSDPEngine(Engine):
             override=dict(model.override_config),
             trust_remote_code=model.trust_remote_code,
         )
+
+    def _wrap(self, hf_model: PreTrainedModel) -> PackedModel:
+        if self.head == "value":
+            return PackedValueModel(hf_model)
+        return PackedCausalLM(hf_model, self.engine_config.keep_logits_megabytes << 20)
 
     def _shard(self, module: PackedModel, how: str) -> Sharding:
         config = self.engine_config.fsdp_config
@@ -188,9 +192,10 @@ class FSDPEngine(Engine):
             raise ValueError("forward_backward_batch needs a loss_function unless forward_only is set")
         outputs: list[dict[str, Tensor]] = []
         metrics_of: list[dict[str, Tensor]] = []
-        parts = self._prepare(data)
+        places: list[np.ndarray | None] = []
         with self.eval_mode() if forward_only else self.train_mode(), torch.set_grad_enabled(not forward_only):
-            for part in parts:
+            for part in self._prepare(data):
+                places.append(part.rows)
                 with self._activations():
                     output = self._run_model(part, data.meta_info)
                     if loss_function is None:
@@ -205,12 +210,11 @@ class FSDPEngine(Engine):
                     outputs.append(output)
                 else:
                     loss.backward()
-        tensors = in_batch_order(parts, outputs) if forward_only else {}
+        tensors = in_batch_order(places, outputs) if forward_only else {}
         return BatchOutput(tensors, self._reduce(metrics_of) if metrics_of else {})
 
-    def _prepare(self, data: DataProto) -> list[MicroBatch]:
-        """Packs and sends every micro-batch before the first runs, so that the device never waits for the host."""
-        prepared = []
+    def _prepare(self, data: DataProto) -> Iterator[MicroBatch]:
+        """Packs and sends one micro-batch after the other, each while the device still works on those before."""
         on_device = DataProto(data.batch.to(self.device), {}, {})
         make_row = pack if self.packs else keep_padding
         for rows in self._micro_batches(data):
@@ -220,8 +224,7 @@ class FSDPEngine(Engine):
             shard = None
             if self.packs:
                 shard = self.sequence.shard(PackedSequences.of(row.lengths, self.device).ready())
-            prepared.append(MicroBatch(rows, row, shard, on_device.select_idxs(picked)))
-        return prepared
+            yield MicroBatch(rows, row, shard, on_device.select_idxs(picked))
 
     def _activations(self) -> AbstractContextManager[Any]:
         """Where activations wait for the backward pass."""
@@ -323,9 +326,9 @@ class MicroBatch:
     data: DataProto
 
 
-def in_batch_order(parts: list[MicroBatch], outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def in_batch_order(places: list[np.ndarray | None], outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The outputs of all micro-batches but stand-ins, on the host, in the order of the batch."""
-    real = [(part.rows, output) for part, output in zip(parts, outputs, strict=True) if part.rows is not None]
+    real = [(rows, output) for rows, output in zip(places, outputs, strict=True) if rows is not None]
     order = torch.from_numpy(np.concatenate([rows for rows, _ in real])).argsort()
     return {name: torch.cat([output[name] for _, output in real]).cpu()[order] for name in real[0][1]}
 

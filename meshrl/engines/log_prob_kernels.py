@@ -1,0 +1,103 @@
+"""Two GPU kernels between logits and log-probs: each reads the 16-bit logits once, and holds float32 in registers only.
+
+The gradient is written over the logits, so that no second `tokens × vocabulary` buffer exists.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FORWARD_BLOCK = 4096
+BACKWARD_BLOCK = 4096
+NUM_WARPS = 8
+
+
+@triton.jit
+def _forward(  # type: ignore[no-untyped-def]
+    logits, targets, log_sums, log_probs, entropies, vocab, inverse_temperature,
+    with_entropy: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """One row a program: running maximum, sum of exponentials and, for the entropy, their mean logit."""
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * vocab
+    largest = -float("inf")
+    total = 0.0
+    weighted = 0.0  # sum of exp(x - largest) * (x - largest)
+    for first in range(0, vocab, block):
+        columns = first + tl.arange(0, block)
+        inside = columns < vocab
+        x = tl.load(start + columns, mask=inside, other=-float("inf")).to(tl.float32) * inverse_temperature
+        new_largest = tl.maximum(largest, tl.max(x, 0))
+        shift = tl.where(largest == -float("inf"), 0.0, largest - new_largest)
+        scale = tl.exp(shift)
+        e = tl.exp(x - new_largest)
+        if with_entropy:
+            terms = tl.where(inside & (e > 0), e * (x - new_largest), 0.0)
+            weighted = scale * (weighted + shift * total) + tl.sum(terms, 0)
+        total = scale * total + tl.sum(e, 0)
+        largest = new_largest
+    log_sum = largest + tl.log(total)
+    chosen = tl.load(start + tl.load(targets + row)).to(tl.float32) * inverse_temperature
+    tl.store(log_sums + row, log_sum)
+    tl.store(log_probs + row, chosen - log_sum)
+    if with_entropy:
+        tl.store(entropies + row, tl.log(total) - weighted / total)
+
+
+@triton.jit
+def _backward(  # type: ignore[no-untyped-def]
+    logits, targets, log_sums, entropies, grad_log_probs, grad_entropies, vocab, inverse_temperature,
+    with_log_prob: tl.constexpr, with_entropy: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """d loss / d logit, written over the logit."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < vocab
+    place = logits + row * vocab + columns
+    log_p = tl.load(place, mask=inside, other=0.0).to(tl.float32) * inverse_temperature - tl.load(log_sums + row)
+    p = tl.exp(log_p)
+    grad = tl.zeros([block], tl.float32)
+    if with_log_prob:
+        hit = tl.where(columns == tl.load(targets + row), 1.0, 0.0)
+        grad += tl.load(grad_log_probs + row) * (hit - p)
+    if with_entropy:
+        grad -= tl.load(grad_entropies + row) * p * (log_p + tl.load(entropies + row))
+    tl.store(place, (grad * inverse_temperature).to(logits.dtype.element_ty), mask=inside)
+
+
+def chunk_outputs(
+    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-sum, log-prob of the target, and entropy (or nothing) of each row of logits."""
+    rows, vocab = logits.shape
+    log_sums, log_probs = (torch.empty(rows, device=logits.device) for _ in range(2))
+    entropy = torch.empty(rows if with_entropy else 0, device=logits.device)
+    if rows:
+        _forward[(rows,)](
+            logits, targets, log_sums, log_probs, entropy, vocab, 1.0 / temperature, with_entropy,
+            FORWARD_BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return log_sums, log_probs, entropy
+
+
+def chunk_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    log_sum: Tensor,
+    entropy: Tensor,
+    grad_log_prob: Tensor | None,
+    grad_entropy: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """The gradient with respect to the logits, in their own memory."""
+    rows, vocab = logits.shape
+    grads = [None if g is None else g.contiguous() for g in (grad_log_prob, grad_entropy)]
+    if rows:
+        _backward[(rows, triton.cdiv(vocab, BACKWARD_BLOCK))](
+            logits, targets, log_sum, entropy, *(log_sum if g is None else g for g in grads), vocab, 1.0 / temperature,
+            grads[0] is not None, grads[1] is not None, BACKWARD_BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return logits
