@@ -4,9 +4,10 @@
 
 GAE: the loop goes over time, backwards, one vector operation a step. GRPO, RLOO and OPO: the loop goes over samples.
 Both sides return advantages and returns from the same inputs, an int64 mask among them. The same at a quarter of the
-batch shows how the time grows with it. Every figure is CPU time of one thread, the best of `--repeats` turns of at
-least 0.2 s, after a first run of each and in a process that keeps freed memory, as that of a trainer does after some
-steps; the difference is the largest between our results and the loop's.
+batch shows how the time grows with it. Two tables: time on the clock with all threads that torch takes by default (a
+loop's small operations cannot use them), and CPU time of one thread. Every figure is the best of `--repeats` turns of
+at least 0.2 s, after a first run of each and in a process that keeps freed memory, as that of a trainer does after
+some steps; the difference is the largest between our results and the loop's.
 """
 
 import argparse
@@ -133,17 +134,19 @@ def group_case(verl: ModuleType | None, name: str) -> Case:
     )
 
 
-def best_seconds(runs: list[Run | None], repeats: int) -> list[float | None]:
+def best_seconds(
+    runs: list[Run | None], repeats: int, clock: Callable[[], float] = time.process_time
+) -> list[float | None]:
     """The best time of each, taking turns of at least 0.2 s."""
     best = [float("inf")] * len(runs)
     for _ in range(repeats):
         for place, run in enumerate(runs):
-            begin = time.process_time()
+            begin = clock()
             while run is not None:
-                start = time.process_time()
+                start = clock()
                 run()
-                best[place] = min(best[place], time.process_time() - start)
-                if time.process_time() - begin > 0.2:
+                best[place] = min(best[place], clock() - start)
+                if clock() - begin > 0.2:
                     break
     return [None if run is None else seconds for run, seconds in zip(runs, best, strict=True)]
 
@@ -152,7 +155,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     # Once a block of this size was freed, glibc no longer hands the memory of a freed result back to the system, to be
     # mapped anew, page by page, at the next call of either side.
     torch.ones(31 * 2**18)
@@ -162,15 +164,23 @@ def main() -> None:
         verl = None
         Console().print(f"verl is not compared: {error}")
 
-    table = Table(title="advantage estimators, CPU time of one thread, ms")
+    cases = [gae_case(verl, False), gae_case(verl, True)] + [group_case(verl, name) for name in ("grpo", "rloo", "opo")]
+    threads = torch.get_num_threads()
+    show(cases, f"time on the clock with {threads} threads", options.repeats, time.perf_counter)
+    torch.set_num_threads(1)
+    show(cases, "CPU time of one thread", options.repeats, time.process_time)
+
+
+def show(cases: list[Case], what: str, repeats: int, clock: Callable[[], float]) -> None:
+    """Measures every case and prints a table."""
+    table = Table(title=f"advantage estimators, {what}, ms")
     columns = ("", "meshrl", "loop", "loop / meshrl", "verl", "verl / meshrl", "batch / its quarter", "difference")
     for name in columns:
         table.add_column(name, justify="right" if name else "left")
-    cases = [gae_case(verl, False), gae_case(verl, True)] + [group_case(verl, name) for name in ("grpo", "rloo", "opo")]
     for case in cases:
         pairs = zip(case.ours(), case.loop(), strict=True)  # also the first, untimed run of both
         difference = max((ours - loop).abs().max().item() for ours, loop in pairs)
-        ours, loop, theirs, quarter = best_seconds([case.ours, case.loop, case.verl, case.quarter], options.repeats)
+        ours, loop, theirs, quarter = best_seconds([case.ours, case.loop, case.verl, case.quarter], repeats, clock)
         assert ours is not None
         assert loop is not None
         assert quarter is not None

@@ -1,7 +1,7 @@
 """Training speed on one GPU: our FSDP engine beside plain transformers, same shapes, data and loss, in the same run.
 
     python benchmarks/train.py [--shapes 1.7B 4B] [--parts even ragged log-probs] [--out results.json]
-    python benchmarks/train.py --cpu
+    python benchmarks/train.py --cpu          # a tiny model: packed against padded, and what each axis costs
 
 Qwen3 shapes, random weights, bf16 compute. Plain: bf16 weights and moments, SDPA, padded micro-batches of 16,384,
 with or without gradient checkpointing. Ours: float32 master weights and moments, packed micro-batches. Utilisation is
@@ -147,7 +147,7 @@ def plain_step(name: str, lengths: np.ndarray, device: str, checkpointing: bool,
 def engine_step(
     name: str, lengths: np.ndarray, device: str, tokens: int, train: bool, **options: Any
 ) -> Callable[[], None]:
-    """Our engine on packed rows; float32 master weights and moments."""
+    """Our engine on packed rows; float32 master weights and moments. Ranks take equal shares of the samples."""
     import torch.distributed as dist
 
     from meshrl.algorithms import BatchStats, agg_loss
@@ -175,9 +175,10 @@ def engine_step(
     )
     engine = FSDPEngine(model, engine_config, OptimConfig() if train else None, device=torch.device(device))
     engine.initialize()
-    data = make_batch(lengths, config.vocab_size)
+    whole = make_batch(lengths, config.vocab_size)
+    stats = BatchStats(engine.gradient_ranks, int(whole.batch["response_mask"].sum()), len(lengths))
+    data = whole.select_idxs(np.arange(engine.dp_rank, len(lengths), engine.dp_size))
     data.meta_info = {"temperature": 1.0, "use_dynamic_bsz": True, "max_token_len": tokens}
-    stats = BatchStats(1, int(data.batch["response_mask"].sum()), len(lengths))
 
     def loss_function(output: dict[str, torch.Tensor], micro_batch: Any) -> Any:
         loss = agg_loss(-output["log_probs"], micro_batch.batch["response_mask"], "token-mean", stats=stats)
@@ -260,6 +261,55 @@ def cases(
     return found
 
 
+# Axes over two or four ranks, and the same tokens a rank and micro-batch.
+AXES: dict[str, tuple[int, dict[str, int]]] = {
+    "one process": (1, {}),
+    "fsdp 2": (2, {}),
+    "ddp 2": (2, {"fsdp_size": 1}),
+    "sp 2": (2, {"ulysses_sequence_parallel_size": 2}),
+    "cp 2": (2, {"context_parallel_size": 2}),
+    "fsdp 2 x sp 2": (4, {"ulysses_sequence_parallel_size": 2}),
+    "fsdp 2 x cp 2": (4, {"context_parallel_size": 2}),
+}
+
+
+def axis_rank(rank: int, world: int, options: dict[str, int], store: str, out: str) -> None:
+    """One rank of an axis's measurement: CPU-seconds of a training step, written to `out`."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    lengths = ragged_lengths(8192, cap=512, mean=64.0)
+    lengths = lengths[: len(lengths) // 4 * 4]
+    step = engine_step("tiny", lengths, "cpu", 1024, True, **options)
+    step()
+    dist.barrier()
+    used = time.process_time()
+    for _ in range(3):
+        step()
+    Path(f"{out}-{rank}").write_text(str((time.process_time() - used) / 3 / lengths.sum()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def axis_costs() -> None:
+    """What each axis costs in CPU time: all ranks together, on the same tokens."""
+    import torch.multiprocessing as mp
+
+    table = Table(title="cost of each axis on CPU processes (gloo), tiny model, packed ragged lengths")
+    for heading in ("axis", "ranks", "CPU-µs a token, all ranks", "against one process"):
+        table.add_column(heading, justify="left" if heading == "axis" else "right")
+    first = 0.0
+    for name, (world, options) in AXES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(axis_rank, (world, options, f"{folder}/store", f"{folder}/out"), nprocs=world)
+            cost = sum(float(Path(f"{folder}/out-{rank}").read_text()) for rank in range(world)) * 1e6
+        first = first or cost
+        table.add_row(name, str(world), f"{cost:.0f}", f"{cost / first:.2f}x")
+    Console(width=130).print(table)
+
+
 def show(rows: list[dict[str, Any]], device: str) -> None:
     """The table."""
     table = Table(title=f"training on one {device}, Qwen3 shapes, random weights")
@@ -278,7 +328,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=None)
     parser.add_argument("--parts", nargs="+", default=["even", "ragged", "log-probs"])
-    parser.add_argument("--cpu", action="store_true", help="a tiny model on the CPU: packed against padded")
+    parser.add_argument(
+        "--cpu", action="store_true", help="a tiny model on the CPU: packed against padded, and each axis"
+    )
     parser.add_argument("--only", default="", help="only cases whose label contains this")
     parser.add_argument("--out", type=Path, help="also write the rows here, as JSON")
     args = parser.parse_args()
@@ -292,6 +344,8 @@ def main() -> None:
             if args.out:
                 args.out.write_text(json.dumps(rows, indent=1))
     show(rows, device)
+    if device == "cpu":
+        axis_costs()
 
 
 if __name__ == "__main__":

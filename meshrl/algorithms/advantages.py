@@ -14,7 +14,7 @@ import torch
 
 from meshrl.algorithms.checks import check_finite, check_length, check_matrix, check_not_empty
 from meshrl.algorithms.masked import Moments, mask_bytes, masked_whiten, row_blocks, whiten_
-from meshrl.algorithms.recurrence import TokenCompaction, discounted_suffix_sum
+from meshrl.algorithms.recurrence import TokenCompaction, discounted_suffix_sum, has_gaps
 from meshrl.algorithms.registry import Registry
 
 Advantages = tuple[torch.Tensor, torch.Tensor]
@@ -103,34 +103,39 @@ def compute_gae_advantage_return(
     """Generalised advantage estimation (arXiv:1506.02438), whitened over the batch's tokens; returns are not."""
     check_matrix(token_level_rewards=token_level_rewards, values=values, response_mask=response_mask)
     check_not_empty(response_mask)
-    tokens = TokenCompaction(response_mask)
-    rewards = tokens.compact_rewards(token_level_rewards.float())
-    own_values = tokens.compact(values.float()) if tokens.has_gaps else values.float()
-    returns, advantages, moments = _dense_gae(rewards, own_values, tokens.at_left, gamma, lam)
+    mask = response_mask.bool()
+    returns, advantages, moments = _gae(token_level_rewards, values, mask, gamma, lam)
     # A NaN or inf in either input reaches the moments, so the matrices are searched only to say where.
     if not math.isfinite(moments.squares):
         check_finite("token_level_rewards", token_level_rewards)
-        check_finite("values", values, response_mask)
+        check_finite("values", values, mask)
         # Then it stands under a zero of the mask, where it does not matter.
-        own_values = own_values.masked_fill(~tokens.at_left, 0.0)
-        returns, advantages, moments = _dense_gae(rewards, own_values, tokens.at_left, gamma, lam)
+        returns, advantages, moments = _gae(token_level_rewards, values.masked_fill(~mask, 0.0), mask, gamma, lam)
         check_finite("returns", returns)
-    return tokens.spread(whiten_(advantages, tokens.at_left, moments)), tokens.spread(returns)
+    return whiten_(advantages, mask, moments), returns
 
 
-def _dense_gae(
+def _gae(
     rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
 ) -> tuple[torch.Tensor, torch.Tensor, Moments]:
-    """Returns, advantages and the advantages' moments for a mask without gaps; rewards are zero outside it."""
+    """Returns, advantages and the advantages' moments, in one pass over blocks of rows."""
     returns = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-    advantages, moments = torch.empty_like(returns), Moments()
-    for rows, (weight, own, targets) in row_blocks(values, buffers=3):
-        torch.mul(values[rows], weight.copy_(mask_bytes(mask[rows])), out=own)
+    advantages, moments, may_have_gaps = torch.empty_like(returns), Moments(), has_gaps(mask)
+    for rows, (weight, targets) in row_blocks(returns, buffers=2):
+        tokens, block, own = TokenCompaction(mask[rows], may_have_gaps), returns[rows], values[rows].float()
+        own_rewards = tokens.compact_rewards(rewards[rows].float())
         # The return of GAE is R_t = r_t + gamma ((1 - lam) V_{t+1} + lam R_{t+1}), and the advantage is R_t - V_t.
-        torch.add(rewards[rows, :-1], own[:, 1:], alpha=gamma * (1.0 - lam), out=targets[:, :-1])
-        targets[:, -1] = rewards[rows, -1]
-        discounted_suffix_sum(targets, gamma * lam, out=returns[rows], overwrite=True)
-        moments.add(torch.sub(returns[rows], own, out=advantages[rows]), weight, scratch=targets)
+        steps = tokens.compact(own) if tokens.has_gaps else own
+        weight.copy_(mask_bytes(tokens.at_left))
+        next_share = gamma * (1.0 - lam)
+        torch.addcmul(own_rewards[:, :-1], steps[:, 1:], weight[:, 1:], value=next_share, out=targets[:, :-1])
+        targets[:, -1] = own_rewards[:, -1]
+        discounted_suffix_sum(targets, gamma * lam, out=block)
+        if tokens.has_gaps:
+            block.copy_(tokens.spread(block))
+            weight.copy_(tokens.flags)
+        torch.addcmul(block, own, weight, value=-1.0, out=advantages[rows])
+        moments.add(advantages[rows], weight, scratch=targets)
     return returns, advantages, moments
 
 

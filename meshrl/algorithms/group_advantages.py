@@ -11,7 +11,7 @@ import torch
 from meshrl.algorithms.advantages import Advantages, GroupIndex, outcome_scores, register_adv_est, to_tokens
 from meshrl.algorithms.checks import check_finite, check_length
 from meshrl.algorithms.groups import Groups
-from meshrl.algorithms.masked import mask_bytes, masked_whiten
+from meshrl.algorithms.masked import mask_bytes, masked_whiten, row_blocks
 
 
 def _normalised(scores: torch.Tensor, groups: Groups, epsilon: float, by_std: bool) -> torch.Tensor:
@@ -180,11 +180,12 @@ def compute_opo_outcome_advantage(
     """OPO (arXiv:2505.23585): score minus the group's mean weighted by response length. `epsilon` is not used."""
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
-    weight = mask_bytes(response_mask).float()
-    lengths = weight.sum(-1)
+    advantages, lengths = torch.empty_like(response_mask, dtype=torch.float32), torch.empty_like(scores)
+    for rows, _ in row_blocks(advantages):
+        torch.sum(advantages[rows].copy_(mask_bytes(response_mask[rows])), -1, out=lengths[rows])
     offset = scores - groups.first(scores)
     baseline = (groups.sum(lengths * offset) / groups.sum(lengths).clamp(min=1)).index_select(0, groups.of_sample)
-    advantages = weight.mul_((offset - baseline)[:, None])
+    advantages.mul_((offset - baseline)[:, None])
     return advantages, advantages
 
 

@@ -8,7 +8,7 @@ import torch
 
 from meshrl.algorithms.checks import check_not_empty
 
-BLOCK_ELEMENTS = 2**17  # half a megabyte of float32
+BLOCK_ELEMENTS = 2**18  # a megabyte of float32
 
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
@@ -37,8 +37,8 @@ def mask_bytes(mask: torch.Tensor) -> torch.Tensor:
 
 
 def any_above(flags: torch.Tensor, others: torch.Tensor) -> bool:
-    """Is any of the `mask_bytes` 1 where the other is 0? On a CPU several times as fast as a comparison and any()."""
-    return int((flags - others).amax()) > 0
+    """Is any of the `mask_bytes` 1 where the other is 0? On a CPU amax() is much faster than any()."""
+    return bool((flags > others).view(torch.int8).amax())
 
 
 def zero_outside(values: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -66,6 +66,11 @@ def row_blocks(matrix: torch.Tensor, buffers: int = 0) -> Iterator[tuple[slice, 
         yield slice(start, start + step), block
 
 
+def _squared_norm(matrix: torch.Tensor) -> float:
+    """The sum of the squares, row by row first: one long float32 sum would lose digits."""
+    return float(torch.linalg.vector_norm(torch.linalg.vector_norm(matrix, dim=-1))) ** 2
+
+
 @dataclass
 class Moments:
     """Count, mean and sum of squared deviations of set elements, gathered block by block without loss of precision."""
@@ -80,10 +85,10 @@ class Moments:
         if count == 0:
             return
         mean = float(values.sum()) / count
-        around_zero = float(torch.linalg.vector_norm(values)) ** 2
+        around_zero = _squared_norm(values)
         squares = around_zero - count * mean**2
         if not squares > 0.5 * around_zero:  # the difference would lose digits
-            squares = float(torch.linalg.vector_norm(torch.sub(values, mean, out=scratch).mul_(weight))) ** 2
+            squares = _squared_norm(torch.sub(values, mean, out=scratch).mul_(weight))
         total, step = self.count + count, mean - self.mean
         self.squares += squares + step**2 * self.count * count / total
         self.mean += step * count / total

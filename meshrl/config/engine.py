@@ -13,7 +13,9 @@ STRATEGIES = ("fsdp2", "fsdp", "megatron")
 class MixedPrecisionConfig:
     param_dtype: str = key("bf16", "Dtype of the parameters while they compute.", choices=DTYPES)
     reduce_dtype: str = key("fp32", "Dtype in which gradients are reduced.", choices=DTYPES)
-    buffer_dtype: str = key("fp32", "Dtype of the buffers.", choices=DTYPES, pending="FSDP2 leaves buffers as they are")
+    buffer_dtype: str = key(
+        "fp32", "Dtype of the buffers; rounding rotary frequencies shifts positions.", choices=DTYPES
+    )
 
 
 @dataclass
@@ -62,7 +64,9 @@ class MegatronConfig:
     grad_offload: bool = key(False, "Give the memory of the gradients back between updates.")
     optimizer_offload: bool = key(False, "Keep the optimizer states in host memory between updates.")
     use_dist_checkpointing: bool = key(
-        False, "Load weights from a Megatron distributed checkpoint.", pending="weights are read from Hugging Face files"
+        False,
+        "Load weights from a Megatron distributed checkpoint.",
+        pending="weights are read from Hugging Face files",
     )
     make_vocab_size_divisible_by: int = key(128, "Pad the vocabulary to a multiple of this on each tp rank.", low=1)
     use_transformer_engine: bool | None = key(

@@ -90,7 +90,31 @@ def test_a_suffix_sum_goes_where_it_is_told_and_leaves_its_input_alone(length: i
     torch.testing.assert_close(out, slow.float())
     assert torch.equal(given, values)
     torch.testing.assert_close(discounted_suffix_sum(given.T.contiguous().T, 0.5), slow.float())
-    torch.testing.assert_close(discounted_suffix_sum(given, 0.5, overwrite=True), slow.float())
+
+
+def test_rows_in_several_blocks_some_with_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, gapped = example(5, 65, gaps=False), example(5, 65, gaps=True, seed=1)
+    rewards, mask, values = (torch.cat(pair) for pair in zip(plain, gapped, strict=True))
+    slow = slow_gae(rewards, values, mask, 0.99, 0.95)
+    for rows in (1, 3, 5, 10):
+        monkeypatch.setattr("meshrl.algorithms.masked.BLOCK_ELEMENTS", rows * 65)
+        advantages, returns = compute_gae_advantage_return(rewards, values, mask, 0.99, 0.95)
+        torch.testing.assert_close(returns, (slow + values) * mask, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(advantages, whitened(slow, mask), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_tf32_for_models_leaves_advantages_exact() -> None:
+    rewards, mask, values = example(5, 300, gaps=False)
+    expected = compute_gae_advantage_return(rewards, values, mask, 0.99, 0.95)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        found = compute_gae_advantage_return(rewards.cuda(), values.cuda(), mask.cuda(), 0.99, 0.95)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("gaps", [False, True])

@@ -7,16 +7,13 @@ extra-<rank>.pt                    schedule and random states, one file a rank
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -25,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from meshrl.engines.extra_state import load_extra, save_extra
 from meshrl.engines.master import MasterAdamW
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ def save_state(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> Non
     if state:
         dcp.save(state, checkpoint_id=str(folder))
     if "extra" in contents:
-        torch.save(_extra(engine), folder / f"extra-{engine.rank}.pt")
+        save_extra(folder, engine.rank, engine.device, getattr(engine, "learning_rate", None))
     dist.barrier()
 
 
@@ -53,7 +51,7 @@ def load_state(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> Non
         dcp.load(state, checkpoint_id=str(folder))
         _restore(engine, state, contents)
     if "extra" in contents:
-        _restore_extra(engine, folder)
+        load_extra(folder, engine.rank, engine.device, getattr(engine, "learning_rate", None))
 
 
 def _state(engine: FSDPEngine, contents: Sequence[str]) -> dict[str, Any]:
@@ -110,32 +108,3 @@ def _restore(engine: FSDPEngine, state: dict[str, Any], contents: Sequence[str])
         whole = get_optimizer_state_dict(engine.module, optimizer, options=FLAT)
         whole |= {f"state.{engine.prefix}{name}": value for name, value in moments.items()}
         set_optimizer_state_dict(engine.module, optimizer, whole, options=FLAT)
-
-
-def _extra(engine: FSDPEngine) -> dict[str, Any]:
-    random_states: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
-    }
-    if engine.device.type == "cuda":
-        random_states["cuda"] = torch.cuda.get_rng_state(engine.device)
-    schedule = getattr(engine, "learning_rate", None)
-    return {"schedule_steps": None if schedule is None else schedule.steps, "random": random_states}
-
-
-def _restore_extra(engine: FSDPEngine, folder: Path) -> None:
-    own = folder / f"extra-{engine.rank}.pt"
-    # On a larger world new ranks take the schedule of rank 0 and keep their own random states.
-    extra = torch.load(own if own.is_file() else folder / "extra-0.pt", weights_only=False)
-    schedule = getattr(engine, "learning_rate", None)
-    if schedule is not None and extra["schedule_steps"] is not None:
-        schedule.set_steps(extra["schedule_steps"])
-    if not own.is_file():
-        return
-    states: dict[str, Any] = extra["random"]
-    torch.set_rng_state(states["torch"])
-    np.random.set_state(states["numpy"])
-    random.setstate(states["python"])
-    if engine.device.type == "cuda" and isinstance(states.get("cuda"), Tensor):
-        torch.cuda.set_rng_state(states["cuda"], engine.device)

@@ -26,6 +26,7 @@ from meshrl.engines.base import CONTENTS, BatchOutput, Engine, LossFunction
 from meshrl.engines.fsdp.checkpoint import load_state, save_state
 from meshrl.engines.fsdp.reading import fill, fill_randomly
 from meshrl.engines.fsdp.sharding import FSDP2, Sharding, Whole, precision_policy
+from meshrl.engines.gathering import add_metrics, in_batch_order
 from meshrl.engines.master import MasterAdamW
 from meshrl.engines.micro_batches import split_into_micro_batches
 from meshrl.engines.offload import move_optimizer
@@ -103,7 +104,7 @@ class FSDPEngine(Engine):
             fill_randomly(self.module, self.device)
         elif fills_later:
             fill(self.module, WRAPPER_PREFIX, Path(model.path or ""), lambda: self._model(load_model))
-        move_buffers(self.module, self.device)
+        move_buffers(self.module, self.device, torch_dtype(self.engine_config.fsdp_config.mixed_precision.buffer_dtype))
         if self.optim_config is not None:
             self.optimizer = self._build_optimizer(self.optim_config, how, {} if model.random_init else masters)
             self.learning_rate = LearningRate(self.optimizer, self.optim_config, self.total_steps)
@@ -211,7 +212,7 @@ class FSDPEngine(Engine):
                 else:
                     loss.backward()
         tensors = in_batch_order(places, outputs) if forward_only else {}
-        return BatchOutput(tensors, self._reduce(metrics_of) if metrics_of else {})
+        return BatchOutput(tensors, add_metrics(metrics_of, self.data_group) if metrics_of else {})
 
     def _prepare(self, data: DataProto) -> Iterator[MicroBatch]:
         """Packs and sends one micro-batch after the other, each while the device still works on those before."""
@@ -231,18 +232,6 @@ class FSDPEngine(Engine):
         if self.model_config.enable_activation_offload:
             return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
         return nullcontext()
-
-    def _reduce(self, parts: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Adds metrics over micro-batches and ranks; of those whose name ends in `_max` it takes the largest."""
-        names = sorted(parts[0], key=lambda name: name.endswith("_max"))
-        sums = sum(not name.endswith("_max") for name in names)
-        table = torch.stack([torch.stack([part[name].detach().double() for name in names]) for part in parts])
-        added, largest = table[:, :sums].sum(0), table[:, sums:].amax(0)
-        if self.data_group is not None:
-            dist.all_reduce(added, group=self.data_group)
-            if len(largest):
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.data_group)
-        return dict(zip(names, [*added.tolist(), *largest.tolist()], strict=True))
 
     def _micro_batches(self, data: DataProto) -> list[np.ndarray | None]:
         """The rows of each of this rank's micro-batches; None marks a stand-in (see above)."""
@@ -326,23 +315,18 @@ class MicroBatch:
     data: DataProto
 
 
-def in_batch_order(places: list[np.ndarray | None], outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The outputs of all micro-batches but stand-ins, on the host, in the order of the batch."""
-    real = [(rows, output) for rows, output in zip(places, outputs, strict=True) if rows is not None]
-    order = torch.from_numpy(np.concatenate([rows for rows, _ in real])).argsort()
-    return {name: torch.cat([output[name] for _, output in real]).cpu()[order] for name in real[0][1]}
-
-
 def move_params(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     """Brings parameters to a device and type; those without memory only change their type."""
     for param in module.parameters():
         param.data = param.data.to("meta" if param.is_meta else device, dtype or param.dtype)
 
 
-def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Brings buffers to a device in the type they have: rounding a rotary frequency would shift every position."""
+def move_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Brings buffers to a device and those of real numbers to a type (rounded rotary frequencies shift positions)."""
     for owner in module.modules():
-        owner._buffers = {name: b if b is None else b.to(device) for name, b in owner._buffers.items()}
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffer.to(device, dtype if buffer.is_floating_point() else buffer.dtype)
 
 
 def compile_layers(hf_model: PreTrainedModel, memory_budget: float) -> None:
