@@ -82,7 +82,8 @@ def config_for(model: Path, world: int, overrides: Sequence[str]) -> SFTConfig:
         f"model.path={model}",
         f"trainer.n_gpus_per_node={world}",
         "model.enable_gradient_checkpointing=false",
-        "engine.fsdp_config.mixed_precision.param_dtype=fp32",
+        *([] if "strategy=megatron" in overrides else ["engine.fsdp_config.mixed_precision.param_dtype=fp32"]),
+        *(["engine.megatron.dtype=fp32"] if "strategy=megatron" in overrides else []),
     ]
     config = load_config(None, [*fixed, *named], SFTConfig).config
     ensure_runnable(config, check_files=False)
@@ -121,7 +122,7 @@ def check_one(name: str, config: SFTConfig) -> Verdict:
     with create_worker_group(pool, worker, backend=trainer.backend, role="verify", deadlines=deadlines) as group:
         outcomes = group.run()
     compare = [run_reference(trial), run_reference(trial, perturb=CONTROL_PERTURBATION)]
-    found = [differences(outcomes, expected, config.engine, trainer.world_size) for expected in compare]
+    found = [differences(outcomes, expected) for expected in compare]
     return Verdict(name, *found)
 
 

@@ -21,10 +21,11 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.optim import OptimConfig
 from meshrl.controller import Dispatch, Worker, register
 from meshrl.data.proto import DataProto
-from meshrl.engines.base import LossFunction
+from meshrl.engines.base import Engine, LossFunction
+from meshrl.engines.build import build_engine
 from meshrl.engines.fsdp.engine import WRAPPER_PREFIX, FSDPEngine
+from meshrl.models.loading import load_model_config
 from meshrl.models.lora import adapter_init, adapter_scaling, add_adapters, merged_params
-from meshrl.parallel.layout import DATA_AXES, fsdp_layout
 from meshrl.parallel.mesh import init_process_group, prepare_device
 
 ENTROPY_WEIGHT = 0.01
@@ -77,9 +78,13 @@ class Trial:
 
 @dataclass
 class Outcome:
-    """What a side found; tensors by Hugging Face name, log-probs and entropies by sample."""
+    """What a side found; tensors by Hugging Face name, log-probs by sample, on collecting ranks only.
+
+    `shard` is the rank's part of the batch: its number, and how many there are.
+    """
 
     log_probs: Tensor
+    shard: tuple[int, int] = (0, 1)
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -141,12 +146,13 @@ def _reference_forward(model: nn.Module, batch: DataProto) -> tuple[Tensor, Tens
 
 def run_engine(trial: Trial, device: str = "cpu") -> Outcome:
     """The engine's side, on this rank of the current process group. Gradients, weights and moments are whole."""
-    engine = FSDPEngine(
+    engine = build_engine(
         trial.model, trial.engine, trial.optim, device=torch.device(device), total_steps=STEPS, seed=SEED
     )
     engine.initialize()
-    outcome = Outcome(log_probs=torch.empty(0))
-    for step, batch in enumerate(trial.batches(engine.hf_model.config.vocab_size)):
+    vocab_size = load_model_config(trial.model.path or "").vocab_size
+    outcome = Outcome(torch.empty(0), (engine.dp_rank, engine.dp_size))
+    for step, batch in enumerate(trial.batches(vocab_size)):
         mine = batch.chunk(engine.dp_size)[engine.dp_rank]
         mine.meta_info = {
             "temperature": TEMPERATURE,
@@ -155,21 +161,21 @@ def run_engine(trial: Trial, device: str = "cpu") -> Outcome:
             "calculate_entropy": True,
         }
         if step == 0:
-            outcome.log_probs = engine.forward(mine)["log_probs"]
+            outcome.log_probs = engine.forward(mine).get("log_probs", torch.empty(0))
         mask = batch.batch["response_mask"]
         stats = BatchStats(engine.gradient_ranks, int(mask.sum()), len(mask))
         engine.optimizer_zero_grad()
         metrics = engine.forward_backward_batch(mine, _loss_function(stats)).metrics
-        if step == 0 and trial.engine.strategy != "fsdp":
-            outcome.gradients = _whole(engine, {n: p.grad for n, p in _trained(engine).items()})
+        if step == 0 and trial.engine.strategy == "fsdp2":
+            outcome.gradients = _whole({n: p.grad for n, p in _trained(engine).items()})
         outcome.losses.append(metrics["loss"])
         outcome.grad_norms.append(engine.optimizer_step())
         engine.lr_scheduler_step()
-        _send_away_and_back(engine, trial)
+        _send_away_and_back(engine, trial, device)
     outcome.weights = {name: value.clone().cpu() for name, value in engine.per_tensor_params()}
-    if trial.engine.strategy != "fsdp":
+    if isinstance(engine, FSDPEngine) and trial.engine.strategy == "fsdp2":
         states = {n: engine.optimizer.state[p]["exp_avg"] for n, p in _trained(engine).items()}
-        outcome.moments = _whole(engine, states)
+        outcome.moments = _whole(states)
     return outcome
 
 
@@ -183,19 +189,19 @@ def _loss_function(stats: BatchStats) -> LossFunction:
     return loss_function
 
 
-def _send_away_and_back(engine: FSDPEngine, trial: Trial) -> None:
-    config = trial.engine.fsdp_config
+def _send_away_and_back(engine: Engine, trial: Trial, device: str) -> None:
+    config = trial.engine.megatron if trial.engine.strategy == "megatron" else trial.engine.fsdp_config
     if config.param_offload or config.optimizer_offload:
         engine.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload)
-        engine.to(engine.device, model=config.param_offload, optimizer=config.optimizer_offload)
+        engine.to(device, model=config.param_offload, optimizer=config.optimizer_offload)
 
 
-def _trained(engine: FSDPEngine) -> dict[str, nn.Parameter]:
+def _trained(engine: Engine) -> dict[str, nn.Parameter]:
     named = engine.module.named_parameters()
     return {name.removeprefix(WRAPPER_PREFIX): p for name, p in named if p.requires_grad}
 
 
-def _whole(engine: FSDPEngine, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+def _whole(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
     whole = {}
     for name, value in tensors.items():
         if value is not None:
@@ -203,22 +209,20 @@ def _whole(engine: FSDPEngine, tensors: dict[str, Tensor | None]) -> dict[str, T
     return whole
 
 
-def differences(found: list[Outcome], expected: Outcome, engine: EngineConfig, world_size: int) -> dict[str, float]:
+def differences(found: list[Outcome], expected: Outcome) -> dict[str, float]:
     """The largest relative difference of each thing compared, over all ranks."""
-    layout = fsdp_layout(
-        world_size,
-        engine.fsdp_config.fsdp_size,
-        engine.context_parallel_size,
-        engine.ulysses_sequence_parallel_size,
-    )
     result = dict.fromkeys(("log-probs", "loss", "norm", "gradients", "weights", "moments"), 0.0)
 
     def note(name: str, got: Tensor, want: Tensor) -> None:
         result[name] = max(result[name], relative_difference(got, want))
 
-    for rank, outcome in enumerate(found):
-        shards = expected.log_probs.chunk(layout.size(*DATA_AXES))
-        note("log-probs", outcome.log_probs, shards[layout.index(rank, *DATA_AXES)])
+    answered = {outcome.shard[0] for outcome in found if len(outcome.log_probs)}
+    if answered != set(range(found[0].shard[1])):
+        raise ValueError(f"of {found[0].shard[1]} shards of the batch only {sorted(answered)} were answered for")
+    for outcome in found:
+        number, shards = outcome.shard
+        if len(outcome.log_probs):
+            note("log-probs", outcome.log_probs, expected.log_probs.chunk(shards)[number])
         note("loss", torch.tensor(outcome.losses), torch.tensor(expected.losses))
         note("norm", torch.tensor(outcome.grad_norms), torch.tensor(expected.grad_norms))
         for name, got, want in (

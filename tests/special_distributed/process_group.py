@@ -42,6 +42,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import megatron_cpu
 import torch
 import torch.distributed as dist
 
@@ -57,6 +58,7 @@ PRELOAD = [
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "meshrl.engines.fsdp.engine",
+    *megatron_cpu.PRELOAD,
 ]
 START_SECONDS = 120.0
 RUN_SECONDS = 60.0
@@ -73,10 +75,13 @@ class RankTimeoutError(AssertionError):
 
 
 class ProcessGroup:
-    """`world_size` processes joined by gloo; started at the first call and again after a failure."""
+    """`world_size` processes joined by gloo; started at the first call and again after a failure.
 
-    def __init__(self, world_size: int):
-        self.world_size = world_size
+    `prepare` runs first in each of them, such as the shim by which Megatron-Core runs on a CPU.
+    """
+
+    def __init__(self, world_size: int, prepare: Callable[[], None] | None = None):
+        self.world_size, self.prepare = world_size, prepare
         self._processes: list[ForkServerProcess] = []
         self._connections: list[Connection] = []
 
@@ -109,7 +114,7 @@ class ProcessGroup:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.world_size, self._store.port, theirs, Path(self._stacks.name, str(rank))),
+                args=(rank, self.world_size, self._store.port, theirs, Path(self._stacks.name, str(rank)), self.prepare),
                 daemon=True,
             )
             process.start()
@@ -161,12 +166,13 @@ class ProcessGroup:
 class ProcessGroups:
     """The session's groups by size: `ranks(4)` is always the same four processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], None] | None = None) -> None:
         self._groups: dict[int, ProcessGroup] = {}
+        self._prepare = prepare
 
     def __call__(self, world_size: int) -> ProcessGroup:
         if world_size not in self._groups:
-            self._groups[world_size] = ProcessGroup(world_size)
+            self._groups[world_size] = ProcessGroup(world_size, self._prepare)
         return self._groups[world_size]
 
     def close(self) -> None:
@@ -194,7 +200,14 @@ def subgroups(*sizes: int) -> list[dist.ProcessGroup]:
 _grids: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
 
 
-def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_path: Path) -> None:
+def _serve(
+    rank: int,
+    world_size: int,
+    port: int,
+    connection: Connection,
+    stack_path: Path,
+    prepare: Callable[[], None] | None,
+) -> None:
     """A rank's life: join the group, then run one function after the other."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test run's business, which then ends us
     stack_file = stack_path.open("w")
@@ -205,6 +218,8 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stack_
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
     def join() -> None:
+        if prepare is not None:
+            prepare()
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=START_SECONDS)

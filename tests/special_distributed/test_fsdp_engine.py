@@ -93,9 +93,9 @@ def test_same_numbers_as_one_process(ranks, folders, references, family, layout,
         references[key] = run_reference(trial), run_reference(trial, perturb=1e-3)
     expected, perturbed = references[key]
     outcomes = ranks(world).run(run_engine, trial)
-    found = differences(outcomes, expected, trial.engine, world)
+    found = differences(outcomes, expected)
     assert max(found.values()) <= TOLERANCE, found
-    control = differences(outcomes, perturbed, trial.engine, world)
+    control = differences(outcomes, perturbed)
     assert min(value for name, value in control.items() if found[name] > 0) > TOLERANCE, control
 
 

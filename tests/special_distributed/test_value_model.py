@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from meshrl.algorithms import BatchStats, agg_loss
-from meshrl.engines.fsdp.engine import FSDPEngine
+from meshrl.engines.build import build_engine
 from meshrl.trainer.verify import TOLERANCE, small_config, write_model
 from meshrl.workers.verification import Trial, relative_difference
 from test_fsdp_engine import make_trial
@@ -30,14 +30,14 @@ def value_folder(root, family):
 def train_values(trial: Trial, folder: str, head: str = "value"):
     """Two steps of regression towards the advantages; returns first values, losses and the weights after."""
     trial.model.path = folder
-    engine = FSDPEngine(trial.model, trial.engine, trial.optim, device=torch.device("cpu"), head=head, total_steps=2)
+    engine = build_engine(trial.model, trial.engine, trial.optim, device=torch.device("cpu"), head=head, total_steps=2)
     engine.initialize()
     losses, first = [], None
     for batch in trial.batches(61):
         mine = batch.chunk(engine.dp_size)[engine.dp_rank]
         mine.meta_info = {"use_dynamic_bsz": True, "max_token_len": trial.tokens_per_micro_batch}
         if first is None:
-            first = engine.forward(mine)["values"]
+            first = engine.forward(mine).get("values", torch.empty(0))
         mask = batch.batch["response_mask"]
         stats = BatchStats(engine.gradient_ranks, int(mask.sum()), len(mask))
 

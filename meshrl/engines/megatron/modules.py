@@ -1,0 +1,94 @@
+"""What Megatron-Core's own modules lack without TransformerEngine: an RMS norm under sequence parallelism, and attention
+over packed documents, also with context parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor, nn
+
+from meshrl.engines.megatron.zigzag import ZigZag
+from meshrl.parallel.packed import PackedSequences
+
+
+@dataclass
+class PackedDocuments(PackedSeqParams):
+    """Megatron's description of a packed row, with ours: `documents`, and under context parallelism `zigzag`."""
+
+    documents: PackedSequences | None = None
+    zigzag: ZigZag | None = None
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm whose gradient is summed over ranks that hold different tokens."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
+        super().__init__()
+        self.eps = eps
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class PackedAttention(nn.Module):
+    """Causal attention inside each document of a packed row."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, *, softmax_scale: float | None = None, **others: Any
+    ):
+        super().__init__()
+        self.layer_number, self.softmax_scale = layer_number, softmax_scale
+        self.cp_group = others["pg_collection"].cp
+        looks_back = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if looks_back and config.window_size else None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedDocuments,
+        **_: Any,
+    ) -> Tensor:
+        """Queries, keys and values [tokens, heads, dim] in, [tokens, heads * dim] out."""
+        scaling = self.softmax_scale or query.shape[-1] ** -0.5
+        zigzag = packed_seq_params.zigzag
+        if zigzag is None:
+            assert packed_seq_params.documents is not None
+            heads_first = (x.transpose(0, 1)[None] for x in (query, key, value))
+            out = packed_seq_params.documents.attend(self.layer_number, *heads_first, scaling, self.window)[0]
+        else:
+            # Backward, a rank gets back the sum of what all queries asked of its keys.
+            key, value = (
+                gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)[zigzag.order]
+                for x in (key, value)
+            )
+            out = zigzag.attend(query, key, value, scaling, self.window)
+        return out.reshape(len(out), -1)
+
+
+def use_own_modules(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """Puts the two modules into a block's specification, wherever Megatron's own stand."""
+    for layer in {id(spec): spec for spec in block.layer_specs}.values():
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        attention = parts.self_attention.submodules
+        attention.core_attention = PackedAttention
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if "Identity" not in getattr(getattr(attention, name, None), "__name__", "Identity"):
+                setattr(attention, name, RMSNorm)
+    block.layer_norm = RMSNorm
+    return block

@@ -1,0 +1,98 @@
+"""Megatron-Core's process groups, from the config: made once a process, asked for by name afterwards."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from meshrl.config.engine import MegatronConfig
+from meshrl.engines.megatron.ranks import ParallelRanks
+from meshrl.parallel.pipeline import PipelineSplit
+
+logger = logging.getLogger(__name__)
+
+
+def pipeline_split(override: dict[str, Any]) -> PipelineSplit:
+    """How layers are dealt to stages, as `override_transformer_config` says it."""
+    layout = override.get("pipeline_model_parallel_layout")
+    return PipelineSplit(
+        first=override.get("num_layers_in_first_pipeline_stage"),
+        last=override.get("num_layers_in_last_pipeline_stage"),
+        embedding=bool(override.get("account_for_embedding_in_pipeline_split", False)),
+        loss=bool(override.get("account_for_loss_in_pipeline_split", False)),
+        layout=layout if layout is None or isinstance(layout, str) else tuple(tuple(chunk) for chunk in layout),
+    )
+
+
+def ranks_of(config: MegatronConfig, rank: int, world_size: int) -> ParallelRanks:
+    """This rank's place on every axis of the configured layout."""
+    return ParallelRanks(
+        rank=rank,
+        world_size=world_size,
+        tp=config.tensor_model_parallel_size,
+        pp=config.pipeline_model_parallel_size,
+        vpp=config.virtual_pipeline_model_parallel_size or 1,
+        cp=config.context_parallel_size,
+        ep=config.expert_model_parallel_size,
+        etp=config.expert_tensor_parallel_size or 0,
+        split=pipeline_split(config.override_transformer_config),
+    )
+
+
+def uses_sequence_parallel(config: MegatronConfig) -> bool:
+    """Sequence parallelism is a way of tensor parallelism: with one tp rank there is none."""
+    return config.sequence_parallel and config.tensor_model_parallel_size > 1
+
+
+def enter_parallel_state(ranks: ParallelRanks, seed: int) -> None:
+    """Makes the process groups of this layout; every rank must call it alike.
+
+    Megatron-Core keeps one layout a process, so all models of a process share it.
+    """
+    wanted = _sizes(ranks)
+    if parallel_state.model_parallel_is_initialized():
+        found = _current_sizes()
+        if found != wanted:
+            raise ValueError(
+                f"Megatron-Core keeps one layout a process: this one has {_in_words(found)}, and a second model asks for "
+                f"{_in_words(wanted)}; give both the same sizes, or pools of their own"
+            )
+        return
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=ranks.tp,
+        pipeline_model_parallel_size=ranks.pp,
+        virtual_pipeline_model_parallel_size=ranks.vpp if ranks.vpp > 1 else None,
+        context_parallel_size=ranks.cp,
+        expert_model_parallel_size=ranks.ep,
+        expert_tensor_parallel_size=ranks.etp,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    if dist.get_rank() == 0:
+        logger.info("megatron: %s on %d ranks", _in_words(wanted), ranks.world_size)
+
+
+def leave_parallel_state() -> None:
+    """Gives the process groups back, so that another layout may follow in this process."""
+    parallel_state.destroy_model_parallel()
+
+
+def _sizes(ranks: ParallelRanks) -> dict[str, int]:
+    return {name: getattr(ranks, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+
+
+def _current_sizes() -> dict[str, int]:
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "etp": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+
+
+def _in_words(sizes: dict[str, int]) -> str:
+    return " * ".join(f"{name} {size}" for name, size in sizes.items())

@@ -1,0 +1,116 @@
+"""Where a rank stands in a Megatron layout, as plain numbers: no process group is needed to ask.
+
+Megatron numbers ranks with tp fastest, then cp, dp and pp. The experts of the same ranks are laid out anew inside each
+pipeline stage: etp fastest, then ep, then what remains as the experts' own data parallelism (edp).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from meshrl.parallel.layout import Layout
+from meshrl.parallel.pipeline import PipelineSplit, layer_offsets
+
+
+@dataclass(frozen=True)
+class ParallelRanks:
+    """The sizes of all axes, and this rank's place on each. `etp` 0 means: as `tp`."""
+
+    rank: int = 0
+    world_size: int = 1
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 0
+    split: PipelineSplit = field(default_factory=PipelineSplit)
+
+    def __post_init__(self) -> None:
+        if not self.etp:
+            object.__setattr__(self, "etp", self.tp)
+        for name in ("world_size", "tp", "pp", "vpp", "cp", "ep", "etp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"axis {name} must have at least one rank, got {getattr(self, name)}")
+        if self.world_size % (self.tp * self.pp * self.cp):
+            raise ValueError(
+                f"n_gpus ({self.world_size}) must be divisible by tensor_model_parallel_size * "
+                f"pipeline_model_parallel_size * context_parallel_size "
+                f"({self.tp} * {self.pp} * {self.cp} = {self.tp * self.pp * self.cp})"
+            )
+        if self.world_size % (self.etp * self.ep * self.pp):
+            raise ValueError(
+                f"n_gpus ({self.world_size}) must be divisible by expert_tensor_parallel_size * "
+                f"expert_model_parallel_size * pipeline_model_parallel_size "
+                f"({self.etp} * {self.ep} * {self.pp} = {self.etp * self.ep * self.pp})"
+            )
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} is outside a world of {self.world_size}")
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel copies of everything but the experts."""
+        return self.world_size // (self.tp * self.pp * self.cp)
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel copies of the experts."""
+        return self.world_size // (self.etp * self.ep * self.pp)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """All ranks by pp, dp, cp, tp."""
+        return Layout.of({"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp})
+
+    @cached_property
+    def expert_layout(self) -> Layout:
+        """The same ranks as the experts see them: pp, edp, ep, etp."""
+        return Layout.of({"pp": self.pp, "edp": self.edp, "ep": self.ep, "etp": self.etp})
+
+    @property
+    def tp_rank(self) -> int:
+        return self.layout.index(self.rank, "tp")
+
+    @property
+    def cp_rank(self) -> int:
+        return self.layout.index(self.rank, "cp")
+
+    @property
+    def dp_rank(self) -> int:
+        return self.layout.index(self.rank, "dp")
+
+    @property
+    def pp_rank(self) -> int:
+        return self.layout.index(self.rank, "pp")
+
+    @property
+    def ep_rank(self) -> int:
+        return self.expert_layout.index(self.rank, "ep")
+
+    @property
+    def etp_rank(self) -> int:
+        return self.expert_layout.index(self.rank, "etp")
+
+    @property
+    def edp_rank(self) -> int:
+        return self.expert_layout.index(self.rank, "edp")
+
+    @property
+    def is_collect(self) -> bool:
+        """Whether this rank answers for its shard of the batch: the last stage's first tp and cp rank."""
+        return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == self.pp - 1
+
+    def at(self, rank: int) -> ParallelRanks:
+        """The same layout, seen from another rank."""
+        return replace(self, rank=rank)
+
+    def layers(self, num_layers: int, chunk: int) -> range:
+        """The global layers that this rank's chunk holds."""
+        return layer_offsets(num_layers, self.pp, self.vpp, self.split)[self.pp_rank][chunk]
+
+    def has_embedding(self, chunk: int) -> bool:
+        return self.pp_rank == 0 and chunk == 0
+
+    def has_output(self, chunk: int) -> bool:
+        return self.pp_rank == self.pp - 1 and chunk == self.vpp - 1

@@ -1,0 +1,372 @@
+"""Which rectangle of which Hugging Face tensor lies where in which of a rank's Megatron parameters.
+
+A pure description: it needs the model's config and a rank's place, no process group and no Megatron. Loading, exporting
+and weight-sync plans all read it. A parameter is a row of runs along one dim, each run a stretch of one Hugging Face
+tensor, cut into equal parts over tensor-parallel ranks: queries, keys and values lie packed by query group, gate and up
+projections are cut one by one and lie one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from meshrl.engines.megatron.ranks import ParallelRanks
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3")
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """What Megatron's module spec decides: TransformerEngine's fused norms, and how the experts are stored.
+
+    `experts`: `sequential` (a module each), `te_grouped` (one module, a weight each), `grouped` (one weight for all).
+    """
+
+    transformer_engine: bool = False
+    experts: str = "sequential"
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The rectangle `[start, start + size)` of a Hugging Face tensor and where it lies in a local parameter."""
+
+    name: str
+    shape: Shape
+    start: Shape
+    size: Shape
+    chunk: int
+    parameter: str
+    parameter_shape: Shape
+    offset: Shape
+    # One weight for all experts is memory of this shape, whatever its own; one leading dim more than the rectangle.
+    view: Shape | None = None
+    transposed: bool = False
+
+    def region(self, parameter: Tensor) -> Tensor:
+        """The part of the local parameter that holds this rectangle, as a view in the rectangle's own shape."""
+        place = parameter if self.view is None else parameter.view(self.view)[self.offset[0]]
+        offset = self.offset if self.view is None else self.offset[1:]
+        for dim, (start, size) in enumerate(
+            zip(offset, self.size[::-1] if self.transposed else self.size, strict=True)
+        ):
+            place = place.narrow(dim, start, size)
+        return place.t() if self.transposed else place
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    name: str
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Run:
+    """Indices [start, stop) of a tensor along the dim that is cut."""
+
+    tensor: HfTensor
+    start: int
+    stop: int
+
+
+def describe(
+    hf_config: Any,
+    ranks: ParallelRanks,
+    names: ModuleNames | None = None,
+    *,
+    vocab_size: int | None = None,
+    value_head: bool = False,
+) -> list[Slice]:
+    """All slices of a rank, in the order of the Hugging Face model.
+
+    `vocab_size` is Megatron's padded one (`padded_vocab_size` by default). With `value_head` the output layer is a
+    critic's `score` instead of the language model's head.
+    """
+    check_family(hf_config)
+    padded = vocab_size or padded_vocab_size(hf_config.vocab_size, ranks.tp)
+    slices: list[Slice] = []
+    for chunk in range(ranks.vpp):
+        rank = _RankChunk(hf_config, ranks, names or ModuleNames(), chunk, padded, value_head)
+        slices += rank.slices()
+    return slices
+
+
+def hf_tensors(hf_config: Any, value_head: bool = False) -> dict[str, Shape]:
+    """Every tensor of the Hugging Face model with its shape, in order."""
+    return {piece.name: piece.shape for piece in describe(hf_config, ParallelRanks(), value_head=value_head)}
+
+
+def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 1) -> int:
+    """The vocabulary that Megatron builds: the next multiple of `tp * multiple`."""
+    step = tp * multiple
+    return -(-vocab_size // step) * step
+
+
+def check_family(hf_config: Any) -> None:
+    """Refuses models that this map, or megatron-core, cannot express."""
+    if hf_config.model_type not in FAMILIES:
+        raise ValueError(
+            f"no Megatron weights for model_type '{hf_config.model_type}': use one of {', '.join(FAMILIES)}"
+        )
+    # Qwen2 has biases on queries, keys and values only; this flag also puts one on the output projection.
+    if getattr(hf_config, "attention_bias", False) or getattr(hf_config, "mlp_bias", False):
+        raise ValueError(
+            f"{hf_config.model_type} with attention_bias or mlp_bias has biases megatron-core cannot place one by one"
+        )
+
+
+def head_dim(hf_config: Any) -> int:
+    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+
+
+def expert_count(hf_config: Any) -> int:
+    """Routed experts of a sparse layer; 0 for a dense model."""
+    for field in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if getattr(hf_config, field, None):
+            return int(getattr(hf_config, field))
+    return 0
+
+
+def is_sparse_layer(hf_config: Any, layer: int) -> bool:
+    """Whether this layer has experts: all, all but some, every n-th or all after the first ones, as the config says."""
+    if not expert_count(hf_config):
+        return False
+    if hf_config.model_type == "deepseek_v3":
+        return layer >= hf_config.first_k_dense_replace
+    if hf_config.model_type in ("qwen2_moe", "qwen3_moe"):
+        step = hf_config.decoder_sparse_step
+        return layer not in (hf_config.mlp_only_layers or []) and step > 0 and (layer + 1) % step == 0
+    return True
+
+
+def cut(runs: Sequence[Run], index: int, parts: int, total: int | None = None) -> list[Run]:
+    """The `index`-th of `parts` equal parts of runs laid end to end; beyond them, up to `total`, lies padding."""
+    length = sum(run.stop - run.start for run in runs)
+    total = total or length
+    if total % parts:
+        raise ValueError(
+            f"'{runs[0].tensor.name}' {list(runs[0].tensor.shape)}: {total} rows or columns (with those packed beside "
+            f"them) must be divisible by {parts} tensor-parallel ranks"
+        )
+    low, high = total // parts * index, total // parts * (index + 1)
+    kept: list[Run] = []
+    place = 0
+    for run in runs:
+        size = run.stop - run.start
+        start, stop = max(low - place, 0), min(high - place, size)
+        if start < stop:
+            kept.append(Run(run.tensor, run.start + start, run.start + stop))
+        place += size
+    return kept
+
+
+def whole(tensor: HfTensor, dim: int = 0) -> Run:
+    return Run(tensor, 0, tensor.shape[dim])
+
+
+class _RankChunk:
+    """The slices of one chunk of one rank."""
+
+    def __init__(
+        self, config: Any, ranks: ParallelRanks, names: ModuleNames, chunk: int, padded_vocab: int, value_head: bool
+    ):
+        self.config, self.ranks, self.names, self.chunk = config, ranks, names, chunk
+        self.padded_vocab, self.value_head = padded_vocab, value_head
+        self.tp, self.tp_rank = ranks.tp, ranks.tp_rank
+        self.ep_rank, self.etp, self.etp_rank = ranks.ep_rank, ranks.etp, ranks.etp_rank
+
+    def slices(self) -> Iterator[Slice]:
+        tied = self.config.tie_word_embeddings and not self.value_head
+        embedding = HfTensor("model.embed_tokens.weight", (self.config.vocab_size, self.config.hidden_size))
+        if self.ranks.has_embedding(self.chunk):
+            yield from self._vocabulary("embedding.word_embeddings.weight", embedding)
+        for local, layer in enumerate(self.ranks.layers(self.config.num_hidden_layers, self.chunk)):
+            yield from self._layer(layer, f"decoder.layers.{local}.", f"model.layers.{layer}.")
+        if not self.ranks.has_output(self.chunk):
+            return
+        yield self._replicated("decoder.final_layernorm.weight", "model.norm.weight", self.config.hidden_size)
+        if self.value_head:
+            yield self._replicated("output_layer.weight", "score.weight", 1, self.config.hidden_size)
+            yield self._replicated("output_layer.bias", "score.bias", 1)
+        elif not tied:
+            yield from self._vocabulary("output_layer.weight", HfTensor("lm_head.weight", embedding.shape))
+        elif not self.ranks.has_embedding(self.chunk):
+            # A tied head on another stage than the embedding is a copy of it.
+            yield from self._vocabulary("output_layer.weight", embedding)
+
+    def _layer(self, layer: int, ours: str, theirs: str) -> Iterator[Slice]:
+        latent, fused = self.config.model_type == "deepseek_v3", self.names.transformer_engine
+        sparse = is_sparse_layer(self.config, layer)
+        hidden = self.config.hidden_size
+        norm = "self_attention.linear_qkv.layer_norm_weight" if fused and not latent else "input_layernorm.weight"
+        yield self._replicated(ours + norm, theirs + "input_layernorm.weight", hidden)
+        attention = self._latent_attention if latent else self._attention
+        yield from attention(ours + "self_attention.", theirs + "self_attn.")
+        norm = "mlp.linear_fc1.layer_norm_weight" if fused and not sparse else "pre_mlp_layernorm.weight"
+        yield self._replicated(ours + norm, theirs + "post_attention_layernorm.weight", hidden)
+        if sparse:
+            yield from self._experts(ours + "mlp.", theirs)
+        else:
+            width = self.config.intermediate_size
+            yield from self._mlp(ours + "mlp.", _mlp_tensors(theirs + "mlp.", hidden, width), self.tp_rank, self.tp)
+
+    def _attention(self, ours: str, theirs: str) -> Iterator[Slice]:
+        config, dim = self.config, head_dim(self.config)
+        groups = config.num_key_value_heads
+        wide = config.num_attention_heads // groups * dim
+        sizes = {"q_proj": groups * wide, "k_proj": groups * dim, "v_proj": groups * dim}
+        kinds: dict[str, Shape] = {"weight": (config.hidden_size,)}
+        if config.model_type in ("qwen2", "qwen2_moe") and getattr(config, "qkv_bias", True):
+            kinds["bias"] = ()
+        for kind, rest in kinds.items():
+            query, key, value = (HfTensor(f"{theirs}{n}.{kind}", (size, *rest)) for n, size in sizes.items())
+            packed: list[Run] = []
+            for group in range(groups):
+                packed.append(Run(query, group * wide, (group + 1) * wide))
+                packed += [Run(tensor, group * dim, (group + 1) * dim) for tensor in (key, value)]
+            yield from self._placed(f"{ours}linear_qkv.{kind}", cut(packed, self.tp_rank, self.tp))
+        if config.model_type in ("qwen3", "qwen3_moe"):
+            for letter in "qk":
+                yield self._replicated(f"{ours}{letter}_layernorm.weight", f"{theirs}{letter}_norm.weight", dim)
+        output = HfTensor(theirs + "o_proj.weight", (config.hidden_size, groups * wide))
+        yield from self._columns(ours + "linear_proj.weight", output, self.tp_rank, self.tp)
+
+    def _latent_attention(self, ours: str, theirs: str) -> Iterator[Slice]:
+        config, heads, fused = self.config, self.config.num_attention_heads, self.names.transformer_engine
+        query_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+        down = {"kv": ("kv_a_proj_with_mqa", config.kv_lora_rank + config.qk_rope_head_dim)}
+        up = {"kv": (config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim))}
+        if config.q_lora_rank is None:
+            query = HfTensor(theirs + "q_proj.weight", (heads * query_dim, config.hidden_size))
+            yield from self._rows(ours + "linear_q_proj.weight", query)
+        else:
+            down = {"q": ("q_a_proj", config.q_lora_rank)} | down
+            up = {"q": (config.q_lora_rank, heads * query_dim)} | up
+        for letters, (name, size) in down.items():
+            rank, outputs = up[letters]
+            tensor = HfTensor(f"{theirs}{name}.weight", (size, config.hidden_size))
+            parameter = f"{ours}linear_{letters}_down_proj.weight"
+            # TransformerEngine's spec keeps the whole projection on every rank, the local one cuts it.
+            runs = [whole(tensor)] if fused else cut([whole(tensor)], self.tp_rank, self.tp)
+            yield from self._placed(parameter, runs)
+            norm = f"linear_{letters}_up_proj.layer_norm_weight" if fused else f"{letters}_layernorm.weight"
+            yield self._replicated(ours + norm, f"{theirs}{letters}_a_layernorm.weight", rank)
+            yield from self._rows(
+                f"{ours}linear_{letters}_up_proj.weight", HfTensor(f"{theirs}{letters}_b_proj.weight", (outputs, rank))
+            )
+        output = HfTensor(theirs + "o_proj.weight", (config.hidden_size, heads * config.v_head_dim))
+        yield from self._columns(ours + "linear_proj.weight", output, self.tp_rank, self.tp)
+
+    def _experts(self, ours: str, theirs: str) -> Iterator[Slice]:
+        config, hidden, experts = self.config, self.config.hidden_size, expert_count(self.config)
+        mixtral = config.model_type == "mixtral"
+        theirs += "block_sparse_moe." if mixtral else "mlp."
+        width = config.intermediate_size if mixtral else config.moe_intermediate_size
+        yield self._replicated(ours + "router.weight", theirs + "gate.weight", experts, hidden)
+        if config.model_type == "deepseek_v3":
+            yield self._replicated(ours + "router.expert_bias", theirs + "gate.e_score_correction_bias", experts)
+        if experts % self.ranks.ep:
+            raise ValueError(
+                f"the model's {experts} experts must be divisible by expert_model_parallel_size ({self.ranks.ep})"
+            )
+        held = experts // self.ranks.ep
+        for local in range(held):
+            prefix = f"{theirs}experts.{self.ep_rank * held + local}."
+            tensors = _mlp_tensors(prefix, hidden, width, ("w1", "w3", "w2") if mixtral else None)
+            yield from self._expert(ours + "experts.", tensors, local, held)
+        if config.model_type == "qwen2_moe":
+            shared = _mlp_tensors(theirs + "shared_expert.", hidden, config.shared_expert_intermediate_size)
+            yield from self._mlp(ours + "shared_experts.", shared, self.tp_rank, self.tp)
+            yield self._replicated(ours + "shared_experts.gate_weight", theirs + "shared_expert_gate.weight", 1, hidden)
+        if config.model_type == "deepseek_v3":
+            shared = _mlp_tensors(theirs + "shared_experts.", hidden, width * config.n_shared_experts)
+            yield from self._mlp(ours + "shared_experts.", shared, self.tp_rank, self.tp)
+
+    def _expert(self, ours: str, tensors: Sequence[HfTensor], local: int, held: int) -> Iterator[Slice]:
+        index, parts = self.etp_rank, self.etp
+        if self.names.experts == "sequential":
+            yield from self._mlp(f"{ours}local_experts.{local}.", tensors, index, parts)
+        elif self.names.experts == "te_grouped":
+            yield from self._mlp(ours, tensors, index, parts, suffix=f"weight{local}")
+        else:
+            yield from self._grouped(ours, tensors, local, held)
+
+    def _grouped(self, ours: str, tensors: Sequence[HfTensor], local: int, held: int) -> Iterator[Slice]:
+        """Experts in one weight, transposed: as memory, [expert, hidden, gate | up] and [expert, width, hidden]."""
+        gate, up, down = tensors
+        part = gate.shape[0] // self.etp
+        hidden = gate.shape[1]
+        for number, tensor in enumerate((gate, up)):
+            for run in cut([whole(tensor)], self.etp_rank, self.etp):
+                yield Slice(
+                    tensor.name, tensor.shape, (run.start, 0), (part, hidden), self.chunk, ours + "weight1",
+                    (hidden, held * 2 * part), (local, 0, number * part), (held, hidden, 2 * part), True,
+                )  # fmt: skip
+        for run in cut([whole(down, 1)], self.etp_rank, self.etp):
+            yield Slice(
+                down.name, down.shape, (0, run.start), (hidden, part), self.chunk, ours + "weight2",
+                (held * part, hidden), (local, 0, 0), (held, part, hidden), True,
+            )  # fmt: skip
+
+    def _mlp(
+        self, ours: str, tensors: Sequence[HfTensor], index: int, parts: int, suffix: str = "weight"
+    ) -> Iterator[Slice]:
+        gate, up, down = tensors
+        runs = cut([whole(gate)], index, parts) + cut([whole(up)], index, parts)
+        yield from self._placed(f"{ours}linear_fc1.{suffix}", runs)
+        yield from self._columns(f"{ours}linear_fc2.{suffix}", down, index, parts)
+
+    def _vocabulary(self, ours: str, tensor: HfTensor) -> Iterator[Slice]:
+        runs = cut([whole(tensor)], self.tp_rank, self.tp, self.padded_vocab)
+        # A rank may hold nothing but padding; an empty run still names the parameter.
+        runs = runs or [Run(tensor, tensor.shape[0], tensor.shape[0])]
+        yield from self._placed(ours, runs, length=self.padded_vocab // self.tp)
+
+    def _rows(self, ours: str, tensor: HfTensor) -> Iterator[Slice]:
+        yield from self._placed(ours, cut([whole(tensor)], self.tp_rank, self.tp))
+
+    def _columns(self, ours: str, tensor: HfTensor, index: int, parts: int) -> Iterator[Slice]:
+        yield from self._placed(ours, cut([whole(tensor, 1)], index, parts), dim=1)
+
+    def _replicated(self, ours: str, theirs: str, *shape: int) -> Slice:
+        (piece,) = self._placed(ours, [whole(HfTensor(theirs, shape))])
+        return piece
+
+    def _placed(self, parameter: str, runs: Sequence[Run], dim: int = 0, length: int | None = None) -> Iterator[Slice]:
+        """Runs laid end to end along `dim` of a parameter, which may be longer than they are together."""
+        length = length or sum(run.stop - run.start for run in runs)
+        place = 0
+        for run in runs:
+            shape = run.tensor.shape
+            zeros = (0,) * len(shape)
+            yield Slice(
+                name=run.tensor.name,
+                shape=shape,
+                start=_with(zeros, dim, run.start),
+                size=_with(shape, dim, run.stop - run.start),
+                chunk=self.chunk,
+                parameter=parameter,
+                parameter_shape=_with(shape, dim, length),
+                offset=_with(zeros, dim, place),
+            )
+            place += run.stop - run.start
+
+
+def _mlp_tensors(
+    prefix: str, hidden: int, width: int, names: tuple[str, str, str] | None = None
+) -> tuple[HfTensor, HfTensor, HfTensor]:
+    """Gate, up and down projection."""
+    gate, up, down = names or ("gate_proj", "up_proj", "down_proj")
+    return (
+        HfTensor(f"{prefix}{gate}.weight", (width, hidden)),
+        HfTensor(f"{prefix}{up}.weight", (width, hidden)),
+        HfTensor(f"{prefix}{down}.weight", (hidden, width)),
+    )
+
+
+def _with(shape: Shape, dim: int, value: int) -> Shape:
+    return (*shape[:dim], value, *shape[dim + 1 :])

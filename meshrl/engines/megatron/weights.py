@@ -1,0 +1,339 @@
+"""Weights both ways: safetensors files -> this rank's Megatron parameters, and all ranks' parameters -> whole tensors.
+
+Loading reads only the rectangles a rank needs. Exporting streams: ranks send their pieces of a bucket of tensors, the
+tensors are put together, given out and forgotten.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from meshrl.engines.fsdp.reading import tensor_files
+from meshrl.engines.megatron.ranks import ParallelRanks
+from meshrl.engines.megatron.weight_map import ModuleNames, Shape, Slice, describe, hf_tensors
+from meshrl.models.loading import is_value_head
+
+logger = logging.getLogger(__name__)
+
+BUCKET_BYTES = 256 << 20
+# Pieces in a buffer start at multiples of this, so that any dtype can be read in place.
+ALIGNMENT = 16
+FUSED_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def load_hf_weights(
+    chunks: Sequence[nn.Module], hf_config: Any, folder: Path, ranks: ParallelRanks, *, value_head: bool = False
+) -> None:
+    """Fills this rank's chunks from a model folder; what does not fit is a `ValueError` that names it."""
+    files = TensorFiles(folder)
+    expected = hf_tensors(hf_config, value_head)
+    new = {name for name in expected if is_value_head(name) and not files.has(name)}
+    if new:
+        logger.info("%s has no %s: the value head starts at zero there", folder, " and no ".join(sorted(new)))
+    _check_names(folder, files, {name: expected[name] for name in expected if name not in new}, hf_config)
+    pieces = describe(
+        hf_config, ranks, module_names(chunks), vocab_size=_padded_vocab(chunks, ranks), value_head=value_head
+    )
+    tensors = _local_tensors(chunks)
+    _check_parameters(tensors, pieces)
+    with torch.no_grad():
+        for key in {(piece.chunk, piece.parameter) for piece in pieces if piece.name in VOCABULARY}:
+            tensors[key].zero_()  # for the rows that pad the vocabulary
+        for piece in pieces:
+            if piece.name in new:
+                piece.region(tensors[piece.chunk, piece.parameter]).zero_()
+                continue
+            found = files.shape(piece.name)
+            if found != piece.shape:
+                raise ValueError(
+                    f"'{piece.name}' in '{folder}' has shape {list(found)}, the model needs {list(piece.shape)}"
+                )
+            if min(piece.size) > 0:
+                piece.region(tensors[piece.chunk, piece.parameter]).copy_(
+                    files.rectangle(piece.name, piece.start, piece.size)
+                )
+
+
+def export_hf_weights(
+    chunks: Sequence[nn.Module],
+    hf_config: Any,
+    ranks: ParallelRanks,
+    *,
+    value_head: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+    group: dist.ProcessGroup | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields every tensor whole under its Hugging Face name, on every rank of `group` (by default the world).
+
+    All ranks must take part until the end. At most one bucket of tensors is held beside the parameters.
+    """
+    tensors = _local_tensors(chunks)
+    names, dtypes, padded = _agree(chunks, hf_config, ranks, tensors, value_head, group)
+    owners = piece_owners(hf_config, ranks, names, vocab_size=padded, value_head=value_head)
+    device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
+    bucket: dict[str, Tensor] = {}
+    held = 0
+    for name, shape in hf_tensors(hf_config, value_head).items():
+        whole = torch.empty(shape, dtype=dtypes[_kind(name)], device=device)
+        size = whole.numel() * whole.element_size()
+        if bucket and held + size > bucket_bytes:
+            yield from _filled(bucket, owners, tensors, ranks, group)
+            bucket, held = {}, 0
+        bucket[name] = whole
+        held += size
+    yield from _filled(bucket, owners, tensors, ranks, group)
+
+
+def piece_owners(
+    hf_config: Any,
+    ranks: ParallelRanks,
+    names: ModuleNames | None = None,
+    *,
+    vocab_size: int | None = None,
+    value_head: bool = False,
+) -> dict[str, list[tuple[int, Slice]]]:
+    """For every tensor, disjoint pieces that cover it and the first rank that holds each; pure."""
+    pieces: dict[str, dict[tuple[Shape, Shape], tuple[int, Slice]]] = defaultdict(dict)
+    for rank in range(ranks.world_size):
+        there = ranks.at(rank)
+        if (there.dp_rank or there.cp_rank) and there.edp_rank:
+            continue  # all that it holds, another rank holds too
+        for piece in describe(hf_config, there, names, vocab_size=vocab_size, value_head=value_head):
+            if min(piece.size) > 0:
+                pieces[piece.name].setdefault((piece.start, piece.size), (rank, piece))
+    for name, shape in hf_tensors(hf_config, value_head).items():
+        covered = sum(_numel(piece.size) for _, piece in pieces[name].values())
+        if covered != _numel(shape):
+            raise ValueError(f"the ranks hold {covered} of the {_numel(shape)} elements of '{name}' {list(shape)}")
+    return {name: list(parts.values()) for name, parts in pieces.items()}
+
+
+def module_names(chunks: Sequence[nn.Module]) -> ModuleNames:
+    """Which names Megatron's spec gave the parameters, seen from the parameters themselves."""
+    names = [name for _, name in _local_tensors(chunks)]
+    experts = "sequential"
+    if any(".experts.weight1" in name for name in names):
+        experts = "grouped"
+    elif any(".experts.linear_fc1.weight" in name for name in names):
+        experts = "te_grouped"
+    return ModuleNames(any(name.endswith("layer_norm_weight") for name in names), experts)
+
+
+class TensorFiles:
+    """The safetensors of a model folder: names, shapes and rectangles, opened only where they are asked for."""
+
+    def __init__(self, folder: Path):
+        self._files = tensor_files(Path(folder))
+        self._open: dict[Path, Any] = {}
+        if not self._files:
+            raise ValueError(f"no safetensors in '{folder}'")
+        self.fused = {name for name in self._files if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))}
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def has(self, name: str) -> bool:
+        return name in self._files or self._fused(name) is not None
+
+    def shape(self, name: str) -> Shape:
+        if (fused := self._fused(name)) is None:
+            return tuple(self._view(name).get_shape())
+        _, rows, columns = self._view(fused[0]).get_shape()
+        return (rows // 2 if fused[0].endswith("gate_up_proj") else rows, columns)
+
+    def rectangle(self, name: str, start: Shape, size: Shape) -> Tensor:
+        """`[start, start + size)` of a tensor."""
+        box = tuple(slice(begin, begin + length) for begin, length in zip(start, size, strict=True))
+        fused = self._fused(name)
+        if fused is None:
+            return self._view(name)[box]
+        file_name, expert, is_up = fused
+        first = self.shape(name)[0] if is_up else 0
+        rows = slice(box[0].start + first, box[0].stop + first)
+        return self._view(file_name)[expert : expert + 1, rows, box[1]][0]
+
+    def _fused(self, name: str) -> tuple[str, int, bool] | None:
+        """Where one expert's tensor lies, if the file stacks all experts: the stack, the expert, second half or not."""
+        match = None if name in self._files else FUSED_EXPERT.fullmatch(name)
+        if match is None:
+            return None
+        stack = f"{match['experts']}.{'down_proj' if match['kind'] == 'down' else 'gate_up_proj'}"
+        return (stack, int(match["number"]), match["kind"] == "up") if stack in self.fused else None
+
+    def _view(self, name: str) -> Any:
+        file = self._files[name]
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt")
+        return self._open[file].get_slice(name)
+
+
+def _check_names(folder: Path, files: TensorFiles, expected: dict[str, Shape], hf_config: Any) -> None:
+    if missing := [name for name in expected if not files.has(name)]:
+        raise ValueError(
+            f"'{folder}' lacks {len(missing)} tensors, first of all '{missing[0]}' {list(expected[missing[0]])}"
+        )
+    extra = sorted(name for name in files.names - expected.keys() - files.fused if not _is_ignored(name, hf_config))
+    if extra:
+        raise ValueError(
+            f"'{folder}' has {len(extra)} tensors that the model does not know, first of all '{extra[0]}' "
+            f"{list(files.shape(extra[0]))}"
+        )
+
+
+def _is_ignored(name: str, hf_config: Any) -> bool:
+    """Tensors that a folder may hold beside the model's own."""
+    # The other kind of head, or a tied one: a head that is needed is among the expected names.
+    if name == "lm_head.weight" or is_value_head(name):
+        return True
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    # DeepSeek-V3 stores its multi-token-prediction layers behind the model's own.
+    beyond = layer is not None and int(layer[1]) >= hf_config.num_hidden_layers
+    return name.endswith("rotary_emb.inv_freq") or (beyond and bool(getattr(hf_config, "num_nextn_predict_layers", 0)))
+
+
+def _check_parameters(tensors: dict[tuple[int, str], Tensor], pieces: Sequence[Slice]) -> None:
+    """The chunks and the description must name the same parameters with the same shapes."""
+    described = {(piece.chunk, piece.parameter): piece for piece in pieces}
+    for key, piece in described.items():
+        if key not in tensors:
+            raise ValueError(
+                f"chunk {key[0]} has no parameter '{key[1]}' {list(piece.parameter_shape)} for '{piece.name}' "
+                f"{list(piece.shape)}"
+            )
+        if (shape := tuple(tensors[key].shape)) != piece.parameter_shape:
+            raise ValueError(
+                f"parameter '{key[1]}' of chunk {key[0]} has shape {list(shape)}, but '{piece.name}' "
+                f"{list(piece.shape)} gives {list(piece.parameter_shape)} on this rank"
+            )
+    for key, tensor in tensors.items():
+        if key not in described:
+            raise ValueError(
+                f"parameter '{key[1]}' {list(tensor.shape)} of chunk {key[0]} comes from no Hugging Face tensor"
+            )
+
+
+def _local_tensors(chunks: Sequence[nn.Module]) -> dict[tuple[int, str], Tensor]:
+    """All parameters, and the one kind of buffer that is a weight: the router's expert bias."""
+    tensors: dict[tuple[int, str], Tensor] = {}
+    for number, chunk in enumerate(chunks):
+        module = _unwrapped(chunk)
+        for name, parameter in module.named_parameters():
+            tensors[number, name] = parameter.data
+        for name, buffer in module.named_buffers():
+            if name.endswith("router.expert_bias"):
+                # The wrapper for half precision rounds it; the router makes it float32 again, but only when it runs.
+                buffer.data = buffer.data.float()
+                tensors[number, name] = buffer.data
+    return tensors
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside Megatron's DDP and mixed-precision wrappers."""
+    while isinstance(inner := getattr(module, "module", None), nn.Module):
+        module = inner
+    return module
+
+
+def _padded_vocab(chunks: Sequence[nn.Module], ranks: ParallelRanks) -> int | None:
+    for (_, name), tensor in _local_tensors(chunks).items():
+        if name == "embedding.word_embeddings.weight":
+            return tensor.shape[0] * ranks.tp
+    size = getattr(_unwrapped(chunks[0]), "vocab_size", None)
+    return None if size is None else int(size)
+
+
+def _agree(
+    chunks: Sequence[nn.Module],
+    hf_config: Any,
+    ranks: ParallelRanks,
+    tensors: dict[tuple[int, str], Tensor],
+    value_head: bool,
+    group: dist.ProcessGroup | None,
+) -> tuple[ModuleNames, dict[str, torch.dtype], int | None]:
+    """What single ranks cannot know of the others: their modules' names, dtypes, and the padded vocabulary."""
+    names, padded = module_names(chunks), _padded_vocab(chunks, ranks)
+    dtypes = {
+        _kind(piece.name): tensors[piece.chunk, piece.parameter].dtype
+        for piece in describe(hf_config, ranks, names, vocab_size=padded, value_head=value_head)
+    }
+    if ranks.world_size == 1:
+        return names, dtypes, padded
+    answers: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(answers, (names, dtypes, padded), group=group)
+    experts = next((found.experts for found, _, _ in answers if found.experts != "sequential"), "sequential")
+    agreed = ModuleNames(any(found.transformer_engine for found, _, _ in answers), experts)
+    for _, found, _ in answers:
+        dtypes |= found
+    return agreed, dtypes, next((size for _, _, size in answers if size is not None), None)
+
+
+def _kind(name: str) -> str:
+    """A tensor's name without the numbers of layer and expert."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def _filled(
+    bucket: dict[str, Tensor],
+    owners: dict[str, list[tuple[int, Slice]]],
+    tensors: dict[tuple[int, str], Tensor],
+    ranks: ParallelRanks,
+    group: dist.ProcessGroup | None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Fills a bucket's tensors, one broadcast for each rank that owns a part of it, and gives them out."""
+    by_owner: dict[int, list[Slice]] = defaultdict(list)
+    for name in bucket:
+        for rank, piece in owners[name]:
+            by_owner[rank].append(piece)
+    for rank, pieces in sorted(by_owner.items()):
+        if ranks.world_size == 1:
+            for piece in pieces:
+                _box(bucket[piece.name], piece).copy_(piece.region(tensors[piece.chunk, piece.parameter]))
+            continue
+        places = _places(bucket, pieces)
+        device = bucket[pieces[0].name].device
+        buffer = torch.empty(places[-1], dtype=torch.uint8, device=device)
+        views = [
+            buffer[begin : begin + _numel(piece.size) * bucket[piece.name].element_size()]
+            .view(bucket[piece.name].dtype)
+            .view(piece.size)
+            for begin, piece in zip(places, pieces, strict=False)
+        ]
+        if rank == ranks.rank:
+            for view, piece in zip(views, pieces, strict=True):
+                view.copy_(piece.region(tensors[piece.chunk, piece.parameter]))
+        dist.broadcast(buffer, src=rank if group is None else dist.get_global_rank(group, rank), group=group)
+        for view, piece in zip(views, pieces, strict=True):
+            _box(bucket[piece.name], piece).copy_(view)
+    for name in list(bucket):
+        yield name, bucket.pop(name)
+
+
+def _places(bucket: dict[str, Tensor], pieces: Sequence[Slice]) -> list[int]:
+    """Where each piece starts in the buffer, in bytes, and the buffer's length at the end."""
+    places = [0]
+    for piece in pieces:
+        size = _numel(piece.size) * bucket[piece.name].element_size()
+        places.append(places[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+    return places
+
+
+def _box(whole: Tensor, piece: Slice) -> Tensor:
+    for dim, (start, size) in enumerate(zip(piece.start, piece.size, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole
+
+
+def _numel(size: Shape) -> int:
+    return torch.Size(size).numel()

@@ -1,0 +1,119 @@
+"""Context parallelism as Megatron splits it: of every document, rank r holds the r-th chunk from either end.
+
+    a document of 8 tokens, cp = 2, in 2 * cp chunks       0 1 | 2 3 | 4 5 | 6 7
+    rank 0                                                 0 1                6 7
+    rank 1                                                       2 3   4 5
+
+A causal document is then the same work for every rank. Keys and values are gathered from all ranks (each query needs
+all before it); queries stay where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshrl.parallel.packed import HALF_TYPES, PackedSequences, takes_gqa_flag
+
+
+@dataclass(frozen=True)
+class ZigZag:
+    """One rank's chunks of a row whose document lengths all divide by 2 * size."""
+
+    documents: PackedSequences
+    size: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        if uneven := [n for n in self.documents.lengths if n % (2 * self.size)]:
+            raise ValueError(f"a document of {uneven[0]} tokens does not divide into 2 * {self.size} chunks")
+
+    @cached_property
+    def index(self) -> Tensor:
+        """The places of this rank's tokens in the row, int64 [local]."""
+        return self.index_of(self.rank).to(self.documents.device)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Where each token of the row lies when the ranks' parts are laid end to end, int64 [tokens]."""
+        parts = torch.cat([self.index_of(rank) for rank in range(self.size)])
+        return parts.argsort().to(self.documents.device)
+
+    def index_of(self, rank: int) -> Tensor:
+        """The same as `index` for any rank, on the host."""
+        return torch.cat([torch.arange(first, first + length) for first, length, _, _ in self.pieces_of(rank)])
+
+    def pieces_of(self, rank: int) -> list[tuple[int, int, int, int]]:
+        """A rank's chunks as (first token, tokens, first key, keys): each sees its document up to its own end."""
+        pieces, start = [], 0
+        for length in self.documents.lengths:
+            step = length // (2 * self.size)
+            for chunk in (rank, 2 * self.size - 1 - rank):
+                pieces.append((start + chunk * step, step, start, (chunk + 1) * step))
+            start += length
+        return pieces
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+        """Attention of the local queries [local, heads, dim] to the whole row's keys and values [tokens, heads, dim]."""
+        pieces = self.pieces_of(self.rank)
+        if query.is_cuda and query.dtype in HALF_TYPES:
+            return self._attend_varlen(pieces, query, key, value, scaling, window)
+        outputs, start = [], 0
+        for first, length, first_key, keys in pieces:
+            mask = self._mask(first - first_key, length, keys, window)
+            q, k, v = (
+                x[begin : begin + count].transpose(0, 1)
+                for x, begin, count in ((query, start, length), (key, first_key, keys), (value, first_key, keys))
+            )
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+            )
+            outputs.append(out.transpose(0, 1))
+            start += length
+        return torch.cat(outputs)
+
+    def _mask(self, offset: int, length: int, keys: int, window: int | None) -> Tensor:
+        """True where the query at place `offset + i` of its document may look."""
+        device = self.documents.device
+        distance = torch.arange(offset, offset + length, device=device)[:, None] - torch.arange(keys, device=device)
+        return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+    def _attend_varlen(
+        self,
+        pieces: Sequence[tuple[int, int, int, int]],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> Tensor:
+        """One kernel for all chunks: its causal mask is aligned to the last key, which is a chunk's own last token."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        queries = PackedSequences.of([length for _, length, _, _ in pieces], self.documents.device)
+        keys = PackedSequences.of([count for *_, count in pieces], self.documents.device)
+        told = {"enable_gqa": query.shape[1] != key.shape[1]} if takes_gqa_flag() else {}
+        out = varlen_attn(
+            query,
+            key[self._key_index],
+            value[self._key_index],
+            queries.cu_seqlens,
+            keys.cu_seqlens,
+            queries.max_length,
+            keys.max_length,
+            scale=scaling,
+            window_size=(-1 if window is None else window - 1, 0),
+            **told,  # type: ignore[arg-type]
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    @cached_property
+    def _key_index(self) -> Tensor:
+        ranges = [torch.arange(first, first + count) for _, _, first, count in self.pieces_of(self.rank)]
+        return torch.cat(ranges).to(self.documents.device)

@@ -1,0 +1,129 @@
+"""Which layers lie on which pipeline stage, as plain numbers: no process group and no Megatron is needed to ask.
+
+A stage holds `vpp` chunks of the model, numbered round the stages: layers run through chunk 0 of every stage, then
+chunk 1 of every stage, and so on. A chunk's first layer is the number of layers before it in that order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# What an explicit layout is made of: embedding, decoder layer, multi-token-prediction layer, loss.
+LAYER_LETTERS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
+
+
+@dataclass(frozen=True)
+class PipelineSplit:
+    """How layers are dealt to stages; by default evenly. The fields are Megatron's, under shorter names.
+
+    `first` and `last` fix the layers of those stages; `embedding` and `loss` count these as one layer each; `layout`
+    lists what each chunk holds, in the order of the chunks (`"Ett|tt|tt|tL"`, or the same as lists of words).
+    """
+
+    first: int | None = None
+    last: int | None = None
+    embedding: bool = False
+    loss: bool = False
+    layout: str | tuple[tuple[str, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        uneven = self.first is not None or self.last is not None
+        if uneven and (self.embedding or self.loss):
+            raise ValueError(
+                "num_layers_in_first/last_pipeline_stage cannot go with account_for_embedding/loss_in_pipeline_split: "
+                "drop one of the two"
+            )
+        if self.layout is not None and (uneven or self.embedding or self.loss):
+            raise ValueError(
+                "pipeline_model_parallel_layout already says where every layer is: drop the other settings"
+            )
+        for name, layers in (("first", self.first), ("last", self.last)):
+            if layers is not None and layers < 1:
+                raise ValueError(f"num_layers_in_{name}_pipeline_stage must be at least 1, got {layers}")
+
+
+def layer_offsets(num_layers: int, pp: int, vpp: int = 1, split: PipelineSplit | None = None) -> list[list[range]]:
+    """The global layers (from 0) of every chunk, as `[stage][chunk]`."""
+    split = split or PipelineSplit()
+    if num_layers < 1 or pp < 1 or vpp < 1:
+        raise ValueError(f"layers ({num_layers}), stages ({pp}) and chunks ({vpp}) must all be at least 1")
+    if pp == 1 and vpp > 1:
+        raise ValueError(f"virtual_pipeline_model_parallel_size ({vpp}) needs pipeline_model_parallel_size > 1, not 1")
+    counts = _layout_counts(split.layout, num_layers, pp, vpp) if split.layout else _counts(num_layers, pp, vpp, split)
+    stages: list[list[range]] = [[] for _ in range(pp)]
+    start = 0
+    for chunk in range(vpp):
+        for stage in range(pp):
+            stages[stage].append(range(start, start + counts[stage][chunk]))
+            start += counts[stage][chunk]
+    assert start == num_layers, (start, num_layers)
+    return stages
+
+
+def _counts(num_layers: int, pp: int, vpp: int, split: PipelineSplit) -> list[list[int]]:
+    """How many layers each chunk holds, as `[stage][chunk]`."""
+    fixed = {stage: n for stage, n in ((0, split.first), (pp - 1, split.last)) if n is not None}
+    if pp == 1 and fixed:
+        raise ValueError("num_layers_in_first/last_pipeline_stage needs pipeline_model_parallel_size > 1, not 1")
+    if pp == len(fixed) and vpp > 1:
+        raise ValueError(
+            f"with {pp} stages of {vpp} chunks megatron-core takes only one of num_layers_in_first_pipeline_stage "
+            f"({split.first}) and num_layers_in_last_pipeline_stage ({split.last}): the other one follows"
+        )
+    # The embedding and the loss take a layer's place in the first and the last chunk.
+    left = num_layers - sum(fixed.values()) + split.embedding + split.loss
+    free = pp - len(fixed)
+    if (free and left % free) or (bool(left) != bool(free)) or left < 0:
+        raise ValueError(
+            f"{left} of {num_layers} layers remain for {free} of {pp} pipeline stages (embedding and loss among "
+            f"them where they are accounted for): they must divide evenly, at least one each; change "
+            f"num_hidden_layers, pipeline_model_parallel_size or num_layers_in_first/last_pipeline_stage"
+        )
+    counts: list[list[int]] = []
+    for stage in range(pp):
+        layers = fixed.get(stage, left // free if free else 0)
+        if layers % vpp:
+            raise ValueError(
+                f"the {layers} layers of pipeline stage {stage} must be divisible by "
+                f"virtual_pipeline_model_parallel_size ({vpp})"
+            )
+        counts.append([layers // vpp] * vpp)
+    counts[0][0] -= split.embedding
+    counts[-1][-1] -= split.loss
+    if min(counts[0][0], counts[-1][-1]) < 0:
+        raise ValueError(f"{num_layers} layers leave nothing for the embedding and the loss on {pp} stages")
+    return counts
+
+
+def _layout_counts(layout: str | Sequence[Sequence[str]], num_layers: int, pp: int, vpp: int) -> list[list[int]]:
+    chunks = parse_layout(layout) if isinstance(layout, str) else [[w.strip().lower() for w in c] for c in layout]
+    if len(chunks) != pp * vpp:
+        raise ValueError(
+            f"pipeline_model_parallel_layout lists {len(chunks)} chunks, but pipeline_model_parallel_size ({pp}) * "
+            f"virtual_pipeline_model_parallel_size ({vpp}) is {pp * vpp}"
+        )
+    words = [word for chunk in chunks for word in chunk]
+    if unknown := sorted(set(words) - set(LAYER_LETTERS.values())):
+        raise ValueError(f"pipeline_model_parallel_layout has '{unknown[0]}': use {', '.join(LAYER_LETTERS.values())}")
+    if words[:1] != ["embedding"] or words[-1:] != ["loss"] or words.count("embedding") + words.count("loss") != 2:
+        raise ValueError(
+            "pipeline_model_parallel_layout must start with the embedding and end with the loss, once each"
+        )
+    if words.count("decoder") != num_layers:
+        raise ValueError(
+            f"pipeline_model_parallel_layout lists {words.count('decoder')} decoder layers, the model has {num_layers}"
+        )
+    return [[chunks[chunk * pp + stage].count("decoder") for chunk in range(vpp)] for stage in range(pp)]
+
+
+def parse_layout(text: str) -> list[list[str]]:
+    """What each chunk holds, for a layout like `Et*3|(tt|)*2,t|L`: `|` parts chunks, `*n` repeats, commas are free."""
+    text = text.replace(",", "")
+    repeat = re.compile(r"(?:\(([^)]+)\)|([^()*]))\*(\d+)")
+    while repeat.search(text):
+        text = repeat.sub(lambda match: (match[1] or match[2]) * int(match[3]), text)
+    if unknown := sorted(set(text) - set(LAYER_LETTERS) - {"|"}):
+        raise ValueError(f"pipeline_model_parallel_layout has '{unknown[0]}': use {', '.join(LAYER_LETTERS)} and |")
+    return [[LAYER_LETTERS[letter] for letter in chunk] for chunk in text.split("|")]

@@ -1,0 +1,18 @@
+"""What a worker needs to know beyond the config of its roles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Numbers that the trainer derives once for all workers of a role."""
+
+    device: str
+    collective_deadline: float
+    mini_batches: int
+    total_optimizer_steps: int
+    with_reference: bool
+    stop_on_nan_gradient: bool
+    seed: int = 0

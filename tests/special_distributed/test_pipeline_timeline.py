@@ -1,0 +1,92 @@
+"""What Megatron-Core's schedules really do, recorded in real processes: complete, and with exactly the known bubble."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from meshrl.parallel.replay import bubble, ideal_bubble, replay
+from meshrl.telemetry.timeline import PipelineTimeline
+
+LENGTHS = [9, 4, 17, 6, 12, 5, 8, 3]
+
+
+def record(folder, pp, vpp, micro_batch_size, forward_only=False):
+    """On each stage: one mini-batch through the engine; its spans."""
+    from meshrl.config.engine import EngineConfig
+    from meshrl.config.model import ModelConfig
+    from meshrl.config.optim import OptimConfig
+    from meshrl.data.proto import DataProto
+    from meshrl.engines.megatron.engine import MegatronEngine
+    from meshrl.engines.megatron.parallel_state import leave_parallel_state
+
+    config = EngineConfig(strategy="megatron")
+    config.megatron.pipeline_model_parallel_size = pp
+    config.megatron.virtual_pipeline_model_parallel_size = vpp if vpp > 1 else None
+    config.megatron.dtype = "fp32"
+    model = ModelConfig(path=folder, random_init=True, enable_gradient_checkpointing=False)
+    engine = MegatronEngine(model, config, OptimConfig(), device=torch.device("cpu"))
+    engine.initialize()
+    lengths = np.array(LENGTHS)
+    mask = torch.from_numpy(np.arange(lengths.max())[None] >= lengths.max() - lengths[:, None]).long()
+    tensors = {"input_ids": mask * 3, "attention_mask": mask, "response_mask": mask[:, -2:]}
+    meta = {"use_dynamic_bsz": False, "micro_batch_size": micro_batch_size}
+    engine.optimizer_zero_grad()
+    timeline = PipelineTimeline()
+    with timeline.attached(engine.model):
+        data = DataProto.from_dict(tensors=tensors, meta_info=meta)
+        engine.forward_backward_batch(data, loss, forward_only=forward_only)
+    leave_parallel_state()
+    return timeline.spans
+
+
+def loss(outputs, data):
+    total = -outputs["log_probs"].sum()
+    return total, {"loss": total.detach()}
+
+
+@pytest.mark.parametrize(("pp", "vpp", "size"), [(1, 1, 2), (2, 1, 2), (2, 1, 1), (2, 2, 2), (4, 1, 1), (4, 2, 1)])
+def test_recorded_order_has_the_known_bubble(megatron_ranks, tmp_path, pp, vpp, size):
+    Qwen3Config(
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_hidden_layers=8,
+        vocab_size=11,
+    ).save_pretrained(tmp_path)
+    stages = megatron_ranks(pp).run(record, str(tmp_path), pp, vpp, size)
+    count = len(LENGTHS) // size
+    every = set(itertools.product(("forward", "backward"), range(vpp), range(count)))
+    for spans in stages:
+        done = [(s.kind, s.chunk, s.micro_batch) for s in spans if s.kind != "wait"]
+        assert len(done) == len(every)
+        assert set(done) == every
+        compute = [s for s in spans if s.kind != "wait"]
+        assert all(a.end <= b.start for a, b in itertools.pairwise(compute))
+        assert all(s.work > 0 and s.end > s.start for s in compute)
+    replayed = replay(stages, work=lambda stage, s: 2.0 if s.kind == "backward" else 1.0)
+    assert bubble(replayed) == pytest.approx(ideal_bubble(pp, vpp, count))
+    # A stage with twice the work must show, or the replay would not see work at all.
+    slow = replay(stages, work=lambda stage, s: 1.0 + (stage == 0))
+    assert pp == 1 or bubble(slow) > ideal_bubble(pp, vpp, count) + 0.02
+
+
+def test_answers_alone_are_forwards(megatron_ranks, tmp_path):
+    Qwen3Config(
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_hidden_layers=4,
+        vocab_size=11,
+    ).save_pretrained(tmp_path)
+    stages = megatron_ranks(2).run(record, str(tmp_path), 2, 1, 2, forward_only=True)
+    for spans in stages:
+        assert [s.micro_batch for s in spans if s.kind == "forward"] == [0, 1, 2, 3]
+        assert not [s for s in spans if s.kind == "backward"]
+    assert bubble(replay(stages, work=lambda stage, s: 1.0)) == pytest.approx(1 / 5)
