@@ -23,7 +23,9 @@ def split_into_micro_batches(
     """
     if max_token_len is None and not micro_batch_size:
         raise ValueError("without use_dynamic_bsz a micro-batch size is needed: set ppo_micro_batch_size_per_gpu")
-    if max_token_len is not None:
+    if max_token_len is not None and len(lengths) and lengths.sum() <= max_token_len:
+        plan = [np.arange(len(lengths))]
+    elif max_token_len is not None:
         plan = [part for part in plan_micro_batches(lengths, max_token_len) if len(part)]
     else:
         plan = fixed_size_parts(len(lengths), micro_batch_size or 1)

@@ -13,10 +13,15 @@ from transformers import PreTrainedModel
 from meshrl.data.packing import PackedRow
 from meshrl.engines.log_probs import linear_log_probs
 from meshrl.models.loading import VALUE_HEAD
+from meshrl.parallel.attention import AttentionContext
+from meshrl.parallel.prefix_tree import PrefixTree
 from meshrl.parallel.sequence import SequenceShard
 
 # Config fields by which some models change their logits after the output projection.
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "final_logits_soft_cap")
+
+# A row runs as a tree of its prefixes where that leaves at most this share of its tokens.
+MOST_NODES = 0.9
 
 
 def check_no_persistent_buffers(hf_model: PreTrainedModel) -> None:
@@ -37,6 +42,8 @@ class PackedModel(nn.Module):
         super().__init__()
         check_no_persistent_buffers(hf_model)
         self.hf_model = hf_model
+        # With dropout, equal prefixes get unequal states: each place draws its own.
+        self.drops_out = any(isinstance(m, nn.Dropout) and m.p > 0 for m in hf_model.base_model.modules())
 
     def forward(
         self, row: PackedRow, shard: SequenceShard | None, temperature: float, with_entropy: bool
@@ -44,12 +51,12 @@ class PackedModel(nn.Module):
         """One number a target under each name; ranks that share a sequence compute a part and all get all."""
         if shard is None:
             return self.answer(self._padded(row)[row.predictors], row.targets, temperature, with_entropy)
-        hidden = self.hf_model.base_model(
-            input_ids=shard.take(row.input_ids)[None],
-            position_ids=shard.position_ids,
-            use_cache=False,
-            attention_context=shard.context,
-        ).last_hidden_state[0]
+        tree = self._tree(row, shard)
+        if tree is not None:
+            hidden = self._packed(row.input_ids[tree.place_of], tree.position_ids, tree)
+            predictors = hidden.index_select(0, tree.node_of[row.predictors])
+            return self.answer(predictors, row.targets, temperature, with_entropy)
+        hidden = self._packed(shard.take(row.input_ids), shard.position_ids, shard.context)
         if shard.parallel.size == 1:
             return self.answer(hidden[row.predictors], row.targets, temperature, with_entropy)
         # Each rank computes the targets that its own tokens predict and puts them at those tokens' places.
@@ -64,6 +71,21 @@ class PackedModel(nn.Module):
 
         answers = self.answer(hidden[places], mine[places], temperature, with_entropy)
         return {name: spread(values) for name, values in answers.items()}
+
+    def _tree(self, row: PackedRow, shard: SequenceShard) -> PrefixTree | None:
+        """The row's distinct prefixes, where computing each once saves enough to pay for finding them."""
+        on_host = row.input_ids.device.type == "cpu"
+        if not on_host or shard.parallel.size > 1 or len(row.predictors) == 0 or (self.drops_out and self.training):
+            return None
+        tree = PrefixTree.of(row.input_ids, row.lengths, row.predictors)
+        return tree if tree.num_nodes <= MOST_NODES * len(row.input_ids) else None
+
+    def _packed(self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
+        """The hidden states [tokens, dim] of a row of tokens."""
+        out = self.hf_model.base_model(
+            input_ids=input_ids[None], position_ids=position_ids, use_cache=False, attention_context=context
+        )
+        return out.last_hidden_state[0]
 
     def _padded(self, row: PackedRow) -> Tensor:
         """The hidden states of a padded rectangle, by the model's own attention."""
@@ -84,7 +106,7 @@ class PackedModel(nn.Module):
 class PackedCausalLM(PackedModel):
     """A language model that answers with `log_probs` (and `entropys`) instead of logits."""
 
-    def __init__(self, hf_model: PreTrainedModel):
+    def __init__(self, hf_model: PreTrainedModel, keep_logits_bytes: int = 0):
         changed = [f for f in LOGIT_CHANGES if getattr(hf_model.config, f, None) not in (None, 1, 1.0)]
         if changed:
             raise ValueError(
@@ -93,6 +115,7 @@ class PackedCausalLM(PackedModel):
         if hf_model.get_output_embeddings() is None:
             raise ValueError(f"{type(hf_model).__name__} has no output projection to compute log-probs with")
         super().__init__(hf_model)
+        self.keep_logits_bytes = keep_logits_bytes
 
     def answer(self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> dict[str, Tensor]:
         head: Any = self.hf_model.get_output_embeddings()
@@ -103,6 +126,7 @@ class PackedCausalLM(PackedModel):
             bias=getattr(head, "bias", None),
             temperature=temperature,
             with_entropy=with_entropy,
+            keep_bytes=self.keep_logits_bytes,
         )
         return {"log_probs": log_probs} | ({} if entropy is None else {"entropys": entropy})
 
