@@ -5,13 +5,27 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test lint types check clean
+.PHONY: demo test test-vllm test-sglang lint types check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/meshrl demo
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# The real engines, each in an environment of its own. What they compile and how they bind threads would cost minutes.
+ENGINE_TESTS := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR
+
+test-vllm:
+	@PYTHON=$(PYTHON) tests/special_standalone/install.sh vllm .venv-vllm
+	$(ENGINE_TESTS) .venv-vllm/bin/python -m pytest tests/special_standalone -k vllm
+
+test-sglang:
+	@if PYTHON=$(PYTHON) tests/special_standalone/install.sh sglang .venv-sglang; then \
+		$(ENGINE_TESTS) .venv-sglang/bin/python -m pytest tests/special_standalone -k sglang; \
+	else \
+		echo "SKIPPED: SGLang 0.5.23 cannot be installed on this machine, see the lines above"; \
+	fi
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -37,4 +51,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed $(INPUTS)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) outputs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-sglang outputs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -154,7 +154,7 @@ def engine_step(
     from meshrl.config.engine import EngineConfig
     from meshrl.config.model import ModelConfig
     from meshrl.config.optim import OptimConfig
-    from meshrl.engines.fsdp.engine import FSDPEngine
+    from meshrl.engines.build import build_engine
 
     if not dist.is_initialized():
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
@@ -173,7 +173,7 @@ def engine_step(
     model = ModelConfig(
         path=str(folder), random_init=True, enable_gradient_checkpointing=options.get("checkpointing", False)
     )
-    engine = FSDPEngine(model, engine_config, OptimConfig() if train else None, device=torch.device(device))
+    engine = build_engine(model, engine_config, OptimConfig() if train else None, device=torch.device(device))
     engine.initialize()
     whole = make_batch(lengths, config.vocab_size)
     stats = BatchStats(engine.gradient_ranks, int(whole.batch["response_mask"].sum()), len(lengths))
@@ -226,7 +226,7 @@ def measure(
 
 
 def cases(
-    shapes: list[str], parts: list[str], device: str
+    shapes: list[str], parts: list[str], device: str, strategy: str = "fsdp2"
 ) -> list[tuple[str, str, np.ndarray, bool, Callable[..., Any]]]:
     """What is measured: (label, shape, lengths, train, how to make the step)."""
     found: list[tuple[str, str, np.ndarray, bool, Callable[..., Any]]] = []
@@ -235,7 +235,8 @@ def cases(
         return lambda: plain_step(name, lengths, device, checkpointing, train)
 
     def ours(name: str, lengths: np.ndarray, tokens: int, train: bool = True, **options: Any) -> Callable[..., Any]:
-        return lambda: engine_step(name, lengths, device, tokens, train, **OPTIONS.get(name, {}), **options)
+        options = OPTIONS.get(name, {}) | options | {"strategy": strategy}
+        return lambda: engine_step(name, lengths, device, tokens, train, **options)
 
     for name in shapes:
         tokens, length, budget = EVEN.get(name, (4096, 256, 1024))
@@ -331,13 +332,14 @@ def main() -> None:
     parser.add_argument(
         "--cpu", action="store_true", help="a tiny model on the CPU: packed against padded, and each axis"
     )
+    parser.add_argument("--engine", default="fsdp2", choices=("fsdp2", "megatron"), help="our side's training engine")
     parser.add_argument("--only", default="", help="only cases whose label contains this")
     parser.add_argument("--out", type=Path, help="also write the rows here, as JSON")
     args = parser.parse_args()
     device = "cpu" if args.cpu or not torch.cuda.is_available() else "cuda"
     shapes = args.shapes or (["tiny"] if device == "cpu" else ["0.6B", "1.7B", "4B"])
     rows = []
-    for label, name, lengths, train, make in cases(shapes, args.parts, device):
+    for label, name, lengths, train, make in cases(shapes, args.parts, device, args.engine):
         if args.only in label:
             rows.append(measure(label, make, name, lengths, train, device))
             Console(stderr=True).print(rows[-1])

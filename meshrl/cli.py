@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import meshrl
+from meshrl.rollout.command_line import add_generate_options, add_serve_options
 
 if TYPE_CHECKING:
     from meshrl.config import Loaded, PPOConfig, SFTConfig
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("words", nargs="*", metavar="key=value", help="overrides for the demo's recipe")
     demo.add_argument("--seed", type=int, default=0, help="seed of model, data and sampling")
     demo.add_argument("--control", action="store_true", help="coin-toss rewards: must not learn")
+    demo.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="how to learn (default: grpo)")
     demo.add_argument("--out", default="outputs/demo", metavar="DIR", help="folder for the results")
 
     config = add("config", _config, "print a resolved config, with where each value came from")
@@ -92,6 +94,9 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--world", type=int, default=2, help="number of processes (default: 2)")
     verify.add_argument("--model", metavar="DIR", help="take the shape of this model; default: four tiny families")
     verify.add_argument("--layers", type=int, default=2, help="with --model: keep this many layers (default: 2)")
+
+    add_serve_options(add("serve", _serve, "serve a model over HTTP as OpenAI's API does"))
+    add_generate_options(add("generate", _generate, "answer the prompts of a file; goes on where it was ended"))
 
     report = add("report", _report, "draw the curves and the report of a run")
     report.add_argument("run_dir", help="folder of the run")
@@ -117,7 +122,8 @@ def _sft(arguments: argparse.Namespace) -> None:
 def _demo(arguments: argparse.Namespace) -> None:
     from meshrl.trainer.demo import main as demo
 
-    demo(arguments.out, seed=arguments.seed, control=arguments.control, overrides=arguments.words)
+    options = {"seed": arguments.seed, "control": arguments.control, "algorithm": arguments.algorithm}
+    demo(arguments.out, **options, overrides=arguments.words)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -133,6 +139,36 @@ def _config(arguments: argparse.Namespace) -> None:
 
     loaded = _load(arguments.words, sft=arguments.sft)
     _say(to_yaml(loaded.config, loaded.sources, only=arguments.only, docs=arguments.doc).rstrip("\n"))
+
+
+def _serve(arguments: argparse.Namespace) -> int | None:
+    from meshrl.rollout.command_line import engine_options, server_settings
+    from meshrl.rollout.opened import open_rollout
+    from meshrl.rollout.server.run import serve
+
+    try:
+        settings = server_settings(arguments)
+        opened = open_rollout(arguments.model, engine_options(arguments))
+        serve(opened, settings, arguments.host, arguments.port, _say)
+    except (OSError, ValueError, ImportError) as error:
+        _complain(str(error))
+        return RUN_ERROR
+    return None
+
+
+def _generate(arguments: argparse.Namespace) -> int | None:
+    from meshrl.rollout.command_line import engine_options, sampling_params
+    from meshrl.rollout.offline.job import Job, generate
+
+    try:
+        params = sampling_params(arguments)
+        job = Job.from_arguments(arguments, params)
+        report = generate(job, engine_options(arguments))
+    except (OSError, ValueError, ImportError) as error:
+        _complain(str(error))
+        return RUN_ERROR
+    _say(report)
+    return None
 
 
 def _report(arguments: argparse.Namespace) -> int | None:

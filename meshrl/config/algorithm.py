@@ -17,7 +17,6 @@ GROUP_ESTIMATORS = (
     "gpg",
 )
 PENDING_ESTIMATORS = {
-    "gae": "it needs a critic; set algorithm.adv_estimator=grpo or another estimator without one",
     "gdpo": "several rewards per sample",
     "remax": "greedy baseline rollouts",
     "optimal_token_baseline": "gradient norms per token",
@@ -57,11 +56,11 @@ class AlgorithmConfig:
     adv_estimator: str = key(
         "gae",
         "Advantage estimator.",
-        choices=("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", *list(PENDING_ESTIMATORS)[1:]),
+        choices=("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", *PENDING_ESTIMATORS),
         pending=PENDING_ESTIMATORS,
     )
     gamma: float = key(1.0, "Discount per token.", low=0, high=1)
-    lam: float = key(1.0, "GAE's lambda.", low=0, high=1, pending="only gae reads it")
+    lam: float = key(1.0, "GAE's lambda.", low=0, high=1)
     norm_adv_by_std_in_grpo: bool = key(True, "Divide GRPO's advantages by the group's standard deviation.")
     use_kl_in_reward: bool = key(False, "Subtract the KL to the reference from the reward.")
     kl_penalty: str = key("kl", "Estimator of that KL.", choices=KL_CHOICES)

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.config.algorithm import GROUP_ESTIMATORS
+from meshrl.config.critic import uses_critic
 from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError
 from meshrl.config.functions import load_function
 from meshrl.config.layout import engine_problems, rollout_problems, sequence_ranks
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import fit_problems, folder_problems, read_model_config
+from meshrl.config.multi_turn import multi_turn_file_problems, multi_turn_problems
 from meshrl.config.optim import OptimConfig
+from meshrl.config.rollout import READERS
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.config.trainer import RunConfig
@@ -25,6 +28,13 @@ MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
 # What the other kind of FSDP reads.
+FSDP_ONLY_KEYS = (
+    "ulysses_sequence_parallel_size",
+    "context_parallel_size",
+    "use_torch_compile",
+    "activation_memory_budget",
+)
+FSDP_ONLY_MODEL_KEYS = ("lora_rank", "lora_adapter_path", "enable_activation_offload", "use_remove_padding")
 IDLE_FSDP_KEYS = {"fsdp2": "use_orig_params", "fsdp": "reshard_after_forward"}
 
 
@@ -54,11 +64,14 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *batch_problems(config),
         *_token_budget_problems(config),
         *_sampling_problems(config),
+        *_reader_problems(config),
+        *multi_turn_problems(config),
         *_algorithm_problems(config),
         *_loss_problems(config),
         *_optim_problems(actor.optim, f"{ACTOR}.optim"),
         *_run_problems(config.trainer),
         *_idle_problems(config, actor, ACTOR),
+        *_critic_problems(config, check_files),
     ]
     if check_files:
         problems += _file_problems(config)
@@ -70,7 +83,34 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
             config.data.max_prompt_length + config.data.max_response_length,
             "data.max_prompt_length + max_response_length",
         )
-        problems += _reward_problems(config)
+        problems += _reward_problems(config) + multi_turn_file_problems(config)
+    return problems
+
+
+def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
+    """A critic is checked as the policy is; without one its settings would silently do nothing."""
+    critic, estimator = config.critic, config.algorithm.adv_estimator
+    if (estimator == "gae") != uses_critic(critic, estimator):
+        return [
+            f"critic.enable={str(critic.enable).lower()} does not go with algorithm.adv_estimator={estimator}: "
+            "gae needs a critic, the others have no use for one"
+        ]
+    if not uses_critic(critic, estimator):
+        changed = [*changed_keys(config, "critic."), *changed_keys(config, "trainer.critic_warmup")]
+        return [f"{name} has no effect with algorithm.adv_estimator={estimator}: it has no critic" for name in changed]
+    problems = [
+        *engine_problems(critic, "critic", config.trainer.world_size),
+        *_optim_problems(critic.optim, "critic.optim"),
+    ]
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if critic.use_dynamic_bsz and critic.ppo_max_token_len_per_gpu * sequence_ranks(critic) < longest:
+        problems.append(
+            f"critic.ppo_max_token_len_per_gpu ({_times(critic.ppo_max_token_len_per_gpu, critic)}) must hold the "
+            f"longest sample: data.max_prompt_length + max_response_length ({longest})"
+        )
+    if check_files and critic.model.path is not None:
+        words = "data.max_prompt_length + max_response_length"
+        problems += _model_problems(critic.model, "critic.model", critic, "critic", longest, words)
     return problems
 
 
@@ -152,6 +192,17 @@ def _sampling_problems(config: PPOConfig) -> list[str]:
     return problems
 
 
+def _reader_problems(config: PPOConfig) -> list[str]:
+    """Keys of the rollout that are set, but that its engine does not read."""
+    name = config.actor_rollout_ref.rollout.name
+    return [
+        f"{changed} is only read by {ROLLOUT}.name={' or '.join(engines)}, but it is {name}"
+        for key, engines in READERS.items()
+        if name not in engines
+        for changed in changed_keys(config, f"{ROLLOUT}.{key}")
+    ]
+
+
 def _algorithm_problems(config: PPOConfig) -> list[str]:
     algorithm, rollout = config.algorithm, config.actor_rollout_ref.rollout
     problems = []
@@ -225,7 +276,8 @@ def _idle_problems(config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: 
     idle = "fsdp_config" if engine.strategy == "megatron" else "megatron"
     changed = changed_keys(config, f"{prefix}.{idle}.")
     if engine.strategy == "megatron":
-        changed += changed_keys(config, f"{prefix}.ulysses_sequence_parallel_size")
+        changed += [name for key in FSDP_ONLY_KEYS for name in changed_keys(config, f"{prefix}.{key}")]
+        changed += [name for key in FSDP_ONLY_MODEL_KEYS for name in changed_keys(config, _model_key(config, key))]
     else:
         changed += changed_keys(config, f"{prefix}.fsdp_config.{IDLE_FSDP_KEYS[engine.strategy]}")
     problems = [f"{name} has no effect with {prefix}.strategy={engine.strategy}" for name in changed]
@@ -244,6 +296,10 @@ def _idle_problems(config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: 
     if config.trainer.backend != "ray":
         problems += [f"{name} has no effect with trainer.backend=local" for name in changed_keys(config, "ray_init.")]
     return problems
+
+
+def _model_key(config: PPOConfig | SFTConfig, name: str) -> str:
+    return f"model.{name}" if isinstance(config, SFTConfig) else f"{MODEL}.{name}"
 
 
 def _file_problems(config: PPOConfig | SFTConfig) -> list[str]:

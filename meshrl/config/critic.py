@@ -12,7 +12,7 @@ from meshrl.config.optim import OptimConfig
 @dataclass
 class CriticConfig(EngineConfig):
     enable: bool | None = key(None, "Train a critic; null: if the estimator needs one.")
-    model: ModelConfig = section(ModelConfig, "Model the critic starts from.")
+    model: ModelConfig = section(ModelConfig, "Model the critic starts from; without a path: the policy's.")
     optim: OptimConfig = section(OptimConfig, "Optimizer of the critic.", lr=1e-5)
     ppo_mini_batch_size: int | None = key(
         None, "Prompts per optimizer step, over all ranks.", low=1, follows=f"{ACTOR}.ppo_mini_batch_size"
@@ -28,6 +28,11 @@ class CriticConfig(EngineConfig):
     loss_agg_mode: str | None = key(
         None, "How token losses become one number.", choices=LOSS_AGG_MODES, follows=f"{ACTOR}.loss_agg_mode"
     )
+
+
+def uses_critic(critic: CriticConfig, adv_estimator: str) -> bool:
+    """Whether a run trains a critic."""
+    return adv_estimator == "gae" if critic.enable is None else critic.enable
 
 
 @dataclass

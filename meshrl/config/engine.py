@@ -85,12 +85,7 @@ class MegatronConfig:
 class EngineConfig:
     """What every trained model has: how it is sharded and how its gradient is bounded."""
 
-    strategy: str = key(
-        "fsdp2",
-        "Training engine.",
-        choices=STRATEGIES,
-        pending={"megatron": "the Megatron-Core engine"},
-    )
+    strategy: str = key("fsdp2", "Training engine.", choices=STRATEGIES)
     fsdp_config: FSDPConfig = section(FSDPConfig, "Settings of strategy=fsdp2.")
     megatron: MegatronConfig = section(MegatronConfig, "Settings of strategy=megatron.")
     ulysses_sequence_parallel_size: int = key(1, "Ranks that share one sequence by exchanging heads (Ulysses).", low=1)

@@ -1,6 +1,7 @@
 """Which mesh axes a config asks for, and whether the number of processes allows them."""
 
-from meshrl.config.engine import EngineConfig
+from meshrl.config.engine import EngineConfig, MegatronConfig
+from meshrl.config.megatron_fields import is_installed, override_problems
 from meshrl.config.rollout import RolloutConfig
 
 
@@ -49,7 +50,11 @@ def mesh_axes(engine: EngineConfig, world_size: int) -> dict[str, int]:
 def engine_problems(engine: EngineConfig, prefix: str, world_size: int) -> list[str]:
     """Sizes that do not divide, with the numbers and the keys."""
     if engine.strategy == "megatron":
-        return _megatron_problems(engine, f"{prefix}.megatron", world_size)
+        key = f"{prefix}.megatron"
+        if not is_installed():
+            return [f"{prefix}.strategy=megatron needs Megatron-Core: pip install 'meshrl[megatron]'"]
+        override = override_problems(engine.megatron.override_transformer_config, key)
+        return _megatron_problems(engine, key, world_size) + override
     problems = []
     ulysses, ring = engine.ulysses_sequence_parallel_size, engine.context_parallel_size
     fsdp_size, data = engine.fsdp_config.fsdp_size, dp_size(engine, world_size)
@@ -83,12 +88,43 @@ def _megatron_problems(engine: EngineConfig, prefix: str, world_size: int) -> li
     if ep > 1 and world_size % (etp * ep * pp):
         names = "expert_tensor_parallel_size * expert_model_parallel_size * pipeline_model_parallel_size"
         problems.append(_indivisible(world_size, f"{prefix}.{names}", f"{etp} * {ep} * {pp} = {etp * ep * pp}"))
-    vpp = megatron.virtual_pipeline_model_parallel_size
-    if vpp is not None and vpp > 1 and pp == 1:
+    vpp = megatron.virtual_pipeline_model_parallel_size or 1
+    if vpp > 1 and pp == 1:
         problems.append(
             f"{prefix}.virtual_pipeline_model_parallel_size={vpp} needs pipeline_model_parallel_size > 1, not {pp}"
         )
+    return problems + _schedule_problems(megatron, prefix, pp, vpp) + _overlap_problems(megatron, prefix)
+
+
+def _schedule_problems(megatron: MegatronConfig, prefix: str, pp: int, vpp: int) -> list[str]:
+    """Whether the pipeline's schedule, and how its stages talk, fit its size."""
+    problems = []
+    fitting = "no-pipelining" if pp == 1 else "interleaved" if vpp > 1 else "1f1b"
+    if megatron.schedule_type not in ("auto", fitting):
+        problems.append(
+            f"{prefix}.schedule_type={megatron.schedule_type} does not fit pipeline_model_parallel_size={pp} with "
+            f"virtual_pipeline_model_parallel_size={vpp}: that is {fitting}; set auto"
+        )
+    override = megatron.override_transformer_config
+    if vpp > 1 and override.get("batch_p2p_comm"):
+        problems.append(
+            f"{prefix}.override_transformer_config.batch_p2p_comm=true gives wrong numbers with "
+            f"virtual_pipeline_model_parallel_size={vpp}: leave it out"
+        )
+    group = override.get("microbatch_group_size_per_vp_stage")
+    if vpp > 1 and group is not None and group < pp:
+        problems.append(
+            f"{prefix}.override_transformer_config.microbatch_group_size_per_vp_stage={group} must be at least "
+            f"pipeline_model_parallel_size ({pp})"
+        )
     return problems
+
+
+def _overlap_problems(megatron: MegatronConfig, prefix: str) -> list[str]:
+    if not megatron.overlap_param_gather:
+        return []
+    needed = [name for name in ("use_distributed_optimizer", "overlap_grad_reduce") if not getattr(megatron, name)]
+    return [f"{prefix}.overlap_param_gather=true needs {prefix}.{name}=true" for name in needed]
 
 
 def rollout_problems(rollout: RolloutConfig, prefix: str, world_size: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which fields of Megatron-Core's TransformerConfig may be overridden. Read from its source: importing it takes seconds."""
+"""Fields of Megatron-Core's TransformerConfig that may be overridden; read from its source, as importing it is slow."""
 
 import ast
 import importlib.util

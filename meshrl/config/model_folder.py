@@ -8,6 +8,7 @@ from typing import Any
 from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
@@ -50,8 +51,53 @@ def fit_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str) -> li
     for name, size in _head_splits(engine).items():
         if heads is not None and heads % size:
             problems.append(f"the model's num_attention_heads ({heads}) must be divisible by {prefix}.{name} ({size})")
-    if engine.strategy == "megatron" and "num_hidden_layers" in shape:
-        problems += _stage_problems(shape["num_hidden_layers"], engine, f"{prefix}.megatron")
+    if engine.strategy == "megatron":
+        if "num_hidden_layers" in shape:
+            problems += _stage_problems(shape["num_hidden_layers"], engine, f"{prefix}.megatron")
+        problems += _tensor_problems(shape, engine, f"{prefix}.megatron")
+        problems += _expert_problems(shape, engine, f"{prefix}.megatron")
+    return problems
+
+
+def _tensor_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str) -> list[str]:
+    """Whether key-value heads and layers' widths divide over tensor-parallel ranks."""
+    tp, problems = engine.megatron.tensor_model_parallel_size, []
+    groups, width = shape.get("num_key_value_heads"), shape.get("intermediate_size")
+    if groups is not None and groups % tp and tp % groups:
+        problems.append(
+            f"the model's num_key_value_heads ({groups}) must be divisible by {prefix}.tensor_model_parallel_size "
+            f"({tp}), or the other way round"
+        )
+    if width is not None and width % tp:
+        problems.append(
+            f"the model's intermediate_size ({width}) must be divisible by {prefix}.tensor_model_parallel_size ({tp})"
+        )
+    return problems
+
+
+def _expert_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str) -> list[str]:
+    """Whether the experts divide over their ranks; without experts there are none to divide."""
+    megatron = engine.megatron
+    experts = next((shape[name] for name in EXPERT_COUNTS if shape.get(name)), 0)
+    ep, tp = megatron.expert_model_parallel_size, megatron.tensor_model_parallel_size
+    etp = megatron.expert_tensor_parallel_size or tp
+    if not experts:
+        return [f"{prefix}.expert_model_parallel_size={ep} needs a model with experts"] if ep > 1 else []
+    problems = []
+    if experts % ep:
+        problems.append(
+            f"the model's {experts} experts must be divisible by {prefix}.expert_model_parallel_size ({ep})"
+        )
+    width = shape.get("moe_intermediate_size") or shape.get("intermediate_size")
+    if width is not None and width % etp:
+        problems.append(
+            f"the width of the model's experts ({width}) must be divisible by "
+            f"{prefix}.expert_tensor_parallel_size ({etp})"
+        )
+    if tp > 1 and not megatron.sequence_parallel:
+        problems.append(
+            f"a model with experts on {tp} tensor-parallel ranks needs {prefix}.sequence_parallel=true to be trained"
+        )
     return problems
 
 
@@ -70,7 +116,9 @@ def _stage_problems(layers: int, engine: EngineConfig, prefix: str) -> list[str]
     first, last = given.get("num_layers_in_first_pipeline_stage"), given.get("num_layers_in_last_pipeline_stage")
     own = [size for size in (first, last) if size is not None]
     pp, vpp = megatron.pipeline_model_parallel_size, megatron.virtual_pipeline_model_parallel_size or 1
-    middle, left = pp - len(own), layers - sum(own)
+    # The embedding and the loss may each take a layer's place.
+    counted = sum(bool(given.get(f"account_for_{name}_in_pipeline_split")) for name in ("embedding", "loss"))
+    middle, left = pp - len(own), layers - sum(own) + counted
     if left < 0 or (middle == 0 and left) or (middle and left % (middle * vpp)) or any(size % vpp for size in own):
         stages = f"{layers} layers" if not own else f"{layers} layers, less {' and '.join(map(str, own))}"
         return [

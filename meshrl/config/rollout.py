@@ -7,8 +7,21 @@ from meshrl.config.engine import DTYPES
 from meshrl.config.key import key, section
 
 ACTOR = "actor_rollout_ref.actor"
-EXTERNAL = "only the vllm and sglang rollouts read it"
 ROLLOUTS = ("embedded", "vllm", "sglang", "hf")
+SPLIT = "one rollout over several ranks of the trainer"
+# Who reads a key that not every rollout reads.
+READERS = {
+    "gpu_memory_utilization": ("embedded", "vllm", "sglang"),
+    "enforce_eager": ("vllm", "sglang"),
+    "enable_chunked_prefill": ("vllm",),
+    "enable_prefix_caching": ("embedded", "vllm", "sglang"),
+    "load_format": ("vllm", "sglang"),
+    "update_weights_bucket_megabytes": ("vllm", "sglang"),
+    "max_num_batched_tokens": ("embedded", "vllm", "sglang"),
+    "engine_kwargs.vllm": ("vllm",),
+    "engine_kwargs.sglang": ("sglang",),
+}
+TOOL_FORMATS = ("hermes", "qwen", "llama3_json", "code")
 
 
 @dataclass
@@ -22,19 +35,34 @@ class ValKwargs:
 
 @dataclass
 class MultiTurnConfig:
-    enable: bool = key(False, "Let the model use tools over several turns.")
-    max_assistant_turns: int | None = key(None, "Most turns of the model.", low=1)
-    max_user_turns: int | None = key(None, "Most answers to the model.", low=1)
-    tool_config_path: str | None = key(None, "File that lists the tools.")
-    format: str = key("hermes", "Format of tool calls.")
-    max_parallel_calls: int = key(1, "Tool calls run at once.", low=1)
-    max_tool_response_length: int = key(256, "Longest tool answer.", low=1)
+    enable: bool = key(False, "Let the model use tools, or talk to an environment, over several turns.")
+    max_assistant_turns: int | None = key(None, "Most turns of the model; null: as many as the response holds.", low=1)
+    max_user_turns: int | None = key(
+        None, "Most answers to the model, by tools or by the environment; null: as many as the response holds.", low=1
+    )
+    tool_config_path: str | None = key(None, "YAML file that lists tools by import path.")
+    tools: list[str] = key([], "Import paths of tools, such as my_tools.py:search or package.module:search.")
+    format: str = key("hermes", "Format of tool calls.", choices=TOOL_FORMATS)
+    max_parallel_calls: int = key(1, "Most tool calls of one turn, run at once; further ones are refused.", low=1)
+    max_concurrent_calls: int = key(64, "Most tool calls at once on one rank, over all samples.", low=1)
+    tool_timeout: float = key(30.0, "Seconds that one call of a tool or step of the environment may take.", low=0.001)
+    max_tool_response_length: int = key(256, "Longest tool answer, in characters.", low=1)
+    tool_response_truncate_side: str = key(
+        "middle", "Where a longer one is cut; left keeps its end.", choices=("left", "right", "middle")
+    )
+    environment: str | None = key(None, "Import path of the environment's class, such as my_game.py:Game.")
+    environment_kwargs: dict[str, Any] = key({}, "Arguments of the environment's class.")
+    tokenization_sanity_check_mode: str = key(
+        "strict",
+        "Check that turns encoded one by one equal the chat template's whole render; with or without white space.",
+        choices=("strict", "ignore_strippable", "disable"),
+    )
 
 
 @dataclass
 class EngineKwargs:
-    vllm: dict[str, Any] = key({}, "Arguments handed to vLLM.", pending=EXTERNAL)
-    sglang: dict[str, Any] = key({}, "Arguments handed to SGLang.", pending=EXTERNAL)
+    vllm: dict[str, Any] = key({}, "Arguments handed to vLLM (`EngineArgs`).")
+    sglang: dict[str, Any] = key({}, "Arguments handed to SGLang (`ServerArgs`).")
 
 
 @dataclass
@@ -43,7 +71,6 @@ class RolloutConfig:
         "embedded",
         "Rollout engine; embedded generates with the trainer's own modules.",
         choices=ROLLOUTS,
-        pending={name: f"the {name} rollout; use embedded" for name in ROLLOUTS[1:]},
     )
     mode: str = key(
         "sync",
@@ -72,18 +99,16 @@ class RolloutConfig:
     log_prob_max_token_len_per_gpu: int | None = key(
         None, "Most tokens of such a micro-batch.", low=1, follows=f"{ACTOR}.ppo_max_token_len_per_gpu"
     )
-    tensor_model_parallel_size: int = key(1, "Tensor-parallel ranks of one rollout.", low=1, pending=EXTERNAL)
-    data_parallel_size: int = key(1, "Data-parallel ranks of one rollout.", low=1, pending=EXTERNAL)
-    gpu_memory_utilization: float = key(
-        0.5, "Share of the GPU's memory a rollout takes.", low=0, high=1, pending=EXTERNAL
-    )
-    max_model_len: int | None = key(None, "Longest prompt plus response.", low=1, pending=EXTERNAL)
-    enforce_eager: bool = key(False, "No CUDA graphs.", pending=EXTERNAL)
-    free_cache_engine: bool = key(True, "Free the KV cache while training.", pending=EXTERNAL)
-    enable_chunked_prefill: bool = key(True, "Split long prompts over engine steps.", pending=EXTERNAL)
-    enable_prefix_caching: bool = key(True, "Share the KV cache of equal prefixes.", pending=EXTERNAL)
-    load_format: str = key("dummy", "How the rollout gets its first weights.", pending=EXTERNAL)
-    layered_summon: bool = key(False, "Gather the weights layer by layer.", pending=EXTERNAL)
-    update_weights_bucket_megabytes: int = key(512, "Size of a weight-sync bucket.", low=1, pending=EXTERNAL)
+    tensor_model_parallel_size: int = key(1, "Tensor-parallel ranks of one rollout.", low=1, pending=SPLIT)
+    data_parallel_size: int = key(1, "Data-parallel ranks of one rollout.", low=1, pending=SPLIT)
+    gpu_memory_utilization: float = key(0.5, "Share of the GPU's memory a rollout takes.", low=0, high=1)
+    max_model_len: int | None = key(None, "Longest prompt plus response.", low=1)
+    enforce_eager: bool = key(False, "No CUDA graphs.")
+    free_cache_engine: bool = key(True, "Free the KV cache while training.", pending="releasing memory between phases")
+    enable_chunked_prefill: bool = key(True, "Split long prompts over engine steps.")
+    enable_prefix_caching: bool = key(True, "Share the KV cache of equal prefixes.")
+    load_format: str = key("dummy", "How the rollout gets its first weights.")
+    layered_summon: bool = key(False, "Gather the weights layer by layer.", pending="gathering by layers")
+    update_weights_bucket_megabytes: int = key(512, "Size of a weight-sync bucket.", low=1)
     engine_kwargs: EngineKwargs = section(EngineKwargs, "Further arguments of an external engine.")
-    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Tools and turns.", pending="multi-turn rollouts")
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Tools and turns.")

@@ -28,7 +28,7 @@ class ActorRolloutRefConfig:
 class PPOConfig:
     data: DataConfig = section(DataConfig, "The prompts.")
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "The policy in its three roles.")
-    critic: CriticConfig = section(CriticConfig, "The value model.", pending="critics")
+    critic: CriticConfig = section(CriticConfig, "The value model of PPO.")
     reward_model: RewardModelConfig = section(RewardModelConfig, "A model that scores.", pending="reward models")
     reward: RewardConfig = section(RewardConfig, "Built-in rewards, and what to do when one fails.")
     custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig, "A reward of your own.")

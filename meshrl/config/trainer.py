@@ -63,7 +63,7 @@ class RunConfig:
 class TrainerConfig(RunConfig):
     val_before_train: bool = key(True, "Validate before the first step.")
     val_only: bool = key(False, "Validate and end.")
-    critic_warmup: int = key(0, "Steps in which only the critic learns.", low=0, pending="critics")
+    critic_warmup: int = key(0, "Steps in which only the critic learns.", low=0)
     balance_batch: bool = key(True, "Order samples so that all ranks get about the same number of tokens.")
     max_actor_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep.", low=1, pending="checkpoints")
     max_critic_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep.", low=1, pending="checkpoints")

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from meshrl.config.actor import ActorConfig
+from meshrl.config.critic import CriticConfig, uses_critic
 from meshrl.config.errors import ConfigError
 from meshrl.config.layout import dp_size
 from meshrl.config.root import PPOConfig
@@ -27,6 +29,9 @@ class BatchUnits:
     optimizer_steps_per_step: int
     samples_per_micro_batch: int | None  # None: cut by tokens
     tokens_per_micro_batch: int | None  # None: cut by samples
+    critic_dp_size: int = 1
+    critic_mini_batches_per_epoch: int = 1
+    critic_steps_per_step: int = 1
 
     @classmethod
     def from_config(cls, config: PPOConfig) -> "BatchUnits":
@@ -37,6 +42,8 @@ class BatchUnits:
         actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
         ranks = dp_size(actor, config.trainer.world_size)
         prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
+        critic = config.critic
+        critic_mini_batches = prompts // (critic.ppo_mini_batch_size or mini)
         return cls(
             prompts_per_step=prompts,
             samples_per_prompt=n,
@@ -51,6 +58,9 @@ class BatchUnits:
             optimizer_steps_per_step=prompts // mini * actor.ppo_epochs,
             samples_per_micro_batch=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
             tokens_per_micro_batch=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
+            critic_dp_size=dp_size(critic, config.trainer.world_size),
+            critic_mini_batches_per_epoch=critic_mini_batches,
+            critic_steps_per_step=critic_mini_batches * (critic.ppo_epochs or actor.ppo_epochs),
         )
 
     def lines(self) -> list[str]:
@@ -118,29 +128,39 @@ def batch_problems(config: PPOConfig | SFTConfig) -> list[str]:
 
 
 def _ppo_problems(config: PPOConfig) -> list[str]:
-    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
-    prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
-    ranks = max(1, dp_size(actor, config.trainer.world_size))
+    problems = _update_problems(config, config.actor_rollout_ref.actor, ACTOR)
+    if uses_critic(config.critic, config.algorithm.adv_estimator):
+        problems += _update_problems(config, config.critic, "critic")
+    return problems
+
+
+def _update_problems(config: PPOConfig, role: ActorConfig | CriticConfig, prefix: str) -> list[str]:
+    """How the samples of a step divide into a trained role's mini-batches, ranks and micro-batches."""
+    n, prompts = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
+    actor = config.actor_rollout_ref.actor
+    mini = role.ppo_mini_batch_size or actor.ppo_mini_batch_size
+    ranks = max(1, dp_size(role, config.trainer.world_size))
     problems = []
     if prompts % mini:
         problems.append(
-            f"data.train_batch_size ({prompts} prompts) must be divisible by {ACTOR}.ppo_mini_batch_size "
+            f"data.train_batch_size ({prompts} prompts) must be divisible by {prefix}.ppo_mini_batch_size "
             f"({mini} prompts)"
         )
     if mini * n % ranks:
         problems.append(
-            f"{ACTOR}.ppo_mini_batch_size * rollout.n ({mini} * {n} = {mini * n} samples) must be divisible by "
+            f"{prefix}.ppo_mini_batch_size * rollout.n ({mini} * {n} = {mini * n} samples) must be divisible by "
             f"the data-parallel size ({ranks})"
         )
-    micro = actor.ppo_micro_batch_size_per_gpu
-    if actor.use_dynamic_bsz:
+    by_tokens = actor.use_dynamic_bsz if role.use_dynamic_bsz is None else role.use_dynamic_bsz
+    micro = role.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
+    if by_tokens:
         return problems
     if micro is None:
-        problems.append(f"set {ACTOR}.ppo_micro_batch_size_per_gpu, or {ACTOR}.use_dynamic_bsz=true")
+        problems.append(f"set {prefix}.ppo_micro_batch_size_per_gpu, or {prefix}.use_dynamic_bsz=true")
     elif mini * n % ranks == 0 and mini * n // ranks % micro:
         problems.append(
             f"samples of a mini-batch on one rank ({mini} * {n} / {ranks} = {mini * n // ranks}) must be divisible by "
-            f"{ACTOR}.ppo_micro_batch_size_per_gpu ({micro})"
+            f"{prefix}.ppo_micro_batch_size_per_gpu ({micro})"
         )
     return problems
 

@@ -1,8 +1,13 @@
 """Pools of devices, and which role runs on which pool."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from weakref import WeakSet
+
+from meshrl.controller.backend import Backend
+from meshrl.controller.errors import GroupBrokenError
 
 
 class Role(StrEnum):
@@ -49,6 +54,7 @@ class ResourcePool:
         self.name_prefix = name_prefix
         self.first_device = 0  # of this machine, for the local backend; ResourcePoolManager sets it
         self.parts = [NodeSlots(self, node, tuple(range(count))) for node, count in enumerate(counts)]
+        self._tenants: dict[tuple[int, int], WeakSet[Backend]] = defaultdict(WeakSet)  # of each node's slot
 
     @property
     def process_on_nodes(self) -> list[int]:
@@ -59,6 +65,24 @@ class ResourcePool:
     def world_size(self) -> int:
         """How many processes the pool holds."""
         return sum(self.process_on_nodes)
+
+    def check_room(self) -> None:
+        """Raise if `max_colocate_count` worker groups live on one of the slots already."""
+        for part in self.parts:
+            for slot in part.slots:
+                living = sum(_lives(tenant) for tenant in part.origin._tenants[part.node, slot])
+                if living >= self.max_colocate_count:
+                    raise ValueError(
+                        f"process {slot} of node {part.node} of the pool holds {living} worker groups and "
+                        f"max_colocate_count is {self.max_colocate_count}: shut one down, raise max_colocate_count, or "
+                        "put several roles into one process (create_colocated_worker_cls)"
+                    )
+
+    def add_tenant(self, backend: Backend) -> None:
+        """Count the workers of a group on the pool's slots, until they end."""
+        for part in self.parts:
+            for slot in part.slots:
+                part.origin._tenants[part.node, slot].add(backend)
 
     def split(self, sizes_or_ratios: Sequence[int] | Sequence[float]) -> list["ResourcePool"]:
         """Disjoint pools that together are this one.
@@ -130,6 +154,14 @@ class ResourcePool:
     def __repr__(self) -> str:
         kind = "GPU" if self.use_gpu else "CPU"
         return f"ResourcePool({self.process_on_nodes}, {kind}, name_prefix={self.name_prefix!r})"
+
+
+def _lives(backend: Backend) -> bool:
+    try:
+        backend.check()
+    except GroupBrokenError:
+        return False
+    return True
 
 
 class ResourcePoolManager:

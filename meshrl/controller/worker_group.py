@@ -190,6 +190,7 @@ def create_worker_group(
     `env` adds environment variables. With Ray, `name` names the actors, and `detached` lets them outlive this process.
     """
     deadlines = deadlines or Deadlines()
+    pool.check_room()
     env = {key: str(value) for key, value in (env or {}).items()}
     started: Any
     if backend == "local":
@@ -207,6 +208,7 @@ def create_worker_group(
         started = start_ray(pool, cls_with_args, str(role), deadlines, env, name, detached)
     else:
         raise ValueError(f"backend must be 'local' or 'ray', got {backend!r}")
+    pool.add_tenant(started)
     group = WorkerGroup(started, cls_with_args.cls, str(role), cls_with_args.roles())
     if not detached:
         # a group that nobody holds any more, and all groups when the interpreter exits

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from meshrl.data.proto import DataProto
 
@@ -36,6 +37,9 @@ class Engine(ABC):
     """A sharded model with its optimizer. Every rank of the group calls every method, in the same order."""
 
     module: nn.Module
+    # The Hugging Face model whose config, class and parameter names this is; its parameters may be without memory.
+    hf_model: PreTrainedModel
+    has_adapters: bool = False
 
     @abstractmethod
     def initialize(self) -> None:
@@ -60,6 +64,15 @@ class Engine(ABC):
     @abstractmethod
     def gradient_ranks(self) -> int:
         """Over how many ranks gradients are averaged: losses are multiplied by it (`BatchStats.dp_size`)."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model is anything but a plain module of this rank."""
+        return True
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Inside, the model answers without its adapters, as the reference policy."""
+        raise ValueError("this model has no adapters to turn off")
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from meshrl.config.engine import EngineConfig
@@ -21,9 +23,13 @@ def build_engine(
     seed: int = 0,
 ) -> Engine:
     """The engine of `engine.strategy`, not initialized yet. Without `optim` the model only answers."""
-    kind: type[Engine]
+    kind: Any
     if engine.strategy == "megatron":
-        from meshrl.engines.megatron.engine import MegatronEngine as kind
+        from meshrl.engines.megatron.engine import MegatronEngine
+
+        kind = MegatronEngine
     else:
-        from meshrl.engines.fsdp.engine import FSDPEngine as kind
-    return kind(model, engine, optim, device=device, head=head, total_steps=total_steps, seed=seed)  # type: ignore[call-arg]
+        from meshrl.engines.fsdp.engine import FSDPEngine
+
+        kind = FSDPEngine
+    return kind(model, engine, optim, device=device, head=head, total_steps=total_steps, seed=seed)

@@ -1,30 +1,66 @@
-"""The reward function that the config asks for."""
+"""The reward functions and the manager that the config asks for."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from meshrl.config.functions import load_function
+from meshrl.config.reward import entry_problem
 from meshrl.config.root import PPOConfig
+from meshrl.rewards.calling import RewardFunction, RewardFunctionSpec
 from meshrl.rewards.functions import BUILT_IN
-from meshrl.rewards.manager import RewardFunction, RewardManager
+from meshrl.rewards.manager import RewardManager
+from meshrl.rewards.overlong import OverlongBuffer
 
 
 def load_reward_manager(config: PPOConfig, tokenizer: Tokenizer) -> RewardManager:
-    """The configured reward function (one's own, or a built-in one) inside the configured manager."""
+    """The configured reward functions (one's own, or built-in ones) inside the configured manager."""
+    manager = config.reward_manager
     return RewardManager(
-        load_reward_function(config),
+        reward_function_specs(config),
         tokenizer,
-        per_batch=config.reward_manager.name == "batch",
+        name=manager.name,
         on_error=config.reward.on_error,
+        timeout=manager.timeout,
+        num_processes=manager.num_processes,
+        overlong=overlong_buffer(config),
+        log_overlong=manager.overlong_buffer.log,
     )
 
 
-def load_reward_function(config: PPOConfig) -> RewardFunction:
-    """`custom_reward_function.path/name`, or else the built-in function `reward.name`."""
-    custom = config.custom_reward_function
+def overlong_buffer(config: PPOConfig) -> OverlongBuffer | None:
+    """The punishment of long answers, with the manager dapo."""
+    buffer = config.reward_manager.overlong_buffer
+    if config.reward_manager.name != "dapo" or not buffer.enable:
+        return None
+    if buffer.len is None:
+        raise ValueError("reward_manager.name=dapo needs reward_manager.overlong_buffer.len (or its enable=false)")
+    return OverlongBuffer(config.data.max_response_length, buffer.len, buffer.penalty_factor)
+
+
+def reward_function_specs(config: PPOConfig) -> list[RewardFunctionSpec]:
+    """`reward.functions`, or `custom_reward_function.path/name`, or else the built-in function `reward.name`."""
+    custom, reward = config.custom_reward_function, config.reward
+    if reward.functions:
+        return [_spec(str(label), entry) for label, entry in reward.functions.items()]
     if custom.path is not None:
-        return load_function(custom.path, custom.name)
-    if config.reward.name not in BUILT_IN:
-        raise ValueError(f"reward.name is '{config.reward.name}': use one of {', '.join(BUILT_IN)}")
-    return BUILT_IN[config.reward.name]
+        return [RewardFunctionSpec(custom.name, name=custom.name, path=custom.path, kwargs=dict(custom.reward_kwargs))]
+    if reward.name not in BUILT_IN:
+        raise ValueError(f"reward.name is '{reward.name}': use one of {', '.join(BUILT_IN)}")
+    return [RewardFunctionSpec(reward.name, kwargs=dict(reward.kwargs))]
+
+
+def load_reward_function(config: PPOConfig) -> RewardFunction:
+    """The one configured reward function, with its keyword arguments bound."""
+    (spec,) = reward_function_specs(config)
+    return spec.load()
+
+
+def _spec(label: str, entry: Any) -> RewardFunctionSpec:
+    """From `label: weight` or `label: {weight, name, path, kwargs}`."""
+    if problem := entry_problem(label, entry):
+        raise ValueError(problem)
+    fields = entry if isinstance(entry, dict) else {"weight": entry}
+    weight, kwargs = float(fields.get("weight", 1.0)), dict(fields.get("kwargs") or {})
+    return RewardFunctionSpec(label, weight, fields.get("name"), fields.get("path"), kwargs)

@@ -1,9 +1,10 @@
-"""From generated answers to token-level scores, whatever the reward function does."""
+"""From generated answers to token-level scores, whatever the reward functions do."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -12,47 +13,129 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.data.proto import DataProto
+from meshrl.rewards.calling import (
+    AtOnce,
+    Failure,
+    InTurn,
+    RewardFunction,
+    RewardFunctionSpec,
+    Sample,
+    is_batch_function,
+)
+from meshrl.rewards.overlong import OverlongBuffer
+from meshrl.rewards.pool import InPool, WorkerPool
+from meshrl.rewards.results import LARGEST_SCORE, BadAnswerError, RewardError, Scores, as_result, object_column
+from meshrl.rewards.threads import Threads
 
-RewardFunction = Callable[..., Any]
+__all__ = ["RewardError", "RewardManager", "as_result", "drop_samples"]
 
-# Scores are kept in float32, where a larger one would be infinite.
-LARGEST_SCORE = torch.finfo(torch.float32).max
-
-
-class RewardError(RuntimeError):
-    """A reward function failed, and the policy is to stop."""
+MANAGERS = ("naive", "batch", "dapo", "prime")
+POLICIES = ("stop", "zero", "drop")
+POOL_TIMEOUT = 300.0
+DROPPED = "reward_dropped"
+Caller = Callable[[Sequence[Sample]], list[Any]]
 
 
 class RewardManager:
-    """Decodes answers, asks the reward function for each (or for all at once) and puts the score on the last token.
+    """Decodes answers, asks the reward functions and puts the weighted sum of their scores on the tokens.
 
-    A function that raises or returns something that is no finite number stops the run (`on_error=stop`) or gives that
-    sample a score of zero and is counted (`on_error=zero`).
+    `naive` asks for one sample after the other, `batch` for all in one call, `prime` in a pool of processes; `dapo` is
+    naive with a punishment of overlong answers. A score goes onto the last token; a list of one number for each
+    response token goes onto them. A function that raises, hangs, dies or gives something that is no score stops the
+    run (`on_error=stop`), gives nothing (`zero`), or takes its sample out of the training (`drop`), and is counted.
     """
 
-    def __init__(self, function: RewardFunction, tokenizer: Tokenizer, *, per_batch: bool, on_error: str):
-        self.function, self.tokenizer = function, tokenizer
-        self.per_batch, self.on_error = per_batch, on_error
+    def __init__(
+        self,
+        functions: RewardFunction | Sequence[RewardFunctionSpec],
+        tokenizer: Tokenizer,
+        *,
+        name: str = "naive",
+        on_error: str = "stop",
+        timeout: float | None = None,
+        num_processes: int = 8,
+        overlong: OverlongBuffer | None = None,
+        log_overlong: bool = False,
+    ):
+        if name not in MANAGERS or on_error not in POLICIES:
+            raise ValueError(f"no reward manager '{name}' ({', '.join(MANAGERS)}) or policy '{on_error}' ({POLICIES})")
+        self.specs = [RewardFunctionSpec("reward", function=functions)] if callable(functions) else list(functions)
+        labels = [spec.label for spec in self.specs]
+        if not labels or len(set(labels)) < len(labels):
+            raise ValueError(f"a reward manager needs functions with different labels, got {labels}")
+        self.tokenizer, self.name, self.on_error = tokenizer, name, on_error
+        self.timeout, self.num_processes = timeout, num_processes
+        self.overlong, self.log_overlong = overlong, log_overlong
+        self._pool: WorkerPool | None = None
+        self._callers = [self._caller(at, spec) for at, spec in enumerate(self.specs)]
+        self._threads = Threads(num_processes if name == "prime" else 1, "reward-parts")
+
+    def _caller(self, at: int, spec: RewardFunctionSpec) -> Caller:
+        function = spec.load()
+        if self.name == "batch" or is_batch_function(function):
+            return AtOnce(function, self.timeout)
+        if self.name != "prime":
+            return InTurn(function, self.timeout)
+        if self._pool is None:
+            timeout = POOL_TIMEOUT if self.timeout is None else self.timeout
+            self._pool = WorkerPool(self.specs, self.num_processes, timeout)
+        return InPool(self._pool, at)
 
     def __call__(self, data: DataProto) -> tuple[Tensor, dict[str, np.ndarray], dict[str, float]]:
-        """Token-level scores [batch, response], extra infos a sample, and counts of what went wrong."""
-        tensors = data.batch
-        mask = tensors["attention_mask"][:, -tensors["responses"].shape[1] :]
-        texts = self.decode(data)
-        results, errors = self._score_batch(data, texts) if self.per_batch else self._score_each(data, texts)
-        scores = torch.zeros(mask.shape, dtype=torch.float32)
-        last = (mask.sum(1) - 1).clamp(min=0)
-        infos: dict[str, list[Any]] = defaultdict(lambda: [None] * len(texts))
-        values = torch.zeros(len(texts))
-        for at, result in enumerate(results):
-            values[at] = result.pop("score")
-            for name, value in result.items():
-                infos[name][at] = value
+        """Token-level scores [batch, response], extra infos a sample, and metrics of what was said and went wrong."""
+        scores = self.score(data)
+        return scores.token_level, scores.infos, scores.metrics()
+
+    def submit(self, data: DataProto) -> Future[Scores]:
+        """Scores a part of a batch beside what goes on; parts are begun in the order given. See `ScoredParts`."""
+        return self._threads.submit(lambda: self.score(data))
+
+    def add_scores(self, batch: DataProto) -> dict[str, float]:
+        """Scores a whole batch and writes `token_level_scores` and the infos into it; samples to drop are taken out."""
+        scores = self.score(batch)
+        scores.write_into(batch)
+        drop_samples(batch, scores.dropped)
+        return scores.metrics()
+
+    def score(self, data: DataProto) -> Scores:
+        """Scores a batch or a part of one."""
+        mask = _response_mask(data)
+        lengths = mask.sum(1)
+        samples = self._samples(data, mask)
+        failed = _Failed(self.on_error, data, [sample["solution_str"] for sample in samples])
+        answers = [self._ask(caller, samples, lengths, failed) for caller in self._callers]
+        parts = {
+            spec.label: np.array([float(np.sum(answer["score"])) for answer in column])
+            for spec, column in zip(self.specs, answers, strict=True)
+        }
+        token_level = self._token_level(answers, mask)
+        infos = self._infos(answers, parts)
+        if self.overlong is not None:
+            penalties = self.overlong.penalties(lengths)
+            token_level[torch.arange(len(samples)), _last(lengths)] += penalties
+            if self.log_overlong:
+                infos["overlong_reward"] = object_column(penalties.tolist())
+                infos["overlong"] = object_column((penalties < 0).tolist())
+        for row in torch.nonzero((token_level.abs() > LARGEST_SCORE).any(1)).flatten().tolist():
+            failed.count(row, Failure("nan", "its weighted scores add up to more than float32 holds"))
+            token_level[row] = 0
+        if self.on_error == "drop":
+            token_level[torch.as_tensor(failed.dropped)] = 0
+            infos[DROPPED] = object_column(failed.dropped.tolist())
         if taken := infos.keys() & data.non_tensor_batch.keys():
             raise RewardError(f"the reward function returned {sorted(taken)}, which the batch has already: rename them")
-        scores[torch.arange(len(texts)), last] = values
-        extra = {name: np.array([*column, None], dtype=object)[:-1] for name, column in infos.items()}
-        return scores, extra, {"reward/errors": float(errors)}
+        return Scores(token_level.float(), infos, parts, failed.dropped, failed.kinds)
+
+    def _ask(self, caller: Caller, samples: list[Sample], lengths: Tensor, failed: _Failed) -> list[dict[str, Any]]:
+        """One function's checked answers; those that failed give nothing."""
+        answers = []
+        for at, (answer, tokens) in enumerate(zip(caller(samples), lengths.tolist(), strict=True)):
+            checked = _checked(answer, tokens)
+            if isinstance(checked, Failure):
+                failed.count(at, checked)
+                checked = {"score": 0.0}
+            answers.append(checked)
+        return answers
 
     def decode(self, data: DataProto) -> list[str]:
         """The answers as text, without special tokens."""
@@ -60,64 +143,110 @@ class RewardManager:
         kept = torch.where(tensors["response_mask"].bool(), tensors["responses"], self.tokenizer.pad_token_id)
         return self.tokenizer.batch_decode(kept, skip_special_tokens=True)
 
-    def _score_each(self, data: DataProto, texts: list[str]) -> tuple[list[dict[str, Any]], int]:
-        columns = [data.non_tensor_batch[k] for k in ("data_source", "ground_truth", "extra_info")]
-        results, errors = [], 0
-        for at, (text, source, truth, info) in enumerate(zip(texts, *columns, strict=True)):
-            try:
-                result = as_result(
-                    self.function(data_source=source, solution_str=text, ground_truth=truth, extra_info=info)
-                )
-            except Exception as error:
-                self._failed(error, data, at, text)
-                result, errors = {"score": 0.0}, errors + 1
-            results.append(result)
-        return results, errors
+    def close(self) -> None:
+        """Ends the processes of the pool."""
+        if self._pool is not None:
+            self._pool.close()
 
-    def _score_batch(self, data: DataProto, texts: list[str]) -> tuple[list[dict[str, Any]], int]:
-        try:
-            answers = self.function(
-                data_sources=list(data.non_tensor_batch["data_source"]),
-                solution_strs=texts,
-                ground_truths=list(data.non_tensor_batch["ground_truth"]),
-                extra_infos=list(data.non_tensor_batch["extra_info"]),
-            )
-        except Exception as error:
-            self._failed(error, data, None, "")
-            return [{"score": 0.0} for _ in texts], len(texts)
-        if not hasattr(answers, "__len__") or len(answers) != len(texts):
-            got = f"{len(answers)} scores" if hasattr(answers, "__len__") else repr(answers)
-            raise RewardError(f"the reward function returned {got} for {len(texts)} samples: each needs one")
-        results, errors = [], 0
-        for at, answer in enumerate(answers):
-            try:
-                results.append(as_result(answer))
-            except Exception as error:
-                self._failed(error, data, at, texts[at])
-                results.append({"score": 0.0})
-                errors += 1
-        return results, errors
+    def __enter__(self) -> RewardManager:
+        return self
 
-    def _failed(self, error: Exception, data: DataProto, at: int | None, text: str) -> None:
-        if self.on_error == "zero":
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _samples(self, data: DataProto, mask: Tensor) -> list[Sample]:
+        columns = {name: data.non_tensor_batch[name] for name in ("data_source", "ground_truth", "extra_info")}
+        prompts = data.non_tensor_batch.get("raw_prompt", [None] * len(data))
+        samples: list[Sample] = []
+        for at, text in enumerate(self.decode(data)):
+            sample = {name: column[at] for name, column in columns.items()}
+            ids = data.batch["responses"][at][mask[at].bool()].tolist()
+            samples.append(sample | {"solution_str": text, "prompt": prompts[at], "response_ids": ids})
+        return samples
+
+    def _token_level(self, answers: list[list[dict[str, Any]]], mask: Tensor) -> Tensor:
+        """The weighted sum of all functions' scores, in float64 until it is known to fit."""
+        scores = torch.zeros(mask.shape, dtype=torch.float64)
+        last = _last(mask.sum(1)).tolist()
+        for spec, column in zip(self.specs, answers, strict=True):
+            for at, answer in enumerate(column):
+                score = answer["score"]
+                if isinstance(score, list):
+                    scores[at, mask[at].bool()] += spec.weight * torch.tensor(score, dtype=torch.float64)
+                else:
+                    scores[at, last[at]] += spec.weight * score
+        return scores
+
+    def _infos(self, answers: list[list[dict[str, Any]]], parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """What was said beside the scores, a column each; with several functions under their labels.
+
+        `acc` then is that of the first function that says one.
+        """
+        count = len(answers[0])
+        several = len(self.specs) > 1
+        infos: dict[str, list[Any]] = defaultdict(lambda: [None] * count)
+        for spec, column in zip(self.specs, answers, strict=True):
+            for at, answer in enumerate(column):
+                for name, value in answer.items():
+                    if name != "score":
+                        infos[f"{spec.label}/{name}" if several else name][at] = value
+                    if several and name == "acc" and infos["acc"][at] is None:
+                        infos["acc"][at] = value
+        columns = {name: object_column(values) for name, values in infos.items()}
+        if several:
+            columns |= {f"{label}/score": object_column(part.tolist()) for label, part in parts.items()}
+        return columns
+
+
+class _Failed:
+    """What went wrong in one batch, and what is done about it."""
+
+    def __init__(self, policy: str, data: DataProto, texts: list[str]):
+        self.policy, self.data, self.texts = policy, data, texts
+        self.kinds: Counter[str] = Counter()
+        self.dropped = np.zeros(len(texts), dtype=bool)
+
+    def count(self, at: int, failure: Failure) -> None:
+        """Takes note of a failure, or stops the run."""
+        self.kinds[failure.kind] += 1
+        self.dropped[at] |= self.policy == "drop"
+        if self.policy != "stop":
             return
-        which = "a batch" if at is None else f"sample {at} ({data.non_tensor_batch['uid'][at]}, answer {text[:80]!r})"
+        uid = self.data.non_tensor_batch["uid"][at] if "uid" in self.data.non_tensor_batch else "no uid"
+        which = "a batch" if failure.whole else f"sample {at} ({uid}, answer {self.texts[at][:80]!r})"
         raise RewardError(
-            f"the reward function failed on {which}: {type(error).__name__}: {error}. "
-            "Fix it, or set reward.on_error=zero to give such samples no reward and count them"
-        ) from error
+            f"the reward function failed on {which}: {failure.text}. Fix it, or set reward.on_error=zero to give such "
+            "samples no reward and count them"
+        ) from failure.error
 
 
-def as_result(answer: Any) -> dict[str, Any]:
-    """A score as `{"score": float, ...}`: a finite number, or a mapping with one under 'score'."""
-    result = dict(answer) if isinstance(answer, Mapping) else {"score": answer}
-    if "score" not in result:
-        raise ValueError(f"a reward given as a dict needs the key 'score', got {sorted(map(str, result))}")
-    if "acc" in result and not isinstance(result["acc"], bool | int | float | np.number | np.bool_):
-        raise ValueError(f"a reward's 'acc' must be a number, got {result['acc']!r}")
-    score = result["score"]
-    if isinstance(score, bool | int | float | np.number | np.bool_ | Tensor):
-        result["score"] = float(score)
-        if abs(result["score"]) <= LARGEST_SCORE:  # false for NaN
-            return result
-    raise ValueError(f"a reward must be a finite number, got {score!r}")
+def drop_samples(batch: DataProto, dropped: np.ndarray) -> None:
+    """Takes samples out of the training: no token of theirs counts, and they are in no other sample's group."""
+    rows = np.flatnonzero(dropped)
+    if len(rows) == 0:
+        return
+    batch.batch["response_mask"] = batch.batch["response_mask"].clone()
+    batch.batch["response_mask"][torch.as_tensor(rows)] = 0
+    uids = object_column(list(batch.non_tensor_batch["uid"]))
+    for row in rows:
+        uids[row] = f"{uids[row]}/dropped{row}"
+    batch.non_tensor_batch["uid"] = uids
+
+
+def _response_mask(data: DataProto) -> Tensor:
+    """1 for every token after the prompt, sampled or from a tool."""
+    return data.batch["attention_mask"][:, -data.batch["responses"].shape[1] :]
+
+
+def _last(lengths: Tensor) -> Tensor:
+    return (lengths - 1).clamp(min=0)
+
+
+def _checked(answer: Any, tokens: int) -> dict[str, Any] | Failure:
+    if isinstance(answer, Failure):
+        return answer
+    try:
+        return as_result(answer, tokens)
+    except Exception as error:  # a user's mapping or number may fail in any way
+        kind = error.kind if isinstance(error, BadAnswerError) else "invalid"
+        return Failure(kind, f"{type(error).__name__}: {error}", error)

@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from meshrl.rollout.base import PAUSE_MODES, Rollout
+from meshrl.rollout.fair_lock import FairLock
 from meshrl.rollout.requests import Chunk, Completion, Request, gather
 
 Deliver = Callable[[Chunk], None]
@@ -24,10 +25,11 @@ class SteppingRollout(Rollout):
     """Subclasses keep requests and advance all of them by one step; every call to them holds `self.lock`."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self._work = threading.Condition(self.lock)
+        self.lock = FairLock()
+        self._work = threading.Condition(self.lock)  # type: ignore[arg-type]
         self._deliver: dict[str, Deliver] = {}
         self._left: dict[str, int] = {}
+        self.streaming: set[str] = set()  # requests whose tokens are wanted as they come
         self._paused = self._closed = False
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -48,21 +50,32 @@ class SteppingRollout(Rollout):
     def drop(self, request_ids: Sequence[str] | None) -> list[Chunk]:
         """Takes requests (None: all) out of the engine; returns their last chunks, with finish_reason `abort`."""
 
+    def is_suspended(self) -> bool:
+        """Whether nothing can run until something is taken back or sent."""
+        return False
+
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         chunks: list[Chunk] = []
-        names = [request.request_id for request in requests]
+        unfinished = sum(request.params.n for request in requests)
+
+        def deliver(chunk: Chunk) -> None:
+            nonlocal unfinished
+            chunks.append(chunk)
+            unfinished -= chunk.finish_reason is not None
+
+        self._enter(requests, deliver)
         try:
-            self._enter(requests, chunks.append)
-            while True:
+            while unfinished:
                 with self._work:
-                    if not any(name in self._left for name in names):
-                        return gather(requests, chunks)
-                    if self._paused:
+                    self._raise_failure()
+                    if self._paused or self.is_suspended():
                         self._work.wait(POLL_SECONDS)
-                    else:
+                    elif unfinished:
                         self._advance()
         finally:
-            self.abort(names)
+            if unfinished:
+                self.abort([request.request_id for request in requests])
+        return gather(requests, chunks)
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()
@@ -73,10 +86,10 @@ class SteppingRollout(Rollout):
             loop.call_soon_threadsafe(queue.put_nowait, chunk)
 
         unfinished = sum(request.params.n for request in requests)
+        # Taking the lock may mean waiting for a step: not on the event loop.
+        await asyncio.to_thread(self._enter, requests, deliver, streams=True)
+        self._start_thread()
         try:
-            # Taking the lock may mean waiting for a step: not on the event loop.
-            await asyncio.to_thread(self._enter, requests, deliver)
-            self._start_thread()
             while unfinished:
                 try:
                     item = await asyncio.wait_for(queue.get(), POLL_SECONDS)
@@ -86,7 +99,8 @@ class SteppingRollout(Rollout):
                 unfinished -= item.finish_reason is not None
                 yield item
         finally:
-            await asyncio.to_thread(self.abort, names)
+            if unfinished:
+                await asyncio.to_thread(self.abort, names)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         with self._work:
@@ -126,16 +140,23 @@ class SteppingRollout(Rollout):
         if self._thread is not None:
             self._thread.join(timeout=CLOSE_SECONDS)
 
-    def _enter(self, requests: Sequence[Request], deliver: Deliver) -> None:
+    def _enter(self, requests: Sequence[Request], deliver: Deliver, streams: bool = False) -> None:
+        names = [request.request_id for request in requests]
         with self._work:
+            taken = next((name for name in names if name in self._left), None)
+            if taken is None and len(set(names)) < len(names):
+                taken = next(name for name in names if names.count(name) > 1)
+            if taken is not None:
+                raise ValueError(f"request id '{taken}' is already running: every request needs an id of its own")
             for request in requests:
                 name, count = request.request_id, request.params.n
-                if name in self._left:
-                    raise ValueError(f"request id '{name}' is already running: every request needs an id of its own")
+                if streams:
+                    self.streaming.add(name)
                 problem = self.add(request)
                 if problem is None:
                     self._deliver[name], self._left[name] = deliver, count
                     continue
+                self.streaming.discard(name)
                 for index in range(count):
                     deliver(Chunk(name, index, [], [], [], finish_reason="error", error=problem))
             self._work.notify_all()
@@ -153,6 +174,7 @@ class SteppingRollout(Rollout):
                 self._left[name] -= 1
                 if self._left[name] == 0:
                     del self._left[name], self._deliver[name]
+                    self.streaming.discard(name)
 
     def _start_thread(self) -> None:
         with self.lock:
@@ -166,7 +188,7 @@ class SteppingRollout(Rollout):
                 with self._work:
                     if self._closed:
                         return
-                    if self._paused or not self.has_work():
+                    if self._paused or self.is_suspended() or not self.has_work():
                         self._work.wait(POLL_SECONDS)
                     else:
                         self._advance()

@@ -33,10 +33,14 @@ def main(
     *,
     seed: int = 0,
     control: bool = False,
+    algorithm: str = "grpo",
     overrides: Sequence[str] = (),
     console: Console | None = None,
 ) -> Path:
-    """Runs the whole demo; `control` rewards by coin toss instead, which must not help. Returns the RL run's folder."""
+    """Runs the whole demo, with GRPO or `ppo`; `control` rewards by coin toss instead, which must not help.
+
+    Returns the RL run's folder.
+    """
     console = console or Console()
     out = Path(out)
     console.print(f"[bold]1. Making[/] a 0.4 M parameter model, {DEMONSTRATIONS} demonstrations, {PROMPTS:,} prompts")
@@ -44,8 +48,9 @@ def main(
     files = write_data(out / "assets", seed)
     console.print("[bold]2. Supervised warm-up[/] on the demonstrations")
     warm = sft_run(out, files, seed, console)
-    console.print("[bold]3. RL[/] with GRPO: " + ("coin-toss rewards (control)" if control else "a checker's rewards"))
-    folder = rl_run(out, warm, files, seed, control, overrides, console)
+    rewards = "coin-toss rewards (control)" if control else "a checker's rewards"
+    console.print(f"[bold]3. RL[/] with {algorithm.upper()}: {rewards}")
+    folder = rl_run(out, warm, files, seed, control, algorithm, overrides, console)
     show_results(folder, console)
     return folder
 
@@ -106,18 +111,19 @@ def rl_run(
     files: dict[str, str],
     seed: int,
     control: bool,
+    algorithm: str,
     overrides: Sequence[str],
     console: Console,
 ) -> Path:
     """The RL part, with the user's own overrides on top of the recipe."""
     loaded = load_config(
-        "demo_grpo",
+        f"demo_{algorithm}",
         [
             f"data.train_files=[{files['prompts']}]",
             f"data.val_files=[{files['held_out']}]",
             f"actor_rollout_ref.model.path={model}",
             f"trainer.seed={seed}",
-            f"trainer.default_local_dir={out / ('control' if control else 'grpo')}",
+            f"trainer.default_local_dir={out / ('control' if control else algorithm)}",
             *(["reward.name=coin_toss"] if control else []),
             *overrides,
         ],

@@ -1,13 +1,13 @@
 """The trainer: one controller runs the algorithm as a plain loop; worker groups do the work.
 
-    prompts → generate → reward → old and reference log-probs → advantages → update → weight sync → metrics
+    prompts → generate → reward → old and reference log-probs, values → advantages → updates → weight sync → metrics
 
 Every call on a worker group is: cut the batch over the data-parallel ranks, run, put the answers together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -48,7 +48,7 @@ class PPOTrainer:
     def __init__(
         self,
         config: PPOConfig,
-        actor: WorkerGroup,
+        groups: Mapping[str, WorkerGroup],
         train_data: PromptDataset,
         order: BatchOrder,
         reward: RewardManager,
@@ -57,7 +57,8 @@ class PPOTrainer:
         samples: SampleLog,
         timer: PhaseTimer,
     ):
-        self.config, self.actor, self.train_data, self.order = config, actor, train_data, order
+        self.config, self.train_data, self.order = config, train_data, order
+        self.actor, self.critic = groups["actor_rollout_ref"], groups.get("critic")
         self.reward, self.validator, self.tracker, self.samples = reward, validator, tracker, samples
         self.timer = timer
         self.units = BatchUnits.from_config(config)
@@ -101,12 +102,20 @@ class PPOTrainer:
         if self.needs_reference:
             with self.phase("ref"):
                 batch = batch.union(self.call_balanced(self.actor.compute_ref_log_prob, batch))
+        if self.critic is not None:
+            with self.phase("values"):
+                values = self.call_balanced(self.critic.compute_values, batch, self.units.critic_dp_size)
+                batch = batch.union(values)
         with self.phase("adv"):
             metrics |= self.add_advantages(batch)
-        with self.phase("update_actor"):
-            metrics |= self.update_actor(batch)
-        with self.phase("sync"):
-            self.sync_weights()
+        if self.critic is not None:
+            with self.phase("update_critic"):
+                metrics |= self.update_critic(batch)
+        if self.step > self.config.trainer.critic_warmup:
+            with self.phase("update_actor"):
+                metrics |= self.update_actor(batch)
+            with self.phase("sync"):
+                self.sync_weights()
         self.samples.log_training(batch, self.reward.decode, self.step)
         return metrics | data_metrics(batch, self.config)
 
@@ -180,6 +189,7 @@ class PPOTrainer:
             token_level_rewards=tensors["token_level_rewards"],
             response_mask=tensors["response_mask"],
             index=batch.non_tensor_batch["uid"],
+            values=tensors.get("values"),
             gamma=algorithm.gamma,
             lam=algorithm.lam,
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
@@ -212,10 +222,24 @@ class PPOTrainer:
         work = lengths
         if skips_samples_without_advantage(self.config.actor_rollout_ref.actor):
             work = np.where(_without_advantage(data.batch["advantages"]).numpy(), 0, lengths)
-        order = self.balanced_order(work, self.units.mini_batches_per_epoch)
+        order = self.balanced_order(work, self.units.mini_batches_per_epoch, self.units.dp_size)
         data.reorder(order)
         metrics = self.actor.update_actor(data)[0]
         return metrics | seqlen_metrics(lengths, order, self.units.dp_size)
+
+    def update_critic(self, batch: DataProto) -> dict[str, float]:
+        """Regresses the values towards the returns; how much of the returns' variance they explained before."""
+        assert self.critic is not None
+        names = ("input_ids", "attention_mask", "response_mask", "returns", "values")
+        data = DataProto(batch.batch.select(*names), {}, {})
+        if self.config.critic.shuffle:
+            data.reorder(np.random.default_rng((self.config.trainer.seed, self.step, 1)).permutation(len(data)))
+        lengths = data.batch["attention_mask"].sum(1).numpy()
+        data.reorder(self.balanced_order(lengths, self.units.critic_mini_batches_per_epoch, self.units.critic_dp_size))
+        mask = batch.batch["response_mask"].bool()
+        returns, values = batch.batch["returns"][mask], batch.batch["values"][mask]
+        unexplained = (returns - values).var() / (returns.var() + 1e-5)
+        return self.critic.update_critic(data)[0] | {"critic/vf_explained_var": float(1 - unexplained)}
 
     def covariance_of_mini_batches(self, data: DataProto) -> list[CovarianceStats | None]:
         """What clip_cov and kl_cov must know of each whole mini-batch, which no rank sees alone."""
@@ -227,20 +251,20 @@ class PPOTrainer:
             found.append(stats.covariance)
         return found
 
-    def call_balanced(self, method: Any, batch: DataProto) -> DataProto:
+    def call_balanced(self, method: Any, batch: DataProto, dp_size: int | None = None) -> DataProto:
         """Calls a per-sample method with the samples spread so that all ranks get about the same number of tokens."""
-        order = self.balanced_order(batch.batch["attention_mask"].sum(1).numpy(), 1)
+        order = self.balanced_order(batch.batch["attention_mask"].sum(1).numpy(), 1, dp_size or self.units.dp_size)
         request = DataProto(batch.batch.select("input_ids", "attention_mask", "response_mask"), {}, {})
         request.reorder(order)
         answer = method(request)
         answer.reorder(np.argsort(order))
         return answer
 
-    def balanced_order(self, work: np.ndarray, mini_batches: int) -> np.ndarray:
+    def balanced_order(self, work: np.ndarray, mini_batches: int, dp_size: int) -> np.ndarray:
         """The order in which samples go to the ranks; see `order_for_data_parallel`."""
         if self.config.trainer.balance_batch:
-            return order_for_data_parallel(work, self.units.dp_size, mini_batches)
-        by_mini_batch_and_rank = np.arange(len(work)).reshape(mini_batches, self.units.dp_size, -1)
+            return order_for_data_parallel(work, dp_size, mini_batches)
+        by_mini_batch_and_rank = np.arange(len(work)).reshape(mini_batches, dp_size, -1)
         return by_mini_batch_and_rank.swapaxes(0, 1).ravel()
 
     def sync_weights(self) -> None:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import yaml
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from meshrl.config.critic import uses_critic
 from meshrl.config.data import DataConfig
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig, SFTDataConfig
 from meshrl.config.show import to_yaml
 from meshrl.config.trainer import RayInitConfig, RunConfig
 from meshrl.config.units import BatchUnits, SFTBatchUnits
-from meshrl.controller import ClassWithInitArgs, Deadlines, ResourcePool, WorkerGroup, create_worker_group
+from meshrl.controller import (
+    ClassWithInitArgs,
+    Deadlines,
+    ResourcePool,
+    WorkerGroup,
+    create_colocated_worker_cls,
+    create_worker_group,
+)
 from meshrl.data.demonstrations import DemonstrationDataset
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.sampling import BatchOrder
@@ -33,7 +42,9 @@ from meshrl.telemetry.trackers import Tracking
 from meshrl.trainer.ppo import PPOTrainer, total_steps
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
 from meshrl.trainer.validation import Validator
-from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker, WorkerSettings
+from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+from meshrl.workers.critic import CriticWorker
+from meshrl.workers.settings import WorkerSettings
 from meshrl.workers.sft import SFTWorker
 
 logger = logging.getLogger(__name__)
@@ -58,7 +69,9 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
         stop_on_nan_gradient=trainer.nan_gradient == "stop",
         seed=trainer.seed,
     )
-    worker = ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, settings)
+    workers = {"actor_rollout_ref": ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, settings)}
+    if uses_critic(config.critic, config.algorithm.adv_estimator):
+        workers["critic"] = critic_worker(config, settings, units, steps)
     with RunFolder(trainer.run_dir) as run, StepConsole(steps, console) as screen:
         start_run(run, screen, config, sources, units.lines())
         for words, data in (("training", train_data), ("validation", val_data)):
@@ -72,19 +85,34 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
         )
         with (
             tracking(config, run, screen) as tracker,
-            worker_group(worker, "actor_rollout_ref", trainer, config.ray_init) as actor,
+            worker_groups(workers, trainer, config.ray_init) as groups,
         ):
+            actor = groups["actor_rollout_ref"]
             tracker.constants |= {
                 "data/dropped_prompts": train_data.dropped,
                 "data/truncated_prompts": train_data.truncated,
             }
             validator = Validator(config, actor, val_data, reward, samples) if val_data else None
             timer = PhaseTimer(on_change=screen.show_phase)
-            PPOTrainer(config, actor, train_data, order, reward, validator, tracker, samples, timer).fit()
+            PPOTrainer(config, groups, train_data, order, reward, validator, tracker, samples, timer).fit()
             if trainer.save_final_model and not trainer.val_only:
                 screen.message(f"model: {save_model(actor, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
         return run.path
+
+
+def critic_worker(config: PPOConfig, settings: WorkerSettings, units: BatchUnits, steps: int) -> ClassWithInitArgs:
+    """The critic's class with its own numbers; without a model of its own it starts from the policy's."""
+    critic = copy.deepcopy(config.critic)
+    if critic.model.path is None:
+        critic.model.path = config.actor_rollout_ref.model.path
+        critic.model.trust_remote_code = config.actor_rollout_ref.model.trust_remote_code
+    own = replace(
+        settings,
+        mini_batches=units.critic_mini_batches_per_epoch,
+        total_optimizer_steps=steps * units.critic_steps_per_step,
+    )
+    return ClassWithInitArgs(CriticWorker, critic, own)
 
 
 def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Console | None = None) -> Path:
@@ -102,7 +130,11 @@ def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Co
         start_run(run, screen, config, sources, units.lines())
         if train_data.truncated:
             screen.message(f"training sequences: {train_data.truncated} of {len(train_data)} truncated")
-        with tracking(config, run, screen) as tracker, worker_group(worker, "sft", trainer, config.ray_init) as group:
+        with (
+            tracking(config, run, screen) as tracker,
+            worker_groups({"sft": worker}, trainer, config.ray_init) as groups,
+        ):
+            group = groups["sft"]
             tracker.constants["data/truncated_sequences"] = train_data.truncated
             timer = PhaseTimer(on_change=screen.show_phase)
             SFTTrainer(config, group, train_data, order, val_data, tracker, timer, steps).fit()
@@ -151,19 +183,24 @@ def start_run(
 
 
 @contextmanager
-def worker_group(
-    worker: ClassWithInitArgs, role: str, trainer: RunConfig, ray_init: RayInitConfig
-) -> Iterator[WorkerGroup]:
-    """The workers of a run, started and with their models loaded; ended in any case."""
+def worker_groups(
+    workers: Mapping[str, ClassWithInitArgs], trainer: RunConfig, ray_init: RayInitConfig
+) -> Iterator[dict[str, WorkerGroup]]:
+    """The workers of a run by role, colocated, started and with their models loaded; ended in any case."""
     if trainer.backend == "ray":
         from meshrl.controller.ray import init_ray
 
         init_ray(**asdict(ray_init))
     pool = ResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=uses_gpu(trainer))
     deadlines = Deadlines(start=trainer.deadlines.start, call=trainer.deadlines.call)
+    role, worker = "+".join(workers), next(iter(workers.values()))
+    if len(workers) > 1:
+        worker = create_colocated_worker_cls(workers)
     with create_worker_group(pool, worker, backend=trainer.backend, role=role, deadlines=deadlines) as group:
-        group.init_model()
-        yield group
+        groups = group.spawn() if len(workers) > 1 else {role: group}
+        for view in groups.values():
+            view.init_model()
+        yield groups
 
 
 def uses_gpu(trainer: RunConfig) -> bool:

@@ -52,9 +52,17 @@ class Verdict:
         return max(self.differences.values()) <= TOLERANCE and max(self.control.values()) > TOLERANCE
 
 
-def small_config(family: str) -> PretrainedConfig:
+def small_config(family: str, layers: int = SMALL["num_hidden_layers"]) -> PretrainedConfig:
     """A tiny model of a known family."""
-    return AutoConfig.for_model(family, **(SMALL | FAMILIES[family]))
+    return AutoConfig.for_model(family, **(SMALL | FAMILIES[family] | {"num_hidden_layers": layers}))
+
+
+def small_configs(overrides: Sequence[str]) -> dict[str, PretrainedConfig]:
+    """Tiny models of all families that the keys can be tried on: with experts if asked for, layers for all stages."""
+    megatron = config_for(Path("."), 1, overrides, check=False).engine.megatron
+    chunks = megatron.pipeline_model_parallel_size * (megatron.virtual_pipeline_model_parallel_size or 1)
+    families = [name for name in FAMILIES if megatron.expert_model_parallel_size == 1 or name.endswith("_moe")]
+    return {name: small_config(name, max(chunks, SMALL["num_hidden_layers"])) for name in families}
 
 
 def shape_of(path: str, layers: int) -> PretrainedConfig:
@@ -74,7 +82,7 @@ def write_model(config: PretrainedConfig, folder: Path) -> Path:
     return folder
 
 
-def config_for(model: Path, world: int, overrides: Sequence[str]) -> SFTConfig:
+def config_for(model: Path, world: int, overrides: Sequence[str], check: bool = True) -> SFTConfig:
     """The config of a trial: engine keys may be given without their `engine.`; float32 throughout."""
     roots = ("engine.", "model.", "trainer.", "ray_init.")
     named = [word if word.startswith(roots) else f"engine.{word}" for word in overrides]
@@ -86,7 +94,8 @@ def config_for(model: Path, world: int, overrides: Sequence[str]) -> SFTConfig:
         *(["engine.megatron.dtype=fp32"] if "strategy=megatron" in overrides else []),
     ]
     config = load_config(None, [*fixed, *named], SFTConfig).config
-    ensure_runnable(config, check_files=False)
+    if check:
+        ensure_runnable(config, check_files=False)
     return config
 
 
@@ -101,7 +110,7 @@ def verify(
     """Runs the check for the user's model shape, or for one tiny model of each family; prints a table."""
     console = console or Console()
     transformers_logging.disable_progress_bar()
-    shapes = {Path(model).name: shape_of(model, layers)} if model else {f: small_config(f) for f in FAMILIES}
+    shapes = {Path(model).name: shape_of(model, layers)} if model else small_configs(overrides)
     verdicts = []
     with tempfile.TemporaryDirectory() as folder:
         for name, shape in shapes.items():
@@ -118,7 +127,9 @@ def check_one(name: str, config: SFTConfig) -> Verdict:
     trainer = config.trainer
     pool = ResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=trainer.device == "cuda")
     deadlines = Deadlines(start=trainer.deadlines.start, call=trainer.deadlines.call)
-    worker = ClassWithInitArgs(VerificationWorker, trial, "cpu" if trainer.device == "auto" else trainer.device)
+    # Rounding is compared on CPUs, except where the engine needs GPUs.
+    on_cpu = trainer.device == "auto" and config.engine.strategy != "megatron"
+    worker = ClassWithInitArgs(VerificationWorker, trial, "cpu" if on_cpu else trainer.device)
     with create_worker_group(pool, worker, backend=trainer.backend, role="verify", deadlines=deadlines) as group:
         outcomes = group.run()
     compare = [run_reference(trial), run_reference(trial, perturb=CONTROL_PERTURBATION)]

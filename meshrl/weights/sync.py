@@ -1,9 +1,36 @@
-"""Bringing the policy's weights from the training engine into the rollout, under a version number."""
+"""Bringing the policy's weights from the training engine into the rollout, under a version number.
+
+A sync is all or nothing, over all ranks together:
+
+    agree on plan and version -> exchange -> compare sums -> agree that all is well -> stamp the version
+
+`staged` keeps the old weights until the last step, at the price of a second copy of the rollout's shard. Without it a
+failed sync leaves a rollout that refuses to generate until the next one succeeds; it never generates with a mix.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
 from meshrl.engines.base import Engine
 from meshrl.rollout.base import Rollout
+from meshrl.weights.exchange import Exchange, Traffic
+from meshrl.weights.plan import ReshardPlan
+from meshrl.weights.shards import Shards
+from meshrl.weights.transport import Carrier, Deadline, SyncRefusedError
+
+logger = logging.getLogger(__name__)
+
+# A rank's word to the others: numbers first, then a text.
+WORD_BYTES = 1024
+NUMBERS = 3
 
 
 def sync_weights(engine: Engine, rollout: Rollout, version: int) -> None:
@@ -11,3 +38,243 @@ def sync_weights(engine: Engine, rollout: Rollout, version: int) -> None:
     if version <= rollout.version:
         raise ValueError(f"weight sync: version {version} is not newer than the rollout's {rollout.version}")
     rollout.update_weights(engine.per_tensor_params(), version)
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What a sync did on this rank."""
+
+    version: int
+    seconds: float
+    traffic: Traffic
+    buffer_bytes: int
+
+    def metrics(self) -> dict[str, float]:
+        """For the metrics of a step."""
+        return {
+            "weight_sync/seconds": self.seconds,
+            "weight_sync/version": float(self.version),
+            "weight_sync/sent_bytes": float(self.traffic.sent),
+            "weight_sync/received_bytes": float(self.traffic.received),
+            "weight_sync/copied_bytes": float(self.traffic.copied - self.traffic.shared),
+            "weight_sync/shared_bytes": float(self.traffic.shared),
+            "weight_sync/buffer_bytes": float(self.buffer_bytes),
+        }
+
+
+class WeightSync:
+    """One rank's end of a plan, to be run once for each version; all ranks of the plan run it together.
+
+    `source` and `destination` are this rank's parts of the two sides, None where it has no part in one. `dtypes` are
+    those of the destination, by tensor. `verify` compares sums of both sides after every sync.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        *,
+        source: Shards | None,
+        destination: Shards | None,
+        dtypes: Mapping[str, torch.dtype],
+        carrier: Carrier | None = None,
+        verify: bool = True,
+        staged: bool = False,
+        deadline: float = 600.0,
+    ):
+        check_dtypes(plan, destination, dtypes)
+        largest = max(int(plan.message_bytes.max(initial=0)), WORD_BYTES)
+        if carrier is not None and carrier.slot_bytes < largest:
+            raise ValueError(f"the carrier's slots of {carrier.slot_bytes} bytes are too small for {largest}")
+        self.plan, self.rank, self.carrier, self.dtypes = plan, rank, carrier, dtypes
+        self.source, self.destination = source, destination
+        self.verify, self.staged, self.deadline = verify, staged, deadline
+        self.part = plan.of_rank(rank)
+        self.pairs = _pairs(plan)
+        self.version = -1
+        self.is_mixed = False  # whether the destination may hold parts of two versions
+        self._tag = 1
+
+    def run(self, version: int, rollout: Rollout | None = None) -> SyncReport:
+        """Brings `version` to the destination; `rollout` is the engine that generates with it on this rank.
+
+        Raises on every rank if it failed on any. The rollout then still has its old version (`staged`), or refuses to
+        generate.
+        """
+        started = time.perf_counter()
+        exchange = self._begin(version, self.version if rollout is None else rollout.version)
+        transfer = self._transfer(exchange, version)
+        try:
+            if rollout is not None:
+                if self.is_mixed:
+                    rollout.resume(("weights",))
+                rollout.update_weights(transfer, version)
+            # A rollout that shares the trainer's weights asks for none; the other ranks still need ours.
+            for _ in transfer:
+                pass
+        except BaseException:
+            if rollout is not None and self.is_mixed:
+                refuse(rollout)
+            raise
+        buffers = self.carrier.memory_bytes() if self.carrier is not None else 0
+        return SyncReport(version, time.perf_counter() - started, exchange.traffic, buffers)
+
+    def _begin(self, version: int, held: int) -> Exchange:
+        """All ranks must have the same plan and bring the same version, newer than the one there is."""
+        if self.carrier is not None:
+            self.carrier.begin(Deadline(self.deadline))
+        newer = self.destination is None or version > held
+        self._agree("" if newer else f"version {version} is not newer than the {held} there", version)
+        target = self.destination
+        if self.staged and target is not None:
+            target = target.with_tensors({name: torch.empty_like(t) for name, t in target.tensors.items()})
+        first_tag = self._tag
+        self._tag += len(self.plan.hops)
+        return Exchange(
+            self.plan, self.part, self.source, target, self.carrier, self.dtypes, self.verify, first_tag
+        )  # fmt: skip
+
+    def _transfer(self, exchange: Exchange, version: int) -> Iterator[tuple[str, Tensor]]:
+        """The exchange, then every parameter of the destination by name; those that are in place cost nothing more."""
+        try:
+            self.is_mixed = self.is_mixed or not self.staged
+            exchange.run()
+            self._agree(self._compare(exchange) if self.verify else "", version)
+        except SyncRefusedError:
+            raise
+        except BaseException as error:
+            if self.carrier is not None:
+                self.carrier.abort(f"{type(error).__name__}: {error}")
+            raise
+        if self.destination is not None and exchange.destination is not None:
+            self.is_mixed = True
+            for name, tensor in self.destination.tensors.items():
+                if exchange.destination is not self.destination:
+                    tensor.data.copy_(exchange.destination.tensors[name])
+                yield name, tensor
+        self.is_mixed, self.version = False, version
+
+    def _compare(self, exchange: Exchange) -> str:
+        """Sends the sums of what was sent after it, and compares those that come in; a problem in words."""
+        told: dict[int, Tensor] = {}
+        for origin, to, count in self.pairs:
+            if origin == self.rank:
+                self._tell(exchange.sums_for(to).view(torch.uint8), to)
+            elif to == self.rank:
+                told[origin] = self._hear(origin, 8 * count).view(torch.int64)
+            else:
+                self._tag += self._parts(8 * count)
+        return exchange.check(told) or ""
+
+    def _parts(self, nbytes: int) -> int:
+        return -(-nbytes // self.carrier.slot_bytes) if self.carrier is not None else 0
+
+    def _tell(self, data: Tensor, to: int) -> None:
+        assert self.carrier is not None
+        for part in data.split(self.carrier.slot_bytes):
+            self.carrier.outgoing(len(part)).copy_(part)
+            self.carrier.send(len(part), to, self._tag)
+            self._tag += 1
+
+    def _hear(self, origin: int, nbytes: int) -> Tensor:
+        assert self.carrier is not None
+        found: list[Tensor] = []
+        while (left := nbytes - sum(map(len, found))) > 0:
+            incoming = self.carrier.receive(origin, min(left, self.carrier.slot_bytes), self._tag)
+            found.append(incoming.wait().cpu().clone())
+            incoming.release()
+            self._tag += 1
+        return torch.cat(found)
+
+    def _agree(self, problem: str, version: int) -> None:
+        """Every rank's word goes to the first rank, which tells all; raises everywhere if there is a problem."""
+        root, *others = self.plan.ranks
+        if self.carrier is None:
+            if problem:
+                raise SyncRefusedError(f"weight sync: rank {self.rank}: {problem}")
+            return
+        words = {self.rank: (self.plan.digest, version, problem)}
+        verdict = ""
+        for rank in others:
+            if self.rank == rank:
+                self._tell(_word(*words[rank]), root)
+            elif self.rank == root:
+                words[rank] = _read(self._hear(rank, WORD_BYTES))
+            else:
+                self._tag += self._parts(WORD_BYTES)
+        if self.rank == root:
+            verdict = _verdict(words)
+        for rank in others:
+            if self.rank == root:
+                self._tell(_word(0, version, verdict), rank)
+            elif self.rank == rank:
+                verdict = _read(self._hear(root, WORD_BYTES))[2]
+            else:
+                self._tag += self._parts(WORD_BYTES)
+        self.carrier.flush()
+        if verdict:
+            raise SyncRefusedError(f"weight sync: {verdict}")
+
+
+def refuse(rollout: Rollout) -> None:
+    """Has a rollout with half of its weights new and half old refuse to generate until a sync succeeds."""
+    rollout.version = -1
+    rollout.release(("weights",))
+
+
+def check_dtypes(plan: ReshardPlan, destination: Shards | None, dtypes: Mapping[str, torch.dtype]) -> None:
+    """The plan's element sizes, the types given and the destination's parameters must fit each other."""
+    for name, size in zip(plan.names, plan.itemsize.tolist(), strict=True):
+        if name in plan.destination.tensors and dtypes[name].itemsize != size:
+            raise ValueError(f"'{name}' is planned with {size} bytes an element, but {dtypes[name]} has another size")
+    if destination is None:
+        return
+    names = list(plan.destination.tensors)
+    held = plan.destination.of_rank(destination.rank)
+    for tensor, parameter in np.unique(np.stack([held["tensor"], held["parameter"]], 1), axis=0).tolist():
+        home = destination.placement.parameters[parameter]
+        if destination.tensors[home].dtype != dtypes[names[tensor]]:
+            raise ValueError(
+                f"'{names[tensor]}' is to arrive as {dtypes[names[tensor]]}, but parameter '{home}' of rank "
+                f"{destination.rank} is {destination.tensors[home].dtype}"
+            )
+
+
+def _pairs(plan: ReshardPlan) -> list[tuple[int, int, int]]:
+    """Who keeps pieces of whom and how many, in an order that all ranks keep."""
+    if not len(plan.drops):
+        return []
+    to = plan.destination_ranks[plan.destination.slices["rank"][plan.drops["slice"]]]
+    both, counts = np.unique(np.stack([plan.senders[plan.drops["message"]], to], 1), axis=0, return_counts=True)
+    found = [(origin, rank, count) for (origin, rank), count in zip(both.tolist(), counts.tolist(), strict=True)]
+    return sorted(found, key=lambda pair: ((pair[1] - pair[0]) % plan.world_size, pair[0]))
+
+
+def _word(digest: int, version: int, text: str) -> Tensor:
+    """A rank's word as bytes."""
+    data = text.encode()[: WORD_BYTES - 8 * NUMBERS]
+    word = torch.zeros(WORD_BYTES, dtype=torch.uint8)
+    word[: 8 * NUMBERS] = torch.tensor([digest, version, len(data)]).view(torch.uint8)
+    if data:
+        word[8 * NUMBERS : 8 * NUMBERS + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return word
+
+
+def _read(word: Tensor) -> tuple[int, int, str]:
+    digest, version, length = word[: 8 * NUMBERS].view(torch.int64).tolist()
+    return digest, version, bytes(word[8 * NUMBERS : 8 * NUMBERS + length].tolist()).decode(errors="replace")
+
+
+def _verdict(words: Mapping[int, tuple[int, int, str]]) -> str:
+    """What is wrong with the words of all ranks, or nothing."""
+    problems = [f"rank {rank}: {text}" for rank, (_, _, text) in words.items() if text]
+    if problems:
+        return "; ".join(problems)
+    for index, what in ((1, "version"), (0, "plan")):
+        found: dict[object, list[int]] = {}
+        for rank, word in words.items():
+            found.setdefault(word[index], []).append(rank)
+        if len(found) > 1:
+            parts = [f"ranks {ranks} have {what} {value}" for value, ranks in found.items()]
+            return f"the ranks differ: {'; '.join(parts)}"
+    return ""

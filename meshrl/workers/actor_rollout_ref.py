@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.config.root import ActorRolloutRefConfig
 from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.proto import DataProto
-from meshrl.engines.fsdp.engine import FSDPEngine
+from meshrl.engines.base import Engine
+from meshrl.engines.build import build_engine
 from meshrl.models.loading import load_tokenizer, new_causal_lm, stop_token_ids, torch_dtype
 from meshrl.models.saving import save_hf_folder
 from meshrl.parallel.attention import ATTENTION_NAME
@@ -28,19 +29,8 @@ from meshrl.telemetry.memory import PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
 from meshrl.weights.sync import sync_weights
 from meshrl.workers.actor_loss import count_mini_batch, make_actor_loss, skips_samples_without_advantage
-
-
-@dataclass(frozen=True)
-class WorkerSettings:
-    """What a worker needs to know beyond the config of its roles."""
-
-    device: str
-    collective_deadline: float
-    mini_batches: int
-    total_optimizer_steps: int
-    with_reference: bool
-    stop_on_nan_gradient: bool
-    seed: int = 0
+from meshrl.workers.resting import rests
+from meshrl.workers.settings import WorkerSettings
 
 
 class ActorRolloutRefWorker(Worker):
@@ -56,7 +46,7 @@ class ActorRolloutRefWorker(Worker):
         self.device = prepare_device(self.settings.device, self.local_rank)
         init_process_group(self.device, self.settings.collective_deadline)
         actor, model = self.config.actor, self.config.model
-        self.actor = FSDPEngine(
+        self.actor = build_engine(
             model,
             actor,
             actor.optim,
@@ -68,25 +58,26 @@ class ActorRolloutRefWorker(Worker):
         self.register_mesh("actor", self.actor.dp_rank, self.actor.dp_size, is_collect=self.actor.is_collect)
         self.register_mesh("rollout", self.rank, self.world_size, is_collect=True)
         # With adapters the reference is the same model without them.
-        self.ref: FSDPEngine | None = None
+        self.ref: Engine | None = None
         if self.settings.with_reference and not self.actor.has_adapters:
-            self.ref = FSDPEngine(model, actor, None, device=self.device)
+            self.ref = build_engine(model, actor, None, device=self.device)
             self.ref.initialize()
             self._rest(self.ref, self.config.ref.fsdp_config.param_offload, False)
         self.rollout = self._build_rollout(self.config.rollout)
-        self._rest(self.actor, actor.fsdp_config.param_offload, actor.fsdp_config.optimizer_offload)
+        self._rest(self.actor, *rests(actor))
 
-    def _rest(self, engine: FSDPEngine, model: bool, optimizer: bool) -> None:
+    def _rest(self, engine: Engine, model: bool, optimizer: bool) -> None:
         """Sends to host memory what is configured to wait there between phases."""
         if model or optimizer:
             engine.to("cpu", model=model, optimizer=optimizer)
 
     @contextmanager
-    def _awake(self, engine: FSDPEngine, *, optimizer: bool = False) -> Iterator[None]:
+    def _awake(self, engine: Engine, *, optimizer: bool = False) -> Iterator[None]:
         """Inside, the engine's weights (and optimizer) are on the device."""
-        resting = self.config.ref.fsdp_config if engine is self.ref else self.config.actor.fsdp_config
-        model = resting.param_offload
-        optimizer = optimizer and self.config.actor.fsdp_config.optimizer_offload
+        model, states = rests(self.config.actor)
+        if engine is self.ref:
+            model = self.config.ref.fsdp_config.param_offload
+        optimizer = optimizer and states
         if model or optimizer:
             engine.to(self.device, model=model, optimizer=optimizer)
         try:
@@ -151,7 +142,7 @@ class ActorRolloutRefWorker(Worker):
         """The actor's own log-probs and entropies of the responses: `old_log_probs`, `entropys`."""
         with self._awake(self.actor):
             output = self.actor.forward(self._for_log_probs(data, self.config.rollout, entropy=True))
-        return DataProto.from_dict({"old_log_probs": output["log_probs"], "entropys": output["entropys"]})
+        return _renamed(output, old_log_probs="log_probs", entropys="entropys")
 
     @register(dispatch_mode=nd_dispatch("actor"))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -165,7 +156,7 @@ class ActorRolloutRefWorker(Worker):
                 output = self.actor.forward(request)
         else:
             raise ValueError("this worker has no reference policy: set use_kl_loss or use_kl_in_reward")
-        return DataProto.from_dict({"ref_log_prob": output["log_probs"]})
+        return _renamed(output, ref_log_prob="log_probs")
 
     def _for_log_probs(self, data: DataProto, how: RolloutConfig | RefConfig, entropy: bool) -> DataProto:
         meta = {
@@ -250,3 +241,8 @@ class ActorRolloutRefWorker(Worker):
         row = data.select_idxs([0])
         row.batch["response_mask"] = torch.zeros_like(row.batch["response_mask"])
         return row
+
+
+def _renamed(output: dict[str, Tensor], **names: str) -> DataProto:
+    """An engine's outputs under the controller's names; only collecting ranks have any."""
+    return DataProto.from_dict({new: output[old] for new, old in names.items() if old in output})

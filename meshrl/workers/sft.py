@@ -10,7 +10,7 @@ from meshrl.algorithms import BatchStats, agg_loss
 from meshrl.config.sft import SFTConfig
 from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.proto import DataProto
-from meshrl.engines.fsdp.engine import FSDPEngine
+from meshrl.engines.build import build_engine
 from meshrl.models.saving import save_hf_folder
 from meshrl.parallel.mesh import init_process_group, prepare_device
 
@@ -27,7 +27,7 @@ class SFTWorker(Worker):
         transformers_logging.disable_progress_bar()
         device = prepare_device(self.config.trainer.device, self.local_rank)
         init_process_group(device, self.config.trainer.deadlines.collective)
-        self.engine = FSDPEngine(
+        self.engine = build_engine(
             self.config.model,
             self.config.engine,
             self.config.optim,
@@ -65,7 +65,10 @@ class SFTWorker(Worker):
     def evaluate(self, data: DataProto) -> DataProto:
         """The log-likelihood and the number of learned tokens of each sequence."""
         data.meta_info = self._meta()
-        log_probs = self.engine.forward(data)["log_probs"]
+        output = self.engine.forward(data)
+        if not output:  # another rank collects
+            return DataProto()
+        log_probs = output["log_probs"]
         return DataProto.from_dict({"log_likelihood": log_probs.sum(1), "tokens": data.batch["response_mask"].sum(1)})
 
     def _meta(self) -> dict[str, object]:

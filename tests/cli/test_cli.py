@@ -104,10 +104,10 @@ def test_sft_gets_its_config(run: Run, settings: list[str], trainer: Any) -> Non
 
 def test_demo_gets_its_options(run: Run, trainer: Any) -> None:
     assert run("demo", "--seed", "3", "--control", "--out", "here", "trainer.total_training_steps=2")[0] == 0
-    options = {"seed": 3, "control": True, "overrides": ["trainer.total_training_steps=2"]}
+    options = {"seed": 3, "control": True, "algorithm": "grpo", "overrides": ["trainer.total_training_steps=2"]}
     assert trainer.calls["main"] == (("here",), options)
     assert run("demo")[0] == 0
-    assert trainer.calls["main"] == (("outputs/demo",), {"seed": 0, "control": False, "overrides": []})
+    assert trainer.calls["main"] == (("outputs/demo",), {"seed": 0, "control": False, "algorithm": "grpo", "overrides": []})
 
 
 def test_overrides_may_stand_after_options(run: Run, settings: list[str], trainer: Any) -> None:

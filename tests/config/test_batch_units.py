@@ -16,6 +16,7 @@ small = st.integers(1, 6)
 
 def config_of(prompts: int, mini: int, n: int, world: int, ulysses: int = 1, epochs: int = 1) -> PPOConfig:
     config = PPOConfig()
+    config.algorithm.adv_estimator = "grpo"
     config.data.train_batch_size = prompts
     config.actor_rollout_ref.actor.ppo_mini_batch_size = mini
     config.actor_rollout_ref.actor.ppo_epochs = epochs

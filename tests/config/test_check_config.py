@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.config import ConfigError, PPOConfig, SFTConfig, check_config, ensure_runnable
+from meshrl.config import ConfigError, PPOConfig, SFTConfig, check_config, ensure_runnable, load_config
 from meshrl.config.model_folder import written_stages
 
 MakePPO = Callable[..., PPOConfig]
@@ -17,6 +17,7 @@ MakeModel = Callable[..., Path]
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MEGATRON = [f"{ACTOR}.strategy=megatron"]
+EXPERTS = ["actor_rollout_ref.model.override_config.num_experts=16"]
 
 
 def test_a_config_that_is_fine(fine: MakePPO, fine_sft: MakeSFT) -> None:
@@ -32,7 +33,41 @@ BROKEN = [
     ([f"{ACTOR}.fsdp_config.fsdp_size=16"], "the 8 data-parallel ranks", "fsdp_config.fsdp_size (16)"),
     ([f"{ACTOR}.fsdp_config.fsdp_size=0"], "fsdp_size=0", "-1"),
     ([*MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=3"], "n_gpus (8 = ", "3 * 1 * 1 = 3"),
-    ([*MEGATRON, f"{ACTOR}.megatron.expert_model_parallel_size=16"], "expert_model_parallel_size", "1 * 16 * 1 = 16"),
+    ([*MEGATRON, *EXPERTS, f"{ACTOR}.megatron.expert_model_parallel_size=16"], "expert_model_parallel_size", "= 16"),
+    ([*MEGATRON, f"{ACTOR}.megatron.expert_model_parallel_size=2"], "expert_model_parallel_size=2", "with experts"),
+    ([*MEGATRON, f"{ACTOR}.megatron.schedule_type=interleaved"], "schedule_type=interleaved", "no-pipelining"),
+    (
+        [
+            *MEGATRON,
+            f"{ACTOR}.megatron.overlap_param_gather=true",
+            f"{ACTOR}.megatron.overlap_grad_reduce=true",
+            f"{ACTOR}.megatron.use_distributed_optimizer=false",
+        ],
+        "overlap_param_gather",
+        "use_distributed_optimizer",
+    ),
+    (
+        [*MEGATRON, f"{ACTOR}.megatron.override_transformer_config.recompute_granularty=full"],
+        "has no field 'recompute_granularty'",
+        "recompute_granularity",
+    ),
+    (
+        [*MEGATRON, f"{ACTOR}.megatron.override_transformer_config.num_layers=3"],
+        "cannot be set here",
+        "override_config",
+    ),
+    (
+        [
+            *MEGATRON,
+            f"{ACTOR}.megatron.pipeline_model_parallel_size=2",
+            f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2",
+            f"{ACTOR}.megatron.override_transformer_config.batch_p2p_comm=true",
+        ],
+        "batch_p2p_comm=true",
+        "wrong numbers",
+    ),
+    ([*MEGATRON, f"{ACTOR}.context_parallel_size=2"], "context_parallel_size has no effect", "strategy=megatron"),
+    ([*MEGATRON, "actor_rollout_ref.model.lora_rank=4"], "lora_rank has no effect", "strategy=megatron"),
     ([*MEGATRON, f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2"], "pipeline_model_parallel_size > 1", ""),
     ([f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.data_parallel_size=3"], "n_gpus (8 = ", "2 * 3 = 6"),
     # batches
@@ -140,7 +175,7 @@ def test_one_thing_wrong_in_sft(fine_sft: MakeSFT, overrides: list[str], first: 
 
 
 def test_several_problems_come_together(fine: MakePPO) -> None:
-    config = fine("trainer.nnodes=2", f"{ROLLOUT}.top_k=0", f"{ACTOR}.strategy=megatron")
+    config = fine("trainer.nnodes=2", f"{ROLLOUT}.top_k=0", "actor_rollout_ref.model.use_liger=true")
     with pytest.raises(ConfigError) as error:
         ensure_runnable(config)
     assert len(error.value.problems) == 3
@@ -286,3 +321,27 @@ def test_nothing_heavy_is_imported_and_it_is_quick() -> None:
     start = time.perf_counter()
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert float(answer.stdout) < 1.0, f"whole process: {time.perf_counter() - start:.2f} s"
+
+
+CRITIC = ["algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n=1", "trainer.n_gpus_per_node=4"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["critic.ppo_mini_batch_size=7"], "critic.ppo_mini_batch_size (7 prompts)"),
+        (["critic.ulysses_sequence_parallel_size=3"], "must be divisible by critic.ulysses_sequence_parallel_size (3)"),
+        (["critic.ppo_max_token_len_per_gpu=10"], "critic.ppo_max_token_len_per_gpu (10) must hold the longest sample"),
+        (["critic.enable=false"], "critic.enable=false does not go with algorithm.adv_estimator=gae"),
+        (["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "critic.optim.lr=1e-4"], "has no effect"),
+        (["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "trainer.critic_warmup=2"], "has no effect"),
+        (["critic.optim.betas=[0.9]"], "critic.optim.betas"),
+    ],
+)
+def test_a_critic_is_checked_as_the_policy_is(overrides: list[str], words: str) -> None:
+    problems = check_config(load_config("grpo", CRITIC + overrides).config, check_files=False)
+    assert any(words in problem for problem in problems), problems
+
+
+def test_a_critic_runs_with_gae() -> None:
+    assert check_config(load_config("grpo", CRITIC).config, check_files=False) == []

@@ -53,16 +53,12 @@ def test_each_key_is_refused_exactly_if_it_is_marked(root: type, leaf: Leaf) -> 
 @pytest.mark.parametrize(
     "override",
     [
-        f"{ACTOR}.strategy=megatron",
-
         "actor_rollout_ref.model.use_liger=true",
         "actor_rollout_ref.model.use_fused_kernels=true",
-        "algorithm.adv_estimator=gae", "critic.optim.lr=1e-4", "critic.model.path=x", "reward_model.enable=true",
-        "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.name=sglang",
-        "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.mode=async",
-        "actor_rollout_ref.rollout.multi_turn.enable=true", "algorithm.filter_groups.enable=true",
+        "reward_model.enable=true",
+        "actor_rollout_ref.rollout.mode=async", "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "algorithm.filter_groups.enable=true",
         "trainer.save_freq=10", "trainer.resume_mode=resume_path", "global_profiler.tool=torch",
-        "trainer.critic_warmup=3",
     ],
 )  # fmt: skip
 def test_what_later_work_brings_is_refused(override: str) -> None:
@@ -80,7 +76,10 @@ def test_what_later_work_brings_is_refused(override: str) -> None:
         f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.optim.lr_scheduler_type=cosine",
         "algorithm.use_kl_in_reward=true", "algorithm.rollout_correction.bypass_mode=true",
         "algorithm.adv_estimator=rloo", "trainer.backend=ray",
+        "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.name=sglang",
+        "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.max_model_len=4096",
         "actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.val_kwargs.n=4", "trainer.test_freq=5",
+        "actor_rollout_ref.rollout.multi_turn.enable=true",
         "trainer.resume_mode=disable", "algorithm.kl_ctrl.type=adaptive", f"{ACTOR}.skip_zero_advantage=false",
     ],
 )  # fmt: skip

@@ -13,7 +13,7 @@ def ray_instance():
 
     from meshrl.controller.ray import init_ray
 
-    init_ray(num_cpus=8, object_store_memory=200 * 2**20, log_to_driver=False)
+    init_ray(num_cpus=8, object_store_memory=400 * 2**20, log_to_driver=False)
     yield
     ray.shutdown()
 

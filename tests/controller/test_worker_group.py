@@ -1,6 +1,7 @@
 """The same suite on both backends, with real workers."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -261,3 +262,20 @@ def test_mistakes_in_creating():
         Deadlines(call=0)
     with pytest.raises(ValueError, match="needs a class"):
         ClassWithInitArgs(Probe())
+
+
+def test_a_pool_takes_no_more_groups_than_it_says(make_group):
+    pool = ResourcePool([3], use_gpu=False, max_colocate_count=2)
+    left, right = pool.split([1, 2])
+    groups = [make_group(Counter, 1, pool=pool), make_group(Counter, 2, pool=left)]
+    full = r"process 0 of node 0 of the pool holds 2 worker groups and max_colocate_count is 2: shut one down"
+    for full_pool in (pool, left):
+        with pytest.raises(ValueError, match=full):
+            make_group(Counter, 3, pool=full_pool)
+    assert [count for count, _, _ in make_group(Counter, 4, pool=right).add(1)] == [5, 5]
+    groups[0].shutdown()
+    assert [count for count, _, _ in make_group(Counter, 5, pool=left).add(1)] == [6]
+    os.kill(groups[1].add(0)[0][2], signal.SIGKILL)  # a group that died makes room, too
+    while groups[1].is_alive():
+        time.sleep(0.02)
+    assert [count for count, _, _ in make_group(Counter, 6, pool=left).add(1)] == [7]

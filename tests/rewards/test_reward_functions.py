@@ -1,11 +1,21 @@
 """The built-in reward functions, and how the configured one is found."""
 
+import re
+
 import pytest
 
-from meshrl.config.reward import BUILT_IN_REWARDS, CustomRewardFunctionConfig, RewardConfig, RewardManagerConfig
+from meshrl.config.load import load_config
+from meshrl.config.reward import (
+    BUILT_IN_REWARDS,
+    CustomRewardFunctionConfig,
+    RewardConfig,
+    RewardManagerConfig,
+    reward_file_problems,
+    reward_problems,
+)
 from meshrl.config.root import PPOConfig
-from meshrl.rewards.functions import BUILT_IN, coin_toss, exact_match, sort_digits
-from meshrl.rewards.loading import load_reward_function, load_reward_manager
+from meshrl.rewards.functions import BUILT_IN, coin_toss, exact_match, format_match, sort_digits
+from meshrl.rewards.loading import load_reward_function, load_reward_manager, reward_function_specs
 
 
 @pytest.mark.parametrize(
@@ -45,8 +55,56 @@ def config(path=None, name="compute_score", reward=None, manager="naive", on_err
 
 def test_every_name_that_the_config_offers_exists():
     assert set(BUILT_IN_REWARDS) == set(BUILT_IN)
-    for name in BUILT_IN_REWARDS:
+    for name in set(BUILT_IN_REWARDS) - {"format_match", "judge"}:
         assert load_reward_function(config(reward=name)) is BUILT_IN[name]
+
+
+def test_arguments_are_given_missed_and_refused():
+    made = config(reward="format_match")
+    with pytest.raises(ValueError, match="'format_match' needs pattern"):
+        load_reward_function(made)
+    made.reward.kwargs = {"pattern": r"a+", "hole": True}
+    with pytest.raises(ValueError, match="takes no argument hole: it has pattern, whole"):
+        load_reward_function(made)
+    made.reward.kwargs = {"pattern": r"a+"}
+    found = load_reward_function(made)
+    assert [found(data_source="", solution_str=t, ground_truth=None, extra_info={}) for t in ("aa", "ab")] == [1, 0]
+    with pytest.raises(ValueError, match="'judge' needs url, model"):
+        load_reward_function(config(reward="judge"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "whole", "wanted"),
+    [
+        ("<think>a\nb</think><answer>1</answer>", True, 1),
+        (" <think></think>\n<answer>2</answer>\n", True, 1),
+        ("x<think></think><answer>2</answer>", True, 0),
+        ("x<think></think><answer>2</answer>", False, 1),
+        ("<answer>2</answer>", False, 0),
+    ],
+)
+def test_format_match(answer, whole, wanted):
+    pattern = r"<think>.*</think>\s*<answer>.*</answer>"
+    assert format_match("s", answer, None, {}, pattern=pattern, whole=whole) == wanted
+
+
+@pytest.mark.parametrize(
+    ("answer", "extract", "wanted"),
+    [
+        ("first #### 11, then #### 12", r"#### (\d+)", 1),
+        ("first #### 12, then #### 11", r"#### (\d+)", 0),
+        ("no mark 12", r"#### (\d+)", 0),
+        ("so 12", r"\d+", 1),
+        ("ab", r"(x)?ab", 0),
+    ],
+)
+def test_exact_match_of_what_is_extracted(answer, extract, wanted):
+    assert exact_match("s", answer, "12", {}, extract=extract) == wanted
+
+
+def test_exact_match_ignores_case_where_asked():
+    assert exact_match("s", "ParIS", "paris", {}, ignore_case=True) == 1
+    assert exact_match("s", "ParIS", "paris", {}) == 0
 
 
 def test_a_function_of_ones_own_comes_before_a_built_in_one(tmp_path):
@@ -66,5 +124,102 @@ def test_no_function_is_an_error_that_names_those_there_are(name):
 
 def test_the_manager_follows_the_config(tokenizer):
     manager = load_reward_manager(config(reward="exact_match", manager="batch", on_error="zero"), tokenizer)
-    assert (manager.per_batch, manager.on_error, manager.function) == (True, "zero", exact_match)
-    assert not load_reward_manager(config(reward="exact_match"), tokenizer).per_batch
+    assert (manager.name, manager.on_error, manager.specs[0].load()) == ("batch", "zero", exact_match)
+    made = config(reward="exact_match", manager="dapo")
+    with pytest.raises(ValueError, match=r"dapo needs reward_manager\.overlong_buffer\.len"):
+        load_reward_manager(made, tokenizer)
+    made.data.max_response_length, made.reward_manager.overlong_buffer.len = 100, 101
+    with pytest.raises(ValueError, match=r"len \(101\) must be between 1 and data.max_response_length \(100\)"):
+        load_reward_manager(made, tokenizer)
+    made.reward_manager.overlong_buffer.len = 40
+    overlong = load_reward_manager(made, tokenizer).overlong
+    assert (overlong.max_length, overlong.length, overlong.penalty_factor) == (100, 40, 1.0)
+    made.reward_manager.overlong_buffer.enable = False
+    assert load_reward_manager(made, tokenizer).overlong is None
+
+
+def test_several_functions_from_the_config(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def short(*, by=1, **kw):\n    return by\n")
+    overrides = [
+        "reward.functions.exact_match=1",
+        "reward.functions.form.weight=0.5",
+        "reward.functions.form.name=format_match",
+        "reward.functions.form.kwargs.pattern=a+",
+        f"reward.functions.short.path={file}",
+        "reward.functions.short.kwargs.by=3",
+    ]
+    specs = reward_function_specs(load_config("grpo", overrides).config)
+    assert [(spec.label, spec.weight) for spec in specs] == [("exact_match", 1.0), ("form", 0.5), ("short", 1.0)]
+    assert specs[0].load() is exact_match
+    assert specs[1].load()(data_source="", solution_str="aa", ground_truth=None, extra_info={}) == 1
+    assert specs[2].load()() == 3
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"wieght": 1}, "functions.exact_match has no wieght"),
+        ("much", "weight must be a finite number, not 'much'"),
+        (True, "weight must be a finite number"),
+        ({"name": "exactmatch"}, "no built-in reward function exactmatch"),
+        ({"kwargs": 3}, "kwargs must be a dict, not 3"),
+    ],
+)
+def test_entries_that_are_wrong(entry, said):
+    made = config()
+    made.reward.functions = {"exact_match": entry}
+    with pytest.raises(ValueError, match=said):
+        reward_function_specs(made)
+
+
+def problems(*overrides):
+    made = load_config("grpo", overrides).config
+    return reward_problems(made.reward, made.custom_reward_function, made.reward_manager, 100)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["reward.name=exact_match", "reward.functions.code=1"],
+            "reward.name=exact_match and reward.functions: choose",
+        ),
+        (["reward.kwargs.extract=x"], "reward.kwargs has no effect"),
+        (["custom_reward_function.reward_kwargs.x=1"], "reward_kwargs has no effect"),
+        (["reward.functions.mine=1"], "no built-in reward function mine; set its path"),
+        (["reward_manager.overlong_buffer.len=8"], "no effect with reward_manager.name=naive: use dapo"),
+        (["reward_manager.name=dapo"], r"len \(None\) must be between 1 and data.max_response_length \(100\)"),
+        (["reward_manager.name=dapo", "reward_manager.overlong_buffer.len=101"], r"len \(101\) must be between"),
+        (["reward_manager.num_processes=2"], "num_processes has no effect with reward_manager.name=naive"),
+    ],
+)
+def test_what_does_not_fit_together(overrides, said):
+    (problem,) = problems(*overrides)
+    assert re.search(said, problem)
+
+
+def test_what_fits_together(tmp_path):
+    assert problems("reward.name=exact_match", "reward.kwargs.extract=x", "reward_manager.name=batch") == []
+    assert (
+        problems("reward_manager.name=dapo", "reward_manager.overlong_buffer.len=100", "reward.functions.code=1") == []
+    )
+    assert problems("reward_manager.name=dapo", "reward_manager.overlong_buffer.enable=false") == []
+    assert problems("reward_manager.name=prime", "reward_manager.num_processes=2", "reward_manager.timeout=5") == []
+
+
+def test_functions_are_looked_for_before_anything_starts(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(**kw):\n    return 1\n")
+
+    def found(*overrides):
+        made = load_config("grpo", overrides).config
+        return reward_file_problems(made.reward, made.custom_reward_function)
+
+    assert found() == ["set reward.name, reward.functions or custom_reward_function.path"]
+    assert found("reward.name=code") == []
+    assert found(f"reward.functions.f.path={tmp_path}/mine.py") == []
+    assert "no function 'g'" in found(f"reward.functions.g.path={tmp_path}/mine.py")[0]
+    assert (
+        "no function 'g'"
+        in found(f"custom_reward_function.path={tmp_path}/mine.py", "custom_reward_function.name=g")[0]
+    )

@@ -1,58 +1,19 @@
 """Whatever a reward function does, the manager scores the right token, stops with a clear error, or counts."""
 
 import math
+import threading
 from decimal import Decimal
 
 import numpy as np
 import pytest
 import torch
+from reward_samples import ANSWERS, TRUTHS, each
 
-from meshrl.data.prompts import object_array
-from meshrl.data.proto import DataProto
 from meshrl.rewards.manager import RewardError, RewardManager, as_result
 
-# Two prompt columns, four response columns.
-ANSWERS = ["12", "3", "4567", ""]
-TRUTHS = ["12", "9", ["4567"], None]
 
-
-@pytest.fixture
-def data(tokenizer) -> DataProto:
-    responses = torch.full((4, 4), tokenizer.pad_token_id)
-    mask = torch.zeros(4, 4, dtype=torch.long)
-    for row, answer in enumerate(ANSWERS):
-        ids = tokenizer(answer)["input_ids"] if answer else []
-        responses[row, : len(ids)] = torch.tensor(ids, dtype=torch.long)
-        mask[row, : len(ids)] = 1
-    return DataProto.from_dict(
-        tensors={
-            "responses": responses,
-            "response_mask": mask,
-            "attention_mask": torch.cat([torch.tensor([[0, 1], [1, 1], [0, 1], [1, 1]]), mask], 1),
-        },
-        non_tensors={
-            "uid": object_array(["u0", "u1", "u2", "u3"]),
-            "data_source": object_array(["s0", "s1", "s2", "s3"]),
-            "ground_truth": object_array(TRUTHS),
-            "extra_info": object_array([{"n": i} for i in range(4)]),
-        },
-    )
-
-
-def score(data, tokenizer, function, *, per_batch=False, on_error="stop"):
-    return RewardManager(function, tokenizer, per_batch=per_batch, on_error=on_error)(data)
-
-
-def each(values):
-    """A function that gives the i-th sample the i-th value (raising those that are exceptions)."""
-
-    def function(data_source, solution_str, ground_truth, extra_info):
-        value = values[extra_info["n"]]
-        if isinstance(value, Exception):
-            raise value
-        return value
-
-    return function
+def score(data, tokenizer, function, *, per_batch=False, **options):
+    return RewardManager(function, tokenizer, name="batch" if per_batch else "naive", **options)(data)
 
 
 def test_the_score_lies_on_the_last_token_of_each_answer(data, tokenizer):
@@ -98,7 +59,7 @@ def test_ends_and_tool_output_are_not_decoded_but_the_score_comes_after_them(dat
     data.batch["responses"][0] = torch.tensor(tokenizer.convert_tokens_to_ids(tokens))
     data.batch["response_mask"][0] = torch.tensor([1, 0, 0, 1])
     data.batch["attention_mask"][0] = 1
-    manager = RewardManager(each([5, 0, 0, 0]), tokenizer, per_batch=False, on_error="stop")
+    manager = RewardManager(each([5, 0, 0, 0]), tokenizer)
     assert manager.decode(data)[0] == "1"
     assert manager(data)[0][0].tolist() == [0, 0, 0, 5]
 
@@ -140,18 +101,19 @@ def test_extra_infos_that_are_all_lists_stay_one_dimensional(data, tokenizer):
 
 
 BAD = {
-    "raises": KeyError("digits"),
-    "nan": math.nan,
-    "infinite": -math.inf,
-    "too large for float32": 1e39,
-    "too large for a float": 10**400,
-    "none": None,
-    "text": "1.0",
-    "list": [1.0],
-    "two numbers": torch.tensor([1.0, 2.0]),
-    "decimal": Decimal(1),
-    "no score": {"reward": 1.0},
-    "nan inside": {"score": math.nan, "acc": 1.0},
+    "raises": ("raised", KeyError("digits")),
+    "nan": ("nan", math.nan),
+    "infinite": ("nan", -math.inf),
+    "too large for float32": ("nan", 1e39),
+    "too large for a float": ("nan", 10**400),
+    "none": ("invalid", None),
+    "text": ("invalid", "1.0"),
+    "two in a list": ("length", [1.0, 2.0]),
+    "two numbers": ("length", torch.tensor([1.0, 2.0])),
+    "decimal": ("invalid", Decimal(1)),
+    "no score": ("invalid", {"reward": 1.0}),
+    "nan inside": ("nan", {"score": math.nan, "acc": 1.0}),
+    "no number in acc": ("invalid", {"score": 1.0, "acc": "yes"}),
 }
 
 
@@ -161,14 +123,15 @@ CASES = [(name, per_batch) for name in BAD for per_batch in (False, True) if not
 
 @pytest.mark.parametrize(("name", "per_batch"), CASES)
 def test_a_bad_answer_stops_or_counts(data, tokenizer, name, per_batch):
-    values = [1.0, BAD[name], 2.0, BAD[name]]
+    kind, bad = BAD[name]
+    values = [1.0, bad, 2.0, bad]
     function = (lambda **_: values) if per_batch else each(values)
     with pytest.raises(RewardError, match=r"sample 1 \(u1, answer '3'\).*reward.on_error=zero") as stopped:
         score(data, tokenizer, function, per_batch=per_batch)
     assert stopped.value.__cause__ is not None
     scores, extra, metrics = score(data, tokenizer, function, per_batch=per_batch, on_error="zero")
     assert scores.sum(1).tolist() == [1.0, 0.0, 2.0, 0.0]
-    assert metrics == {"reward/errors": 2.0}
+    assert metrics == {"reward/errors": 2.0, f"reward/errors/{kind}": 2.0}
     assert extra == {}
 
 
@@ -180,17 +143,19 @@ def test_a_batch_that_fails_as_a_whole(data, tokenizer):
         score(data, tokenizer, function, per_batch=True)
     scores, _, metrics = score(data, tokenizer, function, per_batch=True, on_error="zero")
     assert not scores.any()
-    assert metrics == {"reward/errors": 4.0}
+    assert metrics == {"reward/errors": 4.0, "reward/errors/raised": 4.0}
 
 
-@pytest.mark.parametrize("on_error", ["stop", "zero"])
 @pytest.mark.parametrize(
     ("answers", "said"),
     [([1.0] * 3, "3 scores"), ([1.0] * 5, "5 scores"), ([], "0 scores"), (None, "None"), (1.0, "1.0")],
 )
-def test_the_wrong_number_of_scores_is_never_guessed_at(data, tokenizer, answers, said, on_error):
-    with pytest.raises(RewardError, match=f"returned {said} for 4 samples"):
-        score(data, tokenizer, lambda **_: answers, per_batch=True, on_error=on_error)
+def test_the_wrong_number_of_scores_is_never_guessed_at(data, tokenizer, answers, said):
+    with pytest.raises(RewardError, match=f"a batch: it returned {said} for 4 samples"):
+        score(data, tokenizer, lambda **_: answers, per_batch=True)
+    scores, _, metrics = score(data, tokenizer, lambda **_: answers, per_batch=True, on_error="zero")
+    assert not scores.any()
+    assert metrics == {"reward/errors": 4.0, "reward/errors/length": 4.0}
 
 
 def test_a_wrong_signature_is_an_error_that_says_so(data, tokenizer):
@@ -211,3 +176,68 @@ def test_the_largest_score_is_that_of_float32():
     assert as_result(3e38)["score"] == 3e38
     with pytest.raises(ValueError, match="finite number"):
         as_result(-4e38)
+
+
+def test_a_list_lies_on_the_response_tokens_and_adds_to_the_same_mean(data, tokenizer):
+    data.batch["response_mask"][2] = torch.tensor([1, 0, 0, 1])  # two tokens of a tool: they have scores too
+    values = [[0.25, -1.0], np.array([3.0]), {"score": torch.tensor([1.0, 2.0, 3.0, 4.0]), "acc": 1}, []]
+    scores, extra, metrics = score(data, tokenizer, each(values))
+    assert scores.tolist() == [[0.25, -1, 0, 0], [3, 0, 0, 0], [1, 2, 3, 4], [0, 0, 0, 0]]
+    assert extra["acc"].tolist() == [None, None, 1, None]
+    assert metrics == {"reward/errors": 0.0, "reward_extra/acc/mean": 1.0}
+
+
+@pytest.mark.parametrize(("value", "kind"), [([1.0, math.nan], "nan"), ([1.0, "2"], "invalid"), ([1.0] * 3, "length")])
+def test_a_list_with_something_wrong(data, tokenizer, value, kind):
+    scores, _, metrics = score(data, tokenizer, each([value, 1, 1, 1]), on_error="zero")
+    assert scores.sum(1).tolist() == [0, 1, 1, 1]
+    assert metrics == {"reward/errors": 1.0, f"reward/errors/{kind}": 1.0}
+
+
+def test_functions_get_prompt_and_tokens_if_they_name_them(data, tokenizer):
+    data.non_tensor_batch["raw_prompt"] = np.array(["p0", "p1", "p2", "p3"], dtype=object)
+
+    def one(data_source, solution_str, ground_truth, extra_info, prompt, response_ids):
+        assert tokenizer.decode(response_ids) == solution_str
+        return {"score": [1.0] * len(response_ids), "prompt_seen": prompt}
+
+    scores, extra, _ = score(data, tokenizer, one)
+    assert scores.sum(1).tolist() == [2, 1, 4, 0]
+    assert extra["prompt_seen"].tolist() == ["p0", "p1", "p2", "p3"]
+
+    def many(solution_strs, response_ids, prompts, **_):
+        assert prompts == ["p0", "p1", "p2", "p3"]
+        return [len(ids) for ids in response_ids]
+
+    assert score(data, tokenizer, many, per_batch=True)[0].sum(1).tolist() == [2, 1, 4, 0]
+
+
+def test_an_info_that_the_batch_has_already_is_refused(data, tokenizer):
+    with pytest.raises(RewardError, match=r"\['uid'\], which the batch has already"):
+        score(data, tokenizer, each([{"score": 1, "uid": 3}] * 4))
+
+
+def test_numbers_said_beside_become_metrics(data, tokenizer):
+    values = [{"score": 0, "n": 1, "t": "a"}, {"score": 0, "n": 2.5, "ok": True}, 0, {"score": 0, "n": math.nan}]
+    _, extra, metrics = score(data, tokenizer, each(values))
+    assert extra["t"].tolist() == ["a", None, None, None]
+    assert metrics == {"reward/errors": 0.0, "reward_extra/n/mean": 1.75, "reward_extra/ok/mean": 1.0}
+
+
+@pytest.mark.parametrize("per_batch", [False, True])
+def test_a_function_that_hangs_is_left_behind(data, tokenizer, per_batch):
+    release = threading.Event()
+
+    def hangs(**columns):
+        info = columns.get("extra_info", {"n": 1})
+        if info["n"] == 1:
+            release.wait(60)
+        return 2.0
+
+    with pytest.raises(RewardError, match=r"no answer within 0\.2 s"):
+        score(data, tokenizer, hangs, per_batch=per_batch, timeout=0.2)
+    scores, _, metrics = score(data, tokenizer, hangs, per_batch=per_batch, timeout=0.2, on_error="zero")
+    late = 4 if per_batch else 1
+    assert metrics == {"reward/errors": late, "reward/errors/timeout": late}
+    assert scores.sum(1).tolist() == ([0, 0, 0, 0] if per_batch else [2, 0, 2, 2])
+    release.set()

@@ -5,12 +5,11 @@ import torch
 from torch import Tensor
 
 from meshrl.data.proto import DataProto
-from meshrl.parallel.packed import PackedSequences
 from meshrl.rollout.base import SamplingParams
-from meshrl.rollout.embedded import cache as cache_module
-from meshrl.rollout.embedded import engine as engine_module
-from meshrl.rollout.embedded.cache import PrefillContext, SlotCache
+from meshrl.rollout.embedded import runner as runner_module
+from meshrl.rollout.embedded import slots as slots_module
 from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.rollout.embedded.slots import SlotCache
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_mixed", "qwen3_moe"]
 PAD, VOCABULARY = 0, 41
@@ -193,7 +192,7 @@ def test_ended_samples_leave_the_batch(make_lm):
     running = [int((lengths > step).sum()) for step in range(1, int(lengths.max()))]
     for slots, alive in zip(seen[1:], running, strict=True):
         assert alive <= slots
-        assert alive > (1 - engine_module.REPACK_SHARE) * slots
+        assert alive > (1 - runner_module.REPACK_SHARE) * slots
     assert seen[-1] < 16
 
 
@@ -202,7 +201,7 @@ def test_ended_samples_leave_the_batch(make_lm):
 def test_when_slots_are_repacked_changes_nothing(make_lm, monkeypatch, family, share):
     data = requests(RAGGED, n=3)
     wanted = generate(make_lm(family), data, STOPPING)
-    monkeypatch.setattr(engine_module, "REPACK_SHARE", share)
+    monkeypatch.setattr(runner_module, "REPACK_SHARE", share)
     assert_same(generate(make_lm(family), data, STOPPING), wanted)
 
 
@@ -211,7 +210,7 @@ def test_when_slots_are_repacked_changes_nothing(make_lm, monkeypatch, family, s
 def test_how_the_cache_grows_changes_nothing(make_lm, monkeypatch, lengths, growth):
     data, how = requests(lengths, n=2), SamplingParams(max_tokens=20)
     wanted = generate(make_lm("qwen3"), data, how)
-    monkeypatch.setattr(cache_module, "GROWTH", growth)
+    monkeypatch.setattr(slots_module, "GROWTH", growth)
     assert_same(generate(make_lm("qwen3"), data, how), wanted)
 
 
@@ -219,13 +218,13 @@ def test_the_cache_never_grows_beyond_the_longest_possible_sequence(make_lm, mon
     rooms = []
     grow = SlotCache.make_room
 
-    def watched(self, limit):
-        grow(self, limit)
-        rooms.append(self.keys[0].shape[2])
+    def watched(self, rows, length):
+        grow(self, rows, length)
+        rooms.append(self.room)
 
     monkeypatch.setattr(SlotCache, "make_room", watched)
-    generate(make_lm("qwen3"), requests([5, 2]), SamplingParams(max_tokens=7))
-    assert max(rooms) == 12
+    generate(make_lm("qwen3"), requests([5, 2]), SamplingParams(max_tokens=7), max_model_len=14)
+    assert max(rooms) == 14
 
 
 def test_one_token_needs_no_decoding(make_lm):
@@ -239,20 +238,6 @@ def test_one_token_needs_no_decoding(make_lm):
 def test_everything_may_end_at_once(make_lm):
     out = generate(make_lm("qwen3"), requests(RAGGED), SamplingParams(5, stop_token_ids=tuple(range(VOCABULARY))))
     assert out["response_mask"].tolist() == [[1, 0, 0, 0, 0]] * 6
-
-
-def test_the_slots_of_a_cache_hold_their_own_prompts():
-    packed = PackedSequences.of([3, 1, 2], "cpu")
-    context = PrefillContext(packed)
-    keys = torch.arange(6.0).view(1, 1, 6, 1).expand(1, 2, 6, 4)
-    context.attend(0, torch.zeros(1, 4, 6, 4), keys, -keys, 1.0, None)
-    cache = SlotCache(context, torch.tensor([2, 0, 0, 1]))
-    assert cache.lengths.tolist() == [2, 3, 3, 1]
-    found = [cache.keys[0][slot, 1, :length, 3].tolist() for slot, length in enumerate([2, 3, 3, 1])]
-    assert found == [[4, 5], [0, 1, 2], [0, 1, 2], [3]]
-    cache.keep(torch.tensor([1, 3]))
-    assert cache.lengths.tolist() == [3, 1]
-    assert cache.values[0][1, 0, 0, 0] == -3
 
 
 def test_an_empty_prompt_is_named(make_lm):

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from meshrl.rollout.base import SamplingParams
-from meshrl.rollout.embedded.sampler import keep_likeliest, sample, uniform
+from meshrl.rollout.embedded.sampler import Settings, keep_likeliest, uniform
+from meshrl.rollout.embedded.sampler import sample as sample_rows
 from meshrl.rollout.seeds import TRAINING, VALIDATION, sample_seeds
 
 WORD = (1 << 64) - 1
@@ -27,6 +28,12 @@ def params(**changes) -> SamplingParams:
 
 def seeds(count: int, step: int = 0) -> Tensor:
     return sample_seeds(11, TRAINING, step, count)
+
+
+def sample(logits: Tensor, how: SamplingParams, own: Tensor, step: Tensor | int) -> tuple[Tensor, Tensor]:
+    """All rows with the same parameters."""
+    made = sample_rows(logits, Settings.of([how] * len(logits)), own, step)
+    return made.tokens, made.log_probs
 
 
 def chi_square(counts: Tensor, probs: Tensor) -> float:
@@ -90,7 +97,7 @@ def test_greedy_takes_the_likeliest_and_tells_its_log_prob_at_temperature_one():
 
 
 def support(logits: Tensor, how: SamplingParams) -> set[int]:
-    kept = keep_likeliest(logits[None].log_softmax(-1), how)[0]
+    kept = keep_likeliest(logits[None].log_softmax(-1), Settings.of([how]))[0]
     return set(torch.isfinite(kept).nonzero()[:, 0].tolist())
 
 

@@ -114,7 +114,14 @@ class ProcessGroup:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.world_size, self._store.port, theirs, Path(self._stacks.name, str(rank)), self.prepare),
+                args=(
+                    rank,
+                    self.world_size,
+                    self._store.port,
+                    theirs,
+                    Path(self._stacks.name, str(rank)),
+                    self.prepare,
+                ),
                 daemon=True,
             )
             process.start()

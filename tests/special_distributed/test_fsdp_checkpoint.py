@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_fsdp_engine import make_trial
 
 from meshrl.algorithms import BatchStats
 from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.trainer.verify import small_config, write_model
 from meshrl.workers.verification import TEMPERATURE, Trial, _loss_function, relative_difference
-from test_fsdp_engine import make_trial
 
 STEPS = 4
 

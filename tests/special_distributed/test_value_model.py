@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_fsdp_engine import make_trial
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from meshrl.algorithms import BatchStats, agg_loss
 from meshrl.engines.build import build_engine
 from meshrl.trainer.verify import TOLERANCE, small_config, write_model
 from meshrl.workers.verification import Trial, relative_difference
-from test_fsdp_engine import make_trial
 
 LAYOUTS = ["one", "fsdp2", "ddp2-fsdp2", "sp2", "cp2", "fsdp2-sp2", "fsdp1"]
 

@@ -18,6 +18,7 @@ FLOORS = [
     {"engines", "rollout"},
     {"weights"},
     {"rewards"},
+    {"agents"},
     {"controller"},
     {"workers"},
     {"trainer"},

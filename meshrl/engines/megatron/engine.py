@@ -42,9 +42,6 @@ from meshrl.parallel.attention import ATTENTION_NAME
 class MegatronEngine(Engine):
     """Tensor, sequence, pipeline (plain or interleaved), context, expert and data parallelism on packed rows."""
 
-    has_adapters = False
-    is_sharded = True
-
     def __init__(
         self,
         model: ModelConfig,
@@ -69,7 +66,7 @@ class MegatronEngine(Engine):
             override=dict(model.override_config),
             trust_remote_code=model.trust_remote_code,
         )
-        self.hf_config: PretrainedConfig = self.hf_model.config  # type: ignore[assignment]
+        self.hf_config: PretrainedConfig = self.hf_model.config
         self.ranks = ranks_of(self.megatron, dist.get_rank(), dist.get_world_size())
         self.transformer_engine = has_transformer_engine(self.megatron)
 
@@ -82,12 +79,14 @@ class MegatronEngine(Engine):
             self.megatron,
             recompute=trains and model.enable_gradient_checkpointing,
         )
-        vocabulary = padded_vocab_size(self.hf_config.vocab_size, ranks.tp, self.megatron.make_vocab_size_divisible_by)
+        self.padded_vocab_size = padded_vocab_size(
+            self.hf_config.vocab_size, ranks.tp, self.megatron.make_vocab_size_divisible_by
+        )
         chunks = build_chunks(
             self.transformer,
             self.hf_config,
             ranks,
-            padded_vocab_size=vocabulary,
+            padded_vocab_size=self.padded_vocab_size,
             head=self.head,
             transformer_engine=self.transformer_engine,
         )

@@ -31,7 +31,7 @@ class LogProbHead(ColumnParallelLinear):
 
     vocab_size: int  # without padding
 
-    def forward(self, hidden: Tensor, question: Question, weight: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden: Tensor, question: Question, weight: Tensor | None = None) -> Tensor:
         """Hidden states [tokens, 1, dim] in, [1 or 2, targets] out."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
@@ -100,7 +100,7 @@ class PackedGPTModel(GPTModel):
         head.vocab_size = real_vocab_size
         return head
 
-    def _postprocess(self, *, hidden_states: Tensor, labels: Question, **_: Any) -> Tensor:  # type: ignore[override]
+    def _postprocess(self, *, hidden_states: Tensor, labels: Question, **_: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None

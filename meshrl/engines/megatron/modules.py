@@ -1,5 +1,7 @@
-"""What Megatron-Core's own modules lack without TransformerEngine: an RMS norm under sequence parallelism, and attention
-over packed documents, also with context parallelism."""
+"""What Megatron-Core's own modules lack without TransformerEngine.
+
+An RMS norm under sequence parallelism, and attention over packed documents, also with context parallelism.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,8 @@ class PackedAttention(nn.Module):
         zigzag = packed_seq_params.zigzag
         if zigzag is None:
             assert packed_seq_params.documents is not None
-            heads_first = (x.transpose(0, 1)[None] for x in (query, key, value))
-            out = packed_seq_params.documents.attend(self.layer_number, *heads_first, scaling, self.window)[0]
+            q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+            out = packed_seq_params.documents.attend(self.layer_number, q, k, v, scaling, self.window)[0]
         else:
             # Backward, a rank gets back the sum of what all queries asked of its keys.
             key, value = (

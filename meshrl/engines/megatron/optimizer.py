@@ -63,3 +63,19 @@ def clip_and_step(optimizer: ChainedOptimizer, grad_clip: float) -> float:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=grad_clip, total_norm=norm)
     optimizer.step_with_ready_grads()
     return norm
+
+
+def ensure_states(optimizer: ChainedOptimizer) -> None:
+    """Gives torch's AdamW the states it would make at its first step: checkpoints need somewhere to read into."""
+    for part in optimizer.chained_optimizers:
+        inner = getattr(part, "optimizer", None)
+        if not isinstance(inner, torch.optim.AdamW):
+            continue  # fused kinds have their own way
+        for group in inner.param_groups:
+            for param in group["params"]:
+                if not inner.state[param]:
+                    inner.state[param] = {
+                        "step": torch.zeros((), dtype=torch.float32),
+                        "exp_avg": torch.zeros_like(param),
+                        "exp_avg_sq": torch.zeros_like(param),
+                    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
@@ -52,13 +53,19 @@ def enter_parallel_state(ranks: ParallelRanks, seed: int) -> None:
 
     Megatron-Core keeps one layout a process, so all models of a process share it.
     """
+    try:
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(
+            "strategy=megatron needs CUDA devices, on which Megatron-Core places its tensors; use fsdp2 on a CPU"
+        ) from error
     wanted = _sizes(ranks)
     if parallel_state.model_parallel_is_initialized():
         found = _current_sizes()
         if found != wanted:
             raise ValueError(
-                f"Megatron-Core keeps one layout a process: this one has {_in_words(found)}, and a second model asks for "
-                f"{_in_words(wanted)}; give both the same sizes, or pools of their own"
+                f"Megatron-Core keeps one layout a process: this one has {_in_words(found)}, and a second model asks "
+                f"for {_in_words(wanted)}; give both the same sizes, or pools of their own"
             )
         return
     parallel_state.initialize_model_parallel(

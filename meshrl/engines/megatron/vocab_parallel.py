@@ -1,6 +1,6 @@
 """Log-probs and entropy where every rank holds a part of the vocabulary.
 
-As in `meshrl.engines.log_probs`, logits exist for a chunk of tokens at a time, and here only those of a rank's own part.
+As in `meshrl.engines.log_probs`, logits exist for a chunk of tokens at a time, here only those of a rank's own part.
 A token's soft-max needs three numbers of each rank: its largest logit, and two sums relative to it. They are exchanged
 once for all tokens, after the last chunk. The backward pass computes the chunks again and exchanges nothing: what it
 gives for the hidden states is this rank's share, to be summed by the region the hidden states came from.

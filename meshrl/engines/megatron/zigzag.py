@@ -59,7 +59,7 @@ class ZigZag:
         return pieces
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-        """Attention of the local queries [local, heads, dim] to the whole row's keys and values [tokens, heads, dim]."""
+        """Attention of the local queries [local, heads, dim] to the row's keys and values [tokens, heads, dim]."""
         pieces = self.pieces_of(self.rank)
         if query.is_cuda and query.dtype in HALF_TYPES:
             return self._attend_varlen(pieces, query, key, value, scaling, window)

@@ -1,31 +1,59 @@
 """The embedded rollout: generates with the trainer's own kind of module, in the trainer's own process.
 
-A batch goes through in waves of at most `max_num_seqs` samples. Neighbouring samples of one prompt share its prefill
-(packed, under a token budget); then all samples advance together, one token a step, and those that have ended leave
-the batch.
+A step gives every running sequence its next token and computes pieces of waiting prompts, under one token budget.
+Sequences come and go between steps (continuous batching); what they compute lies in blocks of a KV cache that others
+with the same prefix share.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.data.proto import DataProto
-from meshrl.parallel.packed import PackedSequences
-from meshrl.rollout.base import SamplingParams
-from meshrl.rollout.embedded.cache import DecodeContext, PrefillContext, SlotCache
-from meshrl.rollout.embedded.sampler import sample
+from meshrl.rollout.base import TAGS, SamplingParams
+from meshrl.rollout.embedded.answers import AnswerBatch, as_chunk
+from meshrl.rollout.embedded.blocks import BlockManager
+from meshrl.rollout.embedded.build import (
+    CPU_BLOCK,
+    CUDA_BLOCK,
+    build_runner,
+    context_length,
+    default_num_blocks,
+)
+from meshrl.rollout.embedded.rows import Rows, Sequence
+from meshrl.rollout.embedded.runner import Launch
+from meshrl.rollout.embedded.sampler import derived_seed
+from meshrl.rollout.embedded.scheduler import Piece, Scheduler
+from meshrl.rollout.embedded.stops import find_stop
+from meshrl.rollout.embedded.tensor_parallel import TensorParallel
+from meshrl.rollout.requests import Chunk, Request
+from meshrl.rollout.stepping import POLL_SECONDS, SteppingRollout
 
-# Slots are repacked when this share of them has ended.
-REPACK_SHARE = 0.25
+REASONS = (None, "stop", "length")
+# So many prefill launches of one step may be under way on a device.
+MOST_PREFILLS = 64
+# More answers to one request are refused.
+MOST_ANSWERS = 65_536
+_batches = itertools.count()
 
 
-class EmbeddedRollout:
-    """Generation by a Hugging Face module that is either shared with the trainer or a replica of its own."""
+class EmbeddedRollout(SteppingRollout):
+    """Generation by a Hugging Face module that is either shared with the trainer or a replica of its own.
+
+    `num_blocks` blocks of `block_size` tokens make the KV cache; by default as many as memory allows. Stop strings need
+    a `tokenizer`. With a `tensor_parallel_group` the model is cut over its ranks, which all make the same calls.
+    """
 
     def __init__(
         self,
@@ -35,125 +63,362 @@ class EmbeddedRollout:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
         shares_weights: bool = False,
+        tokenizer: Tokenizer | None = None,
+        max_model_len: int | None = None,
+        num_blocks: int | None = None,
+        block_size: int | None = None,
+        enable_prefix_caching: bool = True,
+        memory_share: float = 0.5,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
     ):
-        self.hf_model, self.pad_token_id = hf_model, pad_token_id
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        super().__init__()
+        self.hf_model, self.pad_token_id, self.tokenizer = hf_model, pad_token_id, tokenizer
         self.shares_weights = shares_weights
         self.device = next(hf_model.parameters()).device
         self.version = -1
+        self.vocabulary = hf_model.get_output_embeddings().weight.shape[0]
+        self.parallel: TensorParallel | None = None
+        if tensor_parallel_group is not None and dist.get_world_size(tensor_parallel_group) > 1:
+            if shares_weights:
+                raise ValueError("a rollout that is cut over ranks cannot share the trainer's weights: give it its own")
+            self.parallel = TensorParallel(hf_model, tensor_parallel_group)
+            self.parallel.shard(hf_model)
+        block_size = block_size or (CUDA_BLOCK if self.device.type == "cuda" else CPU_BLOCK)
+        max_model_len = max_model_len or context_length(hf_model)
+        if num_blocks is None:
+            num_blocks = default_num_blocks(
+                hf_model, block_size, max_num_seqs, max_model_len, memory_share, self.parallel
+            )
+        # One sequence alone always fits: no request can wait for memory that does not exist.
+        self.max_model_len = min(max_model_len or num_blocks * block_size, num_blocks * block_size)
+        self.rows = Rows(max_num_seqs)
+        self.blocks = BlockManager(num_blocks, block_size)
+        self.scheduler = Scheduler(self.rows, self.blocks, max_num_batched_tokens, caching=enable_prefix_caching)
+        self.runner = build_runner(
+            hf_model,
+            self.rows,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=self.max_model_len,
+            owns_weights=not shares_weights,
+            vocabulary=self.vocabulary,
+            parallel=self.parallel,
+        )
+        self._launched: deque[Launch] = deque()
+        self._watched = 0  # running answers that are looked at token by token
+        self._released: set[str] = set()
+        self._lacks_weights = False
+        self._counters = {"generated_tokens": 0, "finished": 0, "steps": 0, "seconds": 0.0}
+
+    # Requests
+
+    def add(self, request: Request) -> str | None:
+        problem = self._problem(request)
+        if problem is None:
+            prompt = np.array(request.prompt_token_ids, np.int64)
+            for index in range(request.params.n):
+                seed = derived_seed(request.seed, index)
+                sequence = self._sequence(request.request_id, index, prompt, request.params, seed)
+                sequence.streams = request.request_id in self.streaming
+                self._submit(sequence)
+        return problem
+
+    def _sequence(self, name: str, index: int, prompt: np.ndarray, params: SamplingParams, seed: int) -> Sequence:
+        limit = min(params.max_tokens, self.max_model_len - len(prompt))
+        return Sequence(name, index, prompt, params, seed, limit)
+
+    def _submit(self, sequence: Sequence) -> None:
+        self.scheduler.waiting.append(sequence)
+        self._watched += self._is_watched(sequence)
+
+    def _problem(self, request: Request) -> str | None:
+        """Why a request cannot be served, if so."""
+        prompt, params = request.prompt_token_ids, request.params
+        if not prompt:
+            return "the prompt is empty: it needs at least one token"
+        if len(prompt) >= self.max_model_len:
+            return f"the prompt has {len(prompt)} tokens, but prompt and answer together may have {self.max_model_len}"
+        if min(prompt) < 0 or max(prompt) >= self.vocabulary:
+            wrong = next(token for token in prompt if not 0 <= token < self.vocabulary)
+            return f"token {wrong} of the prompt is outside of the vocabulary of {self.vocabulary}"
+        if any(not 0 <= token < self.vocabulary for token in params.logit_bias):
+            return f"logit_bias names a token outside of the vocabulary of {self.vocabulary}"
+        if params.stop and self.tokenizer is None:
+            return "stop strings need a tokenizer, and this rollout was built without one"
+        if params.n > MOST_ANSWERS:
+            return f"n is {params.n}, but a request may have at most {MOST_ANSWERS} answers"
+        if params.top_log_probs > self.vocabulary:
+            return f"top_log_probs is {params.top_log_probs}, but the vocabulary has {self.vocabulary} tokens"
+        if params.min_tokens and len(set(params.stop_token_ids)) >= self.vocabulary:
+            return "min_tokens forbids the stop tokens at first, and every token is one"
+        return None
+
+    def has_work(self) -> bool:
+        return bool(self._launched) or self.scheduler.has_work()
+
+    def is_suspended(self) -> bool:
+        return bool(self._released) or self._lacks_weights
+
+    def drop(self, request_ids: Seq[str] | None) -> list[Chunk]:
+        chunks = self._drain()
+        ended = {(chunk.request_id, chunk.index) for chunk in chunks if chunk.finish_reason}
+        waiting, held = self.scheduler.waiting, self.rows.held()
+        names = {s.request_id for s in (*waiting, *held)} if request_ids is None else set(request_ids)
+        for sequence in self.scheduler.take(names):
+            if (sequence.request_id, sequence.index) not in ended:
+                self._leave(sequence, "abort", chunks)
+        return chunks
+
+    # Steps
+
+    @torch.no_grad()
+    def step(self) -> list[Chunk]:
+        started = time.perf_counter()
+        if self.hf_model.training:
+            self.hf_model.eval()
+        chunks: list[Chunk] = []
+        if self.runner.lag and self.scheduler.is_short():
+            chunks += self._drain()
+        for pieces in self.scheduler.schedule():
+            self._prefill(pieces)
+            self._collect(chunks, MOST_PREFILLS if self.runner.lag else 0)
+        if self.rows.alive.any():
+            launch = self.runner.decode()
+            if launch is not None:
+                self._launched.append(launch)
+            self._collect(chunks, self.runner.lag if launch is not None else 0)
+        else:
+            self._collect(chunks, 0)
+        self._counters["steps"] += 1
+        self._counters["seconds"] += time.perf_counter() - started
+        return chunks
+
+    def _prefill(self, pieces: list[Piece]) -> None:
+        loads, self.scheduler.loads = self.scheduler.loads, []
+        for leader, length in loads:
+            for sequence in (leader, *leader.followers):
+                self.runner.load(sequence, length)
+        launch = self.runner.prefill(pieces)
+        for piece in pieces:
+            if piece.is_last:
+                leader = piece.sequence
+                for sequence in (leader, *leader.followers):
+                    sequence.mark(int(self.rows.count[sequence.row]), self.version)
+                    self.scheduler.start(sequence)
+                leader.followers = []
+                if self._prompt_is_wanted(leader):
+                    new = self.scheduler.register(leader, piece.end, leader.tokens)
+                    if new:
+                        self.runner.store(leader, new)
+        if launch is not None:
+            self._launched.append(launch)
+
+    def _prompt_is_wanted(self, leader: Sequence) -> bool:
+        waiting = self.scheduler.waiting
+        siblings_wait = bool(waiting) and waiting[0].prompt is leader.prompt
+        return leader.cacheable or bool(len(leader.output)) or siblings_wait
+
+    def _collect(self, chunks: list[Chunk], lag: int) -> None:
+        """Looks at launched tokens, but for the last `lag` launches."""
+        while len(self._launched) > lag:
+            launch = self._launched.popleft()
+            sampled = launch.wait()
+            tokens, log_probs = sampled.tokens.numpy(), sampled.log_probs.numpy()
+            sequences, places = launch.live()
+            if not sequences:
+                continue
+            if places is not None:
+                tokens, log_probs = tokens[places], log_probs[places]
+            index = np.fromiter((s.row for s in sequences), np.int64, len(sequences))
+            ended = self.rows.write(index, tokens, log_probs)
+            self._counters["generated_tokens"] += len(sequences)
+            if self._watched:
+                self._watch(sequences, launch, places, ended, chunks)
+            for place in ended.nonzero()[0].tolist():
+                self._finish(sequences[place], REASONS[ended[place]] or "", chunks)
+
+    def _is_watched(self, sequence: Sequence) -> bool:
+        return sequence.streams or bool(sequence.params.stop) or sequence.params.top_log_probs > 0
+
+    def _watch(
+        self,
+        sequences: list[Sequence],
+        launch: Launch,
+        places: np.ndarray | None,
+        ended: np.ndarray,
+        chunks: list[Chunk],
+    ) -> None:
+        """What has to be done token by token: likeliest tokens, stop strings, streams."""
+        sampled = launch.sampled
+        for at, sequence in enumerate(sequences):
+            if not self._is_watched(sequence):
+                continue
+            params, count = sequence.params, int(self.rows.count[sequence.row])
+            if params.top_log_probs:
+                assert sampled.top_tokens is not None
+                assert sampled.top_log_probs is not None
+                place = at if places is None else int(places[at])
+                top = slice(0, params.top_log_probs)
+                pairs = zip(
+                    sampled.top_tokens[place, top].tolist(), sampled.top_log_probs[place, top].tolist(), strict=True
+                )
+                sequence.top_log_probs.append(dict(pairs))
+            if params.stop and ended[at] != 1 and count > params.min_tokens:
+                assert self.tokenizer is not None
+                if find_stop(self.tokenizer, self.rows.tokens[sequence.row, :count], params.stop) is not None:
+                    ended[at] = 1
+            if sequence.streams and not ended[at]:
+                chunks.append(as_chunk(sequence, *self.rows.answer(sequence, sequence.sent)))
+
+    def _finish(self, sequence: Sequence, reason: str, chunks: list[Chunk]) -> None:
+        if sequence.cacheable:
+            tokens = sequence.tokens_with(self.rows)
+            new = self.scheduler.register(sequence, len(tokens) - 1, tokens)
+            if new:
+                self.runner.store(sequence, new)
+        self.scheduler.remove(sequence)
+        self._counters["finished"] += 1
+        self._leave(sequence, reason, chunks)
+
+    def _leave(self, sequence: Sequence, reason: str, chunks: list[Chunk]) -> None:
+        """Hands out what is left of an answer that has no row any more."""
+        self._watched -= self._is_watched(sequence)
+        if sequence.sink is not None:
+            batch, place = sequence.sink
+            batch.take(place, sequence)
+        else:
+            rest = slice(sequence.sent, None)
+            chunks.append(as_chunk(sequence, sequence.output[rest], sequence.log_probs[rest], reason))
+
+    def _drain(self) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        self._collect(chunks, 0)
+        return chunks
+
+    # Batches for training
+
+    def generate_sequences(self, prompts: DataProto, params: SamplingParams) -> DataProto:
+        if self.version < 0:
+            raise RuntimeError("the rollout has no weights yet: sync them before generating")
+        started = time.perf_counter()
+        ids, mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
+        sequences = self._batch_sequences(ids, mask, prompts.batch["seeds"].tolist(), params)
+        answers = AnswerBatch(len(sequences), params.max_tokens, self.pad_token_id)
+        for place, sequence in enumerate(sequences):
+            sequence.sink, sequence.cacheable = (answers, place), False
+        name = sequences[0].request_id
+        try:
+            with self.lock:
+                for sequence in sequences:
+                    self._submit(sequence)
+            while answers.left:
+                with self._work:
+                    if self._paused or self.is_suspended():
+                        self._work.wait(POLL_SECONDS)
+                    else:
+                        self._advance()
+        finally:
+            if answers.left:
+                with self.lock:
+                    self._drain()
+                    self.scheduler.take([name])
+        output = answers.as_data(ids, mask)
+        output.meta_info["timing"] = {"generate": time.perf_counter() - started}
+        return output
+
+    def _batch_sequences(self, ids: Tensor, mask: Tensor, seeds: list[int], params: SamplingParams) -> list[Sequence]:
+        """One sequence for each row of a batch; neighbours with the same prompt share it."""
+        lengths = mask.sum(1).tolist()
+        if min(lengths) == 0:
+            raise ValueError(f"prompt {lengths.index(0)} of the batch is empty: every prompt needs at least one token")
+        distinct, prompt_of = torch.unique_consecutive(torch.where(mask.bool(), ids, -1), dim=0, return_inverse=True)
+        arrays = [row[row >= 0] for row in distinct.numpy()]
+        name = f"batch{next(_batches)}"
+        for prompt in {len(prompt): prompt for prompt in arrays}.values():
+            problem = self._problem(Request(name, tuple(prompt.tolist()), params))
+            if problem is not None:
+                raise ValueError(problem)
+        if int(distinct.max()) >= self.vocabulary:
+            raise ValueError(f"token {int(distinct.max())} is outside of the vocabulary of {self.vocabulary}")
+        made: list[Sequence] = []
+        for which, seed in zip(prompt_of.tolist(), seeds, strict=True):
+            index = made[-1].index + 1 if made and made[-1].prompt is arrays[which] else 0
+            made.append(self._sequence(name, index, arrays[which], params, derived_seed(seed, 0)))
+        return made
+
+    # Weights and memory
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copies every weight in; with shared storage there is nothing to copy and only the version moves on."""
-        if not self.shares_weights:
-            own = dict(self.hf_model.named_parameters())
-            for name, value in weights:
-                if name not in own:
-                    raise ValueError(f"weight sync: the rollout has no parameter '{name}', or got it twice")
-                param = own.pop(name)
-                if param.shape != value.shape:
-                    raise ValueError(
-                        f"weight sync: '{name}' has shape {list(param.shape)} here, but was sent as {list(value.shape)}"
-                    )
-                param.copy_(value)
-            if own:
-                raise ValueError(f"weight sync: {len(own)} parameters were never sent, such as '{next(iter(own))}'")
-        self.version = version
+        with self._work:
+            if "weights" in self._released:
+                raise RuntimeError("the rollout has released its weights: call resume(['weights']) before an update")
+            self._hand_out(self._drain())
+            self.scheduler.restart()
+            try:
+                if not self.shares_weights:
+                    self._copy(weights)
+            finally:
+                self.runner.refresh()
+            self.version = version
+            self._lacks_weights = False
+            self._work.notify_all()
 
-    @torch.no_grad()
-    def generate_sequences(self, prompts: DataProto, params: SamplingParams) -> DataProto:
-        """See `Rollout.generate_sequences`."""
-        if self.version < 0:
-            raise RuntimeError("the rollout has no weights yet: sync them before generating")
-        started = time.perf_counter()
-        self.hf_model.eval()
-        requests = prompts.batch
-        ids, mask, seeds = requests["input_ids"], requests["attention_mask"], requests["seeds"]
-        lengths = mask.sum(1).tolist()
-        if min(lengths) == 0:
-            raise ValueError(f"prompt {lengths.index(0)} of the batch is empty: every prompt needs at least one token")
-        waves = [slice(i, i + self.max_num_seqs) for i in range(0, len(ids), self.max_num_seqs)]
-        parts = [self._wave(ids[w], mask[w], seeds[w], params) for w in waves]
-        responses, log_probs, response_mask = (torch.cat(x) for x in zip(*parts, strict=True))
-        attention_mask = torch.cat([mask, response_mask], 1)
-        result = {
-            "prompts": ids,
-            "responses": responses,
-            "response_mask": response_mask,
-            "input_ids": torch.cat([ids, responses], 1),
-            "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp_(min=0),
-            "rollout_log_probs": log_probs,
-            "versions": torch.where(response_mask.bool(), self.version, -1).int(),
-        }
-        seconds = time.perf_counter() - started
-        return DataProto.from_dict(tensors=result, meta_info={"timing": {"generate": seconds}})
+    def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        own = dict(self.hf_model.named_parameters())
+        for name, value in weights:
+            if name not in own:
+                raise ValueError(f"weight sync: the rollout has no parameter '{name}', or got it twice")
+            param = own.pop(name)
+            shape = param.shape if self.parallel is None else self.parallel.shapes[name]
+            if shape != value.shape:
+                raise ValueError(
+                    f"weight sync: '{name}' has shape {list(shape)} here, but was sent as {list(value.shape)}"
+                )
+            param.copy_(value if self.parallel is None else self.parallel.part(name, value))
+        if own:
+            raise ValueError(f"weight sync: {len(own)} parameters were never sent, such as '{next(iter(own))}'")
 
-    def _wave(self, ids: Tensor, mask: Tensor, seeds: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor, Tensor]:
-        """Responses, log-probs and mask of one wave, each [samples, max_tokens] on the CPU."""
-        distinct, sample_of = torch.unique_consecutive(torch.where(mask.bool(), ids, -1), dim=0, return_inverse=True)
-        logits, cache = self._prefill(distinct, sample_of.to(self.device))
-        count = len(ids)
-        seeds = seeds.to(self.device)
-        stops = torch.tensor(params.stop_token_ids, device=self.device)
-        tokens = torch.full((count, params.max_tokens), self.pad_token_id, device=self.device)
-        log_probs = torch.zeros(count, params.max_tokens, device=self.device)
-        lengths = torch.full((count,), params.max_tokens, device=self.device)
-        slots = torch.arange(count, device=self.device)  # which sample each cache slot belongs to
-        running = torch.ones(count, dtype=torch.bool, device=self.device)  # by slot
-        limit = cache.longest + params.max_tokens
-        for step in range(params.max_tokens):
-            chosen, chosen_log_probs = sample(logits, params, seeds[slots], step)
-            alive = slots[running]
-            tokens[alive, step], log_probs[alive, step] = chosen[running], chosen_log_probs[running]
-            ended = running & torch.isin(chosen, stops)
-            lengths[slots[ended]] = step + 1
-            running &= ~ended
-            left = int(running.sum())
-            if left == 0 or step + 1 == params.max_tokens:
-                break
-            if left <= (1 - REPACK_SHARE) * len(slots):
-                kept = running.nonzero()[:, 0]
-                cache.keep(kept)
-                slots, chosen, running = slots[kept], chosen[kept], running[kept]
-            logits = self._decode(chosen, cache, limit)
-        response_mask = (torch.arange(params.max_tokens, device=self.device) < lengths[:, None]).long()
-        return tokens.cpu(), log_probs.cpu(), response_mask.cpu()
+    def release(self, tags: Seq[str] = TAGS) -> None:
+        self._check_tags(tags)
+        with self._work:
+            self._hand_out(self._drain())
+            self.scheduler.restart()
+            if "kv_cache" in tags:
+                self.runner.drop_cache()
+            if "weights" in tags and "weights" not in self._released and not self.shares_weights:
+                self.runner.drop_weights()
+                self._lacks_weights = True
+            self._released |= set(tags)
 
-    def _prefill(self, prompts: Tensor, sample_of: Tensor) -> tuple[Tensor, SlotCache]:
-        """Computes each distinct prompt once; returns every sample's first logits and the cache of all samples."""
-        lengths = (prompts >= 0).sum(1).tolist()
-        row = prompts[prompts >= 0].to(self.device)
-        packed = PackedSequences.of(lengths, self.device)
-        whole = PrefillContext(packed)
-        hidden, pieces, first, start = [], [], 0, 0
-        while first < len(lengths):
-            last, tokens = first + 1, lengths[first]
-            while last < len(lengths) and tokens + lengths[last] <= self.max_num_batched_tokens:
-                tokens += lengths[last]
-                last += 1
-            context = PrefillContext(PackedSequences.of(lengths[first:last], self.device))
-            out = self._hidden(row[None, start : start + tokens], context.packed.position_ids, context)[0]
-            hidden.append(out[context.packed.cu_seqlens[1:].long() - 1])
-            pieces.append(context)
-            first, start = last, start + tokens
-        for layer in pieces[0].keys:
-            whole.keys[layer] = torch.cat([p.keys[layer] for p in pieces], 1)
-            whole.values[layer] = torch.cat([p.values[layer] for p in pieces], 1)
-        return self._logits(torch.cat(hidden))[sample_of], SlotCache(whole, sample_of)
+    def take_back(self, tags: Seq[str]) -> None:
+        self._check_tags(tags)
+        with self._work:
+            if "weights" in tags and "weights" in self._released and not self.shares_weights:
+                self.runner.take_weights()
+            self._released -= set(tags)
+            self._work.notify_all()
 
-    def _decode(self, tokens: Tensor, cache: SlotCache, limit: int) -> Tensor:
-        cache.make_room(limit)
-        context = DecodeContext(cache)
-        hidden = self._hidden(tokens[:, None], context.position_ids, context)
-        context.advance()
-        return self._logits(hidden[:, 0])
+    @staticmethod
+    def _check_tags(tags: Seq[str]) -> None:
+        unknown = [tag for tag in tags if tag not in TAGS]
+        if unknown:
+            raise ValueError(f"unknown tag '{unknown[0]}': use {' or '.join(TAGS)}")
 
-    def _hidden(self, input_ids: Tensor, position_ids: Tensor, context: PrefillContext | DecodeContext) -> Tensor:
-        out = self.hf_model.base_model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, attention_context=context
-        )
-        return out.last_hidden_state
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self.hf_model.get_output_embeddings()(hidden)
+    def stats(self) -> dict[str, float]:
+        with self.lock:
+            free, total = self.blocks.num_free, self.blocks.num_blocks
+            return {
+                **self._counters,
+                "running": self.rows.num_held,
+                "waiting": len(self.scheduler.waiting),
+                "free_blocks": free,
+                "total_blocks": total,
+                "cache_usage": 1 - free / total,
+                "cached_blocks": self.blocks.num_cached,
+                "cached_prompt_tokens": self.scheduler.cached_tokens,
+                "prompt_tokens": self.scheduler.prompt_tokens,
+                "preemptions": self.scheduler.preemptions,
+                "version": self.version,
+            }

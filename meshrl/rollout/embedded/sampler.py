@@ -5,10 +5,14 @@ A sample's tokens depend on its seed and its position alone, never on its neighb
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from meshrl.rollout.base import SamplingParams
+from meshrl.rollout.requests import SamplingParams
 
 # SplitMix64, whose products wrap around in int64 as they do in uint64.
 GOLDEN, MIX_1, MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
@@ -28,32 +32,130 @@ def _shift(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def sample(logits: Tensor, params: SamplingParams, seeds: Tensor, step: Tensor | int) -> tuple[Tensor, Tensor]:
-    """Tokens [rows] and their log-probs at the sampling temperature, from logits [rows, vocabulary]."""
+@dataclass(frozen=True)
+class Settings:
+    """The sampling parameters of the rows of a batch, each as a column [rows, 1]; None where no row needs it."""
+
+    greedy: Tensor | None = None
+    temperature: Tensor | None = None  # 1 in greedy rows
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
+    top_log_probs: int = 0
+    all_greedy: bool = False
+
+    @staticmethod
+    def of(params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> Settings:
+        """Stacks the parameters of the rows."""
+        distinct = list({id(p): p for p in params}.values())
+
+        def column(name: str, default: float, dtype: torch.dtype) -> Tensor | None:
+            if all(getattr(p, name) == default for p in distinct):
+                return None
+            return torch.tensor([getattr(p, name) for p in params], dtype=dtype, device=device)[:, None]
+
+        temperature = column("temperature", 1.0, torch.float32)
+        greedy = None
+        if temperature is not None and any(p.temperature == 0 for p in distinct):
+            greedy = temperature == 0
+            temperature = torch.where(greedy, 1.0, temperature)
+        return Settings(
+            greedy,
+            temperature,
+            column("top_k", -1, torch.long),
+            column("top_p", 1.0, torch.float32),
+            column("min_p", 0.0, torch.float32),
+            max(p.top_log_probs for p in distinct),
+            all(p.temperature == 0 for p in distinct),
+        )
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some row draws from less than the whole distribution."""
+        return not (self.top_k is None and self.top_p is None and self.min_p is None)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A token for every row, its log-prob, and the likeliest tokens with theirs [rows, top_log_probs] if asked for."""
+
+    tokens: Tensor
+    log_probs: Tensor
+    top_tokens: Tensor | None = None
+    top_log_probs: Tensor | None = None
+
+
+def sample(
+    logits: Tensor, how: Settings, seeds: Tensor, steps: Tensor | int, adjusted: Tensor | None = None
+) -> Sampled:
+    """Draws from logits [rows, vocabulary]; from `adjusted` ones where given, with log-probs of the unadjusted."""
     logits = logits.float()
-    if params.temperature == 0:
-        tokens = logits.argmax(-1)
-    else:
-        logits = logits / params.temperature if params.temperature != 1.0 else logits
+    if how.temperature is not None:
+        logits = logits / how.temperature
     log_probs = logits.log_softmax(-1)
-    if params.temperature != 0:
-        cut = keep_likeliest(log_probs, params)
-        cumulative = cut.exp().cumsum(-1, dtype=torch.float64)
-        point = uniform(seeds, step)[:, None] * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
-    return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
+    drawn = log_probs
+    if adjusted is not None:
+        adjusted = adjusted.float() if how.temperature is None else adjusted.float() / how.temperature
+        drawn = adjusted.log_softmax(-1)
+    if how.all_greedy:
+        tokens = drawn.argmax(-1)
+    else:
+        tokens = draw(keep_likeliest(drawn, how) if how.cuts else drawn, seeds, steps)
+        if how.greedy is not None:
+            tokens = torch.where(how.greedy[:, 0], drawn.argmax(-1), tokens)
+    chosen = log_probs.gather(-1, tokens[:, None])[:, 0]
+    if not how.top_log_probs:
+        return Sampled(tokens, chosen)
+    top = log_probs.topk(min(how.top_log_probs, log_probs.shape[-1]))
+    return Sampled(tokens, chosen, top.indices, top.values)
 
 
-def keep_likeliest(log_probs: Tensor, params: SamplingParams) -> Tensor:
-    """Sets to -inf what top-k and top-p leave out (top-p counts within what top-k left); ties at the border stay."""
-    if params.top_k > 0 and params.top_k < log_probs.shape[-1]:
-        border = log_probs.topk(params.top_k).values[:, -1:]
+def draw(log_probs: Tensor, seeds: Tensor, steps: Tensor | int) -> Tensor:
+    """The token whose stretch of the cumulative sum holds the row's number; -inf is never drawn."""
+    cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
+    point = uniform(seeds, steps)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, point, right=True)[:, 0].clamp_(max=log_probs.shape[-1] - 1)
+
+
+def keep_likeliest(log_probs: Tensor, how: Settings) -> Tensor:
+    """Sets to -inf what top-k, then top-p, then min-p leave out, each counting within what is left; ties stay."""
+    vocabulary = log_probs.shape[-1]
+    if how.top_k is not None or how.top_p is not None:
+        ordered = log_probs.sort(-1, descending=True).values
+        if how.top_k is not None:
+            k = torch.where(how.top_k > 0, how.top_k, vocabulary).clamp(max=vocabulary)
+            border = ordered.gather(-1, k - 1)
+            log_probs = log_probs.masked_fill(log_probs < border, -torch.inf)
+            ordered = ordered.masked_fill(ordered < border, -torch.inf)
+        if how.top_p is not None:
+            probs = ordered.softmax(-1)
+            before = probs.cumsum(-1) - probs
+            # The last kept token is the one that reaches top_p.
+            kept = (before < how.top_p).sum(-1, keepdim=True).clamp_(min=1)
+            kept = torch.where(how.top_p < 1, kept, vocabulary)
+            border = ordered.gather(-1, kept - 1)
+            log_probs = log_probs.masked_fill(log_probs < border, -torch.inf)
+    if how.min_p is not None:
+        border = log_probs.amax(-1, keepdim=True) + how.min_p.log()
         log_probs = log_probs.masked_fill(log_probs < border, -torch.inf)
-    if params.top_p < 1:
-        ordered = log_probs.softmax(-1).sort(-1, descending=True).values
-        before = ordered.cumsum(-1) - ordered
-        # The last kept token is the one that reaches top_p.
-        kept = (before < params.top_p).sum(-1, keepdim=True).clamp_(min=1)
-        border = ordered.gather(-1, kept - 1)
-        log_probs = log_probs.masked_fill(log_probs.softmax(-1) < border, -torch.inf)
     return log_probs
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of answer `index` to a request with `seed`, as an int64: the request's own for the first answer."""
+    word = (1 << 64) - 1
+    x = (seed + index * 0xD1B54A32D192ED03) & word
+    if index:
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & word
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & word
+        x ^= x >> 31
+    return x - (1 << 64) if x >> 63 else x
+
+
+def step_keys(seeds: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """An int64 of random bits for each seed and step: those that `uniform` makes its number of."""
+    with np.errstate(over="ignore"):
+        x = seeds.astype(np.uint64) + (steps.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN % 2**64)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(MIX_1 % 2**64)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(MIX_2 % 2**64)
+        return (x ^ (x >> np.uint64(31))).view(np.int64)

@@ -1,0 +1,1 @@
+"""Multi-turn rollouts: agent loops, tools, parsers of tool calls, environments."""

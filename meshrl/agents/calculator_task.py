@@ -1,0 +1,105 @@
+"""The calculator recipe's task: products that a tiny model cannot work out, but can have worked out by a tool.
+
+Everything is made on the spot. The tokenizer has a token for the fixed part of a tool call, so that a call in the
+Hermes format takes a tiny model a handful of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from meshrl.models.tiny import char_tokenizer, make_tiny_model
+
+ALPHABET = "0123456789*-. :abcdefghijklmnopqrstuvwxyzE'"
+ROLES = ["<user>", "<assistant>", "<tool>"]
+CALL_BEGIN = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
+CALL_END = '"}}</tool_call>'
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SMALLEST, LARGEST = 11, 99
+HELD_OUT, DEMONSTRATIONS, PROMPTS = 256, 1024, 5_000
+TOOL_SHARE = 0.25
+Task = tuple[int, int]
+
+
+def calculator_tokenizer() -> PreTrainedTokenizerFast:
+    """Characters, marks for the roles, and the two fixed parts of a tool call."""
+    tokenizer = char_tokenizer(ALPHABET)
+    tokenizer.add_special_tokens({"additional_special_tokens": ROLES})
+    tokenizer.add_tokens([AddedToken(part, normalized=False, special=False) for part in (CALL_BEGIN, CALL_END)])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_calculator_model(folder: str | Path, seed: int = 0, **overrides: Any) -> Path:
+    """Writes the tiny model with this task's tokenizer."""
+    tokenizer = calculator_tokenizer()
+    made = make_tiny_model(folder, ALPHABET, seed, vocab_size=len(tokenizer), **overrides)
+    tokenizer.save_pretrained(made)
+    return made
+
+
+def write_calculator_data(folder: str | Path, seed: int = 0, tool_share: float = TOOL_SHARE) -> dict[str, str]:
+    """Held-out prompts (the same for every seed), training prompts that are none of them, and demonstrations.
+
+    Of the demonstrations `tool_share` ask the calculator; the others give the answer at once, which teaches the model
+    to guess.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tasks = [(a, b) for a in range(SMALLEST, LARGEST + 1) for b in range(SMALLEST, LARGEST + 1)]
+    random.Random(12345).shuffle(tasks)
+    held_out, rest = tasks[:HELD_OUT], tasks[HELD_OUT:]
+    rng = random.Random(seed)
+    rng.shuffle(rest)
+    demonstrations, prompts = rest[:DEMONSTRATIONS], rest[DEMONSTRATIONS : DEMONSTRATIONS + PROMPTS]
+    tables = {
+        "held_out": [task_row(task) for task in held_out],
+        "prompts": [task_row(task) for task in prompts],
+        "demonstrations": [demonstration(task, with_tool=rng.random() < tool_share) for task in demonstrations],
+    }
+    files = {}
+    for name, rows in tables.items():
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files[name] = str(path)
+    return files
+
+
+def task_row(task: Task) -> dict[str, Any]:
+    """A prompt as the trainer reads it."""
+    a, b = task
+    prompt = [{"role": "user", "content": f"{a}*{b}"}]
+    return {"prompt": prompt, "data_source": "calculator", "ground_truth": str(a * b)}
+
+
+def demonstration(task: Task, with_tool: bool) -> dict[str, Any]:
+    """A conversation to learn from, with the tool or straight away."""
+    a, b = task
+    question, result = f"{a}*{b}", str(a * b)
+    messages = [{"role": "user", "content": question}]
+    if with_tool:
+        messages.append({"role": "assistant", "content": f"{CALL_BEGIN}{question}{CALL_END}"})
+        messages.append({"role": "tool", "content": result})
+    return {"messages": [*messages, {"role": "assistant", "content": result}]}
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, float]:
+    """1 if what the model says after its last call is the product; `tool_use` says whether it called at all.
+
+    Calling as such earns nothing: tool use rises because it makes answers right.
+    """
+    _, _, answer = solution_str.rpartition("</tool_call>")
+    right = float(answer.strip() == str(ground_truth))
+    return {"score": right, "acc": right, "tool_use": float("<tool_call>" in solution_str)}

@@ -1,0 +1,144 @@
+"""Turns of tools and users as tokens, by the chat template, behind tokens that the model sampled.
+
+The model's own tokens are kept as sampled: nothing is decoded and encoded again. What follows them is found by
+rendering a conversation in which a mark stands for the model's turn; all text behind the mark is new.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from meshrl.agents.messages import Message
+
+logger = logging.getLogger(__name__)
+CHECK_MODES = ("strict", "ignore_strippable", "disable")
+MARK = "MESHRL0TURN0MARK"
+OPENING: tuple[Message, ...] = ({"role": "user", "content": "12 and 34?"},)
+WORDS = ("It is 5.", "Then 67", "8 or 9")
+SHOWN = 12
+
+
+class TurnEncoder:
+    """Encodes what others say, in a run with these tools; `stop_token_ids` are the tokens that end a model's turn."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_token_ids: Sequence[int], tools: Sequence[dict[str, Any]] = ()):
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                "multi-turn rollouts need a tokenizer with a chat template, which says how turns of tools and users "
+                "are written: set tokenizer.chat_template in the model's folder"
+            )
+        self.tokenizer, self.stop_token_ids = tokenizer, frozenset(stop_token_ids)
+        self.tools: list[Any] | None = list(tools) or None
+        special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a conversation up to where the model is to speak, with the tools shown to it."""
+        return self._tokens(self.render(messages))
+
+    def answer_text(self, token_ids: Sequence[int]) -> str:
+        """A turn of the model as text, special tokens included, without the one that ended it."""
+        ended = bool(token_ids) and token_ids[-1] in self.stop_token_ids
+        return str(self.tokenizer.decode(list(token_ids[:-1] if ended else token_ids), skip_special_tokens=False))
+
+    def following(self, messages: Sequence[Message], last_token: int) -> list[int]:
+        """The tokens of others' turns up to the model's next one, behind a turn that ended with `last_token`.
+
+        Special tokens in what tools and users say are taken out: they cannot end their own turn.
+        """
+        plain = [message | {"content": self._special.sub("", str(message["content"]))} for message in messages]
+        rendered = self.render([*OPENING, {"role": "assistant", "content": MARK}, *plain])
+        _, mark, behind = rendered.rpartition(MARK)
+        if not mark:
+            raise ValueError("the chat template leaves out what the assistant said before a tool's or user's turn")
+        ids = self._tokens(behind)
+        # The template ends the model's turn with a token that the model has sampled itself.
+        ended = last_token in self.stop_token_ids
+        return ids[1:] if ended and ids[0] in self.stop_token_ids else ids
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation up to the model's next turn."""
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tools=self.tools, add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ValueError(f"the chat template cannot render turns of {roles}: {error}") from error
+        return str(text)
+
+    def _tokens(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def check(self, turns: Sequence[Sequence[str]], mode: str = "strict") -> None:
+        """Raises unless turn-by-turn encoding equals the template's render of the whole conversation.
+
+        `turns` are the roles that may answer the model, such as `[["tool"], ["tool", "tool"], ["user"]]`.
+        `ignore_strippable` overlooks white space, `disable` everything.
+        """
+        if mode == "disable":
+            return
+        conversation = [*OPENING]
+        grown = self.prompt(conversation)
+        for number, roles in enumerate(turns):
+            said = WORDS[number % len(WORDS)]
+            ids = self._tokens(said)
+            end = self._end_of_turn(roles[0])
+            others = [self._words_of(role, number) for role in roles]
+            grown += [*ids, end, *self.following(others, end)]
+            conversation += [{"role": "assistant", "content": said}, *others]
+            self._compare(grown, self.prompt(conversation), roles, mode)
+        self._warn_of_dropped_thoughts(turns)
+
+    def _end_of_turn(self, role: str) -> int:
+        """The token by which the template ends the model's turn; it must be one that ends generation too."""
+        first = self.following([self._words_of(role, 0)], -1)[0]
+        if first not in self.stop_token_ids:
+            shown = self.tokenizer.decode([first])
+            stops = self.tokenizer.batch_decode([[token] for token in sorted(self.stop_token_ids)])
+            raise ValueError(
+                f"the chat template ends the assistant's turn with {shown!r}, which does not end generation (the stop "
+                f"tokens are {stops}): add it to eos_token_id in the model's generation_config.json"
+            )
+        return first
+
+    @staticmethod
+    def _words_of(role: str, number: int) -> Message:
+        named = {"name": "tool", "tool_call_id": "000000000"} if role == "tool" else {}
+        return {"role": role, "content": f"{number}34 5", **named}
+
+    def _compare(self, grown: list[int], whole: list[int], roles: Sequence[str], mode: str) -> None:
+        left, right = (self._without_space(grown), self._without_space(whole)) if mode != "strict" else (grown, whole)
+        if left == right:
+            return
+        at = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+        around = slice(max(0, at - SHOWN), at + SHOWN)
+        raise ValueError(
+            f"the chat template cannot be used turn by turn: behind a turn of {' and '.join(roles)} the whole "
+            f"conversation renders differently from its parts, first at token {at}: "
+            f"{self.tokenizer.decode(right[around])!r} as a whole, {self.tokenizer.decode(left[around])!r} by parts. "
+            "Use a template that writes each turn the same whatever follows, or set "
+            "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode to ignore_strippable or disable"
+        )
+
+    def _without_space(self, ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if str(self.tokenizer.decode([token])).strip()]
+
+    def _warn_of_dropped_thoughts(self, turns: Sequence[Sequence[str]]) -> None:
+        """Templates of thinking models show earlier thoughts no more; the model in training sees them."""
+        if "<think>" not in str(self.tokenizer.chat_template):
+            return
+        for roles in turns:
+            others = [self._words_of(role, 0) for role in roles]
+            thought = {"role": "assistant", "content": f"<think>\n{MARK}\n</think>\n\n{WORDS[0]}"}
+            if MARK not in self.render([*OPENING, thought, *others]):
+                logger.warning(
+                    "the chat template drops the model's thoughts behind a turn of %s: in training they stay in view",
+                    " and ".join(roles),
+                )

@@ -1,0 +1,118 @@
+"""Who answers the model when it calls no tool: environments, and users played by a function or by a model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshrl.agents.messages import Message, Sample
+from meshrl.rollout.base import Rollout
+from meshrl.rollout.requests import Completion, Request, SamplingParams
+
+Reply = Callable[[list[Message]], str | Awaitable[str | None] | None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What came of the model's turn: an observation for its next one, a reward, or the end."""
+
+    observation: str = ""
+    reward: float | None = None
+    done: bool = False
+
+
+class Environment(ABC):
+    """A world for one sample: `reset` once, `step` after each turn of the model, `close` at the end.
+
+    All three may be plain or `async`.
+    """
+
+    def reset(self, sample: Sample) -> Any:
+        """Begins. May return messages (role and content) to use as the prompt instead of the data's own."""
+        return None
+
+    @abstractmethod
+    def step(self, text: str) -> Any:
+        """Takes the model's turn; gives a `Step`."""
+
+    def close(self) -> Any:
+        """Gives up what `reset` took."""
+        return None
+
+
+class UserSimulator(Environment):
+    """A user as a function of the conversation so far, which it sees as messages; None ends it."""
+
+    def __init__(self, reply: Reply):
+        self.reply = reply
+        self.messages: list[Message] = []
+
+    def reset(self, sample: Sample) -> None:
+        self.messages = [dict(message) for message in sample.messages]
+
+    async def step(self, text: str) -> Step:
+        self.messages.append({"role": "assistant", "content": text})
+        answer = self.reply(self.messages)
+        said = await answer if isinstance(answer, Awaitable) else answer
+        if said is None:
+            return Step(done=True)
+        self.messages.append({"role": "user", "content": said})
+        return Step(said)
+
+
+class ScriptedUser(UserSimulator):
+    """Says what the data's row lists under `extra_info["user_turns"]`, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(self._next)
+        self._turns: list[str] = []
+
+    def reset(self, sample: Sample) -> None:
+        super().reset(sample)
+        self._turns = list(sample.extra_info.get("user_turns", ()))
+
+    def _next(self, messages: list[Message]) -> str | None:
+        return self._turns.pop(0) if self._turns else None
+
+
+class ModelUser(UserSimulator):
+    """A user played by a model in a rollout engine of its own, told who it is by `instructions`.
+
+    The roles are swapped: what the trained model says is the simulator's input. A reply that is `goodbye` ends it.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        encode: Callable[[Sequence[Message]], list[int]],
+        decode: Callable[[Sequence[int]], str],
+        instructions: str,
+        params: SamplingParams,
+        goodbye: str = "###STOP###",
+    ):
+        super().__init__(self._ask)
+        self.rollout, self.encode, self.decode, self.params = rollout, encode, decode, params
+        self.instructions, self.goodbye = instructions, goodbye
+        self._sample: Sample | None = None
+
+    def reset(self, sample: Sample) -> None:
+        super().reset(sample)
+        self._sample = sample
+
+    async def _ask(self, messages: list[Message]) -> str | None:
+        assert self._sample is not None
+        swapped: list[Message] = [{"role": "system", "content": self.instructions}]
+        other = {"user": "assistant", "assistant": "user"}
+        swapped += [{"role": other[m["role"]], "content": m["content"]} for m in messages if m["role"] in other]
+        name = f"user-{id(self)}-{len(messages)}"
+        seed = self._sample.seed + len(messages)
+        request = Request(name, tuple(self.encode(swapped)), replace(self.params, n=1), seed)
+        answer = Completion(name, 0)
+        async for chunk in self.rollout.generate([request]):
+            answer.add(chunk)
+        if answer.finish_reason == "error":
+            raise RuntimeError(f"the user's model failed: {answer.error}")
+        said = self.decode(answer.token_ids)
+        return None if self.goodbye in said else said

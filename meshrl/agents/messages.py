@@ -1,0 +1,55 @@
+"""What is passed around in a conversation: messages, tool calls, the sample that a loop works on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# `role` and `content`, and `name` for the answer of a tool: as chat templates read them.
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt to be answered once: its tokens, and what its row of the data says."""
+
+    number: int
+    prompt_ids: tuple[int, ...]
+    seed: int = 0
+    messages: tuple[Message, ...] = ()
+    ground_truth: Any = None
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A tool the model asked for, with the arguments as it wrote them."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MalformedCall:
+    """Something that was meant as a tool call but cannot be read, in words for the model."""
+
+    problem: str
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """What a tool gives back where a plain text is not enough."""
+
+    text: str
+    reward: float | None = None
+
+
+@dataclass(frozen=True)
+class ToolAnswer:
+    """A tool's turn in the conversation; `error` where the call failed, was refused or could not be read."""
+
+    name: str
+    text: str
+    reward: float | None = None
+    error: bool = False

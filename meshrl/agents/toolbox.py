@@ -1,0 +1,187 @@
+"""The tools of a run, and a sample's use of them: every call ends in an answer, whatever the tool does."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshrl.agents.calling import call
+from meshrl.agents.messages import Sample, ToolAnswer, ToolCall
+from meshrl.agents.schema import argument_problem
+from meshrl.agents.tools import FunctionTool, Tool, as_result
+from meshrl.config.functions import load_function
+
+logger = logging.getLogger(__name__)
+TRUNCATE_SIDES = ("left", "right", "middle")
+GAP = "..."
+ENTRY_KEYS = ("path", "class_name", "config", "name", "timeout")
+
+
+class ToolBox:
+    """Tools by name, how long a call may take, and how long an answer may be."""
+
+    def __init__(
+        self, tools: Sequence[Tool], *, timeout: float = 30.0, max_response_length: int = 256, side: str = "middle"
+    ):
+        self.tools: dict[str, Tool] = {}
+        for tool in tools:
+            if tool.name in self.tools:
+                raise ValueError(f"two tools have the name '{tool.name}': give one of them another")
+            self.tools[tool.name] = tool
+        self.timeout, self.max_response_length, self.side = timeout, max_response_length, side
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """All tools as chat templates show them."""
+        return [tool.schema() for tool in self.tools.values()]
+
+
+class ToolSession:
+    """One sample's tools: states are made at first use and released at the end."""
+
+    def __init__(self, box: ToolBox, sample: Sample, gate: asyncio.Semaphore | None = None):
+        self.box, self.sample = box, sample
+        self.gate = gate or asyncio.Semaphore(1_000_000)
+        self.calls = self.errors = self.cut = 0
+        self._states: dict[str, asyncio.Task[Any]] = {}
+
+    async def answer(self, asked: ToolCall) -> ToolAnswer:
+        """Runs a call. A tool that raises, takes too long or is asked wrongly gives an error for an answer."""
+        self.calls += 1
+        tool = self.box.tools.get(asked.name)
+        if tool is None:
+            offered = ", ".join(self.box.tools) or "none"
+            return self.refuse(asked.name, f"there is no tool '{asked.name}'; there are: {offered}")
+        problem = argument_problem(asked.arguments, tool.parameters or {})
+        if problem is not None:
+            return self.refuse(asked.name, problem)
+        timeout = self.box.timeout if tool.timeout is None else tool.timeout
+        try:
+            async with self.gate:
+                run = await self._bound(tool, timeout)
+                result = as_result(await call(run, timeout=timeout, **asked.arguments))
+        except TimeoutError:
+            return self.refuse(asked.name, f"'{asked.name}' took longer than {timeout:g} seconds")
+        except Exception as error:
+            logger.debug("tool %s failed", asked.name, exc_info=error)
+            return self.refuse(asked.name, f"{type(error).__name__}: {error}")
+        return ToolAnswer(asked.name, self._fit(result.text), result.reward)
+
+    def refuse(self, name: str, problem: str) -> ToolAnswer:
+        """An error as a tool's answer, counted."""
+        self.errors += 1
+        return ToolAnswer(name, self._fit(f"Error: {problem}"), error=True)
+
+    def _fit(self, text: str) -> str:
+        fitted = truncate_text(text, self.box.max_response_length, self.box.side)
+        self.cut += fitted != text
+        return fitted
+
+    async def _bound(self, tool: Tool, timeout: float) -> Callable[..., Any]:
+        """The tool's function, with this sample's state where there is one."""
+        if isinstance(tool, FunctionTool):
+            return tool.function
+        if type(tool).create is Tool.create:
+            return functools.partial(tool.execute, None)
+        return functools.partial(tool.execute, await asyncio.shield(self._state(tool, timeout)))
+
+    def _state(self, tool: Tool, timeout: float) -> asyncio.Task[Any]:
+        """The tool's state for this sample; parallel calls share the one that is being made."""
+        made = self._states.get(tool.name)
+        if made is None or (made.done() and (made.cancelled() or made.exception() is not None)):
+            made = asyncio.create_task(call(tool.create, self.sample, timeout=timeout))
+            self._states[tool.name] = made
+        return made
+
+    async def close(self) -> None:
+        """Releases every state that was made."""
+        for name, made in self._states.items():
+            tool = self.box.tools[name]
+            timeout = self.box.timeout if tool.timeout is None else tool.timeout
+            try:
+                state = await made
+            except Exception:
+                continue  # never made: the call that wanted it was told
+            try:
+                await call(tool.release, state, timeout=timeout)
+            except Exception as error:
+                self.errors += 1
+                logger.warning("tool %s could not be released: %s: %s", name, type(error).__name__, error)
+        self._states.clear()
+
+
+def truncate_text(text: str, limit: int, side: str) -> str:
+    """Cuts to `limit` characters at one `side` (or in the middle), with dots for what is gone where they fit."""
+    if len(text) <= limit:
+        return text
+    gap = GAP if limit > 2 * len(GAP) else ""
+    left = limit - len(gap)
+    if side == "left":
+        return gap + text[len(text) - left :]
+    if side == "right":
+        return text[:left] + gap
+    head = left // 2
+    return text[:head] + gap + text[len(text) - (left - head) :]
+
+
+def load_tools(paths: Sequence[str], config_path: str | None = None) -> list[Tool]:
+    """Tools by import path (`module:name` or `file.py:name`), and those that a YAML file lists."""
+    entries: list[Mapping[str, Any]] = [{"path": path} for path in paths]
+    if config_path is not None:
+        entries += read_tool_config(config_path)
+    return [load_tool(entry) for entry in entries]
+
+
+def read_tool_config(path: str) -> list[Mapping[str, Any]]:
+    """The entries of a tool file: `tools:`, a list of import paths or of mappings with `path` and what goes with it."""
+    try:
+        read = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"cannot read the tool file {path}: {' '.join(str(error).split())}") from error
+    listed = read.get("tools") if isinstance(read, Mapping) else None
+    if not isinstance(listed, list) or not listed:
+        raise ValueError(f"the tool file {path} needs a list under 'tools'")
+    entries: list[Mapping[str, Any]] = []
+    for entry in listed:
+        entry = {"path": entry} if isinstance(entry, str) else entry
+        unknown = sorted(set(entry) - set(ENTRY_KEYS)) if isinstance(entry, Mapping) else [repr(entry)]
+        if unknown:
+            raise ValueError(f"the tool file {path}: unknown key {unknown[0]}; a tool has {', '.join(ENTRY_KEYS)}")
+        if ("path" in entry) == ("class_name" in entry):
+            raise ValueError(f"the tool file {path}: each tool needs a 'path' such as my_tools.py:search")
+        entries.append(entry)
+    return entries
+
+
+def load_tool(entry: Mapping[str, Any]) -> Tool:
+    """The tool of one entry: a decorated or plain function, or a class made with `config`."""
+    path = str(entry.get("path") or entry["class_name"])
+    found: Any = load_by_path(path)
+    config = dict(entry.get("config") or {})
+    if isinstance(found, type) and issubclass(found, Tool):
+        made: Tool = found(**config)
+    elif config:
+        raise ValueError(f"the tool {path} is no class: 'config' has no effect on it")
+    else:
+        made = found if isinstance(found, Tool) else FunctionTool(found)
+    if "name" in entry or "timeout" in entry:
+        if isinstance(made, FunctionTool):
+            made = FunctionTool(made.function, made.name, made.timeout)  # the shared one stays as it is
+        made.name = str(entry.get("name", made.name))
+        made.timeout = entry.get("timeout", made.timeout)
+    return made
+
+
+def load_by_path(path: str) -> Any:
+    """What `module:name`, `file.py:name` or `module.name` stands for."""
+    module, colon, name = path.rpartition(":")
+    if not colon:
+        module, _, name = path.rpartition(".")
+    if not module or not name:
+        raise ValueError(f"'{path}' is no import path: write it as module:name or file.py:name")
+    return load_function(module, name)

@@ -1,0 +1,57 @@
+"""What a loop leaves: the tokens of all turns behind the prompt, who wrote them, and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from meshrl.agents.messages import Message, Sample
+from meshrl.rollout.requests import Completion
+
+NO_VERSION = -1
+# Why a sample ended: the model was done; the tokens or the turns were used up; the environment said so or broke; the
+# rollout was stopped.
+ENDINGS = ("stop", "length", "turns", "environment", "environment_error", "abort")
+
+
+@dataclass
+class Trajectory:
+    """One sample's conversation. The four lists over tokens are parallel; `mask` is 1 where the model sampled."""
+
+    sample: Sample
+    prompt_ids: list[int]
+    messages: list[Message]
+    token_ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    assistant_turns: int = 0
+    user_turns: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    malformed_calls: int = 0
+    tool_responses_cut: int = 0
+    ending: str = ""
+
+    def add_sampled(self, answer: Completion) -> None:
+        """Appends a turn of the model."""
+        self.token_ids += answer.token_ids
+        self.log_probs += answer.log_probs
+        self.versions += answer.versions
+        self.mask += [1] * len(answer.token_ids)
+
+    def add_given(self, token_ids: Sequence[int]) -> None:
+        """Appends what others said."""
+        self.token_ids += token_ids
+        self.log_probs += [0.0] * len(token_ids)
+        self.versions += [NO_VERSION] * len(token_ids)
+        self.mask += [0] * len(token_ids)
+
+    def drop_unanswered(self) -> None:
+        """Takes off what others said last: the reward belongs on a token of the model."""
+        kept = len(self.mask)
+        while kept and not self.mask[kept - 1]:
+            kept -= 1
+        for tokens in (self.token_ids, self.mask, self.log_probs, self.versions):
+            del tokens[kept:]

@@ -1,0 +1,179 @@
+"""Reward functions by name, and how one is called. Light: every process of a pool loads this."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshrl.config.functions import load_function
+from meshrl.rewards.functions import BUILT_IN
+
+RewardFunction = Callable[..., Any]
+Sample = Mapping[str, Any]
+
+# raised; hung; its process was killed; not finite; a wrong number of scores; no number at all
+KINDS = ("raised", "timeout", "died", "nan", "length", "invalid")
+# What every function gets, by its name for one sample and for many, and what it gets if its signature names it.
+PLURALS = {
+    "data_source": "data_sources",
+    "solution_str": "solution_strs",
+    "ground_truth": "ground_truths",
+    "extra_info": "extra_infos",
+}
+ON_DEMAND = {"prompt": "prompts", "response_ids": "response_ids"}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Instead of an answer: what went wrong, as one of `KINDS`. `whole`: it was a call for many samples."""
+
+    kind: str
+    text: str
+    error: Exception | None = None
+    whole: bool = False
+
+    @staticmethod
+    def of(error: Exception, whole: bool = False) -> Failure:
+        """What a function raised."""
+        kind = "timeout" if isinstance(error, CallTimeoutError) else "raised"
+        return Failure(kind, f"{type(error).__name__}: {error}", error, whole)
+
+
+class CallTimeoutError(Exception):
+    """A reward function took longer than it may."""
+
+
+@dataclass(frozen=True)
+class RewardFunctionSpec:
+    """A reward function as the config names it: a built-in one, one in a file or module, or the function itself."""
+
+    label: str
+    weight: float = 1.0
+    name: str | None = None  # of the function; None: the label
+    path: str | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    function: RewardFunction | None = None
+
+    def load(self) -> RewardFunction:
+        """The function, with its keyword arguments bound; a `ValueError` says what is wrong."""
+        name = self.name or self.label
+        if self.function is not None:
+            found = self.function
+        elif self.path is not None:
+            found = load_function(self.path, name)
+        elif name in BUILT_IN:
+            found = BUILT_IN[name]
+        else:
+            raise ValueError(f"there is no built-in reward function '{name}': use one of {', '.join(BUILT_IN)}")
+        if not self.kwargs:
+            check_arguments(found, {}, self.label)
+            return found
+        check_arguments(found, self.kwargs, self.label)
+        return functools.partial(found, **self.kwargs)
+
+
+def check_arguments(function: RewardFunction, kwargs: Mapping[str, Any], label: str) -> None:
+    """Refuses keyword arguments that a function does not take, and finds those it needs and is not given."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some callables have no signature
+        return
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    options = [name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    unknown = sorted(set(kwargs) - set(parameters))
+    if unknown:
+        raise ValueError(
+            f"reward function '{label}' takes no argument {', '.join(unknown)}: it has {', '.join(options) or 'none'}"
+        )
+    missing = [name for name in options if parameters[name].default is inspect.Parameter.empty and name not in kwargs]
+    if missing:
+        raise ValueError(f"reward function '{label}' needs {', '.join(missing)}: give it in its kwargs")
+
+
+def is_batch_function(function: RewardFunction) -> bool:
+    """Whether a function wants many samples at once whatever the manager is: it has `per_batch = True`."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return bool(getattr(function, "per_batch", False))
+
+
+def extras_of(function: RewardFunction) -> list[str]:
+    """Which of `ON_DEMAND`'s parameters a function's signature names, in either form."""
+    try:
+        named = set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+    return [name for name, plural in ON_DEMAND.items() if {name, plural} & named]
+
+
+def call_one(function: RewardFunction, sample: Sample, extras: Sequence[str]) -> Any:
+    """The function's answer to one sample."""
+    return function(**{name: sample[name] for name in (*PLURALS, *extras)})
+
+
+def call_many(function: RewardFunction, samples: Sequence[Sample], extras: Sequence[str]) -> Any:
+    """The function's answer to all samples."""
+    names = {name: plural for name, plural in (PLURALS | ON_DEMAND).items() if name in PLURALS or name in extras}
+    return function(**{plural: [sample[name] for sample in samples] for name, plural in names.items()})
+
+
+def call_within(seconds: float | None, call: Callable[[], Any]) -> Any:
+    """Calls, or gives up after so long: the thread is then left to itself, since none can be ended from outside."""
+    if seconds is None:
+        return call()
+    box: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            box.put((True, call()))
+        except BaseException as error:
+            box.put((False, error))
+
+    threading.Thread(target=run, daemon=True, name="reward").start()
+    try:
+        done, value = box.get(timeout=seconds)
+    except queue.Empty:
+        raise CallTimeoutError(f"no answer within {seconds:g} s") from None
+    if not done:
+        raise value
+    return value
+
+
+class InTurn:
+    """Asks a function for one sample after the other."""
+
+    def __init__(self, function: RewardFunction, timeout: float | None):
+        self.function, self.timeout, self.extras = function, timeout, extras_of(function)
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Any]:
+        return [self._answer(sample) for sample in samples]
+
+    def _answer(self, sample: Sample) -> Any:
+        try:
+            return call_within(self.timeout, lambda: call_one(self.function, sample, self.extras))
+        except Exception as error:  # whatever a user's function does
+            return Failure.of(error)
+
+
+class AtOnce:
+    """Asks a function for all samples in one call. An exception among its answers is that sample's failure."""
+
+    def __init__(self, function: RewardFunction, timeout: float | None):
+        self.function, self.timeout, self.extras = function, timeout, extras_of(function)
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Any]:
+        try:
+            answers = call_within(self.timeout, lambda: call_many(self.function, samples, self.extras))
+        except Exception as error:  # whatever a user's function does
+            return [Failure.of(error, whole=True)] * len(samples)
+        if not hasattr(answers, "__len__") or len(answers) != len(samples):
+            got = f"{len(answers)} scores" if hasattr(answers, "__len__") else repr(answers)[:80]
+            said = f"it returned {got} for {len(samples)} samples: each needs one"
+            return [Failure("length", said, whole=True)] * len(samples)
+        return [Failure.of(answer) if isinstance(answer, Exception) else answer for answer in answers]

@@ -1,0 +1,143 @@
+"""What a reward function's answers become: scores on tokens, columns of what else it said, and failures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshrl.data.proto import DataProto
+from meshrl.rewards.calling import KINDS
+
+# Scores are kept in float32, where a larger one would be infinite.
+LARGEST_SCORE = float(np.finfo(np.float32).max)
+NUMBER = bool | int | float | np.number | np.bool_
+
+
+class RewardError(RuntimeError):
+    """A reward function failed, and the policy is to stop."""
+
+
+class BadAnswerError(ValueError):
+    """An answer that is no score; `kind` says in which way."""
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(message)
+        self.kind = kind
+
+
+def as_result(answer: Any, tokens: int | None = None) -> dict[str, Any]:
+    """An answer as `{"score": ..., ...}`: a finite number or, for a response of `tokens` tokens, a list of so many."""
+    result = dict(answer) if isinstance(answer, Mapping) else {"score": answer}
+    if "score" not in result:
+        raise BadAnswerError(
+            "invalid", f"a reward given as a dict needs the key 'score', got {sorted(map(str, result))}"
+        )
+    if "acc" in result and not isinstance(result["acc"], NUMBER):
+        raise BadAnswerError("invalid", f"a reward's 'acc' must be a number, got {result['acc']!r}")
+    score = result["score"]
+    if isinstance(score, Tensor | np.ndarray):
+        flat = torch.as_tensor(score)
+        score = flat.item() if flat.numel() == 1 else flat.tolist()
+    if isinstance(score, list | tuple):
+        result["score"] = _token_scores(score, tokens)
+    else:
+        result["score"] = _number(score)
+    return result
+
+
+def _number(score: Any) -> float:
+    if not isinstance(score, NUMBER):
+        raise BadAnswerError("invalid", f"a reward must be a finite number, got {score!r}")
+    try:
+        value = float(score)
+    except OverflowError:
+        value = float("inf")
+    if not abs(value) <= LARGEST_SCORE:  # true for NaN
+        raise BadAnswerError("nan", f"a reward must be a finite number, got {_brief(score)}")
+    return value
+
+
+def _token_scores(scores: Sequence[Any], tokens: int | None) -> list[float]:
+    if tokens is None or len(scores) != tokens:
+        wanted = "one number" if tokens is None else f"one number, or one for each of the {tokens} response tokens"
+        raise BadAnswerError("length", f"a reward must be {wanted}; got {len(scores)} of them")
+    return [_number(score) for score in scores]
+
+
+def _brief(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else repr(value)[:80]
+
+
+@dataclass
+class Scores:
+    """The scores of some samples: what the trainer takes, and what the metrics are made of."""
+
+    token_level: Tensor  # [samples, response]
+    infos: dict[str, np.ndarray]
+    parts: dict[str, np.ndarray]  # each function's own score of each sample, before its weight
+    dropped: np.ndarray  # [samples], bool
+    failures: Counter[str] = field(default_factory=Counter)
+
+    @staticmethod
+    def concat(scores: Sequence[Scores]) -> Scores:
+        """All samples, one part after the other; what a part did not say is None."""
+        names = dict.fromkeys(name for part in scores for name in part.infos)
+        infos = {
+            name: np.concatenate([part.infos.get(name, _nones(len(part.dropped))) for part in scores]) for name in names
+        }
+        return Scores(
+            torch.cat([part.token_level for part in scores]),
+            infos,
+            {name: np.concatenate([part.parts[name] for part in scores]) for name in scores[0].parts},
+            np.concatenate([part.dropped for part in scores]),
+            sum((part.failures for part in scores), Counter()),
+        )
+
+    def reorder(self, rows: np.ndarray) -> Scores:
+        """Row i of these becomes row `rows[i]` of the new ones."""
+        back = np.argsort(rows, kind="stable")
+        return Scores(
+            self.token_level[torch.as_tensor(back)],
+            {name: column[back] for name, column in self.infos.items()},
+            {name: column[back] for name, column in self.parts.items()},
+            self.dropped[back],
+            self.failures,
+        )
+
+    def write_into(self, batch: DataProto) -> None:
+        """Adds `token_level_scores` and the infos to the batch that these are the scores of."""
+        batch.batch["token_level_scores"] = self.token_level
+        batch.non_tensor_batch.update(self.infos)
+
+    def metrics(self) -> dict[str, float]:
+        """Failures by kind, each of several functions' mean score, and the mean of every number said beside."""
+        metrics = {"reward/errors": float(self.failures.total())}
+        metrics |= {f"reward/errors/{kind}": float(self.failures[kind]) for kind in KINDS if self.failures[kind]}
+        if self.dropped.any():
+            metrics["reward/dropped"] = float(self.dropped.sum())
+        if len(self.parts) > 1:
+            metrics |= {f"reward/{name}/mean": float(np.mean(column)) for name, column in self.parts.items()}
+        own = {f"{name}/score" for name in self.parts} if len(self.parts) > 1 else set()
+        for name, column in self.infos.items():
+            numbers = [float(value) for value in column if isinstance(value, NUMBER) and np.isfinite(value)]
+            if numbers and name not in own:
+                metrics[f"reward_extra/{name}/mean"] = float(np.mean(numbers))
+        return metrics
+
+
+def object_column(values: Sequence[Any]) -> np.ndarray:
+    """A one-dimensional array of these objects, lists among them."""
+    column = np.empty(len(values), dtype=object)
+    for at, value in enumerate(values):
+        column[at] = value
+    return column
+
+
+def _nones(count: int) -> np.ndarray:
+    return np.full(count, None, dtype=object)

@@ -1,0 +1,42 @@
+"""Threads that never keep a process from ending, unlike those of `concurrent.futures`."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Threads:
+    """Up to `count` daemon threads, started when first needed, that begin calls in the order given."""
+
+    def __init__(self, count: int, name: str):
+        self.count, self.name = count, name
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._started = 0
+        self._lock = threading.Lock()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """The result of a call to come."""
+        future: Future[T] = Future()
+        self._calls.put((call, future))
+        with self._lock:
+            if self._started < self.count:
+                self._started += 1
+                threading.Thread(target=self._run, daemon=True, name=self.name).start()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            call, future = self._calls.get()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+            del call, future  # else the last batch lives until the next

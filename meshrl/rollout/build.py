@@ -1,0 +1,111 @@
+"""Which rollout a config asks for: the one place where an engine is chosen by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig
+from meshrl.models.loading import new_causal_lm, torch_dtype
+from meshrl.parallel.attention import ATTENTION_NAME
+from meshrl.rollout.base import Rollout
+
+MEBIBYTE = 1 << 20
+
+
+def build_rollout(
+    config: RolloutConfig,
+    model: ModelConfig,
+    hf_model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    *,
+    device: torch.device,
+    can_share: bool,
+) -> Rollout:
+    """The rollout of one trainer rank, without weights until the first sync.
+
+    `hf_model` is the trainer's module; with `can_share` (unsharded, without adapters, on the device) the embedded
+    rollout generates with it and needs no copy. The others have copies of their own.
+    """
+    if config.name == "vllm":
+        return _vllm(config, model, tokenizer)
+    if config.name == "sglang":
+        return _sglang(config, model, tokenizer)
+    dtype = torch_dtype(config.dtype)
+    pad = int(tokenizer.pad_token_id)
+    if config.name == "hf":
+        from meshrl.rollout.hf import HFRollout
+
+        own: Any = new_causal_lm(hf_model.config, "sdpa", dtype)
+        return HFRollout(
+            own.to(device),
+            pad_token_id=pad,
+            tokenizer=tokenizer,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+        )
+    from meshrl.rollout.embedded.engine import EmbeddedRollout
+
+    shares = can_share and hf_model.dtype == dtype
+    module: Any = hf_model if shares else new_causal_lm(hf_model.config, ATTENTION_NAME, dtype)
+    return EmbeddedRollout(
+        module if shares else module.to(device),
+        pad_token_id=pad,
+        tokenizer=tokenizer,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+        enable_prefix_caching=config.enable_prefix_caching,
+        memory_share=config.gpu_memory_utilization,
+        shares_weights=shares,
+    )
+
+
+def _vllm(config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer) -> Rollout:
+    from meshrl.rollout.vllm.engine import VllmRollout
+
+    wanted: dict[str, Any] = {
+        "dtype": str(torch_dtype(config.dtype)).removeprefix("torch."),
+        "load_format": config.load_format,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "enable_prefix_caching": config.enable_prefix_caching,
+    }
+    return VllmRollout(
+        model.path or "",
+        pad_token_id=int(tokenizer.pad_token_id),
+        bucket_bytes=config.update_weights_bucket_megabytes * MEBIBYTE,
+        trust_remote_code=model.trust_remote_code,
+        **(wanted | dict(config.engine_kwargs.vllm)),
+    )
+
+
+def _sglang(config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer) -> Rollout:
+    from meshrl.rollout.remote.rollout import RemoteRollout
+    from meshrl.rollout.sglang.server import SglangServer
+
+    wanted: dict[str, Any] = {
+        "dtype": str(torch_dtype(config.dtype)).removeprefix("torch."),
+        "load_format": config.load_format,
+        "context_length": config.max_model_len,
+        "max_running_requests": config.max_num_seqs,
+        "chunked_prefill_size": config.max_num_batched_tokens,
+        "mem_fraction_static": config.gpu_memory_utilization,
+        "disable_cuda_graph": config.enforce_eager,
+        "disable_radix_cache": not config.enable_prefix_caching,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    return RemoteRollout(
+        SglangServer(model.path or "", arguments=wanted | dict(config.engine_kwargs.sglang)),
+        pad_token_id=int(tokenizer.pad_token_id),
+        bucket_bytes=config.update_weights_bucket_megabytes * MEBIBYTE,
+        max_concurrency=config.max_num_seqs,
+    )

@@ -1,0 +1,271 @@
+"""The GPU runner: decoding is a recorded graph per batch size, the host works one step ahead of the device.
+
+Rows keep their place on the device (`last` token, block `table`); a step sends one small array that says which rows
+take part and where they are, and fetches one with their tokens. Nothing waits for the device but the look at a step's
+tokens, when the next step has been launched already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from meshrl.parallel.attention import AttentionContext
+from meshrl.rollout.embedded.fused import can_fuse, fused_hidden
+from meshrl.rollout.embedded.kernels import sample_rows
+from meshrl.rollout.embedded.paged import PagedCache, PagedDecode, PagedPrefill, send
+from meshrl.rollout.embedded.rows import Rows, Sequence
+from meshrl.rollout.embedded.runner import Launch, Runner
+from meshrl.rollout.embedded.sampler import Sampled, Settings, sample, step_keys
+from meshrl.rollout.embedded.scheduler import Piece
+
+# Rows of the array that a step sends: row numbers, positions, slots, keys of the noise, temperatures (as float64).
+ORDER, POSITION, SLOT, KEY, HEAT = range(5)
+BUFFERS = 4  # of pinned memory; more than launches can be under way
+
+
+def bucket(count: int) -> int:
+    """The recorded batch size for this many rows."""
+    if count <= 8:
+        return 1 << (count - 1).bit_length()
+    step = 8 if count <= 64 else 16 if count <= 256 else 64
+    return -(-count // step) * step
+
+
+class CudaLaunch(Launch):
+    """Tokens on their way from the device."""
+
+    def __init__(self, sequences: list[Sequence], landed: Tensor, extra: tuple[Tensor, Tensor] | None):
+        super().__init__(sequences, Sampled(landed[0], landed[1]))
+        self._landed, self._extra = landed, extra
+        self.event = torch.cuda.Event()
+        self.event.record()
+
+    def wait(self) -> Sampled:
+        self.event.synchronize()
+        top = self._extra or (None, None)
+        log_probs = self._landed[1].view(torch.float64).float()
+        self.sampled = Sampled(self._landed[0].clone(), log_probs, *top)
+        return self.sampled
+
+
+class PagedRunner(Runner):
+    """Runs any model on one GPU; plain decoders through fused kernels and recorded graphs."""
+
+    lag = 1
+
+    def __init__(self, hf_model: PreTrainedModel, rows: Rows, cache: PagedCache, max_length: int, **options: Any):
+        super().__init__(hf_model, rows, **options)
+        self.cache = cache
+        self.fuses = can_fuse(self.plain)
+        self.capacity = bucket(rows.capacity)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        width = -(-max_length // cache.block_size)
+        # One row more than there are: that of places nobody takes.
+        self.table = torch.zeros(rows.capacity + 1, width, dtype=torch.int32, device=self.device)
+        self._host_table = np.zeros((rows.capacity + 1, width), np.int64)
+        self._known = np.zeros((rows.capacity, 2), np.int64)  # placement and blocks that the table tells of
+        self.last = torch.zeros(rows.capacity + 1, dtype=torch.long, device=self.device)
+        self.inputs = torch.zeros(5, self.capacity, dtype=torch.long, device=self.device)
+        self.outputs = torch.zeros(2, self.capacity, dtype=torch.long, device=self.device)
+        self.all_logits = torch.zeros(self.capacity, options["vocabulary"], dtype=hf_model.dtype, device=self.device)
+        self._sending = [torch.zeros(5, self.capacity, dtype=torch.long).pin_memory() for _ in range(BUFFERS)]
+        self._landing = [torch.zeros(2, self.capacity, dtype=torch.long).pin_memory() for _ in range(BUFFERS)]
+        self._turn = 0
+
+    def load(self, sequence: Sequence, length: int) -> None:
+        """Cached blocks are read where they lie."""
+
+    def store(self, sequence: Sequence, places: Seq[int]) -> None:
+        """Blocks stay where they are."""
+
+    def refresh(self) -> None:
+        if self.plain is not None and self.plain.refresh():
+            self._forget_graphs()
+
+    def take_weights(self) -> None:
+        super().take_weights()
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        """Recordings hold addresses of weights and cache: when these move, all go, and their memory with them."""
+        self._graphs.clear()
+        self._pool = None
+
+    def drop_cache(self) -> None:
+        self._forget_graphs()
+        self.cache.drop()
+        torch.cuda.empty_cache()
+
+    def wanted_hidden(self, ids: Tensor, context: PagedPrefill, wanted: Tensor) -> Tensor:
+        """Last hidden states of some of the tokens of packed pieces."""
+        if self.fuses:
+            assert self.plain is not None
+            return fused_hidden(self.plain, ids, context.positions, context, wanted)
+        return self.hidden(ids, context.positions, context, one_each=False)[wanted]
+
+    def hidden(self, ids: Tensor, positions: Tensor, context: AttentionContext, one_each: bool) -> Tensor:
+        if self.fuses:
+            assert self.plain is not None
+            assert isinstance(context, PagedPrefill | PagedDecode)
+            return fused_hidden(self.plain, ids, positions, context)
+        return super().hidden(ids, positions, context, one_each)
+
+    def prefill(self, pieces: Seq[Piece]) -> Launch | None:
+        pieces = sorted(pieces, key=lambda piece: len(piece.tokens))
+        context = PagedPrefill(self.cache, pieces, self.device)
+        ids = send(np.concatenate([piece.tokens for piece in pieces]), self.device)
+        ends = np.cumsum([len(piece.tokens) for piece in pieces]) - 1
+        groups = [(end, piece.sequence) for end, piece in zip(ends, pieces, strict=True) if piece.is_last]
+        hidden = self.wanted_hidden(ids, context, send(np.array([end for end, _ in groups], np.int64), self.device))
+        if not groups:
+            return None
+        leaders = [leader for _, leader in groups]
+        self._copy_to_followers(leaders)
+        sequences = [s for leader in leaders for s in (leader, *leader.followers)]
+        logits = self.logits(hidden)
+        if len(sequences) > len(leaders):
+            which = np.repeat(np.arange(len(leaders)), [1 + len(leader.followers) for leader in leaders])
+            logits = logits[send(which, self.device)]
+        index = np.array([s.row for s in sequences])
+        for sequence in sequences:
+            self.adjuster.enter(sequence)
+        inputs = torch.zeros(5, len(sequences), dtype=torch.long)
+        self._fill(inputs.numpy(), sequences, index)
+        sent = inputs.pin_memory().to(self.device, non_blocking=True)
+        outputs = torch.zeros(2, len(sequences), dtype=torch.long, device=self.device)
+        sample_rows(logits, sent[KEY], sent[HEAT].view(torch.float64), outputs[0], outputs[1].view(torch.float64))
+        self.last[sent[ORDER]] = outputs[0]
+        extra = self._sample_others(sequences, logits, outputs, index)
+        self.rows.launched[index] += 1
+        landing = torch.empty(2, len(sequences), dtype=torch.long, pin_memory=True)
+        landing.copy_(outputs, non_blocking=True)
+        return CudaLaunch(sequences, landing, extra)
+
+    def _copy_to_followers(self, leaders: Seq[Sequence]) -> None:
+        """The last block of a prompt is not full: every sample goes on in a copy of its own."""
+        size = self.cache.block_size
+        pairs = [
+            (leader.blocks[leader.computed // size], follower.blocks[leader.computed // size])
+            for leader in leaders
+            for follower in leader.followers
+            if leader.computed % size
+        ]
+        if pairs:
+            self.cache.copy(*zip(*pairs, strict=True))
+
+    def decode(self) -> Launch | None:
+        rows = self.rows
+        order = (rows.alive & (rows.launched < rows.limit)).nonzero()[0]
+        if len(order) == 0:
+            return None
+        sequences: list[Any] = [rows.sequences[row] for row in order.tolist()]
+        size = bucket(len(order))
+        self._update_table(order, sequences)
+        turn = self._turn = (self._turn + 1) % BUFFERS
+        sending = self._sending[turn]
+        filled = sending.numpy()
+        filled[ORDER], filled[POSITION], filled[SLOT] = rows.capacity, -1, self.cache.trash
+        filled[HEAT].view(np.float64)[:] = 1
+        self._fill(filled[:, : len(order)], sequences, order)
+        positions = rows.length[order]
+        blocks = self._host_table[order, positions // self.cache.block_size]
+        filled[POSITION, : len(order)] = positions
+        filled[SLOT, : len(order)] = blocks * self.cache.block_size + positions % self.cache.block_size
+        self.inputs.copy_(sending, non_blocking=True)
+        self._run(size)
+        extra = self._sample_others(sequences, self.all_logits[: len(order)], self.outputs, order)
+        rows.length[order] += 1
+        rows.launched[order] += 1
+        landing = self._landing[turn]
+        landing.copy_(self.outputs, non_blocking=True)
+        return CudaLaunch(sequences, landing[:, : len(order)], extra)
+
+    def _fill(self, inputs: np.ndarray, sequences: Seq[Sequence], index: np.ndarray) -> None:
+        inputs[ORDER] = index
+        inputs[KEY] = step_keys(self.rows.seed[index], self.rows.launched[index])
+        inputs[HEAT].view(np.float64)[:] = [s.params.temperature for s in sequences]
+
+    def _update_table(self, order: np.ndarray, sequences: Seq[Sequence]) -> None:
+        """Sends the numbers of blocks that rows have got since the last step."""
+        changes: list[tuple[int, int, int]] = []
+        counts = self.rows.room[order] // self.cache.block_size
+        is_old = (self._known[order, 0] == self.rows.placement[order]) & (self._known[order, 1] == counts)
+        for at in (~is_old).nonzero()[0].tolist():
+            row, blocks = int(order[at]), sequences[at].blocks
+            start = int(self._known[row, 1]) if self._known[row, 0] == self.rows.placement[row] else 0
+            changes += [(row, place, blocks[place]) for place in range(start, len(blocks))]
+            self._known[row] = self.rows.placement[row], len(blocks)
+        if changes:
+            array = np.array(changes).T.copy()
+            self._host_table[array[0], array[1]] = array[2]
+            sent = send(array, self.device)
+            self.table[sent[0], sent[1]] = sent[2].int()
+
+    def _step(self, size: int) -> None:
+        order, positions, slots, keys, heat = (row[:size] for row in self.inputs)
+        context = PagedDecode(self.cache, self.table, order, positions, slots)
+        hidden = self.hidden(self.last[order], positions.clamp(min=0), context, one_each=True)
+        logits = self.all_logits[:size]
+        head = self.hf_model.get_output_embeddings()
+        if self.parallel is not None:
+            logits.copy_(self.parallel.logits(hidden, head))
+        elif head.bias is None:
+            torch.mm(hidden, head.weight.t(), out=logits)
+        else:
+            torch.addmm(head.bias, hidden, head.weight.t(), out=logits)
+        sample_rows(
+            logits, keys, heat.view(torch.float64), self.outputs[0, :size], self.outputs[1, :size].view(torch.float64)
+        )
+        self.last[order] = self.outputs[0, :size]
+
+    def _run(self, size: int) -> None:
+        if not self.fuses:
+            self._step(size)
+            return
+        if size not in self._graphs:
+            # Kernels are compiled and libraries set up outside of a recording; what the step changes is put back.
+            last = self.last.clone()
+            self._step(size)
+            self.last.copy_(last)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._step(size)
+            self._pool = self._pool or graph.pool()
+            self._graphs[size] = graph
+        self._graphs[size].replay()
+
+    def _sample_others(
+        self, sequences: Seq[Sequence], logits: Tensor, outputs: Tensor, index: np.ndarray
+    ) -> tuple[Tensor, Tensor] | None:
+        """Samples again, the long way, those rows that want more than a temperature."""
+        extra = None
+        places = np.array([at for at, s in enumerate(sequences) if s.is_special], np.int64)
+        if len(places):
+            some, where = index[places], send(places, self.device)
+            how = Settings.of([sequences[at].params for at in places], self.device)
+            own = logits[where]
+            adjusted = self.adjuster.adjust(own, some)
+            seeds, steps = send(self.rows.seed[some], self.device), send(self.rows.launched[some], self.device)
+            sampled = sample(own, how, seeds, steps, adjusted)
+            outputs[0, where], outputs[1].view(torch.float64)[where] = sampled.tokens, sampled.log_probs.double()
+            if sampled.top_tokens is not None and sampled.top_log_probs is not None:
+                extra = self._spread(places, len(sequences), sampled.top_tokens, sampled.top_log_probs)
+            their_rows = send(some, self.device)
+            self.last[their_rows] = sampled.tokens
+            self.adjuster.note(their_rows, sampled.tokens)
+        return extra
+
+    def _spread(self, places: np.ndarray, count: int, tokens: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens by place among all rows; waits for them (they are asked for to be looked at)."""
+        made = torch.zeros(count, tokens.shape[1], dtype=torch.long), torch.zeros(count, tokens.shape[1])
+        for target, source in zip(made, (tokens, log_probs), strict=True):
+            target[torch.from_numpy(places)] = source.to("cpu", target.dtype)
+        return made

@@ -1,0 +1,196 @@
+"""The forward of plain decoder layers (Llama, Mistral, Qwen2, Qwen3) from a Hugging Face model's own weights.
+
+The same arithmetic in fewer operations: queries, keys and values are one product, gate and up another. Any other model
+runs through its own forward. Weights are used where they lie: joined matrices are views of neighbours in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from meshrl.parallel.attention import AttentionContext
+
+if TYPE_CHECKING:
+    from meshrl.rollout.embedded.tensor_parallel import TensorParallel
+
+# Rotary embeddings whose angles do not depend on how long the sequence is.
+FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def is_plain(hf_model: PreTrainedModel) -> bool:
+    """Whether the model is one of those whose layers we know, without adapters or other additions."""
+    if type(hf_model).__name__ not in FAMILIES or hf_model.config.hidden_act != "silu":
+        return False
+    return all(type(m) is torch.nn.Linear for m in hf_model.modules() if hasattr(m, "in_features"))
+
+
+def joined(parts: list[Tensor]) -> Tensor | None:
+    """One matrix of the rows of all parts, if they lie one after the other in memory."""
+    end = parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or not part.is_contiguous():
+            return None
+        end += part.numel() * part.element_size()
+    if parts[0].untyped_storage().data_ptr() != parts[-1].untyped_storage().data_ptr():
+        return None
+    rows = sum(len(part) for part in parts)
+    return parts[0].detach().as_strided((rows, *parts[0].shape[1:]), parts[0].stride())
+
+
+def join_in_memory(linears: list[torch.nn.Linear]) -> None:
+    """Moves the weights of linears next to each other; each keeps its own, as a view."""
+    for name in ("weight", "bias"):
+        parts = [getattr(linear, name) for linear in linears]
+        if parts[0] is None or joined([p.data for p in parts]) is not None:
+            continue
+        whole = torch.cat([part.data for part in parts])
+        for part, view in zip(parts, whole.split([len(p) for p in parts]), strict=True):
+            part.data = view
+
+
+class Projection:
+    """Several linears of one input as one product (or as several, where their weights lie apart)."""
+
+    def __init__(self, linears: list[torch.nn.Linear]):
+        weights = [linear.weight.data for linear in linears]
+        biases = [linear.bias.data for linear in linears if linear.bias is not None]
+        one = joined(weights)
+        self.weights = weights if one is None else [one]
+        self.biases: list[Tensor | None] = [None] * len(self.weights)
+        if biases:
+            self.biases = list(biases) if one is None else [joined(biases) if len(biases) > 1 else biases[0]]
+            if self.biases[0] is None:
+                self.biases = [torch.cat(biases)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(self.weights) == 1:
+            return F.linear(x, self.weights[0], self.biases[0])
+        return torch.cat([F.linear(x, w, b) for w, b in zip(self.weights, self.biases, strict=True)], -1)
+
+    def halves(self, x: Tensor) -> Iterable[Tensor]:
+        """The products of two linears."""
+        if len(self.weights) == 1:
+            return self(x).chunk(2, -1)
+        return (F.linear(x, w, b) for w, b in zip(self.weights, self.biases, strict=True))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The weights of one layer."""
+
+    norm_1: Tensor
+    qkv: Projection
+    head_norm: Tensor | None  # [heads + kv_heads, dim]: Qwen3 normalises each query and key
+    out: Projection
+    norm_2: Tensor
+    gate_up: Projection
+    down: Projection
+    window: int | None
+
+
+class PlainLayers:
+    """All layers of a plain decoder; `refresh` after the weights changed."""
+
+    def __init__(self, hf_model: PreTrainedModel, owns_weights: bool, parallel: TensorParallel | None = None):
+        self.hf_model: Any = hf_model
+        config: Any = hf_model.config
+        self.eps: float = config.rms_norm_eps
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.scaling = self.dim**-0.5
+        self.parallel = parallel
+        if parallel is not None:
+            self.heads, self.kv_heads = self.heads // parallel.size, parallel.local_kv_heads
+        if owns_weights:
+            for layer in self.hf_model.model.layers:
+                join_in_memory([layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj])
+                join_in_memory([layer.mlp.gate_proj, layer.mlp.up_proj])
+        self.layers: list[Layer] = []
+        self._pointers: tuple[int, ...] = ()
+        self._rotations: tuple[Tensor, Tensor] | None = None
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> bool:
+        """Looks the weights up again; says whether any of them lies elsewhere than before."""
+        pointers = tuple(p.data_ptr() for p in self.hf_model.parameters())
+        moved = pointers != self._pointers
+        if moved:
+            self._pointers = pointers
+            self.layers = [self._layer(layer) for layer in self.hf_model.model.layers]
+        else:
+            for mine, layer in zip(self.layers, self.hf_model.model.layers, strict=True):
+                if mine.head_norm is not None:
+                    mine.head_norm.copy_(self._head_norm(layer.self_attn))
+        return moved
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The sum of what the ranks have of a product that is cut over them."""
+        return x if self.parallel is None else self.parallel.add(x)
+
+    def rotations(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cosines and sines [angles, dim] in the type of x, and which of their rows each token takes."""
+        rotary = self.hf_model.model.rotary_emb
+        if getattr(rotary, "rope_type", "") not in FIXED_ROTATIONS:
+            cos, sin = rotary(x, positions[None])
+            return cos[0].contiguous(), sin[0].contiguous(), torch.arange(len(positions), device=x.device)
+        if self._rotations is None:
+            everywhere = torch.arange(self.hf_model.config.max_position_embeddings, device=x.device)
+            cos, sin = rotary(x, everywhere[None])
+            self._rotations = cos[0].contiguous(), sin[0].contiguous()
+        return *self._rotations, positions
+
+    def _head_norm(self, attention: Any) -> Tensor:
+        norms = (attention.q_norm.weight, self.heads), (attention.k_norm.weight, self.kv_heads)
+        return torch.cat([weight.detach().expand(count, -1) for weight, count in norms])
+
+    def _layer(self, layer: Any) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        return Layer(
+            layer.input_layernorm.weight.detach(),
+            Projection([attention.q_proj, attention.k_proj, attention.v_proj]),
+            self._head_norm(attention) if hasattr(attention, "q_norm") else None,
+            Projection([attention.o_proj]),
+            layer.post_attention_layernorm.weight.detach(),
+            Projection([mlp.gate_proj, mlp.up_proj]),
+            Projection([mlp.down_proj]),
+            self._window(attention),
+        )
+
+    def _window(self, attention: Any) -> int | None:
+        window = getattr(attention, "sliding_window", None)
+        if window is None and not getattr(self.hf_model.config, "layer_types", None):
+            window = getattr(self.hf_model.config, "sliding_window", None)
+        return window
+
+    def __call__(self, ids: Tensor, positions: Tensor, context: AttentionContext, one_each: bool) -> Tensor:
+        """Hidden states [tokens, hidden] of ids [tokens]: of as many rows (`one_each`), or of one packed row."""
+        x = self.hf_model.model.embed_tokens(ids)
+        cos, sin = self.hf_model.model.rotary_emb(x, positions[None])
+        cos, sin = cos[0, :, None], sin[0, :, None]
+        # The first half of the rotated vector is subtracted: the sign goes into the sines once.
+        sin = torch.cat([-sin[..., : self.dim // 2], sin[..., self.dim // 2 :]], -1)
+        rotated = self.heads + self.kv_heads
+        hidden = x.shape[-1:]
+        for index, layer in enumerate(self.layers):
+            h = F.rms_norm(x, hidden, layer.norm_1, self.eps)
+            qkv = layer.qkv(h).view(len(x), -1, self.dim)
+            qk = qkv[:, :rotated]
+            if layer.head_norm is not None:
+                qk = F.rms_norm(qk, (self.dim,), None, self.eps) * layer.head_norm
+            qk = qk * cos + qk.roll(self.dim // 2, -1) * sin
+            parts = qk[:, : self.heads], qk[:, self.heads :], qkv[:, rotated:]
+            q, k, v = (p.unsqueeze(2) if one_each else p.transpose(0, 1)[None] for p in parts)
+            mixed = context.attend(index, q, k, v, self.scaling, layer.window)
+            x = x + self.whole(layer.out(mixed.reshape(len(x), -1)))
+            gate, up = layer.gate_up.halves(F.rms_norm(x, hidden, layer.norm_2, self.eps))
+            x = x + self.whole(layer.down(F.silu(gate) * up))
+        return self.hf_model.model.norm(x)

@@ -1,0 +1,174 @@
+"""Keys and values on a GPU: blocks anywhere in two pools, found through a table, written and read in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshrl.parallel.packed import HALF_TYPES, PackedSequences, takes_gqa_flag
+from meshrl.rollout.embedded.kernels import paged_decode, store
+from meshrl.rollout.embedded.scheduler import Piece
+
+NO_WINDOW = 1 << 30
+
+
+class PagedCache:
+    """Pools [layers, blocks, kv_heads, block_size, dim]; the block after the last takes what nobody wants."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, layers: int, kv_heads: int, dim: int, dtype: torch.dtype,
+        device: torch.device,
+    ):  # fmt: skip
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._shape, self._options = (layers, num_blocks + 1, kv_heads, block_size, dim), (dtype, device)
+        self._pools: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def trash(self) -> int:
+        """A slot whose content is never read."""
+        return self.num_blocks * self.block_size
+
+    def of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, [blocks, kv_heads, block_size, dim]."""
+        keys, values = self.pools()
+        return keys[layer], values[layer]
+
+    def pools(self) -> tuple[Tensor, Tensor]:
+        """Both pools, made on first use. Memory that was never written may hold NaN, which no mask takes out: zeros."""
+        if self._pools is None:
+            dtype, device = self._options
+            self._pools = tuple(torch.zeros(self._shape, dtype=dtype, device=device) for _ in range(2))  # type: ignore[assignment]
+        assert self._pools is not None
+        return self._pools
+
+    def copy(self, sources: Seq[int], targets: Seq[int]) -> None:
+        """Copies whole blocks in all layers."""
+        index = torch.tensor([sources, targets]).pin_memory().to(self._options[1], non_blocking=True)
+        for pool in self.pools():
+            pool[:, index[1]] = pool[:, index[0]]
+
+    def drop(self) -> None:
+        """Gives the memory back."""
+        self._pools = None
+
+
+def send(array: np.ndarray, device: torch.device) -> Tensor:
+    """To the device by way of pinned memory, so that the host does not wait."""
+    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
+
+
+class PagedPrefill:
+    """Attention of packed prefill pieces over the blocks of their sequences."""
+
+    def __init__(self, cache: PagedCache, pieces: Seq[Piece], device: torch.device):
+        self.cache = cache
+        self.packed = PackedSequences.of([len(piece.tokens) for piece in pieces], device).ready()
+        self.has_context = any(piece.start for piece in pieces)
+        places = [np.arange(piece.start, piece.end) for piece in pieces]
+        tables = [np.array(piece.sequence.blocks) for piece in pieces]
+        self.positions = send(np.concatenate(places), device)
+        self.slots = send(np.concatenate([self._slots(t, p) for t, p in zip(tables, places, strict=True)]), device)
+        if self.has_context:
+            ends = [piece.end for piece in pieces]
+            whole = [self._slots(t, np.arange(end)) for t, end in zip(tables, ends, strict=True)]
+            self.context = send(np.concatenate(whole), device)
+            self.cu_context = send(np.cumsum([0, *ends], dtype=np.int32), device)
+            self.longest = max(ends)
+            self.pieces = [(len(piece.tokens), piece.end) for piece in pieces]
+
+    def _slots(self, table: np.ndarray, places: np.ndarray) -> np.ndarray:
+        size = self.cache.block_size
+        return table[places // size] * size + places % size
+
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        """See `AttentionContext`."""
+        keys, values = self.cache.of(layer_idx)
+        store(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, self.slots)
+        return self.attend_stored(layer_idx, query, key, value, scaling, sliding_window)
+
+    def attend_stored(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        """The same for keys and values that are in the pools already."""
+        if not self.has_context:
+            return self.packed.attend(layer_idx, query, key, value, scaling, sliding_window)
+        size = self.cache.block_size
+        key, value = (x[self.context // size, :, self.context % size] for x in self.cache.of(layer_idx))
+        if query.dtype not in HALF_TYPES:
+            return self._attend_pieces(query, key, value, scaling, sliding_window)
+        from torch.nn.attention.varlen import varlen_attn
+
+        told = {"enable_gqa": query.shape[1] != key.shape[1]} if takes_gqa_flag() else {}
+        out = varlen_attn(
+            query[0].transpose(0, 1),
+            key,
+            value,
+            self.packed.cu_seqlens,
+            self.cu_context,
+            self.packed.max_length,
+            self.longest,
+            scale=scaling,
+            # Counted from the end of the keys, where the queries are.
+            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            **told,  # type: ignore[arg-type]
+        )
+        assert isinstance(out, Tensor)
+        return out[None]
+
+    def _attend_pieces(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+        """One call a piece, for types that the fast kernels do not take."""
+        outputs, first, begin = [], 0, 0
+        for count, end in self.pieces:
+            at = torch.arange(end - count, end, device=query.device)[:, None]
+            seen = torch.arange(end, device=query.device)[None]
+            mask = seen <= at
+            if window is not None:
+                mask &= seen > at - window
+            out = F.scaled_dot_product_attention(
+                query[:, :, first : first + count],
+                key[begin : begin + end].transpose(0, 1)[None],
+                value[begin : begin + end].transpose(0, 1)[None],
+                attn_mask=mask,
+                scale=scaling,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+            outputs.append(out.transpose(1, 2))
+            first, begin = first + count, begin + end
+        return torch.cat(outputs, 1)
+
+
+class PagedDecode:
+    """Attention of one token a row; reads only tensors that stay where they are, as a recorded graph needs."""
+
+    def __init__(self, cache: PagedCache, table: Tensor, order: Tensor, positions: Tensor, slots: Tensor):
+        self.cache, self.table, self.order, self.positions, self.slots = cache, table, order, positions, slots
+
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        """See `AttentionContext`."""
+        store(key[:, :, 0], value[:, :, 0], *self.cache.of(layer_idx), self.slots)
+        return self.attend_stored(layer_idx, query, key, value, scaling, sliding_window)
+
+    def attend_stored(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        """The same for keys and values that are in the pools already."""
+        keys, values = self.cache.of(layer_idx)
+        out = paged_decode(
+            query[:, :, 0] if query.stride(1) == query.shape[3] else query[:, :, 0].contiguous(),
+            keys,
+            values,
+            self.table,
+            self.order,
+            self.positions,
+            scaling,
+            sliding_window or NO_WINDOW,
+        )
+        return out[:, None]

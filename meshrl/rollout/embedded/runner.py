@@ -1,0 +1,221 @@
+"""Runs the model for the engine: prefill pieces, then one token for every running row, sampled on the spot."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from meshrl.parallel.attention import AttentionContext
+from meshrl.rollout.embedded.adjust import Adjuster
+from meshrl.rollout.embedded.layers import PlainLayers, is_plain
+from meshrl.rollout.embedded.rows import Rows, Sequence
+from meshrl.rollout.embedded.sampler import Sampled, Settings, sample
+from meshrl.rollout.embedded.scheduler import Piece
+from meshrl.rollout.embedded.slots import SlotCache, SlotDecode, SlotPrefill
+from meshrl.rollout.embedded.tensor_parallel import TensorParallel
+
+# Gaps among the rows are closed when they are this share of them.
+REPACK_SHARE = 0.25
+
+
+@dataclass
+class Launch:
+    """Tokens that have been (or are being) sampled: one for each of `sequences`."""
+
+    sequences: list[Sequence]
+    sampled: Sampled
+
+    places: np.ndarray | None = None  # where their tokens are among the sampled ones, if not one after the other
+
+    def wait(self) -> Sampled:
+        """The tokens, on the CPU."""
+        return self.sampled
+
+    def live(self) -> tuple[list[Sequence], np.ndarray | None]:
+        """Those sequences that have not ended since, and where their tokens are."""
+        if all(sequence.row >= 0 for sequence in self.sequences):
+            return self.sequences, self.places
+        kept = [at for at, sequence in enumerate(self.sequences) if sequence.row >= 0]
+        places = np.array(kept) if self.places is None else self.places[kept]
+        return [self.sequences[at] for at in kept], places
+
+
+class Runner(ABC):
+    """Holds keys and values, runs the model and samples. Knows rows, not requests."""
+
+    # How many launches may be under way before the oldest is looked at.
+    lag = 0
+
+    def __init__(
+        self,
+        hf_model: PreTrainedModel,
+        rows: Rows,
+        *,
+        owns_weights: bool,
+        vocabulary: int,
+        parallel: TensorParallel | None = None,
+    ):
+        self.hf_model: Any = hf_model
+        self.rows, self.parallel = rows, parallel
+        self.device = next(hf_model.parameters()).device
+        self.plain = PlainLayers(hf_model, owns_weights, parallel) if is_plain(hf_model) else None
+        self.adjuster = Adjuster(rows, vocabulary, self.device)
+        self._settings: tuple[int, int, Settings, bool] | None = None
+
+    @abstractmethod
+    def load(self, sequence: Sequence, length: int) -> None:
+        """Takes a cached prefix over into the sequence's row."""
+
+    @abstractmethod
+    def store(self, sequence: Sequence, places: Seq[int]) -> None:
+        """Keeps blocks number `places` of a sequence for others to find."""
+
+    @abstractmethod
+    def prefill(self, pieces: Seq[Piece]) -> Launch | None:
+        """Computes pieces of prompts; samples where a prompt is complete, for all samples that wait for it."""
+
+    @abstractmethod
+    def decode(self) -> Launch | None:
+        """Writes the last token of every running row and samples the next; None where no row wants one."""
+
+    @abstractmethod
+    def drop_cache(self) -> None:
+        """Gives the memory of keys and values back."""
+
+    def refresh(self) -> None:
+        """Takes note that weights have changed, perhaps in place."""
+        if self.plain is not None:
+            self.plain.refresh()
+
+    def drop_weights(self) -> None:
+        """Gives the memory of the weights back."""
+        self._shapes = {name: p.shape for name, p in self.hf_model.named_parameters()}
+        for param in self.hf_model.parameters():
+            param.data = param.data.new_empty(0)
+
+    def take_weights(self) -> None:
+        """Takes memory for the weights again; what is in them has to be sent anew."""
+        for name, param in self.hf_model.named_parameters():
+            param.data = param.data.new_zeros(self._shapes[name])
+        if self.plain is not None:
+            self.plain = PlainLayers(self.hf_model, owns_weights=True, parallel=self.parallel)
+
+    def hidden(self, ids: Tensor, positions: Tensor, context: AttentionContext, one_each: bool) -> Tensor:
+        """Last hidden states [tokens, hidden]."""
+        if self.plain is not None:
+            return self.plain(ids, positions, context, one_each)
+        ids, positions = (x[:, None] if one_each else x[None] for x in (ids, positions))
+        out = self.hf_model.base_model(
+            input_ids=ids, position_ids=positions, use_cache=False, attention_context=context
+        )
+        return out.last_hidden_state.flatten(0, 1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the head makes of hidden states."""
+        head = self.hf_model.get_output_embeddings()
+        return head(hidden) if self.parallel is None else self.parallel.logits(hidden, head)
+
+    def settings(self, count: int) -> tuple[Settings, bool]:
+        """The sampling settings of the first `count` rows, and whether any of them wants its logits adjusted."""
+        kept = self._settings
+        if kept is None or kept[0] != self.rows.composition or kept[1] != count:
+            # A gap is sampled like any other row, and thrown away.
+            params = [s.params for s in self.rows.sequences[:count] if s is not None]
+            filler = params[0]
+            how = Settings.of([filler if s is None else s.params for s in self.rows.sequences[:count]], self.device)
+            adjusts = any(s.adjusts for s in self.rows.sequences[:count] if s is not None)
+            kept = self._settings = self.rows.composition, count, how, adjusts
+        return kept[2], kept[3]
+
+
+class SlotRunner(Runner):
+    """On a CPU: contiguous slots, every launch finished when it returns."""
+
+    def __init__(self, hf_model: PreTrainedModel, rows: Rows, cache: SlotCache, **options: Any):
+        super().__init__(hf_model, rows, **options)
+        self.cache = cache
+        self.last = torch.zeros(rows.capacity, dtype=torch.long)
+
+    def load(self, sequence: Sequence, length: int) -> None:
+        self.cache.make_room(sequence.row + 1, length)
+        self.cache.load(sequence.row, sequence.blocks[: length // self.cache.block_size])
+
+    def store(self, sequence: Sequence, places: Seq[int]) -> None:
+        self.cache.store(sequence.row, sequence.blocks, places)
+
+    def prefill(self, pieces: Seq[Piece]) -> Launch | None:
+        rows = max(max(s.row for s in (p.sequence, *p.sequence.followers)) for p in pieces) + 1
+        self.cache.make_room(rows, max(piece.end for piece in pieces))
+        # Neighbours of equal length go through attention together.
+        pieces = sorted(pieces, key=lambda piece: len(piece.tokens))
+        context = SlotPrefill(self.cache, pieces)
+        ids = torch.from_numpy(np.concatenate([piece.tokens for piece in pieces]))
+        hidden = self.hidden(ids, context.positions, context, one_each=False)
+        ends = np.cumsum([len(piece.tokens) for piece in pieces]) - 1
+        groups = [(end, piece.sequence) for end, piece in zip(ends, pieces, strict=True) if piece.is_last]
+        if not groups:
+            return None
+        sequences = [s for _, leader in groups for s in (leader, *leader.followers)]
+        logits = self.logits(hidden[torch.tensor([end for end, _ in groups])])
+        sizes = torch.tensor([1 + len(leader.followers) for _, leader in groups])
+        if len(sequences) > len(groups):
+            logits = logits.repeat_interleave(sizes, 0)
+        for sequence in sequences:
+            self.adjuster.enter(sequence)
+        index = np.array([s.row for s in sequences])
+        how = Settings.of([s.params for s in sequences])
+        adjusted = self.adjuster.adjust(logits, index) if any(s.adjusts for s in sequences) else None
+        launch = self._sampled(sequences, logits, how, index, adjusted)
+        self.rows.launched[index] += 1
+        return launch
+
+    def decode(self) -> Launch:
+        rows = self.rows
+        self._close_gaps()
+        count = rows.end
+        context = SlotDecode(self.cache, rows, count)
+        self.cache.make_room(count, context.width)
+        hidden = self.hidden(self.last[:count], context.positions, context, one_each=True)
+        rows.length[:count] += rows.alive[:count]
+        logits = self.logits(hidden)
+        how, adjusts = self.settings(count)
+        index = np.arange(count)
+        adjusted = self.adjuster.adjust(logits, index) if adjusts else None
+        alive = rows.alive[:count].nonzero()[0]
+        sequences = [rows.sequences[row] for row in alive.tolist()]
+        launch = self._sampled(sequences, logits, how, index, adjusted)
+        rows.launched[:count] += rows.alive[:count]
+        launch.places = alive if len(alive) < count else None
+        return launch
+
+    def _sampled(
+        self, sequences: Any, logits: Tensor, how: Settings, index: np.ndarray, adjusted: Tensor | None
+    ) -> Launch:
+        seeds, steps = (torch.from_numpy(x[index]) for x in (self.rows.seed, self.rows.launched))
+        sampled = sample(logits, how, seeds, steps, adjusted)
+        places = torch.from_numpy(index)
+        self.last[places] = sampled.tokens
+        self.adjuster.note(places, sampled.tokens)
+        return Launch(sequences, sampled)
+
+    def _close_gaps(self) -> None:
+        end = self.rows.end
+        if int(self.rows.alive.sum()) > (1 - REPACK_SHARE) * end:
+            return
+        moves = self.rows.gaps()
+        if moves:
+            self.cache.move(moves, int(self.rows.length[[source for source, _ in moves]].max()))
+            for source, target in moves:
+                self.rows.move(source, target)
+                self.last[target] = self.last[source]
+                self.adjuster.move(source, target)
+
+    def drop_cache(self) -> None:
+        self.cache = SlotCache(self.cache.num_blocks, self.cache.block_size, self.cache.max_length)

@@ -1,0 +1,99 @@
+"""One rollout over several ranks: each holds a slice of every matrix and of the cache, and computes the same tokens.
+
+Queries, keys, values, gate and up are cut by rows (whole heads), the products after them by columns and added up over
+the ranks, the head by rows of the vocabulary. All ranks must get the same requests in the same order: what they
+schedule and draw is then the same, since nothing in it depends on time or chance.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from meshrl.rollout.embedded.layers import is_plain
+
+
+class TensorParallel:
+    """Which part of each weight this rank holds, and how the ranks' results come together."""
+
+    def __init__(self, hf_model: PreTrainedModel, group: dist.ProcessGroup):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        config: Any = hf_model.config
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.inner, self.vocabulary = config.intermediate_size, config.vocab_size
+        self._check(hf_model)
+        self.is_tied = hf_model.get_output_embeddings().weight is hf_model.get_input_embeddings().weight
+        self.shapes = {name: p.shape for name, p in hf_model.named_parameters()}
+
+    def _check(self, hf_model: PreTrainedModel) -> None:
+        if not is_plain(hf_model):
+            raise ValueError(f"{type(hf_model).__name__} cannot be split over ranks: use a tensor-parallel size of 1")
+        for name, count in (("attention heads", self.heads), ("inner width", self.inner)):
+            if count % self.size:
+                raise ValueError(f"{name} ({count}) must be divisible by the tensor-parallel size ({self.size})")
+        if max(self.kv_heads, self.size) % min(self.kv_heads, self.size):
+            raise ValueError(
+                f"key-value heads ({self.kv_heads}) and the tensor-parallel size ({self.size}) must divide one another"
+            )
+
+    @property
+    def local_kv_heads(self) -> int:
+        """Key heads of this rank; with more ranks than key heads several ranks hold the same one."""
+        return max(self.kv_heads // self.size, 1)
+
+    @property
+    def stretch(self) -> int:
+        """Rows of the head that a rank holds (the last one fewer)."""
+        return -(-self.vocabulary // self.size)
+
+    def part(self, name: str, value: Tensor) -> Tensor:
+        """This rank's part of a whole weight."""
+        kind = name.split(".")[-2]
+        if kind in ("k_proj", "v_proj"):
+            rows = len(value) // self.kv_heads
+            first = self.rank * self.kv_heads // self.size
+            return value[first * rows : (first + self.local_kv_heads) * rows]
+        if kind in ("q_proj", "gate_proj", "up_proj"):
+            return value.chunk(self.size, 0)[self.rank]
+        if kind in ("o_proj", "down_proj") and name.endswith("weight"):
+            return value.chunk(self.size, 1)[self.rank]
+        if kind == "lm_head":
+            return value[self.rank * self.stretch : (self.rank + 1) * self.stretch]
+        if kind in ("o_proj", "down_proj"):
+            return value / self.size  # added up over the ranks
+        return value
+
+    @torch.no_grad()
+    def shard(self, hf_model: PreTrainedModel) -> None:
+        """Replaces every weight by this rank's part."""
+        for name, param in hf_model.named_parameters():
+            param.data = self.part(name, param.data).clone()
+
+    def add(self, x: Tensor) -> Tensor:
+        """Adds the ranks' results up, in place."""
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def logits(self, hidden: Tensor, head: torch.nn.Linear) -> Tensor:
+        """Logits of the whole vocabulary, on every rank."""
+        weight: Tensor = head.weight
+        bias: Tensor | None = head.bias
+        if self.is_tied:
+            rows = slice(self.rank * self.stretch, (self.rank + 1) * self.stretch)
+            weight, bias = weight[rows], None if bias is None else bias[rows]
+        mine = F.linear(hidden, weight, bias)
+        mine = F.pad(mine, (0, self.stretch - mine.shape[-1])).contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine, group=self.group)
+        return torch.cat(parts, -1)[:, : self.vocabulary]
+
+    def least(self, number: int, device: torch.device) -> int:
+        """The smallest of the ranks' numbers."""
+        found = torch.tensor(number, device=device)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
+        return int(found)

@@ -1,0 +1,277 @@
+"""The reference rollout: transformers' own `generate`, slow and plain, to check the log-probs of others against.
+
+A step is one call of `generate` over the running answers, padded on the left, for a few tokens. Nothing is kept
+between calls, so that no cache can outlive an update. The tokens are chosen inside the call by a logits processor,
+since every answer has sampling parameters and a random generator of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from meshrl.rollout.admission import NO_WEIGHTS, known_tags, refusal, room
+from meshrl.rollout.base import TAGS
+from meshrl.rollout.embedded.sampler import derived_seed
+from meshrl.rollout.requests import Chunk, Request
+from meshrl.rollout.stepping import SteppingRollout
+from meshrl.rollout.weight_stream import checked
+
+
+@dataclass
+class Answer:
+    """One answer on its way, and what the last step added to it."""
+
+    request: Request
+    index: int
+    limit: int
+    generator: torch.Generator
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[dict[int, float]] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def take(self, logits: Tensor, tokenizer: Tokenizer | None) -> int:
+        """Chooses the next token from the model's logits [vocabulary] and notes whether it is the last."""
+        token, log_probs = choose(self, logits)
+        self.token_ids.append(token)
+        self.log_probs.append(float(log_probs[token]))
+        params = self.request.params
+        if params.top_log_probs:
+            best = log_probs.topk(min(params.top_log_probs, len(log_probs)))
+            self.top_log_probs.append(dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+        if token in params.stop_token_ids or self._has_stop_string(tokenizer):
+            self.finish_reason = "stop"
+        elif len(self.token_ids) == self.limit:
+            self.finish_reason = "length"
+        return token
+
+    def _has_stop_string(self, tokenizer: Tokenizer | None) -> bool:
+        params = self.request.params
+        if not params.stop or tokenizer is None or len(self.token_ids) < params.min_tokens:
+            return False
+        text = str(tokenizer.decode(self.token_ids))
+        return any(stop in text for stop in params.stop)
+
+    def chunk(self, start: int, version: int, finish_reason: str | None) -> Chunk:
+        """The tokens from `start` on; with `finish_reason` the answer's last ones."""
+        tops = self.top_log_probs[start:] if self.request.params.top_log_probs else None
+        tokens = self.token_ids[start:]
+        return Chunk(
+            self.request.request_id,
+            self.index,
+            tokens,
+            self.log_probs[start:],
+            [version] * len(tokens),
+            finish_reason,
+            None,
+            tops,
+        )
+
+
+def choose(answer: Answer, logits: Tensor) -> tuple[int, Tensor]:
+    """A token, and the model's own log-probs [vocabulary] at the temperature: nothing else is in them."""
+    params = answer.request.params
+    ids: Any = torch.tensor([[*answer.request.prompt_token_ids, *answer.token_ids]], device=logits.device)
+    scores: Any = logits.float()[None].clone()
+    temperature = params.temperature or 1.0
+    log_probs = (scores[0] / temperature).log_softmax(-1)
+    if params.repetition_penalty != 1:
+        scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
+    for token, bias in params.logit_bias.items():
+        scores[0, token] += bias
+    if len(answer.token_ids) < params.min_tokens:
+        scores[0, list(params.stop_token_ids)] = -torch.inf
+    if params.temperature == 0:
+        return int(scores.argmax()), log_probs
+    scores = scores / temperature
+    if params.top_k > 0:
+        scores = TopKLogitsWarper(params.top_k)(ids, scores)
+    if params.top_p < 1:
+        scores = TopPLogitsWarper(params.top_p)(ids, scores)
+    if params.min_p > 0:
+        scores = MinPLogitsWarper(params.min_p)(ids, scores)
+    # Drawn on the CPU, so that the seed alone decides on every device.
+    return int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=answer.generator)), log_probs
+
+
+class _Chooser(LogitsProcessor):
+    """Leaves `generate` a single token for each row: the one that the row's answer chose."""
+
+    def __init__(self, answers: Sequence[Answer], tokenizer: Tokenizer | None, pad_token_id: int):
+        self.answers, self.tokenizer, self.pad_token_id = answers, tokenizer, pad_token_id
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        tokens = [
+            self.pad_token_id if answer.finish_reason else answer.take(row, self.tokenizer)
+            for answer, row in zip(self.answers, scores, strict=True)
+        ]
+        forced = torch.full_like(scores, -torch.inf)
+        forced[torch.arange(len(tokens)), tokens] = 0.0
+        return forced  # type: ignore[return-value]
+
+
+class _Ended(StoppingCriteria):
+    def __init__(self, answers: Sequence[Answer]):
+        self.answers = answers
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: object) -> torch.BoolTensor:
+        ended = [answer.finish_reason is not None for answer in self.answers]
+        return torch.tensor(ended, device=input_ids.device)  # type: ignore[return-value]
+
+
+class HFRollout(SteppingRollout):
+    """Generation by a Hugging Face module that is either shared with the trainer or a replica of its own.
+
+    The module must run with one of transformers' own attention functions. `stride` is the number of tokens of a step.
+    """
+
+    def __init__(
+        self,
+        hf_model: PreTrainedModel,
+        *,
+        pad_token_id: int,
+        tokenizer: Tokenizer | None = None,
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
+        stride: int = 16,
+        shares_weights: bool = False,
+    ):
+        super().__init__()
+        self.hf_model, self.pad_token_id, self.tokenizer = hf_model, pad_token_id, tokenizer
+        self.max_num_seqs, self.stride, self.shares_weights = max_num_seqs, stride, shares_weights
+        self.vocabulary = int(hf_model.config.vocab_size)
+        own = int(hf_model.config.max_position_embeddings)
+        self.context = min(max_model_len or own, own)
+        self.version = -1
+        self._answers: dict[tuple[str, int], Answer] = {}
+        self._released: set[str] = set()
+        self._lacks_weights = False
+        self._tokens = 0
+
+    def add(self, request: Request) -> str | None:
+        if self.version < 0:
+            return NO_WEIGHTS
+        problem = refusal(request, self.vocabulary, self.context)
+        if problem is None and request.params.stop and self.tokenizer is None:
+            problem = "stop strings need a tokenizer: this rollout was built without one"
+        if problem is None:
+            for index in range(request.params.n):
+                generator = torch.Generator().manual_seed(derived_seed(request.seed, index))
+                answer = Answer(request, index, room(request, self.context), generator)
+                self._answers[request.request_id, index] = answer
+        return problem
+
+    @torch.no_grad()
+    def step(self) -> list[Chunk]:
+        answers = list(self._answers.values())[: self.max_num_seqs]
+        before = [len(answer.token_ids) for answer in answers]
+        self._generate(answers)
+        self._tokens += sum(len(answer.token_ids) for answer in answers) - sum(before)
+        chunks = []
+        for answer, start in zip(answers, before, strict=True):
+            chunks.append(answer.chunk(start, self.version, answer.finish_reason))
+            key = (answer.request.request_id, answer.index)
+            del self._answers[key]
+            if answer.finish_reason is None:
+                self._answers[key] = answer  # behind those that have waited
+        return chunks
+
+    def _generate(self, answers: Sequence[Answer]) -> None:
+        device = self.hf_model.device
+        rows = [[*answer.request.prompt_token_ids, *answer.token_ids] for answer in answers]
+        width = max(map(len, rows))
+        input_ids = torch.tensor([[self.pad_token_id] * (width - len(row)) + row for row in rows], device=device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+        steps = min(self.stride, max(answer.limit - len(answer.token_ids) for answer in answers))
+        with _evaluating(self.hf_model):
+            self.hf_model.generate(  # type: ignore[operator]
+                input_ids,
+                attention_mask=mask,
+                generation_config=GenerationConfig(
+                    max_new_tokens=steps, do_sample=False, pad_token_id=self.pad_token_id
+                ),
+                logits_processor=LogitsProcessorList([_Chooser(answers, self.tokenizer, self.pad_token_id)]),
+                stopping_criteria=StoppingCriteriaList([_Ended(answers)]),
+            )
+
+    def has_work(self) -> bool:
+        return bool(self._answers)
+
+    def is_suspended(self) -> bool:
+        return bool(self._released) or self._lacks_weights
+
+    def drop(self, request_ids: Sequence[str] | None) -> list[Chunk]:
+        wanted = [key for key in self._answers if request_ids is None or key[0] in request_ids]
+        answers = [self._answers.pop(key) for key in wanted]
+        return [answer.chunk(len(answer.token_ids), self.version, "abort") for answer in answers]
+
+    @torch.no_grad()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        with self.lock:
+            if "weights" in self._released:
+                raise RuntimeError("the rollout has released its weights: resume(['weights']) before an update")
+            if not self.shares_weights:
+                own = dict(self.hf_model.named_parameters())
+                self._lacks_weights = True  # until all of them are in
+                for name, value in checked(weights, {name: param.shape for name, param in own.items()}):
+                    own[name].copy_(value)
+            self.version, self._lacks_weights = version, False
+            self._work.notify_all()
+
+    def release(self, tags: Sequence[str] = TAGS) -> None:
+        with self.lock:
+            self._released |= known_tags(tags)
+            if "weights" in tags and not self.shares_weights:
+                for param in self.hf_model.parameters():
+                    param.data = param.data.new_empty(0, *param.shape).detach()
+                self._lacks_weights = True
+
+    def take_back(self, tags: Sequence[str]) -> None:
+        with self.lock:
+            if "weights" in known_tags(tags) & self._released and not self.shares_weights:
+                for param in self.hf_model.parameters():
+                    param.data = param.data.new_zeros(param.shape[1:])
+            self._released -= set(tags)
+            self._work.notify_all()
+
+    def stats(self) -> dict[str, float]:
+        with self.lock:
+            running = min(len(self._answers), self.max_num_seqs)
+            return {
+                "running": float(running),
+                "waiting": float(len(self._answers) - running),
+                "generated_tokens": float(self._tokens),
+                "version": float(self.version),
+            }
+
+
+@contextmanager
+def _evaluating(hf_model: PreTrainedModel) -> Iterator[None]:
+    """Inside, no dropout, and none of the model's own habits of generating (an end token, penalties)."""
+    training, habits = hf_model.training, hf_model.generation_config
+    hf_model.eval()
+    hf_model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        hf_model.generation_config = habits
+        hf_model.train(training)

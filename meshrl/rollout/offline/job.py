@@ -1,0 +1,193 @@
+"""`meshrl generate`: the answers to a file of prompts, written row by row so that a killed run can go on.
+
+A few lanes each give the rollout a group of rows and wait for all of it; while one group's last answers are still on
+their way, the other lanes keep the engine full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshrl.data.files import Row, read_rows
+from meshrl.data.prompts import encode_prompt
+from meshrl.rollout.base import Rollout
+from meshrl.rollout.offline.answers_file import check_output, write_output
+from meshrl.rollout.offline.journal import Journal, Result
+from meshrl.rollout.offline.progress import Progress
+from meshrl.rollout.opened import EngineOptions, Opened, open_rollout
+from meshrl.rollout.requests import Completion, Request, SamplingParams
+from meshrl.rollout.seeds import sample_seeds
+from meshrl.rollout.text import answer_text
+
+LANES = 4
+POLL_SECONDS = 0.5
+# Beside training and validation: these samples are of neither.
+OFFLINE = 2
+Group = list[tuple[int, Request]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to generate, from where to where."""
+
+    model: str
+    prompts: Path
+    out: Path
+    params: SamplingParams
+    prompt_key: str = "prompt"
+    seed: int = 0
+    token_ids: bool = False
+    restart: bool = False
+
+    @staticmethod
+    def from_arguments(arguments: argparse.Namespace, params: SamplingParams) -> Job:
+        """The job of a command line."""
+        return Job(
+            model=arguments.model,
+            prompts=Path(arguments.prompts),
+            out=Path(arguments.out),
+            params=params,
+            prompt_key=arguments.prompt_key,
+            seed=arguments.seed,
+            token_ids=arguments.token_ids,
+            restart=arguments.restart,
+        )
+
+    def fingerprint(self, rows: Sequence[Row]) -> str:
+        """Equal for jobs whose answers are equal."""
+        digest = hashlib.sha256()
+        for row in rows:
+            digest.update(json.dumps(row.get(self.prompt_key), default=repr).encode() + b"\n")
+        asked = [str(Path(self.model).resolve()), asdict(self.params), self.seed, self.token_ids, digest.hexdigest()]
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+
+
+def generate(job: Job, options: EngineOptions, console: Console | None = None) -> str:
+    """Answers every row of the job and returns a line about it. Rows that cannot be answered say why."""
+    rows = _read(job)
+    if job.seed < 0:
+        raise ValueError(f"seed must be 0 or more, got {job.seed}")
+    partial = job.out.with_name(job.out.name + ".partial")
+    if job.restart:
+        partial.unlink(missing_ok=True)
+    with Journal(partial, job.fingerprint(rows)) as journal:
+        earlier = len(journal.results)
+        started = time.perf_counter()
+        tokens = 0
+        if earlier < len(rows):
+            opened = open_rollout(job.model, options)
+            try:
+                with Progress(len(rows), earlier, console or Console(stderr=True)) as progress:
+                    run = _Run(replace(job, params=_with_ends(job.params, opened)), rows, opened, options.max_num_seqs)
+                    run.answer(journal, progress)
+                    tokens = progress.tokens
+            finally:
+                opened.rollout.close()
+        write_output(job.out, job.prompts, rows, [journal.results[number] for number in range(len(rows))])
+        journal.remove()
+    failed = sum(result["error"] is not None for result in journal.results.values())
+    seconds = time.perf_counter() - started
+    return (
+        f"wrote {len(rows)} rows to {job.out}: {earlier} were there already, {failed} failed; "
+        f"{tokens} tokens in {seconds:.1f} s"
+    )
+
+
+def _read(job: Job) -> list[Row]:
+    rows = read_rows([str(job.prompts)])
+    if all(row.get(job.prompt_key) is None for row in rows):
+        columns = ", ".join(map(str, rows[0])) or "nothing"
+        raise ValueError(f"no row of '{job.prompts}' has a '{job.prompt_key}': name the column (it has: {columns})")
+    check_output(job.out, rows, job.token_ids, job.restart)
+    return rows
+
+
+def _with_ends(params: SamplingParams, opened: Opened) -> SamplingParams:
+    return replace(params, stop_token_ids=opened.stop_token_ids)
+
+
+class _Run:
+    """The rows of a job on their way through a rollout."""
+
+    def __init__(self, job: Job, rows: Sequence[Row], opened: Opened, max_num_seqs: int):
+        self.job, self.rows, self.opened = job, rows, opened
+        self.rollout: Rollout = opened.rollout
+        # So large that all lanes but one keep the engine full.
+        self.group_size = max(1, max_num_seqs // (LANES - 1) // job.params.n)
+        self._seeds = sample_seeds(job.seed, OFFLINE, 0, len(rows)).tolist()
+
+    def answer(self, journal: Journal, progress: Progress) -> None:
+        """Answers every row that the journal does not have."""
+        groups = self._groups(journal)
+        running: dict[Future[list[Completion]], Group] = {}
+        with ThreadPoolExecutor(LANES, "lane") as lanes:
+            try:
+                while True:
+                    while len(running) < LANES and (group := next(groups, None)) is not None:
+                        running[lanes.submit(self.rollout.complete, [request for _, request in group])] = group
+                    if not running:
+                        return
+                    done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        journal.add(self._results(running.pop(future), future.result()))
+                    self._show(journal, progress)
+            except BaseException:
+                self.rollout.abort()  # or the lanes would go on to the end
+                raise
+
+    def _groups(self, journal: Journal) -> Iterator[Group]:
+        """Rows still to be answered, as requests; those that cannot become one are entered as failed."""
+        group: Group = []
+        for number, row in enumerate(self.rows):
+            if number in journal.results:
+                continue
+            try:
+                prompt = self._encode(row, number)
+            except (ValueError, TypeError) as error:
+                journal.add([(number, self._result([], str(error)))])
+                continue
+            group.append((number, Request(f"row-{number}", prompt, self.job.params, self._seeds[number])))
+            if len(group) == self.group_size:
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def _encode(self, row: Row, number: int) -> tuple[int, ...]:
+        prompt = row.get(self.job.prompt_key)
+        if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+            return tuple(prompt)
+        return tuple(encode_prompt(self.opened.tokenizer, prompt, number).tolist())
+
+    def _results(self, group: Group, answers: Sequence[Completion]) -> Iterator[tuple[int, Result]]:
+        n = self.job.params.n
+        for place, (number, _) in enumerate(group):
+            own = answers[place * n : (place + 1) * n]
+            problem = next((answer.error for answer in own if answer.finish_reason == "error"), None)
+            yield number, self._result([] if problem is not None else own, problem)
+
+    def _result(self, answers: Sequence[Completion], error: str | None) -> Result:
+        params, tokenizer = self.job.params, self.opened.tokenizer
+        result: dict[str, Any] = {
+            "responses": [answer_text(tokenizer, params, a.token_ids, a.finish_reason or "") for a in answers],
+            "finish_reasons": [answer.finish_reason for answer in answers],
+            "error": error,
+        }
+        if self.job.token_ids:
+            result["response_token_ids"] = [answer.token_ids for answer in answers]
+            result["response_log_probs"] = [answer.log_probs for answer in answers]
+        return result
+
+    def _show(self, journal: Journal, progress: Progress) -> None:
+        failed = sum(result["error"] is not None for result in journal.results.values())
+        progress.show(len(journal.results), failed, int(self.rollout.stats().get("generated_tokens", 0)))

@@ -1,0 +1,149 @@
+"""A rollout made from a model folder alone, for serving and for offline generation: no trainer sends the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import ROLLOUTS, EngineKwargs, RolloutConfig
+from meshrl.models.loading import load_model, load_model_config, load_tokenizer, stop_token_ids, torch_dtype
+from meshrl.rollout.base import Rollout
+from meshrl.rollout.build import build_rollout
+
+# The attention function of a model that only lends its weights.
+PLAIN_ATTENTION = "sdpa"
+# The engines that have arguments of their own.
+EXTERNAL = ("vllm", "sglang")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Which engine, and how large. `dtype` auto: float32 on a CPU, the model's own on a GPU.
+
+    `arguments` are vLLM's or SGLang's own.
+    """
+
+    engine: str = "embedded"
+    dtype: str = "auto"
+    device: str = "auto"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.5
+    trust_remote_code: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A rollout with the folder's weights as version 0, and what its callers need to know of the model."""
+
+    rollout: Rollout
+    tokenizer: Tokenizer
+    path: Path
+    dtype: torch.dtype
+    vocabulary: int
+    context: int
+    stop_token_ids: tuple[int, ...]
+    trust_remote_code: bool = False
+
+
+def open_rollout(path: str | Path, options: EngineOptions) -> Opened:
+    """Loads the folder at `path` into an engine; raises ValueError or OSError for what the caller got wrong."""
+    device = _check(options)
+    config = load_model_config(path, trust_remote_code=options.trust_remote_code)
+    text = config.get_text_config()
+    length = getattr(text, "max_position_embeddings", None)
+    if options.max_model_len is not None and length is not None and options.max_model_len > length:
+        raise ValueError(f"max_model_len is {options.max_model_len}, but the model's context has {length} tokens")
+    dtype = _dtype(options.dtype, device, config)
+    tokenizer = load_tokenizer(path, options.trust_remote_code)
+    rollout = _build(path, options, device, dtype)
+    context = getattr(rollout, "max_model_len", None) or options.max_model_len or length
+    if context is None:
+        raise ValueError(f"the model at '{path}' does not say how long its context is: set max_model_len")
+    return Opened(
+        rollout=rollout,
+        tokenizer=tokenizer,
+        path=Path(path),
+        dtype=dtype,
+        vocabulary=int(text.vocab_size),
+        context=int(context),
+        stop_token_ids=tuple(stop_token_ids(path, tokenizer)),
+        trust_remote_code=options.trust_remote_code,
+    )
+
+
+def _check(options: EngineOptions) -> torch.device:
+    if options.engine not in ROLLOUTS:
+        raise ValueError(f"unknown engine '{options.engine}': use one of {', '.join(ROLLOUTS)}")
+    if options.arguments and options.engine not in EXTERNAL:
+        raise ValueError(
+            f"engine argument '{next(iter(options.arguments))}': the {options.engine} engine takes none, "
+            f"only {' and '.join(EXTERNAL)} do"
+        )
+    if not 0 < options.gpu_memory_utilization <= 1:
+        raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {options.gpu_memory_utilization}")
+    return _device(options.device)
+
+
+def _build(path: str | Path, options: EngineOptions, device: torch.device, dtype: torch.dtype) -> Rollout:
+    """The engine, with the folder's weights sent to it as a trainer would."""
+    # A tokenizer of the engine's own: it is used in another thread than the caller's.
+    tokenizer = load_tokenizer(path, options.trust_remote_code)
+    hf_model = load_model(path, PLAIN_ATTENTION, dtype=dtype, trust_remote_code=options.trust_remote_code)
+    config = RolloutConfig(
+        name=options.engine,
+        dtype=str(dtype).removeprefix("torch."),
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=options.max_model_len,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        engine_kwargs=EngineKwargs(**({options.engine: options.arguments} if options.arguments else {})),
+    )
+    model = ModelConfig(path=str(path), trust_remote_code=options.trust_remote_code)
+    rollout = build_rollout(config, model, hf_model, tokenizer, device=device, can_share=False)
+    try:
+        rollout.update_weights(hf_model.named_parameters(), 0)
+    except BaseException:
+        rollout.close()
+        raise
+    return rollout
+
+
+def folder_weights(path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> dict[str, Tensor]:
+    """The weights of a model folder by Hugging Face name, on the CPU."""
+    hf_model = load_model(path, PLAIN_ATTENTION, dtype=dtype, trust_remote_code=trust_remote_code)
+    return {name: parameter.detach() for name, parameter in hf_model.named_parameters()}
+
+
+def tied_names(config: PretrainedConfig) -> set[str]:
+    """Names under which a model's file may hold what is another parameter or no parameter: they can be left out."""
+    with torch.device("meta"):
+        hf_model = AutoModelForCausalLM.from_config(config)
+    hf_model.tie_weights()
+    return set(hf_model.state_dict()) - {name for name, _ in hf_model.named_parameters()}
+
+
+def _device(name: str) -> torch.device:
+    if name != "auto":
+        try:
+            return torch.device(name)
+        except RuntimeError as error:
+            raise ValueError(f"unknown device '{name}': use auto, cpu or cuda") from error
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _dtype(name: str, device: torch.device, config: PretrainedConfig) -> torch.dtype:
+    if name != "auto":
+        return torch_dtype(name)
+    if device.type == "cpu":
+        return torch.float32
+    return getattr(config.get_text_config(), "dtype", None) or torch.bfloat16

@@ -1,0 +1,334 @@
+"""A rollout whose engine lives elsewhere: one event loop in a thread of its own talks to it, whatever it is.
+
+Requests wait here while the rollout is paused, has released memory or lacks weights; a weight update pauses the engine,
+streams the buckets, drops the caches and lets the running answers go on under the new version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from meshrl.rollout.admission import NO_WEIGHTS, known_tags
+from meshrl.rollout.base import PAUSE_MODES, TAGS, Rollout
+from meshrl.rollout.remote.client import EngineClient, Piece
+from meshrl.rollout.requests import Chunk, Completion, Request, gather
+from meshrl.rollout.weight_stream import buckets, checked
+
+T = TypeVar("T")
+Deliver = Callable[[Chunk], None]
+POLL_SECONDS = 1.0
+# How long an aborted answer may take to end by itself, and the engine to close.
+ABORT_SECONDS = 2.0
+CLOSE_SECONDS = 30.0
+
+
+class RemoteRollout(Rollout):
+    """The `Rollout` of an `EngineClient`. `deadline` bounds every single call to the engine, in seconds."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        *,
+        pad_token_id: int,
+        bucket_bytes: int = 512 << 20,
+        max_concurrency: int = 256,
+        deadline: float = 600.0,
+    ):
+        self.client, self.pad_token_id, self.bucket_bytes, self.deadline = client, pad_token_id, bucket_bytes, deadline
+        self.version = -1
+        self._answers: dict[tuple[str, int], _Answer] = {}
+        self._paused = self._lacks_weights = self._closed = False
+        self._released: set[str] = set()
+        self._tokens = self._relabelled = 0
+        self._one_at_a_time = threading.RLock()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="remote-rollout", daemon=True)
+        self._thread.start()
+        self._slots = asyncio.Semaphore(max_concurrency)
+        self._open = asyncio.Event()
+        self._open.set()
+        try:
+            self._call(client.start(), deadline=client.start_seconds + CLOSE_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+
+    def _call(self, work: Coroutine[Any, Any, T], deadline: float | None = None) -> T:
+        """Runs a coroutine on the loop and waits for it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        limit = deadline or self.deadline
+        try:
+            return future.result(limit)
+        except TimeoutError as error:
+            if future.done():
+                raise  # the engine's own words
+            future.cancel()
+            raise TimeoutError(f"the rollout's engine did not answer within {limit:.0f} s") from error
+
+    # Requests
+
+    def complete(self, requests: Sequence[Request]) -> list[Completion]:
+        names = [request.request_id for request in requests]
+        final: dict[tuple[str, int], list[int]] = {}
+        chunks: list[Chunk] = []
+        try:
+            self._call(self._submit(requests, chunks.append))
+            futures = [asyncio.run_coroutine_threadsafe(self._ended(name, final), self._loop) for name in names]
+            for future in futures:
+                self._wait_for(future)
+        finally:
+            self.abort(names)
+        answers = gather(requests, chunks)
+        for answer in answers:
+            answer.versions = final.get((answer.request_id, answer.index), answer.versions)
+        return answers
+
+    def _wait_for(self, future: Future[None]) -> None:
+        # No deadline: a pause may last. The engine's own failures end every answer.
+        while True:
+            try:
+                return future.result(POLL_SECONDS)
+            except TimeoutError:
+                if self._closed:
+                    raise RuntimeError("the rollout was closed while requests were running") from None
+
+    async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Chunk] = asyncio.Queue()
+        unfinished = sum(request.params.n for request in requests)
+
+        def deliver(chunk: Chunk) -> None:
+            loop.call_soon_threadsafe(queue.put_nowait, chunk)
+
+        submitted = asyncio.run_coroutine_threadsafe(self._submit(requests, deliver), self._loop)
+        try:
+            await asyncio.wrap_future(submitted)
+            while unfinished:
+                try:
+                    chunk = await asyncio.wait_for(queue.get(), POLL_SECONDS)
+                except TimeoutError:
+                    if self._closed:
+                        raise RuntimeError("the rollout was closed while requests were running") from None
+                    continue
+                unfinished -= chunk.finish_reason is not None
+                yield chunk
+        finally:
+            if unfinished and submitted.done() and submitted.exception() is None:
+                await asyncio.to_thread(self.abort, [request.request_id for request in requests])
+
+    async def _submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
+        names = [request.request_id for request in requests]
+        running = {name for name, _ in self._answers}
+        taken = next((name for i, name in enumerate(names) if name in running or name in names[:i]), None)
+        if taken is not None:
+            raise ValueError(f"request id '{taken}' is already running: every request needs an id of its own")
+        for request in requests:
+            problem = NO_WEIGHTS if self.version < 0 else self.client.refusal(request)
+            for index in range(request.params.n):
+                if problem is not None:
+                    deliver(Chunk(request.request_id, index, [], [], [], "error", problem))
+                    continue
+                answer = _Answer(self, request, index, deliver)
+                self._answers[request.request_id, index] = answer
+                answer.task = asyncio.create_task(answer.run())
+
+    async def _ended(self, name: str, final: dict[tuple[str, int], list[int]]) -> None:
+        """Waits for all answers of a request and notes the versions that the engine gave in the end."""
+        answers = [answer for (other, _), answer in self._answers.items() if other == name]
+        await asyncio.gather(*(answer.task for answer in answers if answer.task is not None))
+        for answer in answers:
+            if answer.versions is not None:
+                final[name, answer.index] = answer.versions
+
+    def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        self._call(self._abort(request_ids))
+
+    async def _abort(self, request_ids: Sequence[str] | None) -> None:
+        wanted = [a for (name, _), a in self._answers.items() if request_ids is None or name in request_ids]
+        if not wanted:
+            return
+        for answer in wanted:
+            answer.aborted = True
+            if not answer.sent and answer.task is not None:
+                answer.task.cancel()
+        sent = [answer for answer in wanted if answer.sent]
+        if sent:
+            await self.client.abort([answer.name for answer in sent])
+        tasks = [answer.task for answer in wanted if answer.task is not None]
+        _, late = await asyncio.wait(tasks, timeout=ABORT_SECONDS)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)
+
+    # Pauses
+
+    def pause(self, mode: str = "keep") -> None:
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"unknown pause mode '{mode}': use one of {', '.join(PAUSE_MODES)}")
+        with self._one_at_a_time:
+            if mode == "abort":
+                self._paused = True
+                self._call(self._gate())
+                self.abort()
+            elif mode == "wait":
+                self._wait_for(asyncio.run_coroutine_threadsafe(self._drain(), self._loop))
+            self._paused = True
+            self._call(self._gate())
+
+    async def _drain(self) -> None:
+        """Holds new requests back and waits for those that run."""
+        self._open.clear()
+        running = [answer.task for answer in self._answers.values() if answer.sent and answer.task is not None]
+        if running:
+            await asyncio.wait(running)
+
+    async def _gate(self) -> None:
+        """Opens or closes the way for requests, here and in the engine, as the present state demands."""
+        shut = self._paused or self._lacks_weights or bool(self._released)
+        if shut and (self._open.is_set() or not self._engine_paused):
+            self._open.clear()
+            await self.client.pause()
+            self._engine_paused = True
+        elif not shut:
+            if self._engine_paused:
+                await self.client.resume()
+                self._engine_paused = False
+            self._open.set()
+
+    _engine_paused = False
+
+    def resume(self, tags: Sequence[str] | None = None) -> None:
+        with self._one_at_a_time:
+            if tags is None:
+                self._paused = False
+            else:
+                wanted = known_tags(tags) & self._released
+                if wanted:
+                    self._call(self.client.take_back(sorted(wanted)))
+                self._released -= wanted
+            self._call(self._gate())
+
+    def release(self, tags: Sequence[str] = TAGS) -> None:
+        with self._one_at_a_time:
+            given = known_tags(tags) - self._released
+            if not given:
+                return
+            self._released |= given
+            self._lacks_weights |= "weights" in given
+            self._call(self._gate())
+            self._call(self.client.flush())
+            self._call(self.client.release(sorted(given)))
+
+    # Weights
+
+    @torch.no_grad()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        with self._one_at_a_time:
+            if "weights" in self._released:
+                raise RuntimeError("the rollout has released its weights: resume(['weights']) before an update")
+            self._lacks_weights = True  # until all of them are in
+            self._call(self._gate())
+            self._call(self.client.begin())
+            done = False
+            try:
+                # Here and not on the loop: gathering the tensors may be a collective of the caller's threads.
+                for bucket in buckets(checked(weights, self.client.facts.shapes), self.bucket_bytes):
+                    self._call(self.client.update(bucket))
+                done = True
+            finally:
+                self._call(self.client.end(version if done else None))
+            if "kv_cache" not in self._released:
+                self._call(self.client.flush())
+            self.version, self._lacks_weights = version, False
+            self._call(self._gate())
+
+    def stats(self) -> dict[str, float]:
+        answers = list(self._answers.values())
+        return {
+            "running": float(sum(answer.sent for answer in answers)),
+            "waiting": float(sum(not answer.sent for answer in answers)),
+            "generated_tokens": float(self._tokens),
+            # Tokens of streams that the engine said, in the end, to be of another version than they were handed out as.
+            "relabelled_tokens": float(self._relabelled),
+            "version": float(self.version),
+        }
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        try:
+            self._call(self._abort(None), deadline=CLOSE_SECONDS)
+            self._call(self.client.close(), deadline=CLOSE_SECONDS)
+        finally:
+            self._closed = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_SECONDS)
+
+    def count(self, tokens: int, relabelled: int = 0) -> None:
+        """Adds to the counters; called by the answers."""
+        self._tokens += tokens
+        self._relabelled += relabelled
+
+
+class _Answer:
+    """One answer on its way, in a task of its own."""
+
+    def __init__(self, rollout: RemoteRollout, request: Request, index: int, deliver: Deliver):
+        self.rollout, self.request, self.index, self.deliver = rollout, request, index, deliver
+        self.name = f"{request.request_id}/{index}"
+        self.task: asyncio.Task[None] | None = None
+        self.sent = self.aborted = False
+        self.versions: list[int] | None = None
+        self._given: list[int] = []
+
+    async def run(self) -> None:
+        """Waits for its turn, hands out what comes, and ends with exactly one reason."""
+        reason, error = "error", "the engine ended the answer without a reason"
+        try:
+            async with self.rollout._slots:
+                await self.rollout._open.wait()
+                self.sent = True
+                async for piece in self.rollout.client.generate(self.name, self.request, self.index):
+                    if piece.finish_reason is not None:
+                        reason, error = piece.finish_reason, piece.error or ""
+                    self._hand_out(piece)
+        except asyncio.CancelledError:
+            reason, error = "abort", ""
+        except Exception as problem:  # the others go on; this one says why it could not
+            reason, error = "error", f"{type(problem).__name__}: {problem}"
+        finally:
+            del self.rollout._answers[self.request.request_id, self.index]
+        if self.aborted:
+            reason, error = "abort", ""
+        tops: list[dict[int, float]] | None = [] if self.request.params.top_log_probs else None
+        self.deliver(Chunk(self.request.request_id, self.index, [], [], [], reason, error or None, tops))
+
+    def _hand_out(self, piece: Piece) -> None:
+        count = len(piece.token_ids)
+        versions = [self.rollout.version] * count
+        if piece.all_versions is not None:
+            self.versions = piece.all_versions
+            versions = piece.all_versions[len(self._given) :][:count]
+            wrong = sum(a != b for a, b in zip(self._given, piece.all_versions, strict=False))
+            self.rollout.count(0, wrong)
+        self._given += versions
+        if count:
+            self.rollout.count(count)
+            self.deliver(
+                Chunk(
+                    self.request.request_id,
+                    self.index,
+                    piece.token_ids,
+                    piece.log_probs,
+                    versions,
+                    top_log_probs=piece.top_log_probs,
+                )
+            )

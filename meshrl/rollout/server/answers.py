@@ -1,0 +1,216 @@
+"""Answers in OpenAI's shapes, whole or piece by piece."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from meshrl.rollout.requests import Chunk, Request
+from meshrl.rollout.server.errors import ApiError
+from meshrl.rollout.server.protocol import GenerationBody
+from meshrl.rollout.text import BROKEN, TextStream, token_text
+
+# Written for log-probs of minus infinity, which JSON does not know.
+LOWEST = -9999.0
+
+
+@dataclass
+class Piece:
+    """New text and tokens of answer `index` of the whole HTTP request; also a whole answer, gathered from pieces."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    tops: list[dict[int, float]] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, other: Piece) -> None:
+        """Appends the next piece of the same answer."""
+        self.text += other.text
+        self.token_ids += other.token_ids
+        self.log_probs += other.log_probs
+        self.versions += other.versions
+        self.tops += other.tops
+        self.finish_reason = other.finish_reason
+
+
+class Transcript:
+    """Turns the chunks of all answers into pieces, and counts tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, requests: Sequence[Request]):
+        self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        self.completion_tokens = 0
+        self.answers = sum(request.params.n for request in requests)
+        self._ends = requests[0].params.stop_token_ids
+        self._first: dict[str, int] = {}
+        self._texts: list[TextStream] = []
+        for request in requests:
+            params = request.params
+            self._first[request.request_id] = len(self._texts)
+            self._texts += [TextStream(tokenizer, params.stop, params.min_tokens) for _ in range(params.n)]
+
+    def piece(self, chunk: Chunk) -> Piece:
+        """What a chunk brought, with its text."""
+        if any(math.isnan(value) for value in chunk.log_probs):
+            raise ApiError(500, "the model gave NaN: its weights or the sampling parameters are broken")
+        self.completion_tokens += len(chunk.token_ids)
+        index = self._first[chunk.request_id] + chunk.index
+        stream, visible = self._texts[index], chunk.token_ids
+        stopped = chunk.finish_reason == "stop"
+        if stopped and visible and visible[-1] in self._ends:
+            visible = visible[:-1]
+        text = stream.push(visible)
+        if chunk.finish_reason is not None:
+            text += stream.finish(stopped)
+        return Piece(
+            index,
+            text,
+            chunk.token_ids,
+            chunk.log_probs,
+            chunk.versions,
+            chunk.top_log_probs or [],
+            chunk.finish_reason,
+        )
+
+    def usage(self) -> dict[str, int]:
+        """Tokens read and written."""
+        total = self.prompt_tokens + self.completion_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": total,
+        }
+
+
+class Shape(ABC):
+    """How one HTTP request is answered: the envelope and its choices."""
+
+    prefix: str
+    whole_object: str
+    part_object: str
+
+    def __init__(self, body: GenerationBody, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]):
+        self.body, self.tokenizer, self.prompts = body, tokenizer, prompts
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+
+    def envelope(self, choices: list[dict[str, Any]], usage: dict[str, int] | None, part: bool) -> dict[str, Any]:
+        """A response, or one event of a stream."""
+        name = self.part_object if part else self.whole_object
+        outer = {"id": self.id, "object": name, "created": self.created, "model": self.body.model, "choices": choices}
+        if usage is not None:
+            outer["usage"] = usage
+        return outer
+
+    def says_something(self, piece: Piece) -> bool:
+        """Whether a stream has to send this piece."""
+        wants_tokens = self.body.wants_log_probs or self.body.return_token_ids
+        return bool(piece.text or piece.finish_reason or (piece.token_ids and wants_tokens))
+
+    @abstractmethod
+    def part(self, piece: Piece) -> dict[str, Any]:
+        """A choice of a stream's event."""
+
+    @abstractmethod
+    def whole(self, piece: Piece) -> dict[str, Any]:
+        """A choice of a whole response."""
+
+    def ids(self, piece: Piece, with_prompt: bool) -> dict[str, Any]:
+        """Token ids and versions, for those that train on them."""
+        if not self.body.return_token_ids:
+            return {}
+        found: dict[str, Any] = {"token_ids": piece.token_ids, "versions": piece.versions}
+        if with_prompt:
+            found["prompt_token_ids"] = list(self.prompts[piece.index // self.body.n])
+        return found
+
+    def top(self, piece: Piece, at: int) -> list[tuple[int, float]]:
+        """The likeliest tokens beside token `at`, best first."""
+        return sorted(piece.tops[at].items(), key=lambda pair: -pair[1]) if piece.tops else []
+
+
+class CompletionShape(Shape):
+    prefix, whole_object, part_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, body: GenerationBody, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]):
+        super().__init__(body, tokenizer, prompts)
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, piece: Piece) -> dict[str, Any]:
+        return self._choice(piece, with_prompt=True)
+
+    def part(self, piece: Piece) -> dict[str, Any]:
+        return self._choice(piece, with_prompt=piece.finish_reason is not None)
+
+    def _choice(self, piece: Piece, with_prompt: bool) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": piece.index, "text": piece.text, "finish_reason": piece.finish_reason}
+        choice["logprobs"] = self._log_probs(piece) if self.body.wants_log_probs else None
+        return choice | self.ids(piece, with_prompt)
+
+    def _log_probs(self, piece: Piece) -> dict[str, Any]:
+        tokens = [token_text(self.tokenizer, token) for token in piece.token_ids]
+        tops = []
+        for at in range(len(tokens)):
+            best: dict[str, float] = {}
+            for token, value in self.top(piece, at):
+                best.setdefault(token_text(self.tokenizer, token), finite(value))
+            tops.append(best)
+        offset, offsets = self._offsets.get(piece.index, 0), []
+        for text in tokens:
+            offsets.append(offset)
+            offset += len(text)
+        self._offsets[piece.index] = offset
+        return {
+            "tokens": tokens,
+            "token_logprobs": [finite(value) for value in piece.log_probs],
+            "top_logprobs": tops if self.body.top_log_probs else None,
+            "text_offset": offsets,
+        }
+
+
+class ChatShape(Shape):
+    prefix, whole_object, part_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, body: GenerationBody, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]):
+        super().__init__(body, tokenizer, prompts)
+        self._begun: set[int] = set()
+
+    def whole(self, piece: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return self._choice(piece, {"message": message}, with_prompt=True)
+
+    def part(self, piece: Piece) -> dict[str, Any]:
+        delta = {"content": piece.text} if piece.text else {}
+        if piece.index not in self._begun:
+            self._begun.add(piece.index)
+            delta = {"role": "assistant", "content": piece.text}
+        return self._choice(piece, {"delta": delta}, with_prompt=piece.finish_reason is not None)
+
+    def _choice(self, piece: Piece, said: dict[str, Any], with_prompt: bool) -> dict[str, Any]:
+        choice = {"index": piece.index, **said, "finish_reason": piece.finish_reason, "logprobs": None}
+        if self.body.wants_log_probs:
+            choice["logprobs"] = {"content": [self._token(piece, at) for at in range(len(piece.token_ids))]}
+        return choice | self.ids(piece, with_prompt)
+
+    def _token(self, piece: Piece, at: int) -> dict[str, Any]:
+        tops = [self._entry(token, value) for token, value in self.top(piece, at)]
+        return self._entry(piece.token_ids[at], piece.log_probs[at]) | {"top_logprobs": tops}
+
+    def _entry(self, token: int, value: float) -> dict[str, Any]:
+        text = token_text(self.tokenizer, token)
+        # A token that is part of a character has bytes that its text does not show.
+        return {"token": text, "logprob": finite(value), "bytes": None if BROKEN in text else list(text.encode())}
+
+
+def finite(log_prob: float) -> float:
+    """A log-prob that JSON can hold."""
+    return max(log_prob, LOWEST)

@@ -1,0 +1,43 @@
+"""How vLLM must be started to serve as a rollout, in this process or as a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FIXED: dict[str, Any] = {
+    # See `log_probs`.
+    "logprobs_mode": "processed_logits",
+    "logits_processors": ["meshrl.rollout.vllm.log_probs:PolicyLogProbs"],
+    "worker_extension_cls": "meshrl.rollout.vllm.receiver.WorkerExtension",
+    # A step returns the tokens that it computed, so that each has the version of its step.
+    "async_scheduling": False,
+}
+BACKEND = "meshrl"
+# The routes for pauses and weights are vLLM's own, but it offers them only in this mode.
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+
+
+def engine_arguments(path: str | Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's `EngineArgs` as a rollout needs them, with the user's own beside them."""
+    taken = sorted(set(FIXED) & set(wanted))
+    if taken:
+        raise ValueError(f"engine_kwargs.vllm.{taken[0]} cannot be set: the rollout needs {FIXED[taken[0]]!r}")
+    # As many top log-probs as anyone likes; vLLM's own limit is 20.
+    return {"model": str(path), "max_logprobs": -1, "seed": 0} | dict(wanted) | FIXED
+
+
+def command_line(path: str | Path, wanted: Mapping[str, Any]) -> list[str]:
+    """The same as arguments of vLLM's server."""
+    words = ["--enable-scale-out", "--weight-transfer-config", json.dumps({"backend": BACKEND})]
+    for name, value in engine_arguments(path, wanted).items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, list):
+            words += [f"--{option}", *map(str, value)]
+        elif value is not None:
+            words.append(f"--{option}={json.dumps(value) if isinstance(value, dict) else value}")
+    return words

@@ -1,0 +1,252 @@
+"""vLLM inside this process: its `LLMEngine`, stepped by us between weight updates.
+
+With tensor parallelism the engine still steps here and its workers are processes of their own. Only vLLM's public
+interfaces are used: the step loop, a logits processor, a weight-transfer backend, sleep and wake, LoRA requests.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from meshrl.models.loading import load_model_config
+from meshrl.rollout.admission import NO_WEIGHTS, known_tags
+from meshrl.rollout.base import TAGS
+from meshrl.rollout.requests import Chunk, Request
+from meshrl.rollout.shared_file import SharedFile, memory_folder
+from meshrl.rollout.stepping import SteppingRollout
+from meshrl.rollout.vllm.arguments import BACKEND, engine_arguments
+from meshrl.rollout.weight_stream import buckets, checked, expected_shapes
+
+ADAPTER = "policy"
+
+
+class VllmRollout(SteppingRollout):
+    """Generation by an in-process vLLM, from a folder with config and tokenizer (and weights, unless they are dummies).
+
+    `arguments` are vLLM's own (`EngineArgs`): tensor_parallel_size, max_model_len, enforce_eager, enable_lora,
+    enable_sleep_mode and so on.
+    """
+
+    def __init__(
+        self, path: str | Path, *, pad_token_id: int, bucket_bytes: int = 512 << 20, trust_remote_code: bool = False,
+        **arguments: Any,
+    ):  # fmt: skip
+        super().__init__()
+        try:
+            from vllm.config import WeightTransferConfig
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+            from vllm.v1.executor import Executor
+        except ImportError as error:
+            raise ImportError("rollout.name=vllm needs vLLM: pip install 'meshrl[vllm]'") from error
+        self.pad_token_id, self.bucket_bytes = pad_token_id, bucket_bytes
+        hf_config = load_model_config(path, trust_remote_code=trust_remote_code)
+        self._shapes, self.vocabulary = expected_shapes(hf_config), int(hf_config.vocab_size)
+        self._folder = Path(memory_folder())
+        self._file = SharedFile(self._folder / "weights")
+        try:
+            with contained():
+                config = EngineArgs(
+                    **engine_arguments(path, arguments | {"trust_remote_code": trust_remote_code}),
+                    weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+                ).create_engine_config()
+                parallel = config.parallel_config
+                self._tensors_pass = parallel.world_size == 1
+                if self._tensors_pass:
+                    # On a CPU vLLM prefers a worker process even for a single rank.
+                    parallel.distributed_executor_backend = "uni"
+                self.engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self.context = int(config.model_config.max_model_len)
+        self.version = -1
+        self._eager = "force_eager" if config.device_config.device_type == "cpu" else "default"
+        self._sleeps = bool(config.model_config.enable_sleep_mode)
+        self._requests: dict[str, tuple[Request, int]] = {}
+        self._released: set[str] = set()
+        self._lacks_weights = False
+        self._adapter: Any = None
+        self._tokens = 0
+        self.engine.collective_rpc("init_weight_transfer_engine", args=({},))
+
+    def add(self, request: Request) -> str | None:
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        from meshrl.rollout.vllm.sampling import sampling_fields, vllm_refusal
+
+        if self.version < 0:
+            return NO_WEIGHTS
+        problem = vllm_refusal(request, self.vocabulary, self.context)
+        if problem is not None:
+            return problem
+        added: list[str] = []
+        for index in range(request.params.n):
+            name = f"{request.request_id}/{index}"
+            fields = sampling_fields(request, index, self.context)
+            params = SamplingParams(**fields, output_kind=RequestOutputKind.DELTA, flat_logprobs=True)
+            prompt = TokensPrompt(prompt_token_ids=list(request.prompt_token_ids))
+            try:
+                self.engine.add_request(name, prompt, params, lora_request=self._adapter)
+            except ValueError as error:
+                self.engine.abort_request(added)
+                for other in added:
+                    del self._requests[other]
+                return str(error)
+            self._requests[name] = (request, index)
+            added.append(name)
+        return None
+
+    def step(self) -> list[Chunk]:
+        with torch.compiler.set_stance(self._eager):
+            outputs = self.engine.step()
+        return [self._chunk(output) for output in outputs]
+
+    def _chunk(self, output: Any) -> Chunk:
+        from meshrl.rollout.vllm.sampling import split_log_probs
+
+        request, index = self._requests[output.request_id]
+        (answer,) = output.outputs
+        tokens = list(answer.token_ids)
+        log_probs, tops = split_log_probs(answer.logprobs, len(tokens), request.params.top_log_probs)
+        self._tokens += len(tokens)
+        reason, error = answer.finish_reason, None
+        if output.finished:
+            del self._requests[output.request_id]
+            if reason not in ("stop", "length", "abort"):
+                reason, error = "error", f"vLLM ended the request with '{reason}'"
+        return Chunk(request.request_id, index, tokens, log_probs, [self.version] * len(tokens), reason, error, tops)
+
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def is_suspended(self) -> bool:
+        return bool(self._released) or self._lacks_weights
+
+    def drop(self, request_ids: Sequence[str] | None) -> list[Chunk]:
+        wanted = [n for n, (r, _) in self._requests.items() if request_ids is None or r.request_id in request_ids]
+        self.engine.abort_request(wanted)
+        dropped = [self._requests.pop(name) for name in wanted]
+        tops: list[dict[int, float]] | None
+        chunks = []
+        for request, index in dropped:
+            tops = [] if request.params.top_log_probs else None
+            chunks.append(Chunk(request.request_id, index, [], [], [], "abort", None, tops))
+        return chunks
+
+    @torch.no_grad()
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        with self.lock:
+            if "weights" in self._released:
+                raise RuntimeError("the rollout has released its weights: resume(['weights']) before an update")
+            self._lacks_weights = True  # until all of them are in
+            self.engine.collective_rpc("start_weight_update")
+            try:
+                for bucket in buckets(checked(weights, self._shapes), self.bucket_bytes):
+                    self.engine.collective_rpc("update_weights", args=(self._as_message(bucket),))
+            finally:
+                # After an error as well: some weights are new and some old, but vLLM is whole again.
+                self.engine.collective_rpc("finish_weight_update")
+            self._forget()
+            self._adapter = None  # vLLM has dropped it
+            self.version, self._lacks_weights = version, False
+            self._work.notify_all()
+
+    def _as_message(self, bucket: list[tuple[str, Tensor]]) -> dict[str, Any]:
+        if self._tensors_pass:
+            return {"tensors": [(name, tensor.detach()) for name, tensor in bucket]}
+        return {"path": self._file.path, "entries": self._file.write(bucket)}
+
+    def _forget(self) -> None:
+        """Drops every cached key and value; running requests compute theirs anew."""
+        if "kv_cache" not in self._released and not self.engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM could not drop its cache after a weight update")
+
+    def update_adapter(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Takes a LoRA adapter (peft's config and tensors by peft's names) that all later requests go through.
+
+        Needs `enable_lora=True`; vLLM reads it from a folder in memory. A weight update drops it.
+        """
+        from vllm.lora.request import LoRARequest
+
+        folder = self._folder / ADAPTER
+        folder.mkdir(exist_ok=True)
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        save_file(copies, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps(dict(config)))
+        with self.lock:
+            self._adapter = LoRARequest(ADAPTER, 1, str(folder), load_inplace=True)
+            if not self.engine.add_lora(self._adapter):
+                raise RuntimeError("vLLM refused the adapter")
+            self._adapter = LoRARequest(ADAPTER, 1, str(folder))
+            self._forget()
+
+    def release(self, tags: Sequence[str] = TAGS) -> None:
+        with self.lock:
+            given = known_tags(tags) - self._released
+            if "kv_cache" in given:
+                self._forget()
+            if self._sleeps and given == {"kv_cache"}:
+                self.engine.release_kv_cache_memory()
+            elif self._sleeps and given:
+                # Level 2 drops the weights, which come anew; level 1 would keep a copy in host memory.
+                self.engine.sleep(level=2, mode="keep")
+                if "kv_cache" not in given | self._released:
+                    self.engine.wake_up(["kv_cache"])
+            self._released |= given
+            self._lacks_weights |= "weights" in given
+
+    def take_back(self, tags: Sequence[str]) -> None:
+        with self.lock:
+            wanted = known_tags(tags) & self._released
+            if self._sleeps and wanted:
+                self.engine.wake_up(sorted(wanted))
+            self._released -= wanted
+            self._work.notify_all()
+
+    def stats(self) -> dict[str, float]:
+        with self.lock:
+            return {
+                "running": float(len(self._requests)),
+                "waiting": 0.0,
+                "generated_tokens": float(self._tokens),
+                "version": float(self.version),
+            }
+
+    def close(self) -> None:
+        super().close()
+        with self.lock:
+            if self._folder.exists():
+                self.engine.engine_core.shutdown()
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Puts back what building an engine changes for the whole process: random states and the number of threads."""
+    states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.random.set_rng_state(states[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        # vLLM replaces this function on CPUs.
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)

@@ -1,0 +1,131 @@
+"""The log-probs that the trainer means, out of vLLM's own sampler, by a logits processor inside its workers.
+
+vLLM reports log-probs either before the temperature (`raw_*`) or after top-k and top-p have cut and renormalised them
+(`processed_*`); the policy's are between the two. So the temperature is applied here, where vLLM sees 1, and the logits
+are handed on normalised: cuts and draws do not change by that, and what vLLM reports as the "processed logit" of a
+token is its log-prob before any cut. Where penalties or biases change the tokens, but not the log-probs, the token is
+drawn here and is the only one left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.sampling_params import SamplingParams as VllmParams
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+from meshrl.rollout.embedded.sampler import Settings, sample
+from meshrl.rollout.requests import SamplingParams
+
+EXTRA = "meshrl"
+
+
+def extra_args(params: SamplingParams, seed: int) -> dict[str, Any]:
+    """What this processor needs to know of a request, in types that JSON knows."""
+    extra: dict[str, Any] = {"temperature": params.temperature or 1.0}
+    if adjusts(params):
+        extra["seed"] = seed
+        extra["wishes"] = {
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repetition_penalty": params.repetition_penalty,
+            "logit_bias": {str(token): bias for token, bias in params.logit_bias.items()},
+            "min_tokens": params.min_tokens,
+            "stop_token_ids": list(params.stop_token_ids),
+        }
+    return {EXTRA: extra}
+
+
+def adjusts(params: SamplingParams) -> bool:
+    """Whether something other than the model's logits chooses the tokens."""
+    return params.repetition_penalty != 1 or bool(params.logit_bias) or params.min_tokens > 0
+
+
+class Row:
+    """One request in vLLM's batch; `output` is vLLM's own list, which grows."""
+
+    def __init__(self, extra: dict[str, Any], prompt: list[int] | None, output: list[int]):
+        self.temperature: float = extra["temperature"]
+        self.params: SamplingParams | None = None
+        wishes = extra.get("wishes")
+        if wishes is not None:
+            bias = {int(token): value for token, value in wishes["logit_bias"].items()}
+            stops = tuple(wishes["stop_token_ids"])
+            self.params = SamplingParams(**(wishes | {"logit_bias": bias, "stop_token_ids": stops}))
+            self.settings = Settings.of([self.params])
+            self.seed = torch.tensor([extra["seed"]])
+            self.prompt, self.output = prompt or [], output
+
+    def force(self, logits: Tensor) -> Tensor:
+        """Logits [vocabulary] of the model become the log-prob of a token drawn here, and -inf elsewhere."""
+        params = self.params
+        assert params is not None
+        adjusted = logits.clone()
+        if params.repetition_penalty != 1:
+            seen = torch.tensor([*self.prompt, *self.output], device=logits.device).unique()
+            values = adjusted[seen]
+            penalty = params.repetition_penalty
+            adjusted[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        for token, bias in params.logit_bias.items():
+            adjusted[token] += bias
+        if len(self.output) < params.min_tokens:
+            adjusted[list(params.stop_token_ids)] = -torch.inf
+        # Drawn on the CPU from the seed and the position: the same after a preemption, and on every rank.
+        drawn = sample(logits[None].cpu(), self.settings, self.seed, len(self.output), adjusted[None].cpu())
+        forced = torch.full_like(logits, -torch.inf)
+        forced[drawn.tokens[0]] = drawn.log_probs[0].to(logits.device)
+        return forced
+
+
+class PolicyLogProbs(LogitsProcessor):
+    """Turns logits into log-probs at each request's temperature; vLLM runs with `logprobs_mode=processed_logits`."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
+        self.device = device
+        self.rows: dict[int, Row] = {}
+        self._temperatures: Tensor | None = None
+
+    @classmethod
+    def validate_params(cls, sampling_params: VllmParams) -> None:
+        """Refuses requests that did not come from this rollout: their log-probs would mean something else."""
+        if EXTRA not in (sampling_params.extra_args or {}):
+            raise ValueError(f"this engine serves a meshrl rollout: a request needs extra_args['{EXTRA}']")
+
+    def is_argmax_invariant(self) -> bool:
+        """False: greedy requests pass through here as well."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follows the requests through vLLM's batch."""
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self.rows.pop(index, None)
+        for index, params, prompt, output in batch_update.added:
+            self.rows[index] = Row((params.extra_args or {}).get(EXTRA, {"temperature": 1.0}), prompt, output)
+        for source, target, how in batch_update.moved:
+            moving, replaced = self.rows.pop(source, None), self.rows.pop(target, None)
+            if moving is not None:
+                self.rows[target] = moving
+            if replaced is not None and how == MoveDirectionality.SWAP:
+                self.rows[source] = replaced
+        self._temperatures = None
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Log-probs [requests, vocabulary] in place of logits."""
+        if self._temperatures is None or len(self._temperatures) != len(logits):
+            column = torch.ones(len(logits), 1)
+            for index, row in self.rows.items():
+                if index < len(logits):
+                    column[index] = row.temperature
+            self._temperatures = column.to(self.device)
+        forced = {i: row.force(logits[i].float()) for i, row in self.rows.items() if row.params and i < len(logits)}
+        log_probs = (logits.float() / self._temperatures).log_softmax(-1)
+        for index, values in forced.items():
+            log_probs[index] = values
+        return log_probs

@@ -1,0 +1,93 @@
+"""Inside vLLM's workers: takes buckets of weights, by Hugging Face name, into the model that is running.
+
+Registers itself as a backend of vLLM's weight transfer when imported, which `worker_extension_cls` makes every worker
+do. Buckets come as tensors where the worker lives in the sender's process, and otherwise as a file in shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from meshrl.rollout.shared_file import Entry, read_tensors
+from meshrl.rollout.vllm.arguments import BACKEND
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):
+    """Nothing has to be agreed upon beforehand."""
+
+
+@dataclass
+class Bucket(WeightTransferUpdateInfo):
+    """Some of the weights: tensors themselves, or a file with a list of what lies where."""
+
+    tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    path: str = ""
+    entries: list[Entry] = field(default_factory=list)
+
+
+class Receiver(WeightTransferEngine[NoInit, Bucket]):
+    """vLLM collects the tensors of a layer until it is complete, then brings them into its own form in place."""
+
+    init_info_cls, update_info_cls = NoInit, Bucket
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        """Nothing to connect to."""
+
+    def start_weight_update(self) -> None:
+        """From here until the end the model must not run."""
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """One bucket."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Bucket) -> None:
+        """Loads a bucket's tensors."""
+        # Copies, since a layer's tensors wait for each other while the sender fills the file anew.
+        found = read_tensors(update_info.path, update_info.entries) if update_info.path else []
+        copies = [(name, tensor.to(self.device, copy=True)) for name, tensor in found]
+        self.model.load_weights([*copies, *update_info.tensors])
+
+    def finish_weight_update(self) -> None:
+        """The model may run again."""
+        finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu":
+            self._repack_tied_layers()
+
+    def _repack_tied_layers(self) -> None:
+        """On CPUs every layer computes with a packed copy, and vLLM renews it only where a weight was loaded by name.
+
+        A tied output projection shares the embedding's weight, but would go on with a copy of the old one.
+        """
+        users: dict[int, list[torch.nn.Module]] = {}
+        for module in self.model.modules():
+            weight = dict(module.named_parameters(recurse=False)).get("weight")
+            if weight is not None:
+                users.setdefault(id(weight), []).append(module)
+        for modules in users.values():
+            for module in modules if len(modules) > 1 else ():
+                method = getattr(module, "quant_method", None)
+                if method is not None:
+                    method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        """Nothing to release."""
+
+
+class WorkerExtension:
+    """Adds nothing to the worker: naming this class makes it import this module."""
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, Receiver)

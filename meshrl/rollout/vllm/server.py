@@ -1,0 +1,149 @@
+"""vLLM's own HTTP server as a rollout: its routes for tokens, pauses and weights, with the weights in shared memory.
+
+The server must run on this machine, or see `exchange` (the folder that weights pass through) under the same path.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from meshrl.models.loading import load_model_config
+from meshrl.rollout.remote.client import EngineClient, ModelFacts, Piece, span_versions
+from meshrl.rollout.remote.http import Http
+from meshrl.rollout.remote.process import ServerProcess, free_port
+from meshrl.rollout.requests import Request
+from meshrl.rollout.shared_file import SharedFile, memory_folder
+from meshrl.rollout.vllm.arguments import ENVIRONMENT, command_line
+from meshrl.rollout.vllm.sampling import sampling_fields, vllm_refusal
+from meshrl.rollout.weight_stream import expected_shapes
+
+# The engine behind the server knows a request by its name with this before it.
+SERVED_AS = "generate-tokens-"
+
+
+class VllmServer(EngineClient):
+    """A client of vLLM's server: of one that it starts with `arguments`, or of the one at `url`.
+
+    A server at `url` must have been started with the arguments of `vllm.arguments.command_line`.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        url: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        start_seconds: float = 600.0,
+        exchange: str | Path | None = None,
+    ):
+        config = load_model_config(path, trust_remote_code=bool((arguments or {}).get("trust_remote_code")))
+        context = int((arguments or {}).get("max_model_len") or config.max_position_embeddings)
+        self.facts = ModelFacts(int(config.vocab_size), context, expected_shapes(config))
+        self.start_seconds, self._arguments, self._path = start_seconds, dict(arguments or {}), path
+        self._exchange = exchange
+        self._folder: Path | None = None
+        self._process: ServerProcess | None = None
+        self._url = url
+
+    async def start(self) -> None:
+        self._folder = Path(self._exchange or memory_folder())
+        self._file = SharedFile(self._folder / "weights")
+        if self._url is None:
+            port = free_port()
+            self._url = f"http://127.0.0.1:{port}"
+            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+            command += ["--host", "127.0.0.1", "--port", str(port), *command_line(self._path, self._arguments)]
+            self._process = ServerProcess(command, ENVIRONMENT, self._folder / "server.log")
+        self._http = Http(self._url)
+        if self._process is not None:
+            await self._process.until(lambda: self._http.is_up("/health"), self.start_seconds)
+        await self._http.post("/init_weight_transfer_engine", {"init_info": {}})
+
+    def refusal(self, request: Request) -> str | None:
+        return vllm_refusal(request, self.facts.vocabulary, self.facts.context)
+
+    async def generate(self, name: str, request: Request, index: int) -> AsyncIterator[Piece]:
+        top = request.params.top_log_probs
+        body = {
+            "request_id": name,
+            "token_ids": list(request.prompt_token_ids),
+            # The server counts the sampled token as one of the likeliest.
+            "sampling_params": sampling_fields(request, index, self.facts.context)
+            | {"logprobs": top + 1 if top else 0},
+            "stream": True,
+        }
+        async for event in self._http.events("/inference/v1/generate", body):
+            if "error" in event:
+                yield Piece([], [], finish_reason="error", error=json.dumps(event["error"]))
+                return
+            for choice in event["choices"]:
+                yield as_piece(choice, top)
+
+    async def abort(self, names: Sequence[str]) -> None:
+        await self._http.post("/abort_requests", {"request_ids": [SERVED_AS + name for name in names]})
+
+    async def pause(self) -> None:
+        await self._http.post("/pause", mode="keep")
+
+    async def resume(self) -> None:
+        await self._http.post("/resume")
+
+    async def begin(self) -> None:
+        await self._http.post("/start_weight_update")
+
+    async def update(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        info = {"path": self._file.path, "entries": self._file.write(bucket)}
+        await self._http.post("/update_weights", {"update_info": info})
+
+    async def end(self, version: int | None) -> None:
+        await self._http.post("/finish_weight_update", {"weight_version": str(version)} if version is not None else {})
+
+    async def flush(self) -> None:
+        await self._http.post("/reset_prefix_cache", reset_running_requests="true")
+
+    async def release(self, tags: Sequence[str]) -> None:
+        if self._arguments.get("enable_sleep_mode"):
+            await self._http.post("/sleep", level="2" if "weights" in tags else "1", mode="keep")
+
+    async def take_back(self, tags: Sequence[str]) -> None:
+        if self._arguments.get("enable_sleep_mode"):
+            for tag in tags:
+                await self._http.post("/wake_up", tags=tag)
+
+    async def close(self) -> None:
+        if hasattr(self, "_http"):
+            await self._http.close()
+        if self._process is not None:
+            self._process.stop()
+        if self._folder is not None and self._exchange is None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def as_piece(choice: Mapping[str, Any], top: int) -> Piece:
+    """One choice of the server's answer."""
+    content = (choice.get("logprobs") or {}).get("content") or []
+    tops = None
+    if top:
+        tops = []
+        for entry in content:
+            found = {found["token_id"]: found["logprob"] for found in (*entry["top_logprobs"], entry)}
+            tops.append(dict(sorted(found.items(), key=lambda pair: -pair[1])[:top]))
+    reason, error = choice.get("finish_reason"), None
+    if reason not in (None, "stop", "length", "abort"):
+        reason, error = "error", f"vLLM ended the request with '{reason}'"
+    spans = choice.get("weight_versions")
+    return Piece(
+        list(choice.get("token_ids") or []),
+        [entry["logprob"] for entry in content],
+        tops,
+        reason,
+        error,
+        span_versions(spans) if spans else None,
+    )

@@ -1,0 +1,184 @@
+"""Joins a training engine and a rollout on the same ranks: makes the plan, the connections and the sync, once."""
+
+from __future__ import annotations
+
+import atexit
+import re
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshrl.engines.base import Engine
+from meshrl.rollout.base import Rollout
+from meshrl.rollout.shared_file import memory_folder
+from meshrl.weights.placement import Placement, replicas
+from meshrl.weights.plan import MEGABYTE, ReshardPlan, plan_reshard
+from meshrl.weights.process_group import ProcessGroupCarrier
+from meshrl.weights.rollout_placement import RolloutLayout
+from meshrl.weights.rollout_placement import rollout as rollout_placement
+from meshrl.weights.shards import Shards
+from meshrl.weights.shared_memory import SharedMemoryCarrier
+from meshrl.weights.sources import Source, source_of
+from meshrl.weights.sync import WORD_BYTES, SyncReport, WeightSync
+from meshrl.weights.transport import Carrier
+
+CARRIERS = ("auto", "shared_memory", "process_group")
+# Buffers that are weights: they are trained, though not by gradients.
+WEIGHT_BUFFERS = ("e_score_correction_bias",)
+
+
+class EngineSync:
+    """Brings an engine's weights to the rollout of its own process, again and again.
+
+    The engine's tensors are looked up anew at every sync: offloading and optimizers may have moved them.
+    """
+
+    def __init__(self, source: Source, sync: WeightSync):
+        self.source, self.sync = source, sync
+
+    @property
+    def plan(self) -> ReshardPlan:
+        return self.sync.plan
+
+    def __call__(self, rollout: Rollout, version: int) -> SyncReport:
+        """All ranks together; see `WeightSync.run`."""
+        tensors = self.source.tensors()
+        if self.sync.source is not None:
+            self.sync.source = self.sync.source.with_tensors(tensors)
+        return self.sync.run(version, rollout)
+
+    def close(self) -> None:
+        if self.sync.carrier is not None:
+            self.sync.carrier.close()
+
+
+def connect(
+    engine: Engine,
+    params: Mapping[str, Tensor],
+    *,
+    layout: RolloutLayout | None = None,
+    hf_config: Any = None,
+    bucket_megabytes: int = 512,
+    verify: bool = True,
+    staged: bool = False,
+    deadline: float = 600.0,
+    carrier: str = "auto",
+    feed: str = "auto",
+    adapters: str = "merged",
+) -> EngineSync:
+    """The sync from an engine to rollouts in the same processes; all ranks call it alike.
+
+    `params` are the rollout's parameters on this rank (`rollout_params`). Without `layout` every rank has a whole
+    Hugging Face module; with one (and the model's `hf_config`) the first ranks of the world form that rollout.
+    """
+    rank, world = _rank_and_world()
+    has_part = layout is None or rank < layout.world_size
+    is_float32 = any(param.dtype == torch.float32 for param in params.values())
+    source = source_of(engine, adapters=adapters, master=is_float32)
+    if layout is None:
+        target = replicas({name: tuple(p.shape) for name, p in params.items()}, world, source.model_type)
+    elif layout.world_size > world:
+        raise ValueError(f"{layout} needs {layout.world_size} ranks, but there are {world}")
+    else:
+        target = rollout_placement(source.placement.tensors, hf_config, layout)
+    dtypes = tensor_dtypes(target, rank, params if has_part else {})
+    plan = plan_reshard(
+        source.placement, target, itemsize={name: dtype.itemsize for name, dtype in dtypes.items()},
+        bucket_bytes=bucket_megabytes * MEGABYTE, hosts=_hosts(), feed=feed,
+    )  # fmt: skip
+    has_source = rank < source.placement.world_size
+    sync = WeightSync(
+        plan,
+        rank,
+        source=Shards(source.placement, rank, source.tensors()) if has_source else None,
+        destination=Shards(target, rank, params) if has_part else None,
+        dtypes=dtypes,
+        carrier=make_carrier(plan, _device(engine, params), carrier, deadline),
+        verify=verify,
+        staged=staged,
+        deadline=deadline,
+    )
+    return EngineSync(source, sync)
+
+
+def rollout_params(hf_model: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a rollout's Hugging Face module, and the buffers that are weights.
+
+    Not their data: a rollout that gives its memory back and takes it again keeps the parameters.
+    """
+    found: dict[str, Tensor] = dict(hf_model.named_parameters())
+    return found | {name: b for name, b in hf_model.named_buffers() if name.endswith(WEIGHT_BUFFERS)}
+
+
+def tensor_dtypes(target: Placement, rank: int, params: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+    """The type of each tensor in the destination, by what all ranks have of its kind."""
+    names = list(target.tensors)
+    held = target.of_rank(rank) if params else target.slices[:0]
+    kinds = {
+        _kind(names[tensor]): params[target.parameters[parameter]].dtype
+        for tensor, parameter in zip(held["tensor"].tolist(), held["parameter"].tolist(), strict=True)
+    }
+    if _rank_and_world()[1] > 1:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, kinds)
+        for found in everyone:
+            kinds = found | kinds
+    return {name: kinds[_kind(name)] for name in names}
+
+
+def _kind(name: str) -> str:
+    """A tensor's name without the numbers of layer and expert."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def make_carrier(
+    plan: ReshardPlan, device: torch.device, kind: str = "auto", deadline: float = 600.0
+) -> Carrier | None:
+    """The carrier that fits where the ranks are; None where nothing has to move. All ranks call it alike."""
+    if kind not in CARRIERS:
+        raise ValueError(f"unknown carrier '{kind}': use one of {', '.join(CARRIERS)}")
+    _, world = _rank_and_world()
+    if world == 1:
+        return None
+    slot = max(int(plan.message_bytes.max(initial=0)), WORD_BYTES)
+    if kind == "auto":
+        kind = "shared_memory" if device.type == "cpu" and len(set(_hosts() or [0])) == 1 else "process_group"
+    if kind == "shared_memory":
+        return SharedMemoryCarrier(shared_folder(), dist.get_rank(), slot)
+    group = dist.new_group(timeout=timedelta(seconds=deadline))
+    return ProcessGroupCarrier(slot, device, group)
+
+
+def shared_folder() -> Path:
+    """A folder in the host's memory that all ranks know; the first rank makes it and removes it at its end."""
+    found: list[Any] = [memory_folder() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    folder = Path(found[0])
+    if dist.get_rank() == 0:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _rank_and_world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _hosts() -> Sequence[int] | None:
+    """The host of each rank, as numbers."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, socket.gethostname())
+    return [found.index(name) for name in found]
+
+
+def _device(engine: Engine, params: Mapping[str, Tensor]) -> torch.device:
+    held = next(iter(params.values()), None)
+    return held.device if held is not None else next(engine.module.parameters()).device

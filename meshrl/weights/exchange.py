@@ -1,0 +1,232 @@
+"""Carries out one rank's part of a plan: pack, send, pass on, unpack, copy; and the sums that prove it.
+
+Hops are started in the plan's order. While a message is on its way the next one is packed and the last one unpacked;
+local copies are done in between. Memory beyond the two models: two outgoing and two incoming slots of half a bucket.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshrl.weights.checksum import checksum
+from meshrl.weights.plan import RankPlan, ReshardPlan
+from meshrl.weights.shards import Shards
+from meshrl.weights.transport import Carrier, Incoming, SyncError
+
+IN_FLIGHT = 2
+# Local copies that are handed to torch at once.
+COPIES_AT_ONCE = 64
+
+
+@dataclass
+class Traffic:
+    """What a rank moved, in bytes."""
+
+    sent: int = 0
+    received: int = 0
+    copied: int = 0
+    shared: int = 0  # of the copied ones: those that already lay in the destination's own storage
+
+
+@dataclass
+class Exchange:
+    """One rank's part of one sync. `first_tag`: messages get tags from there on."""
+
+    plan: ReshardPlan
+    part: RankPlan
+    source: Shards | None
+    destination: Shards | None
+    carrier: Carrier | None
+    dtypes: Mapping[str, torch.dtype]
+    verify: bool = True
+    first_tag: int = 1
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def __post_init__(self) -> None:
+        self.rank = self.part.rank
+        self.dtype_of = [self.dtypes.get(name, torch.float32) for name in self.plan.names]
+        self._asked: deque[tuple[int, int, Incoming]] = deque()  # tag, message
+        self._sent: deque[int] = deque([0] * IN_FLIGHT, IN_FLIGHT)  # tags
+        # Sums of pieces: by piece where sent from here, by destination slice where expected here.
+        self.sent_sums: dict[int, Tensor] = {}
+        self.copied_sums: list[tuple[int, Tensor]] = []
+        self.tag_of = {
+            (int(message), int(origin), int(to)): self.first_tag + number
+            for number, (message, origin, to) in enumerate(self.plan.hops)
+            if self.rank in (origin, to)
+        }
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Moves everything; returns when this rank's shard is complete and its messages are taken."""
+        hops = self.part.hops.tolist()
+        copies = self._copies()
+        share = -(-len(self.part.copies) // (COPIES_AT_ONCE * max(1, len(hops))))
+        for message, origin, to in hops:
+            if to == self.rank:
+                self._receive(message, origin)
+            elif message in self.part.packs:
+                self._send(message, to)
+            else:
+                self._pass_on(message, to)
+            for _ in range(share):
+                next(copies, None)
+        for _ in copies:
+            pass
+        while self._asked:
+            self._take_in()
+        if self.carrier is not None:
+            self.carrier.flush()
+
+    def _carrier(self) -> Carrier:
+        if self.carrier is None:
+            raise SyncError(f"weight sync: rank {self.rank} has messages to exchange, but no carrier")
+        return self.carrier
+
+    def _size(self, message: int) -> int:
+        return int(self.plan.message_bytes[message])
+
+    def _send(self, message: int, to: int) -> None:
+        self._pack(self._outgoing(message), self.part.packs[message])
+        self._post(message, to)
+
+    def _outgoing(self, message: int) -> Tensor:
+        """Memory to send from."""
+        # This may wait until an earlier send is read, by a rank that may wait for us: take in what came before it.
+        while self._asked and self._asked[0][0] < self._sent[0]:
+            self._take_in()
+        return self._carrier().outgoing(self._size(message))
+
+    def _post(self, message: int, to: int) -> None:
+        tag, size = self.tag_of[message, self.rank, to], self._size(message)
+        self._carrier().send(size, to, tag)
+        self._sent.append(tag)
+        self.traffic.sent += size
+
+    def _pack(self, buffer: Tensor, pieces: np.ndarray) -> None:
+        assert self.source is not None
+        for piece in pieces:
+            region = self.source.region(self.plan.source.slices[piece["slice"]], piece)
+            dtype = self.dtype_of[piece["tensor"]]
+            _view(buffer, piece, dtype).copy_(region)
+            if self.verify:
+                # From the parameter and not from the message: what is sent may be wrong.
+                self.sent_sums[int(piece["number"])] = checksum(region, piece["row"], piece["col"], dtype)
+
+    def _receive(self, message: int, origin: int) -> None:
+        if len(self._asked) == IN_FLIGHT:
+            self._take_in()
+        size = self._size(message)
+        tag = self.tag_of[message, origin, self.rank]
+        self._asked.append((tag, message, self._carrier().receive(origin, size, tag)))
+        self.traffic.received += size
+
+    def _take_in(self) -> None:
+        """Waits for the oldest message asked for, and brings its pieces to their places."""
+        _, message, incoming = self._asked.popleft()
+        buffer = incoming.wait()
+        self._unpack(buffer, self.part.drops[message])
+        incoming.release()
+
+    def _unpack(self, buffer: Tensor, pieces: np.ndarray) -> None:
+        assert self.destination is not None
+        for piece in pieces:
+            region = self.destination.region(self.plan.destination.slices[piece["slice"]], piece)
+            region.copy_(_view(buffer, piece, self.dtype_of[piece["tensor"]]))
+
+    def _pass_on(self, message: int, to: int) -> None:
+        """Sends a message that came last from another rank."""
+        buffer = self._outgoing(message)
+        (incoming,) = (found for _, number, found in self._asked if number == message)
+        buffer.copy_(incoming.wait())
+        self._post(message, to)
+
+    def _copies(self) -> Iterator[None]:
+        """Copies within this rank, some at a time; what already shares its memory is left alone."""
+        part = self.part
+        targets: list[Tensor] = []
+        origins: list[Tensor] = []
+        for box, ours, theirs in zip(part.copies, part.copy_source, part.copy_destination, strict=True):
+            assert self.source is not None
+            assert self.destination is not None
+            region = self.source.region(self.plan.source.slices[ours], box)
+            target = self.destination.region(self.plan.destination.slices[theirs], box)
+            size = region.numel() * target.element_size()
+            self.traffic.copied += size
+            if _same_memory(region, target):
+                self.traffic.shared += size
+            else:
+                targets.append(target)
+                origins.append(region)
+            if self.verify:
+                dtype = self.dtype_of[box["tensor"]]
+                self.copied_sums.append((int(theirs), checksum(region, box["row"], box["col"], dtype)))
+            if len(targets) == COPIES_AT_ONCE:
+                torch._foreach_copy_(targets, origins)
+                targets, origins = [], []
+                yield
+        if targets:
+            torch._foreach_copy_(targets, origins)
+        yield
+
+    def sums_for(self, rank: int) -> Tensor:
+        """The sums of the pieces that this rank sent to another, in the plan's order."""
+        numbers = pieces_between(self.plan, self.rank, rank)["number"]
+        sums = [self.sent_sums[int(number)] for number in numbers]
+        return torch.stack(sums).cpu() if sums else torch.empty(0, dtype=torch.int64)
+
+    def check(self, told: Mapping[int, Tensor]) -> str | None:
+        """Compares this rank's shard with what its senders say; names the first slice that differs, if any."""
+        if self.destination is None:
+            return None
+        slices = self.plan.destination.slices
+        mine = np.flatnonzero(self.plan.destination_ranks[slices["rank"]] == self.rank)
+        expected = dict.fromkeys(mine.tolist(), 0)
+        for origin, sums in told.items():
+            pieces = pieces_between(self.plan, origin, self.rank)
+            for number, value in zip(pieces["slice"].tolist(), sums.tolist(), strict=True):
+                expected[number] += value
+        if self.copied_sums:
+            values = torch.stack([value for _, value in self.copied_sums]).tolist()
+            for (number, _), value in zip(self.copied_sums, values, strict=True):
+                expected[number] += value
+        found = [checksum(self.destination.region(s), s["row"], s["col"]) for s in slices[mine]]
+        for number, value in zip(mine.tolist(), torch.stack(found).tolist() if found else [], strict=True):
+            if (value - expected[number]) % (1 << 64):
+                return self._complaint(number, list(told))
+        return None
+
+    def _complaint(self, number: int, senders: list[int]) -> str:
+        held = self.plan.destination.slices[number]
+        drops = self.plan.drops[self.plan.drops["slice"] == number]
+        origins = sorted({int(self.plan.senders[message]) for message in drops["message"]}) or senders or [self.rank]
+        name = list(self.plan.destination.tensors)[held["tensor"]]
+        return (
+            f"'{name}' on rank {self.rank}, rows [{held['row']}, {held['row'] + held['rows']}) x columns "
+            f"[{held['col']}, {held['col'] + held['cols']}), differs from what ranks {origins} hold "
+            f"({self.plan.source.title} -> {self.plan.destination.title})"
+        )
+
+
+def pieces_between(plan: ReshardPlan, origin: int, to: int) -> np.ndarray:
+    """The pieces that come from one rank (passed on or not) and are kept on another, in the plan's order."""
+    drops = plan.drops
+    kept = (plan.senders[drops["message"]] == origin) & (
+        plan.destination_ranks[plan.destination.slices["rank"][drops["slice"]]] == to
+    )
+    return drops[kept]
+
+
+def _view(buffer: Tensor, piece: np.ndarray, dtype: torch.dtype) -> Tensor:
+    rows, cols, place = int(piece["rows"]), int(piece["cols"]), int(piece["place"])
+    return buffer[place : place + rows * cols * dtype.itemsize].view(dtype).view(rows, cols)
+
+
+def _same_memory(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and left.data_ptr() == right.data_ptr() and left.stride() == right.stride()

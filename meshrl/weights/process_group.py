@@ -1,0 +1,74 @@
+"""Messages point to point over a `torch.distributed` process group of their own, between any hosts."""
+
+from __future__ import annotations
+
+from collections import deque
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshrl.weights.transport import Carrier, Incoming, SyncError, new_slots
+
+
+class ProcessGroupCarrier(Carrier):
+    """Global ranks are those of the default process group. Every rank of `group` must make one.
+
+    Gloo moves host memory only: with GPUs, slots are in pinned host memory; NCCL moves them on the GPU.
+    """
+
+    def __init__(self, slot_bytes: int, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None):
+        super().__init__(dist.get_rank(), new_slots(slot_bytes, device))
+        self.group = group
+        self._in_slots = new_slots(slot_bytes, device)
+        self._in_use: deque[_FromGroup | None] = deque([None, None])
+
+    def _post(self, slot: Tensor, nbytes: int, to: int, tag: int) -> tuple[dist.Work | None, int]:
+        return dist.isend(slot[:nbytes], to, group=self.group), to
+
+    def _finish(self, ticket: tuple[dist.Work | None, int]) -> None:
+        work, to = ticket
+        self.wait_for(work, to, "to take a message")
+
+    def receive(self, origin: int, nbytes: int, tag: int) -> Incoming:
+        previous = self._in_use.popleft()
+        slot = self._in_slots.pop(0)
+        self._in_slots.append(slot)
+        if previous is not None and not previous.released:
+            raise AssertionError("a third message was asked for before the first of two was read")
+        asked = _FromGroup(self, slot[:nbytes], origin)
+        self._in_use.append(asked)
+        return asked
+
+    def wait_for(self, work: dist.Work | None, peer: int, what: str) -> None:
+        """Waits for a send or receive until the deadline; gloo's own errors become ours."""
+        if work is None:
+            return
+        try:
+            work.wait(timedelta(seconds=max(0.001, self.deadline.left())))
+        except RuntimeError as error:
+            if self.deadline.passed():
+                raise self.late(peer, what) from error
+            raise SyncError(
+                f"weight sync: rank {self.rank} lost rank {peer} while it waited for it {what}: {error}"
+            ) from error
+
+    def memory_bytes(self) -> int:
+        return super().memory_bytes() + len(self._in_slots) * self.slot_bytes
+
+
+class _FromGroup(Incoming):
+    def __init__(self, carrier: ProcessGroupCarrier, buffer: Tensor, origin: int):
+        self.carrier, self.buffer, self.origin = carrier, buffer, origin
+        self.released = self.arrived = False
+        self.work = dist.irecv(buffer, origin, group=carrier.group)
+
+    def wait(self) -> Tensor:
+        if not self.arrived:
+            self.carrier.wait_for(self.work, self.origin, "to send a message")
+            self.arrived = True
+        return self.buffer
+
+    def release(self) -> None:
+        self.released = True

@@ -1,0 +1,211 @@
+"""A training engine's weights as the source of a sync: where its ranks hold what, and this rank's own tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from meshrl.engines.base import Engine
+from meshrl.engines.fsdp.engine import FSDPEngine
+from meshrl.engines.fsdp.sharding import Whole
+from meshrl.engines.master import MasterAdamW
+from meshrl.weights.key_map import Shape
+from meshrl.weights.placement import Placement, fsdp1, fsdp2, megatron, replicas
+
+WRAPPED = "_fsdp_wrapped_module."
+BASE, DOWN, UP = ".base_layer.", ".lora_A.", ".lora_B."
+ALIGNED_BYTES = 16
+
+
+class Lazy(Mapping[str, Tensor]):
+    """Tensors that are made when they are asked for; the last one is kept, as its pieces come one after the other."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Tensor]]):
+        self._makers = makers
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = (name, self._makers[name]().detach())
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+class Source(ABC):
+    """What a plan needs to know of an engine. All ranks make one together."""
+
+    placement: Placement
+    model_type: str
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, Tensor]:
+        """This rank's parameters as they are now, by the placement's names; all ranks call it together."""
+
+
+def source_of(engine: Engine, *, adapters: str = "merged", master: bool = False) -> Source:
+    """The source that fits an engine.
+
+    `adapters`: for a model with LoRA, send the weights they amount to (`merged`), the model without them (`base`), or
+    them alone (`only`). `master`: where the engine keeps bfloat16 with exact remainders, send exact float32.
+    """
+    if not isinstance(engine, FSDPEngine):
+        return MegatronSource(engine)
+    if not isinstance(engine.sharding, Whole) and not has_fsdp2(engine.module):
+        if engine.has_adapters:
+            raise ValueError("plans cannot merge adapters under FSDP1's flat parameters: use strategy=fsdp2")
+        return FSDP1Source(engine)
+    return FSDP2Source(engine, adapters, master)
+
+
+def has_fsdp2(module: nn.Module) -> bool:
+    return any(isinstance(part, FSDPModule) for part in module.modules())
+
+
+class FSDP2Source(Source):
+    """Rows of every parameter, or a plain module on one rank; adapters merged, left out, or alone."""
+
+    def __init__(self, engine: FSDPEngine, adapters: str = "merged", master: bool = False):
+        if adapters not in ("merged", "base", "only"):
+            raise ValueError(f"adapters must be merged, base or only, got '{adapters}'")
+        self.engine, self.adapters, self.master = engine, adapters, master
+        shapes = {self._name(name): tuple(param.shape) for name, param in self._params() if self._is_sent(name)}
+        self.model_type = str(engine.hf_model.config.model_type)
+        if isinstance(engine.sharding, Whole):
+            self.placement = replicas(shapes, 1, self.model_type, title="one rank")
+        else:
+            self.placement = fsdp2(shapes, engine.layout, self.model_type)
+
+    def _params(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for part in self.engine.module.modules():
+            if isinstance(part, FSDPModule):
+                # A forward pass may leave units whole.
+                part.reshard()
+        for name, param in self.engine.module.named_parameters():
+            yield name.removeprefix(self.engine.prefix), param
+
+    def _is_sent(self, name: str) -> bool:
+        is_adapter = DOWN in name or UP in name
+        return is_adapter == (self.adapters == "only")
+
+    @staticmethod
+    def _name(name: str) -> str:
+        return name.replace(BASE, ".")
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        params = dict(self._params())
+        optimizer = getattr(self.engine, "optimizer", None)
+        if self.master and isinstance(optimizer, MasterAdamW):
+            held = {n: (lambda p=p: optimizer.master(p) if p.requires_grad else p) for n, p in params.items()}
+            local: Mapping[str, Tensor] = Lazy(held)
+        else:
+            local = {name: _local(param) for name, param in params.items()}
+        if self.engine.has_adapters and self.adapters == "merged":
+            return self._merged(params, local)
+        return {self._name(name): local[name] for name in params if self._is_sent(name)}
+
+    def _merged(self, params: Mapping[str, nn.Parameter], local: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Rows of weight plus product: the second matrix has its rows where the weight has, the first is whole."""
+        makers: dict[str, Callable[[], Tensor]] = {}
+        for name in params:
+            if not self._is_sent(name):
+                continue
+            layer = name.split(BASE)[0]
+            up, down = (f"{layer}{kind}default.weight" for kind in (UP, DOWN))
+            if name == f"{layer}{BASE}weight" and up in params:
+                whole, scaling = _whole(params[down]), self.engine.adapter_scaling[layer]
+                makers[self._name(name)] = _merging(local[name], local[up], whole, scaling)
+            else:
+                makers[self._name(name)] = partial(local.__getitem__, name)
+        return Lazy(makers)
+
+
+class FSDP1Source(Source):
+    """Equal parts of the flat parameter of every unit."""
+
+    def __init__(self, engine: FSDPEngine):
+        self.engine = engine
+        units: dict[str, dict[str, Shape]] = {}
+        alignment = 1
+        for name, flat, aligned in self._flat_params():
+            names = (f"{name}{n}".removeprefix(engine.prefix).replace(BASE, ".") for n in flat._fqns)
+            units[name] = dict(zip(names, map(tuple, flat._shapes), strict=True))
+            alignment = max(alignment, aligned)
+        self.model_type = str(engine.hf_model.config.model_type)
+        self.placement = fsdp1(units, engine.layout, self.model_type, alignment=alignment)
+
+    def _flat_params(self) -> Iterator[tuple[str, Any, int]]:
+        for path, unit in self.engine.module.named_modules():
+            handle: Any = getattr(unit, "_handle", None)
+            if not isinstance(unit, FullyShardedDataParallel) or handle is None:
+                continue
+            name = f"{path}.".replace(WRAPPED, "").replace("_fsdp_wrapped_module", "").lstrip(".")
+            itemsize = handle._fwd_bwd_param_dtype.itemsize
+            yield name, handle.flat_param, ALIGNED_BYTES // itemsize if handle._use_orig_params else 1
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        # Until its first forward pass a unit has nothing but its shard.
+        return {name: getattr(flat, "_local_shard", flat).detach() for name, flat, _ in self._flat_params()}
+
+
+class MegatronSource(Source):
+    """The chunks of a Megatron engine, by the engine's own map."""
+
+    def __init__(self, engine: Any):
+        from meshrl.engines.megatron.weight_map import ModuleNames, padded_vocab_size
+        from meshrl.engines.megatron.weights import module_names
+
+        self.engine, self.model_type = engine, str(engine.hf_config.model_type)
+        found: list[Any] = [None] * dist.get_world_size()
+        # A rank without sparse layers cannot see how others call theirs.
+        dist.all_gather_object(found, module_names(engine.model))
+        experts = next((names.experts for names in found if names.experts != "sequential"), "sequential")
+        names = ModuleNames(any(n.transformer_engine for n in found), experts)
+        vocabulary = padded_vocab_size(
+            engine.hf_config.vocab_size, engine.ranks.tp, engine.megatron.make_vocab_size_divisible_by
+        )
+        self.placement = megatron(
+            engine.hf_config, engine.ranks, names, vocab_size=vocabulary, value_head=engine.head == "value"
+        )
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        self.engine._finish_param_gather()
+        found: dict[str, Tensor] = {}
+        for number, chunk in enumerate(self.engine.model):
+            module = chunk
+            while isinstance(inner := getattr(module, "module", None), nn.Module):
+                module = inner
+            for name, param in module.named_parameters():
+                found[f"{number}/{name}"] = param.detach()
+            for name, buffer in module.named_buffers():
+                if name.endswith("router.expert_bias"):
+                    found[f"{number}/{name}"] = buffer.float()
+        return found
+
+
+def _local(param: nn.Parameter) -> Tensor:
+    value = param.detach()
+    return value.to_local().contiguous() if isinstance(value, DTensor) else value
+
+
+def _whole(param: nn.Parameter) -> Tensor:
+    value = param.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _merging(base: Tensor, up: Tensor, down: Tensor, scaling: float) -> Callable[[], Tensor]:
+    def merged() -> Tensor:
+        return (base.float() + (up.float() @ down.float()) * scaling).to(base.dtype)
+
+    return merged

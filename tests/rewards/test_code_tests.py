@@ -1,0 +1,71 @@
+"""Programs scored by their tests."""
+
+import json
+
+import pytest
+
+from meshrl.rewards.code_tests import code, extract_code, read_tests
+from meshrl.rewards.sandbox.run import SandboxError, run_python
+
+DOUBLE = "Here it is:\n```python\nprint(2 * int(input()))\n```\nDone."
+ADD = "```python\ndef add(a, b):\n    return a + b\n```"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def granted():
+    try:
+        run_python("")
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
+def score(answer, tests, **options):
+    return code("s", answer, tests, {}, **options)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "partial", "wanted"),
+    [
+        (["2", "4\n"], False, (1.0, 1.0, "passed")),
+        (["2", "5"], False, (0.0, 0.0, "wrong")),
+        (["3", "4 \n\n", "x"], True, (1 / 3, 0.0, "wrong")),
+    ],
+)
+def test_programs_that_read_and_print(outputs, partial, wanted):
+    tests = {"inputs": [str(n + 1) for n in range(len(outputs))], "outputs": outputs}
+    if wanted[2] == "wrong":
+        tests = json.dumps(tests)
+    assert tuple(score(DOUBLE, tests, partial=partial).values()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("answer", "tests", "wanted"),
+    [
+        (ADD, "assert add(1, 2) == 3", (1.0, "passed")),
+        (ADD, ["assert add(1, 2) == 3", "assert add(1, 1) == 3"], (0.0, "failed")),
+        ("import os\nos._exit(0)", "assert 1 == 2", (0.0, "wrong")),
+        ("def add(a, b):\n    while True: pass", "add(1, 2)", (0.0, "timeout")),
+        ("this is no program", "pass", (0.0, "failed")),
+    ],
+)
+def test_programs_with_checks(answer, tests, wanted):
+    found = score(answer, tests, limits={"seconds": 1.5})
+    assert (found["score"], found["code_status"]) == wanted
+
+
+def test_the_last_block_is_the_program():
+    assert extract_code("```python\n1\n```\n text ```py\n2\n```") == "2\n"
+    assert extract_code("```\n3\n```") == "3\n"
+    assert extract_code("4") == "4"
+
+
+@pytest.mark.parametrize("bad", [None, "", "  ", [], [1], {"inputs": ["1"], "outputs": []}, {"inputs": []}, 3])
+def test_tests_that_are_none(bad):
+    with pytest.raises(ValueError, match="outputs"):
+        read_tests(bad)
+    assert read_tests("[f(x) for x in 'ab']") == [("[f(x) for x in 'ab']", "", "")]
+
+
+def test_a_limit_that_there_is_not():
+    with pytest.raises(ValueError, match="no limit second: it has seconds, memory_mb"):
+        score("1", "pass", limits={"second": 1})

@@ -1,0 +1,317 @@
+"""The server's parts by themselves, and the application around a rollout that fails, hangs or ends early on command."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import torch
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from meshrl.rollout.base import Rollout
+from meshrl.rollout.requests import Chunk, SamplingParams
+from meshrl.rollout.server.app import build_app
+from meshrl.rollout.server.errors import ApiError
+from meshrl.rollout.server.limits import Slots
+from meshrl.rollout.server.metrics import Histogram
+from meshrl.rollout.server.service import Service
+from meshrl.rollout.server.settings import Settings
+from meshrl.rollout.text import TextStream, answer_text
+
+
+class Scripted(Rollout):
+    """Answers every request by what `script` does."""
+
+    version, pad_token_id = 0, 0
+
+    def __init__(self, script):
+        self.script, self.aborted, self.paused, self.fails = script, [], None, None
+        self.entered = threading.Event()
+
+    async def generate(self, requests):
+        for request in requests:
+            async for chunk in self.script(self, request):
+                yield chunk
+
+    def complete(self, requests):
+        raise AssertionError("the server streams")
+
+    def abort(self, request_ids=None):
+        self.aborted += request_ids
+        self.entered.set()
+
+    def pause(self, mode="keep"):
+        self.paused = mode
+
+    def release(self, tags=()):
+        raise AssertionError("never")
+
+    def resume(self, tags=None):
+        self.paused = None
+
+    def update_weights(self, weights, version):
+        if self.fails:
+            raise self.fails
+        self.version = version
+
+    def stats(self):
+        return {"running": 0.0, "generated_tokens": 3.0}
+
+    def close(self):
+        pass
+
+
+async def two_tokens(_, request):
+    yield Chunk(request.request_id, 0, [2], [-1.0], [0])
+    yield Chunk(request.request_id, 0, [3], [-2.0], [0], "length")
+
+
+async def breaks(_, request):
+    yield Chunk(request.request_id, 0, [2], [-1.0], [0])
+    raise RuntimeError("the device fell off")
+
+
+async def gives_nan(_, request):
+    yield Chunk(request.request_id, 0, [2], [float("nan")], [0], "length")
+
+
+async def refuses(_, request):
+    yield Chunk(request.request_id, 0, [], [], [], "error", "no such thing")
+
+
+async def hangs(rollout, request):
+    while not rollout.aborted:
+        await asyncio.sleep(0.01)
+    yield Chunk(request.request_id, 0, [], [], [], "abort")
+
+
+@pytest.fixture
+def serve(tiny_model_folder, tokenizer):
+    def make(script, **settings):
+        rollout = Scripted(script)
+        opened = SimpleNamespace(
+            rollout=rollout,
+            tokenizer=tokenizer,
+            path=tiny_model_folder,
+            dtype=torch.float32,
+            vocabulary=len(tokenizer),
+            context=32,
+            stop_token_ids=(1,),
+            trust_remote_code=False,
+        )
+        service = Service(opened, Settings("tiny", **settings))
+        transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
+        return rollout, httpx.AsyncClient(transport=transport, base_url="http://test")
+
+    return make
+
+
+BODY = {"model": "tiny", "prompt": "1", "max_tokens": 2}
+
+
+def post(client, route="/v1/completions", body=BODY, **options):
+    async def call():
+        return await client.post(route, json=body, **options)
+
+    return asyncio.run(call())
+
+
+def test_without_a_token_nobody_may_change_the_server(serve):
+    rollout, client = serve(two_tokens)
+    for route in ("/pause", "/resume", "/update_weights"):
+        answer = post(client, route, {}, headers={"authorization": "Bearer "})
+        assert answer.status_code == 403
+        assert "token" in answer.json()["error"]["message"]
+    assert rollout.paused is None
+
+
+def test_with_a_key_only_its_bearer_may_generate(serve):
+    _, client = serve(two_tokens, api_key="k", token="t")
+    assert post(client).status_code == 401
+    assert post(client, headers={"authorization": "Bearer t"}).status_code == 401
+    assert post(client, headers={"authorization": "bearer k"}).json()["choices"][0]["text"] == "01"
+    assert post(client, "/pause", {}, headers={"authorization": "Bearer k"}).status_code == 401
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_rollout_that_breaks_is_reported_and_health_says_so(serve, stream):
+    rollout, client = serve(breaks)
+    answer = post(client, body=BODY | {"stream": stream})
+    assert "the rollout failed" in answer.text
+    assert answer.status_code == (200 if stream else 500)
+    assert answer.text.endswith("data: [DONE]\n\n") == stream
+
+    async def health():
+        return await client.get("/health")
+
+    assert asyncio.run(health()).status_code == 503
+    assert "fell off" in asyncio.run(health()).json()["error"]
+    rollout.script = two_tokens
+    assert post(client).status_code == 200
+    assert asyncio.run(health()).status_code == 200
+
+
+def test_nan_and_late_errors_are_the_servers_own(serve):
+    _, client = serve(gives_nan)
+    assert "NaN" in post(client).json()["error"]["message"]
+    _, client = serve(refuses)
+    answer = post(client)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "no such thing")
+
+
+def test_a_request_that_takes_too_long_is_ended(serve):
+    rollout, client = serve(hangs, request_seconds=0.1)
+    assert post(client).status_code == 504
+    assert rollout.aborted
+
+
+def test_a_failed_update_leaves_the_server_paused(serve, tiny_model_folder):
+    rollout, client = serve(two_tokens, token="t", request_seconds=0.2)
+    secret = {"authorization": "Bearer t"}
+    rollout.fails = RuntimeError("half of it")
+    body = {"path": str(tiny_model_folder)}
+    answer = post(client, "/update_weights", body, headers=secret)
+    assert answer.status_code == 500
+    assert rollout.paused == "keep"
+    waited = post(client)
+    assert waited.status_code == 503
+    assert int(waited.headers["retry-after"]) >= 1
+    rollout.fails = None
+    assert post(client, "/update_weights", body, headers=secret).json() == {"version": 1}
+    assert post(client, "/resume", {}, headers=secret).status_code == 200
+    assert post(client).status_code == 200
+
+
+def test_only_one_update_at_a_time(serve, tiny_model_folder):
+    rollout, client = serve(two_tokens, token="t")
+    body, secret = {"path": str(tiny_model_folder)}, {"authorization": "Bearer t"}
+
+    async def both():
+        calls = [client.post("/update_weights", json=body, headers=secret) for _ in range(2)]
+        return sorted(answer.status_code for answer in await asyncio.gather(*calls))
+
+    assert asyncio.run(both()) == [200, 409]
+    assert rollout.version == 1
+
+
+def test_settings_are_checked():
+    for wrong in ({"max_concurrency": 0}, {"max_queue": -1}, {"request_seconds": float("nan")}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Settings("tiny", **wrong)
+
+
+# Slots
+
+
+def test_slots_serve_in_turn_and_forget_those_that_leave():
+    async def story():
+        slots, order = Slots(2, 3), []
+        leave = {name: asyncio.Event() for name in "abcde"}
+
+        async def visit(name):
+            async with slots.taken():
+                order.append(name)
+                await leave[name].wait()
+
+        tasks = {}
+        for name in "abcde":
+            tasks[name] = asyncio.create_task(visit(name))
+            await asyncio.sleep(0)
+        assert (order, slots.running, slots.waiting) == (["a", "b"], 2, 3)
+        with pytest.raises(ApiError) as refused:
+            await visit("late")
+        assert (refused.value.status, refused.value.retry_after) == (503, 3)
+        # One leaves the queue; another at the very moment at which its turn comes.
+        tasks["c"].cancel()
+        await asyncio.sleep(0)
+        leave["a"].set()
+        await asyncio.wait({tasks["a"]})
+        tasks["d"].cancel()
+        await asyncio.wait({tasks["d"]})
+        await asyncio.sleep(0)
+        assert (order[-1], slots.running, slots.waiting) == ("e", 2, 0)
+        slots.shut(True)
+        f = asyncio.create_task(slots.taken().__aenter__())
+        leave["b"].set()
+        await asyncio.sleep(0.01)
+        assert (slots.running, slots.waiting) == (1, 1)
+        slots.shut(False)
+        await f
+        assert (slots.running, slots.waiting) == (2, 0)
+        leave["e"].set()
+        await tasks["e"]
+
+    asyncio.run(story())
+
+
+def test_histograms_count_up_to_each_bound():
+    histogram = Histogram()
+    for seconds in (0.01, 0.02, 0.3, 1000.0):
+        histogram.observe(seconds)
+    lines = dict(line.rsplit(" ", 1) for line in histogram.lines("x", "text") if line[0] != "#")
+    assert lines['x_bucket{le="0.01"}'] == "1"
+    assert lines['x_bucket{le="0.025"}'] == "2"
+    assert lines['x_bucket{le="300.0"}'] == "3"
+    assert lines['x_bucket{le="+Inf"}'] == lines["x_count"] == "4"
+
+
+# Text
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer():
+    """One token a byte, as the pieces of rare characters are in real tokenizers."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = FastTokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 100])
+def test_no_half_characters(byte_tokenizer, step):
+    text = "naïve 漢字 🙂🙃 end"
+    tokens = byte_tokenizer(text)["input_ids"]
+    assert len(tokens) == len(text.encode())
+    stream = TextStream(byte_tokenizer)
+    pieces = [stream.push(tokens[i : i + step]) for i in range(0, len(tokens), step)]
+    assert "".join(pieces) + stream.finish(stopped=False) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    # A character that never gets whole is shown as broken at the end, and broken bytes do not hold up the rest.
+    stream = TextStream(byte_tokenizer)
+    assert stream.push(tokens[:3]) == "na"
+    assert stream.finish(stopped=False) == "\ufffd"
+    stream = TextStream(byte_tokenizer)
+    assert len("".join(stream.push([tokens[3]]) for _ in range(20))) > 8
+
+
+@pytest.mark.parametrize("step", [1, 3, 50])
+def test_stop_strings_are_held_back_and_cut(tokenizer, step):
+    def streamed(text, stops, stopped, start=0):
+        tokens = tokenizer(text)["input_ids"]
+        stream = TextStream(tokenizer, stops, start)
+        pieces = [stream.push(tokens[i : i + step]) for i in range(0, len(tokens), step)]
+        return "".join(pieces), stream.finish(stopped)
+
+    assert "".join(streamed("0123abc", ["ab", "3ab"], True)) == "012"
+    assert "".join(streamed("0123abc", ["9", "3abc"], True)) == "012"
+    sent, rest = streamed("0101012", ["01013"], False)
+    assert sent + rest == "0101012"
+    assert streamed("01a", ["ab"], False) == ("01", "a")
+    # Before `start` tokens stop strings are text like any other.
+    if step == 1:
+        assert "".join(streamed("abc1ab2", ["ab"], True, start=3)) == "abc1"
+
+
+def test_the_token_that_ended_an_answer_has_no_text(tokenizer):
+    params = SamplingParams(max_tokens=9, stop_token_ids=(1, 5))
+    tokens = tokenizer("0123")["input_ids"]
+    assert tokens[-1] == 5
+    assert answer_text(tokenizer, params, tokens, "stop") == "012"
+    assert answer_text(tokenizer, params, tokens, "length") == "0123"
+    assert answer_text(tokenizer, params, [*tokens, 1], "stop") == "0123"

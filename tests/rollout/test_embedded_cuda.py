@@ -1,0 +1,164 @@
+"""The embedded rollout on a GPU: log-probs against Transformers' own model, and the ways its work can be cut."""
+
+import pytest
+import torch
+
+from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.rollout.requests import Completion, Request, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+VOCABULARY = 41
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_mixed", "qwen3_moe"]
+HEADS = {"head_dim": 32, "hidden_size": 64}
+
+
+def made(make_lm, family: str, dtype: torch.dtype, **settings) -> EmbeddedRollout:
+    model = make_lm(family, **HEADS).to("cuda", dtype)
+    rollout = EmbeddedRollout(model, pad_token_id=0, shares_weights=True, **({"block_size": 16} | settings))
+    rollout.update_weights([], 3)
+    return rollout
+
+
+def asked(count: int, params: SamplingParams, longest: int = 50) -> list[Request]:
+    generator = torch.Generator().manual_seed(count)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    prompts = [tuple(torch.randint(2, VOCABULARY, (n,), generator=generator).tolist()) for n in lengths]
+    return [Request(f"r{i}", prompt, params, 7 * i) for i, prompt in enumerate(prompts)]
+
+
+def largest_error(reference, requests: list[Request], answers: list[Completion]) -> float:
+    """The largest difference to the log-probs of a float32 model on the finished sequences."""
+    prompts = {r.request_id: r for r in requests}
+    worst = 0.0
+    for answer in answers:
+        request = prompts[answer.request_id]
+        ids = torch.tensor([[*request.prompt_token_ids, *answer.token_ids]], device="cuda")
+        with torch.no_grad():
+            logits = reference(ids, use_cache=False).logits[0, len(request.prompt_token_ids) - 1 : -1].float()
+        log_probs = (logits / (request.params.temperature or 1.0)).log_softmax(-1)
+        wanted = log_probs.gather(-1, torch.tensor(answer.token_ids, device="cuda")[:, None])[:, 0]
+        worst = max(worst, float((torch.tensor(answer.log_probs, device="cuda") - wanted).abs().max()))
+    return worst
+
+
+def all_back(rollout: EmbeddedRollout) -> bool:
+    return rollout.blocks.num_free == rollout.blocks.num_blocks and rollout.rows.num_held == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_are_those_of_the_model(make_lm, family, dtype):
+    rollout, requests = made(make_lm, family, dtype), asked(21, SamplingParams(30))
+    answers = rollout.complete(requests)
+    reference = make_lm(family, "eager", **HEADS).to("cuda", dtype)
+    exact = make_lm(family, "eager", **HEADS).to("cuda").to(dtype).float()
+    error = largest_error(exact, requests, answers)
+    # bfloat16: no further from exact arithmetic than twice what Transformers' own bfloat16 model is
+    own = 1e-4
+    if dtype == torch.bfloat16:
+        own = 2 * max(largest_error_of(reference, exact, requests, answers), 0.02)
+    assert error < own
+    assert all(len(a.token_ids) == 30 for a in answers)
+    assert all_back(rollout)
+
+
+def largest_error_of(model, exact, requests: list[Request], answers: list[Completion]) -> float:
+    worst = 0.0
+    for request, answer in zip(requests, answers, strict=True):
+        ids = torch.tensor([[*request.prompt_token_ids, *answer.token_ids]], device="cuda")
+        with torch.no_grad():
+            pair = [m(ids, use_cache=False).logits[0].float().log_softmax(-1) for m in (model, exact)]
+        chosen = [p[:-1].gather(-1, ids[0, 1:, None])[len(request.prompt_token_ids) - 1 :] for p in pair]
+        worst = max(worst, float((chosen[0] - chosen[1]).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_seqs": 5},
+        {"max_num_batched_tokens": 17},
+        {"num_blocks": 16},
+        {"block_size": 64},
+        {"enable_prefix_caching": False},
+    ],
+    ids=str,
+)
+def test_how_work_is_cut_changes_no_token(make_lm, settings):
+    requests = asked(18, SamplingParams(40, stop_token_ids=(5, 6)))
+    wanted = made(make_lm, "qwen3", torch.float32).complete(requests)
+    rollout = made(make_lm, "qwen3", torch.float32, **settings)
+    found = rollout.complete(requests)
+    same = sum(a.token_ids == b.token_ids for a, b in zip(found, wanted, strict=True))
+    assert same >= 17  # rounding may turn one draw
+    assert all_back(rollout)
+
+
+def test_samples_prefixes_and_new_weights(make_lm):
+    rollout = made(make_lm, "qwen3", torch.float32)
+    request = Request("a", tuple(range(2, 40)), SamplingParams(20, n=5))
+    answers = rollout.complete([request])
+    assert len({tuple(a.token_ids) for a in answers}) == 5
+    exact = make_lm("qwen3", "eager", **HEADS).to("cuda")
+    assert largest_error(exact, [request], answers) < 1e-4
+    longer = Request("b", (*request.prompt_token_ids, *answers[0].token_ids), SamplingParams(9))
+    assert largest_error(exact, [longer], rollout.complete([longer])) < 1e-4
+    assert rollout.stats()["cached_prompt_tokens"] >= 48
+    with torch.no_grad():
+        for mine, other in zip(rollout.hf_model.parameters(), exact.parameters(), strict=True):
+            mine.mul_(1.05)
+            other.mul_(1.05)
+    rollout.update_weights([], 4)
+    assert largest_error(exact, [longer], rollout.complete([longer])) < 1e-4
+
+
+def test_rows_with_different_parameters(make_lm):
+    kinds = [
+        SamplingParams(10),
+        SamplingParams(10, temperature=0.0),
+        SamplingParams(10, temperature=0.6, top_k=3),
+        SamplingParams(10, top_p=0.5, top_log_probs=3),
+        SamplingParams(10, repetition_penalty=1.5),
+        SamplingParams(10, logit_bias={5: 1e4}),
+        SamplingParams(10, stop_token_ids=tuple(range(20)), min_tokens=3),
+    ]
+    requests = [Request(f"r{i}", (3, 4 + i, 9), kind, i) for i, kind in enumerate(kinds)]
+    together = made(make_lm, "qwen3", torch.float32).complete(requests)
+    exact = make_lm("qwen3", "eager", **HEADS).to("cuda")
+    assert largest_error(exact, requests, together) < 1e-4
+    assert together[5].token_ids == [5] * 10
+    assert len(together[6].token_ids) > 3
+    for request, answer in zip(requests, together, strict=True):
+        assert made(make_lm, "qwen3", torch.float32).complete([request])[0].token_ids == answer.token_ids
+
+
+def test_running_requests_go_on_with_new_weights(make_lm):
+    rollout = made(make_lm, "qwen3", torch.float32)
+    old, new = (make_lm("qwen3", "eager", **HEADS).to("cuda") for _ in range(2))
+    answers: dict[str, Completion] = {}
+    requests = asked(6, SamplingParams(20))
+    rollout._enter(requests, lambda c: answers.setdefault(c.request_id, Completion(c.request_id, 0)).add(c))
+    for _ in range(6):
+        rollout._advance()
+    with torch.no_grad():
+        for mine, other in zip(rollout.hf_model.parameters(), new.parameters(), strict=True):
+            mine.mul_(1.1)
+            other.mul_(1.1)
+    rollout.update_weights([], 9)
+    while rollout.has_work():
+        rollout._advance()
+    for request in requests:
+        answer = answers[request.request_id]
+        assert set(answer.versions) == {3, 9}
+        cut = answer.versions.index(9)
+        parts = [Completion("x", 0, answer.token_ids[:cut], answer.log_probs[:cut])]
+        assert largest_error(old, [Request("x", request.prompt_token_ids, request.params)], parts) < 1e-4
+        prompt = (*request.prompt_token_ids, *answer.token_ids[:cut])
+        parts = [Completion("x", 0, answer.token_ids[cut:], answer.log_probs[cut:])]
+        assert largest_error(new, [Request("x", prompt, request.params)], parts) < 1e-4
+    rollout.release(["kv_cache"])
+    rollout.resume(["kv_cache"])
+    assert len(rollout.complete(requests)) == 6

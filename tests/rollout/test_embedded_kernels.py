@@ -1,0 +1,185 @@
+"""The GPU runner's kernels against plain loops; on a machine without a GPU they run where Triton can interpret them."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
+
+from meshrl.rollout.embedded import kernels
+from meshrl.rollout.embedded.sampler import Settings, sample, step_keys
+from meshrl.rollout.requests import SamplingParams
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+HALF = torch.bfloat16 == DTYPE
+pytestmark = pytest.mark.gpu
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, DTYPE)
+
+
+@pytest.mark.parametrize("window", [1 << 30, 7])
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "dim"), [(5, 4, 2, 16), (3, 6, 1, 32), (70, 16, 8, 16)])
+def test_paged_decode_attention(rows, heads, kv_heads, dim, window):
+    size, most = 16, 4
+    keys, values = (normal(rows * most, kv_heads, size, dim, seed=s) for s in (1, 2))
+    query = normal(rows, heads, dim, seed=3)
+    shuffled = torch.randperm(rows * most, generator=torch.Generator().manual_seed(4)).view(rows, most)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(5))
+    positions = torch.randint(0, size * most, (rows,), generator=torch.Generator().manual_seed(6))
+    positions[1] = -1
+    out = kernels.paged_decode(
+        query, keys, values, shuffled.int().to(DEVICE), order.to(DEVICE), positions.to(DEVICE), 0.3, window
+    ).float()
+    for row in range(rows):
+        blocks = shuffled[order[row]].to(DEVICE)
+        end = int(positions[row]) + 1
+        part = slice(max(0, end - window), end)
+        k, v = (x[blocks].transpose(0, 1).flatten(1, 2).float()[:, part] for x in (keys, values))
+        k, v = (x.repeat_interleave(heads // kv_heads, 0) for x in (k, v))
+        wanted = ((query[row].float()[:, None] * k).sum(-1) * 0.3).softmax(-1)[:, :, None].mul(v).sum(1)
+        tolerance = 2e-2 if HALF else 1e-5
+        torch.testing.assert_close(out[row], wanted if end else torch.zeros_like(wanted), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("norms", [True, False])
+def test_rotating_and_storing(norms):
+    tokens, heads, kv_heads, dim, size = 6, 3, 2, 16, 4
+    qkv = normal(tokens, heads + 2 * kv_heads, dim)
+    weights = (normal(dim, seed=1), normal(dim, seed=2)) if norms else None
+    angles = torch.rand(tokens, dim // 2, generator=torch.Generator().manual_seed(3)).repeat(1, 2)
+    cos, sin = angles.cos().to(DEVICE, DTYPE), angles.sin().to(DEVICE, DTYPE)
+    keys, values = (torch.zeros(5, kv_heads, size, dim, device=DEVICE, dtype=DTYPE) for _ in range(2))
+    slots = torch.tensor([0, 7, 8, 3, 19, 12], device=DEVICE)
+    x = qkv.float()
+    qk = x[:, : heads + kv_heads]
+    if weights is not None:
+        both = torch.cat([w.float().expand(n, -1) for w, n in zip(weights, (heads, kv_heads), strict=True)])
+        qk = qk * (qk.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * both
+    turned = torch.cat([-qk[..., dim // 2 :], qk[..., : dim // 2]], -1)
+    qk = qk * cos.float()[:, None] + turned * sin.float()[:, None]
+    value = x[:, heads + kv_heads :].clone()
+    kernels.rotate_and_store(
+        qkv, weights, cos, sin, torch.arange(tokens, device=DEVICE), keys, values, slots, heads, 1e-6
+    )
+    tolerance = 5e-2 if HALF else 1e-5
+    torch.testing.assert_close(qkv[:, : heads + kv_heads].float(), qk, rtol=1e-2, atol=tolerance)
+    for token, slot in enumerate(slots.tolist()):
+        stored = keys[slot // size, :, slot % size].float()
+        torch.testing.assert_close(stored, qkv[token, heads : heads + kv_heads].float(), rtol=0, atol=0)
+        torch.testing.assert_close(values[slot // size, :, slot % size].float(), value[token], rtol=0, atol=0)
+    assert int((keys != 0).any(-1).sum()) == tokens * kv_heads
+
+
+@pytest.mark.parametrize("window", [1 << 30, 9])
+@pytest.mark.parametrize(("norms", "programs"), [(True, 1), (False, 40)])
+def test_a_new_token_is_the_two_steps_in_one(monkeypatch, norms, programs, window):
+    monkeypatch.setattr(kernels, "WANTED_PROGRAMS", programs)
+    rows, heads, kv_heads, dim, size, most = 5, 4, 2, 16, 16, 3
+    before = [normal(rows * most, kv_heads, size, dim, seed=s) for s in (1, 2)]
+    qkv = normal(rows, heads + 2 * kv_heads, dim, seed=3)
+    weights = (normal(dim, seed=4), normal(dim, seed=5)) if norms else None
+    rotations = [normal(100, dim, seed=s) for s in (6, 7)]
+    generator = torch.Generator().manual_seed(8)
+    table = torch.randperm(rows * most, generator=generator).view(rows, most)
+    order = torch.randperm(rows, generator=generator)
+    positions = torch.randint(0, size * most, (rows,), generator=generator)
+    positions[0], positions[1] = 0, -1
+    places = positions.clamp(min=0)
+    slots = table[order, places // size] * size + places % size
+    table, order, positions, places, slots = (x.to(DEVICE) for x in (table.int(), order, positions, places, slots))
+    first = [x.clone() for x in before]
+    alive = positions >= 0
+    two = qkv.clone()
+    # the row that takes no part stores nothing
+    part = two[alive]
+    kernels.rotate_and_store(part, weights, *rotations, places[alive], *first, slots[alive], heads, 1e-6)
+    two[alive] = part
+    wanted = kernels.paged_decode(two[:, :heads].contiguous(), *first, table, order, positions, 0.3, window)
+    second = [x.clone() for x in before]
+    found = kernels.attend_new_token(
+        qkv.clone(), weights, *rotations, places, *second, table, order, positions, heads, 0.3, 1e-6, window
+    )
+    tolerance = 3e-2 if HALF else 1e-5
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=1e-2, atol=tolerance)
+    for mine, theirs in zip(second, first, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2 if HALF else 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [32, 48])
+def test_adding_and_norming(width):
+    x, residual, weight = normal(5, width), normal(5, width, seed=1), normal(width, seed=2)
+    total = (x + residual).float()
+    wanted = total * (total.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.float()
+    out = kernels.add_and_norm(x, residual, weight, 1e-6)
+    tolerance = 3e-2 if HALF else 1e-5
+    torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=tolerance)
+    torch.testing.assert_close(residual.float(), total)
+    again = kernels.add_and_norm(None, residual, weight, 1e-6)
+    torch.testing.assert_close(again, out)
+    parts = torch.stack([x.float() * share for share in (0.5, 0.25, 0.25)])
+    in_parts = kernels.add_and_norm(parts, normal(5, width, seed=1), weight, 1e-6)
+    torch.testing.assert_close(in_parts.float(), out.float(), rtol=1e-2, atol=tolerance)
+
+
+def test_silu_and_multiply():
+    x = normal(5, 2 * 40)
+    gate, up = x.float().chunk(2, -1)
+    tolerance = 3e-2 if HALF else 1e-5
+    wanted = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(kernels.silu_and_multiply(x).float(), wanted, rtol=1e-2, atol=tolerance)
+
+
+def draw(logits: torch.Tensor, temperature: float, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    keys = torch.randint(-(2**63), 2**63 - 1, (count,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    heat = torch.full((count,), temperature, dtype=torch.float64, device=DEVICE)
+    tokens = torch.zeros(count, dtype=torch.long, device=DEVICE)
+    log_probs = torch.zeros(count, dtype=torch.float64, device=DEVICE)
+    kernels.sample_rows(logits.expand(count, -1).contiguous(), keys, heat, tokens, log_probs)
+    return tokens.cpu(), log_probs.cpu()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
+@pytest.mark.parametrize("vocabulary", [5, 100])
+def test_tokens_are_drawn_from_the_soft_max(vocabulary, temperature):
+    count = 20_000 if DEVICE == "cuda" else 60
+    logits = normal(vocabulary) * 2
+    tokens, log_probs = draw(logits, temperature, count)
+    exact = (logits.double().cpu() / temperature).softmax(-1)
+    torch.testing.assert_close(log_probs, exact.log()[tokens], rtol=1e-4, atol=1e-4)
+    counts = torch.bincount(tokens, minlength=vocabulary).double()
+    kept = exact * count > (5 if DEVICE == "cuda" else 0.5)
+    deviations = (counts - exact * count)[kept] / (exact * count)[kept].sqrt()
+    assert float(deviations.abs().max()) < 5
+    statistic = float((deviations**2).sum())
+    assert statistic < int(kept.sum()) + 5 * (2 * int(kept.sum())) ** 0.5
+
+
+@pytest.mark.parametrize("vocabulary", [7, 2500, 5000])
+def test_the_tokens_are_those_of_the_sampler(vocabulary):
+    """The same numbers on the same cumulative sums as on a CPU, but for rounding."""
+    count = 200 if DEVICE == "cuda" else 12
+    logits = torch.randn(count, vocabulary, generator=torch.Generator().manual_seed(1)).to(DEVICE, DTYPE) * 3
+    seeds, steps = np.arange(count, dtype=np.int64) * 977, np.arange(count, dtype=np.int64) % 5
+    how = Settings.of([SamplingParams(4, temperature=0.8)] * count)
+    wanted = sample(logits.cpu(), how, torch.from_numpy(seeds), torch.from_numpy(steps))
+    tokens = torch.zeros(count, dtype=torch.long, device=DEVICE)
+    log_probs = torch.zeros(count, dtype=torch.float64, device=DEVICE)
+    heat = torch.full((count,), 0.8, dtype=torch.float64, device=DEVICE)
+    kernels.sample_rows(logits, torch.from_numpy(step_keys(seeds, steps)).to(DEVICE), heat, tokens, log_probs)
+    same = tokens.cpu() == wanted.tokens
+    assert int(same.sum()) >= count - 1
+    torch.testing.assert_close(log_probs.cpu().float()[same], wanted.log_probs[same], rtol=1e-4, atol=1e-4)
+
+
+def test_greedy_takes_the_likeliest():
+    logits = normal(300)
+    tokens, log_probs = draw(logits, 0.0, 5)
+    assert tokens.tolist() == [int(logits.argmax())] * 5
+    torch.testing.assert_close(log_probs, logits.double().cpu().log_softmax(-1).max().expand(5), rtol=1e-4, atol=1e-4)

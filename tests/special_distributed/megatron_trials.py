@@ -1,0 +1,83 @@
+"""What the tests of the Megatron engine share: tiny models, and a trial on a layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from meshrl.config.engine import EngineConfig
+from meshrl.config.model import ModelConfig
+from meshrl.config.optim import OptimConfig
+from meshrl.trainer.verify import SMALL, write_model
+from meshrl.workers.verification import Outcome, Trial, run_engine
+
+# Short names for the keys, as the layouts of the tests use them.
+AXES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "sp": "sequence_parallel",
+    "distopt": "use_distributed_optimizer",
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "num_hidden_layers": 4},
+    "qwen2": {"model_type": "qwen2", "num_hidden_layers": 4},
+    "qwen3": {"model_type": "qwen3", "num_hidden_layers": 8, "head_dim": 8, "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": 6},
+    "qwen3_moe": {"model_type": "qwen3_moe", "num_hidden_layers": 4, "head_dim": 8, **EXPERTS},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "llama3_rope": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "yarn_rope": {
+        "model_type": "qwen3",
+        "head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+}
+
+
+def write_small_model(name: str, folder: Path) -> Path:
+    """A tiny model of the table with random weights."""
+    fields = dict(MODELS[name])
+    return write_model(AutoConfig.for_model(fields.pop("model_type"), **(SMALL | fields)), folder)
+
+
+def megatron_trial(folder: Path, axes: dict[str, Any], **model: Any) -> Trial:
+    """A trial in float32 on a layout given by short names; other names are keys of `megatron`."""
+    engine = EngineConfig(strategy="megatron")
+    engine.megatron.dtype = "fp32"
+    for name, value in axes.items():
+        setattr(engine.megatron, AXES.get(name, name), value)
+    config = ModelConfig(path=str(folder), **({"enable_gradient_checkpointing": False} | model))
+    # Eight layers round more than two: with a larger epsilon Adam leaves rounding what it is.
+    return Trial(config, engine, OptimConfig(lr=1e-2, eps=1e-2))
+
+
+def run_megatron(trial: Trial) -> Outcome:
+    """The engine's side on this rank, which is left ready for another layout."""
+    from meshrl.engines.megatron.parallel_state import leave_parallel_state
+
+    try:
+        return run_engine(trial)
+    finally:
+        leave_parallel_state()

@@ -1,0 +1,67 @@
+"""The Megatron engine on every axis of the layouts against one process running Hugging Face's own model."""
+
+import pytest
+from megatron_trials import MODELS, megatron_trial, run_megatron, write_small_model
+
+from meshrl.trainer.verify import TOLERANCE
+from meshrl.workers.verification import differences, run_reference
+
+UNEVEN = {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 5}
+LAYOUTS = {
+    "one": (1, "qwen2", {}),
+    "recompute": (1, "qwen3", {"recompute": True}),
+    "tp2": (2, "llama", {"tp": 2, "sp": False}),
+    "tp2-sp": (2, "qwen2", {"tp": 2}),
+    "tp4-kv2": (4, "qwen3", {"tp": 4}),
+    "pp2": (2, "llama", {"pp": 2}),
+    "pp4": (4, "qwen3", {"pp": 4}),
+    "pp2-vpp2": (2, "qwen3", {"pp": 2, "vpp": 2}),
+    "pp4-vpp2": (4, "qwen3", {"pp": 4, "vpp": 2}),
+    "pp2-uneven": (2, "qwen3", {"pp": 2, "override_transformer_config": UNEVEN}),
+    "pp2-layout": (2, "qwen2", {"pp": 2, "override_transformer_config": {"pipeline_model_parallel_layout": "Et|t*3L"}}),
+    "cp2": (2, "qwen3", {"cp": 2}),
+    "cp2-window": (2, "mistral", {"cp": 2}),
+    "tp2-pp2": (4, "qwen2", {"tp": 2, "pp": 2}),
+    "tp2-pp2-vpp2": (4, "qwen3", {"tp": 2, "pp": 2, "vpp": 2}),
+    "tp2-cp2": (4, "qwen3", {"tp": 2, "cp": 2}),
+    "dp2": (2, "qwen3", {"distopt": False}),
+    "dp2-distopt": (2, "llama", {}),
+    "dp2-overlap": (2, "qwen2", {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "pp2-vpp2-overlap": (4, "qwen3", {"pp": 2, "vpp": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "tp2-pp2-dp2": (8, "qwen3", {"tp": 2, "pp": 2}),
+    "moe": (1, "qwen3_moe", {}),
+    "mixtral": (1, "mixtral", {}),
+    "llama3-rope": (1, "llama3_rope", {}),
+    "yarn-rope": (2, "yarn_rope", {"cp": 2}),
+    "ep2": (2, "qwen3_moe", {"ep": 2}),
+    "ep4": (4, "qwen3_moe", {"ep": 4}),
+    "ep2-etp2": (4, "qwen3_moe", {"tp": 2, "ep": 2, "etp": 2}),
+    "tp2-pp2-ep2": (4, "mixtral", {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
+    "tp2-pp2-cp2-ep4": (8, "qwen3_moe", {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "etp": 1, "vpp": 2}),
+}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("megatron-models")
+    return {name: write_small_model(name, root / name) for name in MODELS}
+
+
+@pytest.fixture(scope="session")
+def references():
+    return {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_same_numbers_as_one_process(megatron_ranks, folders, references, layout):
+    world, family, axes = LAYOUTS[layout]
+    recompute = {"enable_gradient_checkpointing": axes.get("recompute", False)}
+    trial = megatron_trial(folders[family], {k: v for k, v in axes.items() if k != "recompute"}, **recompute)
+    if family not in references:
+        references[family] = run_reference(trial), run_reference(trial, perturb=1e-3)
+    expected, perturbed = references[family]
+    outcomes = megatron_ranks(world).run(run_megatron, trial, timeout=120)
+    found = differences(outcomes, expected)
+    assert max(found.values()) <= TOLERANCE, found
+    control = differences(outcomes, perturbed)
+    assert min(value for name, value in control.items() if found[name] > 0) > TOLERANCE, control

@@ -1,0 +1,88 @@
+"""The embedded rollout cut over ranks gives the tokens and log-probs of one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.rollout.requests import Request, SamplingParams
+
+SHAPE = {
+    "vocab_size": 41,  # not divisible by the ranks
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+
+
+def model_of(name: str, fields: dict, seed: int = 7):
+    import transformers
+
+    import meshrl.parallel.attention
+
+    config = getattr(transformers, name)(**(SHAPE | fields))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        attention = meshrl.parallel.attention.ATTENTION_NAME
+        return transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention
+        ).eval()
+
+
+def generated(name: str, fields: dict, alone: bool) -> tuple[list[list[int]], list[list[float]], int]:
+    """Answers before and after an update in the middle, and how many numbers this rank's layers hold."""
+    group = None if alone else dist.group.WORLD
+    rollout = EmbeddedRollout(
+        model_of(name, fields), pad_token_id=0, num_blocks=30, block_size=4, tensor_parallel_group=group
+    )
+    rollout.update_weights(model_of(name, fields).named_parameters(), 0)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, 41, (n,), generator=generator).tolist() for n in (5, 1, 17, 9, 3)]
+    requests = [Request(f"r{i}", tuple(p), SamplingParams(15, n=2), i) for i, p in enumerate(prompts)]
+    answers = rollout.complete(requests)
+    rollout.update_weights(model_of(name, fields, seed=8).named_parameters(), 1)
+    answers += rollout.complete(requests)
+    size = sum(p.numel() for p in rollout.hf_model.model.layers.parameters())
+    return [a.token_ids for a in answers], [a.log_probs for a in answers], size
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("Qwen3Config", {"tie_word_embeddings": True}),
+        ("LlamaConfig", {"tie_word_embeddings": False}),
+        ("Qwen2Config", {"num_key_value_heads": 1}),  # fewer key heads than ranks
+        ("MistralConfig", {"sliding_window": 4}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_two_ranks_give_what_one_gives(ranks, name, fields):
+    tokens, log_probs, size = ranks(2).run(generated, name, fields, True)[0]
+    for found_tokens, found_log_probs, found_size in ranks(2).run(generated, name, fields, False):
+        assert found_tokens == tokens
+        for mine, wanted in zip(found_log_probs, log_probs, strict=True):
+            assert mine == pytest.approx(wanted, abs=2e-5)
+        assert found_size < 0.75 * size
+
+
+def refused(fields: dict, name: str = "Qwen3Config") -> str:
+    try:
+        EmbeddedRollout(model_of(name, fields), pad_token_id=0, tensor_parallel_group=dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_shapes_that_cannot_be_cut_are_refused(ranks):
+    assert all("attention heads (3)" in m for m in ranks(2).run(refused, {"num_attention_heads": 3}))
+    assert all("inner width (49)" in m for m in ranks(2).run(refused, {"intermediate_size": 49}))
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    assert all("cannot be split" in m for m in ranks(2).run(refused, moe, "Qwen3MoeConfig"))

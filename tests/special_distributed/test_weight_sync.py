@@ -1,0 +1,314 @@
+"""Weights from real sharded engines into rollouts, on real processes: the logits are those of one process, twice."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshrl.config.engine import EngineConfig, FSDPConfig, MixedPrecisionConfig
+from meshrl.config.model import ModelConfig
+from meshrl.config.optim import OptimConfig
+
+BUCKET = 1 << 14
+IDS = torch.tensor([[3, 14, 15, 9, 2, 6, 5, 35]])
+
+
+@pytest.fixture(scope="module")
+def folders(make_lm, tmp_path_factory):
+    found = {}
+    for family in ("qwen2", "qwen3", "qwen3_moe"):
+        found[family] = tmp_path_factory.mktemp(family)
+        make_lm(family, "eager", num_hidden_layers=4).save_pretrained(found[family])
+    return found
+
+
+def changed(name: str, value: torch.Tensor, version: int) -> torch.Tensor:
+    """Each version's weights: a rule that every rank can apply to its own rows."""
+    return value * (1 + 0.1 * version)
+
+
+def one_process_logits(folder, version):
+    """The reference: the whole model, changed by the same rule."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(changed(name, param, version))
+        return model(IDS).logits
+
+
+def fsdp_engine(folder, **engine):
+    from meshrl.engines.fsdp.engine import FSDPEngine
+
+    precision = MixedPrecisionConfig(param_dtype="fp32", reduce_dtype="fp32", buffer_dtype="fp32")
+    size = engine.pop("fsdp_size", -1)
+    lora_rank = engine.pop("lora_rank", 0)
+    config = EngineConfig(
+        fsdp_config=FSDPConfig(model_dtype="fp32", mixed_precision=precision, fsdp_size=size), **engine
+    )
+    model = ModelConfig(path=str(folder), lora_rank=lora_rank, lora_alpha=16, enable_gradient_checkpointing=False)
+    made = FSDPEngine(model, config, OptimConfig(lr=1e-3), device=torch.device("cpu"))
+    made.initialize()
+    return made
+
+
+def multiply(engine, factor):
+    with torch.no_grad():
+        for param in engine.module.parameters():
+            param.mul_(factor)
+
+
+def blank_lm(folder):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder), attn_implementation="eager", dtype=torch.float32
+    )
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    return model.eval()
+
+
+class PlainRollout:
+    """As little of a rollout as a sync asks for."""
+
+    def __init__(self):
+        self.version, self.released = -1, ()
+
+    def update_weights(self, weights, version):
+        for _ in weights:
+            pass
+        self.version = version
+
+    def release(self, tags):
+        self.released = tuple(tags)
+
+    def resume(self, tags):
+        self.released = ()
+
+
+def fsdp_to_copies(folder: Path, carrier: str, options: dict) -> tuple[list[torch.Tensor], dict]:
+    """Each rank's rollout is a whole module."""
+    from meshrl.weights import connect as connecting
+
+    connecting.MEGABYTE = BUCKET  # buckets of a few messages for models this small
+    engine = fsdp_engine(folder, **options)
+    model = blank_lm(folder)
+    sync = connecting.connect(
+        engine, connecting.rollout_params(model), bucket_megabytes=1, carrier=carrier, deadline=40.0
+    )
+    rollout, logits = PlainRollout(), []
+    for version in (1, 2):
+        multiply(engine, 1 + 0.1 * version)
+        report = sync(rollout, version)
+        with torch.no_grad():
+            logits.append(model(IDS).logits)
+        multiply(engine, 1 / (1 + 0.1 * version))
+    assert rollout.version == 2
+    sync.close()
+    return logits, report.metrics() | {"hops": len(sync.plan.hops), "missing": sync.plan.missing()[dist.get_rank()]}
+
+
+CASES = [
+    ("qwen2", 4, "shared_memory", {}),
+    ("qwen3", 4, "process_group", {"fsdp_size": 2}),
+    ("qwen3", 2, "auto", {"ulysses_sequence_parallel_size": 2}),
+    ("qwen3_moe", 4, "process_group", {}),
+    ("qwen2", 2, "process_group", {"strategy": "fsdp"}),
+    ("qwen3", 4, "shared_memory", {"strategy": "fsdp", "fsdp_size": 2}),
+]
+
+
+@pytest.mark.parametrize(("family", "world", "carrier", "options"), CASES)
+def test_fsdp_to_whole_copies(ranks, folders, family, world, carrier, options):
+    found = ranks(world).run(fsdp_to_copies, folders[family], carrier, options)
+    for version in (1, 2):
+        expected = one_process_logits(folders[family], version)
+        for logits, metrics in found:
+            torch.testing.assert_close(logits[version - 1], expected, rtol=1e-5, atol=1e-5)
+            assert metrics["weight_sync/received_bytes"] == metrics["missing"]
+    # The comparison would see one version for the other.
+    assert (one_process_logits(folders[family], 1) - expected).abs().max() > 1e-2
+
+
+def sync_to_tp(engine, folder: Path, axes: dict, staged: bool = False) -> list[dict[str, torch.Tensor]]:
+    """Two versions into a tensor-parallel rollout's bare parameters, which come back."""
+    from transformers import AutoConfig
+
+    from meshrl.engines.megatron.weight_map import hf_tensors
+    from meshrl.weights import connect as connecting
+    from meshrl.weights.rollout_placement import RolloutLayout, rollout
+    from meshrl.weights.shards import local_tensors
+
+    connecting.MEGABYTE = BUCKET
+    hf_config, layout = AutoConfig.from_pretrained(folder), RolloutLayout(**axes)
+    shapes = hf_tensors(hf_config)
+    params, rank = {}, dist.get_rank()
+    if rank < layout.world_size:
+        blank = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        params = local_tensors(rollout(shapes, hf_config, layout), rank, blank)
+    sync = connecting.connect(
+        engine, params, layout=layout, hf_config=hf_config, bucket_megabytes=1, deadline=40.0, staged=staged
+    )
+    rollout_engine, found = PlainRollout(), []
+    for version in (1, 2):
+        multiply(engine, 1 + 0.1 * version)
+        report = sync(rollout_engine, version)
+        assert report.traffic.received == sync.plan.missing()[rank]
+        found.append({name: tensor.clone() for name, tensor in params.items()})
+        multiply(engine, 1 / (1 + 0.1 * version))
+    sync.close()
+    return found
+
+
+def fsdp_to_tp(folder: Path, options: dict, axes: dict):
+    return sync_to_tp(fsdp_engine(folder, **options), folder, axes, staged=axes.get("dp", 1) > 1)
+
+
+def megatron_to_tp(trial, folder: Path, axes: dict):
+    from meshrl.engines.build import build_engine
+    from meshrl.engines.megatron.parallel_state import leave_parallel_state
+
+    try:
+        engine = build_engine(trial.model, trial.engine, None, device=torch.device("cpu"))
+        engine.initialize()
+        return sync_to_tp(engine, folder, axes)
+    finally:
+        leave_parallel_state()
+
+
+def megatron_to_copies(trial, folder: Path):
+    from meshrl.engines.build import build_engine
+    from meshrl.engines.megatron.parallel_state import leave_parallel_state
+    from meshrl.weights import connect as connecting
+
+    try:
+        connecting.MEGABYTE = BUCKET
+        engine = build_engine(trial.model, trial.engine, None, device=torch.device("cpu"))
+        engine.initialize()
+        model = blank_lm(folder)
+        sync = connecting.connect(engine, connecting.rollout_params(model), bucket_megabytes=1, deadline=40.0)
+        rollout, logits = PlainRollout(), []
+        for version in (1, 2):
+            multiply(engine, 1 + 0.1 * version)
+            sync(rollout, version)
+            with torch.no_grad():
+                logits.append(model(IDS).logits)
+            multiply(engine, 1 / (1 + 0.1 * version))
+        return logits
+    finally:
+        leave_parallel_state()
+
+
+def put_together(folder: Path, parts: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """The logits of a whole module, joined by hand from the parameters of tensor-parallel ranks."""
+    model = blank_lm(folder)
+    tp, kv_heads = len(parts), model.config.num_key_value_heads
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            held = [part[name] for part in parts]
+            if "k_proj" in name or "v_proj" in name:
+                held = held[:: max(1, tp // kv_heads)]
+            if name.endswith("experts.gate_up_proj"):
+                count, height, width = param.shape
+                halves = [h.view(count, 2, -1, width) for h in held]
+                param.copy_(torch.cat(halves, 2).view(count, height, width))
+            elif name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+                param.copy_(torch.cat([h.view(*param.shape[:-1], -1) for h in held], -1))
+            elif "norm" in name or name.endswith("gate.weight"):
+                assert all(torch.equal(h, held[0]) for h in held)
+                param.copy_(held[0].view_as(param))
+            else:
+                param.copy_(torch.cat(held)[: param.numel()].view_as(param))
+        return model(IDS).logits
+
+
+def check_logits(folder, found, tp):
+    for version in (1, 2):
+        expected = one_process_logits(folder, version)
+        parts = [versions[version - 1] for versions in found]
+        for copy in range(0, len([part for part in parts if part]), tp):
+            logits = put_together(folder, parts[copy : copy + tp])
+            torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "axes"),
+    [
+        ("qwen2", {}, {"tp": 2, "dp": 2}),
+        ("qwen3", {"fsdp_size": 2}, {"tp": 4}),
+        ("qwen3_moe", {}, {"tp": 2}),
+        ("qwen2", {"strategy": "fsdp"}, {"tp": 2, "dp": 2}),
+    ],
+)
+def test_fsdp_to_tensor_parallel(ranks, folders, family, options, axes):
+    found = ranks(4).run(fsdp_to_tp, folders[family], options, axes)
+    check_logits(folders[family], found, axes["tp"])
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "ours", "theirs"),
+    [
+        ("qwen2", 4, {"tp": 2, "pp": 2}, {"tp": 2}),
+        ("qwen3", 4, {"tp": 2, "pp": 2}, {"tp": 4}),
+        ("qwen3_moe", 4, {"ep": 4}, {"tp": 2}),
+    ],
+)
+def test_megatron_to_tensor_parallel(megatron_ranks, folders, family, world, ours, theirs):
+    from megatron_trials import megatron_trial
+
+    trial = megatron_trial(folders[family], ours)
+    found = megatron_ranks(world).run(megatron_to_tp, trial, folders[family], theirs)
+    check_logits(folders[family], found, theirs["tp"])
+
+
+@pytest.mark.parametrize(("family", "axes"), [("qwen3", {"pp": 2, "vpp": 2}), ("qwen3_moe", {"ep": 2})])
+def test_megatron_to_whole_copies(megatron_ranks, folders, family, axes):
+    from megatron_trials import megatron_trial
+
+    found = megatron_ranks(2).run(megatron_to_copies, megatron_trial(folders[family], axes), folders[family])
+    for version in (1, 2):
+        expected = one_process_logits(folders[family], version)
+        for logits in found:
+            torch.testing.assert_close(logits[version - 1], expected, rtol=1e-5, atol=1e-5)
+
+
+def lora_to_copies(folder: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Merged by the sync, and by hand from whole tensors."""
+    from meshrl.weights import connect as connecting
+
+    engine = fsdp_engine(folder, lora_rank=4)
+    model, reference = blank_lm(folder), blank_lm(folder)
+    sync = connecting.connect(engine, connecting.rollout_params(model), bucket_megabytes=1, deadline=40.0)
+    found, expected = [], []
+    for version in (1, 2):
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(version)
+            for name, param in engine.module.named_parameters():
+                if ".lora_B." in name:
+                    whole = torch.randn(param.shape, generator=generator) * 0.1
+                    local = param.to_local()
+                    start = dist.get_rank() * -(-len(whole) // dist.get_world_size())
+                    local.copy_(whole[start : start + len(local)])
+            sync(PlainRollout(), version)
+            found.append(model(IDS).logits)
+            whole = {n.removeprefix("hf_model."): p.full_tensor() for n, p in engine.module.named_parameters()}
+            for name, param in reference.named_parameters():
+                layer, kind = name.rsplit(".", 1)
+                param.copy_(whole[name] if name in whole else whole[f"{layer}.base_layer.{kind}"])
+                if kind == "weight" and f"{layer}.lora_A.default.weight" in whole:
+                    up, down = (whole[f"{layer}.lora_{letter}.default.weight"] for letter in "BA")
+                    param.add_(up @ down, alpha=16 / 4)
+            expected.append(reference(IDS).logits)
+    return found, expected
+
+
+def test_adapters_arrive_merged(ranks, folders):
+    pytest.importorskip("peft")
+    for found, expected in ranks(2).run(lora_to_copies, folders["qwen2"]):
+        for logits, reference in zip(found, expected, strict=True):
+            torch.testing.assert_close(logits, reference, rtol=1e-5, atol=1e-5)
+        assert (found[0] - found[1]).abs().max() > 1e-2

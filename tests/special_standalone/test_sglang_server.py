@@ -1,0 +1,49 @@
+"""SGLang's real server keeps the contract, over HTTP, on a CPU with two shims for what has no CPU build."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sglang", reason="SGLang has an environment of its own: make test-sglang")
+
+from contract import CONTEXT, RolloutContract
+
+from meshrl.rollout.remote.rollout import RemoteRollout
+from meshrl.rollout.sglang.server import SglangServer
+
+ARGUMENTS = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "dtype": "float32",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "context_length": CONTEXT,
+    "max_total_tokens": 20_000,
+    "mem_fraction_static": 0.3,
+    "skip_server_warmup": True,
+}
+SHIMS = str(Path(__file__).parent / "sglang_shims")
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, [SHIMS, os.environ.get("PYTHONPATH")])),
+}
+
+
+class TestSglangServer(RolloutContract):
+    # Its seeds are for its deterministic mode alone, which has no CPU backend.
+    seeded = False
+    adjusts = False
+    top_p_within_top_k = False
+    spare_tokens = 2
+
+    def make(self, folder, hf_model):
+        client = SglangServer(folder, arguments=ARGUMENTS, environment=ENVIRONMENT, start_seconds=280)
+        return RemoteRollout(client, pad_token_id=0, bucket_bytes=100_000, deadline=60)
+
+    def test_streams_are_labelled_as_the_engine_says_in_the_end(self, engine):
+        """Runs last: over all tests no token of a stream was handed out under a version that it did not have."""
+        assert engine.stats()["relabelled_tokens"] == 0

@@ -1,0 +1,114 @@
+"""What only the in-process vLLM has: side effects to contain, arguments, tensor parallelism, adapters."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
+
+from contract import CHARACTERS, CONTEXT, PROMPTS, chosen, log_probs_of, make_model, request
+
+from meshrl.models.saving import save_hf_folder
+from meshrl.models.tiny import char_tokenizer
+from meshrl.rollout.requests import SamplingParams
+from meshrl.rollout.vllm.arguments import command_line, engine_arguments
+from meshrl.rollout.vllm.engine import VllmRollout
+
+SMALL = {
+    "dtype": "float32",
+    "max_model_len": CONTEXT,
+    "kv_cache_memory_bytes": 32 << 20,
+    "enforce_eager": True,
+    "block_size": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    model = make_model(0)
+    path = tmp_path_factory.mktemp("vllm") / "model"
+    save_hf_folder(path, model.named_parameters(), model)
+    char_tokenizer(CHARACTERS).save_pretrained(path)
+    return path
+
+
+def worst(rollout, model, temperature=0.8):
+    answers = rollout.complete([request(p, SamplingParams(max_tokens=7, temperature=temperature)) for p in PROMPTS])
+    differences = [
+        torch.tensor(a.log_probs) - chosen(log_probs_of(model, p, a.token_ids, temperature), a.token_ids)
+        for a, p in zip(answers, PROMPTS, strict=True)
+    ]
+    return max(float(d.abs().max()) for d in differences)
+
+
+def test_tensor_parallel_workers_get_their_weights_through_shared_memory(folder):
+    rollout = VllmRollout(folder, pad_token_id=0, bucket_bytes=50_000, tensor_parallel_size=2, **SMALL)
+    try:
+        for version, seed in enumerate((3, 4)):
+            rollout.update_weights(make_model(seed).named_parameters(), version)
+            assert worst(rollout, make_model(seed)) < 2e-5
+            assert worst(rollout, make_model(seed + 1)) > 0.1
+        files = rollout._folder
+        assert files.exists()
+    finally:
+        rollout.close()
+    assert not files.exists()
+
+
+def test_dummy_weights_side_effects_and_adapters(folder):
+    """One engine for all three: starting it takes most of the time."""
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    wanted = random.random(), np.random.rand(), torch.rand(1).item()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    rollout = VllmRollout(
+        folder, pad_token_id=0, load_format="dummy", enable_lora=True, max_lora_rank=8, max_loras=2, **SMALL
+    )
+    try:
+        assert (random.random(), np.random.rand(), torch.rand(1).item()) == wanted
+        assert torch.set_num_threads is set_num_threads
+        assert torch.get_num_threads() == threads
+        (refused,) = rollout.complete([request(PROMPTS[0], SamplingParams(max_tokens=2))])
+        assert "no weights" in (refused.error or "")
+        base = make_model(3)
+        rollout.update_weights(base.named_parameters(), 0)
+        assert worst(rollout, base) < 2e-5
+        for seed in (0, 1):
+            config, tensors, merged = adapter(base, seed)
+            kept = {name: tensor.clone() for name, tensor in tensors.items()}
+            rollout.update_adapter(config, tensors)
+            assert worst(rollout, merged) < 5e-5
+            assert worst(rollout, base) > 0.05
+            assert all(torch.equal(kept[name], tensor) for name, tensor in tensors.items())
+        rollout.update_weights(base.named_parameters(), 1)
+        assert worst(rollout, base) < 2e-5
+    finally:
+        rollout.close()
+
+
+def adapter(base, seed):
+    """A LoRA adapter of the query and down projections, in peft's words, and the model that it makes."""
+    generator = torch.Generator().manual_seed(seed)
+    merged, tensors = make_model(3), {}
+    modules = dict(merged.named_modules())
+    for name, module in modules.items():
+        if name.endswith(("q_proj", "down_proj")):
+            down = torch.randn(4, module.in_features, generator=generator) * 0.2
+            up = torch.randn(module.out_features, 4, generator=generator) * 0.2
+            tensors[f"base_model.model.{name}.lora_A.weight"] = down
+            tensors[f"base_model.model.{name}.lora_B.weight"] = up
+            module.weight.data += up @ down * 2.0
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "bias": "none"}
+    return config, tensors, merged
+
+
+def test_arguments_that_the_rollout_needs_cannot_be_taken_away():
+    with pytest.raises(ValueError, match="logprobs_mode cannot be set"):
+        engine_arguments("model", {"logprobs_mode": "raw_logprobs"})
+    words = command_line("model", {"enforce_eager": True, "max_model_len": 64, "enable_prefix_caching": False})
+    assert {"--enforce-eager", "--max-model-len=64", "--no-enable-prefix-caching"} <= set(words)
+

@@ -1,0 +1,189 @@
+"""Every carrier between real processes: exact, within two buckets of memory, and quick to see a death."""
+
+import ctypes
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import QWEN2, PlainRollout, copies, fsdp2, random_tensors, tp
+
+from meshrl.weights.exchange import Exchange
+from meshrl.weights.folder import FolderCarrier
+from meshrl.weights.plan import plan_reshard
+from meshrl.weights.process_group import ProcessGroupCarrier
+from meshrl.weights.shards import Shards, local_tensors
+from meshrl.weights.shared_memory import SharedMemoryCarrier
+from meshrl.weights.sync import WORD_BYTES, WeightSync
+
+BUCKET = 4096
+
+
+def carrier_of(kind, folder, rank, world, slot):
+    if kind == "process_group":
+        store = dist.FileStore(str(Path(folder, "store")), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        return ProcessGroupCarrier(slot)
+    made = SharedMemoryCarrier if kind == "shared_memory" else FolderCarrier
+    return made(folder, rank, slot)
+
+
+def sync_of(kind, folder, rank, plan, **options):
+    source, destination = plan.source, plan.destination
+    blank = {name: torch.zeros(shape) for name, shape in destination.tensors.items()}
+    ours, theirs = (ranks.tolist() for ranks in (plan.source_ranks, plan.destination_ranks))
+    slot = max(plan.slot_bytes, WORD_BYTES)
+    return WeightSync(
+        plan,
+        rank,
+        source=Shards(source, ours.index(rank), local_tensors(source, ours.index(rank), blank))
+        if rank in ours
+        else None,
+        destination=Shards(destination, theirs.index(rank), local_tensors(destination, theirs.index(rank), blank))
+        if rank in theirs
+        else None,
+        dtypes=dict.fromkeys(plan.names, torch.float32),
+        carrier=carrier_of(kind, folder, rank, len(plan.ranks), slot),
+        **{"deadline": 30.0} | options,
+    )
+
+
+def load(sync, version):
+    whole = random_tensors(sync.plan.source.tensors, seed=version)
+    if sync.source is not None:
+        sync.source.tensors = local_tensors(sync.source.placement, sync.source.rank, whole)
+    return whole
+
+
+def two_versions(kind, folder, rank, plan):
+    sync = sync_of(kind, folder, rank, plan)
+    wrong = 0
+    for version in (1, 2):
+        whole = load(sync, version)
+        sync.run(version)
+        if sync.destination is not None:
+            expected = local_tensors(sync.destination.placement, sync.destination.rank, whole)
+            wrong += sum(not torch.equal(sync.destination.tensors[name], value) for name, value in expected.items())
+    return wrong
+
+
+def dies_midway(kind, folder, rank, plan):
+    """Rank 1 is gone after its second message of the second sync; the others say what they saw and how soon."""
+    sync, rollout = sync_of(kind, folder, rank, plan, deadline=30.0), PlainRollout()
+    load(sync, 1)
+    sync.run(1, rollout)
+    pack, packed = Exchange._pack, []
+
+    def pack_and_die(self, buffer, pieces):
+        packed.append(1)
+        if rank == 1 and len(packed) == 2:
+            os._exit(7)
+        pack(self, buffer, pieces)
+
+    Exchange._pack = pack_and_die
+    started = time.monotonic()
+    try:
+        sync.run(2, rollout)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - started, rollout.version, rollout.released
+    return "no error"
+
+
+def _child(function, connection, *args):
+    torch.set_num_threads(1)
+    try:
+        connection.send(function(*args))
+    except BaseException as error:
+        connection.send(error)
+
+
+def run_ranks(function, kind, folder, plan):
+    """One forked process a rank; what each answered, None where it died."""
+    context = multiprocessing.get_context("fork")
+    started = []
+    for rank in plan.ranks:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_child, args=(function, theirs, kind, folder, rank, plan))
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    answers = []
+    for process, connection in started:
+        try:
+            answers.append(connection.recv() if connection.poll(90) else "late")
+        except EOFError:
+            answers.append(None)
+        process.join(5)
+        process.kill()
+    return answers
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "process_group", "folder"])
+@pytest.mark.parametrize("pair", ["spread", "chain"])
+def test_exact_twice(tmp_path, kind, pair):
+    if pair == "spread":
+        plan = plan_reshard(fsdp2(QWEN2, 3), tp(QWEN2, 2), itemsize=4, bucket_bytes=BUCKET)
+    else:
+        plan = plan_reshard(
+            fsdp2(QWEN2, 1), copies(QWEN2, 3), itemsize=4, bucket_bytes=BUCKET, destination_ranks=[1, 2, 3]
+        )
+        assert plan.feed == "chain"
+    assert run_ranks(two_versions, kind, tmp_path, plan) == [0] * len(plan.ranks)
+
+
+@pytest.mark.parametrize("kind", ["shared_memory", "process_group"])
+def test_a_death_is_seen_at_once_and_the_rollouts_refuse(tmp_path, kind):
+    plan = plan_reshard(fsdp2(QWEN2, 3), copies(QWEN2, 3), itemsize=4, bucket_bytes=BUCKET)
+    answers = run_ranks(dies_midway, kind, tmp_path, plan)
+    assert answers[1] is None
+    for rank in (0, 2):
+        name, text, seconds, version, released = answers[rank]
+        assert name == "SyncError", answers
+        assert "rank 1" in text or "rank" in text
+        assert seconds < 20  # of a deadline of 30
+        assert (version, released) == (-1, ("weights",))
+
+
+def peak_growth(kind, folder, rank, plans):
+    """By how many bytes this process grew during a sync, beyond what it had, and what the carrier says it holds."""
+    warm, plan = plans.warm, plans.measured
+    whole = {name: torch.ones(shape) for name, shape in plan.source.tensors.items()}
+    ours = Shards(plan.source, rank, local_tensors(plan.source, rank, whole))
+    theirs = Shards(plan.destination, rank, local_tensors(plan.destination, rank, whole))
+    del whole
+    options = {"source": ours, "destination": theirs, "dtypes": dict.fromkeys(plan.names, torch.float32)}
+    # The same with small buckets first: what libraries take for themselves is not the sync's.
+    WeightSync(warm, rank, carrier=carrier_of(kind, folder, rank, 2, warm.slot_bytes), **options).run(1)
+    ctypes.CDLL(None).malloc_trim(0)  # nothing may come from memory that was freed before
+    before = resident()
+    Path("/proc/self/clear_refs").write_text("5")
+    sync = WeightSync(plan, rank, carrier=ProcessGroupCarrier(plan.slot_bytes), **options)
+    sync.run(2)
+    return resident("VmHWM") - before, sync.carrier.memory_bytes()
+
+
+def resident(line="VmRSS"):
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(f"{line}:")[1].split()[0]) * 1024
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's counters of memory")
+def test_two_buckets_are_all_the_memory(tmp_path):
+    from meshrl.parallel.layout import fsdp_layout
+    from meshrl.weights.placement import fsdp2 as placed
+    from meshrl.weights.placement import replicas
+
+    shapes = {f"layer{i}.weight": (1024, 2048) for i in range(8)}  # 64 MiB
+    bucket = 6 << 20
+    sides = placed(shapes, fsdp_layout(2)), replicas(shapes, 2)
+    plan = plan_reshard(*sides, itemsize=4, bucket_bytes=bucket)
+    warm = plan_reshard(*sides, itemsize=4, bucket_bytes=64 << 10)
+    assert plan.received().min() == 32 << 20
+    plans = SimpleNamespace(warm=warm, measured=plan, ranks=plan.ranks)
+    for growth, held in run_ranks(peak_growth, "process_group", tmp_path, plans):
+        assert held == 2 * bucket
+        assert bucket < growth < 2 * bucket + (4 << 20)  # sums are made of a few rows at a time
