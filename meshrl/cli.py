@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import meshrl
 from meshrl.rollout.command_line import add_generate_options, add_serve_options
+from meshrl.weights.command_line import add_plan_options
 
 if TYPE_CHECKING:
     from meshrl.config import Loaded, PPOConfig, SFTConfig
@@ -98,6 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     add_serve_options(add("serve", _serve, "serve a model over HTTP as OpenAI's API does"))
     add_generate_options(add("generate", _generate, "answer the prompts of a file; goes on where it was ended"))
 
+    add_plan_options(add("plan-sync", _plan_sync, "show what a weight sync between two layouts moves"))
+
     report = add("report", _report, "draw the curves and the report of a run")
     report.add_argument("run_dir", help="folder of the run")
     return parser
@@ -168,6 +171,17 @@ def _generate(arguments: argparse.Namespace) -> int | None:
         _complain(str(error))
         return RUN_ERROR
     _say(report)
+    return None
+
+
+def _plan_sync(arguments: argparse.Namespace) -> int | None:
+    from meshrl.weights.command_line import planned
+
+    try:
+        _say("\n".join(planned(arguments)))
+    except (OSError, ValueError) as error:
+        _complain(str(error))
+        return CONFIG_PROBLEM
     return None
 
 

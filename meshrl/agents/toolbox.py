@@ -16,6 +16,7 @@ from meshrl.agents.messages import Sample, ToolAnswer, ToolCall
 from meshrl.agents.schema import argument_problem
 from meshrl.agents.tools import FunctionTool, Tool, as_result
 from meshrl.config.functions import load_function
+from meshrl.config.rollout import MultiTurnConfig
 
 logger = logging.getLogger(__name__)
 TRUNCATE_SIDES = ("left", "right", "middle")
@@ -135,6 +136,11 @@ def load_tools(paths: Sequence[str], config_path: str | None = None) -> list[Too
     if config_path is not None:
         entries += read_tool_config(config_path)
     return [load_tool(entry) for entry in entries]
+
+
+def tool_schemas(config: MultiTurnConfig) -> list[dict[str, Any]]:
+    """What prompts must show the model: the schemas of all tools of a run, none where multi-turn is off."""
+    return [tool.schema() for tool in load_tools(config.tools, config.tool_config_path)] if config.enable else []
 
 
 def read_tool_config(path: str) -> list[Mapping[str, Any]]:

@@ -72,6 +72,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *_run_problems(config.trainer),
         *_idle_problems(config, actor, ACTOR),
         *_critic_problems(config, check_files),
+        *_reward_model_problems(config, check_files),
     ]
     if check_files:
         problems += _file_problems(config)
@@ -111,6 +112,27 @@ def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
     if check_files and critic.model.path is not None:
         words = "data.max_prompt_length + max_response_length"
         problems += _model_problems(critic.model, "critic.model", critic, "critic", longest, words)
+    return problems
+
+
+def _reward_model_problems(config: PPOConfig, check_files: bool) -> list[str]:
+    model = config.reward_model
+    if not model.enable:
+        changed = changed_keys(config, "reward_model.")
+        return [f"{name} has no effect without reward_model.enable=true" for name in changed]
+    problems = engine_problems(model, "reward_model", config.trainer.world_size)
+    longest = config.data.max_prompt_length + config.data.max_response_length + 1
+    budget = model.forward_max_token_len_per_gpu
+    if model.use_dynamic_bsz and budget * sequence_ranks(model) < longest:
+        problems.append(
+            f"reward_model.forward_max_token_len_per_gpu ({_times(budget, model)}) must hold the longest sample and "
+            f"one token more ({longest})"
+        )
+    if not model.use_dynamic_bsz and model.micro_batch_size_per_gpu is None:
+        problems.append("set reward_model.micro_batch_size_per_gpu, or reward_model.use_dynamic_bsz=true")
+    if check_files:
+        words = "data.max_prompt_length + max_response_length + 1"
+        problems += _model_problems(model.model, "reward_model.model", model, "reward_model", longest, words)
     return problems
 
 

@@ -36,6 +36,12 @@ def uses_critic(critic: CriticConfig, adv_estimator: str) -> bool:
 
 
 @dataclass
-class RewardModelConfig:
-    enable: bool = key(False, "Score responses with a model.")
-    model: ModelConfig = section(ModelConfig, "The scoring model.")
+class RewardModelConfig(EngineConfig):
+    enable: bool = key(False, "Score responses with a model (a token or sequence classifier of one label).")
+    model: ModelConfig = section(ModelConfig, "The scoring model; it must have the policy's tokenizer.")
+    weight: float = key(1.0, "Weight of its score beside that of reward functions.")
+    use_dynamic_bsz: bool | None = key(None, "Cut micro-batches by tokens.", follows=f"{ACTOR}.use_dynamic_bsz")
+    forward_max_token_len_per_gpu: int = key(32768, "Most tokens of a micro-batch on one rank.", low=1)
+    micro_batch_size_per_gpu: int | None = key(
+        None, "Samples per forward on one rank.", low=1, follows=f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    )

@@ -29,7 +29,7 @@ class PPOConfig:
     data: DataConfig = section(DataConfig, "The prompts.")
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "The policy in its three roles.")
     critic: CriticConfig = section(CriticConfig, "The value model of PPO.")
-    reward_model: RewardModelConfig = section(RewardModelConfig, "A model that scores.", pending="reward models")
+    reward_model: RewardModelConfig = section(RewardModelConfig, "A model that scores.")
     reward: RewardConfig = section(RewardConfig, "Built-in rewards, and what to do when one fails.")
     custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig, "A reward of your own.")
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "How rewards are computed for a batch.")

@@ -32,6 +32,7 @@ class BatchUnits:
     critic_dp_size: int = 1
     critic_mini_batches_per_epoch: int = 1
     critic_steps_per_step: int = 1
+    reward_model_dp_size: int = 1
 
     @classmethod
     def from_config(cls, config: PPOConfig) -> "BatchUnits":
@@ -61,6 +62,7 @@ class BatchUnits:
             critic_dp_size=dp_size(critic, config.trainer.world_size),
             critic_mini_batches_per_epoch=critic_mini_batches,
             critic_steps_per_step=critic_mini_batches * (critic.ppo_epochs or actor.ppo_epochs),
+            reward_model_dp_size=dp_size(config.reward_model, config.trainer.world_size),
         )
 
     def lines(self) -> list[str]:

@@ -20,6 +20,7 @@ from meshrl.rewards.calling import (
     RewardFunction,
     RewardFunctionSpec,
     Sample,
+    extras_of,
     is_batch_function,
 )
 from meshrl.rewards.overlong import OverlongBuffer
@@ -67,11 +68,13 @@ class RewardManager:
         self.timeout, self.num_processes = timeout, num_processes
         self.overlong, self.log_overlong = overlong, log_overlong
         self._pool: WorkerPool | None = None
+        self._extras: set[str] = set()
         self._callers = [self._caller(at, spec) for at, spec in enumerate(self.specs)]
         self._threads = Threads(num_processes if name == "prime" else 1, "reward-parts")
 
     def _caller(self, at: int, spec: RewardFunctionSpec) -> Caller:
         function = spec.load()
+        self._extras |= set(extras_of(function))
         if self.name == "batch" or is_batch_function(function):
             return AtOnce(function, self.timeout)
         if self.name != "prime":
@@ -155,14 +158,16 @@ class RewardManager:
         self.close()
 
     def _samples(self, data: DataProto, mask: Tensor) -> list[Sample]:
-        columns = {name: data.non_tensor_batch[name] for name in ("data_source", "ground_truth", "extra_info")}
-        prompts = data.non_tensor_batch.get("raw_prompt", [None] * len(data))
-        samples: list[Sample] = []
-        for at, text in enumerate(self.decode(data)):
-            sample = {name: column[at] for name, column in columns.items()}
-            ids = data.batch["responses"][at][mask[at].bool()].tolist()
-            samples.append(sample | {"solution_str": text, "prompt": prompts[at], "response_ids": ids})
-        return samples
+        columns: dict[str, Any] = {
+            name: data.non_tensor_batch[name] for name in ("data_source", "ground_truth", "extra_info")
+        }
+        columns["solution_str"] = self.decode(data)
+        if "prompt" in self._extras:
+            columns["prompt"] = data.non_tensor_batch["raw_prompt"]
+        if "response_ids" in self._extras:
+            rows = zip(data.batch["responses"], mask.bool(), strict=True)
+            columns["response_ids"] = [response[inside].tolist() for response, inside in rows]
+        return [{name: column[at] for name, column in columns.items()} for at in range(len(data))]
 
     def _token_level(self, answers: list[list[dict[str, Any]]], mask: Tensor) -> Tensor:
         """The weighted sum of all functions' scores, in float64 until it is known to fit."""

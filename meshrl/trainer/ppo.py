@@ -59,6 +59,7 @@ class PPOTrainer:
     ):
         self.config, self.train_data, self.order = config, train_data, order
         self.actor, self.critic = groups["actor_rollout_ref"], groups.get("critic")
+        self.reward_model = groups.get("reward_model")
         self.reward, self.validator, self.tracker, self.samples = reward, validator, tracker, samples
         self.timer = timer
         self.units = BatchUnits.from_config(config)
@@ -130,6 +131,11 @@ class PPOTrainer:
     def score(self, batch: DataProto) -> dict[str, float]:
         """Adds `token_level_scores`, and what else the reward function said of each sample."""
         scores, infos, metrics = self.reward(batch)
+        if self.reward_model is not None:
+            dp_size = self.units.reward_model_dp_size
+            rm_scores = self.call_balanced(self.reward_model.compute_rm_score, batch, dp_size).batch["rm_scores"]
+            metrics["reward/rm_score_mean"] = float(rm_scores.sum(1).mean())
+            scores = scores + self.config.reward_model.weight * rm_scores
         batch.batch["token_level_scores"] = scores
         batch.non_tensor_batch.update(infos)
         return metrics

@@ -44,6 +44,7 @@ from meshrl.trainer.sft import SFTTrainer, total_sft_steps
 from meshrl.trainer.validation import Validator
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from meshrl.workers.critic import CriticWorker
+from meshrl.workers.reward_model import RewardModelWorker
 from meshrl.workers.settings import WorkerSettings
 from meshrl.workers.sft import SFTWorker
 
@@ -72,6 +73,8 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
     workers = {"actor_rollout_ref": ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, settings)}
     if uses_critic(config.critic, config.algorithm.adv_estimator):
         workers["critic"] = critic_worker(config, settings, units, steps)
+    if config.reward_model.enable:
+        workers["reward_model"] = ClassWithInitArgs(RewardModelWorker, config.reward_model, settings)
     with RunFolder(trainer.run_dir) as run, StepConsole(steps, console) as screen:
         start_run(run, screen, config, sources, units.lines())
         for words, data in (("training", train_data), ("validation", val_data)):

@@ -78,7 +78,7 @@ def connect(
     `params` are the rollout's parameters on this rank (`rollout_params`). Without `layout` every rank has a whole
     Hugging Face module; with one (and the model's `hf_config`) the first ranks of the world form that rollout.
     """
-    rank, world = _rank_and_world()
+    rank, world = rank_and_world()
     has_part = layout is None or rank < layout.world_size
     is_float32 = any(param.dtype == torch.float32 for param in params.values())
     source = source_of(engine, adapters=adapters, master=is_float32)
@@ -91,7 +91,7 @@ def connect(
     dtypes = tensor_dtypes(target, rank, params if has_part else {})
     plan = plan_reshard(
         source.placement, target, itemsize={name: dtype.itemsize for name, dtype in dtypes.items()},
-        bucket_bytes=bucket_megabytes * MEGABYTE, hosts=_hosts(), feed=feed,
+        bucket_bytes=bucket_megabytes * MEGABYTE, hosts=hosts_of_ranks(), feed=feed,
     )  # fmt: skip
     has_source = rank < source.placement.world_size
     sync = WeightSync(
@@ -100,7 +100,7 @@ def connect(
         source=Shards(source.placement, rank, source.tensors()) if has_source else None,
         destination=Shards(target, rank, params) if has_part else None,
         dtypes=dtypes,
-        carrier=make_carrier(plan, _device(engine, params), carrier, deadline),
+        carrier=carrier_for(plan, _device(engine, params), carrier, deadline),
         verify=verify,
         staged=staged,
         deadline=deadline,
@@ -125,7 +125,7 @@ def tensor_dtypes(target: Placement, rank: int, params: Mapping[str, Tensor]) ->
         _kind(names[tensor]): params[target.parameters[parameter]].dtype
         for tensor, parameter in zip(held["tensor"].tolist(), held["parameter"].tolist(), strict=True)
     }
-    if _rank_and_world()[1] > 1:
+    if rank_and_world()[1] > 1:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, kinds)
         for found in everyone:
@@ -138,18 +138,16 @@ def _kind(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def make_carrier(
-    plan: ReshardPlan, device: torch.device, kind: str = "auto", deadline: float = 600.0
-) -> Carrier | None:
+def carrier_for(plan: ReshardPlan, device: torch.device, kind: str = "auto", deadline: float = 600.0) -> Carrier | None:
     """The carrier that fits where the ranks are; None where nothing has to move. All ranks call it alike."""
     if kind not in CARRIERS:
         raise ValueError(f"unknown carrier '{kind}': use one of {', '.join(CARRIERS)}")
-    _, world = _rank_and_world()
+    _, world = rank_and_world()
     if world == 1:
         return None
     slot = max(int(plan.message_bytes.max(initial=0)), WORD_BYTES)
     if kind == "auto":
-        kind = "shared_memory" if device.type == "cpu" and len(set(_hosts() or [0])) == 1 else "process_group"
+        kind = "shared_memory" if device.type == "cpu" and len(set(hosts_of_ranks() or [0])) == 1 else "process_group"
     if kind == "shared_memory":
         return SharedMemoryCarrier(shared_folder(), dist.get_rank(), slot)
     group = dist.new_group(timeout=timedelta(seconds=deadline))
@@ -166,11 +164,12 @@ def shared_folder() -> Path:
     return folder
 
 
-def _rank_and_world() -> tuple[int, int]:
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank and how many there are; one without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def _hosts() -> Sequence[int] | None:
+def hosts_of_ranks() -> Sequence[int] | None:
     """The host of each rank, as numbers."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None

@@ -57,7 +57,7 @@ def test_each_key_is_refused_exactly_if_it_is_marked(root: type, leaf: Leaf) -> 
         "actor_rollout_ref.model.use_fused_kernels=true",
         "reward_model.enable=true",
         "actor_rollout_ref.rollout.mode=async", "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.enable=true", "reward.on_error=drop",
         "trainer.save_freq=10", "trainer.resume_mode=resume_path", "global_profiler.tool=torch",
     ],
 )  # fmt: skip
@@ -80,6 +80,7 @@ def test_what_later_work_brings_is_refused(override: str) -> None:
         "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.max_model_len=4096",
         "actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.val_kwargs.n=4", "trainer.test_freq=5",
         "actor_rollout_ref.rollout.multi_turn.enable=true",
+        "reward_manager.name=dapo", "reward_manager.name=prime", "reward.functions.exact_match=1",
         "trainer.resume_mode=disable", "algorithm.kl_ctrl.type=adaptive", f"{ACTOR}.skip_zero_advantage=false",
     ],
 )  # fmt: skip

@@ -199,7 +199,7 @@ def test_what_does_not_fit_together(overrides, said):
     assert re.search(said, problem)
 
 
-def test_what_fits_together(tmp_path):
+def test_what_fits_together():
     assert problems("reward.name=exact_match", "reward.kwargs.extract=x", "reward_manager.name=batch") == []
     assert (
         problems("reward_manager.name=dapo", "reward_manager.overlong_buffer.len=100", "reward.functions.code=1") == []

@@ -312,3 +312,115 @@ def test_adapters_arrive_merged(ranks, folders):
         for logits, reference in zip(found, expected, strict=True):
             torch.testing.assert_close(logits, reference, rtol=1e-5, atol=1e-5)
         assert (found[0] - found[1]).abs().max() > 1e-2
+
+
+def adapters_alone(folder: Path) -> tuple[dict, list[dict], dict, list[int]]:
+    """What a rollout that takes adapters gets in three syncs, and the bytes of each."""
+    from meshrl.weights.adapters import connect_adapters
+
+    class Taking(PlainRollout):
+        def __init__(self):
+            super().__init__()
+            self.base, self.adapters, self.bases = {}, [], 0
+
+        def update_weights(self, weights, version):
+            self.base = {name: tensor.clone() for name, tensor in weights}
+            self.bases += 1
+
+        def update_adapter(self, config, tensors):
+            self.adapters.append({name: tensor.clone() for name, tensor in tensors.items()})
+
+    engine, rollout = fsdp_engine(folder, lora_rank=4), Taking()
+    sync = connect_adapters(engine, {"r": 4}, bucket_megabytes=1, deadline=40.0)
+    received = []
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            for name, param in engine.module.named_parameters():
+                if ".lora_" in name:
+                    param.add_(version)
+        received.append(sync(rollout, version).traffic.received)
+    whole = {n.removeprefix("hf_model."): p.full_tensor() for n, p in engine.module.named_parameters()}
+    assert (rollout.bases, rollout.version) == (1, 3)
+    return rollout.base, rollout.adapters, whole, received
+
+
+def test_adapters_alone_after_the_base(ranks, folders):
+    pytest.importorskip("peft")
+    for base, adapters, whole, received in ranks(2).run(adapters_alone, folders["qwen2"]):
+        for name, tensor in base.items():
+            layer, kind = name.rsplit(".", 1)
+            assert torch.equal(tensor, whole[name] if name in whole else whole[f"{layer}.base_layer.{kind}"])
+        assert len(adapters) == 3
+        assert not torch.equal(*(list(held.values())[0] for held in adapters[1:]))
+        for name, tensor in adapters[-1].items():
+            theirs = name.removeprefix("base_model.model.").replace(".weight", ".default.weight")
+            assert torch.equal(tensor, whole[theirs])
+        size = sum(tensor.numel() * 4 for tensor in base.values())
+        assert max(received) < 0.3 * size
+
+
+def into_embedded(folder: Path) -> list[list[float]]:
+    """Log-probs of the embedded rollout's greedy answers after two syncs, and its refusal after a failed one."""
+    from meshrl.models.loading import load_model
+    from meshrl.parallel.attention import ATTENTION_NAME
+    from meshrl.rollout.embedded.engine import EmbeddedRollout
+    from meshrl.rollout.requests import Request, SamplingParams
+    from meshrl.weights import connect as connecting
+    from meshrl.weights.exchange import Exchange
+    from meshrl.weights.transport import SyncRefusedError
+
+    connecting.MEGABYTE = BUCKET
+    engine = fsdp_engine(folder)
+    model = load_model(str(folder), ATTENTION_NAME, "lm", dtype=torch.float32)
+    rollout = EmbeddedRollout(model, pad_token_id=0, num_blocks=64)
+    sync = connecting.connect(engine, connecting.rollout_params(model), bucket_megabytes=1, deadline=40.0)
+    found = []
+
+    def answer(version):
+        request = Request(f"r{version}", tuple(IDS[0].tolist()), SamplingParams(4, temperature=0.0))
+        (done,) = rollout.complete([request])
+        assert done.versions == [version] * 4
+        return [done.token_ids, done.log_probs]
+
+    for version in (1, 2):
+        multiply(engine, 1 + 0.1 * version)
+        sync(rollout, version)
+        found.append(answer(version))
+        multiply(engine, 1 / (1 + 0.1 * version))
+    pack = Exchange._pack
+
+    def zeros(self, buffer, pieces):
+        pack(self, buffer, pieces)
+        buffer.zero_()
+
+    Exchange._pack = zeros
+    multiply(engine, 1.3)
+    try:
+        sync(rollout, 3)
+    except SyncRefusedError as error:
+        assert "differs from what ranks" in str(error)
+    else:
+        raise AssertionError("zeros were taken for weights")
+    finally:
+        Exchange._pack = pack
+    assert rollout.version == -1
+    assert rollout.is_suspended()
+    sync(rollout, 4)
+    found.append(answer(4))
+    return found
+
+
+def test_into_the_embedded_rollout(ranks, folders):
+    from transformers import AutoModelForCausalLM
+
+    found = ranks(2).run(into_embedded, folders["qwen3"], timeout=90)
+    assert found[0] == found[1]
+    for (tokens, log_probs), factor in zip(found[0], (1.1, 1.2, 1.3), strict=True):
+        model = AutoModelForCausalLM.from_pretrained(folders["qwen3"], attn_implementation="eager", dtype=torch.float32)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(factor)
+            logits = model(torch.cat([IDS, torch.tensor([tokens])], 1)).logits[0, IDS.shape[1] - 1 : -1]
+        assert logits.argmax(-1).tolist() == tokens
+        expected = logits.log_softmax(-1).max(-1).values
+        torch.testing.assert_close(torch.tensor(log_probs), expected, rtol=1e-4, atol=1e-5)

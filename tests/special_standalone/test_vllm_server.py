@@ -32,7 +32,7 @@ class TestVllmServer(RolloutContract):
             yield
 
     def make(self, folder, hf_model):
-        client = VllmServer(folder, arguments=ARGUMENTS, start_seconds=200)
+        client = VllmServer(folder, arguments=ARGUMENTS, start_seconds=280)
         return RemoteRollout(client, pad_token_id=0, bucket_bytes=100_000, deadline=60)
 
     def test_streams_are_labelled_as_the_engine_says_in_the_end(self, engine):

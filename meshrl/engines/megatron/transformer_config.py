@@ -23,6 +23,8 @@ QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
 def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recompute: bool) -> TransformerConfig:
     """The model's shape, this layout and how to compute, with `override_transformer_config` on top."""
     check_expressible(hf)
+    if hf.model_type == "deepseek_v3" and not has_transformer_engine(config):
+        raise ValueError("deepseek_v3 needs TransformerEngine: Megatron-Core has its latent attention only there")
     values = {
         **_shape(hf),
         **_layout(config),

@@ -11,6 +11,8 @@ import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
+# The server ends when the pipe to us closes, however we may have ended; its exit code is the shell's.
+WATCHED = 'exec 3<&0; "$@" </dev/null & server=$!; { read -r _ <&3; kill -TERM 0; } & wait "$server"'
 LAST_LINES = 20
 STOP_SECONDS = 20.0
 
@@ -29,9 +31,9 @@ class ServerProcess:
         self.log = log
         with open(log, "wb") as file:
             self.process = subprocess.Popen(
-                command,
+                ["sh", "-c", WATCHED, "server", *command],
                 env=os.environ | dict(environment),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -56,6 +58,8 @@ class ServerProcess:
     def stop(self) -> None:
         """Ends the whole group: politely, then for good."""
         atexit.unregister(self.stop)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         for how in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self.process.pid, how)

@@ -16,6 +16,8 @@ from meshrl.rollout.server.settings import Settings
 GRACE_SECONDS = 5
 BACKLOG = 2048
 OPEN_FILES = 65_536
+# Longer than clients keep an idle connection, so that no request meets a closing one.
+KEEP_ALIVE_SECONDS = 75
 
 
 def serve(opened: Opened, settings: Settings, host: str, port: int, say: Callable[[str], None]) -> None:
@@ -35,6 +37,7 @@ def serve(opened: Opened, settings: Settings, host: str, port: int, say: Callabl
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=GRACE_SECONDS,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         backlog=BACKLOG,
         lifespan="off",
     )

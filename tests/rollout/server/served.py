@@ -43,7 +43,7 @@ class Server:
 
     def wait_until_idle(self) -> None:
         """All slots and all blocks are back, soon."""
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while time.monotonic() < end:
             now = self.metrics()
             busy = sum(now[f"{who}_{how}"] for who in ("requests", "rollout") for how in ("running", "waiting"))

@@ -170,8 +170,22 @@ def test_a_request_that_takes_too_long_is_ended(serve):
     assert rollout.aborted
 
 
+def test_a_body_that_trickles_in_is_not_waited_for(serve):
+    _, client = serve(two_tokens, body_seconds=0.1)
+
+    async def trickle():
+        yield b'{"model": '
+        await asyncio.sleep(5)
+        yield b'"tiny"}'
+
+    async def call():
+        return await client.post("/v1/completions", content=trickle())
+
+    assert asyncio.run(call()).status_code == 408
+
+
 def test_a_failed_update_leaves_the_server_paused(serve, tiny_model_folder):
-    rollout, client = serve(two_tokens, token="t", request_seconds=0.2)
+    rollout, client = serve(two_tokens, token="t", request_seconds=1.5)
     secret = {"authorization": "Bearer t"}
     rollout.fails = RuntimeError("half of it")
     body = {"path": str(tiny_model_folder)}

@@ -1,0 +1,174 @@
+"""Trainer and rollout on the same devices, taking turns: the switch between their phases.
+
+    train ──to_rollout(version)──> rollout ──to_train()──> train
+
+    to_rollout: load      the trainer's weights, if they wait in host memory
+                weights   the rollout takes memory for its weights
+                sync      they are streamed, bucket by bucket
+                offload   what the trainer does not need meanwhile goes to host memory
+                kv_cache  the rollout takes the rest
+    to_train:   release   the rollout gives up its cache and, where it has its own, its weights
+
+Weights come before the cache and the trainer leaves in between: so the peak is both shards and two buckets, never both
+shards and the cache. Each step's memory is measured, and held against a budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from meshrl.engines.base import Engine
+from meshrl.rollout.base import TAGS, Rollout
+from meshrl.weights.sync import SyncReport
+
+GIB = 1 << 30
+TRAIN, ROLLOUT = "train", "rollout"
+
+
+class MemoryMeter(Protocol):
+    """How much memory a device has in use."""
+
+    def used(self) -> int: ...
+
+    def peak(self) -> int: ...
+
+    def reset_peak(self) -> None: ...
+
+
+class CudaMeter:
+    """Allocated memory of one GPU."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def used(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+
+class HybridEngine:
+    """One rank's engine and rollout. All ranks switch together.
+
+    `sync` brings a version from the engine to the rollout. `param_offload` and `optimizer_offload`: what of the
+    trainer waits in host memory while the rollout works (and, for `param_offload`, between all phases).
+    `free_cache_engine`: the rollout gives its memory up while the trainer works. `budget_bytes`: a step whose peak is
+    above it is an error that names the step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rollout: Rollout,
+        sync: Callable[[Rollout, int], SyncReport | None],
+        *,
+        device: torch.device,
+        free_cache_engine: bool = True,
+        param_offload: bool = False,
+        optimizer_offload: bool = False,
+        shares_weights: bool = False,
+        budget_bytes: int | None = None,
+        meter: MemoryMeter | None = None,
+        rollout_seed: int = 0,
+    ):
+        self.engine, self.rollout, self.sync, self.device = engine, rollout, sync, device
+        self.frees, self.shares_weights = free_cache_engine, shares_weights
+        self.param_offload, self.optimizer_offload = param_offload, optimizer_offload
+        self.budget_bytes = budget_bytes
+        self.meter = meter or (CudaMeter(device) if device.type == "cuda" else None)
+        self.phase = TRAIN
+        self._released: tuple[str, ...] = ()
+        self._other_state = self._seeded(rollout_seed)
+
+    def to_rollout(self, version: int) -> dict[str, float]:
+        """Brings the trainer's weights to the rollout as `version` and lets it work; gives each step's measures."""
+        self._expect(TRAIN)
+        metrics: dict[str, float] = {}
+        with self._step("load", metrics):
+            if self.param_offload:
+                self.engine.to(self.device, model=True, optimizer=False)
+        try:
+            with self._step("weights", metrics):
+                self._take_back("weights")
+            with self._step("sync", metrics):
+                report = self.sync(self.rollout, version)
+        finally:
+            with self._step("offload", metrics):
+                if self.param_offload or self.optimizer_offload:
+                    self.engine.to("cpu", model=self.param_offload, optimizer=self.optimizer_offload)
+        with self._step("kv_cache", metrics):
+            self._take_back("kv_cache")
+        self._swap_random_states()
+        self.phase = ROLLOUT
+        return metrics | (report.metrics() if report is not None else {})
+
+    def to_train(self) -> dict[str, float]:
+        """Takes the rollout's memory back for the trainer."""
+        self._expect(ROLLOUT)
+        metrics: dict[str, float] = {}
+        with self._step("release", metrics):
+            if self.frees:
+                self._released = ("kv_cache",) if self.shares_weights else TAGS
+                self.rollout.release(self._released)
+        self._swap_random_states()
+        self.phase = TRAIN
+        return metrics
+
+    def _expect(self, phase: str) -> None:
+        if self.phase != phase:
+            raise RuntimeError(f"the devices are in phase '{self.phase}', but the switch starts in phase '{phase}'")
+
+    def _take_back(self, tag: str) -> None:
+        if tag in self._released:
+            self.rollout.resume((tag,))
+            self._released = tuple(held for held in self._released if held != tag)
+
+    @contextmanager
+    def _step(self, name: str, metrics: dict[str, float]) -> Iterator[None]:
+        """Measures a step."""
+        if self.meter is None:
+            yield
+            return
+        self.meter.reset_peak()
+        before = self.meter.used()
+        yield
+        peak = self.meter.peak()
+        metrics[f"memory/switch_{name}/before_gib"] = before / GIB
+        metrics[f"memory/switch_{name}/after_gib"] = self.meter.used() / GIB
+        metrics[f"memory/switch_{name}/max_allocated_gib"] = peak / GIB
+        if self.budget_bytes is not None and peak > self.budget_bytes:
+            raise MemoryError(
+                f"step '{name}' of the switch between training and rollout took {peak / GIB:.2f} GiB, more than the "
+                f"budget of {self.budget_bytes / GIB:.2f} GiB: lower rollout.gpu_memory_utilization or "
+                "rollout.update_weights_bucket_megabytes, or set param_offload and optimizer_offload"
+            )
+
+    def _swap_random_states(self) -> None:
+        """The rollout's random numbers are its own: how much it draws must not change the training."""
+        mine = self._random_state()
+        self._set_random_state(self._other_state)
+        self._other_state = mine
+
+    def _random_state(self) -> list[torch.Tensor]:
+        states = [torch.random.get_rng_state()]
+        return [*states, torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else states
+
+    def _set_random_state(self, states: list[torch.Tensor]) -> None:
+        torch.random.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(states[1], self.device)
+
+    def _seeded(self, seed: int) -> list[torch.Tensor]:
+        mine = self._random_state()
+        torch.manual_seed(seed)
+        made = self._random_state()
+        self._set_random_state(mine)
+        return made

@@ -1,0 +1,50 @@
+"""Keys of multi-turn rollouts that contradict each other, do nothing or name what cannot be imported."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshrl.config import PPOConfig, check_config
+
+KEY = "actor_rollout_ref.rollout.multi_turn"
+TOOL = f"{KEY}.tools=[meshrl.agents.calculator:calculator]"
+ON = f"{KEY}.enable=true"
+
+
+def test_tools_and_environments_are_fine(fine: Callable[..., PPOConfig]) -> None:
+    assert check_config(fine(ON, TOOL)) == []
+    assert check_config(fine(ON, f"{KEY}.environment=meshrl.agents.environments:ScriptedUser")) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([TOOL], f"{KEY}.tools has no effect without {KEY}.enable=true"),
+        ([f"{KEY}.max_parallel_calls=2"], f"{KEY}.max_parallel_calls has no effect"),
+        ([ON], "nobody answers the model"),
+        ([ON, TOOL, KEY + ".environment_kwargs={a: 1}"], f"{KEY}.environment_kwargs has no effect"),
+        ([ON, f"{KEY}.environment=a:B", f"{KEY}.max_assistant_turns=1"], "ends before the environment answers"),
+    ],
+)
+def test_contradictions_are_named(fine: Callable[..., PPOConfig], overrides: list[str], words: str) -> None:
+    (problem,) = check_config(fine(*overrides), check_files=False)
+    assert words in problem
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (f"{KEY}.tools=[meshrl.agents.calculator:abacus]", f"{KEY}.tools: meshrl.agents.calculator has no function"),
+        (f"{KEY}.environment=no_such_module:Game", f"{KEY}.environment: cannot import no_such_module"),
+        (f"{KEY}.tool_config_path=nowhere.yaml", f"{KEY}.tool_config_path: there is no file nowhere.yaml"),
+    ],
+)
+def test_what_cannot_be_found_is_named(fine: Callable[..., PPOConfig], override: str, words: str) -> None:
+    (problem,) = check_config(fine(ON, override))
+    assert problem.startswith(words)
+
+
+def test_a_tool_file_is_enough(fine: Callable[..., PPOConfig], tmp_path: Path) -> None:
+    (tmp_path / "tools.yaml").write_text("tools: [meshrl.agents.calculator:calculator]\n")
+    assert check_config(fine(ON, f"{KEY}.tool_config_path={tmp_path / 'tools.yaml'}")) == []

@@ -1,0 +1,148 @@
+"""Streams of weights: checked, cut into buckets, and laid down in shared files."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from meshrl.rollout.fair_lock import FairLock
+from meshrl.rollout.shared_file import SharedFile, read_tensors
+from meshrl.rollout.weight_stream import buckets, checked, expected_shapes
+
+
+def named(*sizes: int, dtype: torch.dtype = torch.float32) -> list[tuple[str, torch.Tensor]]:
+    return [(f"w{i}", torch.arange(size, dtype=dtype)) for i, size in enumerate(sizes)]
+
+
+def test_a_right_stream_passes_unchanged():
+    stream = named(3, 1, 4)
+    assert list(checked(iter(stream), {"w0": [3], "w1": (1,), "w2": torch.Size([4])})) == stream
+
+
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [
+        (named(3), "1 parameters were never sent, such as 'w1'"),
+        ([*named(3, 1), ("more", torch.ones(1))], "no parameter 'more'"),
+        ([*named(3, 1), *named(3)], "'w0', or got it twice"),
+        (named(3, 2), r"'w1' has shape \[1\] here, but was sent as \[2\]"),
+        ([], "2 parameters were never sent"),
+    ],
+)
+def test_wrong_streams_are_named(stream, message):
+    with pytest.raises(ValueError, match=message):
+        list(checked(stream, {"w0": [3], "w1": [1]}))
+
+
+@pytest.mark.parametrize(
+    ("limit", "wanted"),
+    [(1, [[0], [1], [2], [3]]), (16, [[0, 1], [2], [3]]), (32, [[0, 1, 2], [3]]), (99, [[0, 1, 2, 3]])],
+)
+def test_buckets_hold_neighbours_up_to_their_limit(limit, wanted):
+    found = [[int(name[1:]) for name, _ in bucket] for bucket in buckets(named(3, 1, 4, 5), limit)]
+    assert found == wanted
+
+
+def test_buckets_take_no_more_from_the_stream_than_they_need():
+    taken = []
+
+    def stream():
+        for item in named(4, 4, 4):
+            taken.append(item[0])
+            yield item
+
+    next(buckets(stream(), 16))
+    assert taken == ["w0", "w1"]
+
+
+def test_expected_shapes_name_tied_weights_once():
+    config = Qwen3Config(
+        vocab_size=20, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=4, tie_word_embeddings=True,
+    )  # fmt: skip
+    shapes = expected_shapes(config)
+    assert shapes["model.embed_tokens.weight"] == [20, 8]
+    assert shapes["model.layers.0.self_attn.k_proj.weight"] == [4, 8]
+    assert "lm_head.weight" not in shapes
+    config.tie_word_embeddings = False
+    assert expected_shapes(config)["lm_head.weight"] == [20, 8]
+
+
+def test_another_process_reads_what_was_written_last(tmp_path):
+    file = SharedFile(tmp_path / "weights")
+    file.write(named(1000))
+    mixed = [
+        ("a", torch.randn(3, 5)),
+        ("b", torch.randn(7).bfloat16()),
+        ("c", torch.tensor(2.5)),
+        ("d", torch.ones(0, 4)),
+    ]
+    entries = file.write(mixed)
+    for (name, tensor), (other, read) in zip(mixed, read_tensors(file.path, entries), strict=True):
+        assert name == other
+        assert torch.equal(tensor, read)
+        assert tensor.dtype == read.dtype
+    code = (
+        "from meshrl.rollout.shared_file import read_tensors\n"
+        f"print([float(t.float().sum()) for _, t in read_tensors({file.path!r}, {entries!r})])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert eval(out) == pytest.approx([float(t.float().sum()) for _, t in mixed])
+
+
+def test_a_shared_file_grows(tmp_path):
+    file = SharedFile(tmp_path / "weights")
+    for sizes in ((2,), (100, 3), (5,)):
+        entries = file.write(named(*sizes))
+        assert [len(t) for _, t in read_tensors(file.path, entries)] == list(sizes)
+
+
+def test_a_fair_lock_lets_those_who_wait_in():
+    lock, order, stop = FairLock(), [], threading.Event()
+
+    def stepper() -> None:
+        while not stop.is_set():
+            with lock, lock:  # reentrant
+                order.append("step")
+                time.sleep(0.002)
+
+    thread = threading.Thread(target=stepper, daemon=True)
+    thread.start()
+    for _ in range(20):
+        with lock:
+            order.append("visit")
+    stop.set()
+    thread.join(10)
+    visits = [i for i, what in enumerate(order) if what == "visit"]
+    # Between two visits the stepper usually gets one turn, not many; a busy machine may delay a visit before it asks.
+    assert sorted(b - a for a, b in itertools.pairwise(visits))[len(visits) // 2] <= 3
+    with pytest.raises(RuntimeError, match="thread that holds it"):
+        lock.release()
+
+
+def test_a_condition_on_a_fair_lock_gives_it_up_wholly():
+    lock = FairLock()
+    condition = threading.Condition(lock)  # type: ignore[arg-type]
+    seen = []
+
+    def waiter() -> None:
+        with lock, condition:
+            seen.append("waits")
+            condition.wait(10)
+            seen.append("woken")
+
+    thread = threading.Thread(target=waiter, daemon=True)
+    thread.start()
+    while not seen:
+        pass
+    with condition:
+        condition.notify_all()
+    thread.join(10)
+    assert seen == ["waits", "woken"]

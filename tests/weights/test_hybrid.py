@@ -1,0 +1,147 @@
+"""The switch between training and rollout: order of steps, memory, random numbers, failures."""
+
+import pytest
+import torch
+
+from meshrl.weights.exchange import Traffic
+from meshrl.weights.hybrid import GIB, HybridEngine
+from meshrl.weights.sync import SyncReport
+
+
+class Log:
+    """Engine, rollout and meter in one: notes what is asked and counts memory."""
+
+    def __init__(self):
+        self.calls, self.memory, self.high = [], 10 * GIB, 10 * GIB
+        self.sizes = {"weights": 4 * GIB, "kv_cache": 20 * GIB}
+
+    def grow(self, amount):
+        self.memory += amount
+        self.high = max(self.high, self.memory)
+
+    def to(self, device, *, model, optimizer):
+        self.calls.append(("to", str(device), model, optimizer))
+        sign = -1 if str(device) == "cpu" else 1
+        self.grow(sign * (4 * GIB * model + 6 * GIB * optimizer))
+
+    def release(self, tags):
+        self.calls.append(("release", *tags))
+        self.grow(-sum(self.sizes[tag] for tag in tags))
+
+    def resume(self, tags):
+        self.calls.append(("resume", *tags))
+        self.grow(sum(self.sizes[tag] for tag in tags))
+
+    def sync(self, rollout, version):
+        self.calls.append(("sync", version))
+        self.grow(GIB)
+        self.grow(-GIB)
+        return SyncReport(version, 0.5, Traffic(sent=8), 2)
+
+    def used(self):
+        return self.memory
+
+    def peak(self):
+        return self.high
+
+    def reset_peak(self):
+        self.high = self.memory
+
+
+def hybrid(log, **options):
+    return HybridEngine(log, log, log.sync, device=torch.device("cpu"), meter=log, **options)
+
+
+def test_a_round_goes_step_by_step():
+    log = Log()
+    switch = hybrid(log, param_offload=True, optimizer_offload=True)
+    metrics = switch.to_rollout(1)
+    assert metrics["weight_sync/sent_bytes"] == 8
+    assert switch.phase == "rollout"
+    switch.to_train()
+    log.calls.clear()
+    start = log.memory
+    metrics = switch.to_rollout(2)
+    assert log.calls == [
+        ("to", "cpu", True, False),
+        ("resume", "weights"),
+        ("sync", 2),
+        ("to", "cpu", True, True),
+        ("resume", "kv_cache"),
+    ]
+    assert metrics["memory/switch_weights/before_gib"] * GIB == start - 4 * GIB
+    assert metrics["memory/switch_sync/max_allocated_gib"] == metrics["memory/switch_sync/after_gib"] + 1
+    # The cache comes after the trainer has left.
+    assert log.calls.index(("resume", "kv_cache")) > log.calls.index(("to", "cpu", True, True))
+    switch.to_train()
+    assert log.calls[-1] == ("release", "weights", "kv_cache")
+
+
+def test_shared_weights_stay_and_a_kept_cache_stays():
+    log = Log()
+    switch = hybrid(log, shares_weights=True)
+    switch.to_rollout(1)
+    switch.to_train()
+    assert log.calls[-1] == ("release", "kv_cache")
+    keeps = hybrid(log2 := Log(), free_cache_engine=False)
+    keeps.to_rollout(1)
+    keeps.to_train()
+    assert log2.calls == [("sync", 1)]
+
+
+def test_phases_take_turns():
+    switch = hybrid(Log())
+    with pytest.raises(RuntimeError, match="in phase 'train', but the switch starts in phase 'rollout'"):
+        switch.to_train()
+    switch.to_rollout(1)
+    with pytest.raises(RuntimeError, match="in phase 'rollout'"):
+        switch.to_rollout(2)
+
+
+def test_a_step_above_the_budget_is_named():
+    log = Log()
+    switch = hybrid(log, budget_bytes=30 * GIB)
+    switch.to_rollout(1)
+    log.grow(24 * GIB)  # the rollout has filled the memory it was given
+    switch.to_train()
+    with pytest.raises(MemoryError, match=r"step 'kv_cache' .* took 34\.00 GiB, more than the budget of 30\.00 GiB"):
+        switch.to_rollout(2)
+
+
+def test_a_failed_sync_leaves_the_trainer_in_its_place():
+    log = Log()
+    switch = hybrid(log, param_offload=True)
+
+    def fails(rollout, version):
+        raise RuntimeError("lost")
+
+    switch.sync = fails
+    with pytest.raises(RuntimeError, match="lost"):
+        switch.to_rollout(1)
+    assert switch.phase == "train"
+    assert log.calls[-1] == ("to", "cpu", True, False)
+    switch.sync = log.sync
+    switch.to_rollout(1)
+
+
+def test_the_rollouts_random_numbers_do_not_change_the_trainers():
+    def draws(rollout_draws):
+        torch.manual_seed(5)
+        switch = hybrid(Log(), rollout_seed=3)
+        found = [torch.rand(1).item()]
+        inside = []
+        for version, count in enumerate(rollout_draws, 1):
+            switch.to_rollout(version)
+            inside += torch.rand(count).tolist()
+            switch.to_train()
+            found.append(torch.rand(1).item())
+        return found, inside
+
+    with torch.random.fork_rng():
+        few, inside = draws([1, 1])
+        many, more = draws([7, 3])
+        torch.manual_seed(5)
+        assert few == many == [torch.rand(1).item() for _ in range(3)]
+        torch.manual_seed(3)
+        assert inside == torch.rand(2).tolist()
+        assert more[0] == inside[0]
