@@ -1,10 +1,11 @@
-"""A calculator as a tool: arithmetic on numbers and nothing else, with bounds on what it costs."""
+"""A calculator as a tool (arithmetic on numbers, with bounds on what it costs), and the reward of its recipe."""
 
 from __future__ import annotations
 
 import ast
 import operator
 from collections.abc import Callable
+from typing import Any
 
 from meshrl.agents.tools import tool
 
@@ -29,6 +30,18 @@ async def calculator(expression: str) -> str:
         expression: numbers with + - * / // % ** and parentheses, such as 12*(3+4)
     """
     return str(evaluate(expression))
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, float]:
+    """1 if what the model says after its last call is the product; `tool_use` says whether it called at all.
+
+    Calling as such earns nothing: tool use rises because it makes answers right.
+    """
+    _, _, answer = solution_str.rpartition("</tool_call>")
+    right = float(answer.strip() == str(ground_truth))
+    return {"score": right, "acc": right, "tool_use": float("<tool_call>" in solution_str)}
 
 
 def evaluate(expression: str) -> Number:

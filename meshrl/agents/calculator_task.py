@@ -91,15 +91,3 @@ def demonstration(task: Task, with_tool: bool) -> dict[str, Any]:
         messages.append({"role": "assistant", "content": f"{CALL_BEGIN}{question}{CALL_END}"})
         messages.append({"role": "tool", "content": result})
     return {"messages": [*messages, {"role": "assistant", "content": result}]}
-
-
-def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
-) -> dict[str, float]:
-    """1 if what the model says after its last call is the product; `tool_use` says whether it called at all.
-
-    Calling as such earns nothing: tool use rises because it makes answers right.
-    """
-    _, _, answer = solution_str.rpartition("</tool_call>")
-    right = float(answer.strip() == str(ground_truth))
-    return {"score": right, "acc": right, "tool_use": float("<tool_call>" in solution_str)}

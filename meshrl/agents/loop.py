@@ -124,7 +124,8 @@ class AgentLoop:
     async def _generating(self) -> State:
         found, limits = self.trajectory, self.agent.limits
         turn = found.assistant_turns
-        params = replace(self.params, max_tokens=self._room(), min_tokens=0 if turn else self.params.min_tokens)
+        room, least = self._room(), 0 if turn else self.params.min_tokens
+        params = replace(self.params, max_tokens=room, min_tokens=min(least, room), n=1)
         prompt = (*found.prompt_ids, *found.token_ids)
         # The first turn has the sample's own seed: without a second one all is as in a single-turn rollout.
         request = Request(f"{self.name}-turn{turn}", prompt, params, derived_seed(self.sample.seed, turn))

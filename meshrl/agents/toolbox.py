@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class ToolSession:
 
     def __init__(self, box: ToolBox, sample: Sample, gate: asyncio.Semaphore | None = None):
         self.box, self.sample = box, sample
-        self.gate = gate or asyncio.Semaphore(1_000_000)
+        self.gate: AbstractAsyncContextManager[None] = gate or nullcontext()
         self.calls = self.errors = self.cut = 0
         self._states: dict[str, asyncio.Task[Any]] = {}
 

@@ -21,6 +21,7 @@ ALIASES: tuple[tuple[str, str], ...] = (
     (f"{ROLLOUT}.tensor_parallel_size", f"{ROLLOUT}.tensor_model_parallel_size"),
     ("actor_rollout_ref.nccl_timeout", "trainer.deadlines.collective"),
     ("reward_model.reward_manager", "reward_manager.name"),
+    ("reward_model.overlong_buffer", "reward_manager.overlong_buffer"),
     ("reward.custom_reward_function", "custom_reward_function"),
     ("reward.reward_manager", "reward_manager"),
     ("engine.fsdp_config.ulysses_sequence_parallel_size", "engine.ulysses_sequence_parallel_size"),

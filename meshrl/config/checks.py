@@ -9,12 +9,12 @@ from meshrl.config.algorithm import GROUP_ESTIMATORS
 from meshrl.config.critic import uses_critic
 from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError
-from meshrl.config.functions import load_function
 from meshrl.config.layout import engine_problems, rollout_problems, sequence_ranks
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import fit_problems, folder_problems, read_model_config
 from meshrl.config.multi_turn import multi_turn_file_problems, multi_turn_problems
 from meshrl.config.optim import OptimConfig
+from meshrl.config.reward import reward_file_problems, reward_problems
 from meshrl.config.rollout import READERS
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
@@ -73,6 +73,9 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *_idle_problems(config, actor, ACTOR),
         *_critic_problems(config, check_files),
         *_reward_model_problems(config, check_files),
+        *reward_problems(
+            config.reward, config.custom_reward_function, config.reward_manager, config.data.max_response_length
+        ),
     ]
     if check_files:
         problems += _file_problems(config)
@@ -84,7 +87,8 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
             config.data.max_prompt_length + config.data.max_response_length,
             "data.max_prompt_length + max_response_length",
         )
-        problems += _reward_problems(config) + multi_turn_file_problems(config)
+        problems += reward_file_problems(config.reward, config.custom_reward_function)
+        problems += multi_turn_file_problems(config)
     return problems
 
 
@@ -242,9 +246,6 @@ def _algorithm_problems(config: PPOConfig) -> list[str]:
         )
     if algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_ctrl.target_kl == 0:
         problems.append("algorithm.kl_ctrl.type=adaptive needs algorithm.kl_ctrl.target_kl above 0")
-    named, own = config.reward.name, config.custom_reward_function.path
-    if named and own:
-        problems.append(f"reward.name={named} and custom_reward_function.path={own}: choose one")
     return problems
 
 
@@ -352,14 +353,3 @@ def _model_problems(
     if positions is not None and length > positions:
         problems.append(f"{length_names} ({length}) is over the model's max_position_embeddings ({positions})")
     return problems + fit_problems(shape, engine, engine_prefix)
-
-
-def _reward_problems(config: PPOConfig) -> list[str]:
-    own = config.custom_reward_function
-    if not own.path:
-        return [] if config.reward.name else ["set reward.name or custom_reward_function.path"]
-    try:
-        load_function(own.path, own.name)
-    except ValueError as error:
-        return [f"custom_reward_function: {error}"]
-    return []

@@ -25,7 +25,6 @@ class RewardConfig:
         "stop",
         "When a reward function raises, hangs or returns no finite number: stop, give zero, or drop the sample.",
         choices=("stop", "zero", "drop"),
-        pending={"drop": "samples taken out of a batch"},
     )
 
 

@@ -17,14 +17,21 @@ from meshrl.data.proto import DataProto
 class PromptDataset:
     """Every prompt of the files as token ids; too long ones are cut or left out, as `truncated` and `dropped` count."""
 
-    def __init__(self, files: Sequence[str], tokenizer: Tokenizer, config: DataConfig):
+    def __init__(
+        self,
+        files: Sequence[str],
+        tokenizer: Tokenizer,
+        config: DataConfig,
+        tools: list[dict[str, Any]] | None = None,
+    ):
+        """`tools` are the schemas of tools that the chat template tells the model about."""
         self.tokenizer, self.config = tokenizer, config
         rows = read_rows(files, required=(config.prompt_key,))
         self.dropped = self.truncated = 0
         self.rows: list[Row] = []
         self.prompts: list[np.ndarray] = []
         for number, row in enumerate(rows):
-            ids = self._fit(encode_prompt(tokenizer, row[config.prompt_key], number), number)
+            ids = self._fit(encode_prompt(tokenizer, row[config.prompt_key], number, tools), number)
             if ids is not None:
                 self.rows.append(row)
                 self.prompts.append(ids)
@@ -89,12 +96,14 @@ def ground_truth(row: Row) -> Any:
     return row.get("ground_truth", row.get("answer"))
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: Any, number: int) -> np.ndarray:
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: Any, number: int, tools: list[dict[str, Any]] | None = None
+) -> np.ndarray:
     """Token ids of a prompt: a string as it is, or a list of chat messages through the tokenizer's chat template."""
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
     elif is_chat(prompt):
-        ids = render_chat(tokenizer, prompt, add_generation_prompt=True)
+        ids = render_chat(tokenizer, prompt, add_generation_prompt=True, tools=tools)
     else:
         raise ValueError(
             f"prompt {number} must be a string or a list of messages with role and content, got {prompt!r}"
@@ -110,12 +119,21 @@ def is_chat(messages: Any) -> bool:
     return is_list and all(isinstance(m, dict) and "role" in m and "content" in m for m in messages)
 
 
-def render_chat(tokenizer: Tokenizer, messages: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, str]],
+    add_generation_prompt: bool,
+    tools: list[dict[str, Any]] | None = None,
+) -> list[int]:
     """Token ids of a conversation by the tokenizer's chat template."""
     if tokenizer.chat_template is None:
         raise ValueError("the prompts are chat messages, but the tokenizer has no chat template: use plain strings")
     rendered = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+        messages,
+        tools=tools or None,  # type: ignore[arg-type]
+        add_generation_prompt=add_generation_prompt,
+        tokenize=True,
+        return_dict=False,
     )
     return list(rendered)
 

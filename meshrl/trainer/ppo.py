@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshrl.agents.batch import SAMPLE_COLUMNS, agent_metrics
 from meshrl.algorithms import (
     COVARIANCE_LOSSES,
     BatchStats,
@@ -95,6 +96,7 @@ class PPOTrainer:
         metrics: dict[str, Any] = {"training/global_step": self.step, "training/epoch": self.order.epoch}
         with self.phase("gen"):
             batch = self.generate(prompts)
+        metrics |= agent_metrics(batch)
         with self.phase("reward"):
             metrics |= self.score(batch)
         if self.needs_old_log_probs:
@@ -125,19 +127,19 @@ class PPOTrainer:
         repeated = prompts.repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
         repeated.batch["seeds"] = sample_seeds(self.config.trainer.seed, TRAINING, self.step, len(repeated))
         request = repeated.pop(batch_keys=["input_ids", "attention_mask", "seeds"])
+        if self.config.actor_rollout_ref.rollout.multi_turn.enable:
+            request.non_tensor_batch = {name: repeated.non_tensor_batch[name] for name in SAMPLE_COLUMNS}
         answers = self.actor.generate_sequences(request)
-        return DataProto(answers.batch, repeated.non_tensor_batch, answers.meta_info)
+        return DataProto(answers.batch, {**repeated.non_tensor_batch, **answers.non_tensor_batch}, answers.meta_info)
 
     def score(self, batch: DataProto) -> dict[str, float]:
         """Adds `token_level_scores`, and what else the reward function said of each sample."""
-        scores, infos, metrics = self.reward(batch)
+        metrics = self.reward.add_scores(batch)
         if self.reward_model is not None:
             dp_size = self.units.reward_model_dp_size
             rm_scores = self.call_balanced(self.reward_model.compute_rm_score, batch, dp_size).batch["rm_scores"]
             metrics["reward/rm_score_mean"] = float(rm_scores.sum(1).mean())
-            scores = scores + self.config.reward_model.weight * rm_scores
-        batch.batch["token_level_scores"] = scores
-        batch.non_tensor_batch.update(infos)
+            batch.batch["token_level_scores"] += self.config.reward_model.weight * rm_scores
         return metrics
 
     @property

@@ -13,6 +13,7 @@ import yaml
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from meshrl.agents.toolbox import tool_schemas
 from meshrl.config.critic import uses_critic
 from meshrl.config.data import DataConfig
 from meshrl.config.root import PPOConfig
@@ -57,8 +58,10 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
     units = BatchUnits.from_config(config)
     tokenizer = load_tokenizer(model.tokenizer_path or model.path or "", model.trust_remote_code)
     reward = load_reward_manager(config, tokenizer)
-    train_data = PromptDataset(config.data.train_files, tokenizer, config.data)
-    val_data = PromptDataset(config.data.val_files, tokenizer, config.data) if config.data.val_files else None
+    tools = tool_schemas(config.actor_rollout_ref.rollout.multi_turn)
+    train_data = PromptDataset(config.data.train_files, tokenizer, config.data, tools)
+    val_files = config.data.val_files
+    val_data = PromptDataset(val_files, tokenizer, config.data, tools) if val_files else None
     steps = total_steps(config, len(train_data))
     order = batch_order(config.data, trainer, len(train_data))
     settings = WorkerSettings(
@@ -87,6 +90,7 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
             validation_data_dir=trainer.validation_data_dir,
         )
         with (
+            reward,
             tracking(config, run, screen) as tracker,
             worker_groups(workers, trainer, config.ray_init) as groups,
         ):

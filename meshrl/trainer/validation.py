@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from meshrl.agents.batch import SAMPLE_COLUMNS
 from meshrl.config.root import PPOConfig
 from meshrl.controller import WorkerGroup
 from meshrl.data.prompts import PromptDataset
@@ -53,5 +54,7 @@ class Validator:
         repeated.batch["seeds"] = seeds[rows[0] * n : (rows[-1] + 1) * n].clone()
         request = repeated.pop(batch_keys=["input_ids", "attention_mask", "seeds"])
         request.meta_info["validate"] = True
+        if self.config.actor_rollout_ref.rollout.multi_turn.enable:
+            request.non_tensor_batch = {name: repeated.non_tensor_batch[name] for name in SAMPLE_COLUMNS}
         answers = self.actor.generate_sequences(request)
-        return DataProto(answers.batch, repeated.non_tensor_batch, {})
+        return DataProto(answers.batch, {**repeated.non_tensor_batch, **answers.non_tensor_batch}, {})

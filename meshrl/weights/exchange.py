@@ -177,8 +177,7 @@ class Exchange:
 
     def sums_for(self, rank: int) -> Tensor:
         """The sums of the pieces that this rank sent to another, in the plan's order."""
-        numbers = pieces_between(self.plan, self.rank, rank)["number"]
-        sums = [self.sent_sums[int(number)] for number in numbers]
+        sums = [self.sent_sums[number] for number in self.part.sent[rank]["number"].tolist()]
         return torch.stack(sums).cpu() if sums else torch.empty(0, dtype=torch.int64)
 
     def check(self, told: Mapping[int, Tensor]) -> str | None:
@@ -189,8 +188,7 @@ class Exchange:
         mine = np.flatnonzero(self.plan.destination_ranks[slices["rank"]] == self.rank)
         expected = dict.fromkeys(mine.tolist(), 0)
         for origin, sums in told.items():
-            pieces = pieces_between(self.plan, origin, self.rank)
-            for number, value in zip(pieces["slice"].tolist(), sums.tolist(), strict=True):
+            for number, value in zip(self.part.kept[origin]["slice"].tolist(), sums.tolist(), strict=True):
                 expected[number] += value
         if self.copied_sums:
             values = torch.stack([value for _, value in self.copied_sums]).tolist()
@@ -212,15 +210,6 @@ class Exchange:
             f"[{held['col']}, {held['col'] + held['cols']}), differs from what ranks {origins} hold "
             f"({self.plan.source.title} -> {self.plan.destination.title})"
         )
-
-
-def pieces_between(plan: ReshardPlan, origin: int, to: int) -> np.ndarray:
-    """The pieces that come from one rank (passed on or not) and are kept on another, in the plan's order."""
-    drops = plan.drops
-    kept = (plan.senders[drops["message"]] == origin) & (
-        plan.destination_ranks[plan.destination.slices["rank"][drops["slice"]]] == to
-    )
-    return drops[kept]
 
 
 def _view(buffer: Tensor, piece: np.ndarray, dtype: torch.dtype) -> Tensor:

@@ -144,7 +144,7 @@ class HybridEngine:
         metrics[f"memory/switch_{name}/before_gib"] = before / GIB
         metrics[f"memory/switch_{name}/after_gib"] = self.meter.used() / GIB
         metrics[f"memory/switch_{name}/max_allocated_gib"] = peak / GIB
-        if self.budget_bytes is not None and peak > self.budget_bytes:
+        if self.budget_bytes is not None and peak > max(self.budget_bytes, before):
             raise MemoryError(
                 f"step '{name}' of the switch between training and rollout took {peak / GIB:.2f} GiB, more than the "
                 f"budget of {self.budget_bytes / GIB:.2f} GiB: lower rollout.gpu_memory_utilization or "

@@ -44,9 +44,9 @@ MEGABYTE = 1 << 20
 class RankPlan:
     """What one rank does. Boxes are records of `BOX`; `source` and `destination` number slices of the two placements.
 
-    `hops` are [message, from, to] in the order in which this rank starts them. Of each message that starts here the
-    pieces [pack_offsets[i], pack_offsets[i + 1]) of `packs` are sent, and of each that passes here those of `drops` are
-    kept. `place` is a piece's first byte in its message.
+    `hops` are [message, from, to] in the order in which this rank starts them. `packs` are the pieces of each message
+    that starts here, `drops` those that are kept of each that comes here. `sent` and `kept` are the same drops by the
+    rank that keeps them and by the rank that first sent them.
     """
 
     rank: int
@@ -56,8 +56,11 @@ class RankPlan:
     copy_destination: np.ndarray
     packs: dict[int, np.ndarray]
     drops: dict[int, np.ndarray]
+    sent: dict[int, np.ndarray]
+    kept: dict[int, np.ndarray]
 
 
+# A piece of a message: its rectangle, the slice it lies in, the message and its first byte there, and its own number.
 PIECE = np.dtype([*((name, np.int64) for name in ("tensor", *BOX_FIELDS, "slice", "message", "place", "number"))])
 
 
@@ -105,11 +108,27 @@ class ReshardPlan:
         mine = self.hops[(self.hops[:, 1] == rank) | (self.hops[:, 2] == rank)]
         here = self.destination_ranks[self.destination.slices["rank"][self.copy_destination]] == rank
         packs = self.packs[self.senders[self.packs["message"]] == rank]
-        drops = self.drops[self.destination_ranks[self.destination.slices["rank"][self.drops["slice"]]] == rank]
+        sender, keeper = self.ends_of_drops
+        comes, goes = np.flatnonzero(keeper == rank), np.flatnonzero(sender == rank)
         return RankPlan(
             rank, mine, self.copies[here], self.copy_source[here], self.copy_destination[here],
-            _by_message(packs), _by_message(drops),
+            _by(packs["message"], packs), _by(self.drops["message"][comes], self.drops[comes]),
+            _by(keeper[goes], self.drops[goes]), _by(sender[comes], self.drops[comes]),
         )  # fmt: skip
+
+    @cached_property
+    def ends_of_drops(self) -> tuple[np.ndarray, np.ndarray]:
+        """For each drop the rank that first sent it and the rank that keeps it."""
+        held = self.destination.slices["rank"][self.drops["slice"]]
+        return self.senders[self.drops["message"]], self.destination_ranks[held]
+
+    def pairs(self) -> list[tuple[int, int, int]]:
+        """Who keeps pieces of whom and how many, in an order that all ranks keep."""
+        sender, keeper = self.ends_of_drops
+        world = self.world_size
+        keys, counts = np.unique(sender * world + keeper, return_counts=True)
+        found = [(key // world, key % world, count) for key, count in zip(keys.tolist(), counts.tolist(), strict=True)]
+        return sorted(found, key=lambda pair: ((pair[1] - pair[0]) % world, pair[0]))
 
     @property
     def world_size(self) -> int:
@@ -360,11 +379,15 @@ def _fill(way: np.ndarray, size: np.ndarray, slot_bytes: int) -> tuple[np.ndarra
     return message, place, ways
 
 
-def _by_message(pieces: np.ndarray) -> dict[int, np.ndarray]:
+def _by(keys: np.ndarray, pieces: np.ndarray) -> dict[int, np.ndarray]:
+    """Pieces by a key, in their own order."""
     if not len(pieces):
         return {}
-    borders = np.flatnonzero(np.diff(pieces["message"])) + 1
-    return {int(part["message"][0]): part for part in np.split(pieces, borders)}
+    order = np.argsort(keys, kind="stable")
+    borders = np.flatnonzero(np.diff(keys[order])) + 1
+    starts = np.concatenate([[0], borders])
+    groups = np.split(pieces[order], borders)
+    return {int(keys[order[start]]): group for start, group in zip(starts, groups, strict=True)}
 
 
 def _tensor_map(source: Placement, destination: Placement) -> np.ndarray:

@@ -90,7 +90,7 @@ class WeightSync:
         self.source, self.destination = source, destination
         self.verify, self.staged, self.deadline = verify, staged, deadline
         self.part = plan.of_rank(rank)
-        self.pairs = _pairs(plan)
+        self.pairs = plan.pairs()
         self.version = -1
         self.is_mixed = False  # whether the destination may hold parts of two versions
         self._tag = 1
@@ -238,16 +238,6 @@ def check_dtypes(plan: ReshardPlan, destination: Shards | None, dtypes: Mapping[
                 f"'{names[tensor]}' is to arrive as {dtypes[names[tensor]]}, but parameter '{home}' of rank "
                 f"{destination.rank} is {destination.tensors[home].dtype}"
             )
-
-
-def _pairs(plan: ReshardPlan) -> list[tuple[int, int, int]]:
-    """Who keeps pieces of whom and how many, in an order that all ranks keep."""
-    if not len(plan.drops):
-        return []
-    to = plan.destination_ranks[plan.destination.slices["rank"][plan.drops["slice"]]]
-    both, counts = np.unique(np.stack([plan.senders[plan.drops["message"]], to], 1), axis=0, return_counts=True)
-    found = [(origin, rank, count) for (origin, rank), count in zip(both.tolist(), counts.tolist(), strict=True)]
-    return sorted(found, key=lambda pair: ((pair[1] - pair[0]) % plan.world_size, pair[0]))
 
 
 def _word(digest: int, version: int, text: str) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from meshrl.agents.batch import make_agent_rollout
 from meshrl.algorithms import CovarianceStats
 from meshrl.config.actor import RefConfig
 from meshrl.config.rollout import RolloutConfig
@@ -19,12 +20,11 @@ from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine
 from meshrl.engines.build import build_engine
-from meshrl.models.loading import load_tokenizer, new_causal_lm, stop_token_ids, torch_dtype
+from meshrl.models.loading import load_tokenizer, stop_token_ids
 from meshrl.models.saving import save_hf_folder
-from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.parallel.mesh import init_process_group, prepare_device
-from meshrl.rollout.base import SamplingParams
-from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.rollout.base import Rollout, SamplingParams
+from meshrl.rollout.build import build_rollout
 from meshrl.telemetry.memory import PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
 from meshrl.weights.sync import sync_weights
@@ -85,28 +85,19 @@ class ActorRolloutRefWorker(Worker):
         finally:
             self._rest(engine, model, optimizer)
 
-    def _build_rollout(self, config: RolloutConfig) -> EmbeddedRollout:
+    def _build_rollout(self, config: RolloutConfig) -> Rollout:
         path = self.config.model.path or ""
         tokenizer = load_tokenizer(self.config.model.tokenizer_path or path, self.config.model.trust_remote_code)
         self.stop_token_ids = tuple(stop_token_ids(path, tokenizer))
-        dtype = torch_dtype(config.dtype)
         # An unsharded trainer in the rollout's own type lends its module: no copy of the weights at all.
-        plain = (
-            not self.actor.is_sharded
-            and not self.actor.has_adapters
-            and not self.config.actor.fsdp_config.param_offload
+        can_share = not self.actor.is_sharded and not self.actor.has_adapters and not rests(self.config.actor)[0]
+        rollout = build_rollout(
+            config, self.config.model, self.actor.hf_model, tokenizer, device=self.device, can_share=can_share
         )
-        shares = plain and self.actor.hf_model.dtype == dtype
-        module = self.actor.hf_model
-        if not shares:
-            module = new_causal_lm(self.actor.hf_model.config, ATTENTION_NAME, dtype).to(self.device)  # type: ignore[arg-type]
-        return EmbeddedRollout(
-            module,
-            pad_token_id=tokenizer.pad_token_id,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            shares_weights=shares,
-        )
+        self.agents = None
+        if config.multi_turn.enable:
+            self.agents = make_agent_rollout(rollout, tokenizer, config, self.stop_token_ids)
+        return rollout
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> None:
@@ -132,7 +123,7 @@ class ActorRolloutRefWorker(Worker):
             top_p=how.top_p,
             stop_token_ids=self.stop_token_ids,
         )
-        output = self.rollout.generate_sequences(prompts, params)
+        output = (self.agents or self.rollout).generate_sequences(prompts, params)
         if not config.calculate_log_probs:
             output.pop(batch_keys=["rollout_log_probs"])
         return output

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.agents.calculator import calculator, evaluate
+from meshrl.agents.calculator import calculator, compute_score, evaluate
 from meshrl.agents.calculator_task import (
     CALL_BEGIN,
     CALL_END,
     DEMONSTRATIONS,
     HELD_OUT,
     calculator_tokenizer,
-    compute_score,
     demonstration,
     make_calculator_model,
     write_calculator_data,

@@ -107,7 +107,10 @@ def test_demo_gets_its_options(run: Run, trainer: Any) -> None:
     options = {"seed": 3, "control": True, "algorithm": "grpo", "overrides": ["trainer.total_training_steps=2"]}
     assert trainer.calls["main"] == (("here",), options)
     assert run("demo")[0] == 0
-    assert trainer.calls["main"] == (("outputs/demo",), {"seed": 0, "control": False, "algorithm": "grpo", "overrides": []})
+    assert trainer.calls["main"] == (
+        ("outputs/demo",),
+        {"seed": 0, "control": False, "algorithm": "grpo", "overrides": []},
+    )
 
 
 def test_overrides_may_stand_after_options(run: Run, settings: list[str], trainer: Any) -> None:

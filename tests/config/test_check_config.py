@@ -136,7 +136,7 @@ BROKEN = [
     (["data.val_files=/no/such.parquet"], "data.val_files", "/no/such.parquet"),
     (["actor_rollout_ref.model.path=null"], "set actor_rollout_ref.model.path", ""),
     (["actor_rollout_ref.model.path=/no/model"], "actor_rollout_ref.model.path=/no/model", "not a folder"),
-    (["reward.name=null"], "set reward.name or custom_reward_function.path", ""),
+    (["reward.name=null"], "set reward.name, reward.functions or custom_reward_function.path", ""),
     # the model
     (["data.max_prompt_length=4000"], "(4512)", "max_position_embeddings (4096)"),
     ([f"{ACTOR}.ulysses_sequence_parallel_size=8"], "num_attention_heads (12)", "(8)"),

@@ -90,9 +90,7 @@ def test_missing_weights_are_an_error_and_not_made_up(folder):
 
 def test_an_override_that_asks_for_more_layers_than_there_are(tiny_model_folder):
     with pytest.raises(ValueError, match=r"lacks \d+ weights, first of all 'model.layers.2"):
-        load_model(
-            tiny_model_folder, "sdpa", override={"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
-        )
+        load_model(tiny_model_folder, "sdpa", override={"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3})
 
 
 def test_new_models_are_random_and_of_the_asked_type():

@@ -31,7 +31,7 @@ def trial(folder, param_dtype="fp32", **options):
 @pytest.mark.parametrize("options", [{}, {"param_offload": True, "optimizer_offload": True}, {"offload_policy": True}])
 def test_same_numbers_with_offload(tmp_path, options):
     case = trial(write_model(small_config("qwen3"), tmp_path / "model"), **options)
-    found = differences([run_engine(case, "cuda:0")], run_reference(case), case.engine, 1)
+    found = differences([run_engine(case, "cuda:0")], run_reference(case))
     assert max(found.values()) <= 1e-4, found
 
 
@@ -45,8 +45,9 @@ def test_nothing_stays_behind(tmp_path, param_dtype):
     engine = FSDPEngine(case.model, case.engine, case.optim, device=torch.device("cuda:0"), total_steps=2)
     engine.initialize()
     size = sum(p.numel() for p in engine.module.parameters())
-    for param in engine.module.parameters():
-        param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+    if param_dtype == "fp32":  # in bf16 the gradients add up in a buffer that is there already
+        for param in engine.module.parameters():
+            param.grad = torch.zeros_like(param)
     engine.optimizer_step()
     engine.optimizer_zero_grad()
     whole = torch.cuda.memory_allocated() - before

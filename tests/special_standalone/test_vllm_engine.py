@@ -111,4 +111,3 @@ def test_arguments_that_the_rollout_needs_cannot_be_taken_away():
         engine_arguments("model", {"logprobs_mode": "raw_logprobs"})
     words = command_line("model", {"enforce_eager": True, "max_model_len": 64, "enable_prefix_caching": False})
     assert {"--enforce-eager", "--max-model-len=64", "--no-enable-prefix-caching"} <= set(words)
-

@@ -235,7 +235,7 @@ def test_a_model_of_671b_is_planned_in_seconds():
     destination = rollout(hf_tensors(config), config, RolloutLayout(tp=32, form="packed"))
     plan = plan_reshard(source, destination, destination_ranks=range(128, 160))
     seconds = time.process_time() - started
-    assert seconds < 20  # 10 s on an idle core; memory shared with other processes doubles it
+    assert seconds < 15  # about 8 s; a machine whose memory others use takes longer
     assert (plan.received()[128:] == plan.missing()[128:]).all()
     assert plan.received().sum() < 0.04 * plan.gathered().sum()
     assert areas(plan.packs).sum() > 0.99 * source.elements()

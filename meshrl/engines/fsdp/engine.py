@@ -100,10 +100,12 @@ class FSDPEngine(Engine):
         masters = {n: p.detach() for n, p in self.hf_model.named_parameters()} if how == "whole-bf16" else {}
         self.sharding = self._shard(self._wrap(self.hf_model), how)
         self.module = self.sharding.module
+        # Weights that FSDP keeps in host memory are gathered from there.
+        home = torch.device("cpu") if self.engine_config.fsdp_config.offload_policy else self.device
         if model.random_init:
-            fill_randomly(self.module, self.device)
+            fill_randomly(self.module, home)
         elif fills_later:
-            fill(self.module, WRAPPER_PREFIX, Path(model.path or ""), lambda: self._model(load_model))
+            fill(self.module, WRAPPER_PREFIX, Path(model.path or ""), lambda: self._model(load_model), home)
         move_buffers(self.module, self.device, torch_dtype(self.engine_config.fsdp_config.mixed_precision.buffer_dtype))
         if self.optim_config is not None:
             self.optimizer = self._build_optimizer(self.optim_config, how, {} if model.random_init else masters)

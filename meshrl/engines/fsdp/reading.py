@@ -59,8 +59,13 @@ class SliceReader:
         return self._open[1].get_slice(name)
 
 
-def fill(module: nn.Module, prefix: str, folder: Path, load_whole: Callable[[], PreTrainedModel]) -> None:
-    """Gives every parameter of a sharded module without memory its values; `prefix` comes before the files' names."""
+def fill(
+    module: nn.Module, prefix: str, folder: Path, load_whole: Callable[[], PreTrainedModel], device: torch.device
+) -> None:
+    """Gives every parameter of a sharded module without memory its values, on a device.
+
+    `prefix` comes before the files' names.
+    """
     files = tensor_files(folder)
     shapes = {name.removeprefix(prefix): tuple(p.shape) for name, p in module.named_parameters()}
     reader = SliceReader(files)
@@ -71,9 +76,9 @@ def fill(module: nn.Module, prefix: str, folder: Path, load_whole: Callable[[], 
 
     known = {name: shape for name, shape in shapes.items() if name in files or not is_value_head(name)}
     if all(name in files and reader.shape(name) == shape for name, shape in known.items()):
-        _fill_rows(module, prefix, rows)
+        _fill_rows(module, prefix, rows, device)
     else:
-        _fill_rows(module, prefix, _rows_from_rank_zero(shapes, load_whole))
+        _fill_rows(module, prefix, _rows_from_rank_zero(shapes, load_whole), device)
 
 
 def fill_randomly(module: nn.Module, device: torch.device) -> None:
@@ -103,7 +108,7 @@ def _rows_from_rank_zero(shapes: dict[str, tuple[int, ...]], load_whole: Callabl
     return rows
 
 
-def _fill_rows(module: nn.Module, prefix: str, read: ReadRows) -> None:
+def _fill_rows(module: nn.Module, prefix: str, read: ReadRows, device: torch.device) -> None:
     filled: dict[int, nn.Parameter] = {}
     for path, owner in module.named_modules():
         for name, param in list(owner._parameters.items()):
@@ -111,18 +116,18 @@ def _fill_rows(module: nn.Module, prefix: str, read: ReadRows) -> None:
                 continue
             if id(param) not in filled:
                 full_name = f"{path}.{name}" if path else name
-                filled[id(param)] = _filled(param, full_name.removeprefix(prefix), read)
+                filled[id(param)] = _filled(param, full_name.removeprefix(prefix), read, device)
             # Tied weights stay one parameter.
             setattr(owner, name, filled[id(param)])
 
 
-def _filled(param: nn.Parameter, name: str, read: ReadRows) -> nn.Parameter:
+def _filled(param: nn.Parameter, name: str, read: ReadRows, device: torch.device) -> nn.Parameter:
     value = param.data
     if not isinstance(value, DTensor):
         raise ValueError(f"parameter '{name}' is not sharded: it cannot be filled by slices")
     start, stop = local_rows(value)
     rows = read(name, start, stop)
-    local = torch.empty_like(value.to_local(), device=value.device_mesh.device_type)
+    local = torch.empty_like(value.to_local(), device=device)
     local.copy_(rows)
     whole = DTensor.from_local(
         local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()

@@ -358,6 +358,7 @@ class EmbeddedRollout(SteppingRollout):
             self.scheduler.restart()
             try:
                 if not self.shares_weights:
+                    self._lacks_weights = True  # until all of them are in
                     self._copy(weights)
             finally:
                 self.runner.refresh()

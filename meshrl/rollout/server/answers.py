@@ -165,9 +165,9 @@ class CompletionShape(Shape):
                 best.setdefault(token_text(self.tokenizer, token), finite(value))
             tops.append(best)
         offset, offsets = self._offsets.get(piece.index, 0), []
-        for text in tokens:
+        for token in piece.token_ids:
             offsets.append(offset)
-            offset += len(text)
+            offset += len(str(self.tokenizer.decode([token], skip_special_tokens=True)))
         self._offsets[piece.index] = offset
         return {
             "tokens": tokens,

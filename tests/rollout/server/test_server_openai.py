@@ -70,6 +70,8 @@ def test_log_probs_are_those_of_the_model(client, hf_model, tokenizer):
     unscaled = reference(hf_model, prompt, choice.token_ids)
     assert (given - unscaled.gather(1, tokens[:, None])[:, 0]).abs().max() > 0.01
     assert choice.logprobs.tokens == [tokenizer.decode([token]) for token in choice.token_ids]
+    for text, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
+        assert text in tokenizer.all_special_tokens or choice.text[offset] == text
     for row, tops in zip(wanted, choice.logprobs.top_logprobs, strict=True):
         best = row.topk(3)
         assert list(tops) == [tokenizer.decode([token]) for token in best.indices.tolist()]

@@ -1,0 +1,23 @@
+"""RL raises tool use and accuracy: the calculator recipe, cut short."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from meshrl.trainer.calculator import ACCURACY, TOOL_USE, main
+
+
+@pytest.mark.slow
+def test_rl_teaches_a_tiny_model_to_use_the_calculator(tmp_path):
+    short = ["trainer.total_training_steps=12", "trainer.test_freq=12", "trainer.device=cpu", "trainer.logger=[file]"]
+    folder = main(tmp_path, overrides=short, console=Console(quiet=True))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    before, after = (row[ACCURACY] for row in rows if ACCURACY in row)
+    assert before < 0.2
+    assert after > 0.5
+    used = [row[TOOL_USE] for row in rows if TOOL_USE in row]
+    assert used[0] < 0.4
+    assert used[-1] > 0.8
+    differences = [row[name] for row in rows if (name := "training/rollout_log_prob_diff_max") in row]
+    assert max(differences) < 1e-3
