@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=0, help="seed of model, data and sampling")
     demo.add_argument("--control", action="store_true", help="coin-toss rewards: must not learn")
     demo.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="how to learn (default: grpo)")
+    demo.add_argument("--task", choices=("sort", "calculator"), default="sort", help="calculator: GRPO with a tool")
     demo.add_argument("--out", default="outputs/demo", metavar="DIR", help="folder for the results")
 
     config = add("config", _config, "print a resolved config, with where each value came from")
@@ -123,6 +124,15 @@ def _sft(arguments: argparse.Namespace) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> None:
+    if arguments.task == "calculator":
+        if arguments.control or arguments.algorithm != "grpo":
+            from meshrl.config.errors import ConfigError
+
+            raise ConfigError(["meshrl demo --task calculator has no --control and learns by grpo only"])
+        from meshrl.trainer.calculator import main as calculator
+
+        calculator(arguments.out, seed=arguments.seed, overrides=arguments.words)
+        return
     from meshrl.trainer.demo import main as demo
 
     options = {"seed": arguments.seed, "control": arguments.control, "algorithm": arguments.algorithm}

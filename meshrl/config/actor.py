@@ -12,7 +12,7 @@ POLICY_LOSSES = (
     "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro",
     "decoupled", "icepop", "bypass_mode",
 )  # fmt: skip
-PENDING_LOSSES = dict.fromkeys(POLICY_LOSSES[-3:], "it needs rollout correction (importance weights of the rollout)")
+PENDING_LOSSES = {"bypass_mode": "rollout correction inside the loss; set rollout_correction.bypass_mode=true instead"}
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_CHOICES = KL_ESTIMATORS + tuple(f"{name}+" for name in KL_ESTIMATORS)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from meshrl.config.actor import KL_CHOICES
 from meshrl.config.key import key, section
 
-CORRECTION = "rollout correction other than bypass_mode"
+CORRECTION = "rollout correction inside the loss"
 GROUP_ESTIMATORS = (
     "grpo",
     "grpo_vectorized",
@@ -43,11 +43,13 @@ class FilterGroupsConfig:
 class RolloutCorrectionConfig:
     bypass_mode: bool = key(False, "Take the rollout's log-probs as the old ones instead of recomputing them.")
     rollout_is: str | None = key(
-        None, "Importance weights per token or sequence.", choices=("token", "sequence"), pending=CORRECTION
+        None,
+        "Importance weights per token or sequence, of old_log_probs over the rollout's.",
+        choices=("token", "sequence"),
     )
-    rollout_is_threshold: float = key(2.0, "Upper bound of those weights.", low=0, pending=CORRECTION)
-    rollout_rs: str | None = key(None, "Rejection of samples far from the trainer's policy.", pending=CORRECTION)
-    rollout_rs_threshold: float | None = key(None, "Bound of that rejection.", low=0, pending=CORRECTION)
+    rollout_is_threshold: float = key(2.0, "Upper bound of those weights.", low=0)
+    rollout_rs: str | None = key(None, "Rejection of samples far from the trainer's policy, such as seq_mean_k3.")
+    rollout_rs_threshold: float | None = key(None, "Bound of that rejection.", low=0)
     loss_type: str = key("ppo_clip", "Loss with bypass_mode.", choices=("ppo_clip", "reinforce"), pending=CORRECTION)
 
 

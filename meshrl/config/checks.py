@@ -244,6 +244,18 @@ def _algorithm_problems(config: PPOConfig) -> list[str]:
             f"algorithm.rollout_correction.bypass_mode=true takes the rollout's log-probs: "
             f"{ROLLOUT}.calculate_log_probs must be true"
         )
+    correction = algorithm.rollout_correction
+    asked = [name for name in ("rollout_is", "rollout_rs") if getattr(correction, name) is not None]
+    asked = [f"algorithm.rollout_correction.{name}" for name in asked]
+    if config.actor_rollout_ref.actor.policy_loss.loss_mode in ("decoupled", "icepop"):
+        asked.append(f"{ACTOR}.policy_loss.loss_mode={config.actor_rollout_ref.actor.policy_loss.loss_mode}")
+    if asked and (correction.bypass_mode or not rollout.calculate_log_probs):
+        problems.append(
+            f"{asked[0]} compares the trainer's log-probs with the rollout's: rollout_correction.bypass_mode must be "
+            f"false and {ROLLOUT}.calculate_log_probs true"
+        )
+    if (correction.rollout_rs is None) != (correction.rollout_rs_threshold is None):
+        problems.append("algorithm.rollout_correction.rollout_rs and rollout_rs_threshold go together: set both")
     if algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_ctrl.target_kl == 0:
         problems.append("algorithm.kl_ctrl.type=adaptive needs algorithm.kl_ctrl.target_kl above 0")
     return problems

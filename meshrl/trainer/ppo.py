@@ -39,6 +39,7 @@ from meshrl.telemetry.metrics import compute_data_metrics, compute_throughput_me
 from meshrl.telemetry.samples import SampleLog
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracker
+from meshrl.trainer.correction import correct_rollout, corrects_rollout
 from meshrl.trainer.validation import Validator
 from meshrl.workers.actor_loss import skips_samples_without_advantage
 
@@ -102,6 +103,9 @@ class PPOTrainer:
         if self.needs_old_log_probs:
             with self.phase("old_log_prob"):
                 metrics |= self.add_old_log_probs(batch)
+                if self.corrects_rollout:
+                    correction = self.config.algorithm.rollout_correction
+                    metrics |= correct_rollout(batch, correction, self.loss_mode)
         if self.needs_reference:
             with self.phase("ref"):
                 batch = batch.union(self.call_balanced(self.actor.compute_ref_log_prob, batch))
@@ -157,7 +161,12 @@ class PPOTrainer:
         """On-policy, with one optimizer step a batch, the update itself knows the old log-probs: no pass is needed."""
         on_policy = self.units.optimizer_steps_per_step == 1
         wanted = self.config.algorithm.use_kl_in_reward or self.loss_mode in COVARIANCE_LOSSES
-        return not self.bypasses_old_log_probs and (wanted or not on_policy)
+        return not self.bypasses_old_log_probs and (wanted or self.corrects_rollout or not on_policy)
+
+    @property
+    def corrects_rollout(self) -> bool:
+        """Whether the rollout's policy is weighed against the trainer's."""
+        return corrects_rollout(self.config.algorithm.rollout_correction, self.loss_mode)
 
     @property
     def loss_mode(self) -> str:
@@ -217,6 +226,8 @@ class PPOTrainer:
             names.append(compare_with)
         if self.config.actor_rollout_ref.actor.use_kl_loss:
             names.append("ref_log_prob")
+        if "rollout_is_weights" in batch.batch.keys():
+            names.append("rollout_is_weights")
         data = DataProto(
             batch.batch.select(*names),
             {},

@@ -54,6 +54,10 @@ class EngineSync:
             self.sync.source = self.sync.source.with_tensors(tensors)
         return self.sync.run(version, rollout)
 
+    def forget(self) -> None:
+        """To be called when the rollout has given its weights up; see `WeightSync.forget`."""
+        self.sync.forget()
+
     def close(self) -> None:
         if self.sync.carrier is not None:
             self.sync.carrier.close()
@@ -68,6 +72,7 @@ def connect(
     bucket_megabytes: int = 512,
     verify: bool = True,
     staged: bool = False,
+    delta: bool = False,
     deadline: float = 600.0,
     carrier: str = "auto",
     feed: str = "auto",
@@ -103,6 +108,7 @@ def connect(
         carrier=carrier_for(plan, _device(engine, params), carrier, deadline),
         verify=verify,
         staged=staged,
+        delta=delta,
         deadline=deadline,
     )
     return EngineSync(source, sync)

@@ -56,16 +56,14 @@ class Exchange:
         # Sums of pieces: by piece where sent from here, by destination slice where expected here.
         self.sent_sums: dict[int, Tensor] = {}
         self.copied_sums: list[tuple[int, Tensor]] = []
-        self.tag_of = {
-            (int(message), int(origin), int(to)): self.first_tag + number
-            for number, (message, origin, to) in enumerate(self.plan.hops)
-            if self.rank in (origin, to)
-        }
 
     @torch.no_grad()
     def run(self) -> None:
         """Moves everything; returns when this rank's shard is complete and its messages are taken."""
         hops = self.part.hops.tolist()
+        mine = (self.plan.hops[:, 1:] == self.rank).any(1)
+        tags = self.first_tag + np.flatnonzero(mine)
+        self.tag_of = dict(zip(map(tuple, hops), tags.tolist(), strict=True))
         copies = self._copies()
         share = -(-len(self.part.copies) // (COPIES_AT_ONCE * max(1, len(hops))))
         for message, origin, to in hops:
@@ -99,6 +97,7 @@ class Exchange:
     def _outgoing(self, message: int) -> Tensor:
         """Memory to send from."""
         # This may wait until an earlier send is read, by a rank that may wait for us: take in what came before it.
+        # (Nobody ever waits for a message while one that comes before it in the plan's order lies unread here.)
         while self._asked and self._asked[0][0] < self._sent[0]:
             self._take_in()
         return self._carrier().outgoing(self._size(message))
@@ -114,7 +113,7 @@ class Exchange:
         for piece in pieces:
             region = self.source.region(self.plan.source.slices[piece["slice"]], piece)
             dtype = self.dtype_of[piece["tensor"]]
-            _view(buffer, piece, dtype).copy_(region)
+            write_piece(buffer, piece, region, dtype)
             if self.verify:
                 # From the parameter and not from the message: what is sent may be wrong.
                 self.sent_sums[int(piece["number"])] = checksum(region, piece["row"], piece["col"], dtype)
@@ -138,13 +137,18 @@ class Exchange:
         assert self.destination is not None
         for piece in pieces:
             region = self.destination.region(self.plan.destination.slices[piece["slice"]], piece)
-            region.copy_(_view(buffer, piece, self.dtype_of[piece["tensor"]]))
+            region.copy_(read_piece(buffer, piece, self.dtype_of[piece["tensor"]]))
 
     def _pass_on(self, message: int, to: int) -> None:
         """Sends a message that came last from another rank."""
         buffer = self._outgoing(message)
-        (incoming,) = (found for _, number, found in self._asked if number == message)
+        while self._asked[0][1] != message:
+            self._take_in()
+        _, _, incoming = self._asked.popleft()
         buffer.copy_(incoming.wait())
+        # Kept and given back first: whoever sent it can go on while it travels further.
+        self._unpack(buffer, self.part.drops[message])
+        incoming.release()
         self._post(message, to)
 
     def _copies(self) -> Iterator[None]:
@@ -212,7 +216,13 @@ class Exchange:
         )
 
 
-def _view(buffer: Tensor, piece: np.ndarray, dtype: torch.dtype) -> Tensor:
+def write_piece(buffer: Tensor, piece: np.ndarray, region: Tensor, dtype: torch.dtype) -> None:
+    """Lays a piece down at its place in a message."""
+    read_piece(buffer, piece, dtype).copy_(region)
+
+
+def read_piece(buffer: Tensor, piece: np.ndarray, dtype: torch.dtype) -> Tensor:
+    """A piece in a message, as a view."""
     rows, cols, place = int(piece["rows"]), int(piece["cols"]), int(piece["place"])
     return buffer[place : place + rows * cols * dtype.itemsize].view(dtype).view(rows, cols)
 

@@ -130,6 +130,15 @@ class ReshardPlan:
         found = [(key // world, key % world, count) for key, count in zip(keys.tolist(), counts.tolist(), strict=True)]
         return sorted(found, key=lambda pair: ((pair[1] - pair[0]) % world, pair[0]))
 
+    def message_pairs(self) -> list[tuple[int, int, int]]:
+        """As `pairs`, with the number of messages."""
+        sender, keeper = self.ends_of_drops
+        world = self.world_size
+        messages = np.unique(np.stack([sender * world + keeper, self.drops["message"]], 1), axis=0)
+        keys, counts = np.unique(messages[:, 0], return_counts=True)
+        count_of = dict(zip(keys.tolist(), counts.tolist(), strict=True))
+        return [(origin, to, count_of[origin * world + to]) for origin, to, _ in self.pairs()]
+
     @property
     def world_size(self) -> int:
         return max(self.ranks) + 1

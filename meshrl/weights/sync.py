@@ -21,6 +21,7 @@ from torch import Tensor
 
 from meshrl.engines.base import Engine
 from meshrl.rollout.base import Rollout
+from meshrl.weights.delta import DeltaExchange
 from meshrl.weights.exchange import Exchange, Traffic
 from meshrl.weights.plan import ReshardPlan
 from meshrl.weights.shards import Shards
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # A rank's word to the others: numbers first, then a text.
 WORD_BYTES = 1024
-NUMBERS = 3
+NUMBERS = 4
 
 
 def sync_weights(engine: Engine, rollout: Rollout, version: int) -> None:
@@ -66,7 +67,8 @@ class WeightSync:
     """One rank's end of a plan, to be run once for each version; all ranks of the plan run it together.
 
     `source` and `destination` are this rank's parts of the two sides, None where it has no part in one. `dtypes` are
-    those of the destination, by tensor. `verify` compares sums of both sides after every sync.
+    those of the destination, by tensor. `verify` compares sums of both sides after every sync. `delta` sends only what
+    changed since the last sync; senders then keep a copy of what they sent.
     """
 
     def __init__(
@@ -80,15 +82,20 @@ class WeightSync:
         carrier: Carrier | None = None,
         verify: bool = True,
         staged: bool = False,
+        delta: bool = False,
         deadline: float = 600.0,
     ):
+        if delta and staged:
+            raise ValueError("delta changes weights where they lie: it cannot be staged")
         check_dtypes(plan, destination, dtypes)
         largest = max(int(plan.message_bytes.max(initial=0)), WORD_BYTES)
         if carrier is not None and carrier.slot_bytes < largest:
             raise ValueError(f"the carrier's slots of {carrier.slot_bytes} bytes are too small for {largest}")
         self.plan, self.rank, self.carrier, self.dtypes = plan, rank, carrier, dtypes
         self.source, self.destination = source, destination
-        self.verify, self.staged, self.deadline = verify, staged, deadline
+        self.verify, self.staged, self.delta, self.deadline = verify, staged, delta, deadline
+        self._sent: dict[int, Tensor] = {}
+        self._has_last = False  # whether the destination here has what was sent last
         self.part = plan.of_rank(rank)
         self.pairs = plan.pairs()
         self.version = -1
@@ -124,15 +131,34 @@ class WeightSync:
         if self.carrier is not None:
             self.carrier.begin(Deadline(self.deadline))
         newer = self.destination is None or version > held
-        self._agree("" if newer else f"version {version} is not newer than the {held} there", version)
+        knows = self._agree("" if newer else f"version {version} is not newer than the {held} there", version)
         target = self.destination
         if self.staged and target is not None:
             target = target.with_tensors({name: torch.empty_like(t) for name, t in target.tensors.items()})
-        first_tag = self._tag
+        made = DeltaExchange if self.delta else Exchange
+        exchange = made(self.plan, self.part, self.source, target, self.carrier, self.dtypes, self.verify, 0)
+        if isinstance(exchange, DeltaExchange):
+            self._has_last = False
+            exchange.prepare(self._sent, is_known=knows)
+            self._announce(exchange)
+        exchange.first_tag = self._tag
         self._tag += len(self.plan.hops)
-        return Exchange(
-            self.plan, self.part, self.source, target, self.carrier, self.dtypes, self.verify, first_tag
-        )  # fmt: skip
+        return exchange
+
+    def forget(self) -> None:
+        """Says that the destination has lost its weights: the next sync sends everything even with `delta`."""
+        self._has_last = False
+
+    def _announce(self, exchange: DeltaExchange) -> None:
+        """Tells the receivers how long each message is."""
+        for origin, to, count in self.plan.message_pairs():
+            if origin == self.rank:
+                self._tell(exchange.sizes_for(to).view(torch.uint8), to)
+            elif to == self.rank:
+                messages = np.unique(self.part.kept[origin]["message"])
+                exchange.learn(messages, self._hear(origin, 8 * count).view(torch.int64))
+            else:
+                self._tag += self._parts(8 * count)
 
     def _transfer(self, exchange: Exchange, version: int) -> Iterator[tuple[str, Tensor]]:
         """The exchange, then every parameter of the destination by name; those that are in place cost nothing more."""
@@ -152,7 +178,7 @@ class WeightSync:
                 if exchange.destination is not self.destination:
                     tensor.data.copy_(exchange.destination.tensors[name])
                 yield name, tensor
-        self.is_mixed, self.version = False, version
+        self.is_mixed, self.version, self._has_last = False, version, True
 
     def _compare(self, exchange: Exchange) -> str:
         """Sends the sums of what was sent after it, and compares those that come in; a problem in words."""
@@ -186,15 +212,18 @@ class WeightSync:
             self._tag += 1
         return torch.cat(found)
 
-    def _agree(self, problem: str, version: int) -> None:
-        """Every rank's word goes to the first rank, which tells all; raises everywhere if there is a problem."""
+    def _agree(self, problem: str, version: int) -> bool:
+        """Every rank's word goes to the first rank, which tells all; raises everywhere if there is a problem.
+
+        Says whether all ranks still have what was sent last.
+        """
         root, *others = self.plan.ranks
         if self.carrier is None:
             if problem:
                 raise SyncRefusedError(f"weight sync: rank {self.rank}: {problem}")
-            return
-        words = {self.rank: (self.plan.digest, version, problem)}
-        verdict = ""
+            return self._has_last
+        words = {self.rank: (self.plan.digest, version, problem, self._has_last)}
+        verdict, known = "", False
         for rank in others:
             if self.rank == rank:
                 self._tell(_word(*words[rank]), root)
@@ -203,17 +232,18 @@ class WeightSync:
             else:
                 self._tag += self._parts(WORD_BYTES)
         if self.rank == root:
-            verdict = _verdict(words)
+            verdict, known = _verdict(words), all(word[3] for word in words.values())
         for rank in others:
             if self.rank == root:
-                self._tell(_word(0, version, verdict), rank)
+                self._tell(_word(0, version, verdict, known), rank)
             elif self.rank == rank:
-                verdict = _read(self._hear(root, WORD_BYTES))[2]
+                _, _, verdict, known = _read(self._hear(root, WORD_BYTES))
             else:
                 self._tag += self._parts(WORD_BYTES)
         self.carrier.flush()
         if verdict:
             raise SyncRefusedError(f"weight sync: {verdict}")
+        return known
 
 
 def refuse(rollout: Rollout) -> None:
@@ -240,24 +270,25 @@ def check_dtypes(plan: ReshardPlan, destination: Shards | None, dtypes: Mapping[
             )
 
 
-def _word(digest: int, version: int, text: str) -> Tensor:
+def _word(digest: int, version: int, text: str, known: bool) -> Tensor:
     """A rank's word as bytes."""
     data = text.encode()[: WORD_BYTES - 8 * NUMBERS]
     word = torch.zeros(WORD_BYTES, dtype=torch.uint8)
-    word[: 8 * NUMBERS] = torch.tensor([digest, version, len(data)]).view(torch.uint8)
+    word[: 8 * NUMBERS] = torch.tensor([digest, version, len(data), known]).view(torch.uint8)
     if data:
         word[8 * NUMBERS : 8 * NUMBERS + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return word
 
 
-def _read(word: Tensor) -> tuple[int, int, str]:
-    digest, version, length = word[: 8 * NUMBERS].view(torch.int64).tolist()
-    return digest, version, bytes(word[8 * NUMBERS : 8 * NUMBERS + length].tolist()).decode(errors="replace")
+def _read(word: Tensor) -> tuple[int, int, str, bool]:
+    digest, version, length, known = word[: 8 * NUMBERS].view(torch.int64).tolist()
+    text = bytes(word[8 * NUMBERS : 8 * NUMBERS + length].tolist()).decode(errors="replace")
+    return digest, version, text, bool(known)
 
 
-def _verdict(words: Mapping[int, tuple[int, int, str]]) -> str:
+def _verdict(words: Mapping[int, tuple[int, int, str, bool]]) -> str:
     """What is wrong with the words of all ranks, or nothing."""
-    problems = [f"rank {rank}: {text}" for rank, (_, _, text) in words.items() if text]
+    problems = [f"rank {rank}: {text}" for rank, (_, _, text, _) in words.items() if text]
     if problems:
         return "; ".join(problems)
     for index, what in ((1, "version"), (0, "plan")):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_layouts import UNEVEN, compare
+from test_layouts import SHORT, UNEVEN, compare
 from transformers import AutoModelForTokenClassification
 
 from meshrl.algorithms import compute_gae_advantage_return
@@ -120,3 +120,17 @@ def test_the_added_token_reads_the_last_one(reward_model):
     assert np.array_equal(scores.numpy(), [[2.0, 0.0], [0.0, -1.0]])
     nothing = on_last_tokens(torch.tensor([2.0]), torch.zeros(1, 3))
     assert nothing.sum() == 0
+
+
+def test_correcting_an_exact_rollout_changes_nothing(task, tmp_path):
+    """The embedded rollout is the trainer's policy to rounding: its importance weights are 1."""
+    off = "algorithm.rollout_correction.bypass_mode=false"
+    plain = task.train(tmp_path / "plain", *SHORT, off)
+    corrected = task.train(tmp_path / "corrected", *SHORT, off, "algorithm.rollout_correction.rollout_is=token")
+    icepop = task.train(tmp_path / "icepop", *SHORT, off, "actor_rollout_ref.actor.policy_loss.loss_mode=icepop")
+    row = corrected.metrics[-1]
+    assert row["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=1e-5)
+    assert row["rollout_corr/rollout_is_max"] == pytest.approx(1, abs=1e-3)
+    for name, weight in plain.weights.items():
+        torch.testing.assert_close(corrected.weights[name], weight, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(icepop.weights[name], weight, rtol=1e-4, atol=1e-5)

@@ -239,3 +239,30 @@ def test_a_model_of_671b_is_planned_in_seconds():
     assert (plan.received()[128:] == plan.missing()[128:]).all()
     assert plan.received().sum() < 0.04 * plan.gathered().sum()
     assert areas(plan.packs).sum() > 0.99 * source.elements()
+
+
+def makespan(plan):
+    """When the last byte arrives if every rank sends one message and takes one in at a time, a byte a second."""
+    out, into, at = {}, {}, {}
+    for message, origin, to in plan.hops.tolist():
+        ready = at.get((message, origin), 0)
+        start = max(ready, out.get(origin, 0), into.get(to, 0))
+        out[origin] = into[to] = at[message, to] = start + int(plan.message_bytes[message])
+    return max(at.values())
+
+
+def test_four_copies_take_little_longer_than_one():
+    def plan(count, feed="auto"):
+        ranks = range(1, count + 1)
+        return plan_reshard(
+            copies(QWEN2, 1), copies(QWEN2, count), bucket_bytes=1024, destination_ranks=ranks, feed=feed
+        )
+
+    assert makespan(plan(4)) < 1.3 * makespan(plan(1))
+    assert makespan(plan(4, "direct")) > 3.9 * makespan(plan(1))
+
+
+def test_shards_move_at_the_same_time():
+    plan = plan_reshard(fsdp2(QWEN2, 4), copies(QWEN2, 4), bucket_bytes=512)
+    # In a ring of even shards everybody sends and receives all the time.
+    assert makespan(plan) < 1.5 * plan.received().max()

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from layouts import LATENT, MOE, QWEN2, QWEN3, ThreadGroup, copies, fsdp1, fsdp2, megatron, random_tensors, tp
+from test_plan import random_sides
 
 PAIRS = {
     "fsdp4-tp2dp2": lambda: (fsdp2(QWEN2, 4), tp(QWEN2, 2, 2)),
@@ -81,3 +84,21 @@ def test_shared_storage_is_not_copied():
     sync.destination.tensors = sync.source.tensors
     report = sync.run(1)
     assert report.traffic.shared == report.traffic.copied == source.elements() * 4
+
+
+@settings(max_examples=25, deadline=None)
+@given(random_sides(), st.sampled_from(["direct", "chain"]), st.booleans(), st.sampled_from([16, 48]))
+def test_no_layout_makes_ranks_wait_in_a_circle(sides, feed, apart, bucket):
+    source, destination = sides
+    start = source.world_size if apart else 0
+    group = ThreadGroup(
+        source,
+        destination,
+        destination_ranks=range(start, start + destination.world_size),
+        feed=feed,
+        bucket_bytes=bucket,
+    )
+    whole = random_tensors(source.tensors)
+    group.load(whole)
+    assert not [result for result in group.run(1).values() if isinstance(result, Exception)]
+    assert group.wrong(whole) == []
