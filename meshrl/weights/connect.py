@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -59,8 +60,13 @@ class EngineSync:
         self.sync.forget()
 
     def close(self) -> None:
-        if self.sync.carrier is not None:
-            self.sync.carrier.close()
+        """Gives memory and connections back."""
+        carrier = self.sync.carrier
+        if carrier is not None:
+            carrier.close()
+        if isinstance(carrier, SharedMemoryCarrier):
+            with suppress(OSError):  # the last rank to close finds the folder empty
+                carrier.folder.rmdir()
 
 
 def connect(
@@ -87,6 +93,9 @@ def connect(
     has_part = layout is None or rank < layout.world_size
     is_float32 = any(param.dtype == torch.float32 for param in params.values())
     source = source_of(engine, adapters=adapters, master=is_float32)
+    # Buffers of weights that the trainer does not train stay as they were loaded.
+    known = source.placement.tensors
+    params = {name: p for name, p in params.items() if not name.endswith(WEIGHT_BUFFERS) or name in known}
     if layout is None:
         target = replicas({name: tuple(p.shape) for name, p in params.items()}, world, source.model_type)
     elif layout.world_size > world:

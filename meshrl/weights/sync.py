@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshrl.engines.base import Engine
 from meshrl.rollout.base import Rollout
@@ -161,7 +161,7 @@ class WeightSync:
                 self._tag += self._parts(8 * count)
 
     def _transfer(self, exchange: Exchange, version: int) -> Iterator[tuple[str, Tensor]]:
-        """The exchange, then every parameter of the destination by name; those that are in place cost nothing more."""
+        """The exchange, then every parameter of the destination by name; being in place, they cost nothing more."""
         try:
             self.is_mixed = self.is_mixed or not self.staged
             exchange.run()
@@ -177,7 +177,8 @@ class WeightSync:
             for name, tensor in self.destination.tensors.items():
                 if exchange.destination is not self.destination:
                     tensor.data.copy_(exchange.destination.tensors[name])
-                yield name, tensor
+                if isinstance(tensor, nn.Parameter):  # rollouts know their buffers by no name
+                    yield name, tensor
         self.is_mixed, self.version, self._has_last = False, version, True
 
     def _compare(self, exchange: Exchange) -> str:

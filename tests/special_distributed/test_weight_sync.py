@@ -198,6 +198,7 @@ def megatron_to_copies(trial, folder: Path):
             with torch.no_grad():
                 logits.append(model(IDS).logits)
             multiply(engine, 1 / (1 + 0.1 * version))
+        sync.close()
         return logits
     finally:
         leave_parallel_state()
@@ -303,6 +304,7 @@ def lora_to_copies(folder: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]
                     up, down = (whole[f"{layer}.lora_{letter}.default.weight"] for letter in "BA")
                     param.add_(up @ down, alpha=16 / 4)
             expected.append(reference(IDS).logits)
+    sync.close()
     return found, expected
 
 
@@ -402,6 +404,7 @@ def into_embedded(folder: Path) -> list[list[float]]:
     assert rollout.is_suspended()
     sync(rollout, 4)
     found.append(answer(4))
+    sync.close()
     return found
 
 

@@ -83,7 +83,28 @@ def enter_parallel_state(ranks: ParallelRanks, seed: int) -> None:
 
 def leave_parallel_state() -> None:
     """Gives the process groups back, so that another layout may follow in this process."""
+    # Megatron forgets most of them; each would keep its threads and sockets for as long as the process lives.
+    for group in _held_groups():
+        dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
+
+
+def _held_groups() -> list[dist.ProcessGroup]:
+    """Every process group that Megatron holds and this rank is in, once; the world is not its own."""
+    found: dict[int, dist.ProcessGroup] = {}
+
+    def look(value: object) -> None:
+        if isinstance(value, dist.ProcessGroup) and value is not dist.group.WORLD:
+            found[id(value)] = value
+        elif isinstance(value, list | tuple):
+            for item in value:
+                look(item)
+        elif isinstance(value, dict):
+            look(list(value.values()))
+
+    for value in list(vars(parallel_state).values()):
+        look(value)
+    return list(found.values())
 
 
 def _sizes(ranks: ParallelRanks) -> dict[str, int]:
