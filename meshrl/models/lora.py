@@ -81,24 +81,25 @@ def merged_params(
 
     Relies on the stream's order: a layer's base weight comes before its two adapter matrices.
     """
-    base: tuple[str, Tensor] | None = None
-    down: Tensor | None = None
+    waiting: dict[str, tuple[str, Tensor]] = {}
+    down: dict[str, Tensor] = {}
     for name, tensor in named_params:
+        layer, _, rest = name.partition(".base_layer.")
         if ".lora_A." in name:
-            down = tensor
+            down[name.split(".lora_A.")[0]] = tensor
         elif ".lora_B." in name:
             layer = name.split(".lora_B.")[0]
-            if base is None or down is None or not base[0].startswith(layer):
+            if layer not in waiting or layer not in down:
                 raise ValueError(f"adapter '{name}' did not follow its layer's own weight in the stream")
-            delta = (tensor.float() @ down.float()) * scaling[layer]
-            yield base[0].replace(".base_layer.", "."), (base[1].float() + delta).to(base[1].dtype)
-            base = None
+            base_name, base = waiting.pop(layer)
+            delta = (tensor.float() @ down.pop(layer).float()) * scaling[layer]
+            yield base_name.replace(".base_layer.", "."), (base.float() + delta).to(base.dtype)
+        elif rest == "weight" and layer in scaling:
+            waiting[layer] = (name, tensor)
         else:
-            if base is not None:
-                yield base[0].replace(".base_layer.", "."), base[1]
-            base = (name, tensor)
-    if base is not None:
-        yield base[0].replace(".base_layer.", "."), base[1]
+            yield name.replace(".base_layer.", "."), tensor
+    if waiting:
+        raise ValueError(f"the adapter of '{next(iter(waiting))}' is missing in the stream")
 
 
 def adapter_init(hf_model: nn.Module, seed: int) -> None:

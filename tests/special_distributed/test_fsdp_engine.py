@@ -54,6 +54,7 @@ GRID = [
     *[("llama", "fsdp2", extra) for extra in ("activations", "by-size", "one-unit", "prefetch")],
     *[("qwen3", layout, "padded") for layout in ("one", "fsdp2", "ddp2-fsdp2", "fsdp1")],
     ("qwen3_moe", "fsdp2", "lora"),
+    ("qwen2", "fsdp2", "lora"),  # its biases come between a weight and its adapters
     ("qwen3_moe", "sp4", "checkpointing"),
 ]
 
