@@ -53,6 +53,8 @@ def check_workers_end(tmp_path, backend, address, sent, call):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        # A job in the background of a shell ignores Ctrl-C, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     helper = None
     try:

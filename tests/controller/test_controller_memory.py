@@ -18,10 +18,12 @@ def private_mib(process: psutil.Process) -> float:
 
 
 def object_store_mib() -> int:
-    """What Ray's object store holds."""
+    """What the object store of our own Ray holds; others may run on the machine."""
+    import ray
     from ray._private.internal_api import memory_summary
 
-    found = re.search(r"Plasma memory usage (\d+) MiB", memory_summary(stats_only=True))
+    summary = memory_summary(ray.get_runtime_context().gcs_address, stats_only=True)
+    found = re.search(r"Plasma memory usage (\d+) MiB", summary)
     assert found is not None
     return int(found[1])
 
@@ -44,8 +46,9 @@ def test_memory_stays_flat(make_group, backend):
             fds.append(me.num_fds())
             worker_sizes.append(max(private_mib(worker) for worker in workers))
             stores.append(object_store_mib() if backend == "ray" else 0)
-    assert max(sizes[1:]) - sizes[0] < 50, sizes
-    assert max(worker_sizes[1:]) - worker_sizes[0] < 50, worker_sizes
+    # A look may catch a batch in flight; what leaks stays, and is in each of the last looks.
+    assert min(sizes[-3:]) - sizes[0] < 50, sizes
+    assert min(worker_sizes[-3:]) - worker_sizes[0] < 50, worker_sizes
     assert max(fds[1:]) - fds[0] <= 2, fds
     # The store frees late, but frees: what a step leaves behind would fill it for good.
     assert min(stores[5:]) <= 160, stores
