@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +116,16 @@ def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
         )
     if check_files and critic.model.path is not None:
         words = "data.max_prompt_length + max_response_length"
-        problems += _model_problems(critic.model, "critic.model", critic, "critic", longest, words)
+        problems += _model_problems(
+            _read_by_ids(critic.model, config), "critic.model", critic, "critic", longest, words
+        )
     return problems
+
+
+def _read_by_ids(model: ModelConfig, config: PPOConfig) -> ModelConfig:
+    """A model that gets the policy's token ids needs no tokenizer of its own."""
+    policy = config.actor_rollout_ref.model
+    return replace(model, tokenizer_path=model.tokenizer_path or policy.tokenizer_path or policy.path)
 
 
 def _reward_model_problems(config: PPOConfig, check_files: bool) -> list[str]:
@@ -136,7 +145,8 @@ def _reward_model_problems(config: PPOConfig, check_files: bool) -> list[str]:
         problems.append("set reward_model.micro_batch_size_per_gpu, or reward_model.use_dynamic_bsz=true")
     if check_files:
         words = "data.max_prompt_length + max_response_length + 1"
-        problems += _model_problems(model.model, "reward_model.model", model, "reward_model", longest, words)
+        scorer = _read_by_ids(model.model, config)
+        problems += _model_problems(scorer, "reward_model.model", model, "reward_model", longest, words)
     return problems
 
 
