@@ -26,6 +26,8 @@ BUCKET = 4096
 def carrier_of(kind, folder, rank, world, slot):
     if kind == "process_group":
         store = dist.FileStore(str(Path(folder, "store")), world)
+        if dist.is_initialized():  # a group of the process we were forked from, by a test before
+            dist.distributed_c10d._update_default_pg(None)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         return ProcessGroupCarrier(slot)
     made = SharedMemoryCarrier if kind == "shared_memory" else FolderCarrier
