@@ -154,7 +154,7 @@ def engine_step(
     from meshrl.config.engine import EngineConfig
     from meshrl.config.model import ModelConfig
     from meshrl.config.optim import OptimConfig
-    from meshrl.engines.build import build_engine
+    from meshrl.engines.build import engine_class
 
     if not dist.is_initialized():
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
@@ -173,7 +173,9 @@ def engine_step(
     model = ModelConfig(
         path=str(folder), random_init=True, enable_gradient_checkpointing=options.get("checkpointing", False)
     )
-    engine = build_engine(model, engine_config, OptimConfig() if train else None, device=torch.device(device))
+    engine = engine_class(engine_config)(
+        model, engine_config, OptimConfig() if train else None, device=torch.device(device)
+    )
     engine.initialize()
     whole = make_batch(lengths, config.vocab_size)
     stats = BatchStats(engine.gradient_ranks, int(whole.batch["response_mask"].sum()), len(lengths))

@@ -25,7 +25,7 @@ from meshrl.agents.trajectory import ENDINGS, NO_VERSION, Trajectory
 from meshrl.config.rollout import MultiTurnConfig, RolloutConfig
 from meshrl.data.prompts import is_chat, object_array
 from meshrl.data.proto import DataProto
-from meshrl.rollout.base import Rollout
+from meshrl.rollout.base import Rollout, joined, unpadded_prompts
 from meshrl.rollout.requests import SamplingParams
 
 # What a loop's tools and environment may want to know of a sample, if the batch brings it along.
@@ -120,23 +120,19 @@ def roles_of(config: MultiTurnConfig) -> list[list[str]]:
 
 def as_samples(prompts: DataProto) -> list[Sample]:
     """One sample for each row of a batch."""
-    ids, mask, seeds = (prompts.batch[name] for name in ("input_ids", "attention_mask", "seeds"))
-    lengths = mask.sum(1).tolist()
-    if lengths and min(lengths) == 0:
-        raise ValueError(f"prompt {lengths.index(0)} of the batch is empty: every prompt needs at least one token")
-    nothing = object_array([None] * len(lengths))
+    tokens, seeds = unpadded_prompts(prompts), prompts.batch["seeds"]
+    nothing = object_array([None] * len(tokens))
     chats, truths, infos = (prompts.non_tensor_batch.get(name, nothing) for name in SAMPLE_COLUMNS)
-    tokens = ids[mask.bool()].split(lengths)
     return [
         Sample(
             number,
-            tuple(tokens[number].tolist()),
+            tokens[number],
             int(seeds[number]),
             _messages(chats[number]),
             truths[number],
             infos[number] or {},
         )
-        for number in range(len(lengths))
+        for number in range(len(tokens))
     ]
 
 
@@ -164,20 +160,17 @@ def as_rectangle(
         out[inside] = torch.tensor([value for t in found for value in getattr(t, name)], dtype=dtype)
         return out
 
-    responses = rectangle("token_ids", pad_token_id, torch.long)
-    attention_mask = torch.cat([mask, inside.to(mask.dtype)], 1)
     columns = {name: np.array([getattr(t, name) for t in found], dtype=np.int64) for name in COUNTS}
     return DataProto.from_dict(
-        tensors={
-            "prompts": ids,
-            "responses": responses,
-            "response_mask": rectangle("mask", 0, torch.long),
-            "input_ids": torch.cat([ids, responses], 1),
-            "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp_(min=0),
-            "rollout_log_probs": rectangle("log_probs", 0.0, torch.float32),
-            "versions": rectangle("versions", NO_VERSION, torch.int32),
-        },
+        tensors=joined(
+            ids,
+            mask,
+            responses=rectangle("token_ids", pad_token_id, torch.long),
+            there=inside,
+            response_mask=rectangle("mask", 0, torch.long),
+            rollout_log_probs=rectangle("log_probs", 0.0, torch.float32),
+            versions=rectangle("versions", NO_VERSION, torch.int32),
+        ),
         non_tensors={
             **columns,
             "ending": object_array([t.ending for t in found]),

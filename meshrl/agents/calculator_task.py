@@ -6,7 +6,6 @@ Hermes format takes a tiny model a handful of tokens.
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from meshrl.data.files import write_tables
 from meshrl.models.tiny import char_tokenizer, make_tiny_model
 
 ALPHABET = "0123456789*-. :abcdefghijklmnopqrstuvwxyzE'"
@@ -67,12 +67,7 @@ def write_calculator_data(folder: str | Path, seed: int = 0, tool_share: float =
         "prompts": [task_row(task) for task in prompts],
         "demonstrations": [demonstration(task, with_tool=rng.random() < tool_share) for task in demonstrations],
     }
-    files = {}
-    for name, rows in tables.items():
-        path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        files[name] = str(path)
-    return files
+    return write_tables(folder, tables)
 
 
 def task_row(task: Task) -> dict[str, Any]:

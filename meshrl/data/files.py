@@ -1,9 +1,9 @@
-"""Rows from parquet files, jsonl files and folders of saved Hugging Face datasets."""
+"""Rows from parquet files, jsonl files and folders of saved Hugging Face datasets, and into jsonl files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +77,13 @@ def _read_saved_dataset(path: Path) -> list[Row]:
     if isinstance(loaded, datasets.DatasetDict):
         raise ValueError(f"'{path}' holds several splits ({', '.join(loaded)}): name one, such as '{path}/train'")
     return loaded.to_list()
+
+
+def write_tables(folder: Path, tables: Mapping[str, Sequence[Row]]) -> dict[str, str]:
+    """Writes each table of rows as NAME.jsonl; returns the files by name."""
+    files = {}
+    for name, rows in tables.items():
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files[name] = str(path)
+    return files

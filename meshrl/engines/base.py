@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from meshrl.config.engine import EngineConfig
+from meshrl.config.model import ModelConfig
+from meshrl.config.optim import OptimConfig
 from meshrl.data.proto import DataProto
 
 # (model output, micro-batch) -> (loss to back-propagate, metrics). Metrics add up over micro-batches and ranks (see
@@ -34,12 +37,34 @@ class BatchOutput:
 
 
 class Engine(ABC):
-    """A sharded model with its optimizer. Every rank of the group calls every method, in the same order."""
+    """A sharded model with its optimizer. Every rank of the group calls every method, in the same order.
+
+    `head`: `lm` for log-probs, `value` for one number a token. Without `optim` the model only answers.
+    """
 
     module: nn.Module
     # The Hugging Face model whose config, class and parameter names this is; its parameters may be without memory.
     hf_model: PreTrainedModel
     has_adapters: bool = False
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        engine: EngineConfig,
+        optim: OptimConfig | None,
+        *,
+        device: torch.device,
+        head: str = "lm",
+        total_steps: int = 0,
+        seed: int = 0,
+    ):
+        self.model_config, self.engine_config, self.optim_config = model, engine, optim
+        self.device, self.head, self.total_steps, self.seed = device, head, total_steps, seed
+        self.lay_out()
+
+    @abstractmethod
+    def lay_out(self) -> None:
+        """Finds this rank's place on the axes; nothing is loaded yet."""
 
     @abstractmethod
     def initialize(self) -> None:

@@ -49,7 +49,7 @@ def linear_log_probs(
     return log_probs, entropy if with_entropy else None
 
 
-def _chunk_outputs(
+def chunk_outputs(
     logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-sum, log-prob of the target, and entropy (or nothing) of each row of logits."""
@@ -63,7 +63,7 @@ def _chunk_outputs(
     return log_sum, log_prob, -(log_p.exp() * log_p).sum(-1)
 
 
-def _chunk_gradient(
+def chunk_gradient(
     logits: Tensor,
     targets: Tensor,
     log_sum: Tensor,
@@ -72,7 +72,7 @@ def _chunk_gradient(
     grad_entropy: Tensor | None,
     temperature: float,
 ) -> Tensor:
-    """The gradient with respect to the logits, in their own type."""
+    """The gradient with respect to the logits, in their own type; a target may lie outside of a rank's own columns."""
     log_p = logits.float() / temperature - log_sum[:, None]
     probs = log_p.exp()
     grad = torch.zeros_like(probs)
@@ -86,13 +86,13 @@ def _chunk_gradient(
     return (grad / temperature).to(logits.dtype)
 
 
-def _chunk_functions(on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The two functions above, or the GPU's kernels for them."""
+def chunk_functions(on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`chunk_outputs` and `chunk_gradient`, or the GPU's kernels for them, which write the gradient over the logits."""
     if not on_gpu:
-        return _chunk_outputs, _chunk_gradient
-    from meshrl.engines.log_prob_kernels import chunk_gradient, chunk_outputs
+        return chunk_outputs, chunk_gradient
+    from meshrl.engines import log_prob_kernels as kernels
 
-    return chunk_outputs, chunk_gradient
+    return kernels.chunk_outputs, kernels.chunk_gradient
 
 
 def _weight_gradient(grad_logits: Tensor, hidden: Tensor) -> Tensor:
@@ -123,11 +123,11 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.step = step = n if keeps and n else tokens_per_chunk(weight.shape[0], hidden.is_cuda)
         log_sums, log_probs = (hidden.new_empty(n, dtype=torch.float32) for _ in range(2))
         entropy = hidden.new_empty(n if with_entropy else 0, dtype=torch.float32)
-        chunk_outputs, _ = _chunk_functions(hidden.is_cuda)
+        outputs_of, _ = chunk_functions(hidden.is_cuda)
         for i in range(0, n, step):
             part = slice(i, i + step)
             logits = F.linear(hidden[part], weight, bias)
-            outputs = chunk_outputs(logits, targets[part], temperature, with_entropy)
+            outputs = outputs_of(logits, targets[part], temperature, with_entropy)
             log_sums[part], log_probs[part] = outputs[:2]
             if keeps:
                 ctx.kept[i] = logits
@@ -146,14 +146,14 @@ class _LinearLogProbs(torch.autograd.Function):
         # A rank without tokens still owes its peers a gradient of zeros.
         grad_weight = None if n > 0 else torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        _, chunk_gradient = _chunk_functions(hidden.is_cuda)
+        _, gradient_of = chunk_functions(hidden.is_cuda)
         for i in range(0, n, step):
             part = slice(i, i + step)
             grads = [None if g is None else g[part] for g in grad_outputs]  # None where the loss does not use it
             logits = ctx.kept.pop(i, None)
             if logits is None:
                 logits = F.linear(hidden[part], weight, bias)
-            grad = chunk_gradient(logits, targets[part], log_sums[part], entropy[part], *grads, ctx.temperature)
+            grad = gradient_of(logits, targets[part], log_sums[part], entropy[part], *grads, ctx.temperature)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
             if ctx.needs_input_grad[1]:

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from meshrl.models.tensor_files import INDEX_NAME, SINGLE_NAME
+
 SHARD_BYTES = 4 << 30
-INDEX_NAME = "model.safetensors.index.json"
 
 
 def save_hf_folder(
@@ -67,7 +68,7 @@ def save_hf_folder(
 def _name_shards(folder: Path, parts: list[list[str]], total: int) -> None:
     """Gives the shards their usual names, now that their number is known, and writes the index."""
     if len(parts) == 1:
-        (folder / "part-1.safetensors").rename(folder / "model.safetensors")
+        (folder / "part-1.safetensors").rename(folder / SINGLE_NAME)
         return
     names: dict[str, str] = {}
     for number, tensors in enumerate(parts, 1):

@@ -88,24 +88,8 @@ class PackedSequences:
         return self._attend_runs(query, key, value, scaling, sliding_window)
 
     def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
-        # Older releases share key heads among query heads without being told to.
-        told = {"enable_gqa": query.shape[1] != key.shape[1]} if takes_gqa_flag() else {}
-        out = varlen_attn(
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            self.cu_seqlens,
-            self.cu_seqlens,
-            self.max_length,
-            self.max_length,
-            scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),
-            **told,  # type: ignore[arg-type]
-        )
-        assert isinstance(out, Tensor)  # a pair only where auxiliary results are asked for
-        return out[None]
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        return attend_packed(q, k, v, self, self, scaling, window)[None]
 
     def _attend_runs(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         """One SDPA call for each run of equal lengths: no padding, no mask, and few calls when lengths are sorted."""
@@ -125,6 +109,36 @@ class PackedSequences:
                 )
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs)[None] if len(outputs) > 1 else outputs[0][None]
+
+
+def attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: PackedSequences,
+    keys: PackedSequences,
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    """One kernel for a whole row [tokens, heads, dim]: causal in each document, aligned to its last key."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Older releases share key heads among query heads without being told to.
+    told = {"enable_gqa": query.shape[1] != key.shape[1]} if takes_gqa_flag() else {}
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        queries.cu_seqlens,
+        keys.cu_seqlens,
+        queries.max_length,
+        keys.max_length,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        **told,  # type: ignore[arg-type]
+    )
+    assert isinstance(out, Tensor)  # a pair only where auxiliary results are asked for
+    return out
 
 
 def fastest_attention(query: Tensor) -> AbstractContextManager[Any]:

@@ -96,17 +96,26 @@ class Rollout(ABC):
         return output
 
 
-def as_requests(prompts: DataProto, params: SamplingParams) -> list[Request]:
-    """One request for each prompt of a batch."""
-    ids, mask, seeds = (prompts.batch[name] for name in ("input_ids", "attention_mask", "seeds"))
-    lengths = mask.sum(1).tolist()
+def check_no_empty_prompt(attention_mask: Tensor) -> list[int]:
+    """The length of every prompt of a batch; one without a token is an error."""
+    lengths = attention_mask.sum(1).tolist()
     if lengths and min(lengths) == 0:
         raise ValueError(f"prompt {lengths.index(0)} of the batch is empty: every prompt needs at least one token")
-    tokens = ids[mask.bool()].split(lengths)
+    return lengths
+
+
+def unpadded_prompts(prompts: DataProto) -> list[tuple[int, ...]]:
+    """The token ids of every prompt of a batch."""
+    ids, mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
+    return [tuple(prompt.tolist()) for prompt in ids[mask.bool()].split(check_no_empty_prompt(mask))]
+
+
+def as_requests(prompts: DataProto, params: SamplingParams) -> list[Request]:
+    """One request for each prompt of a batch."""
     batch = next(_batches)
     return [
-        Request(f"batch{batch}-{i}", tuple(prompt.tolist()), params, seed)
-        for i, (prompt, seed) in enumerate(zip(tokens, seeds.tolist(), strict=True))
+        Request(f"batch{batch}-{i}", prompt, params, seed)
+        for i, (prompt, seed) in enumerate(zip(unpadded_prompts(prompts), prompts.batch["seeds"].tolist(), strict=True))
     ]
 
 
@@ -122,17 +131,26 @@ def as_batch(prompts: DataProto, answers: Sequence[Completion], width: int, pad_
         out[inside] = torch.tensor([value for row in rows for value in row], dtype=dtype)
         return out
 
-    responses = rectangle([a.token_ids for a in answers], pad_token_id, torch.long)
-    attention_mask = torch.cat([mask, response_mask], 1)
-    return DataProto.from_dict(
-        {
-            "prompts": ids,
-            "responses": responses,
-            "response_mask": response_mask,
-            "input_ids": torch.cat([ids, responses], 1),
-            "attention_mask": attention_mask,
-            "position_ids": (attention_mask.cumsum(1) - 1).clamp_(min=0),
-            "rollout_log_probs": rectangle([a.log_probs for a in answers], 0.0, torch.float32),
-            "versions": rectangle([a.versions for a in answers], -1, torch.int32),
-        }
+    fields = joined(
+        ids,
+        mask,
+        responses=rectangle([a.token_ids for a in answers], pad_token_id, torch.long),
+        there=response_mask,
+        response_mask=response_mask,
+        rollout_log_probs=rectangle([a.log_probs for a in answers], 0.0, torch.float32),
+        versions=rectangle([a.versions for a in answers], -1, torch.int32),
     )
+    return DataProto.from_dict(fields)
+
+
+def joined(ids: Tensor, mask: Tensor, *, responses: Tensor, there: Tensor, **fields: Tensor) -> dict[str, Tensor]:
+    """Prompts (padded on the left) and responses as the trainer's fields; `there` marks responses' tokens."""
+    attention_mask = torch.cat([mask, there.to(mask.dtype)], 1)
+    return {
+        "prompts": ids,
+        "responses": responses,
+        "input_ids": torch.cat([ids, responses], 1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(1) - 1).clamp_(min=0),
+        **fields,
+    }

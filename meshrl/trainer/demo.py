@@ -5,7 +5,6 @@ Nothing is downloaded: model, tokenizer and data are made on the spot.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import load_config
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
+from meshrl.data.files import write_tables
 from meshrl.models.tiny import make_tiny_model
 from meshrl.telemetry.run_folder import RunFiles
 from meshrl.trainer.run import sft, train
@@ -66,12 +66,7 @@ def write_data(folder: Path, seed: int) -> dict[str, str]:
         "prompts": [task_row(digits) for digits in prompts],
         "demonstrations": [{"prompt": f"{d}>", "response": "".join(sorted(d))} for d in demonstrations],
     }
-    files = {}
-    for name, rows in tables.items():
-        path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        files[name] = str(path)
-    return files
+    return write_tables(folder, tables)
 
 
 def new_tasks(rng: random.Random, count: int, exclude: set[str]) -> list[str]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.utils import logging as transformers_logging
 
 from meshrl.agents.batch import make_agent_rollout
 from meshrl.algorithms import CovarianceStats
@@ -19,17 +17,17 @@ from meshrl.config.root import ActorRolloutRefConfig
 from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine
-from meshrl.engines.build import build_engine
+from meshrl.engines.build import engine_class
 from meshrl.models.loading import load_tokenizer, stop_token_ids
 from meshrl.models.saving import save_hf_folder
-from meshrl.parallel.mesh import init_process_group, prepare_device
 from meshrl.rollout.base import Rollout, SamplingParams
 from meshrl.rollout.build import build_rollout
 from meshrl.telemetry.memory import PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
 from meshrl.weights.sync import sync_weights
 from meshrl.workers.actor_loss import count_mini_batch, make_actor_loss, skips_samples_without_advantage
-from meshrl.workers.resting import rests
+from meshrl.workers.joining import join_ranks
+from meshrl.workers.resting import awake, rests, send_to_rest
 from meshrl.workers.settings import WorkerSettings
 
 
@@ -42,11 +40,9 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the engines and the rollout, in the order in which they share memory."""
-        transformers_logging.disable_progress_bar()
-        self.device = prepare_device(self.settings.device, self.local_rank)
-        init_process_group(self.device, self.settings.collective_deadline)
+        self.device = join_ranks(self.settings.device, self.local_rank, self.settings.collective_deadline)
         actor, model = self.config.actor, self.config.model
-        self.actor = build_engine(
+        self.actor = engine_class(actor)(
             model,
             actor,
             actor.optim,
@@ -60,30 +56,18 @@ class ActorRolloutRefWorker(Worker):
         # With adapters the reference is the same model without them.
         self.ref: Engine | None = None
         if self.settings.with_reference and not self.actor.has_adapters:
-            self.ref = build_engine(model, actor, None, device=self.device)
+            self.ref = engine_class(actor)(model, actor, None, device=self.device)
             self.ref.initialize()
-            self._rest(self.ref, self.config.ref.fsdp_config.param_offload, False)
+            send_to_rest(self.ref, self.config.ref.fsdp_config.param_offload, False)
         self.rollout = self._build_rollout(self.config.rollout)
-        self._rest(self.actor, *rests(actor))
+        send_to_rest(self.actor, *rests(actor))
 
-    def _rest(self, engine: Engine, model: bool, optimizer: bool) -> None:
-        """Sends to host memory what is configured to wait there between phases."""
-        if model or optimizer:
-            engine.to("cpu", model=model, optimizer=optimizer)
-
-    @contextmanager
-    def _awake(self, engine: Engine, *, optimizer: bool = False) -> Iterator[None]:
+    def _awake(self, engine: Engine, *, optimizer: bool = False) -> AbstractContextManager[None]:
         """Inside, the engine's weights (and optimizer) are on the device."""
         model, states = rests(self.config.actor)
         if engine is self.ref:
             model = self.config.ref.fsdp_config.param_offload
-        optimizer = optimizer and states
-        if model or optimizer:
-            engine.to(self.device, model=model, optimizer=optimizer)
-        try:
-            yield
-        finally:
-            self._rest(engine, model, optimizer)
+        return awake(engine, self.device, model=model, optimizer=optimizer and states)
 
     def _build_rollout(self, config: RolloutConfig) -> Rollout:
         path = self.config.model.path or ""

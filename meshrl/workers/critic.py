@@ -5,17 +5,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.utils import logging as transformers_logging
 
 from meshrl.algorithms import BatchStats, agg_loss, compute_value_loss
 from meshrl.config.critic import CriticConfig
 from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import LossFunction
-from meshrl.engines.build import build_engine
-from meshrl.parallel.mesh import init_process_group, prepare_device
+from meshrl.engines.build import engine_class
 from meshrl.telemetry.memory import PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
+from meshrl.workers.joining import join_ranks
 from meshrl.workers.resting import awake, rests, send_to_rest
 from meshrl.workers.settings import WorkerSettings
 
@@ -29,10 +28,8 @@ class CriticWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the engine."""
-        transformers_logging.disable_progress_bar()
-        self.device = prepare_device(self.settings.device, self.local_rank)
-        init_process_group(self.device, self.settings.collective_deadline)
-        self.engine = build_engine(
+        self.device = join_ranks(self.settings.device, self.local_rank, self.settings.collective_deadline)
+        self.engine = engine_class(self.config)(
             self.config.model,
             self.config,
             self.config.optim,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from meshrl.config.critic import RewardModelConfig
 from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.proto import DataProto
-from meshrl.engines.build import build_engine
-from meshrl.parallel.mesh import init_process_group, prepare_device
+from meshrl.engines.build import engine_class
+from meshrl.workers.joining import join_ranks
 from meshrl.workers.resting import awake, rests, send_to_rest
 from meshrl.workers.settings import WorkerSettings
 
@@ -23,10 +22,8 @@ class RewardModelWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the engine; the model only answers."""
-        transformers_logging.disable_progress_bar()
-        self.device = prepare_device(self.settings.device, self.local_rank)
-        init_process_group(self.device, self.settings.collective_deadline)
-        self.engine = build_engine(self.config.model, self.config, None, device=self.device, head="value")
+        self.device = join_ranks(self.settings.device, self.local_rank, self.settings.collective_deadline)
+        self.engine = engine_class(self.config)(self.config.model, self.config, None, device=self.device, head="value")
         self.engine.initialize()
         self.register_mesh("reward_model", self.engine.dp_rank, self.engine.dp_size, is_collect=self.engine.is_collect)
         send_to_rest(self.engine, rests(self.config)[0], False)

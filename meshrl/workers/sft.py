@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 from torch import Tensor
-from transformers.utils import logging as transformers_logging
 
 from meshrl.algorithms import BatchStats, agg_loss
 from meshrl.config.sft import SFTConfig
 from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.proto import DataProto
-from meshrl.engines.build import build_engine
+from meshrl.engines.build import engine_class
 from meshrl.models.saving import save_hf_folder
-from meshrl.parallel.mesh import init_process_group, prepare_device
+from meshrl.workers.joining import join_ranks
 
 
 class SFTWorker(Worker):
@@ -24,16 +23,15 @@ class SFTWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the engine."""
-        transformers_logging.disable_progress_bar()
-        device = prepare_device(self.config.trainer.device, self.local_rank)
-        init_process_group(device, self.config.trainer.deadlines.collective)
-        self.engine = build_engine(
+        trainer = self.config.trainer
+        device = join_ranks(trainer.device, self.local_rank, trainer.deadlines.collective)
+        self.engine = engine_class(self.config.engine)(
             self.config.model,
             self.config.engine,
             self.config.optim,
             device=device,
             total_steps=self.total_steps,
-            seed=self.config.trainer.seed,
+            seed=trainer.seed,
         )
         self.engine.initialize()
         self.register_mesh("model", self.engine.dp_rank, self.engine.dp_size, is_collect=self.engine.is_collect)

@@ -22,7 +22,7 @@ from meshrl.config.optim import OptimConfig
 from meshrl.controller import Dispatch, Worker, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine, LossFunction
-from meshrl.engines.build import build_engine
+from meshrl.engines.build import engine_class
 from meshrl.engines.fsdp.engine import WRAPPER_PREFIX, FSDPEngine
 from meshrl.models.loading import load_model_config
 from meshrl.models.lora import adapter_init, adapter_scaling, add_adapters, merged_params
@@ -146,7 +146,7 @@ def _reference_forward(model: nn.Module, batch: DataProto) -> tuple[Tensor, Tens
 
 def run_engine(trial: Trial, device: str = "cpu") -> Outcome:
     """The engine's side, on this rank of the current process group. Gradients, weights and moments are whole."""
-    engine = build_engine(
+    engine = engine_class(trial.engine)(
         trial.model, trial.engine, trial.optim, device=torch.device(device), total_steps=STEPS, seed=SEED
     )
     engine.initialize()

@@ -8,7 +8,7 @@ from test_fsdp_engine import make_trial
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from meshrl.algorithms import BatchStats, agg_loss
-from meshrl.engines.build import build_engine
+from meshrl.engines.build import engine_class
 from meshrl.trainer.verify import TOLERANCE, small_config, write_model
 from meshrl.workers.verification import Trial, relative_difference
 
@@ -30,7 +30,9 @@ def value_folder(root, family):
 def train_values(trial: Trial, folder: str, head: str = "value"):
     """Two steps of regression towards the advantages; returns first values, losses and the weights after."""
     trial.model.path = folder
-    engine = build_engine(trial.model, trial.engine, trial.optim, device=torch.device("cpu"), head=head, total_steps=2)
+    engine = engine_class(trial.engine)(
+        trial.model, trial.engine, trial.optim, device=torch.device("cpu"), head=head, total_steps=2
+    )
     engine.initialize()
     losses, first = [], None
     for batch in trial.batches(61):

@@ -169,11 +169,11 @@ def fsdp_to_tp(folder: Path, options: dict, axes: dict):
 
 
 def megatron_to_tp(trial, folder: Path, axes: dict):
-    from meshrl.engines.build import build_engine
+    from meshrl.engines.build import engine_class
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
 
     try:
-        engine = build_engine(trial.model, trial.engine, None, device=torch.device("cpu"))
+        engine = engine_class(trial.engine)(trial.model, trial.engine, None, device=torch.device("cpu"))
         engine.initialize()
         return sync_to_tp(engine, folder, axes)
     finally:
@@ -181,13 +181,13 @@ def megatron_to_tp(trial, folder: Path, axes: dict):
 
 
 def megatron_to_copies(trial, folder: Path):
-    from meshrl.engines.build import build_engine
+    from meshrl.engines.build import engine_class
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
     from meshrl.weights import connect as connecting
 
     try:
         connecting.MEGABYTE = BUCKET
-        engine = build_engine(trial.model, trial.engine, None, device=torch.device("cpu"))
+        engine = engine_class(trial.engine)(trial.model, trial.engine, None, device=torch.device("cpu"))
         engine.initialize()
         model = blank_lm(folder)
         sync = connecting.connect(engine, connecting.rollout_params(model), bucket_megabytes=1, deadline=40.0)

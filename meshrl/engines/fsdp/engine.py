@@ -17,8 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from meshrl.config.engine import EngineConfig
-from meshrl.config.model import ModelConfig
 from meshrl.config.optim import OptimConfig
 from meshrl.data.packing import PackedRow, keep_padding, pack
 from meshrl.data.proto import DataProto
@@ -48,21 +46,9 @@ class FSDPEngine(Engine):
 
     prefix = WRAPPER_PREFIX
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        engine: EngineConfig,
-        optim: OptimConfig | None,
-        *,
-        device: torch.device,
-        head: str = "lm",
-        total_steps: int = 0,
-        seed: int = 0,
-    ):
-        """`head`: `lm` for log-probs, `value` for one number a token. Without `optim` the model only answers."""
-        self.head, self.packs = head, model.use_remove_padding
-        self.model_config, self.engine_config, self.optim_config = model, engine, optim
-        self.device, self.total_steps, self.seed = device, total_steps, seed
+    def lay_out(self) -> None:
+        model, engine = self.model_config, self.engine_config
+        self.packs = model.use_remove_padding
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.layout = fsdp_layout(
             self.world_size,

@@ -7,7 +7,6 @@ does and the others get their parts of one tensor after the other.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,22 +19,10 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from meshrl.models.loading import is_value_head
+from meshrl.models.tensor_files import tensor_files
 
-INDEX_NAME = "model.safetensors.index.json"
 # Gives rows [start, stop) of the tensor with a name.
 ReadRows = Callable[[str, int, int], Tensor]
-
-
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor of a model folder; empty where there are no safetensors."""
-    index = folder / INDEX_NAME
-    if index.is_file():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        return {}
-    with safe_open(single, framework="pt") as tensors:
-        return dict.fromkeys(tensors.keys(), single)
 
 
 class SliceReader:

@@ -15,9 +15,6 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from meshrl.config.engine import EngineConfig
-from meshrl.config.model import ModelConfig
-from meshrl.config.optim import OptimConfig
 from meshrl.data.packing import pack
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import CONTENTS, BatchOutput, Engine, LossFunction
@@ -42,26 +39,13 @@ from meshrl.parallel.attention import ATTENTION_NAME
 class MegatronEngine(Engine):
     """Tensor, sequence, pipeline (plain or interleaved), context, expert and data parallelism on packed rows."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        engine: EngineConfig,
-        optim: OptimConfig | None,
-        *,
-        device: torch.device,
-        head: str = "lm",
-        total_steps: int = 0,
-        seed: int = 0,
-    ):
-        """`head`: `lm` for log-probs, `value` for one number a token. Without `optim` the model only answers."""
-        self.model_config, self.engine_config, self.optim_config = model, engine, optim
-        self.megatron, self.head = engine.megatron, head
-        self.device, self.total_steps, self.seed = device, total_steps, seed
+    def lay_out(self) -> None:
+        model, self.megatron = self.model_config, self.engine_config.megatron
         # Without memory: its config, its class and the names of its parameters are what others ask for.
         self.hf_model = empty_model(
             model.path or "",
             ATTENTION_NAME,
-            head,
+            self.head,
             dtype=torch_dtype(self.megatron.dtype),
             override=dict(model.override_config),
             trust_remote_code=model.trust_remote_code,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshrl.engines.log_probs import tokens_per_chunk
+from meshrl.engines.log_probs import chunk_functions, tokens_per_chunk
 
 # Below every logit, and still a number: a rank without any vocabulary of its own has this as its largest.
 LOWEST = -1e30
@@ -68,28 +68,6 @@ def _chunk_statistics(logits: Tensor, targets: Tensor, temperature: float) -> Te
     here = (targets >= 0) & (targets < logits.shape[1])
     target = logits.gather(-1, targets.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
     return torch.stack([largest, weights.sum(-1), (weights * relative).sum(-1), torch.where(here, target, 0.0)])
-
-
-def _chunk_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    log_sum: Tensor,
-    entropy: Tensor,
-    grad_log_prob: Tensor | None,
-    grad_entropy: Tensor | None,
-    temperature: float,
-) -> Tensor:
-    """The gradient with respect to a rank's own logits, in their type."""
-    log_p = logits.float() / temperature - log_sum[:, None]
-    probs = log_p.exp()
-    grad = torch.zeros_like(probs)
-    if grad_log_prob is not None:
-        is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-        grad = (is_target.float() - probs) * grad_log_prob[:, None]
-    if grad_entropy is not None:
-        # d entropy / d logit = -p (log p + entropy)
-        grad = grad - probs * (log_p + entropy[:, None]) * grad_entropy[:, None]
-    return (grad / temperature).to(logits.dtype)
 
 
 @cache
@@ -152,13 +130,12 @@ class _VocabParallel(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         step = tokens_per_chunk(max(size, 1), hidden.is_cuda)
+        _, gradient_of = chunk_functions(hidden.is_cuda)
         for start in range(0, tokens if size else 0, step):
             rows = slice(start, start + step)
             grads = [None if grad is None else grad[rows] for grad in grad_outputs]
             logits = F.linear(hidden[rows], weight[:size])
-            grad = _for_device(_chunk_gradient, hidden)(
-                logits, targets[rows], log_sum[rows], entropy[rows], *grads, ctx.temperature
-            )
+            grad = gradient_of(logits, targets[rows], log_sum[rows], entropy[rows], *grads, ctx.temperature)
             torch.mm(grad, weight[:size], out=grad_hidden[rows])
             if grad_weight is not None:
                 grad_weight[:size] += grad.t() @ hidden[rows]

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from meshrl.engines.fsdp.reading import tensor_files
 from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.engines.megatron.weight_map import ModuleNames, Shape, Slice, describe, hf_tensors
 from meshrl.models.loading import is_value_head
+from meshrl.models.tensor_files import tensor_files
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshrl.parallel.packed import HALF_TYPES, PackedSequences, takes_gqa_flag
+from meshrl.parallel.packed import HALF_TYPES, PackedSequences, attend_packed
 
 
 @dataclass(frozen=True)
@@ -92,26 +92,10 @@ class ZigZag:
         scaling: float,
         window: int | None,
     ) -> Tensor:
-        """One kernel for all chunks: its causal mask is aligned to the last key, which is a chunk's own last token."""
-        from torch.nn.attention.varlen import varlen_attn
-
+        """One kernel for all chunks: the last key of each is its own last token."""
         queries = PackedSequences.of([length for _, length, _, _ in pieces], self.documents.device)
         keys = PackedSequences.of([count for *_, count in pieces], self.documents.device)
-        told = {"enable_gqa": query.shape[1] != key.shape[1]} if takes_gqa_flag() else {}
-        out = varlen_attn(
-            query,
-            key[self._key_index],
-            value[self._key_index],
-            queries.cu_seqlens,
-            keys.cu_seqlens,
-            queries.max_length,
-            keys.max_length,
-            scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),
-            **told,  # type: ignore[arg-type]
-        )
-        assert isinstance(out, Tensor)
-        return out
+        return attend_packed(query, key[self._key_index], value[self._key_index], queries, keys, scaling, window)
 
     @cached_property
     def _key_index(self) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from meshrl.data.proto import DataProto
+from meshrl.rollout.base import joined
 from meshrl.rollout.embedded.rows import Sequence
 from meshrl.rollout.requests import Chunk
 
@@ -57,17 +58,13 @@ class AnswerBatch:
         """Prompts and answers as the trainer wants them; see `Rollout.generate_sequences`."""
         width = self.tokens.shape[1]
         response_mask = (torch.arange(width) < torch.from_numpy(self.lengths)[:, None]).long()
-        responses = torch.from_numpy(self.tokens)
-        attention_mask = torch.cat([mask, response_mask], 1)
-        return DataProto.from_dict(
-            {
-                "prompts": ids,
-                "responses": responses,
-                "response_mask": response_mask,
-                "input_ids": torch.cat([ids, responses], 1),
-                "attention_mask": attention_mask,
-                "position_ids": (attention_mask.cumsum(1) - 1).clamp_(min=0),
-                "rollout_log_probs": torch.from_numpy(self.log_probs),
-                "versions": torch.from_numpy(self.versions),
-            }
+        fields = joined(
+            ids,
+            mask,
+            responses=torch.from_numpy(self.tokens),
+            there=response_mask,
+            response_mask=response_mask,
+            rollout_log_probs=torch.from_numpy(self.log_probs),
+            versions=torch.from_numpy(self.versions),
         )
+        return DataProto.from_dict(fields)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.data.proto import DataProto
-from meshrl.rollout.base import TAGS, SamplingParams
+from meshrl.rollout.base import TAGS, SamplingParams, check_no_empty_prompt
 from meshrl.rollout.embedded.answers import AnswerBatch, as_chunk
 from meshrl.rollout.embedded.blocks import BlockManager
 from meshrl.rollout.embedded.build import (
@@ -39,6 +39,7 @@ from meshrl.rollout.embedded.stops import find_stop
 from meshrl.rollout.embedded.tensor_parallel import TensorParallel
 from meshrl.rollout.requests import Chunk, Request
 from meshrl.rollout.stepping import POLL_SECONDS, SteppingRollout
+from meshrl.rollout.weight_stream import checked
 
 REASONS = (None, "stop", "length")
 # So many prefill launches of one step may be under way on a device.
@@ -328,9 +329,7 @@ class EmbeddedRollout(SteppingRollout):
 
     def _batch_sequences(self, ids: Tensor, mask: Tensor, seeds: list[int], params: SamplingParams) -> list[Sequence]:
         """One sequence for each row of a batch; neighbours with the same prompt share it."""
-        lengths = mask.sum(1).tolist()
-        if min(lengths) == 0:
-            raise ValueError(f"prompt {lengths.index(0)} of the batch is empty: every prompt needs at least one token")
+        check_no_empty_prompt(mask)
         distinct, prompt_of = torch.unique_consecutive(torch.where(mask.bool(), ids, -1), dim=0, return_inverse=True)
         arrays = [row[row >= 0] for row in distinct.numpy()]
         name = f"batch{next(_batches)}"
@@ -368,18 +367,9 @@ class EmbeddedRollout(SteppingRollout):
 
     def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         own = dict(self.hf_model.named_parameters())
-        for name, value in weights:
-            if name not in own:
-                raise ValueError(f"weight sync: the rollout has no parameter '{name}', or got it twice")
-            param = own.pop(name)
-            shape = param.shape if self.parallel is None else self.parallel.shapes[name]
-            if shape != value.shape:
-                raise ValueError(
-                    f"weight sync: '{name}' has shape {list(shape)} here, but was sent as {list(value.shape)}"
-                )
-            param.copy_(value if self.parallel is None else self.parallel.part(name, value))
-        if own:
-            raise ValueError(f"weight sync: {len(own)} parameters were never sent, such as '{next(iter(own))}'")
+        shapes = {name: p.shape if self.parallel is None else self.parallel.shapes[name] for name, p in own.items()}
+        for name, value in checked(weights, shapes):
+            own[name].copy_(value if self.parallel is None else self.parallel.part(name, value))
 
     def release(self, tags: Seq[str] = TAGS) -> None:
         self._check_tags(tags)
