@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.config.algorithm import GROUP_ESTIMATORS
+from meshrl.config.checkpoint_checks import checkpoint_problems
 from meshrl.config.critic import uses_critic
 from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError
@@ -71,6 +72,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *_loss_problems(config),
         *_optim_problems(actor.optim, f"{ACTOR}.optim"),
         *_run_problems(config.trainer),
+        *checkpoint_problems(config),
         *_idle_problems(config, actor, ACTOR),
         *_critic_problems(config, check_files),
         *_reward_model_problems(config, check_files),
@@ -157,6 +159,7 @@ def _check_sft(config: SFTConfig, check_files: bool) -> list[str]:
         *batch_problems(config),
         *_optim_problems(config.optim, "optim"),
         *_run_problems(config.trainer),
+        *checkpoint_problems(config),
         *_idle_problems(config, engine, "engine"),
     ]
     budget = data.max_token_len_per_gpu * sequence_ranks(engine)

@@ -26,14 +26,14 @@ class RunConfig:
     total_epochs: int = key(30, "Passes over the training data.", low=1)
     total_training_steps: int | None = key(None, "Steps of the run; null: as total_epochs gives.", low=1)
     test_freq: int = key(-1, "Validate every so many steps; -1: never.", low=-1)
-    save_freq: int = key(-1, "Save a checkpoint every so many steps; -1: never.", low=-1, pending="checkpoints")
+    save_freq: int = key(-1, "Save a checkpoint every so many steps and after the last; -1: never.", low=-1)
     resume_mode: str = key(
         "auto",
-        "Go on from the last checkpoint in the run's folder, or not (there are no checkpoints yet).",
+        "Go on from the newest whole checkpoint in the run's folder, begin anew, or go on from resume_from_path.",
         choices=("auto", "disable", "resume_path"),
-        pending={"resume_path": "checkpoints"},
     )
-    resume_from_path: str | None = key(None, "Checkpoint to go on from.", pending="checkpoints")
+    resume_from_path: str | None = key(None, "Checkpoint (global_step_N) to go on from, with resume_mode=resume_path.")
+    max_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep; null: all.", low=1)
     project_name: str = key("meshrl", "Project, as the trackers show it.")
     experiment_name: str = key("run", "Name of this run.")
     default_local_dir: str | None = key(None, "Folder of the run; null: outputs/PROJECT/EXPERIMENT.")
@@ -54,6 +54,11 @@ class RunConfig:
         return self.nnodes * self.n_gpus_per_node
 
     @property
+    def checkpoints_to_keep(self) -> int | None:
+        """How many checkpoints stay; None: all."""
+        return self.max_ckpt_to_keep
+
+    @property
     def run_dir(self) -> str:
         """The folder this run writes to."""
         return self.default_local_dir or f"outputs/{self.project_name}/{self.experiment_name}"
@@ -65,11 +70,16 @@ class TrainerConfig(RunConfig):
     val_only: bool = key(False, "Validate and end.")
     critic_warmup: int = key(0, "Steps in which only the critic learns.", low=0)
     balance_batch: bool = key(True, "Order samples so that all ranks get about the same number of tokens.")
-    max_actor_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep.", low=1, pending="checkpoints")
-    max_critic_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep.", low=1, pending="checkpoints")
+    max_actor_ckpt_to_keep: int | None = key(None, "Another name of max_ckpt_to_keep.", low=1)
+    max_critic_ckpt_to_keep: int | None = key(None, "Another name of max_ckpt_to_keep.", low=1)
     rollout_data_dir: str | None = key(None, "Folder for all training samples, one jsonl file per step.")
     validation_data_dir: str | None = key(None, "Folder for all validation samples, one jsonl file per validation.")
     log_val_generations: int = key(0, "Validation samples shown by the trackers each time.", low=0)
+
+    @property
+    def checkpoints_to_keep(self) -> int | None:
+        """How many checkpoints stay: actor and critic go together. None: all."""
+        return self.max_ckpt_to_keep or self.max_actor_ckpt_to_keep or self.max_critic_ckpt_to_keep
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +40,14 @@ class BatchOrder:
                 start, self.position = self.position, self.position + self.batch_size
                 yield rows[start : self.position]
             self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it stands."""
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on from where another one stood; takes effect with the next `iter`."""
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
     def _rows_of_epoch(self) -> np.ndarray:
         if not self.shuffle:

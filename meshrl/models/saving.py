@@ -56,13 +56,20 @@ def save_hf_folder(
         held, total = held + size, total + size
     flush()
     _name_shards(aside, parts, total)
+    save_configs(aside, hf_model)
+    _put_in_place(aside, folder)
+
+
+def save_configs(folder: str | Path, hf_model: PreTrainedModel) -> None:
+    """Writes config.json and, for a model that generates, its generation config."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(hf_model.config)
     # Other tools choose the model's class by this name.
     config.architectures = [type(hf_model).__name__]
-    config.save_pretrained(aside)
+    config.save_pretrained(folder)
     if hf_model.can_generate() and hf_model.generation_config is not None:
-        hf_model.generation_config.save_pretrained(aside)
-    _put_in_place(aside, folder)
+        hf_model.generation_config.save_pretrained(folder)
 
 
 def _name_shards(folder: Path, parts: list[list[str]], total: int) -> None:

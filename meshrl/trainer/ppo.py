@@ -35,10 +35,12 @@ from meshrl.data.proto import DataProto
 from meshrl.data.sampling import BatchOrder
 from meshrl.rewards.manager import RewardManager
 from meshrl.rollout.seeds import TRAINING, sample_seeds
+from meshrl.telemetry.console import validation_accuracies
 from meshrl.telemetry.metrics import compute_data_metrics, compute_throughput_metrics
 from meshrl.telemetry.samples import SampleLog
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracker
+from meshrl.trainer.checkpoint import Checkpoints
 from meshrl.trainer.correction import correct_rollout, corrects_rollout
 from meshrl.trainer.validation import Validator
 from meshrl.workers.actor_loss import skips_samples_without_advantage
@@ -58,30 +60,53 @@ class PPOTrainer:
         tracker: Tracker,
         samples: SampleLog,
         timer: PhaseTimer,
+        checkpoints: Checkpoints,
     ):
         self.config, self.train_data, self.order = config, train_data, order
         self.actor, self.critic = groups["actor_rollout_ref"], groups.get("critic")
         self.reward_model = groups.get("reward_model")
         self.reward, self.validator, self.tracker, self.samples = reward, validator, tracker, samples
-        self.timer = timer
+        self.timer, self.checkpoints = timer, checkpoints
         self.units = BatchUnits.from_config(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.total_steps = total_steps(config, len(train_data))
         self.step = 0
         self.version = -1
+        self.best: dict[str, float] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the future of the run depends on beside the workers' state."""
+        return {
+            "step": self.step,
+            "version": self.version,
+            "data": self.order.state_dict(),
+            "kl_controller": self.kl_controller.state_dict(),
+            "best": self.best,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from where `state_dict` was taken."""
+        # The first thing `fit` does is to give the rollout its weights again, as the version they were.
+        self.step, self.version = state["step"], state["version"] - 1
+        self.order.load_state_dict(state["data"])
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self.best = state["best"]
 
     def fit(self) -> None:
         """The whole run."""
         self.sync_weights()
-        if self.validator and (self.config.trainer.val_before_train or self.config.trainer.val_only):
-            self.tracker.log(self.validate(), step=0)
+        val_before_train = self.config.trainer.val_before_train and self.step == 0
+        if self.validator and (val_before_train or self.config.trainer.val_only):
+            self.tracker.log(self.validate(), self.step)
         if self.config.trainer.val_only:
             return
         for batch in self.batches():
             metrics = self.train_step(batch)
             if self.is_time_to_validate():
                 metrics |= self.validate()
+            metrics |= self.checkpoints.save_if_due(self)
             self.tracker.log(metrics | self.time_metrics(metrics), self.step)
+            self.checkpoints.commit()
 
     def batches(self) -> Iterator[DataProto]:
         """Prompts of every step that is left, in the order of the data's epochs."""
@@ -300,16 +325,22 @@ class PPOTrainer:
         """Accuracy on the held-out prompts."""
         assert self.validator is not None
         with self.phase("testing"):
-            return self.validator.run(self.step)
+            metrics = self.validator.run(self.step)
+        accuracies = [value for name, value in validation_accuracies(metrics).items() if "mean@" in name]
+        mean = sum(accuracies) / max(1, len(accuracies))
+        if self.best is None or mean > self.best["accuracy"]:
+            self.best = {"accuracy": mean, "step": self.step}
+        return metrics
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Charges the time of a block to a phase of the step."""
         return self.timer.phase(name)
 
     def time_metrics(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Where the step's time went; throughput counts the time without validation."""
+        """Where the step's time went; throughput counts the time without validation and checkpoints."""
         times = self.timer.metrics()
-        seconds = times["timing_s/step"] - times.get("timing_s/testing", 0.0)
+        aside = times.get("timing_s/testing", 0.0) + times.get("timing_s/save_checkpoint", 0.0)
+        seconds = times["timing_s/step"] - aside
         tokens = int(metrics["perf/total_num_tokens"])
         return times | compute_throughput_metrics(tokens, seconds, self.config.trainer.world_size)
 

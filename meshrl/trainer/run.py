@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -40,6 +41,7 @@ from meshrl.telemetry.run_folder import RunFolder
 from meshrl.telemetry.samples import SampleLog
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracking
+from meshrl.trainer.checkpoint import FOLDER, Checkpoints, Found, Part, checkpoint_to_resume, set_later_ones_aside
 from meshrl.trainer.ppo import PPOTrainer, total_steps
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
 from meshrl.trainer.validation import Validator
@@ -78,8 +80,13 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
         workers["critic"] = critic_worker(config, settings, units, steps)
     if config.reward_model.enable:
         workers["reward_model"] = ClassWithInitArgs(RewardModelWorker, config.reward_model, settings)
-    with RunFolder(trainer.run_dir) as run, StepConsole(steps, console) as screen:
-        start_run(run, screen, config, sources, units.lines())
+    notes: list[str] = []
+    found = checkpoint_to_resume(trainer, notes.append)
+    first_step = found.step if found else 0
+    with open_run(trainer, found) as run, StepConsole(steps, console, first_step=first_step) as screen:
+        start_run(run, screen, config, sources, notes + units.lines())
+        if is_finished(found, steps, run, trainer, screen):
+            return run.path
         for words, data in (("training", train_data), ("validation", val_data)):
             if data is not None and data.dropped + data.truncated:
                 screen.message(f"{words} prompts: {data.dropped} dropped, {data.truncated} truncated, {len(data)} left")
@@ -101,7 +108,11 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
             }
             validator = Validator(config, actor, val_data, reward, samples) if val_data else None
             timer = PhaseTimer(on_change=screen.show_phase)
-            PPOTrainer(config, groups, train_data, order, reward, validator, tracker, samples, timer).fit()
+            checkpoints = Checkpoints(run.checkpoints, ppo_parts(config, groups), **saving(config, steps, screen))
+            loop = PPOTrainer(
+                config, groups, train_data, order, reward, validator, tracker, samples, timer, checkpoints
+            )
+            run_loop(loop, checkpoints, found)
             if trainer.save_final_model and not trainer.val_only:
                 screen.message(f"model: {save_model(actor, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
@@ -133,8 +144,16 @@ def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Co
     steps = total_sft_steps(config, len(train_data))
     order = batch_order(config.data, trainer, len(train_data))
     worker = ClassWithInitArgs(SFTWorker, config, steps)
-    with RunFolder(trainer.run_dir) as run, StepConsole(steps, console, columns=SFT_COLUMNS) as screen:
-        start_run(run, screen, config, sources, units.lines())
+    notes: list[str] = []
+    found = checkpoint_to_resume(trainer, notes.append)
+    first_step = found.step if found else 0
+    with (
+        open_run(trainer, found) as run,
+        StepConsole(steps, console, columns=SFT_COLUMNS, first_step=first_step) as screen,
+    ):
+        start_run(run, screen, config, sources, notes + units.lines())
+        if is_finished(found, steps, run, trainer, screen):
+            return run.path
         if train_data.truncated:
             screen.message(f"training sequences: {train_data.truncated} of {len(train_data)} truncated")
         with (
@@ -144,11 +163,61 @@ def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Co
             group = groups["sft"]
             tracker.constants["data/truncated_sequences"] = train_data.truncated
             timer = PhaseTimer(on_change=screen.show_phase)
-            SFTTrainer(config, group, train_data, order, val_data, tracker, timer, steps).fit()
+            how = config.checkpoint
+            parts = {"model": Part(group, how.save_contents, how.load_contents, how.async_save)}
+            checkpoints = Checkpoints(run.checkpoints, parts, **saving(config, steps, screen))
+            loop = SFTTrainer(config, group, train_data, order, val_data, tracker, timer, steps, checkpoints)
+            run_loop(loop, checkpoints, found)
             if trainer.save_final_model:
                 screen.message(f"model: {save_model(group, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
         return run.path
+
+
+def open_run(trainer: RunConfig, found: Found | None) -> RunFolder:
+    """The run's folder: its files go on where the checkpoint to go on from is one of its own."""
+    folder = Path(trainer.run_dir).resolve() / FOLDER
+    if found is None or found.path.resolve().parent != folder:
+        return RunFolder(trainer.run_dir)
+    set_later_ones_aside(folder, found.step)
+    return RunFolder(trainer.run_dir, resume=True, last_step=found.step)
+
+
+def is_finished(found: Found | None, steps: int, run: RunFolder, trainer: RunConfig, screen: StepConsole) -> bool:
+    """Whether nothing is left to do; says so."""
+    if found is None or found.step < steps or getattr(trainer, "val_only", False):
+        return False
+    screen.message(f"the run is finished: {found.path} is after step {found.step} of {steps}, nothing is left to train")
+    return (run.path / "model").is_dir() or not trainer.save_final_model
+
+
+def ppo_parts(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> dict[str, Part]:
+    """What a checkpoint of an RL run holds: the policy and, where one is trained, the critic."""
+    roles = {"actor": (groups["actor_rollout_ref"], config.actor_rollout_ref.actor.checkpoint)}
+    if "critic" in groups:
+        roles["critic"] = (groups["critic"], config.critic.checkpoint)
+    return {
+        role: Part(group, how.save_contents, how.load_contents, how.async_save) for role, (group, how) in roles.items()
+    }
+
+
+def saving(config: PPOConfig | SFTConfig, steps: int, screen: StepConsole) -> dict[str, Any]:
+    """When checkpoints are written, and how many stay."""
+    return {
+        "every": config.trainer.save_freq,
+        "last_step": steps,
+        "keep": config.trainer.checkpoints_to_keep,
+        "config": asdict(config),
+        "say": screen.message,
+    }
+
+
+def run_loop(loop: PPOTrainer | SFTTrainer, checkpoints: Checkpoints, found: Found | None) -> None:
+    """Trains to the end, from where the checkpoint is if there is one."""
+    if found is not None:
+        checkpoints.restore(loop, found)
+    loop.fit()
+    checkpoints.commit(wait=True)
 
 
 def batch_order(data: DataConfig | SFTDataConfig, trainer: RunConfig, rows: int) -> BatchOrder:

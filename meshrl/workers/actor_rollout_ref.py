@@ -12,9 +12,10 @@ from torch import Tensor
 from meshrl.agents.batch import make_agent_rollout
 from meshrl.algorithms import CovarianceStats
 from meshrl.config.actor import RefConfig
+from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.root import ActorRolloutRefConfig
-from meshrl.controller import Dispatch, Worker, nd_dispatch, register
+from meshrl.controller import Dispatch, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine
 from meshrl.engines.build import engine_class
@@ -26,12 +27,13 @@ from meshrl.telemetry.memory import PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
 from meshrl.weights.sync import sync_weights
 from meshrl.workers.actor_loss import count_mini_batch, make_actor_loss, skips_samples_without_advantage
+from meshrl.workers.checkpointing import CheckpointedWorker
 from meshrl.workers.joining import join_ranks
 from meshrl.workers.resting import awake, rests, send_to_rest
 from meshrl.workers.settings import WorkerSettings
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(CheckpointedWorker):
     """One rank of actor, rollout and reference. Batches are split over the data-parallel ranks of the mesh `actor`."""
 
     def __init__(self, config: ActorRolloutRefConfig, settings: WorkerSettings):
@@ -68,6 +70,12 @@ class ActorRolloutRefWorker(Worker):
         if engine is self.ref:
             model = self.config.ref.fsdp_config.param_offload
         return awake(engine, self.device, model=model, optimizer=optimizer and states)
+
+    def _checkpointed(self) -> tuple[Engine, ModelConfig]:
+        return self.actor, self.config.model
+
+    def _engine_awake(self) -> AbstractContextManager[None]:
+        return self._awake(self.actor, optimizer=True)
 
     def _build_rollout(self, config: RolloutConfig) -> Rollout:
         path = self.config.model.path or ""
