@@ -102,6 +102,17 @@ def _parser() -> argparse.ArgumentParser:
 
     add_plan_options(add("plan-sync", _plan_sync, "show what a weight sync between two layouts moves"))
 
+    convert = add(
+        "convert", _convert, "turn a checkpoint into a Hugging Face folder, or such a folder into a checkpoint"
+    )
+    convert.add_argument("source", help="a run's folder, a checkpoint (global_step_N), or a Hugging Face folder")
+    convert.add_argument("out", help="folder to write")
+    convert.add_argument("--role", choices=("actor", "critic", "model"), help="of a checkpoint (default: the policy)")
+    convert.add_argument("--dtype", help="of the weights, such as bf16 (default: as stored)")
+    convert.add_argument("--adapter", action="store_true", help="LoRA: peft's folder instead of merged weights")
+    convert.add_argument("--shard-mb", type=int, default=4096, help="largest file (default: 4096)")
+    convert.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
+
     report = add("report", _report, "draw the curves and the report of a run")
     report.add_argument("run_dir", help="folder of the run")
     return parser
@@ -192,6 +203,17 @@ def _plan_sync(arguments: argparse.Namespace) -> int | None:
     except (OSError, ValueError) as error:
         _complain(str(error))
         return CONFIG_PROBLEM
+    return None
+
+
+def _convert(arguments: argparse.Namespace) -> int | None:
+    from meshrl.trainer.convert import convert
+
+    try:
+        _say(convert(arguments))
+    except (OSError, ValueError, RuntimeError) as error:
+        _complain(f"nothing was converted: {error}")
+        return RUN_ERROR
     return None
 
 

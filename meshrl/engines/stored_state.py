@@ -11,7 +11,6 @@ are `param` (float32 masters where there are any) and AdamW's two moments. No co
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import zlib
@@ -22,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from meshrl.models.tensor_files import open_tensors, save_tensors
 
 Shape = tuple[int, ...]
 FILE_BYTES = 2 << 30
@@ -48,7 +47,7 @@ class Rectangle:
 class Snapshot:
     """What one rank writes. The tensors may be the engine's own: `copied` makes them independent of it."""
 
-    rectangles: list[Rectangle] = field(default_factory=list)
+    rectangles: Iterable[Rectangle] = ()
     steps: dict[str, int] = field(default_factory=dict)
     extra: dict[str, Any] | None = None
 
@@ -68,7 +67,7 @@ class FileRecord:
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path, rank: int) -> list[Path]:
-    """Writes a rank's files; at most one of them is in host memory at a time (beyond what the snapshot holds)."""
+    """Writes a rank's files; of rectangles that come as a stream, one file's are in memory at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     index: list[dict[str, Any]] = []
@@ -77,8 +76,7 @@ def write_snapshot(snapshot: Snapshot, folder: Path, rank: int) -> list[Path]:
         tensors: dict[str, Tensor] = {}
         for rectangle in part:
             entry = str(len(index))
-            # The copy also takes apart tensors that share memory, which the format does not know.
-            tensors[entry] = rectangle.tensor.detach().to("cpu", copy=True).contiguous()
+            tensors[entry] = rectangle.tensor
             index.append(
                 {
                     "kind": rectangle.kind,
@@ -90,8 +88,10 @@ def write_snapshot(snapshot: Snapshot, folder: Path, rank: int) -> list[Path]:
                     "entry": entry,
                 }
             )
-        _save(tensors, file)
+        save_tensors(tensors, file)
         written.append(file)
+        part.clear()
+        tensors.clear()
     listing = folder / f"tensors-{rank}.json"
     listing.write_text(json.dumps({"steps": snapshot.steps, "tensors": index}))
     written.append(listing)
@@ -99,16 +99,6 @@ def write_snapshot(snapshot: Snapshot, folder: Path, rank: int) -> list[Path]:
         torch.save(snapshot.extra, folder / f"extra-{rank}.pt")
         written.append(folder / f"extra-{rank}.pt")
     return written
-
-
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
-    try:
-        save_file(tensors, file)
-    except Exception as error:
-        # safetensors has an error type of its own, which hides what the system said.
-        if "No space left" in str(error) or "os error 28" in str(error):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file)) from error
-        raise
 
 
 def _parts(rectangles: Iterable[Rectangle]) -> Iterator[list[Rectangle]]:
@@ -176,6 +166,12 @@ class Stored:
         """The type a tensor is stored in, as safetensors calls it."""
         return str(self._view(self._where[kind, name][0]).get_dtype())
 
+    def check(self, name: str, shape: Shape, kind: str = "param") -> None:
+        """A `ValueError` unless all of a tensor of this shape is there."""
+        held = sum(prod(entry["size"]) for entry in self._where.get((kind, name), []))
+        if held != prod(shape) or self.shapes.get((kind, name)) != shape:
+            raise ValueError(f"'{self.folder}' holds {held} of {prod(shape)} elements of '{name}' ({kind})")
+
     def whole(self, name: str, kind: str = "param", dtype: torch.dtype | None = None) -> Tensor:
         """One tensor, put together."""
         if (kind, name) not in self.shapes:
@@ -217,8 +213,5 @@ class Stored:
             path = self.folder / file
             if not path.is_file():
                 raise FileNotFoundError(f"the checkpoint lacks '{path}', which holds '{entry['name']}'")
-            try:
-                self._open[file] = safe_open(path, framework="pt")
-            except Exception as error:
-                raise ValueError(f"'{path}' cannot be read ({error}): it is truncated or damaged") from error
+            self._open[file] = open_tensors(path)
         return self._open[file].get_slice(entry["entry"])

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
-from meshrl.models.tensor_files import INDEX_NAME, SINGLE_NAME
+from meshrl.models.tensor_files import INDEX_NAME, SINGLE_NAME, save_tensors
 
 SHARD_BYTES = 4 << 30
 
@@ -33,10 +34,33 @@ def save_hf_folder(
         for _ in weights:
             pass
         return
-    folder = Path(folder)
+    with new_folder(Path(folder)) as aside:
+        write_shards(aside, as_file_tensors(weights, hf_model), shard_bytes)
+        save_configs(aside, hf_model)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Gives a folder to write into, which takes this name, and the place of what was there, only if all goes well."""
     aside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
+    try:
+        yield aside
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    _put_in_place(aside, folder)
+
+
+def as_file_tensors(weights: Iterable[tuple[str, Tensor]], hf_model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Under the names that files have: Transformers joins experts when it loads, other tools know them one by one."""
+    for name, tensor in weights:
+        yield from revert_weight_conversion(hf_model, {name: tensor}).items()
+
+
+def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes a stream of tensors as safetensors shards and, for more than one, their index."""
     shard: dict[str, Tensor] = {}
     parts: list[list[str]] = []
     held = total = 0
@@ -44,7 +68,7 @@ def save_hf_folder(
     def flush() -> None:
         nonlocal held
         parts.append(list(shard))
-        save_file(shard, aside / f"part-{len(parts)}.safetensors", metadata={"format": "pt"})
+        save_tensors(shard, folder / f"part-{len(parts)}.safetensors")
         shard.clear()
         held = 0
 
@@ -55,9 +79,7 @@ def save_hf_folder(
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
         held, total = held + size, total + size
     flush()
-    _name_shards(aside, parts, total)
-    save_configs(aside, hf_model)
-    _put_in_place(aside, folder)
+    _name_shards(folder, parts, total)
 
 
 def save_configs(folder: str | Path, hf_model: PreTrainedModel) -> None:

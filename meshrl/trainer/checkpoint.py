@@ -108,11 +108,12 @@ class Checkpoints:
         """Whether the run is saved after this step."""
         return self.every > 0 and (step % self.every == 0 or step == self.last_step)
 
-    def save_if_due(self, trainer: Resumable) -> dict[str, float]:
-        """Saves after the step that was just taken, if it is time; returns what it cost. `commit` completes it."""
-        return self.save(trainer) if self.is_due(trainer.step) else {}
+    def save_if_due(self, trainer: Resumable) -> None:
+        """Saves after the step that was just taken, if it is time; `commit` completes it."""
+        if self.is_due(trainer.step):
+            self.save(trainer)
 
-    def save(self, trainer: Resumable) -> dict[str, float]:
+    def save(self, trainer: Resumable) -> None:
         """Writes everything aside, or starts to."""
         with trainer.timer.phase("save_checkpoint"):
             self.commit(wait=True)
@@ -122,17 +123,10 @@ class Checkpoints:
             try:
                 aside.mkdir(parents=True)
                 self._pending = _Pending(trainer.step, aside, self._write_state(aside, trainer))
-                held = [
-                    max(
-                        part.group.save_checkpoint(
-                            str(aside.absolute()), role, list(part.save_contents), part.background
-                        )
-                    )
-                    for role, part in self.parts.items()
-                ]
+                for role, part in self.parts.items():
+                    part.group.save_checkpoint(str(aside.absolute()), role, list(part.save_contents), part.background)
             except (OSError, ControllerError) as error:
                 raise self._failed(trainer.step, aside, error) from error
-        return {"checkpoint/held_seconds": sum(held)}
 
     def _write_state(self, aside: Path, trainer: Resumable) -> list[FileRecord]:
         state, files = trainer.state_dict(), []
@@ -220,6 +214,9 @@ class Checkpoints:
             if missing := [name for name in wanted if name not in held]:
                 raise ValueError(f"{role}.checkpoint.load_contents asks for {missing}, but {found.path} holds {held}")
             part.group.load_checkpoint(str((found.path / role).absolute()), list(wanted))
+        if found.content["state"] is None:  # weights of another origin: the run begins with them
+            self.say(f"begins with the weights of {found.path}")
+            return
         state = dict(found.content["state"])
         for name, value in state.items():
             if isinstance(value, dict) and set(value) == {"file"}:

@@ -104,7 +104,7 @@ class PPOTrainer:
             metrics = self.train_step(batch)
             if self.is_time_to_validate():
                 metrics |= self.validate()
-            metrics |= self.checkpoints.save_if_due(self)
+            self.checkpoints.save_if_due(self)
             self.tracker.log(metrics | self.time_metrics(metrics), self.step)
             self.checkpoints.commit()
 

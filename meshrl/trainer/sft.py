@@ -63,7 +63,7 @@ class SFTTrainer:
             if self.val_data and every > 0 and (step % every == 0 or step == self.steps):
                 with self.timer.phase("testing"):
                     metrics["val/loss"] = self.validation_loss(self.val_data)
-            metrics |= self.checkpoints.save_if_due(self)
+            self.checkpoints.save_if_due(self)
             times = self.timer.metrics()
             aside = times.get("timing_s/testing", 0.0) + times.get("timing_s/save_checkpoint", 0.0)
             seconds = times["timing_s/step"] - aside

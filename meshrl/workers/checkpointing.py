@@ -46,8 +46,8 @@ class CheckpointedWorker(Worker):
         """Inside, the engine's weights and optimizer states are where it computes."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, root: str, role: str, contents: list[str], background: bool = False) -> float:
-        """Writes this rank's files into `root/role`; `checkpoint_files` says which. Returns the seconds it held us.
+    def save_checkpoint(self, root: str, role: str, contents: list[str], background: bool = False) -> None:
+        """Writes this rank's files into `root/role`; `checkpoint_files` says which.
 
         In the background the state is copied to host memory and a thread writes it.
         """
@@ -71,7 +71,6 @@ class CheckpointedWorker(Worker):
         else:
             self._writing = ThreadFuture()
             self._writing.set_result(self._finish(None, folder, Path(root), files, held))
-        return time.perf_counter() - started
 
     def _write_hf_files(self, folder: Path, with_weights: bool) -> list[Path]:
         """Writes what Hugging Face needs to read the model: rank 0 writes, all ranks take part if there are weights."""

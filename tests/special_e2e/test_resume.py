@@ -9,82 +9,247 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from test_layouts import UNEVEN, compare
+from test_megatron_run import MEGATRON, on_cpu  # noqa: F401
 
 from meshrl.config.load import load_config
 from meshrl.config.sft import SFTConfig
-from meshrl.trainer.checkpoint import CheckpointError, problems_of
+from meshrl.trainer.checkpoint import CheckpointError, Checkpoints, problems_of
 from meshrl.trainer.run import sft, train
 
-# Five batches of 12 make an epoch; validation at every second step; a learning rate that changes; dropout-free.
+# Three batches of 12 make an epoch, validation at every second step, a learning rate that changes.
 RUN = (
     *UNEVEN,
     "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
-    "trainer.total_training_steps=7",
+    "trainer.total_training_steps=5",
     "trainer.test_freq=2",
     "trainer.save_freq=1",
 )
-# What a resumed run may have of its own: clocks, and what saving cost.
-OWN = ("timing_s/", "perf/", "time", "checkpoint/")
+TWO = "trainer.n_gpus_per_node=2"
+# What a resumed run may have of its own: clocks.
+OWN = ("timing_s/", "perf/", "time")
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """The end of the process, as far as the run is concerned."""
 
 
+@pytest.fixture(scope="module")
+def data(task, tmp_path_factory):
+    """38 prompts: three batches of 12 an epoch, two are left over. 40 to validate on."""
+    folder = tmp_path_factory.mktemp("few")
+    for name, count in (("prompts", 38), ("held_out", 40)):
+        lines = Path(task.files[name]).read_text().splitlines()[:count]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return (f"data.train_files=[{folder / 'prompts.jsonl'}]", f"data.val_files=[{folder / 'held_out.jsonl'}]")
+
+
+@pytest.fixture(scope="module")
+def whole(task, data, tmp_path_factory):
+    """One process, never stopped; its folder has all five checkpoints."""
+    return task.train(tmp_path_factory.mktemp("whole") / "run", *RUN, *data)
+
+
 @pytest.fixture
-def data(task, tmp_path):
-    """62 prompts: five batches of 12 an epoch, two are left over."""
-    file = tmp_path / "few.jsonl"
-    lines = Path(task.files["prompts"]).read_text().splitlines() if task.files["prompts"].endswith("jsonl") else None
-    if lines is None:
-        import pyarrow.parquet as pq
+def stopped(task, data, monkeypatch, tmp_path):
+    """Runs until the checkpoint of a step is in place, and no further; returns the run's folder."""
 
-        lines = [json.dumps(row) for row in pq.read_table(task.files["prompts"]).slice(0, 62).to_pylist()]
-    file.write_text("\n".join(lines[:62]) + "\n")
-    return f"data.train_files=[{file}]"
+    def run_until(step, *options):
+        commit = Checkpoints.commit
 
+        def commit_and_stop(self, wait=False):
+            commit(self, wait)
+            if (self.folder / f"global_step_{step}").exists():
+                raise StoppedError
 
-def stop_after(monkeypatch, step):
-    """Ends the run when the metrics of a step have been logged and its checkpoint is in place."""
-    from meshrl.trainer.checkpoint import Checkpoints
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpoints, "commit", commit_and_stop)
+            with pytest.raises(StoppedError):
+                task.train(tmp_path / "run", *RUN, *data, *options)
+        return tmp_path / "run"
 
-    commit = Checkpoints.commit
-
-    def commit_and_stop(self, wait=False):
-        commit(self, wait)
-        if (self.folder / f"global_step_{step}").exists():
-            raise Stopped
-
-    monkeypatch.setattr(Checkpoints, "commit", commit_and_stop)
+    return run_until
 
 
-def stopped_and_gone_on(task, monkeypatch, folder, step, *options, then=()):
-    with monkeypatch.context() as patch:
-        stop_after(patch, step)
-        with pytest.raises(Stopped):
-            task.train(folder, *options)
-    return task.train(folder, *options, *then)
+def copy_until(whole, step, folder):
+    """The folder of a run that ended after this step, made of one that went on."""
+    shutil.copytree(whole.path, folder, ignore=shutil.ignore_patterns("model"))
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.name.rpartition("_")[2]) > step:
+            shutil.rmtree(path)
+    return folder
 
 
-def equal(left, right, tolerance=0.0):
-    """Metrics without clocks, and weights; to the bit unless a tolerance is given."""
-    keep = lambda run: [{k: v for k, v in row.items() if not k.startswith(OWN)} for row in run.metrics]  # noqa: E731
-    if tolerance:
-        compare(left, right, tolerance)
-        return
-    assert keep(left) == keep(right)
+def without_own(run):
+    return [{k: v for k, v in row.items() if not k.startswith(OWN)} for row in run.metrics]
+
+
+def assert_equal(left, right):
+    """Metrics without clocks, and weights, to the bit."""
+    assert without_own(left) == without_own(right)
+    assert left.weights.keys() == right.weights.keys()
     assert all(torch.equal(left.weights[name], right.weights[name]) for name in left.weights)
 
 
-@pytest.fixture
-def whole(task, data, tmp_path):
-    return task.train(tmp_path / "whole", *RUN, data)
+@pytest.mark.parametrize("step", [2, 3], ids=["mid-epoch", "epochs-border"])
+def test_one_process_goes_on_to_the_bit(task, data, whole, stopped, step):
+    folder = stopped(step)
+    gone_on = task.train(folder, *RUN, *data)
+    assert_equal(whole, gone_on)
+    assert not list(folder.glob("previous-*"))
+    assert [row["step"] for row in gone_on.metrics] == list(range(6))
+    assert [row["training/epoch"] for row in gone_on.metrics[1:]] == [0, 0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("step", [2, 5], ids=["mid-epoch", "epoch's border"])
-def test_one_process_goes_on_to_the_bit(task, data, whole, monkeypatch, tmp_path, step):
-    gone_on = stopped_and_gone_on(task, monkeypatch, tmp_path / "run", step, *RUN, data)
-    equal(whole, gone_on)
-    assert not list((tmp_path / "run").glob("previous-*"))
-    assert [row["step"] for row in gone_on.metrics] == list(range(8))
-    assert [row["training/epoch"] for row in gone_on.metrics[1:]] == [0, 0, 0, 0, 0, 1, 1]
+def test_records_of_steps_after_the_checkpoint_are_cut(task, data, whole, tmp_path):
+    """A run that was killed two steps after its last checkpoint takes these steps again, once in its files."""
+    gone_on = task.train(copy_until(whole, 2, tmp_path / "run"), *RUN, *data)
+    assert_equal(whole, gone_on)
+    samples = [json.loads(line) for line in (whole.path / "generations.jsonl").read_text().splitlines()]
+    again = [json.loads(line) for line in (gone_on.path / "generations.jsonl").read_text().splitlines()]
+    assert samples == again
+
+
+def test_the_comparison_can_fail(task, data, whole, tmp_path):
+    """Without the optimizer's states the run ends elsewhere."""
+    folder = copy_until(whole, 2, tmp_path / "run")
+    other = task.train(folder, *RUN, *data, "actor_rollout_ref.actor.checkpoint.load_contents=[model,extra]")
+    with pytest.raises(AssertionError):
+        assert_equal(whole, other)
+
+
+def test_two_processes_go_on_to_the_bit_locally_and_on_ray(task, data, stopped, tmp_path):
+    pytest.importorskip("ray")
+    whole = task.train(tmp_path / "whole", *RUN, *data, TWO)
+    background = "actor_rollout_ref.actor.checkpoint.async_save=true"
+    folder = stopped(2, TWO, background)
+    shutil.copytree(folder, tmp_path / "ray")
+    assert_equal(whole, task.train(folder, *RUN, *data, TWO, background))
+    remote = task.train(tmp_path / "ray", *RUN, *data, TWO, "trainer.backend=ray", "ray_init.num_cpus=2")
+    assert_equal(whole, remote)
+
+
+def test_another_world_size_and_axis(task, data, whole, tmp_path):
+    folder = copy_until(whole, 2, tmp_path / "run")
+    split = ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", TWO)
+    compare(whole, task.train(folder, *RUN, *data, *split), 1e-5)
+
+
+def test_the_other_engine(task, data, whole, on_cpu, tmp_path):  # noqa: F811
+    """FSDP writes, Megatron (tp 2, pp 2) reads, trains and writes, FSDP reads."""
+    folder = copy_until(whole, 2, tmp_path / "run")
+    middle = task.train(folder, *RUN, *data, *MEGATRON)
+    compare(whole, middle, 1e-5)
+    back = copy_until(middle, 3, tmp_path / "back")
+    compare(whole, task.train(back, *RUN, *data), 1e-5)
+
+
+def test_a_finished_run_says_so_and_trains_nothing(task, data, whole, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    shutil.copytree(whole.path, folder)
+    before = (folder / "metrics.jsonl").read_bytes()
+    monkeypatch.setattr("meshrl.trainer.run.worker_groups", None)  # no worker is started
+    with (tmp_path / "screen.txt").open("w") as out:
+        train(task.config(folder, *RUN, *data), console=Console(file=out, width=200))
+    said = (tmp_path / "screen.txt").read_text()
+    assert "finished" in said
+    assert "after step 5 of 5" in said
+    assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["half-written", "truncated", "changed", "missing"])
+def test_a_damaged_newest_checkpoint_is_passed_over(task, data, whole, tmp_path, damage):
+    folder = copy_until(whole, 4, tmp_path / "run")
+    newest = folder / "checkpoints" / "global_step_4"
+    victim = next((newest / "actor").glob("tensors-0-*.safetensors"))
+    if damage == "half-written":
+        (newest / "manifest.json").unlink()
+    elif damage == "truncated":
+        victim.write_bytes(victim.read_bytes()[:-7])
+    elif damage == "changed":
+        content = bytearray(victim.read_bytes())
+        content[-5] ^= 1
+        victim.write_bytes(bytes(content))
+    else:
+        victim.unlink()
+    with (tmp_path / "screen.txt").open("w") as out:
+        train(task.config(folder, *RUN, *data), console=Console(file=out, width=300))
+    said = (tmp_path / "screen.txt").read_text()
+    assert "global_step_4 is passed over" in said
+    assert "goes on after step 3" in said
+    weights = load_file(folder / "model" / "model.safetensors")
+    assert all(torch.equal(weights[name], whole.weights[name]) for name in weights)
+    assert not problems_of(folder / "checkpoints" / "global_step_4")
+
+
+def test_without_a_whole_checkpoint_the_run_does_not_begin_anew_by_itself(task, data, whole, tmp_path):
+    folder = copy_until(whole, 1, tmp_path / "run")
+    (folder / "checkpoints" / "global_step_1" / "trainer.json").unlink()
+    with pytest.raises(CheckpointError, match="resume_mode=disable"):
+        task.train(folder, *RUN, *data)
+    path = f"trainer.resume_from_path={folder / 'checkpoints' / 'global_step_1'}"
+    with pytest.raises(CheckpointError, match=r"trainer\.json is missing"):
+        task.train(tmp_path / "other", *RUN, *data, "trainer.resume_mode=resume_path", path)
+
+
+def test_disable_begins_anew_and_a_path_goes_on_from_there(task, data, whole, tmp_path):
+    folder = copy_until(whole, 2, tmp_path / "run")
+    fewer = ("trainer.total_training_steps=1", "trainer.resume_mode=disable")
+    task.train(folder, *RUN, *data, *fewer)
+    assert (folder / "previous-1" / "checkpoints" / "global_step_2").is_dir()
+    assert (folder / "checkpoints" / "global_step_1").is_dir()
+    path = f"trainer.resume_from_path={whole.path / 'checkpoints' / 'global_step_3'}"
+    gone_on = task.train(tmp_path / "new", *RUN, *data, "trainer.resume_mode=resume_path", path)
+    assert [row["step"] for row in gone_on.metrics] == [4, 5]
+    assert without_own(gone_on) == without_own(whole)[4:]
+
+
+def test_ppo_goes_on_with_its_critic(task, data, tmp_path):
+    ppo = (
+        "algorithm.adv_estimator=gae",
+        "critic.model.enable_gradient_checkpointing=false",
+        "critic.fsdp_config.mixed_precision.param_dtype=fp32",
+        "critic.optim.lr=1e-3",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.target_kl=0.01",
+        "algorithm.kl_ctrl.horizon=100",
+        "algorithm.rollout_correction.bypass_mode=false",
+        "trainer.total_training_steps=3",
+    )
+    whole = task.train(tmp_path / "whole", *RUN, *data, *ppo)
+    assert_equal(whole, task.train(copy_until(whole, 1, tmp_path / "run"), *RUN, *data, *ppo))
+    coefficients = [row["actor/reward_kl_penalty_coeff"] for row in whole.metrics[1:]]
+    assert len(set(coefficients)) == 3
+
+
+def test_sft_goes_on_to_the_bit(task, tmp_path):
+    def run(folder, *options):
+        loaded = load_config(
+            "demo_sft",
+            [
+                f"data.train_files=[{task.files['demonstrations']}]",
+                f"model.path={task.folder / 'assets' / 'model'}",
+                f"trainer.default_local_dir={folder}",
+                "trainer.logger=[file]",
+                "trainer.device=cpu",
+                "data.train_batch_size=48",
+                "trainer.total_training_steps=5",
+                "trainer.save_freq=2",
+                "checkpoint.async_save=true",
+                *options,
+            ],
+            SFTConfig,
+        )
+        path = sft(loaded.config, console=Console(quiet=True))
+        rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        kept = [{k: v for k, v in row.items() if not k.startswith(OWN)} for row in rows]
+        return path, kept, load_file(path / "model" / "model.safetensors")
+
+    path, metrics, weights = run(tmp_path / "whole")
+    assert sorted(p.name for p in (path / "checkpoints").iterdir()) == [f"global_step_{n}" for n in (2, 4, 5)]
+    shutil.copytree(path, tmp_path / "run")
+    for name in ("model", "checkpoints/global_step_4", "checkpoints/global_step_5"):
+        shutil.rmtree(tmp_path / "run" / name)
+    _, again, found = run(tmp_path / "run")
+    assert metrics == again
+    assert all(torch.equal(weights[name], found[name]) for name in weights)
