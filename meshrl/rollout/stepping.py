@@ -129,7 +129,7 @@ class SteppingRollout(Rollout):
             self.abort()
         while True:
             with self._work:
-                if mode != "wait" or not self._left:
+                if mode != "wait" or not (self._left or self.has_work()):
                     self._paused = True
                     return
                 self._advance()

@@ -73,6 +73,7 @@ class PPOTrainer:
         self.total_steps = total_steps(config, len(train_data))
         self.step = 0
         self.version = -1
+        self.batches_begun = 0
         self.schedule, self.correction = Schedule.of(config), correction_of(config)
         self.rows, self.begun = iter(order), deque[Begun]()
 
@@ -93,15 +94,12 @@ class PPOTrainer:
 
     def train_step(self) -> dict[str, Any]:
         """One step of the algorithm."""
+        metrics: dict[str, Any] = {"training/global_step": self.step}
         with self.phase("gen"):
-            self.begin_batches()
-            begun = self.begun.popleft()
-            batch = begun.finish()
-        metrics: dict[str, Any] = {"training/global_step": self.step, "training/epoch": begun.epoch}
-        metrics |= agent_metrics(batch)
+            batch, news = self.next_batch()
+        metrics |= news | agent_metrics(batch)
         with self.phase("reward"):
             metrics |= self.score(batch)
-        metrics |= self.schedule.drop_stale(batch, self.version)
         if self.needs_old_log_probs:
             with self.phase("old_log_prob"):
                 metrics |= self.add_old_log_probs(batch)
@@ -127,22 +125,35 @@ class PPOTrainer:
         self.samples.log_training(batch, self.reward.decode, self.step)
         return metrics | data_metrics(batch, self.config)
 
+    def next_batch(self) -> tuple[DataProto, dict[str, float]]:
+        """The oldest batch begun, once it is finished; what has become too old is dropped and counted."""
+        dropped = 0.0
+        while True:
+            self.begin_batches()
+            begun = self.begun.popleft()
+            batch = begun.finish()
+            ages = self.schedule.drop_stale(batch, self.version)
+            dropped += ages["training/stale_dropped"]
+            if batch.batch["response_mask"].any() or not dropped:
+                return batch, ages | {"training/stale_dropped": dropped, "training/epoch": begun.epoch}
+
     def begin_batches(self) -> None:
         """Begins the batch of this step, and as many of the next steps as the schedule allows."""
-        last = min(self.step + self.schedule.batches_ahead, self.total_steps)
-        for step in range(self.step + len(self.begun), last + 1):
-            self.begun.append(self.begin(next(self.rows), step))
+        wanted = min(1 + self.schedule.batches_ahead, self.total_steps - self.step + 1)
+        while len(self.begun) < wanted:
+            self.batches_begun += 1
+            self.begun.append(self.begin(next(self.rows), self.batches_begun))
 
-    def begin(self, rows: np.ndarray, step: int) -> Begun:
+    def begin(self, rows: np.ndarray, number: int) -> Begun:
         """Asks for `rollout.n` answers to every prompt, each with a seed of its own."""
         epoch, position = self.order.epoch, self.order.position
         samples = self.train_data.batch(rows).repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
-        samples.batch["seeds"] = sample_seeds(self.config.trainer.seed, TRAINING, step, len(samples))
+        samples.batch["seeds"] = sample_seeds(self.config.trainer.seed, TRAINING, number, len(samples))
         request = samples.pop(batch_keys=["input_ids", "attention_mask", "seeds"])
         if self.config.actor_rollout_ref.rollout.multi_turn.enable:
             request.non_tensor_batch = {name: samples.non_tensor_batch[name] for name in SAMPLE_COLUMNS}
         generate = self.actor.generate_sequences if self.rollout is self.actor else self.rollout.begin_sequences
-        return Begun(step, epoch, position, samples, generate(request))
+        return Begun(number, epoch, position, samples, generate(request))
 
     def score(self, batch: DataProto) -> dict[str, float]:
         """Adds `token_level_scores`, and what else the reward function said of each sample."""
@@ -301,7 +312,7 @@ class PPOTrainer:
             self.actor.sync_weights(self.version)
             return
         sent = self.actor.send_weights(self.version)
-        self.rollout.receive_weights(self.version)
+        self.rollout.receive_weights(self.version, not self.config.async_training.partial_rollout)
         sent.get()
 
     def is_time_to_validate(self) -> bool:

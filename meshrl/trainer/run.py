@@ -43,6 +43,7 @@ from meshrl.telemetry.trackers import Tracking
 from meshrl.trainer.ppo import PPOTrainer, total_steps
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
 from meshrl.trainer.validation import Validator
+from meshrl.weights.pools import MeetingPoint
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from meshrl.workers.critic import CriticWorker
 from meshrl.workers.reward_model import RewardModelWorker
@@ -240,7 +241,25 @@ def worker_groups(
             groups |= group.spawn() if len(pool.workers) > 1 else {role: group}
         for view in groups.values():
             view.init_model()
+        if "rollout" in groups:
+            join_pools(groups["actor_rollout_ref"], groups["rollout"], trainer)
         yield groups
+
+
+def join_pools(actor: WorkerGroup, rollout: WorkerGroup, trainer: RunConfig) -> None:
+    """Connects trainers with rollouts on devices of their own, for the weights."""
+    host = "127.0.0.1" if trainer.backend == "local" else own_address()
+    point = MeetingPoint(host)
+    joined = actor.join_pool(point.address, rollout.world_size)
+    rollout.join_pool(point.address, actor.world_size)
+    joined.get()
+
+
+def own_address() -> str:
+    """An address of this machine that others can reach."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def uses_gpu(trainer: RunConfig) -> bool:

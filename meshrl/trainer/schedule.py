@@ -65,7 +65,7 @@ def correction_of(config: PPOConfig) -> RolloutCorrectionConfig:
 class Begun:
     """A batch whose answers are on their way: what is known of its samples, and where the data stood after it."""
 
-    step: int
+    number: int
     epoch: int
     position: int
     samples: DataProto

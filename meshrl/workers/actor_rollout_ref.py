@@ -20,6 +20,7 @@ from meshrl.engines.build import engine_class
 from meshrl.models.saving import save_hf_folder
 from meshrl.telemetry.memory import PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
+from meshrl.weights.pools import PoolGroup, connect_trainer
 from meshrl.weights.sync import sync_weights
 from meshrl.workers.actor_loss import count_mini_batch, make_actor_loss, skips_samples_without_advantage
 from meshrl.workers.generation import Generation
@@ -77,6 +78,23 @@ class ActorRolloutRefWorker(Worker):
         """Brings the actor's weights into the rollout as this version."""
         with self._awake(self.actor):
             sync_weights(self.actor, self.rollout, version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def join_pool(self, address: str, num_rollouts: int) -> None:
+        """Connects with rollouts on devices of their own, who join at the same time."""
+        deadline = self.settings.collective_deadline
+        group = PoolGroup.join(address, self.rank, self.world_size + num_rollouts, deadline)
+        megabytes = self.config.rollout.update_weights_bucket_megabytes
+        with self._awake(self.actor):
+            self.pool_sync = connect_trainer(
+                self.actor, group, num_rollouts, bucket_megabytes=megabytes, deadline=deadline
+            )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def send_weights(self, version: int) -> dict[str, float]:
+        """Sends the actor's weights as this version to rollouts on devices of their own, who take them meanwhile."""
+        with self._awake(self.actor):
+            return self.pool_sync(None, version).metrics()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model(self, folder: str) -> None:

@@ -8,6 +8,7 @@ from meshrl.data.proto import DataProto
 from meshrl.models.loading import empty_model, torch_dtype
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.parallel.mesh import prepare_device
+from meshrl.weights.pools import PoolGroup, connect_rollout
 from meshrl.workers.generation import Generation
 from meshrl.workers.settings import WorkerSettings
 
@@ -33,6 +34,24 @@ class RolloutWorker(Worker):
         self.generate = Generation(rollout, model, hf_model, device=self.device, can_share=False)
         self.rollout = self.generate.rollout
         self.register_mesh("rollout", self.rank, self.world_size, is_collect=True)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def join_pool(self, address: str, num_trainers: int) -> None:
+        """Connects with the trainers, who join at the same time."""
+        deadline = self.settings.collective_deadline
+        group = PoolGroup.join(address, num_trainers + self.rank, num_trainers + self.world_size, deadline)
+        self.pool_sync = connect_rollout(self.rollout, group, num_trainers)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, version: int, finish_first: bool) -> dict[str, float]:
+        """Takes the actor's weights as this version; `finish_first`: only after the answers that were begun."""
+        if finish_first:
+            self.rollout.pause("wait")
+        try:
+            return self.pool_sync(self.rollout, version).metrics()
+        finally:
+            if finish_first:
+                self.rollout.resume()
 
     @register(dispatch_mode=nd_dispatch("rollout", direct=True))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
