@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.config.algorithm import GROUP_ESTIMATORS
+from meshrl.config.asynchronous import async_problems
 from meshrl.config.checkpoint_checks import checkpoint_problems
 from meshrl.config.critic import uses_critic
 from meshrl.config.engine import EngineConfig
@@ -64,6 +65,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *engine_problems(actor, ACTOR, world_size),
         *rollout_problems(rollout, ROLLOUT, world_size),
         *batch_problems(config),
+        *async_problems(config),
         *_token_budget_problems(config),
         *_sampling_problems(config),
         *_reader_problems(config),

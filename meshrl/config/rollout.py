@@ -78,6 +78,8 @@ class RolloutConfig:
         choices=("sync", "async"),
         pending={"async": "asynchronous rollouts"},
     )
+    nnodes: int = key(0, "Machines of the rollout's own, with actor_rollout_ref.hybrid_engine=false.", low=0)
+    n_gpus_per_node: int = key(0, "Rollout processes on each of them.", low=0)
     n: int = key(1, "Responses per prompt; group-based estimators need at least 2.", low=1)
     temperature: float = key(1.0, "Sampling temperature.", low=0)
     top_k: int = key(-1, "Sample from the k likeliest tokens; -1: all.", low=-1)

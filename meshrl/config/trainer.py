@@ -54,6 +54,11 @@ class RunConfig:
         return self.nnodes * self.n_gpus_per_node
 
     @property
+    def processes(self) -> list[int]:
+        """Worker processes on each machine."""
+        return [self.n_gpus_per_node] * self.nnodes
+
+    @property
     def checkpoints_to_keep(self) -> int | None:
         """How many checkpoints stay; None: all."""
         return self.max_ckpt_to_keep

@@ -7,7 +7,8 @@ Every call on a worker group is: cut the batch over the data-parallel ranks, run
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -42,6 +43,7 @@ from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracker
 from meshrl.trainer.checkpoint import Checkpoints
 from meshrl.trainer.correction import correct_rollout, corrects_rollout
+from meshrl.trainer.schedule import Begun, Schedule, correction_of
 from meshrl.trainer.validation import Validator
 from meshrl.workers.actor_loss import skips_samples_without_advantage
 
@@ -64,6 +66,8 @@ class PPOTrainer:
     ):
         self.config, self.train_data, self.order = config, train_data, order
         self.actor, self.critic = groups["actor_rollout_ref"], groups.get("critic")
+        # Where the rollout has no devices of its own, the actor's workers generate.
+        self.rollout = groups.get("rollout", self.actor)
         self.reward_model = groups.get("reward_model")
         self.reward, self.validator, self.tracker, self.samples = reward, validator, tracker, samples
         self.timer, self.checkpoints = timer, checkpoints
@@ -72,14 +76,19 @@ class PPOTrainer:
         self.total_steps = total_steps(config, len(train_data))
         self.step = 0
         self.version = -1
+        self.batches_begun = 0
+        self.schedule, self.correction = Schedule.of(config), correction_of(config)
+        self.rows, self.begun = iter(order), deque[Begun]()
         self.best: dict[str, float] | None = None
+        # Batches begun, and the place in the data, up to the last batch trained on: what was begun later begins again.
+        self.place = {"batches": 0, **order.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
         """All that the future of the run depends on beside the workers' state."""
         return {
             "step": self.step,
             "version": self.version,
-            "data": self.order.state_dict(),
+            "data": self.place,
             "kl_controller": self.kl_controller.state_dict(),
             "best": self.best,
         }
@@ -88,7 +97,9 @@ class PPOTrainer:
         """Goes on from where `state_dict` was taken."""
         # The first thing `fit` does is to give the rollout its weights again, as the version they were.
         self.step, self.version = state["step"], state["version"] - 1
-        self.order.load_state_dict(state["data"])
+        self.place = dict(state["data"])
+        self.order.load_state_dict(self.place)
+        self.batches_begun = self.place["batches"]
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.best = state["best"]
 
@@ -100,37 +111,29 @@ class PPOTrainer:
             self.tracker.log(self.validate(), self.step)
         if self.config.trainer.val_only:
             return
-        for batch in self.batches():
-            metrics = self.train_step(batch)
+        while self.step < self.total_steps:
+            self.step += 1
+            self.timer.reset()
+            metrics = self.train_step()
             if self.is_time_to_validate():
                 metrics |= self.validate()
             self.checkpoints.save_if_due(self)
             self.tracker.log(metrics | self.time_metrics(metrics), self.step)
             self.checkpoints.commit()
 
-    def batches(self) -> Iterator[DataProto]:
-        """Prompts of every step that is left, in the order of the data's epochs."""
-        for rows in self.order:
-            if self.step == self.total_steps:
-                return
-            self.step += 1
-            self.timer.reset()
-            yield self.train_data.batch(rows)
-
-    def train_step(self, prompts: DataProto) -> dict[str, Any]:
+    def train_step(self) -> dict[str, Any]:
         """One step of the algorithm."""
-        metrics: dict[str, Any] = {"training/global_step": self.step, "training/epoch": self.order.epoch}
+        metrics: dict[str, Any] = {"training/global_step": self.step}
         with self.phase("gen"):
-            batch = self.generate(prompts)
-        metrics |= agent_metrics(batch)
+            batch, news = self.next_batch()
+        metrics |= news | agent_metrics(batch)
         with self.phase("reward"):
             metrics |= self.score(batch)
         if self.needs_old_log_probs:
             with self.phase("old_log_prob"):
                 metrics |= self.add_old_log_probs(batch)
                 if self.corrects_rollout:
-                    correction = self.config.algorithm.rollout_correction
-                    metrics |= correct_rollout(batch, correction, self.loss_mode)
+                    metrics |= correct_rollout(batch, self.correction, self.loss_mode)
         if self.needs_reference:
             with self.phase("ref"):
                 batch = batch.union(self.call_balanced(self.actor.compute_ref_log_prob, batch))
@@ -151,15 +154,36 @@ class PPOTrainer:
         self.samples.log_training(batch, self.reward.decode, self.step)
         return metrics | data_metrics(batch, self.config)
 
-    def generate(self, prompts: DataProto) -> DataProto:
-        """`rollout.n` answers to every prompt, each with a seed of its own."""
-        repeated = prompts.repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
-        repeated.batch["seeds"] = sample_seeds(self.config.trainer.seed, TRAINING, self.step, len(repeated))
-        request = repeated.pop(batch_keys=["input_ids", "attention_mask", "seeds"])
+    def next_batch(self) -> tuple[DataProto, dict[str, float]]:
+        """The oldest batch begun, once it is finished; what has become too old is dropped and counted."""
+        dropped = 0.0
+        while True:
+            self.begin_batches()
+            begun = self.begun.popleft()
+            batch = begun.finish()
+            self.place = {"batches": begun.number, "epoch": begun.epoch, "position": begun.position}
+            ages = self.schedule.drop_stale(batch, self.version)
+            dropped += ages["training/stale_dropped"]
+            if batch.batch["response_mask"].any() or not dropped:
+                return batch, ages | {"training/stale_dropped": dropped, "training/epoch": begun.epoch}
+
+    def begin_batches(self) -> None:
+        """Begins the batch of this step, and as many of the next steps as the schedule allows."""
+        wanted = min(1 + self.schedule.batches_ahead, self.total_steps - self.step + 1)
+        while len(self.begun) < wanted:
+            self.batches_begun += 1
+            self.begun.append(self.begin(next(self.rows), self.batches_begun))
+
+    def begin(self, rows: np.ndarray, number: int) -> Begun:
+        """Asks for `rollout.n` answers to every prompt, each with a seed of its own."""
+        epoch, position = self.order.epoch, self.order.position
+        samples = self.train_data.batch(rows).repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
+        samples.batch["seeds"] = sample_seeds(self.config.trainer.seed, TRAINING, number, len(samples))
+        request = samples.pop(batch_keys=["input_ids", "attention_mask", "seeds"])
         if self.config.actor_rollout_ref.rollout.multi_turn.enable:
-            request.non_tensor_batch = {name: repeated.non_tensor_batch[name] for name in SAMPLE_COLUMNS}
-        answers = self.actor.generate_sequences(request)
-        return DataProto(answers.batch, {**repeated.non_tensor_batch, **answers.non_tensor_batch}, answers.meta_info)
+            request.non_tensor_batch = {name: samples.non_tensor_batch[name] for name in SAMPLE_COLUMNS}
+        generate = self.actor.generate_sequences if self.rollout is self.actor else self.rollout.begin_sequences
+        return Begun(number, epoch, position, samples, generate(request))
 
     def score(self, batch: DataProto) -> dict[str, float]:
         """Adds `token_level_scores`, and what else the reward function said of each sample."""
@@ -191,7 +215,7 @@ class PPOTrainer:
     @property
     def corrects_rollout(self) -> bool:
         """Whether the rollout's policy is weighed against the trainer's."""
-        return corrects_rollout(self.config.algorithm.rollout_correction, self.loss_mode)
+        return corrects_rollout(self.correction, self.loss_mode)
 
     @property
     def loss_mode(self) -> str:
@@ -314,7 +338,12 @@ class PPOTrainer:
     def sync_weights(self) -> None:
         """Gives the rollout the actor's weights as the next version."""
         self.version += 1
-        self.actor.sync_weights(self.version)
+        if self.rollout is self.actor:
+            self.actor.sync_weights(self.version)
+            return
+        sent = self.actor.send_weights(self.version)
+        self.rollout.receive_weights(self.version, not self.config.async_training.partial_rollout)
+        sent.get()
 
     def is_time_to_validate(self) -> bool:
         """At every `test_freq`-th step and at the last."""
@@ -368,9 +397,6 @@ def data_metrics(batch: DataProto, config: PPOConfig) -> dict[str, Any]:
     )
     metrics["perf/total_num_tokens"] = int(mask.sum())
     metrics["training/zero_advantage_share"] = float(_without_advantage(tensors["advantages"]).float().mean())
-    metrics["training/version_max_lag"] = int(
-        tensors["versions"].max() - tensors["versions"][tensors["versions"] >= 0].min()
-    )
     return metrics
 
 

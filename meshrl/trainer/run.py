@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,11 @@ from meshrl.trainer.checkpoint import FOLDER, Checkpoints, Found, Part, checkpoi
 from meshrl.trainer.ppo import PPOTrainer, total_steps
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
 from meshrl.trainer.validation import Validator
+from meshrl.weights.pools import MeetingPoint
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from meshrl.workers.critic import CriticWorker
 from meshrl.workers.reward_model import RewardModelWorker
+from meshrl.workers.rollout import RolloutWorker
 from meshrl.workers.settings import WorkerSettings
 from meshrl.workers.sft import SFTWorker
 
@@ -74,12 +76,18 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
         with_reference=config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward,
         stop_on_nan_gradient=trainer.nan_gradient == "stop",
         seed=trainer.seed,
+        with_rollout=config.actor_rollout_ref.hybrid_engine,
     )
     workers = {"actor_rollout_ref": ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, settings)}
     if uses_critic(config.critic, config.algorithm.adv_estimator):
         workers["critic"] = critic_worker(config, settings, units, steps)
     if config.reward_model.enable:
         workers["reward_model"] = ClassWithInitArgs(RewardModelWorker, config.reward_model, settings)
+    pools = [Pool(trainer.processes, workers)]
+    if not config.actor_rollout_ref.hybrid_engine:
+        rollout = config.actor_rollout_ref.rollout
+        worker = ClassWithInitArgs(RolloutWorker, config.actor_rollout_ref, settings)
+        pools.append(Pool([rollout.n_gpus_per_node] * rollout.nnodes, {"rollout": worker}))
     notes: list[str] = []
     found = checkpoint_to_resume(trainer, notes.append)
     first_step = found.step if found else 0
@@ -99,14 +107,15 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
         with (
             reward,
             tracking(config, run, screen) as tracker,
-            worker_groups(workers, trainer, config.ray_init) as groups,
+            worker_groups(pools, trainer, config.ray_init) as groups,
         ):
             actor = groups["actor_rollout_ref"]
             tracker.constants |= {
                 "data/dropped_prompts": train_data.dropped,
                 "data/truncated_prompts": train_data.truncated,
             }
-            validator = Validator(config, actor, val_data, reward, samples) if val_data else None
+            rollouts = groups.get("rollout", actor)
+            validator = Validator(config, rollouts, val_data, reward, samples) if val_data else None
             timer = PhaseTimer(on_change=screen.show_phase)
             checkpoints = Checkpoints(run.checkpoints, ppo_parts(config, groups), **saving(config, steps, screen))
             loop = PPOTrainer(
@@ -158,7 +167,7 @@ def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Co
             screen.message(f"training sequences: {train_data.truncated} of {len(train_data)} truncated")
         with (
             tracking(config, run, screen) as tracker,
-            worker_groups({"sft": worker}, trainer, config.ray_init) as groups,
+            worker_groups([Pool(trainer.processes, {"sft": worker})], trainer, config.ray_init) as groups,
         ):
             group = groups["sft"]
             tracker.constants["data/truncated_sequences"] = train_data.truncated
@@ -258,25 +267,68 @@ def start_run(
         logger.info(line)
 
 
+@dataclass(frozen=True)
+class Pool:
+    """Devices, and the roles that share them: `processes` on each machine."""
+
+    processes: list[int]
+    workers: Mapping[str, ClassWithInitArgs]
+
+
 @contextmanager
 def worker_groups(
-    workers: Mapping[str, ClassWithInitArgs], trainer: RunConfig, ray_init: RayInitConfig
+    pools: Sequence[Pool], trainer: RunConfig, ray_init: RayInitConfig
 ) -> Iterator[dict[str, WorkerGroup]]:
-    """The workers of a run by role, colocated, started and with their models loaded; ended in any case."""
+    """The workers of a run by role, started and with their models loaded; ended in any case.
+
+    A single worker of the first pool lives in this process, where it costs least; those of others never do: they are
+    there to work at the same time.
+    """
     if trainer.backend == "ray":
         from meshrl.controller.ray import init_ray
 
         init_ray(**asdict(ray_init))
-    pool = ResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=uses_gpu(trainer))
     deadlines = Deadlines(start=trainer.deadlines.start, call=trainer.deadlines.call)
-    role, worker = "+".join(workers), next(iter(workers.values()))
-    if len(workers) > 1:
-        worker = create_colocated_worker_cls(workers)
-    with create_worker_group(pool, worker, backend=trainer.backend, role=role, deadlines=deadlines) as group:
-        groups = group.spawn() if len(workers) > 1 else {role: group}
+    groups: dict[str, WorkerGroup] = {}
+    first_device = 0
+    with ExitStack() as stack:
+        for number, pool in enumerate(pools):
+            devices = ResourcePool(pool.processes, use_gpu=uses_gpu(trainer))
+            devices.first_device, first_device = first_device, first_device + pool.processes[0]
+            role, worker = "+".join(pool.workers), next(iter(pool.workers.values()))
+            if len(pool.workers) > 1:
+                worker = create_colocated_worker_cls(pool.workers)
+            started = create_worker_group(
+                devices,
+                worker,
+                backend=trainer.backend,
+                role=role,
+                deadlines=deadlines,
+                in_process=False if number else None,
+            )
+            group = stack.enter_context(started)
+            groups |= group.spawn() if len(pool.workers) > 1 else {role: group}
         for view in groups.values():
             view.init_model()
+        if "rollout" in groups:
+            join_pools(groups["actor_rollout_ref"], groups["rollout"], trainer)
         yield groups
+
+
+def join_pools(actor: WorkerGroup, rollout: WorkerGroup, trainer: RunConfig) -> None:
+    """Connects trainers with rollouts on devices of their own, for the weights."""
+    host = "127.0.0.1" if trainer.backend == "local" else own_address()
+    point = MeetingPoint(host)
+    joined = actor.join_pool(point.address, rollout.world_size)
+    rollout.join_pool(point.address, actor.world_size)
+    joined.get()
+
+
+def own_address() -> str:
+    """An address of this machine that others can reach."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def uses_gpu(trainer: RunConfig) -> bool:

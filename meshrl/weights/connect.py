@@ -132,15 +132,17 @@ def rollout_params(hf_model: nn.Module) -> dict[str, Tensor]:
     return found | {name: b for name, b in hf_model.named_buffers() if name.endswith(WEIGHT_BUFFERS)}
 
 
-def tensor_dtypes(target: Placement, rank: int, params: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    """The type of each tensor in the destination, by what all ranks have of its kind."""
+def tensor_dtypes(
+    target: Placement, rank: int, params: Mapping[str, Tensor], *, asks: bool = True
+) -> dict[str, torch.dtype]:
+    """The type of each tensor in the destination, by what this rank (`asks`: all ranks) has of its kind."""
     names = list(target.tensors)
     held = target.of_rank(rank) if params else target.slices[:0]
     kinds = {
         _kind(names[tensor]): params[target.parameters[parameter]].dtype
         for tensor, parameter in zip(held["tensor"].tolist(), held["parameter"].tolist(), strict=True)
     }
-    if rank_and_world()[1] > 1:
+    if asks and rank_and_world()[1] > 1:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, kinds)
         for found in everyone:

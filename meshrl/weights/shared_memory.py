@@ -103,10 +103,14 @@ class SharedMemoryCarrier(Carrier):
         super().abort(reason)
         self.numbers[GAVE_UP] = 1
 
+    def unlink(self) -> None:
+        """Takes the name off this rank's memory, which those who have opened it keep."""
+        self._path(self.rank).unlink(missing_ok=True)
+
     def close(self) -> None:
         super().close()
         self._peers.clear()
-        self._path(self.rank).unlink(missing_ok=True)
+        self.unlink()
 
 
 class _FromMemory(Incoming):

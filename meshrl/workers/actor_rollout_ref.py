@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshrl.agents.batch import make_agent_rollout
 from meshrl.algorithms import CovarianceStats
 from meshrl.config.actor import RefConfig
 from meshrl.config.model import ModelConfig
@@ -19,15 +18,14 @@ from meshrl.controller import Dispatch, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine
 from meshrl.engines.build import engine_class
-from meshrl.models.loading import load_tokenizer, stop_token_ids
 from meshrl.models.saving import save_hf_folder
-from meshrl.rollout.base import Rollout, SamplingParams
-from meshrl.rollout.build import build_rollout
 from meshrl.telemetry.memory import PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
+from meshrl.weights.pools import PoolGroup, connect_trainer
 from meshrl.weights.sync import sync_weights
 from meshrl.workers.actor_loss import count_mini_batch, make_actor_loss, skips_samples_without_advantage
 from meshrl.workers.checkpointing import CheckpointedWorker
+from meshrl.workers.generation import Generation
 from meshrl.workers.joining import join_ranks
 from meshrl.workers.resting import awake, rests, send_to_rest
 from meshrl.workers.settings import WorkerSettings
@@ -61,7 +59,13 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             self.ref = engine_class(actor)(model, actor, None, device=self.device)
             self.ref.initialize()
             send_to_rest(self.ref, self.config.ref.fsdp_config.param_offload, False)
-        self.rollout = self._build_rollout(self.config.rollout)
+        if self.settings.with_rollout:
+            # An unsharded trainer in the rollout's own type lends its module: no copy of the weights at all.
+            can_share = not self.actor.is_sharded and not self.actor.has_adapters and not rests(actor)[0]
+            self.generate = Generation(
+                self.config.rollout, model, self.actor.hf_model, device=self.device, can_share=can_share
+            )
+            self.rollout = self.generate.rollout
         send_to_rest(self.actor, *rests(actor))
 
     def _awake(self, engine: Engine, *, optimizer: bool = False) -> AbstractContextManager[None]:
@@ -77,25 +81,28 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     def _engine_awake(self) -> AbstractContextManager[None]:
         return self._awake(self.actor, optimizer=True)
 
-    def _build_rollout(self, config: RolloutConfig) -> Rollout:
-        path = self.config.model.path or ""
-        tokenizer = load_tokenizer(self.config.model.tokenizer_path or path, self.config.model.trust_remote_code)
-        self.stop_token_ids = tuple(stop_token_ids(path, tokenizer))
-        # An unsharded trainer in the rollout's own type lends its module: no copy of the weights at all.
-        can_share = not self.actor.is_sharded and not self.actor.has_adapters and not rests(self.config.actor)[0]
-        rollout = build_rollout(
-            config, self.config.model, self.actor.hf_model, tokenizer, device=self.device, can_share=can_share
-        )
-        self.agents = None
-        if config.multi_turn.enable:
-            self.agents = make_agent_rollout(rollout, tokenizer, config, self.stop_token_ids)
-        return rollout
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> None:
         """Brings the actor's weights into the rollout as this version."""
         with self._awake(self.actor):
             sync_weights(self.actor, self.rollout, version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def join_pool(self, address: str, num_rollouts: int) -> None:
+        """Connects with rollouts on devices of their own, who join at the same time."""
+        deadline = self.settings.collective_deadline
+        group = PoolGroup.join(address, self.rank, self.world_size + num_rollouts, deadline)
+        megabytes = self.config.rollout.update_weights_bucket_megabytes
+        with self._awake(self.actor):
+            self.pool_sync = connect_trainer(
+                self.actor, group, num_rollouts, bucket_megabytes=megabytes, deadline=deadline
+            )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def send_weights(self, version: int) -> dict[str, float]:
+        """Sends the actor's weights as this version to rollouts on devices of their own, who take them meanwhile."""
+        with self._awake(self.actor):
+            return self.pool_sync(None, version).metrics()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model(self, folder: str) -> None:
@@ -106,19 +113,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     @register(dispatch_mode=nd_dispatch("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Answers prompts with the rollout's weights; `meta_info["validate"]` chooses the sampling of validation."""
-        config = self.config.rollout
-        how = config.val_kwargs if prompts.meta_info.get("validate") else config
-        params = SamplingParams(
-            max_tokens=config.response_length or 1,
-            temperature=how.temperature if how.do_sample else 0.0,
-            top_k=how.top_k,
-            top_p=how.top_p,
-            stop_token_ids=self.stop_token_ids,
-        )
-        output = (self.agents or self.rollout).generate_sequences(prompts, params)
-        if not config.calculate_log_probs:
-            output.pop(batch_keys=["rollout_log_probs"])
-        return output
+        return self.generate(prompts)
 
     @register(dispatch_mode=nd_dispatch("actor"))
     def compute_log_prob(self, data: DataProto) -> DataProto:

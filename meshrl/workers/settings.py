@@ -16,3 +16,4 @@ class WorkerSettings:
     with_reference: bool
     stop_on_nan_gradient: bool
     seed: int = 0
+    with_rollout: bool = True  # whether the actor's workers generate, too

@@ -1,0 +1,71 @@
+"""`async_training.*`: how far generation may run ahead of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshrl.config.key import key
+
+if TYPE_CHECKING:
+    from meshrl.config.root import PPOConfig
+
+SEPARATE = "actor_rollout_ref.hybrid_engine=false"
+
+
+@dataclass
+class AsyncTrainingConfig:
+    max_staleness: int = key(
+        0, "Versions by which the oldest token of a sample may be behind the weights it trains; 0: synchronous.", low=0
+    )
+    partial_rollout: bool = key(
+        True, "Answers go on over an update of the weights; false: those begun are finished first."
+    )
+    batches_ahead: int | None = key(
+        None, "Batches begun before the one that is trained; null: max_staleness. More needs stale_samples=drop.", low=0
+    )
+    stale_samples: str = key(
+        "wait",
+        "wait: nothing is begun that could become too old; drop: what became too old trains nothing, and is counted.",
+        choices=("wait", "drop"),
+    )
+
+
+def async_problems(config: PPOConfig) -> list[str]:
+    """What does not go together in placement and staleness."""
+    how, policy = config.async_training, config.actor_rollout_ref
+    rollout, problems = policy.rollout, []
+    ranks = rollout.nnodes * rollout.n_gpus_per_node
+    if policy.hybrid_engine:
+        if ranks:
+            problems.append(
+                f"actor_rollout_ref.rollout.nnodes * n_gpus_per_node ({rollout.nnodes} * {rollout.n_gpus_per_node}) "
+                f"has no effect while actor and rollout share their devices: set {SEPARATE}"
+            )
+        if how != AsyncTrainingConfig():
+            problems.append(f"async_training needs devices of its own for the rollout: set {SEPARATE}")
+        return problems
+    if not ranks:
+        problems.append(
+            f"{SEPARATE} needs processes for the rollout: set actor_rollout_ref.rollout.nnodes and n_gpus_per_node"
+        )
+    if rollout.nnodes > 1 and config.trainer.backend != "ray":
+        problems.append(f"actor_rollout_ref.rollout.nnodes={rollout.nnodes} needs trainer.backend=ray")
+    if rollout.name not in ("embedded", "hf"):
+        problems.append(
+            f"actor_rollout_ref.rollout.name={rollout.name} cannot have devices of its own yet: use embedded or hf"
+        )
+    ahead = how.max_staleness if how.batches_ahead is None else how.batches_ahead
+    if how.stale_samples == "wait" and ahead > how.max_staleness:
+        problems.append(
+            f"async_training.batches_ahead ({ahead}) makes samples older than max_staleness ({how.max_staleness}): "
+            "lower it, raise max_staleness, or set stale_samples=drop"
+        )
+    if how.stale_samples == "drop" and ahead <= how.max_staleness:
+        problems.append(
+            f"async_training.stale_samples=drop has no effect with batches_ahead ({ahead}) up to max_staleness "
+            f"({how.max_staleness}): nothing can become too old"
+        )
+    if ahead and not rollout.calculate_log_probs:
+        problems.append("async_training.max_staleness needs actor_rollout_ref.rollout.calculate_log_probs=true")
+    return problems
