@@ -12,6 +12,7 @@ class DeadlinesConfig:
     start: float = key(600.0, "Seconds the workers may take to start.", low=1)
     call: float = key(7200.0, "Seconds one call to the workers may take.", low=1)
     collective: float = key(600.0, "Seconds a collective between workers may take.", low=1)
+    stop: float = key(60.0, "Seconds after SIGTERM within which the step is finished and saved.", low=1)
 
 
 @dataclass
@@ -46,6 +47,9 @@ class RunConfig:
         "When a gradient is not finite: skip that optimizer step and count it, or stop.",
         choices=("skip", "stop"),
     )
+    max_nan_steps: int | None = key(
+        None, "Stop when more optimizer steps than this were skipped for a gradient that is not finite.", low=0
+    )
     deadlines: DeadlinesConfig = section(DeadlinesConfig, "How long anything may be waited for.")
 
     @property
@@ -78,6 +82,11 @@ class TrainerConfig(RunConfig):
     max_actor_ckpt_to_keep: int | None = key(None, "Another name of max_ckpt_to_keep.", low=1)
     max_critic_ckpt_to_keep: int | None = key(None, "Another name of max_ckpt_to_keep.", low=1)
     rollout_data_dir: str | None = key(None, "Folder for all training samples, one jsonl file per step.")
+    keep_batches_megabytes: int = key(
+        0,
+        "Keep the newest training batches in batches/ of the run's folder, up to this size, for meshrl replay.",
+        low=0,
+    )
     validation_data_dir: str | None = key(None, "Folder for all validation samples, one jsonl file per validation.")
     log_val_generations: int = key(0, "Validation samples shown by the trackers each time.", low=0)
 

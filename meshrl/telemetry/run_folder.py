@@ -33,6 +33,8 @@ class RunFiles:
         self.log = self.path / "log.txt"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
+        self.batches = self.path / "batches"
+        self.nonfinite = self.path / "nonfinite"
 
     def read_metrics(self) -> list[dict[str, float]]:
         """The logged records in order: `step`, `time` (unix seconds) and the metrics, flat."""
@@ -129,7 +131,7 @@ class RunFolder(RunFiles):
 
     def _move_aside(self) -> None:
         own = (self.config, self.config_sources, self.metrics, self.generations)
-        made = (self.report, self.curves, self.log, self.tensorboard, self.checkpoints)
+        made = (self.report, self.curves, self.log, self.tensorboard, self.checkpoints, self.batches, self.nonfinite)
         old = [f for f in (*own, *made) if f.exists()]
         if not old:
             return

@@ -41,8 +41,8 @@ from meshrl.telemetry.metrics import compute_data_metrics, compute_throughput_me
 from meshrl.telemetry.samples import SampleLog
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracker
-from meshrl.trainer.checkpoint import Checkpoints
 from meshrl.trainer.correction import correct_rollout, corrects_rollout
+from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.schedule import Begun, Schedule, correction_of
 from meshrl.trainer.validation import Validator
 from meshrl.workers.actor_loss import skips_samples_without_advantage
@@ -62,7 +62,7 @@ class PPOTrainer:
         tracker: Tracker,
         samples: SampleLog,
         timer: PhaseTimer,
-        checkpoints: Checkpoints,
+        keeper: Keeper,
     ):
         self.config, self.train_data, self.order = config, train_data, order
         self.actor, self.critic = groups["actor_rollout_ref"], groups.get("critic")
@@ -70,7 +70,7 @@ class PPOTrainer:
         self.rollout = groups.get("rollout", self.actor)
         self.reward_model = groups.get("reward_model")
         self.reward, self.validator, self.tracker, self.samples = reward, validator, tracker, samples
-        self.timer, self.checkpoints = timer, checkpoints
+        self.timer, self.keeper = timer, keeper
         self.units = BatchUnits.from_config(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.total_steps = total_steps(config, len(train_data))
@@ -91,6 +91,7 @@ class PPOTrainer:
             "data": self.place,
             "kl_controller": self.kl_controller.state_dict(),
             "best": self.best,
+            "nonfinite_steps": self.keeper.nonfinite.count,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -101,7 +102,7 @@ class PPOTrainer:
         self.order.load_state_dict(self.place)
         self.batches_begun = self.place["batches"]
         self.kl_controller.load_state_dict(state["kl_controller"])
-        self.best = state["best"]
+        self.best, self.keeper.nonfinite.count = state["best"], state["nonfinite_steps"]
 
     def fit(self) -> None:
         """The whole run."""
@@ -117,15 +118,16 @@ class PPOTrainer:
             metrics = self.train_step()
             if self.is_time_to_validate():
                 metrics |= self.validate()
-            self.checkpoints.save_if_due(self)
+            metrics |= self.keeper.after_step(self, metrics)
             self.tracker.log(metrics | self.time_metrics(metrics), self.step)
-            self.checkpoints.commit()
+            self.keeper.after_log(self)
 
     def train_step(self) -> dict[str, Any]:
         """One step of the algorithm."""
         metrics: dict[str, Any] = {"training/global_step": self.step}
         with self.phase("gen"):
             batch, news = self.next_batch()
+        self.keeper.keep_batch(batch, news, self.step)
         metrics |= news | agent_metrics(batch)
         with self.phase("reward"):
             metrics |= self.score(batch)
@@ -275,8 +277,7 @@ class PPOTrainer:
             names.append(compare_with)
         if self.config.actor_rollout_ref.actor.use_kl_loss:
             names.append("ref_log_prob")
-        if "rollout_is_weights" in batch.batch.keys():
-            names.append("rollout_is_weights")
+        names += [name for name in ("rollout_is_weights", "watched") if name in batch.batch.keys()]
         data = DataProto(
             batch.batch.select(*names),
             {},

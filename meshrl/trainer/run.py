@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 from rich.console import Console
@@ -41,9 +40,13 @@ from meshrl.telemetry.run_folder import RunFolder
 from meshrl.telemetry.samples import SampleLog
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracking
+from meshrl.trainer.batches import KeptBatches
 from meshrl.trainer.checkpoint import FOLDER, Checkpoints, Found, Part, checkpoint_to_resume, set_later_ones_aside
+from meshrl.trainer.keeper import Keeper
+from meshrl.trainer.nonfinite import NonFiniteSteps
 from meshrl.trainer.ppo import PPOTrainer, total_steps
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
+from meshrl.trainer.stopping import StopRequest
 from meshrl.trainer.validation import Validator
 from meshrl.weights.pools import MeetingPoint
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -56,8 +59,13 @@ from meshrl.workers.sft import SFTWorker
 logger = logging.getLogger(__name__)
 
 
-def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: Console | None = None) -> Path:
-    """Trains a policy as `config` says; returns the run's folder."""
+def train(
+    config: PPOConfig,
+    sources: Mapping[str, str] | None = None,
+    console: Console | None = None,
+    make_loop: Callable[..., PPOTrainer] = PPOTrainer,
+) -> Path:
+    """Trains a policy as `config` says; returns the run's folder. `make_loop` may give another form of the trainer."""
     model, trainer = config.actor_rollout_ref.model, config.trainer
     units = BatchUnits.from_config(config)
     tokenizer = load_tokenizer(model.tokenizer_path or model.path or "", model.trust_remote_code)
@@ -117,11 +125,9 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
             rollouts = groups.get("rollout", actor)
             validator = Validator(config, rollouts, val_data, reward, samples) if val_data else None
             timer = PhaseTimer(on_change=screen.show_phase)
-            checkpoints = Checkpoints(run.checkpoints, ppo_parts(config, groups), **saving(config, steps, screen))
-            loop = PPOTrainer(
-                config, groups, train_data, order, reward, validator, tracker, samples, timer, checkpoints
-            )
-            run_loop(loop, checkpoints, found)
+            keeper = make_keeper(config, ppo_parts(config, groups), run, steps, screen)
+            parts = (config, groups, train_data, order, reward, validator, tracker, samples, timer, keeper)
+            keeper.fit(make_loop(*parts), found)
             if trainer.save_final_model and not trainer.val_only:
                 screen.message(f"model: {save_model(actor, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
@@ -174,9 +180,9 @@ def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Co
             timer = PhaseTimer(on_change=screen.show_phase)
             how = config.checkpoint
             parts = {"model": Part(group, how.save_contents, how.load_contents, how.async_save)}
-            checkpoints = Checkpoints(run.checkpoints, parts, **saving(config, steps, screen))
-            loop = SFTTrainer(config, group, train_data, order, val_data, tracker, timer, steps, checkpoints)
-            run_loop(loop, checkpoints, found)
+            keeper = make_keeper(config, parts, run, steps, screen)
+            loop = SFTTrainer(config, group, train_data, order, val_data, tracker, timer, steps, keeper)
+            keeper.fit(loop, found)
             if trainer.save_final_model:
                 screen.message(f"model: {save_model(group, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
@@ -210,23 +216,22 @@ def ppo_parts(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> dict[str,
     }
 
 
-def saving(config: PPOConfig | SFTConfig, steps: int, screen: StepConsole) -> dict[str, Any]:
-    """When checkpoints are written, and how many stay."""
-    return {
-        "every": config.trainer.save_freq,
-        "last_step": steps,
-        "keep": config.trainer.checkpoints_to_keep,
-        "config": asdict(config),
-        "say": screen.message,
-    }
-
-
-def run_loop(loop: PPOTrainer | SFTTrainer, checkpoints: Checkpoints, found: Found | None) -> None:
-    """Trains to the end, from where the checkpoint is if there is one."""
-    if found is not None:
-        checkpoints.restore(loop, found)
-    loop.fit()
-    checkpoints.commit(wait=True)
+def make_keeper(
+    config: PPOConfig | SFTConfig, parts: Mapping[str, Part], run: RunFolder, steps: int, screen: StepConsole
+) -> Keeper:
+    """What the run keeps of itself, as the config says."""
+    trainer = config.trainer
+    how = {"last_step": steps, "config": asdict(config), "say": screen.message}
+    checkpoints = Checkpoints(run.checkpoints, parts, every=trainer.save_freq, keep=trainer.checkpoints_to_keep, **how)
+    dumped = {role: replace(part, save_contents=("model", "optimizer", "extra")) for role, part in parts.items()}
+    dumps = Checkpoints(run.nonfinite, dumped, every=-1, **how)
+    megabytes = getattr(trainer, "keep_batches_megabytes", 0)
+    return Keeper(
+        checkpoints,
+        KeptBatches(run.batches, megabytes),
+        NonFiniteSteps(trainer.max_nan_steps, dumps, screen.message),
+        StopRequest(trainer.deadlines.stop),
+    )
 
 
 def batch_order(data: DataConfig | SFTDataConfig, trainer: RunConfig, rows: int) -> BatchOrder:

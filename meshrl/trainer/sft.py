@@ -16,7 +16,7 @@ from meshrl.data.sampling import BatchOrder
 from meshrl.telemetry.metrics import compute_throughput_metrics
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracker
-from meshrl.trainer.checkpoint import Checkpoints
+from meshrl.trainer.keeper import Keeper
 
 
 class SFTTrainer:
@@ -32,20 +32,21 @@ class SFTTrainer:
         tracker: Tracker,
         timer: PhaseTimer,
         steps: int,
-        checkpoints: Checkpoints,
+        keeper: Keeper,
     ):
-        self.checkpoints, self.step = checkpoints, 0
+        self.keeper, self.step = keeper, 0
         self.config, self.model, self.tracker, self.timer, self.steps = config, model, tracker, timer, steps
         self.train_data, self.order, self.val_data = train_data, order, val_data
         self.units = SFTBatchUnits.from_config(config)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the future of the run depends on beside the workers' state."""
-        return {"step": self.step, "data": self.order.state_dict()}
+        count = self.keeper.nonfinite.count
+        return {"step": self.step, "data": self.order.state_dict(), "nonfinite_steps": count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from where `state_dict` was taken."""
-        self.step = state["step"]
+        self.step, self.keeper.nonfinite.count = state["step"], state["nonfinite_steps"]
         self.order.load_state_dict(state["data"])
 
     def fit(self) -> None:
@@ -63,13 +64,13 @@ class SFTTrainer:
             if self.val_data and every > 0 and (step % every == 0 or step == self.steps):
                 with self.timer.phase("testing"):
                     metrics["val/loss"] = self.validation_loss(self.val_data)
-            self.checkpoints.save_if_due(self)
+            metrics |= self.keeper.after_step(self, metrics)
             times = self.timer.metrics()
             aside = times.get("timing_s/testing", 0.0) + times.get("timing_s/save_checkpoint", 0.0)
             seconds = times["timing_s/step"] - aside
             throughput = compute_throughput_metrics(int(lengths.sum()), seconds, self.config.trainer.world_size)
             self.tracker.log(metrics | times | throughput, step)
-            self.checkpoints.commit()
+            self.keeper.after_log(self)
 
     def validation_loss(self, data: DemonstrationDataset) -> float:
         """Mean negative log-likelihood of the held-out tokens."""
