@@ -1,7 +1,5 @@
 """`async_training.*`: how far generation may run ahead of training."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,7 +29,7 @@ class AsyncTrainingConfig:
     )
 
 
-def async_problems(config: PPOConfig) -> list[str]:
+def async_problems(config: "PPOConfig") -> list[str]:
     """What does not go together in placement and staleness."""
     how, policy = config.async_training, config.actor_rollout_ref
     rollout, problems = policy.rollout, []

@@ -28,7 +28,7 @@ def checkpoint_problems(config: PPOConfig | SFTConfig) -> list[str]:
         problems.append(f"a checkpoint is kept whole, actor and critic together: {told} must be the same")
     roles = ["checkpoint"] if isinstance(config, SFTConfig) else _roles(config)
     if trainer.save_freq < 0:
-        idle = list(keep)
+        idle = [*keep, *(["trainer.remote_dir"] if trainer.remote_dir and trainer.resume_mode != "auto" else [])]
         for role in roles:
             idle += [name for key in ("save_contents", "async_save") for name in changed_keys(config, f"{role}.{key}")]
         return problems + [f"{name} has no effect without trainer.save_freq" for name in idle]

@@ -34,6 +34,9 @@ class RunConfig:
         choices=("auto", "disable", "resume_path"),
     )
     resume_from_path: str | None = key(None, "Checkpoint (global_step_N) to go on from, with resume_mode=resume_path.")
+    remote_dir: str | None = key(
+        None, "Address (fsspec) that whole checkpoints are copied to and, where there are none here, fetched from."
+    )
     max_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep; null: all.", low=1)
     project_name: str = key("meshrl", "Project, as the trackers show it.")
     experiment_name: str = key("run", "Name of this run.")

@@ -76,4 +76,4 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
         for _, tensor in ordered:
             dense = tensor.detach().to("cpu").contiguous()
             if dense.numel():
-                stream.write(memoryview(dense.reshape(-1).view(torch.uint8).numpy()))
+                stream.write(dense.reshape(-1).view(torch.uint8).numpy().data)

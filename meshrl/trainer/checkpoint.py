@@ -30,12 +30,13 @@ from meshrl.data.proto import DataProto
 from meshrl.engines.stored_state import FileRecord, checksum, record_file
 from meshrl.telemetry.run_folder import flatten_config
 from meshrl.telemetry.timers import PhaseTimer
+from meshrl.trainer.mirror import MANIFEST, Mirror
 from meshrl.workers.checkpointing import Written
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
-MANIFEST, STATE = "manifest.json", "trainer.json"
+STATE = "trainer.json"
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
 FORMAT = 1
 
@@ -98,10 +99,11 @@ class Checkpoints:
         last_step: int,
         keep: int | None = None,
         config: Mapping[str, Any] | None = None,
+        mirror: Mirror | None = None,
         say: Callable[[str], None] = logger.info,
     ):
         self.folder, self.parts, self.every, self.last_step, self.keep = folder, parts, every, last_step, keep
-        self.config, self.say = dict(config or {}), say
+        self.config, self.mirror, self.say = dict(config or {}), mirror, say
         self._pending: _Pending | None = None
 
     def is_due(self, step: int) -> bool:
@@ -166,7 +168,17 @@ class Checkpoints:
         size = sum(record.size for record in files)
         seconds = max(written.seconds for written in ranks if written)
         logger.info("checkpoint %s: %.1f MB, written in %.2f s", path, size / 1e6, seconds)
+        if self.mirror is not None:
+            self.mirror.wait()
         self._delete_old()
+        if self.mirror is not None:
+            self.mirror.push(path)
+
+    def finish(self) -> None:
+        """Completes all that is under way, here and at the mirror."""
+        self.commit(wait=True)
+        if self.mirror is not None:
+            self.mirror.wait()
 
     def _put_in_place(self, pending: _Pending, files: list[FileRecord]) -> Path:
         listed = [asdict(record) for record in sorted(files, key=lambda record: record.name)]
@@ -295,7 +307,10 @@ def checkpoint_to_resume(trainer: RunConfig, say: Callable[[str], None] = logger
         return None
     if trainer.resume_mode == "resume_path":
         return open_checkpoint(Path(trainer.resume_from_path or ""))
-    return newest_complete(Path(trainer.run_dir) / FOLDER, say)
+    folder = Path(trainer.run_dir) / FOLDER
+    if trainer.remote_dir and not step_folders(folder) and (path := Mirror(trainer.remote_dir).fetch_newest(folder)):
+        say(f"the checkpoint {path} was fetched from {trainer.remote_dir}")
+    return newest_complete(folder, say)
 
 
 def set_later_ones_aside(folder: Path, step: int) -> None:

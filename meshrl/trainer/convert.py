@@ -21,7 +21,8 @@ from meshrl.models.loading import empty_model, load_tokenizer, torch_dtype
 from meshrl.models.lora import ADAPTER, ADAPTER_CONFIG, SCALING_FILE, merged_params
 from meshrl.models.saving import SHARD_BYTES, as_file_tensors, new_folder, save_configs, write_shards
 from meshrl.models.tensor_files import open_tensors, save_tensors, tensor_files
-from meshrl.trainer.checkpoint import FOLDER, FORMAT, MANIFEST, STATE, CheckpointError, newest_complete, problems_of
+from meshrl.trainer.checkpoint import FOLDER, FORMAT, STATE, CheckpointError, newest_complete, problems_of
+from meshrl.trainer.mirror import MANIFEST
 from meshrl.workers.checkpointing import HF_FOLDER
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

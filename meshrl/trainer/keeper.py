@@ -38,6 +38,7 @@ class Keeper:
         self.checkpoints.commit(wait=self._ending)
         self.nonfinite.enforce(trainer.step)
         if self._ending:
+            self.checkpoints.finish()
             raise RunStoppedError(
                 f"stopped by SIGTERM after step {trainer.step}, which is saved: the same command goes on from there"
             )
@@ -48,4 +49,4 @@ class Keeper:
             self.checkpoints.restore(trainer, found)
         with self.stop.listening():
             trainer.fit()
-            self.checkpoints.commit(wait=True)
+            self.checkpoints.finish()

@@ -101,12 +101,13 @@ def replay_config(run: RunFiles, start: Found | None, folder: str, words: Sequen
     resume = ["trainer.resume_mode=disable"]
     if start is not None:
         resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start.path}"]
-    config = load_config(
+    config: PPOConfig = load_config(
         run.config,
         [
             f"trainer.default_local_dir={folder}",
             "trainer.logger=[file]",
             "trainer.save_freq=-1",
+            "trainer.max_nan_steps=null",
             "trainer.max_ckpt_to_keep=null",
             "trainer.max_actor_ckpt_to_keep=null",
             "trainer.max_critic_ckpt_to_keep=null",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -43,6 +44,7 @@ from meshrl.telemetry.trackers import Tracking
 from meshrl.trainer.batches import KeptBatches
 from meshrl.trainer.checkpoint import FOLDER, Checkpoints, Found, Part, checkpoint_to_resume, set_later_ones_aside
 from meshrl.trainer.keeper import Keeper
+from meshrl.trainer.mirror import Mirror
 from meshrl.trainer.nonfinite import NonFiniteSteps
 from meshrl.trainer.ppo import PPOTrainer, total_steps
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
@@ -221,8 +223,11 @@ def make_keeper(
 ) -> Keeper:
     """What the run keeps of itself, as the config says."""
     trainer = config.trainer
-    how = {"last_step": steps, "config": asdict(config), "say": screen.message}
-    checkpoints = Checkpoints(run.checkpoints, parts, every=trainer.save_freq, keep=trainer.checkpoints_to_keep, **how)
+    how: dict[str, Any] = {"last_step": steps, "config": asdict(config), "say": screen.message}
+    mirror = Mirror(trainer.remote_dir, screen.message) if trainer.remote_dir and trainer.save_freq > 0 else None
+    checkpoints = Checkpoints(
+        run.checkpoints, parts, every=trainer.save_freq, keep=trainer.checkpoints_to_keep, mirror=mirror, **how
+    )
     dumped = {role: replace(part, save_contents=("model", "optimizer", "extra")) for role, part in parts.items()}
     dumps = Checkpoints(run.nonfinite, dumped, every=-1, **how)
     megabytes = getattr(trainer, "keep_batches_megabytes", 0)

@@ -82,7 +82,8 @@ def test_what_later_work_brings_is_refused(override: str) -> None:
         "actor_rollout_ref.rollout.multi_turn.enable=true",
         "reward_manager.name=dapo", "reward_manager.name=prime", "reward.functions.exact_match=1",
         "trainer.resume_mode=disable", "trainer.save_freq=10", "trainer.resume_mode=resume_path",
-        f"{ACTOR}.checkpoint.async_save=true", "trainer.max_actor_ckpt_to_keep=3", "algorithm.kl_ctrl.type=adaptive", f"{ACTOR}.skip_zero_advantage=false",
+        f"{ACTOR}.checkpoint.async_save=true", "trainer.max_actor_ckpt_to_keep=3",
+        "algorithm.kl_ctrl.type=adaptive", f"{ACTOR}.skip_zero_advantage=false",
     ],
 )  # fmt: skip
 def test_what_works_is_not_refused(override: str) -> None:
