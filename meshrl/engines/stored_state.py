@@ -176,8 +176,11 @@ class Stored:
         """One tensor, put together."""
         if (kind, name) not in self.shapes:
             raise ValueError(f"the checkpoint at '{self.folder}' has no '{name}' ({kind})")
-        first = self._view(self._where[kind, name][0])
-        shape = self.shapes[kind, name]
+        entry, shape = self._where[kind, name][0], self.shapes[kind, name]
+        first = self._view(entry)
+        if tuple(entry["size"]) == shape:
+            found: Tensor = first[tuple(slice(0, length) for length in shape)]
+            return found if dtype is None else found.to(dtype)
         target = torch.empty(shape, dtype=dtype or first[tuple(slice(0, 0) for _ in shape)].dtype)
         self.fill(kind, name, tuple(0 for _ in shape), target)
         return target

@@ -59,8 +59,13 @@ def as_file_tensors(weights: Iterable[tuple[str, Tensor]], hf_model: PreTrainedM
         yield from revert_weight_conversion(hf_model, {name: tensor}).items()
 
 
-def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes a stream of tensors as safetensors shards and, for more than one, their index."""
+def write_shards(
+    folder: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES, *, copies: bool = True
+) -> None:
+    """Writes a stream of tensors as safetensors shards and, for more than one, their index.
+
+    `copies`: the stream may use a tensor's memory again for the next one.
+    """
     shard: dict[str, Tensor] = {}
     parts: list[list[str]] = []
     held = total = 0
@@ -76,7 +81,7 @@ def write_shards(folder: Path, weights: Iterable[tuple[str, Tensor]], shard_byte
         size = tensor.numel() * tensor.element_size()
         if shard and held + size > shard_bytes:
             flush()
-        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        shard[name] = tensor.detach().to("cpu", copy=copies).contiguous()
         held, total = held + size, total + size
     flush()
     _name_shards(folder, parts, total)

@@ -88,7 +88,7 @@ def to_hf(
         if dtype is not None:
             _set_dtype(aside / "config.json", dtype)
         tensors = ((name, t if dtype is None else t.to(dtype)) for name, t in _plain_tensors(folder, stored, expected))
-        write_shards(aside, as_file_tensors(tensors, model), shard_bytes)
+        write_shards(aside, as_file_tensors(tensors, model), shard_bytes, copies=False)
     return _measured(out)
 
 
