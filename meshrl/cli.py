@@ -112,11 +112,14 @@ def _parser() -> argparse.ArgumentParser:
     convert = add(
         "convert", _convert, "turn a checkpoint into a Hugging Face folder, or such a folder into a checkpoint"
     )
-    convert.add_argument("source", help="a run's folder, a checkpoint (global_step_N), or a Hugging Face folder")
+    convert.add_argument(
+        "source", help="a run's folder, a checkpoint (global_step_N), a Hugging Face folder, or Megatron's torch_dist"
+    )
     convert.add_argument("out", help="folder to write")
     convert.add_argument("--role", choices=("actor", "critic", "model"), help="of a checkpoint (default: the policy)")
     convert.add_argument("--dtype", help="of the weights, such as bf16 (default: as stored)")
     convert.add_argument("--adapter", action="store_true", help="LoRA: peft's folder instead of merged weights")
+    convert.add_argument("--like", metavar="DIR", help="for Megatron's: a Hugging Face folder of the same model")
     convert.add_argument("--shard-mb", type=int, default=4096, help="largest file (default: 4096)")
     convert.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import meshrl
+from meshrl.engines.megatron.dist_checkpoint import read_hf_tensors
 from meshrl.engines.megatron.module_names import module_place
-from meshrl.engines.megatron.weight_map import expert_count
+from meshrl.engines.megatron.weight_map import expert_count, hf_tensors
 from meshrl.engines.stored_state import Rectangle, Snapshot, Stored, record_file, write_snapshot
-from meshrl.models.loading import empty_model, load_tokenizer, torch_dtype
+from meshrl.models.loading import empty_model, load_model_config, load_tokenizer, torch_dtype
 from meshrl.models.lora import ADAPTER, ADAPTER_CONFIG, SCALING_FILE, merged_params
 from meshrl.models.saving import SHARD_BYTES, as_file_tensors, new_folder, save_configs, write_shards
 from meshrl.models.tensor_files import open_tensors, save_tensors, tensor_files
@@ -41,7 +42,21 @@ class Converted:
 def convert(arguments: Namespace) -> str:
     """`meshrl convert`: the direction follows from the source. Returns what to say."""
     source, out = Path(arguments.source), Path(arguments.out)
-    if (source / "config.json").is_file():
+    if arguments.like or (source / ".metadata").is_file():
+        if arguments.like is None:
+            raise ValueError(
+                f"{source} is a distributed checkpoint: name a Hugging Face folder of its model with --like"
+            )
+        dtype = torch_dtype(arguments.dtype) if arguments.dtype else None
+        made = from_megatron(
+            source,
+            arguments.like,
+            out,
+            dtype=dtype,
+            shard_bytes=arguments.shard_mb << 20,
+            overwrite=arguments.overwrite,
+        )
+    elif (source / "config.json").is_file():
         for name in ("dtype", "adapter"):
             if getattr(arguments, name):
                 raise ValueError(f"--{name} is for checkpoints; {source} is a Hugging Face folder")
@@ -82,9 +97,7 @@ def to_hf(
     expected = {name: tuple(param.shape) for name, param in model.named_parameters()}
     _check_names(folder, stored, expected)
     with new_folder(out) as aside:
-        for file in (folder / HF_FOLDER).iterdir():
-            if file.is_file() and not file.name.endswith((".safetensors", ".safetensors.index.json")):
-                shutil.copy(file, aside / file.name)
+        _copy_but_weights(folder / HF_FOLDER, aside)
         if dtype is not None:
             _set_dtype(aside / "config.json", dtype)
         tensors = ((name, t if dtype is None else t.to(dtype)) for name, t in _plain_tensors(folder, stored, expected))
@@ -197,6 +210,43 @@ def _measured(out: Path) -> Converted:
     if count != len(files):
         raise ValueError(f"{out}: the index names {len(files)} tensors, the files hold {count}")
     return Converted(out, count, total)
+
+
+def from_megatron(
+    folder: str | Path,
+    like: str | Path,
+    out: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+) -> Converted:
+    """Writes the weights of a Megatron-Core distributed checkpoint as a folder with the configs and tokenizer of `like`."""
+    out, like = _free_place(Path(out), overwrite), Path(like)
+    hf_config = load_model_config(like)
+    expected = hf_tensors(hf_config)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        left = set(expected)
+        for name, tensor in read_hf_tensors(Path(folder), hf_config):
+            left.remove(name)
+            yield name, tensor if dtype is None else tensor.to(dtype)
+        if left:
+            raise ValueError(f"'{folder}' lacks {len(left)} tensors of the model in '{like}', as '{min(left)}'")
+
+    with new_folder(out) as aside:
+        _copy_but_weights(like, aside)
+        if dtype is not None:
+            _set_dtype(aside / "config.json", dtype)
+        write_shards(aside, tensors(), shard_bytes, copies=False)
+    return _measured(out)
+
+
+def _copy_but_weights(folder: Path, target: Path) -> None:
+    """Configs, tokenizer and chat template."""
+    for file in folder.iterdir():
+        if file.is_file() and not file.name.endswith((".safetensors", ".index.json", ".bin", ".pt")):
+            shutil.copy(file, target / file.name)
 
 
 def from_hf(folder: str | Path, out: str | Path, *, role: str = "actor", overwrite: bool = False) -> Converted:

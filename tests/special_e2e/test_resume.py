@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from test_megatron_run import MEGATRON, on_cpu  # noqa: F401
 
 from meshrl.config.load import load_config
 from meshrl.config.sft import SFTConfig
+from meshrl.trainer.batches import batch_files, load_batch
 from meshrl.trainer.checkpoint import CheckpointError, Checkpoints, problems_of
 from meshrl.trainer.run import sft, train
 
@@ -253,3 +257,53 @@ def test_sft_goes_on_to_the_bit(task, tmp_path):
     _, again, found = run(tmp_path / "run")
     assert metrics == again
     assert all(torch.equal(weights[name], found[name]) for name in weights)
+
+
+def test_a_run_that_generates_ahead_loses_no_prompt_and_trains_none_twice(task, data, whole, stopped):
+    """What was begun and not trained on when the run ended begins again."""
+    ahead = (
+        "actor_rollout_ref.hybrid_engine=false",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        "async_training.max_staleness=1",
+        "trainer.keep_batches_megabytes=50",
+    )
+    folder = stopped(2, *ahead)
+    gone_on = task.train(folder, *RUN, *data, *ahead)
+    assert [row["training/epoch"] for row in gone_on.metrics[1:]] == [0, 0, 0, 1, 1]
+    prompts = [
+        tuple(load_batch(file)[0].non_tensor_batch["raw_prompt"]) for file in batch_files(folder / "batches").values()
+    ]
+    assert len(prompts) == 5
+    first_epoch = [prompt for batch in prompts[:3] for prompt in set(batch)]
+    assert len(first_epoch) == len(set(first_epoch)) == 36
+
+
+def test_bfloat16_with_float32_masters_goes_on_to_the_bit(task, data, tmp_path):
+    """The remainders of the master weights are part of the state, though the parameters are bfloat16."""
+    half = ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16", "trainer.total_training_steps=3")
+    whole = task.train(tmp_path / "whole", *RUN, *data, *half)
+    assert_equal(whole, task.train(copy_until(whole, 1, tmp_path / "run"), *RUN, *data, *half))
+    rounded = [weight for weight in whole.weights.values() if not torch.equal(weight, weight.bfloat16().float())]
+    assert rounded
+
+
+def test_a_killed_process_goes_on_with_the_same_command(task, data, whole, tmp_path):
+    words = [
+        "demo_grpo", *RUN, *data, f"actor_rollout_ref.model.path={task.model}", "trainer.device=cpu",
+        f"trainer.default_local_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "meshrl.cli", "train", *words]
+    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "checkpoints" / "global_step_2").exists() and killed.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    killed.kill()
+    killed.wait()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "goes on after step" in done.stdout
+    weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert all(torch.equal(weights[name], whole.weights[name]) for name in weights)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(6))
