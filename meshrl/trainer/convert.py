@@ -221,7 +221,7 @@ def from_megatron(
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
 ) -> Converted:
-    """Writes the weights of a Megatron-Core distributed checkpoint as a folder with the configs and tokenizer of `like`."""
+    """Writes a Megatron-Core distributed checkpoint as a Hugging Face folder, with configs and tokenizer of `like`."""
     out, like = _free_place(Path(out), overwrite), Path(like)
     hf_config = load_model_config(like)
     expected = hf_tensors(hf_config)

@@ -17,7 +17,7 @@ from test_megatron_run import MEGATRON, on_cpu  # noqa: F401
 from meshrl.config.load import load_config
 from meshrl.config.sft import SFTConfig
 from meshrl.trainer.batches import batch_files, load_batch
-from meshrl.trainer.checkpoint import CheckpointError, Checkpoints, problems_of
+from meshrl.trainer.checkpoint import CheckpointError, Checkpoints, newest_complete, problems_of
 from meshrl.trainer.run import sft, train
 
 # Three batches of 12 make an epoch, validation at every second step, a learning rate that changes.
@@ -94,9 +94,8 @@ def assert_equal(left, right):
     assert all(torch.equal(left.weights[name], right.weights[name]) for name in left.weights)
 
 
-@pytest.mark.parametrize("step", [2, 3], ids=["mid-epoch", "epochs-border"])
-def test_one_process_goes_on_to_the_bit(task, data, whole, stopped, step):
-    folder = stopped(step)
+def test_stopped_in_the_middle_of_an_epoch_it_goes_on_to_the_bit(task, data, whole, stopped):
+    folder = stopped(2)
     gone_on = task.train(folder, *RUN, *data)
     assert_equal(whole, gone_on)
     assert not list(folder.glob("previous-*"))
@@ -104,9 +103,9 @@ def test_one_process_goes_on_to_the_bit(task, data, whole, stopped, step):
     assert [row["training/epoch"] for row in gone_on.metrics[1:]] == [0, 0, 0, 1, 1]
 
 
-def test_records_of_steps_after_the_checkpoint_are_cut(task, data, whole, tmp_path):
+def test_at_an_epochs_border_and_without_the_records_of_later_steps(task, data, whole, tmp_path):
     """A run that was killed two steps after its last checkpoint takes these steps again, once in its files."""
-    gone_on = task.train(copy_until(whole, 2, tmp_path / "run"), *RUN, *data)
+    gone_on = task.train(copy_until(whole, 3, tmp_path / "run"), *RUN, *data)
     assert_equal(whole, gone_on)
     samples = [json.loads(line) for line in (whole.path / "generations.jsonl").read_text().splitlines()]
     again = [json.loads(line) for line in (gone_on.path / "generations.jsonl").read_text().splitlines()]
@@ -160,25 +159,35 @@ def test_a_finished_run_says_so_and_trains_nothing(task, data, whole, tmp_path, 
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("damage", ["half-written", "truncated", "changed", "missing"])
-def test_a_damaged_newest_checkpoint_is_passed_over(task, data, whole, tmp_path, damage):
+def cut_short(file):
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [(cut_short, "bytes"), (flip_a_bit, "has been changed"), (Path.unlink, "is missing")],
+)
+def test_damage_is_seen(whole, tmp_path, damage, said):
+    folder = copy_until(whole, 4, tmp_path / "run") / "checkpoints"
+    damage(next((folder / "global_step_4" / "actor").glob("tensors-0-*.safetensors")))
+    words = []
+    assert newest_complete(folder, words.append).step == 3
+    assert said in words[0]
+
+
+def test_a_half_written_newest_checkpoint_is_passed_over(task, data, whole, tmp_path):
     folder = copy_until(whole, 4, tmp_path / "run")
-    newest = folder / "checkpoints" / "global_step_4"
-    victim = next((newest / "actor").glob("tensors-0-*.safetensors"))
-    if damage == "half-written":
-        (newest / "manifest.json").unlink()
-    elif damage == "truncated":
-        victim.write_bytes(victim.read_bytes()[:-7])
-    elif damage == "changed":
-        content = bytearray(victim.read_bytes())
-        content[-5] ^= 1
-        victim.write_bytes(bytes(content))
-    else:
-        victim.unlink()
+    (folder / "checkpoints" / "global_step_4" / "manifest.json").unlink()
     with (tmp_path / "screen.txt").open("w") as out:
         train(task.config(folder, *RUN, *data), console=Console(file=out, width=300))
     said = (tmp_path / "screen.txt").read_text()
-    assert "global_step_4 is passed over" in said
+    assert "global_step_4 is passed over: it has no manifest.json" in said
     assert "goes on after step 3" in said
     weights = load_file(folder / "model" / "model.safetensors")
     assert all(torch.equal(weights[name], whole.weights[name]) for name in weights)
