@@ -12,7 +12,7 @@ from torch import Tensor
 from meshrl.agents.batch import make_agent_rollout
 from meshrl.algorithms import CovarianceStats
 from meshrl.config.actor import RefConfig
-from meshrl.config.rollout import RolloutConfig
+from meshrl.config.rollout import READERS, RolloutConfig
 from meshrl.config.root import ActorRolloutRefConfig
 from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.proto import DataProto
@@ -24,7 +24,8 @@ from meshrl.rollout.base import Rollout, SamplingParams
 from meshrl.rollout.build import build_rollout
 from meshrl.telemetry.memory import PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
-from meshrl.weights.sync import sync_weights
+from meshrl.weights.colocated import policy_sync
+from meshrl.weights.hybrid import ROLLOUT, TRAIN, HybridEngine
 from meshrl.workers.actor_loss import count_mini_batch, make_actor_loss, skips_samples_without_advantage
 from meshrl.workers.joining import join_ranks
 from meshrl.workers.resting import awake, rests, send_to_rest
@@ -60,10 +61,33 @@ class ActorRolloutRefWorker(Worker):
             self.ref.initialize()
             send_to_rest(self.ref, self.config.ref.fsdp_config.param_offload, False)
         self.rollout = self._build_rollout(self.config.rollout)
+        self.phases = self._make_phases(self.config.rollout)
         send_to_rest(self.actor, *rests(actor))
 
+    def _make_phases(self, config: RolloutConfig) -> HybridEngine:
+        """The switch between training and generating."""
+        sync = policy_sync(
+            self.actor,
+            self.rollout,
+            bucket_megabytes=config.update_weights_bucket_megabytes,
+            verify=config.update_weights_verify,
+            delta=config.update_weights_delta,
+            deadline=self.settings.collective_deadline,
+        )
+        return HybridEngine(
+            self.actor,
+            self.rollout,
+            sync,
+            device=self.device,
+            free_cache_engine=config.free_cache_engine and config.name in READERS["free_cache_engine"],
+            param_offload=rests(self.config.actor)[0],
+            shares_weights=getattr(self.rollout, "shares_weights", False),
+            rollout_seed=self.settings.seed,
+        )
+
     def _awake(self, engine: Engine, *, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Inside, the engine's weights (and optimizer) are on the device."""
+        """Inside, the engine's weights (and optimizer) are on the device, and the rollout has made room."""
+        self.phases.ensure(TRAIN)
         model, states = rests(self.config.actor)
         if engine is self.ref:
             model = self.config.ref.fsdp_config.param_offload
@@ -84,10 +108,10 @@ class ActorRolloutRefWorker(Worker):
         return rollout
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sync_weights(self, version: int) -> None:
-        """Brings the actor's weights into the rollout as this version."""
-        with self._awake(self.actor):
-            sync_weights(self.actor, self.rollout, version)
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Brings the actor's weights into the rollout as this version; times, bytes, and memory of each phase."""
+        self.phases.ensure(TRAIN)
+        return self.phases.to_rollout(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model(self, folder: str) -> None:
@@ -107,7 +131,9 @@ class ActorRolloutRefWorker(Worker):
             top_p=how.top_p,
             stop_token_ids=self.stop_token_ids,
         )
-        output = (self.agents or self.rollout).generate_sequences(prompts, params)
+        self.phases.ensure(ROLLOUT)
+        with self.phases.own_random_numbers():
+            output = (self.agents or self.rollout).generate_sequences(prompts, params)
         if not config.calculate_log_probs:
             output.pop(batch_keys=["rollout_log_probs"])
         return output
@@ -160,6 +186,7 @@ class ActorRolloutRefWorker(Worker):
         collected: dict[str, list[float]] = {}
         mini_batches = data.chunk(self.settings.mini_batches)
         memory = PeakMemory(self.device)
+        self.phases.has_trained = True
         with self._awake(self.actor, optimizer=True):
             for epoch in range(self.config.actor.ppo_epochs):
                 for number, mini_batch in enumerate(mini_batches):
