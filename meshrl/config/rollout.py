@@ -19,6 +19,7 @@ READERS = {
     "free_cache_engine": ("embedded", "hf", "vllm"),
     "update_weights_verify": ("embedded", "hf"),
     "update_weights_delta": ("embedded", "hf"),
+    "update_weights_adapters": ("embedded", "hf"),
     "max_num_batched_tokens": ("embedded", "vllm", "sglang"),
     "engine_kwargs.vllm": ("vllm",),
     "engine_kwargs.sglang": ("sglang",),
@@ -118,6 +119,11 @@ class RolloutConfig:
     update_weights_delta: bool = key(
         False,
         "Send only what changed since the last version; senders keep a copy, and free_cache_engine must be off.",
+    )
+    update_weights_adapters: str = key(
+        "alone",
+        "LoRA: send the base once (it stays in host memory) and then adapters alone, or always the merged weights.",
+        choices=("alone", "merged"),
     )
     engine_kwargs: EngineKwargs = section(EngineKwargs, "Further arguments of an external engine.")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Tools and turns.")

@@ -4,6 +4,7 @@
 |---|---|
 | generates with the trainer's own module | none: only the version moves on |
 | embedded or hf, with a copy of its own | a plan (`connect`) |
+| the same, of a sharded trainer with adapters | the base once, then adapters alone (`merging`), or merged by a plan |
 | vLLM, SGLang; FSDP1 with adapters | a stream of whole tensors |
 """
 
@@ -21,6 +22,7 @@ from meshrl.engines.fsdp.sharding import Whole
 from meshrl.rollout.base import Rollout
 from meshrl.weights.connect import connect, rollout_params
 from meshrl.weights.exchange import Traffic
+from meshrl.weights.merging import MergingSync
 from meshrl.weights.sources import has_fsdp2
 from meshrl.weights.sync import SyncReport, sync_weights
 
@@ -35,24 +37,32 @@ class PolicySync(Protocol):
 
 
 def policy_sync(
-    engine: Engine, rollout: Rollout, *, bucket_megabytes: int, verify: bool, delta: bool, deadline: float
+    engine: Engine,
+    rollout: Rollout,
+    *,
+    bucket_megabytes: int,
+    verify: bool,
+    delta: bool,
+    deadline: float,
+    adapters: str = "alone",
 ) -> PolicySync:
-    """The way that fits an engine and the rollout of its own process."""
+    """The way that fits an engine and the rollout of its own process.
+
+    `adapters`: of a sharded model with LoRA, send the base once and then adapters `alone`, or always all weights
+    `merged`. What lies whole in the same process is merged there.
+    """
     hf_model: Any = getattr(rollout, "hf_model", None)
     if getattr(rollout, "shares_weights", False):
         return Shared(engine)
     if hf_model is None or not takes_plans(engine):
         return Stream(engine)
 
+    options: dict[str, Any] = {"bucket_megabytes": bucket_megabytes, "verify": verify, "deadline": deadline}
+
     def make() -> PolicySync:
-        return connect(
-            engine,
-            rollout_params(hf_model),
-            bucket_megabytes=bucket_megabytes,
-            verify=verify,
-            delta=delta,
-            deadline=deadline,
-        )
+        if isinstance(engine, FSDPEngine) and engine.has_adapters and engine.is_sharded and adapters == "alone":
+            return MergingSync(engine, hf_model, **options)
+        return connect(engine, rollout_params(hf_model), delta=delta, **options)
 
     return AtFirstUse(make)
 

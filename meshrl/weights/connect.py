@@ -45,7 +45,7 @@ class EngineSync:
     def plan(self) -> ReshardPlan:
         return self.sync.plan
 
-    def __call__(self, rollout: Rollout, version: int) -> SyncReport:
+    def __call__(self, rollout: Rollout | None, version: int) -> SyncReport:
         """All ranks together; see `WeightSync.run`."""
         tensors = self.source.tensors()
         if self.sync.source is not None:

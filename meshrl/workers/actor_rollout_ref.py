@@ -72,6 +72,7 @@ class ActorRolloutRefWorker(Worker):
             bucket_megabytes=config.update_weights_bucket_megabytes,
             verify=config.update_weights_verify,
             delta=config.update_weights_delta,
+            adapters=config.update_weights_adapters,
             deadline=self.settings.collective_deadline,
         )
         return HybridEngine(

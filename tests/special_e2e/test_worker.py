@@ -176,7 +176,7 @@ def test_training_and_generating_take_turns(task, tmp_path, world, overrides):
         metrics = over_ranks(group.sync_weights(1))
         assert metrics["weight_sync/version"] == 1
         if world == 2:
-            # What the ranks lack of each other's halves; a step changes most float32 numbers, though not all of their bits.
+            # What the ranks lack of each other's halves. A step changes most numbers, but not all of their bits.
             whole = sum(m["weight_sync/received_bytes"] for m in first)
             assert (metrics["weight_sync/received_bytes"] == whole) == frees
             assert metrics["weight_sync/received_bytes"] <= whole
@@ -185,3 +185,23 @@ def test_training_and_generating_take_turns(task, tmp_path, world, overrides):
         assert not torch.equal(new.batch["rollout_log_probs"], data.batch["rollout_log_probs"])
     finally:
         group.shutdown()
+
+
+def test_with_adapters_the_base_travels_once(task, tmp_path):
+    pytest.importorskip("peft")
+    group = policy(task, tmp_path, 2, "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.01")
+    prompts = some_prompts(task, tmp_path)
+    received, log_probs = [], []
+    try:
+        for version in range(3):
+            metrics = over_ranks(group.sync_weights(version))
+            received.append(metrics["weight_sync/received_bytes"])
+            data = group.generate_sequences(prompts)
+            own = group.compute_log_prob(data).batch["old_log_probs"]
+            assert ((own - data.batch["rollout_log_probs"]).abs() * data.batch["response_mask"]).max() < 1e-5
+            log_probs.append(own)
+            group.update_actor(with_advantages(data))
+    finally:
+        group.shutdown()
+    assert received[1] == received[2] < 0.25 * received[0]
+    assert not torch.equal(log_probs[0], log_probs[2])
