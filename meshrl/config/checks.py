@@ -217,6 +217,11 @@ def _sampling_problems(config: PPOConfig) -> list[str]:
             problems.append(f"{prefix}.top_p=0 leaves no token; 1.0 keeps all")
     if val.do_sample and val.temperature == 0:
         problems.append(f"{ROLLOUT}.val_kwargs.do_sample=true needs val_kwargs.temperature > 0")
+    if rollout.update_weights_delta and rollout.free_cache_engine:
+        problems.append(
+            f"{ROLLOUT}.update_weights_delta=true builds on weights that {ROLLOUT}.free_cache_engine=true gives up: "
+            "set the latter to false"
+        )
     for length, limit in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
         ours, theirs = getattr(rollout, length), getattr(config.data, limit)
         if ours != theirs:

@@ -43,6 +43,7 @@ from meshrl.telemetry.trackers import Tracker
 from meshrl.trainer.correction import correct_rollout, corrects_rollout
 from meshrl.trainer.schedule import Begun, Schedule, correction_of
 from meshrl.trainer.validation import Validator
+from meshrl.weights.colocated import over_ranks
 from meshrl.workers.actor_loss import skips_samples_without_advantage
 
 
@@ -121,7 +122,7 @@ class PPOTrainer:
             with self.phase("update_actor"):
                 metrics |= self.update_actor(batch)
             with self.phase("sync"):
-                self.sync_weights()
+                metrics |= self.sync_weights()
         self.samples.log_training(batch, self.reward.decode, self.step)
         return metrics | data_metrics(batch, self.config)
 
@@ -305,15 +306,14 @@ class PPOTrainer:
         by_mini_batch_and_rank = np.arange(len(work)).reshape(mini_batches, dp_size, -1)
         return by_mini_batch_and_rank.swapaxes(0, 1).ravel()
 
-    def sync_weights(self) -> None:
-        """Gives the rollout the actor's weights as the next version."""
+    def sync_weights(self) -> dict[str, float]:
+        """Gives the rollout the actor's weights as the next version; what that took."""
         self.version += 1
         if self.rollout is self.actor:
-            self.actor.sync_weights(self.version)
-            return
+            return over_ranks(self.actor.sync_weights(self.version))
         sent = self.actor.send_weights(self.version)
-        self.rollout.receive_weights(self.version, not self.config.async_training.partial_rollout)
-        sent.get()
+        found = self.rollout.receive_weights(self.version, not self.config.async_training.partial_rollout)
+        return over_ranks([*found, *sent.get()])
 
     def is_time_to_validate(self) -> bool:
         """At every `test_freq`-th step and at the last."""

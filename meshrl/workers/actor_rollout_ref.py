@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshrl.algorithms import CovarianceStats
 from meshrl.config.actor import RefConfig
-from meshrl.config.rollout import RolloutConfig
+from meshrl.config.rollout import READERS, RolloutConfig
 from meshrl.config.root import ActorRolloutRefConfig
 from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.proto import DataProto
@@ -20,8 +20,9 @@ from meshrl.engines.build import engine_class
 from meshrl.models.saving import save_hf_folder
 from meshrl.telemetry.memory import PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
+from meshrl.weights.colocated import policy_sync
+from meshrl.weights.hybrid import ROLLOUT, TRAIN, HybridEngine
 from meshrl.weights.pools import PoolGroup, connect_trainer
-from meshrl.weights.sync import sync_weights
 from meshrl.workers.actor_loss import count_mini_batch, make_actor_loss, skips_samples_without_advantage
 from meshrl.workers.generation import Generation
 from meshrl.workers.joining import join_ranks
@@ -57,6 +58,7 @@ class ActorRolloutRefWorker(Worker):
             self.ref = engine_class(actor)(model, actor, None, device=self.device)
             self.ref.initialize()
             send_to_rest(self.ref, self.config.ref.fsdp_config.param_offload, False)
+        self.phases: HybridEngine | None = None
         if self.settings.with_rollout:
             # An unsharded trainer in the rollout's own type lends its module: no copy of the weights at all.
             can_share = not self.actor.is_sharded and not self.actor.has_adapters and not rests(actor)[0]
@@ -64,30 +66,62 @@ class ActorRolloutRefWorker(Worker):
                 self.config.rollout, model, self.actor.hf_model, device=self.device, can_share=can_share
             )
             self.rollout = self.generate.rollout
+            self.phases = self._make_phases(self.config.rollout)
         send_to_rest(self.actor, *rests(actor))
 
+    def _make_phases(self, config: RolloutConfig) -> HybridEngine:
+        """The switch between training and generating."""
+        sync = policy_sync(
+            self.actor,
+            self.rollout,
+            bucket_megabytes=config.update_weights_bucket_megabytes,
+            verify=config.update_weights_verify,
+            delta=config.update_weights_delta,
+            adapters=config.update_weights_adapters,
+            deadline=self.settings.collective_deadline,
+        )
+        return HybridEngine(
+            self.actor,
+            self.rollout,
+            sync,
+            device=self.device,
+            free_cache_engine=config.free_cache_engine and config.name in READERS["free_cache_engine"],
+            param_offload=rests(self.config.actor)[0],
+            shares_weights=getattr(self.rollout, "shares_weights", False),
+            rollout_seed=self.settings.seed,
+        )
+
     def _awake(self, engine: Engine, *, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Inside, the engine's weights (and optimizer) are on the device."""
+        """Inside, the engine's weights (and optimizer) are on the device, and the rollout has made room."""
+        if self.phases is not None:
+            self.phases.ensure(TRAIN)
         model, states = rests(self.config.actor)
         if engine is self.ref:
             model = self.config.ref.fsdp_config.param_offload
         return awake(engine, self.device, model=model, optimizer=optimizer and states)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sync_weights(self, version: int) -> None:
-        """Brings the actor's weights into the rollout as this version."""
-        with self._awake(self.actor):
-            sync_weights(self.actor, self.rollout, version)
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Brings the actor's weights into the rollout as this version; times, bytes, and memory of each phase."""
+        assert self.phases is not None
+        self.phases.ensure(TRAIN)
+        return self.phases.to_rollout(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def join_pool(self, address: str, num_rollouts: int) -> None:
         """Connects with rollouts on devices of their own, who join at the same time."""
         deadline = self.settings.collective_deadline
         group = PoolGroup.join(address, self.rank, self.world_size + num_rollouts, deadline)
-        megabytes = self.config.rollout.update_weights_bucket_megabytes
+        rollout = self.config.rollout
         with self._awake(self.actor):
             self.pool_sync = connect_trainer(
-                self.actor, group, num_rollouts, bucket_megabytes=megabytes, deadline=deadline
+                self.actor,
+                group,
+                num_rollouts,
+                bucket_megabytes=rollout.update_weights_bucket_megabytes,
+                verify=rollout.update_weights_verify,
+                delta=rollout.update_weights_delta,
+                deadline=deadline,
             )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -105,7 +139,10 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=nd_dispatch("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Answers prompts with the rollout's weights; `meta_info["validate"]` chooses the sampling of validation."""
-        return self.generate(prompts)
+        assert self.phases is not None
+        self.phases.ensure(ROLLOUT)
+        with self.phases.own_random_numbers():
+            return self.generate(prompts)
 
     @register(dispatch_mode=nd_dispatch("actor"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -155,6 +192,8 @@ class ActorRolloutRefWorker(Worker):
         collected: dict[str, list[float]] = {}
         mini_batches = data.chunk(self.settings.mini_batches)
         memory = PeakMemory(self.device)
+        if self.phases is not None:
+            self.phases.has_trained = True
         with self._awake(self.actor, optimizer=True):
             for epoch in range(self.config.actor.ppo_epochs):
                 for number, mini_batch in enumerate(mini_batches):
