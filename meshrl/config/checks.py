@@ -17,6 +17,7 @@ from meshrl.config.critic import uses_critic
 from meshrl.config.data_checks import data_problems, sampler_file_problems
 from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError
+from meshrl.config.gates import gate_problems
 from meshrl.config.layout import engine_problems, rollout_problems, sequence_ranks
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import fit_problems, folder_problems, read_model_config
@@ -71,6 +72,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *rollout_problems(rollout, ROLLOUT, world_size),
         *batch_problems(config),
         *data_problems(config),
+        *gate_problems(config.trainer.gates),
         *_token_budget_problems(config),
         *_sampling_problems(config),
         *_reader_problems(config),

@@ -40,11 +40,11 @@ def encode_in_processes(
         waiting = iter(starts)
         busy = {worker.connection: worker for worker in workers if worker.give(prompts, next(waiting, None))}
         while busy:
-            ready = wait(list(busy), CHUNK_SECONDS)
+            ready: list[Any] = wait(list(busy), CHUNK_SECONDS)
             if not ready:
                 raise TimeoutError(f"{len(busy)} processes gave no chunk of {CHUNK} prompts within {CHUNK_SECONDS} s")
             for connection in ready:
-                worker = busy.pop(connection)  # type: ignore[arg-type]
+                worker = busy.pop(connection)
                 found[worker.start] = worker.answer()
                 if on_progress is not None:
                     on_progress(sum(map(len, found.values())), len(prompts))

@@ -44,6 +44,7 @@ from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracker
 from meshrl.trainer.correction import correct_rollout, corrects_rollout
 from meshrl.trainer.dynamic_sampling import ROUND, DynamicSampling, Scored
+from meshrl.trainer.gates import Gates
 from meshrl.trainer.greedy_baseline import GREEDY, add_greedy_baselines
 from meshrl.trainer.overlap import generate_beside_scoring
 from meshrl.trainer.reward_components import RM_SCORE, reward_components
@@ -65,12 +66,13 @@ class PPOTrainer:
         tracker: Tracker,
         samples: SampleLog,
         timer: PhaseTimer,
+        gates: Gates | None = None,
     ):
         self.config, self.train_data, self.order = config, train_data, order
         self.actor, self.critic = groups["actor_rollout_ref"], groups.get("critic")
         self.reward_model = groups.get("reward_model")
         self.reward, self.validator, self.tracker, self.samples = reward, validator, tracker, samples
-        self.timer = timer
+        self.timer, self.gates = timer, gates
         self.units = BatchUnits.from_config(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.total_steps = total_steps(config, len(train_data))
@@ -104,7 +106,10 @@ class PPOTrainer:
             metrics |= self.train_step(batch)
             if self.is_time_to_validate():
                 metrics |= self.validate()
+            metrics |= self.gates.after_step(self.step, metrics) if self.gates else {}
             self.tracker.log(metrics | self.time_metrics(metrics), self.step)
+            if self.gates:
+                self.gates.raise_if_stopped(self.step, metrics)
 
     def batches(self) -> Iterator[Scored]:
         """Scored samples of every step that is left, with the metrics of how they came about."""
@@ -172,8 +177,12 @@ class PPOTrainer:
             with self.phase("values"):
                 values = self.call_balanced(self.critic.compute_values, batch, self.units.critic_dp_size)
                 batch = batch.union(values)
+        if self.gates:
+            self.gates.check_batch(batch, self.step)
         with self.phase("adv"):
             metrics |= self.add_advantages(batch)
+        if self.gates:
+            self.gates.check_batch(batch, self.step)
         if self.critic is not None:
             with self.phase("update_critic"):
                 metrics |= self.update_critic(batch)

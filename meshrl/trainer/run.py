@@ -46,6 +46,7 @@ from meshrl.telemetry.run_folder import RunFolder
 from meshrl.telemetry.samples import SampleLog
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracking
+from meshrl.trainer.gates import Gates
 from meshrl.trainer.judging import GroupAsk
 from meshrl.trainer.ppo import PPOTrainer, total_steps
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
@@ -113,7 +114,9 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
             }
             validator = Validator(config, actor, val_data, reward, samples) if val_data else None
             timer = PhaseTimer(on_change=screen.show_phase)
-            PPOTrainer(config, groups, train_data, order, reward, validator, tracker, samples, timer).fit()
+            bypasses = config.algorithm.rollout_correction.bypass_mode
+            gates = Gates(trainer.gates, run.path, say=screen.message, old_is_trainers=not bypasses)
+            PPOTrainer(config, groups, train_data, order, reward, validator, tracker, samples, timer, gates).fit()
             if trainer.save_final_model and not trainer.val_only:
                 screen.message(f"model: {save_model(actor, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")

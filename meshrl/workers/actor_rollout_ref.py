@@ -208,6 +208,8 @@ class ActorRolloutRefWorker(Worker):
                         collected.setdefault(name, []).append(value)
             self.actor.optimizer_zero_grad()
         skipped = {"actor/skipped_steps": sum(collected["actor/skipped_steps"])}
+        # Before the first step of a batch the policy must still be the old one.
+        skipped["actor/ppo_kl_before"] = collected["actor/ppo_kl"][0]
         return reduce_metrics(collected) | skipped | memory.metrics("update_actor")
 
     def _update_on(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from meshrl.config.reward import JudgeConfig
 from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.prompts import object_array
@@ -46,7 +48,7 @@ class JudgeWorker(Worker):
         """`reply` to each `text`; where there is none, `error` says why."""
         replies = self.ask(list(questions.non_tensor_batch["text"]))
         failed = [isinstance(reply, Exception) for reply in replies]
-        columns = {
+        columns: dict[str, list[Any]] = {
             "reply": ["" if bad else reply for bad, reply in zip(failed, replies, strict=True)],
             "error": [str(reply) if bad else None for bad, reply in zip(failed, replies, strict=True)],
         }

@@ -28,11 +28,13 @@ def test_a_run_that_overlaps_is_the_same_run(task, tmp_path, more):
     after = task.train(tmp_path / "after", *OPTIONS, *more)
     beside = task.train(tmp_path / "beside", *OPTIONS, *more, "reward_manager.overlap=true")
     for ours, theirs in zip(after.metrics, beside.metrics, strict=True):
-        assert theirs["critic/score/mean"] == ours["critic/score/mean"]
+        # The same tokens; log-probs to rounding, since a whole batch is computed in other pieces.
+        assert theirs["critic/score/mean"] == pytest.approx(ours["critic/score/mean"], abs=1e-6)
+        assert theirs["response_length/mean"] == ours["response_length/mean"]
         assert 0 < theirs["reward/overlapped_share"] < 1
         assert "reward/overlapped_share" not in ours
     for name, weight in after.weights.items():
-        assert torch.equal(beside.weights[name], weight), name
+        torch.testing.assert_close(beside.weights[name], weight, rtol=1e-4, atol=1e-5)
 
 
 class Noting(RewardManager):
@@ -83,8 +85,9 @@ def test_parts_come_while_others_are_generated(task, worker):
     assert metrics["reward/overlapped_share"] == pytest.approx(1 - manager.parts[-1] / 37)
     parts.add_scores(batch, 60.0)
     whole = worker.generate_sequences(request)
-    for name in ("responses", "response_mask", "input_ids", "rollout_log_probs"):
+    for name in ("responses", "response_mask", "input_ids", "attention_mask", "position_ids", "versions"):
         assert torch.equal(batch.batch[name], whole.batch[name]), name
+    torch.testing.assert_close(batch.batch["rollout_log_probs"], whole.batch["rollout_log_probs"], rtol=0, atol=1e-5)
     whole.non_tensor_batch = dict(columns)
     assert torch.equal(manager(whole)[0], batch.batch["token_level_scores"])
 
