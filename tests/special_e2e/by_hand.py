@@ -11,6 +11,7 @@ import torch
 
 from meshrl.trainer.ppo import PPOTrainer
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+from meshrl.workers.critic import CriticWorker
 
 Rows = list[list[float]]
 
@@ -21,6 +22,7 @@ class Recorder:
 
     batches: list[dict[str, Any]] = field(default_factory=list)
     mini_batches: list[dict[str, Any]] = field(default_factory=list)
+    critic_batches: list[dict[str, Any]] = field(default_factory=list)
 
     def watch(self, monkeypatch: Any) -> Recorder:
         """Takes part in runs whose worker lives in this process."""
@@ -39,6 +41,18 @@ class Recorder:
             self.mini_batches.append(seen | {"log_probs": log_probs, "metrics": metrics})
             return metrics
 
+        update_critic_on = CriticWorker._update_on
+
+        def watched_critic(worker, data):
+            seen = {name: value.clone() for name, value in data.batch.items()}
+            request = data.select(["input_ids", "attention_mask", "response_mask"], [])
+            request.meta_info = worker._meta()
+            seen["predicted"] = worker.engine.forward(request)["values"].clone()
+            metrics = update_critic_on(worker, data)
+            self.critic_batches.append(seen | {"metrics": metrics})
+            return metrics
+
+        monkeypatch.setattr(CriticWorker, "_update_on", watched_critic)
         monkeypatch.setattr(PPOTrainer, "update_actor", watched_update)
         monkeypatch.setattr(ActorRolloutRefWorker, "_update_on", watched_step)
         return self
@@ -148,6 +162,27 @@ def token_baseline(batch: dict[str, Any]) -> Rows:
             for row in there:
                 found[row][t] = returns[row][t] - baseline
     return found
+
+
+def value_loss(mini_batch: dict[str, Any], clip: float) -> float:
+    """Half the larger of the squared errors of the prediction and of the one clipped around the old value."""
+    losses = []
+    for row in range(len(mini_batch["values"])):
+        for t in tokens_of(mini_batch["response_mask"], row):
+            new, old, wanted = (mini_batch[name][row, t].item() for name in ("predicted", "values", "returns"))
+            near = min(max(new, old - clip), old + clip)
+            losses.append(0.5 * max((new - wanted) ** 2, (near - wanted) ** 2))
+    return statistics.fmean(losses)
+
+
+def kl_of(mini_batch: dict[str, Any]) -> float:
+    """The k3 estimate of the KL to the reference, a mean over tokens."""
+    terms = []
+    for row in range(len(mini_batch["log_probs"])):
+        for t in tokens_of(mini_batch["response_mask"], row):
+            difference = (mini_batch["ref_log_prob"][row, t] - mini_batch["log_probs"][row, t]).item()
+            terms.append(math.exp(difference) - 1 - difference)
+    return statistics.fmean(terms)
 
 
 @dataclass(frozen=True)

@@ -180,3 +180,41 @@ def test_two_processes_give_the_same_sums_of_squares(task, tmp_path):
     two = task.train(tmp_path / "two", *options, "trainer.n_gpus_per_node=2")
     for name, weight in one.weights.items():
         torch.testing.assert_close(two.weights[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_the_critic_regresses_as_by_hand(task, tmp_path, recorder):
+    task.train(tmp_path, *SETTING, *DENSE, *CASES["gae"][2], "critic.cliprange_value=0.03")
+    assert len(recorder.critic_batches) == 3 * 2 * 2
+    plain, clipped = 0.0, 0.0
+    for mini_batch in recorder.critic_batches:
+        found = mini_batch["metrics"]["critic/vf_loss"]
+        assert found == pytest.approx(by_hand.value_loss(mini_batch, 0.03), rel=1e-4)
+        plain = max(plain, abs(found - by_hand.value_loss(mini_batch, 1e9)))
+        clipped = max(clipped, mini_batch["metrics"]["critic/vf_clipfrac"])
+    assert plain > 1e-3  # the clip counts
+    assert 0 < clipped < 1
+
+
+def test_kl_in_the_reward_is_taken_off_token_by_token(task, tmp_path, recorder):
+    options = ("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.3", f"{CORRECTION}.bypass_mode=false")
+    run = task.train(tmp_path, *SETTING, *DENSE, *options)
+    for number, batch in enumerate(recorder.batches):
+        kls = []
+        for row in range(len(batch["uid"])):
+            for t in by_hand.tokens_of(batch["response_mask"], row):
+                kl = (batch["old_log_probs"][row, t] - batch["ref_log_prob"][row, t]).item()
+                kls.append(kl)
+                expected = batch["token_level_scores"][row, t].item() - 0.3 * kl
+                assert batch["token_level_rewards"][row, t].item() == pytest.approx(expected, abs=1e-5)
+        assert bool(number) == (max(map(abs, kls)) > 1e-3)  # at first policy and reference are one
+        wanted = torch.tensor(by_hand.on_tokens(by_hand.grpo(batch), batch["response_mask"]))
+        torch.testing.assert_close(batch["advantages"], wanted, rtol=1e-3, atol=1e-4)
+    assert run.metrics[0]["actor/reward_kl_penalty_coeff"] == 0.3
+
+
+def test_kl_in_the_loss_is_measured_as_by_hand(task, tmp_path, recorder):
+    task.train(tmp_path, *SETTING, *DENSE, f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.5")
+    found = [mini_batch["metrics"]["actor/kl_loss"] for mini_batch in recorder.mini_batches]
+    for value, mini_batch in zip(found, recorder.mini_batches, strict=True):
+        assert value == pytest.approx(by_hand.kl_of(mini_batch), rel=1e-3, abs=1e-6)
+    assert max(found) > 1e-3
