@@ -11,10 +11,14 @@ from contextlib import ExitStack
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from meshrl.data.encoding import encode_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 WORKER = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from meshrl.data.encoding_pool import main; main()"
@@ -98,8 +102,6 @@ class _Encoder:
 
 def main() -> None:
     """One process: the tokenizer first, then chunks of prompts, each answered in turn."""
-    from meshrl.data.prompts import encode_prompt
-
     connection = Connection(int(sys.argv[1]))
     try:
         tokenizer, tools = connection.recv()

@@ -10,9 +10,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.data import DataConfig
+from meshrl.data.encoding import encode_prompt
 from meshrl.data.files import Row, stream_rows
 from meshrl.data.mixing import Shares
-from meshrl.data.prompts import Prompt, encode_prompt, fit_prompt, prompt_batch
+from meshrl.data.prompts import Prompt, fit_prompt, prompt_batch
 from meshrl.data.proto import DataProto
 from meshrl.data.sampling import RowOrder
 

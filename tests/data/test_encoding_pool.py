@@ -6,8 +6,9 @@ import pytest
 
 from meshrl.config.data import DataConfig
 from meshrl.data import encoding_pool
+from meshrl.data.encoding import encode_prompt
 from meshrl.data.encoding_pool import encode_in_processes
-from meshrl.data.prompts import PromptDataset, encode_prompt
+from meshrl.data.prompts import PromptDataset
 
 
 @pytest.fixture(autouse=True)

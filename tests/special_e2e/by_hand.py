@@ -176,12 +176,12 @@ def value_loss(mini_batch: dict[str, Any], clip: float) -> float:
 
 
 def kl_of(mini_batch: dict[str, Any]) -> float:
-    """The k3 estimate of the KL to the reference, a mean over tokens."""
+    """The k3 estimate of the KL to the reference, at most 10 a token, a mean over tokens."""
     terms = []
     for row in range(len(mini_batch["log_probs"])):
         for t in tokens_of(mini_batch["response_mask"], row):
             difference = (mini_batch["ref_log_prob"][row, t] - mini_batch["log_probs"][row, t]).item()
-            terms.append(math.exp(difference) - 1 - difference)
+            terms.append(min(math.exp(difference) - 1 - difference, 10.0))
     return statistics.fmean(terms)
 
 
