@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from meshrl.config.gates import GatesConfig
 from meshrl.config.key import key, section
 
 LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "trackio")
@@ -74,6 +75,7 @@ class TrainerConfig(RunConfig):
     max_critic_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep.", low=1, pending="checkpoints")
     rollout_data_dir: str | None = key(None, "Folder for all training samples, one jsonl file per step.")
     validation_data_dir: str | None = key(None, "Folder for all validation samples, one jsonl file per validation.")
+    gates: GatesConfig = section(GatesConfig, "What is watched while the run goes on.")
     log_val_generations: int = key(0, "Validation samples shown by the trackers each time.", low=0)
 
 
