@@ -213,7 +213,7 @@ def write_lm(folder: Path, arguments: argparse.Namespace) -> None:
 
 
 def pool_rank(rank: int, folder: str, address: str, copies: int, staged: bool) -> tuple[float, float]:
-    """One process of two pools, a trainer and some rollouts: seconds of a sync, and the stall of one while generating."""
+    """One process of two pools, a trainer and rollouts: seconds of a sync, and the stall of one while generating."""
     from meshrl.config.engine import EngineConfig, FSDPConfig
     from meshrl.config.model import ModelConfig
     from meshrl.engines.fsdp.engine import FSDPEngine
