@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +23,25 @@ def encode_prompt(
         raise ValueError(
             f"prompt {number} must be a string or a list of messages with role and content, got {prompt!r}"
         )
+    _check_tokens(ids, prompt, number)
+    return np.asarray(ids, dtype=np.int64)
+
+
+def encode_prompts(
+    tokenizer: Tokenizer, prompts: Sequence[Any], first: int = 0, tools: list[dict[str, Any]] | None = None
+) -> list[np.ndarray]:
+    """`encode_prompt` of each; texts go to the tokenizer together. `first` is the number of the first of them."""
+    if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+        return [encode_prompt(tokenizer, prompt, first + at, tools) for at, prompt in enumerate(prompts)]
+    found = [np.asarray(ids, dtype=np.int64) for ids in tokenizer(list(prompts))["input_ids"]]
+    for at, ids in enumerate(found):
+        _check_tokens(ids, prompts[at], first + at)
+    return found
+
+
+def _check_tokens(ids: Sequence[int] | np.ndarray, prompt: Any, number: int) -> None:
     if len(ids) == 0:
         raise ValueError(f"prompt {number} has no tokens: {prompt!r}")
-    return np.asarray(ids, dtype=np.int64)
 
 
 def is_chat(messages: Any) -> bool:

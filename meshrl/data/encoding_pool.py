@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshrl.data.encoding import encode_prompt
+from meshrl.data.encoding import encode_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -108,8 +108,7 @@ def main() -> None:
         while True:
             start, prompts = connection.recv()
             try:
-                ids = [encode_prompt(tokenizer, prompt, start + at, tools) for at, prompt in enumerate(prompts)]
-                connection.send((True, ids))
+                connection.send((True, encode_prompts(tokenizer, prompts, start, tools)))
             except Exception as error:  # said by the caller, in its own words where they can travel
                 connection.send((False, _portable(error)))
     except (EOFError, OSError):

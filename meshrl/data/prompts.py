@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.data import DataConfig
-from meshrl.data.encoding import encode_prompt
+from meshrl.data.encoding import encode_prompts
 from meshrl.data.encoding_pool import OnProgress, encode_in_processes
 from meshrl.data.files import Row, read_rows
 from meshrl.data.proto import DataProto
 
-# How often a bar hears of it.
-PROGRESS_EVERY = 100
+# How many prompts are tokenized together.
+AT_ONCE = 256
 # A row and its prompt's token ids.
 Prompt = tuple[Row, np.ndarray]
 
@@ -76,10 +76,11 @@ class PromptDataset:
     def _encoded_here(
         self, prompts: Sequence[Any], tools: list[dict[str, Any]] | None, on_progress: OnProgress | None
     ) -> Iterator[np.ndarray]:
-        for number, prompt in enumerate(prompts):
-            yield encode_prompt(self.tokenizer, prompt, number, tools)
-            if on_progress is not None and (number + 1) % PROGRESS_EVERY == 0:
-                on_progress(number + 1, len(prompts))
+        for start in range(0, len(prompts), AT_ONCE):
+            part = prompts[start : start + AT_ONCE]
+            yield from encode_prompts(self.tokenizer, part, start, tools)
+            if on_progress is not None:
+                on_progress(start + len(part), len(prompts))
 
     def batch(self, numbers: np.ndarray) -> DataProto:
         """The prompts with these row numbers, padded on the left to the longest of them."""

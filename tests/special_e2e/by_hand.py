@@ -25,7 +25,8 @@ class Recorder:
     critic_batches: list[dict[str, Any]] = field(default_factory=list)
 
     def watch(self, monkeypatch: Any) -> Recorder:
-        """Takes part in runs whose worker lives in this process."""
+        """Takes part in runs whose worker lives in this process; pictures of them are not needed."""
+        monkeypatch.setattr("meshrl.trainer.run.write_report", lambda path: path)
         update_actor, update_on = PPOTrainer.update_actor, ActorRolloutRefWorker._update_on
 
         def watched_update(trainer, batch):
