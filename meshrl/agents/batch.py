@@ -23,7 +23,8 @@ from meshrl.agents.requests import RequestDesk
 from meshrl.agents.toolbox import ToolBox, load_by_path, load_tools
 from meshrl.agents.trajectory import ENDINGS, NO_VERSION, Trajectory
 from meshrl.config.rollout import MultiTurnConfig, RolloutConfig
-from meshrl.data.prompts import is_chat, object_array
+from meshrl.data.encoding import is_chat
+from meshrl.data.prompts import object_array
 from meshrl.data.proto import DataProto
 from meshrl.rollout.base import Rollout, joined, unpadded_prompts
 from meshrl.rollout.requests import SamplingParams

@@ -13,14 +13,13 @@ POLICY_LOSSES = (
     "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro",
     "decoupled", "icepop", "bypass_mode",
 )  # fmt: skip
-PENDING_LOSSES = {"bypass_mode": "rollout correction inside the loss; set rollout_correction.bypass_mode=true instead"}
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_CHOICES = KL_ESTIMATORS + tuple(f"{name}+" for name in KL_ESTIMATORS)
 
 
 @dataclass
 class PolicyLossConfig:
-    loss_mode: str = key("vanilla", "Policy loss.", choices=POLICY_LOSSES, pending=PENDING_LOSSES)
+    loss_mode: str = key("vanilla", "Policy loss.", choices=POLICY_LOSSES)
     tau_pos: float = key(1.0, "sapo: temperature of the gate at positive advantages.", low=0)
     tau_neg: float = key(1.05, "sapo: temperature of the gate at negative advantages.", low=0)
     clip_cov_ratio: float = key(0.0002, "clip_cov: share of tokens taken out of the gradient.", low=0, high=1)
@@ -76,7 +75,16 @@ class RefFSDPConfig:
 
 
 @dataclass
+class RefModelConfig:
+    path: str | None = key(None, "Folder of the reference's own weights, of the policy's shape; null: the policy's.")
+
+
+@dataclass
 class RefConfig:
+    model: RefModelConfig = section(RefModelConfig, "Weights of the reference.")
+    update_every: int | None = key(
+        None, "The reference becomes the present policy every so many steps; null: never.", low=1
+    )
     log_prob_micro_batch_size_per_gpu: int | None = key(
         None, "Samples per forward on one rank.", low=1, follows=f"{ACTOR}.ppo_micro_batch_size_per_gpu"
     )

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from meshrl.config.actor import KL_CHOICES
 from meshrl.config.key import key, section
 
-CORRECTION = "rollout correction inside the loss"
 GROUP_ESTIMATORS = (
     "grpo",
     "grpo_vectorized",
@@ -15,13 +14,12 @@ GROUP_ESTIMATORS = (
     "reinforce_plus_plus_baseline",
     "opo",
     "gpg",
+    "gdpo",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
 )
-PENDING_ESTIMATORS = {
-    "gdpo": "several rewards per sample",
-    "remax": "greedy baseline rollouts",
-    "optimal_token_baseline": "gradient norms per token",
-    "tir_optimal_token_baseline": "gradient norms per token",
-}
+# These weigh each step by the squared length of the logits' gradient, which only the trainer's own pass knows.
+TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
 
 
 @dataclass
@@ -34,9 +32,14 @@ class KLCtrlConfig:
 
 @dataclass
 class FilterGroupsConfig:
-    enable: bool = key(False, "Drop groups of equal reward and generate more (DAPO).")
-    metric: str | None = key(None, "What must differ within a group.")
-    max_num_gen_batches: int = key(0, "Most rounds of generation; 0: no limit.", low=0)
+    enable: bool = key(False, "Drop groups whose samples are all alike and generate more (DAPO).")
+    metric: str | None = key(
+        None,
+        "What must differ: seq_reward, or what the reward function returns; null: its acc, else seq_reward.",
+    )
+    max_num_gen_batches: int = key(
+        0, "Most rounds of generation for one step, then the run stops; 0: as many as an epoch has.", low=0
+    )
 
 
 @dataclass
@@ -44,14 +47,17 @@ class RolloutCorrectionConfig:
     bypass_mode: bool = key(False, "Take the rollout's log-probs as the old ones instead of recomputing them.")
     rollout_is: str | None = key(
         None,
-        "Importance weights per token or sequence, of old_log_probs over the rollout's; null: token where samples may "
-        "be stale, else off.",
+        "Importance weights of old_log_probs over the rollout's; null: token if samples may be stale, else off.",
         choices=("token", "sequence", "off"),
     )
     rollout_is_threshold: float = key(2.0, "Upper bound of those weights.", low=0)
     rollout_rs: str | None = key(None, "Rejection of samples far from the trainer's policy, such as seq_mean_k3.")
     rollout_rs_threshold: float | None = key(None, "Bound of that rejection.", low=0)
-    loss_type: str = key("ppo_clip", "Loss with bypass_mode.", choices=("ppo_clip", "reinforce"), pending=CORRECTION)
+    loss_type: str = key(
+        "ppo_clip",
+        "Loss with bypass_mode: the ratio to the rollout clipped, or the plain gradient (weighted by rollout_is).",
+        choices=("ppo_clip", "reinforce"),
+    )
 
 
 @dataclass
@@ -59,8 +65,7 @@ class AlgorithmConfig:
     adv_estimator: str = key(
         "gae",
         "Advantage estimator.",
-        choices=("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", *PENDING_ESTIMATORS),
-        pending=PENDING_ESTIMATORS,
+        choices=("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "remax"),
     )
     gamma: float = key(1.0, "Discount per token.", low=0, high=1)
     lam: float = key(1.0, "GAE's lambda.", low=0, high=1)
@@ -68,7 +73,12 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = key(False, "Subtract the KL to the reference from the reward.")
     kl_penalty: str = key("kl", "Estimator of that KL.", choices=KL_CHOICES)
     kl_ctrl: KLCtrlConfig = section(KLCtrlConfig, "Coefficient of that KL.")
-    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "Dynamic sampling.", pending="dynamic sampling")
+    gdpo_reward_keys: list[str] = key(
+        [],
+        "gdpo: rewards to normalise one by one, among what the functions return; empty: each function's score.",
+    )
+    gdpo_reward_weights: list[float] = key([], "gdpo: their weights; empty: 1, or the functions' own.")
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "Dynamic sampling.")
     rollout_correction: RolloutCorrectionConfig = section(
         RolloutCorrectionConfig, "What is done about differences between rollout and trainer."
     )

@@ -20,12 +20,7 @@ class AsyncTrainingConfig:
         True, "Answers go on over an update of the weights; false: those begun are finished first."
     )
     batches_ahead: int | None = key(
-        None, "Batches begun before the one that is trained; null: max_staleness. More needs stale_samples=drop.", low=0
-    )
-    stale_samples: str = key(
-        "wait",
-        "wait: nothing is begun that could become too old; drop: what became too old trains nothing, and is counted.",
-        choices=("wait", "drop"),
+        None, "Batches begun early; null: max_staleness. With more, what gets too old is dropped and counted.", low=0
     )
 
 
@@ -54,16 +49,6 @@ def async_problems(config: "PPOConfig") -> list[str]:
             f"actor_rollout_ref.rollout.name={rollout.name} cannot have devices of its own yet: use embedded or hf"
         )
     ahead = how.max_staleness if how.batches_ahead is None else how.batches_ahead
-    if how.stale_samples == "wait" and ahead > how.max_staleness:
-        problems.append(
-            f"async_training.batches_ahead ({ahead}) makes samples older than max_staleness ({how.max_staleness}): "
-            "lower it, raise max_staleness, or set stale_samples=drop"
-        )
-    if how.stale_samples == "drop" and ahead <= how.max_staleness:
-        problems.append(
-            f"async_training.stale_samples=drop has no effect with batches_ahead ({ahead}) up to max_staleness "
-            f"({how.max_staleness}): nothing can become too old"
-        )
     if ahead and not rollout.calculate_log_probs:
         problems.append("async_training.max_staleness needs actor_rollout_ref.rollout.calculate_log_probs=true")
     return problems

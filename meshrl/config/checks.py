@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.config.algorithm import GROUP_ESTIMATORS
+from meshrl.config.algorithm_checks import (
+    bypass_problems,
+    estimator_problems,
+    filter_groups_problems,
+    reference_problems,
+)
 from meshrl.config.asynchronous import async_problems
 from meshrl.config.checkpoint_checks import checkpoint_problems
 from meshrl.config.critic import uses_critic
+from meshrl.config.data_checks import data_problems, sampler_file_problems
 from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError
+from meshrl.config.gates import gate_problems
 from meshrl.config.layout import engine_problems, rollout_problems, sequence_ranks
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import fit_problems, folder_problems, read_model_config
@@ -66,11 +74,17 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *rollout_problems(rollout, ROLLOUT, world_size),
         *batch_problems(config),
         *async_problems(config),
+        *data_problems(config),
+        *gate_problems(config.trainer.gates),
         *_token_budget_problems(config),
         *_sampling_problems(config),
         *_reader_problems(config),
         *multi_turn_problems(config),
         *_algorithm_problems(config),
+        *estimator_problems(config),
+        *filter_groups_problems(config),
+        *reference_problems(config),
+        *bypass_problems(config),
         *_loss_problems(config),
         *_optim_problems(actor.optim, f"{ACTOR}.optim"),
         *_run_problems(config.trainer),
@@ -92,9 +106,22 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
             config.data.max_prompt_length + config.data.max_response_length,
             "data.max_prompt_length + max_response_length",
         )
+        problems += sampler_file_problems(config)
+        problems += _reference_file_problems(config)
         problems += reward_file_problems(config.reward, config.custom_reward_function)
         problems += multi_turn_file_problems(config)
     return problems
+
+
+def _reference_file_problems(config: PPOConfig) -> list[str]:
+    """A reference of its own is read by the policy's tokenizer and run by the actor's engine."""
+    path, actor = config.actor_rollout_ref.ref.model.path, config.actor_rollout_ref.actor
+    if path is None:
+        return []
+    model = _read_by_ids(replace(config.actor_rollout_ref.model, path=path), config)
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    words = "data.max_prompt_length + max_response_length"
+    return _model_problems(model, "actor_rollout_ref.ref.model", actor, ACTOR, longest, words)
 
 
 def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
@@ -220,6 +247,11 @@ def _sampling_problems(config: PPOConfig) -> list[str]:
             problems.append(f"{prefix}.top_p=0 leaves no token; 1.0 keeps all")
     if val.do_sample and val.temperature == 0:
         problems.append(f"{ROLLOUT}.val_kwargs.do_sample=true needs val_kwargs.temperature > 0")
+    if rollout.update_weights_delta and rollout.free_cache_engine:
+        problems.append(
+            f"{ROLLOUT}.update_weights_delta=true builds on weights that {ROLLOUT}.free_cache_engine=true gives up: "
+            "set the latter to false"
+        )
     for length, limit in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
         ours, theirs = getattr(rollout, length), getattr(config.data, limit)
         if ours != theirs:
@@ -260,8 +292,10 @@ def _algorithm_problems(config: PPOConfig) -> list[str]:
             f"{ROLLOUT}.calculate_log_probs must be true"
         )
     correction = algorithm.rollout_correction
-    asked = [name for name in ("rollout_is", "rollout_rs") if getattr(correction, name) is not None]
-    asked = [f"algorithm.rollout_correction.{name}" for name in asked]
+    asked = []
+    if not correction.bypass_mode:
+        given = [name for name in ("rollout_is", "rollout_rs") if getattr(correction, name) is not None]
+        asked = [f"algorithm.rollout_correction.{name}" for name in given]
     if config.actor_rollout_ref.actor.policy_loss.loss_mode in ("decoupled", "icepop"):
         asked.append(f"{ACTOR}.policy_loss.loss_mode={config.actor_rollout_ref.actor.policy_loss.loss_mode}")
     if asked and (correction.bypass_mode or not rollout.calculate_log_probs):

@@ -14,8 +14,19 @@ class CustomDatasetConfig:
 
 
 @dataclass
+class SamplerConfig:
+    class_path: str | None = key(None, "Python file (or importable module) with a sampler class: a curriculum.")
+    class_name: str | None = key(None, "Name of the class in it; it yields row numbers and may have update(batch).")
+
+
+@dataclass
 class DataConfig:
     train_files: list[str] = key([], "Training prompts: parquet or jsonl files, or folders of saved HF datasets.")
+    train_weights: list[float] = key(
+        [], "Share of each training file in the prompts; empty: each prompt comes once an epoch.", low=0
+    )
+    streaming: bool = key(False, "Read and tokenize training prompts as they are needed, not all at the start.")
+    shuffle_buffer: int = key(10000, "Rows that streaming draws from to shuffle.", low=1)
     val_files: list[str] = key([], "Validation prompts, in the same formats; without them there is no validation.")
     prompt_key: str = key("prompt", "Column with the prompt: a string, or a list of chat messages.")
     reward_fn_key: str = key("data_source", "Column with the name of the data source, handed to the reward function.")
@@ -23,12 +34,14 @@ class DataConfig:
     max_response_length: int = key(512, "Longest response, in tokens.", low=1)
     train_batch_size: int = key(1024, "Prompts per step, over all ranks; samples are this times rollout.n.", low=1)
     gen_batch_size: int | None = key(
-        None, "Prompts per round of generation.", low=1, pending="it belongs to algorithm.filter_groups"
+        None, "Prompts per round of generation, with algorithm.filter_groups; null: train_batch_size.", low=1
     )
     val_batch_size: int | None = key(None, "Prompts per validation batch, over all ranks; null: all at once.", low=1)
     shuffle: bool = key(True, "Shuffle the training prompts in every epoch.")
     seed: int | None = key(None, "Seed of the shuffling.", follows="trainer.seed")
     filter_overlong_prompts: bool = key(False, "Drop prompts over max_prompt_length, and count them.")
+    filter_overlong_prompts_workers: int = key(1, "Processes that tokenize the prompts at the start.", low=1)
+    sampler: SamplerConfig = section(SamplerConfig, "An order of the training prompts of your own.")
     truncation: str = key(
         "error", "What to do with a prompt over max_prompt_length; left keeps its end.", choices=TRUNCATIONS
     )

@@ -3,12 +3,34 @@
 import importlib.util
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from meshrl.config.functions import load_function
 from meshrl.config.key import key, section
+from meshrl.config.rollout import ROLLOUTS
 
 BUILT_IN_REWARDS = ("exact_match", "sort_digits", "coin_toss", "format_match", "math_verify", "code", "judge")
+
+
+# Arguments of a judge that only make sense behind a URL, or stand in reward.judge.
+JUDGE_URL_OPTIONS = (
+    "url", "model", "max_tokens", "temperature", "timeout", "retries", "backoff", "concurrency", "api_key_env",
+)  # fmt: skip
+
+
+@dataclass
+class JudgeConfig:
+    path: str | None = key(None, "Folder of a language model that grades, on the workers; null: reward.kwargs.url.")
+    engine: str = key("embedded", "Engine that it runs in.", choices=ROLLOUTS)
+    dtype: str = key("auto", "Its dtype; auto: float32 on a CPU, the model's own on a GPU.")
+    max_tokens: int = key(512, "Longest judgement, in tokens.", low=1)
+    temperature: float = key(0.0, "Sampling temperature of judgements.", low=0)
+    max_num_seqs: int = key(256, "Most judgements at once on one rank.", low=1)
+    max_model_len: int | None = key(None, "Longest question plus judgement; null: the model's own.", low=1)
+    gpu_memory_utilization: float = key(0.2, "Share of the GPU's memory that it takes.", low=0, high=1)
+    trust_remote_code: bool = key(False, "Run model or tokenizer code found in the folder.")
+    engine_kwargs: dict[str, Any] = key({}, "Further arguments of vLLM or SGLang.")
 
 
 @dataclass
@@ -21,6 +43,7 @@ class RewardConfig:
         {},
         "Several functions instead, by a label of your choice: its weight, or weight, name, path and kwargs.",
     )
+    judge: JudgeConfig = section(JudgeConfig, "The model behind the reward function judge.")
     on_error: str = key(
         "stop",
         "When a reward function raises, hangs or returns no finite number: stop, give zero, or drop the sample.",
@@ -54,6 +77,7 @@ class RewardManagerConfig:
         None, "Seconds for one call; null: 300 with prime, whose hung processes are replaced, else no limit.", low=0.001
     )
     num_processes: int = key(8, "Processes of prime's pool.", low=1)
+    overlap: bool = key(False, "Score samples while others are still generated, not when all have ended.")
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "Overlong reward shaping, with dapo.")
 
 
@@ -73,6 +97,7 @@ def reward_problems(
     if custom.reward_kwargs and not custom.path:
         problems.append("custom_reward_function.reward_kwargs has no effect without custom_reward_function.path")
     problems += [problem for label, entry in reward.functions.items() if (problem := entry_problem(str(label), entry))]
+    problems += judge_problems(reward, manager)
     buffer = manager.overlong_buffer
     if manager.name != "dapo" and buffer != OverlongBufferConfig():
         problems.append(
@@ -87,6 +112,34 @@ def reward_problems(
         problems.append(
             f"reward_manager.num_processes has no effect with reward_manager.name={manager.name}: use prime"
         )
+    return problems
+
+
+def judge_functions(reward: RewardConfig) -> dict[str, dict[str, Any]]:
+    """The keyword arguments of every function that is the built-in judge, by the key they stand under."""
+    found = {"reward.kwargs": reward.kwargs} if reward.name == "judge" else {}
+    for label, entry in reward.functions.items():
+        fields = entry if isinstance(entry, dict) else {}
+        if not fields.get("path") and (fields.get("name") or label) == "judge":
+            found[f"reward.functions.{label}.kwargs"] = fields.get("kwargs") or {}
+    return found
+
+
+def judge_problems(reward: RewardConfig, manager: RewardManagerConfig) -> list[str]:
+    """A judge is behind a URL or on the workers, not both."""
+    judges = judge_functions(reward)
+    if reward.judge.path is None:
+        problems = ["reward.judge has no effect without reward.judge.path"] if reward.judge != JudgeConfig() else []
+        missing = [
+            f"{where}.{name}" for where, kwargs in judges.items() for name in ("url", "model") if name not in kwargs
+        ]
+        return [*problems, f"set {', '.join(missing)}, or reward.judge.path"] if missing else problems
+    if not judges:
+        return ["reward.judge.path has no effect without the reward function judge: set reward.name=judge"]
+    elsewhere = [f"{where}.{name}" for where, kwargs in judges.items() for name in JUDGE_URL_OPTIONS if name in kwargs]
+    problems = [f"{name} is for a judge behind a URL, not for reward.judge.path" for name in elsewhere]
+    if manager.overlap:
+        problems.append("reward_manager.overlap=true: a judge on the workers waits until they have generated")
     return problems
 
 
@@ -106,7 +159,11 @@ def reward_file_problems(reward: RewardConfig, custom: CustomRewardFunctionConfi
             load_function(path, name)
         except ValueError as error:
             problems.append(f"{where}: {error}")
+    if reward.judge.path is not None and not Path(reward.judge.path).is_dir():
+        problems.append(f"reward.judge.path: there is no folder {reward.judge.path}")
     for name, package, extra in (("math_verify", "math_verify", "meshrl[math]"), ("judge", "httpx", "httpx")):
+        if name == "judge" and reward.judge.path is not None:
+            continue
         if name in named and importlib.util.find_spec(package) is None:
             problems.append(f"the reward function {name} needs a package: pip install '{extra}'")
     return problems

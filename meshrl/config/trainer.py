@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from meshrl.config.gates import GatesConfig
 from meshrl.config.key import key, section
 
 LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "trackio")
@@ -91,6 +92,7 @@ class TrainerConfig(RunConfig):
         low=0,
     )
     validation_data_dir: str | None = key(None, "Folder for all validation samples, one jsonl file per validation.")
+    gates: GatesConfig = section(GatesConfig, "What is watched while the run goes on.")
     log_val_generations: int = key(0, "Validation samples shown by the trackers each time.", low=0)
 
     @property

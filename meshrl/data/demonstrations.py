@@ -9,8 +9,9 @@ import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.sft import SFTDataConfig
+from meshrl.data.encoding import encode_prompt, is_chat, render_chat
 from meshrl.data.files import Row, read_rows
-from meshrl.data.prompts import encode_prompt, is_chat, render_chat, truncate
+from meshrl.data.prompts import truncate
 from meshrl.data.proto import DataProto
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,47 @@ def read_rows(files: Sequence[str], required: Sequence[str] = ()) -> list[Row]:
         if not found:
             raise ValueError(f"data file '{file}' has no rows")
         for number, row in enumerate(found):
-            for column in required:
-                if row.get(column) is None:
-                    raise ValueError(
-                        f"data file '{file}', row {number}: column '{column}' is missing or null "
-                        f"(it has: {', '.join(map(str, row)) or 'nothing'})"
-                    )
+            _check_columns(file, number, row, required)
         rows.extend(found)
     return rows
+
+
+def stream_rows(file: str, required: Sequence[str] = ()) -> Iterator[Row]:
+    """The rows of one file, read on the way; `required` columns must be there and not null."""
+    path, rows = Path(file), 0
+    for row in _stream_one(path):
+        _check_columns(file, rows, row, required)
+        rows += 1
+        yield row
+    if not rows:
+        raise ValueError(f"data file '{file}' has no rows")
+
+
+def _stream_one(path: Path) -> Iterator[Row]:
+    if path.is_file() and path.suffix in (".jsonl", ".json"):
+        yield from _lines(path)
+    elif path.is_file() and path.suffix == ".parquet":
+        import pyarrow.parquet as pq
+        from pyarrow import ArrowException
+
+        try:
+            for part in pq.ParquetFile(path).iter_batches():
+                yield from part.to_pylist()
+        except ArrowException as error:
+            raise ValueError(f"data file '{path}' is not a readable parquet file: {error}") from error
+    elif path.is_dir():
+        yield from _load_saved_dataset(path)
+    else:
+        yield from _read_one(path)  # says what is wrong
+
+
+def _check_columns(file: str, number: int, row: Row, required: Sequence[str]) -> None:
+    for column in required:
+        if row.get(column) is None:
+            raise ValueError(
+                f"data file '{file}', row {number}: column '{column}' is missing or null "
+                f"(it has: {', '.join(map(str, row)) or 'nothing'})"
+            )
 
 
 def _read_one(path: Path) -> list[Row]:
@@ -34,14 +67,13 @@ def _read_one(path: Path) -> list[Row]:
     if path.is_dir():
         return _read_saved_dataset(path)
     if path.suffix in (".jsonl", ".json"):
-        return _read_jsonl(path)
+        return list(_lines(path))
     if path.suffix == ".parquet":
         return _read_parquet(path)
     raise ValueError(f"data file '{path}': expected .parquet, .jsonl or a folder written by datasets' save_to_disk")
 
 
-def _read_jsonl(path: Path) -> list[Row]:
-    rows = []
+def _lines(path: Path) -> Iterator[Row]:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -52,8 +84,7 @@ def _read_jsonl(path: Path) -> list[Row]:
                 raise ValueError(f"data file '{path}', line {number}: not valid JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"data file '{path}', line {number}: expected an object, got {type(row).__name__}")
-            rows.append(row)
-    return rows
+            yield row
 
 
 def _read_parquet(path: Path) -> list[Row]:
@@ -67,6 +98,10 @@ def _read_parquet(path: Path) -> list[Row]:
 
 
 def _read_saved_dataset(path: Path) -> list[Row]:
+    return _load_saved_dataset(path).to_list()
+
+
+def _load_saved_dataset(path: Path) -> Any:
     try:
         import datasets
     except ImportError as error:
@@ -76,7 +111,7 @@ def _read_saved_dataset(path: Path) -> list[Row]:
     loaded = datasets.load_from_disk(str(path))
     if isinstance(loaded, datasets.DatasetDict):
         raise ValueError(f"'{path}' holds several splits ({', '.join(loaded)}): name one, such as '{path}/train'")
-    return loaded.to_list()
+    return loaded
 
 
 def write_tables(folder: Path, tables: Mapping[str, Sequence[Row]]) -> dict[str, str]:

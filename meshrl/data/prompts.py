@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,15 @@ import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.data import DataConfig
+from meshrl.data.encoding import encode_prompts
+from meshrl.data.encoding_pool import OnProgress, encode_in_processes
 from meshrl.data.files import Row, read_rows
 from meshrl.data.proto import DataProto
+
+# How many prompts are tokenized together.
+AT_ONCE = 256
+# A row and its prompt's token ids.
+Prompt = tuple[Row, np.ndarray]
 
 
 class PromptDataset:
@@ -23,62 +30,97 @@ class PromptDataset:
         tokenizer: Tokenizer,
         config: DataConfig,
         tools: list[dict[str, Any]] | None = None,
+        on_progress: OnProgress | None = None,
     ):
-        """`tools` are the schemas of tools that the chat template tells the model about."""
+        """`tools` are the schemas of tools that the chat template tells the model about.
+
+        `on_progress` hears how many of how many prompts are tokenized.
+        """
         self.tokenizer, self.config = tokenizer, config
-        rows = read_rows(files, required=(config.prompt_key,))
         self.dropped = self.truncated = 0
         self.rows: list[Row] = []
         self.prompts: list[np.ndarray] = []
-        for number, row in enumerate(rows):
-            ids = self._fit(encode_prompt(tokenizer, row[config.prompt_key], number, tools), number)
-            if ids is not None:
-                self.rows.append(row)
-                self.prompts.append(ids)
+        sources = [read_rows([file], required=(config.prompt_key,)) for file in files]
+        rows = [row for source in sources for row in source]
+        source_of = np.repeat(np.arange(len(sources)), [len(source) for source in sources])
+        kept = []
+        for number, ids in enumerate(self._encoded(rows, tools, on_progress)):
+            fitting = fit_prompt(ids, number, config)
+            if fitting is None:
+                self.dropped += 1
+                continue
+            self.truncated += len(fitting) < len(ids)
+            self.rows.append(rows[number])
+            self.prompts.append(fitting)
+            kept.append(number)
         if not self.rows:
             raise ValueError(
                 f"none of the {len(rows)} prompts is left: all are over "
                 f"data.max_prompt_length={config.max_prompt_length}"
             )
+        # Which of the files each row comes from.
+        self.source_of_row = source_of[kept]
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def _fit(self, ids: np.ndarray, number: int) -> np.ndarray | None:
-        limit = self.config.max_prompt_length
-        if len(ids) <= limit:
-            return ids
-        if self.config.filter_overlong_prompts:
-            self.dropped += 1
-            return None
-        if self.config.truncation == "error":
-            raise ValueError(
-                f"prompt {number} has {len(ids)} tokens, more than data.max_prompt_length={limit}: raise it, or set "
-                "data.filter_overlong_prompts=true or data.truncation=left|right|middle"
-            )
-        self.truncated += 1
-        return truncate(ids, limit, self.config.truncation)
+    def _encoded(
+        self, rows: Sequence[Row], tools: list[dict[str, Any]] | None, on_progress: OnProgress | None
+    ) -> Iterable[np.ndarray]:
+        prompts = [row[self.config.prompt_key] for row in rows]
+        processes = self.config.filter_overlong_prompts_workers
+        if processes > 1:
+            return encode_in_processes(self.tokenizer, prompts, tools, processes, on_progress)
+        return self._encoded_here(prompts, tools, on_progress)
+
+    def _encoded_here(
+        self, prompts: Sequence[Any], tools: list[dict[str, Any]] | None, on_progress: OnProgress | None
+    ) -> Iterator[np.ndarray]:
+        for start in range(0, len(prompts), AT_ONCE):
+            part = prompts[start : start + AT_ONCE]
+            yield from encode_prompts(self.tokenizer, part, start, tools)
+            if on_progress is not None:
+                on_progress(start + len(part), len(prompts))
 
     def batch(self, numbers: np.ndarray) -> DataProto:
         """The prompts with these row numbers, padded on the left to the longest of them."""
-        ids = [self.prompts[i] for i in numbers]
-        width = max(map(len, ids))
-        tokens = np.full((len(ids), width), self.tokenizer.pad_token_id, dtype=np.int64)
-        mask = np.zeros((len(ids), width), dtype=np.int64)
-        for row, prompt in enumerate(ids):
-            tokens[row, width - len(prompt) :] = prompt
-            mask[row, width - len(prompt) :] = 1
-        rows = [self.rows[i] for i in numbers]
-        return DataProto.from_dict(
-            tensors={"input_ids": torch.from_numpy(tokens), "attention_mask": torch.from_numpy(mask)},
-            non_tensors={
-                "uid": object_array([f"row-{i}-{at}" for at, i in enumerate(numbers)]),
-                "data_source": object_array([row.get(self.config.reward_fn_key, "unknown") for row in rows]),
-                "raw_prompt": object_array([row[self.config.prompt_key] for row in rows]),
-                "ground_truth": object_array([ground_truth(row) for row in rows]),
-                "extra_info": object_array([row.get("extra_info") or {} for row in rows]),
-            },
+        return prompt_batch([(self.rows[i], self.prompts[i]) for i in numbers], numbers, self.tokenizer, self.config)
+
+
+def fit_prompt(ids: np.ndarray, number: int, config: DataConfig) -> np.ndarray | None:
+    """A prompt within `data.max_prompt_length`, cut if that is asked for; None if it is to be left out."""
+    limit = config.max_prompt_length
+    if len(ids) <= limit:
+        return ids
+    if config.filter_overlong_prompts:
+        return None
+    if config.truncation == "error":
+        raise ValueError(
+            f"prompt {number} has {len(ids)} tokens, more than data.max_prompt_length={limit}: raise it, or set "
+            "data.filter_overlong_prompts=true or data.truncation=left|right|middle"
         )
+    return truncate(ids, limit, config.truncation)
+
+
+def prompt_batch(prompts: Sequence[Prompt], numbers: np.ndarray, tokenizer: Tokenizer, config: DataConfig) -> DataProto:
+    """Prompts and what else their rows say, padded on the left to the longest; `numbers` name them."""
+    width = max(len(ids) for _, ids in prompts)
+    tokens = np.full((len(prompts), width), tokenizer.pad_token_id, dtype=np.int64)
+    mask = np.zeros((len(prompts), width), dtype=np.int64)
+    for row, (_, ids) in enumerate(prompts):
+        tokens[row, width - len(ids) :] = ids
+        mask[row, width - len(ids) :] = 1
+    rows = [row for row, _ in prompts]
+    return DataProto.from_dict(
+        tensors={"input_ids": torch.from_numpy(tokens), "attention_mask": torch.from_numpy(mask)},
+        non_tensors={
+            "uid": object_array([f"row-{i}-{at}" for at, i in enumerate(numbers)]),
+            "data_source": object_array([row.get(config.reward_fn_key, "unknown") for row in rows]),
+            "raw_prompt": object_array([row[config.prompt_key] for row in rows]),
+            "ground_truth": object_array([ground_truth(row) for row in rows]),
+            "extra_info": object_array([row.get("extra_info") or {} for row in rows]),
+        },
+    )
 
 
 def object_array(values: Sequence[Any]) -> np.ndarray:
@@ -94,48 +136,6 @@ def ground_truth(row: Row) -> Any:
     if isinstance(nested, dict) and "ground_truth" in nested:
         return nested["ground_truth"]
     return row.get("ground_truth", row.get("answer"))
-
-
-def encode_prompt(
-    tokenizer: Tokenizer, prompt: Any, number: int, tools: list[dict[str, Any]] | None = None
-) -> np.ndarray:
-    """Token ids of a prompt: a string as it is, or a list of chat messages through the tokenizer's chat template."""
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-    elif is_chat(prompt):
-        ids = render_chat(tokenizer, prompt, add_generation_prompt=True, tools=tools)
-    else:
-        raise ValueError(
-            f"prompt {number} must be a string or a list of messages with role and content, got {prompt!r}"
-        )
-    if len(ids) == 0:
-        raise ValueError(f"prompt {number} has no tokens: {prompt!r}")
-    return np.asarray(ids, dtype=np.int64)
-
-
-def is_chat(messages: Any) -> bool:
-    """Whether this is a list of at least one chat message."""
-    is_list = isinstance(messages, list) and len(messages) > 0
-    return is_list and all(isinstance(m, dict) and "role" in m and "content" in m for m in messages)
-
-
-def render_chat(
-    tokenizer: Tokenizer,
-    messages: list[dict[str, str]],
-    add_generation_prompt: bool,
-    tools: list[dict[str, Any]] | None = None,
-) -> list[int]:
-    """Token ids of a conversation by the tokenizer's chat template."""
-    if tokenizer.chat_template is None:
-        raise ValueError("the prompts are chat messages, but the tokenizer has no chat template: use plain strings")
-    rendered = tokenizer.apply_chat_template(
-        messages,
-        tools=tools or None,  # type: ignore[arg-type]
-        add_generation_prompt=add_generation_prompt,
-        tokenize=True,
-        return_dict=False,
-    )
-    return list(rendered)
 
 
 def truncate(ids: np.ndarray, limit: int, where: str) -> np.ndarray:

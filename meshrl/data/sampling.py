@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from meshrl.data.proto import DataProto
+
+
+class RowOrder(ABC):
+    """Batches of row numbers, epoch after epoch. `epoch` and `position` say where it stands and may be set before."""
+
+    epoch: int
+    position: int
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[np.ndarray]: ...
+
+    @property
+    @abstractmethod
+    def batches_per_epoch(self) -> int:
+        """How many batches an epoch has; 0: that is not known."""
+
+    def update(self, batch: DataProto) -> None:
+        """Hears of every batch that was trained on; most orders do not care."""
+        del batch
+
+    def metrics(self) -> dict[str, float]:
+        """What there is to say of the data at this step."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands."""
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from there when it is iterated next."""
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
 
 @dataclass
-class BatchOrder:
-    """Endless batches of row numbers, epoch after epoch. `epoch` and `position` say where it stands and may be set.
+class BatchOrder(RowOrder):
+    """Every row once an epoch, in an order of its own if shuffled.
 
     A last batch that is too small is left out, so that every step has the same size.
     """
@@ -23,11 +58,7 @@ class BatchOrder:
     position: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_rows < self.batch_size:
-            raise ValueError(
-                f"the data has {self.num_rows} rows, fewer than one batch of {self.batch_size}: "
-                "add data or lower data.train_batch_size"
-            )
+        check_enough_rows(self.num_rows, self.batch_size)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -41,15 +72,16 @@ class BatchOrder:
                 yield rows[start : self.position]
             self.epoch, self.position = self.epoch + 1, 0
 
-    def state_dict(self) -> dict[str, int]:
-        """Where it stands."""
-        return {"epoch": self.epoch, "position": self.position}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from where another one stood; takes effect with the next `iter`."""
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
-
     def _rows_of_epoch(self) -> np.ndarray:
         if not self.shuffle:
             return np.arange(self.num_rows)
         return np.random.default_rng((self.seed, self.epoch)).permutation(self.num_rows)
+
+
+def check_enough_rows(num_rows: int, batch_size: int) -> None:
+    """One batch must be there."""
+    if num_rows < batch_size:
+        raise ValueError(
+            f"the data has {num_rows} rows, fewer than one batch of {batch_size}: "
+            "add data or lower data.train_batch_size"
+        )

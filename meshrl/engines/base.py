@@ -152,6 +152,15 @@ class Engine(ABC):
     def per_tensor_params(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every parameter whole, under its Hugging Face name, one at a time."""
 
+    @torch.no_grad()
+    def copy_weights_from(self, other: Engine) -> None:
+        """Takes the weights of an engine of the same kind and layout, rank by rank; nothing travels."""
+        pairs = zip(self.module.named_parameters(), other.module.named_parameters(), strict=True)
+        for (name, mine), (_, theirs) in pairs:
+            if mine.shape != theirs.shape:
+                raise ValueError(f"cannot copy {name}: it is {tuple(mine.shape)} here and {tuple(theirs.shape)} there")
+            mine.copy_(theirs)
+
     @abstractmethod
     def snapshot(self, contents: Sequence[str] = CONTENTS) -> Snapshot:
         """What this rank has to write of this model's state; all ranks take part."""

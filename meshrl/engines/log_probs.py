@@ -49,6 +49,19 @@ def linear_log_probs(
     return log_probs, entropy if with_entropy else None
 
 
+@torch.no_grad()
+def linear_sum_pi_squared(
+    hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0
+) -> Tensor:
+    """The sum over the vocabulary of p^2, float32 [tokens], for logits `(hidden @ weight.T + bias) / temperature`."""
+    sums = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+    step = tokens_per_chunk(weight.shape[0], hidden.is_cuda)
+    for i in range(0, hidden.shape[0], step):
+        logits = F.linear(hidden[i : i + step], weight, bias).float() / temperature
+        sums[i : i + step] = logits.log_softmax(-1).mul_(2).exp_().sum(-1)
+    return sums
+
+
 def chunk_outputs(
     logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

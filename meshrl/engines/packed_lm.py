@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshrl.data.packing import PackedRow
-from meshrl.engines.log_probs import linear_log_probs
+from meshrl.engines.log_probs import linear_log_probs, linear_sum_pi_squared
 from meshrl.models.loading import VALUE_HEAD
 from meshrl.parallel.attention import AttentionContext
 from meshrl.parallel.prefix_tree import PrefixTree
@@ -32,6 +33,15 @@ def check_no_persistent_buffers(hf_model: PreTrainedModel) -> None:
         raise ValueError(f"{type(hf_model).__name__} keeps state in buffers, such as '{buffers[0]}': not supported yet")
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What a model is asked for beside log-probs (or values)."""
+
+    temperature: float
+    entropy: bool
+    sum_pi_squared: bool
+
+
 class PackedModel(nn.Module):
     """A Hugging Face model over one row of samples that answers for its targets only.
 
@@ -46,19 +56,25 @@ class PackedModel(nn.Module):
         self.drops_out = any(isinstance(m, nn.Dropout) and m.p > 0 for m in hf_model.base_model.modules())
 
     def forward(
-        self, row: PackedRow, shard: SequenceShard | None, temperature: float, with_entropy: bool
+        self,
+        row: PackedRow,
+        shard: SequenceShard | None,
+        temperature: float,
+        with_entropy: bool,
+        with_sum_pi_squared: bool = False,
     ) -> dict[str, Tensor]:
         """One number a target under each name; ranks that share a sequence compute a part and all get all."""
+        wanted = Wanted(temperature, with_entropy, with_sum_pi_squared)
         if shard is None:
-            return self.answer(self._padded(row)[row.predictors], row.targets, temperature, with_entropy)
+            return self.answer(self._padded(row)[row.predictors], row.targets, wanted)
         tree = self._tree(row, shard)
         if tree is not None:
             hidden = self._packed(row.input_ids[tree.place_of], tree.position_ids, tree)
             predictors = hidden.index_select(0, tree.node_of[row.predictors])
-            return self.answer(predictors, row.targets, temperature, with_entropy)
+            return self.answer(predictors, row.targets, wanted)
         hidden = self._packed(shard.take(row.input_ids), shard.position_ids, shard.context)
         if shard.parallel.size == 1:
-            return self.answer(hidden[row.predictors], row.targets, temperature, with_entropy)
+            return self.answer(hidden[row.predictors], row.targets, wanted)
         # Each rank computes the targets that its own tokens predict and puts them at those tokens' places.
         target_at = torch.full((shard.padded_length,), -1, device=hidden.device)
         target_at[row.predictors] = row.targets
@@ -69,7 +85,7 @@ class PackedModel(nn.Module):
             local = values.new_zeros(len(mine)).index_put((places,), values)
             return shard.gather(local)[row.predictors]
 
-        answers = self.answer(hidden[places], mine[places], temperature, with_entropy)
+        answers = self.answer(hidden[places], mine[places], wanted)
         return {name: spread(values) for name, values in answers.items()}
 
     def _tree(self, row: PackedRow, shard: SequenceShard) -> PrefixTree | None:
@@ -99,7 +115,7 @@ class PackedModel(nn.Module):
         return hidden.flatten(0, 1)
 
     @abstractmethod
-    def answer(self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> dict[str, Tensor]:
+    def answer(self, hidden: Tensor, targets: Tensor, wanted: Wanted) -> dict[str, Tensor]:
         """From the hidden states that predict `targets` to the model's outputs, each [targets]."""
 
 
@@ -117,23 +133,29 @@ class PackedCausalLM(PackedModel):
         super().__init__(hf_model)
         self.keep_logits_bytes = keep_logits_bytes
 
-    def answer(self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> dict[str, Tensor]:
+    def answer(self, hidden: Tensor, targets: Tensor, wanted: Wanted) -> dict[str, Tensor]:
         head: Any = self.hf_model.get_output_embeddings()
+        bias = getattr(head, "bias", None)
         log_probs, entropy = linear_log_probs(
             hidden,
             head.weight,
             targets,
-            bias=getattr(head, "bias", None),
-            temperature=temperature,
-            with_entropy=with_entropy,
+            bias=bias,
+            temperature=wanted.temperature,
+            with_entropy=wanted.entropy,
             keep_bytes=self.keep_logits_bytes,
         )
-        return {"log_probs": log_probs} | ({} if entropy is None else {"entropys": entropy})
+        answers = {"log_probs": log_probs} | ({} if entropy is None else {"entropys": entropy})
+        if wanted.sum_pi_squared:
+            answers["sum_pi_squared"] = linear_sum_pi_squared(
+                hidden, head.weight, bias=bias, temperature=wanted.temperature
+            )
+        return answers
 
 
 class PackedValueModel(PackedModel):
     """A model with a head of one number a token: `values` of the states before each target."""
 
-    def answer(self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> dict[str, Tensor]:
+    def answer(self, hidden: Tensor, targets: Tensor, wanted: Wanted) -> dict[str, Tensor]:
         head: Any = getattr(self.hf_model, VALUE_HEAD)
         return {"values": F.linear(hidden, head.weight, head.bias)[:, 0].float()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -10,15 +11,21 @@ from meshrl.config.reward import entry_problem
 from meshrl.config.root import PPOConfig
 from meshrl.rewards.calling import RewardFunction, RewardFunctionSpec
 from meshrl.rewards.functions import BUILT_IN
+from meshrl.rewards.judge import Ask, Judge
 from meshrl.rewards.manager import RewardManager
 from meshrl.rewards.overlong import OverlongBuffer
 
 
-def load_reward_manager(config: PPOConfig, tokenizer: Tokenizer) -> RewardManager:
-    """The configured reward functions (one's own, or built-in ones) inside the configured manager."""
-    manager = config.reward_manager
+def load_reward_manager(config: PPOConfig, tokenizer: Tokenizer, ask: Ask | None = None) -> RewardManager:
+    """The configured reward functions (one's own, or built-in ones) inside the configured manager.
+
+    `ask` reaches the model at `reward.judge.path`.
+    """
+    manager, specs = config.reward_manager, reward_function_specs(config)
+    if config.reward.judge.path is not None and ask is not None:
+        specs = [_with_model(spec, ask) for spec in specs]
     return RewardManager(
-        reward_function_specs(config),
+        specs,
         tokenizer,
         name=manager.name,
         on_error=config.reward.on_error,
@@ -49,6 +56,13 @@ def reward_function_specs(config: PPOConfig) -> list[RewardFunctionSpec]:
     if reward.name not in BUILT_IN:
         raise ValueError(f"reward.name is '{reward.name}': use one of {', '.join(BUILT_IN)}")
     return [RewardFunctionSpec(reward.name, kwargs=dict(reward.kwargs))]
+
+
+def _with_model(spec: RewardFunctionSpec, ask: Ask) -> RewardFunctionSpec:
+    """The built-in judge with a model to ask instead of a URL; other functions as they are."""
+    if spec.path is not None or (spec.name or spec.label) != "judge":
+        return spec
+    return replace(spec, function=Judge(ask, **spec.kwargs), kwargs={})
 
 
 def load_reward_function(config: PPOConfig) -> RewardFunction:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ class RewardManager:
             return InTurn(function, self.timeout)
         if self._pool is None:
             timeout = POOL_TIMEOUT if self.timeout is None else self.timeout
-            self._pool = WorkerPool(self.specs, self.num_processes, timeout)
+            self._pool = WorkerPool(list(map(_for_processes, self.specs)), self.num_processes, timeout)
         return InPool(self._pool, at)
 
     def __call__(self, data: DataProto) -> tuple[Tensor, dict[str, np.ndarray], dict[str, float]]:
@@ -201,6 +202,15 @@ class RewardManager:
         if several:
             columns |= {f"{label}/score": object_column(part.tolist()) for label, part in parts.items()}
         return columns
+
+
+def _for_processes(spec: RewardFunctionSpec) -> RewardFunctionSpec:
+    """What the pool's processes load: a function for batches never runs there and may not be able to travel."""
+    return replace(spec, function=None, name="exact_match", path=None, kwargs={}) if _is_batch(spec) else spec
+
+
+def _is_batch(spec: RewardFunctionSpec) -> bool:
+    return is_batch_function(spec.load())
 
 
 class _Failed:

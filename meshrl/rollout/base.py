@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,13 @@ class Rollout(ABC):
     @abstractmethod
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Answers these requests and returns when all have ended, in the order asked."""
+
+    def as_they_end(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        """Answers these requests and gives each answer when it has ended; leaving early aborts what is left.
+
+        An engine that cannot tell before all have ended gives them then.
+        """
+        yield from self.complete(requests)
 
     @abstractmethod
     def abort(self, request_ids: Sequence[str] | None = None) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from meshrl.rollout.base import PAUSE_MODES, Rollout
 from meshrl.rollout.fair_lock import FairLock
@@ -89,6 +90,31 @@ class SteppingRollout(Rollout):
             if unfinished:
                 self.abort([request.request_id for request in requests])
         return gather(requests, chunks)
+
+    def as_they_end(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        open_answers = {(r.request_id, i): Completion(r.request_id, i) for r in requests for i in range(r.params.n)}
+        ended: deque[Completion] = deque()
+
+        def deliver(chunk: Chunk) -> None:
+            place = chunk.request_id, chunk.index
+            open_answers[place].add(chunk)
+            if chunk.finish_reason is not None:
+                ended.append(open_answers.pop(place))
+
+        self._enter(requests, deliver)
+        try:
+            while open_answers or ended:
+                with self._work:
+                    self._raise_failure()
+                    if self._paused or self.is_suspended():
+                        self._work.wait(POLL_SECONDS)
+                    elif open_answers:
+                        self._advance()
+                while ended:
+                    yield ended.popleft()
+        finally:
+            if open_answers:
+                self.abort([request.request_id for request in requests])
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from meshrl.trainer.ppo import PPOTrainer
 from meshrl.trainer.run import train
 
 
+SCORE_DIFFERENCE = "replay/score_difference"
+
+
 class TrainOnly(PPOTrainer):
     """Trains on batches from files, one a step, and generates nothing."""
 
@@ -27,30 +31,36 @@ class TrainOnly(PPOTrainer):
     last: DataProto | None = None
 
     def fit(self) -> None:
+        """A step on each file."""
+        self.gates = None  # whoever takes a step again wants to see what happens
         self.sync_weights()
         if self.first_step is not None:
             self.step = self.first_step - 1
         for file in self.files:
             self.step += 1
-            self.file = file
             self.timer.reset()
-            metrics = self.train_step()
+            batch, metrics = load_batch(file)
+            metrics[SCORE_DIFFERENCE] = self.score_difference(batch)
+            if self.token is not None and file == self.files[-1]:
+                watched = torch.zeros_like(batch.batch["response_mask"])
+                watched[self.token] = 1
+                batch.batch["watched"] = watched
+            metrics |= self.train_step(batch)
             metrics |= self.keeper.after_step(self, metrics)
             self.tracker.log(metrics | self.time_metrics(metrics), self.step)
             self.keeper.after_log(self)
 
-    def next_batch(self) -> tuple[DataProto, dict[str, Any]]:
-        """The step's file."""
-        batch, news = load_batch(self.file)
-        if self.token is not None and self.file == self.files[-1]:
-            watched = torch.zeros_like(batch.batch["response_mask"])
-            watched[self.token] = 1
-            batch.batch["watched"] = watched
-        return batch, news
+    def score_difference(self, batch: DataProto) -> float:
+        """By how much rewards computed again differ from those that were kept with the batch."""
+        again = copy.copy(batch)
+        with self.phase("reward"):
+            self.score(again)
+        return float((again.batch["token_level_scores"] - batch.batch["token_level_scores"]).abs().max())
 
-    def sync_weights(self) -> None:
+    def sync_weights(self) -> dict[str, float]:
         """Nothing generates: the weights only get their number."""
         self.version += 1
+        return {}
 
     def add_advantages(self, batch: DataProto) -> dict[str, float]:
         """As ever; what is known of the batch by now is kept to look at."""
@@ -62,12 +72,8 @@ class TrainOnly(PPOTrainer):
 class RolloutOnly(PPOTrainer):
     """Generates, scores and keeps the batches of every step; the weights stay as they are."""
 
-    def train_step(self) -> dict[str, Any]:
-        with self.phase("gen"):
-            batch, metrics = self.next_batch()
-        self.keeper.keep_batch(batch, metrics, self.step)
-        with self.phase("reward"):
-            metrics = metrics | self.score(batch)
+    def train_step(self, batch: DataProto) -> dict[str, Any]:
+        """Nothing but a look at the samples."""
         tensors = batch.batch
         self.samples.log_training(batch, self.reward.decode, self.step)
         return {
@@ -75,7 +81,6 @@ class RolloutOnly(PPOTrainer):
             "critic/score/mean": float(tensors["token_level_scores"].sum(1).mean()),
             "response_length/mean": float(tensors["response_mask"].sum(1).float().mean()),
             "perf/total_num_tokens": int(tensors["attention_mask"].sum()),
-            **metrics,
         }
 
 

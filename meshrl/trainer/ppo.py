@@ -8,7 +8,7 @@ Every call on a worker group is: cut the batch over the data-parallel ranks, run
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,12 +28,15 @@ from meshrl.algorithms import (
     get_kl_controller,
 )
 from meshrl.balance import order_for_data_parallel, seqlen_metrics
+from meshrl.config.algorithm import TOKEN_BASELINES
+from meshrl.config.algorithm_checks import uses_reference
 from meshrl.config.root import PPOConfig
 from meshrl.config.units import BatchUnits
 from meshrl.controller import WorkerGroup
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.proto import DataProto
-from meshrl.data.sampling import BatchOrder
+from meshrl.data.sampling import RowOrder
+from meshrl.data.stream import PromptStream
 from meshrl.rewards.manager import RewardManager
 from meshrl.rollout.seeds import TRAINING, sample_seeds
 from meshrl.telemetry.console import validation_accuracies
@@ -43,8 +46,14 @@ from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracker
 from meshrl.trainer.correction import correct_rollout, corrects_rollout
 from meshrl.trainer.keeper import Keeper
-from meshrl.trainer.schedule import Begun, Schedule, correction_of
+from meshrl.trainer.dynamic_sampling import DynamicSampling, Scored
+from meshrl.trainer.gates import Gates
+from meshrl.trainer.greedy_baseline import GREEDY, add_greedy_baselines
+from meshrl.trainer.overlap import generate_beside_scoring
+from meshrl.trainer.reward_components import RM_SCORE, reward_components
+from meshrl.trainer.schedule import NUMBER, Begun, Schedule, correction_of
 from meshrl.trainer.validation import Validator
+from meshrl.weights.colocated import over_ranks
 from meshrl.workers.actor_loss import skips_samples_without_advantage
 
 
@@ -55,14 +64,15 @@ class PPOTrainer:
         self,
         config: PPOConfig,
         groups: Mapping[str, WorkerGroup],
-        train_data: PromptDataset,
-        order: BatchOrder,
+        train_data: PromptDataset | PromptStream,
+        order: RowOrder,
         reward: RewardManager,
         validator: Validator | None,
         tracker: Tracker,
         samples: SampleLog,
         timer: PhaseTimer,
         keeper: Keeper,
+        gates: Gates | None = None,
     ):
         self.config, self.train_data, self.order = config, train_data, order
         self.actor, self.critic = groups["actor_rollout_ref"], groups.get("critic")
@@ -70,28 +80,34 @@ class PPOTrainer:
         self.rollout = groups.get("rollout", self.actor)
         self.reward_model = groups.get("reward_model")
         self.reward, self.validator, self.tracker, self.samples = reward, validator, tracker, samples
-        self.timer, self.keeper = timer, keeper
+        self.timer, self.keeper, self.gates = timer, keeper, gates
         self.units = BatchUnits.from_config(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.total_steps = total_steps(config, len(train_data))
+        self._prompts = self.prompts()
+        self.dynamic_sampling = self._make_dynamic_sampling()
         self.step = 0
         self.version = -1
         self.batches_begun = 0
         self.schedule, self.correction = Schedule.of(config), correction_of(config)
-        self.rows, self.begun = iter(order), deque[Begun]()
+        self.begun = deque[Begun]()
         self.best: dict[str, float] | None = None
-        # Batches begun, and the place in the data, up to the last batch trained on: what was begun later begins again.
+        # Where the data stood after the last batch trained on: what was begun later begins again when a run goes on.
         self.place = {"batches": 0, **order.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
         """All that the future of the run depends on beside the workers' state."""
+        place = self.place if self.begun else {"batches": self.batches_begun, **self.order.state_dict()}
+        waiting = self.dynamic_sampling.state_dict() if self.dynamic_sampling else {}
         return {
             "step": self.step,
             "version": self.version,
-            "data": self.place,
+            "data": place,
             "kl_controller": self.kl_controller.state_dict(),
             "best": self.best,
             "nonfinite_steps": self.keeper.nonfinite.count,
+            "gates": self.gates.state_dict() if self.gates else None,
+            **waiting,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -103,6 +119,23 @@ class PPOTrainer:
         self.batches_begun = self.place["batches"]
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.best, self.keeper.nonfinite.count = state["best"], state["nonfinite_steps"]
+        if self.gates and state["gates"]:
+            self.gates.load_state_dict(state["gates"])
+        if self.dynamic_sampling and "rounds" in state:
+            self.dynamic_sampling.load_state_dict(dict(state))
+
+    def _make_dynamic_sampling(self) -> DynamicSampling | None:
+        filters = self.config.algorithm.filter_groups
+        if not filters.enable:
+            return None
+        return DynamicSampling(
+            filters,
+            groups_per_step=self.config.data.train_batch_size,
+            samples_per_group=self.config.actor_rollout_ref.rollout.n,
+            most_rounds=self.order.batches_per_epoch,
+            pad_token_id=int(self.reward.tokenizer.pad_token_id),
+            next_batch=self.next_batch,
+        )
 
     def fit(self) -> None:
         """The whole run."""
@@ -115,23 +148,101 @@ class PPOTrainer:
         while self.step < self.total_steps:
             self.step += 1
             self.timer.reset()
-            metrics = self.train_step()
+            found = self.dynamic_sampling.next_batch() if self.dynamic_sampling else self.next_batch()
+            if found is None:  # the data's epochs are used up
+                self.step -= 1
+                return
+            batch, metrics = found
+            self.keeper.keep_batch(batch, metrics, self.step)
+            metrics |= self.train_step(batch)
             if self.is_time_to_validate():
                 metrics |= self.validate()
+            metrics |= self.gates.after_step(self.step, metrics) if self.gates else {}
             metrics |= self.keeper.after_step(self, metrics)
             self.tracker.log(metrics | self.time_metrics(metrics), self.step)
             self.keeper.after_log(self)
+            if self.gates:
+                self.gates.raise_if_stopped(self.step, metrics)
 
-    def train_step(self) -> dict[str, Any]:
-        """One step of the algorithm."""
-        metrics: dict[str, Any] = {"training/global_step": self.step}
+    def prompts(self) -> Iterator[DataProto]:
+        """Batches of prompts in the order of the data's epochs."""
+        endless = self.config.trainer.total_training_steps is not None
+        for rows in self.order:
+            if not endless and self.order.epoch >= self.config.trainer.total_epochs:
+                return
+            yield self.train_data.batch(rows)
+
+    def next_batch(self) -> Scored | None:
+        """The oldest batch begun, answered and scored; what has become too old is dropped and counted."""
+        dropped = 0.0
+        while True:
+            self.begin_batches()
+            if not self.begun:
+                return None
+            begun = self.begun.popleft()
+            batch, metrics = self.finish(begun)
+            self.place = {"batches": begun.number, **begun.data}
+            ages = self.schedule.drop_stale(batch, self.version)
+            dropped += ages["training/stale_dropped"]
+            if batch.batch["response_mask"].any() or not dropped:
+                news = {"training/stale_dropped": dropped, "training/epoch": begun.epoch}
+                return batch, metrics | ages | news
+
+    def begin_batches(self) -> None:
+        """Begins the batch of this step, and as many of the next steps as the schedule allows."""
+        wanted = min(1 + self.schedule.batches_ahead, self.total_steps - self.step + 1)
+        while len(self.begun) < wanted and (prompts := next(self._prompts, None)) is not None:
+            self.begun.append(self.begin(prompts))
+
+    def begin(self, prompts: DataProto) -> Begun:
+        """Asks for `rollout.n` answers to every prompt; where they are scored as they end, only `finish` does."""
+        self.batches_begun += 1
+        prompts.meta_info[NUMBER] = self.batches_begun
+        request, columns = self.request(prompts, self.config.actor_rollout_ref.rollout.n)
+        answers = None
+        if not self.scores_beside_generation:
+            begin = self.actor.generate_sequences if self.rollout is self.actor else self.rollout.begin_sequences
+            with self.phase("gen"):
+                answers = begin(request)
+        data = self.order.state_dict()
+        return Begun(self.batches_begun, self.order.epoch, data, prompts, request, columns, answers)
+
+    @property
+    def scores_beside_generation(self) -> bool:
+        """Whether samples are scored as they end; batches that are begun early are scored while others generate."""
+        return self.config.reward_manager.overlap and self.schedule.batches_ahead == 0
+
+    def finish(self, begun: Begun) -> Scored:
+        """A batch's answers with their rewards."""
+        if begun.answers is None:
+            batch, metrics = self.generate_beside_scoring(begun)
+        else:
+            with self.phase("gen"):
+                batch = begun.finish()
+            with self.phase("reward"):
+                metrics = self.score(batch)
+        metrics |= agent_metrics(batch)
+        if self.config.algorithm.adv_estimator == "remax":
+            with self.phase("gen_max"):
+                n = self.config.actor_rollout_ref.rollout.n
+                metrics |= add_greedy_baselines(batch, begun.prompts, n, self.generate, self.score)
+        return batch, metrics
+
+    def generate_beside_scoring(self, begun: Begun) -> Scored:
+        """Answers, scored while others are still generated."""
+        deadline = self.config.trainer.deadlines.call
         with self.phase("gen"):
-            batch, news = self.next_batch()
-        self.keeper.keep_batch(batch, news, self.step)
-        metrics |= news | agent_metrics(batch)
+            batch, parts, metrics = generate_beside_scoring(
+                self.rollout, begun.request, begun.columns, self.reward, deadline
+            )
         with self.phase("reward"):
-            metrics |= self.score(batch)
-        if self.needs_old_log_probs:
+            return batch, metrics | parts.add_scores(batch, deadline) | self.add_model_scores(batch)
+
+    def train_step(self, batch: DataProto) -> dict[str, Any]:
+        """One step of the algorithm on scored samples."""
+        metrics: dict[str, Any] = {"training/global_step": self.step}
+        metrics |= self.order.metrics()
+        if self.needs_old_log_probs or self.surplus_rows(batch).any():
             with self.phase("old_log_prob"):
                 metrics |= self.add_old_log_probs(batch)
                 if self.corrects_rollout:
@@ -143,64 +254,73 @@ class PPOTrainer:
             with self.phase("values"):
                 values = self.call_balanced(self.critic.compute_values, batch, self.units.critic_dp_size)
                 batch = batch.union(values)
+        if self.gates:
+            self.gates.check_batch(batch, self.step)
         with self.phase("adv"):
             metrics |= self.add_advantages(batch)
+        if self.gates:
+            self.gates.check_batch(batch, self.step)
         if self.critic is not None:
             with self.phase("update_critic"):
                 metrics |= self.update_critic(batch)
         if self.step > self.config.trainer.critic_warmup:
             with self.phase("update_actor"):
                 metrics |= self.update_actor(batch)
+            self.refresh_reference_if_due()
             with self.phase("sync"):
-                self.sync_weights()
+                metrics |= self.sync_weights()
+        self.order.update(batch)
         self.samples.log_training(batch, self.reward.decode, self.step)
         return metrics | data_metrics(batch, self.config)
 
-    def next_batch(self) -> tuple[DataProto, dict[str, float]]:
-        """The oldest batch begun, once it is finished; what has become too old is dropped and counted."""
-        dropped = 0.0
-        while True:
-            self.begin_batches()
-            begun = self.begun.popleft()
-            batch = begun.finish()
-            self.place = {"batches": begun.number, "epoch": begun.epoch, "position": begun.position}
-            ages = self.schedule.drop_stale(batch, self.version)
-            dropped += ages["training/stale_dropped"]
-            if batch.batch["response_mask"].any() or not dropped:
-                return batch, ages | {"training/stale_dropped": dropped, "training/epoch": begun.epoch}
+    def generate(self, prompts: DataProto, n: int = 1) -> DataProto:
+        """`n` answers to every prompt, at once."""
+        request, columns = self.request(prompts, n)
+        answers = self.rollout.generate_sequences(request)
+        return DataProto(answers.batch, {**columns, **answers.non_tensor_batch}, answers.meta_info)
 
-    def begin_batches(self) -> None:
-        """Begins the batch of this step, and as many of the next steps as the schedule allows."""
-        wanted = min(1 + self.schedule.batches_ahead, self.total_steps - self.step + 1)
-        while len(self.begun) < wanted:
-            self.batches_begun += 1
-            self.begun.append(self.begin(next(self.rows), self.batches_begun))
-
-    def begin(self, rows: np.ndarray, number: int) -> Begun:
-        """Asks for `rollout.n` answers to every prompt, each with a seed of its own."""
-        epoch, position = self.order.epoch, self.order.position
-        samples = self.train_data.batch(rows).repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
-        samples.batch["seeds"] = sample_seeds(self.config.trainer.seed, TRAINING, number, len(samples))
-        request = samples.pop(batch_keys=["input_ids", "attention_mask", "seeds"])
+    def request(self, prompts: DataProto, n: int) -> tuple[DataProto, dict[str, np.ndarray]]:
+        """Every prompt `n` times, each with a seed of its own, and what else is known of them."""
+        repeated = prompts.repeat(n, interleave=True)
+        number = prompts.meta_info[NUMBER]
+        repeated.batch["seeds"] = sample_seeds(self.config.trainer.seed, TRAINING, number, len(repeated))
+        request = repeated.pop(batch_keys=["input_ids", "attention_mask", "seeds"])
+        request.meta_info[GREEDY] = prompts.meta_info.get(GREEDY, False)
         if self.config.actor_rollout_ref.rollout.multi_turn.enable:
-            request.non_tensor_batch = {name: samples.non_tensor_batch[name] for name in SAMPLE_COLUMNS}
-        generate = self.actor.generate_sequences if self.rollout is self.actor else self.rollout.begin_sequences
-        return Begun(number, epoch, position, samples, generate(request))
+            request.non_tensor_batch = {name: repeated.non_tensor_batch[name] for name in SAMPLE_COLUMNS}
+        return request, repeated.non_tensor_batch
 
     def score(self, batch: DataProto) -> dict[str, float]:
         """Adds `token_level_scores`, and what else the reward function said of each sample."""
-        metrics = self.reward.add_scores(batch)
+        return self.reward.add_scores(batch) | self.add_model_scores(batch)
+
+    def add_model_scores(self, batch: DataProto) -> dict[str, float]:
+        """Adds a reward model's score to the functions'."""
+        metrics: dict[str, float] = {}
         if self.reward_model is not None:
             dp_size = self.units.reward_model_dp_size
             rm_scores = self.call_balanced(self.reward_model.compute_rm_score, batch, dp_size).batch["rm_scores"]
             metrics["reward/rm_score_mean"] = float(rm_scores.sum(1).mean())
             batch.batch["token_level_scores"] += self.config.reward_model.weight * rm_scores
+            batch.non_tensor_batch[RM_SCORE] = rm_scores.sum(1).double().numpy()
         return metrics
 
     @property
     def needs_reference(self) -> bool:
         """Whether any term compares the policy with its reference."""
-        return self.config.actor_rollout_ref.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
+        return uses_reference(self.config)
+
+    def refresh_reference_if_due(self) -> None:
+        """Every `ref.update_every` steps the reference becomes the present policy."""
+        every = self.config.actor_rollout_ref.ref.update_every
+        if every is not None and self.step % every == 0:
+            with self.phase("refresh_ref"):
+                self.actor.refresh_reference()
+
+    def surplus_rows(self, batch: DataProto) -> Tensor:
+        """Samples that dynamic sampling kept from an earlier step, which an earlier version generated."""
+        older = (batch.batch["versions"] >= 0) & (batch.batch["versions"] < self.version)
+        return older.any(1) & (self.dynamic_sampling is not None and not self.bypasses_old_log_probs)
 
     @property
     def bypasses_old_log_probs(self) -> bool:
@@ -211,7 +331,12 @@ class PPOTrainer:
     def needs_old_log_probs(self) -> bool:
         """On-policy, with one optimizer step a batch, the update itself knows the old log-probs: no pass is needed."""
         on_policy = self.units.optimizer_steps_per_step == 1
-        wanted = self.config.algorithm.use_kl_in_reward or self.loss_mode in COVARIANCE_LOSSES
+        algorithm = self.config.algorithm
+        wanted = (
+            algorithm.use_kl_in_reward
+            or self.loss_mode in COVARIANCE_LOSSES
+            or algorithm.adv_estimator in TOKEN_BASELINES
+        )
         return not self.bypasses_old_log_probs and (wanted or self.corrects_rollout or not on_policy)
 
     @property
@@ -229,11 +354,17 @@ class PPOTrainer:
         output = self.call_balanced(self.actor.compute_log_prob, batch)
         mask, old = batch.batch["response_mask"], output.batch["old_log_probs"]
         batch.batch["old_log_probs"] = old
+        if "sum_pi_squared" in output.batch.keys():
+            batch.batch["sum_pi_squared"] = output.batch["sum_pi_squared"]
         metrics = {"actor/entropy": float(agg_loss(output.batch["entropys"], mask, "token-mean"))}
         if "rollout_log_probs" in batch.batch.keys():
             difference = ((old - batch.batch["rollout_log_probs"]).abs() * mask).double()
             metrics["training/rollout_log_prob_diff_mean"] = float(difference.sum() / mask.sum())
             metrics["training/rollout_log_prob_diff_max"] = float(difference.max())
+        surplus = self.surplus_rows(batch)
+        if surplus.any() and not self.corrects_rollout:
+            # The policy that sampled them is gone; what it said of its tokens is the rollout's word.
+            batch.batch["old_log_probs"][surplus] = batch.batch["rollout_log_probs"][surplus]
         return metrics
 
     def add_advantages(self, batch: DataProto) -> dict[str, float]:
@@ -252,6 +383,11 @@ class PPOTrainer:
                 self.kl_controller,
                 algorithm.kl_penalty,
             )
+        extra: dict[str, Any] = {}
+        if algorithm.adv_estimator == "gdpo":
+            rm_weight = self.config.reward_model.weight
+            found = reward_components(batch, algorithm, self.reward.specs, rm_weight)
+            extra = {} if found is None else {"reward_components": found[0], "reward_weights": found[1]}
         tensors["advantages"], tensors["returns"] = compute_advantage(
             algorithm.adv_estimator,
             token_level_rewards=tensors["token_level_rewards"],
@@ -262,6 +398,11 @@ class PPOTrainer:
             lam=algorithm.lam,
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
             config=algorithm,
+            reward_baselines=tensors.get("reward_baselines"),
+            old_log_probs=tensors.get("old_log_probs"),
+            sum_pi_squared=tensors.get("sum_pi_squared"),
+            rollout_is_weights=tensors.get("rollout_is_weights"),
+            **extra,
         )
         return metrics
 
@@ -278,11 +419,9 @@ class PPOTrainer:
         if self.config.actor_rollout_ref.actor.use_kl_loss:
             names.append("ref_log_prob")
         names += [name for name in ("rollout_is_weights", "watched") if name in batch.batch.keys()]
-        data = DataProto(
-            batch.batch.select(*names),
-            {},
-            {"compare_with": compare_with, "measure_entropy": not self.needs_old_log_probs},
-        )
+        measures_entropy = "old_log_probs" not in names or self.bypasses_old_log_probs
+        meta = {"compare_with": compare_with, "measure_entropy": measures_entropy}
+        data = DataProto(batch.batch.select(*names), {}, meta)
         if self.config.actor_rollout_ref.actor.shuffle:
             data.reorder(np.random.default_rng((self.config.trainer.seed, self.step)).permutation(len(data)))
         if self.loss_mode in COVARIANCE_LOSSES:
@@ -336,15 +475,14 @@ class PPOTrainer:
         by_mini_batch_and_rank = np.arange(len(work)).reshape(mini_batches, dp_size, -1)
         return by_mini_batch_and_rank.swapaxes(0, 1).ravel()
 
-    def sync_weights(self) -> None:
-        """Gives the rollout the actor's weights as the next version."""
+    def sync_weights(self) -> dict[str, float]:
+        """Gives the rollout the actor's weights as the next version; what that took."""
         self.version += 1
         if self.rollout is self.actor:
-            self.actor.sync_weights(self.version)
-            return
+            return over_ranks(self.actor.sync_weights(self.version))
         sent = self.actor.send_weights(self.version)
-        self.rollout.receive_weights(self.version, not self.config.async_training.partial_rollout)
-        sent.get()
+        found = self.rollout.receive_weights(self.version, not self.config.async_training.partial_rollout)
+        return over_ranks([*found, *sent.get()])
 
     def is_time_to_validate(self) -> bool:
         """At every `test_freq`-th step and at the last."""

@@ -20,12 +20,12 @@ from meshrl.models.loading import load_tokenizer
 from meshrl.telemetry.run_folder import RunFiles
 from meshrl.trainer.batches import batch_files
 from meshrl.trainer.checkpoint import FOLDER, Found, open_checkpoint, problems_of, step_folders
-from meshrl.trainer.halves import TrainOnly
+from meshrl.trainer.halves import SCORE_DIFFERENCE, TrainOnly
 from meshrl.trainer.run import train
 
 DUMPED = "batch.dataproto"
 # What no two runs share: clocks, memory, and what moved between processes.
-OWN = ("timing_s/", "perf/", "weight_sync/", "data/", "val-", "time", "step", "training/nonfinite_metrics")
+OWN = ("timing_s/", "perf/", "weight_sync/", "memory/", "data/", "val-", "time", "step", "training/nonfinite_metrics")
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def replay(run_dir: str | Path, step: int, token: tuple[int, int] | None = None,
     assert loops[0].last is not None
     names = [name for name in metrics if recorded and name in recorded and not name.startswith(OWN)]
     numbers = {name: (recorded[name], metrics[name]) for name in names} if recorded else {}
+    numbers[SCORE_DIFFERENCE] = (0.0, metrics[SCORE_DIFFERENCE])
     return Replayed(step, numbers, loops[0].last, metrics, config)
 
 
@@ -137,7 +138,7 @@ def show(replayed: Replayed, token: tuple[int, int] | None, console: Console) ->
     console.print(table)
     same = len(replayed.numbers) - len(replayed.differences)
     console.print(f"{same} of {len(replayed.numbers)} numbers are the same to the bit")
-    if not replayed.numbers:
+    if len(replayed.numbers) == 1:
         console.print("the run has no record of this step: it ended before its metrics were written")
     if token is not None:
         for line in explain_token(replayed, token):

@@ -15,8 +15,9 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.agents.toolbox import tool_schemas
+from meshrl.config.algorithm import TOKEN_BASELINES
+from meshrl.config.algorithm_checks import bypass_loss, uses_reference
 from meshrl.config.critic import uses_critic
-from meshrl.config.data import DataConfig
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig, SFTDataConfig
 from meshrl.config.show import to_yaml
@@ -30,11 +31,15 @@ from meshrl.controller import (
     create_colocated_worker_cls,
     create_worker_group,
 )
+from meshrl.data.curriculum import SamplerOrder
 from meshrl.data.demonstrations import DemonstrationDataset
+from meshrl.data.mixing import MixedOrder
 from meshrl.data.prompts import PromptDataset
-from meshrl.data.sampling import BatchOrder
+from meshrl.data.sampling import BatchOrder, RowOrder
+from meshrl.data.stream import PromptStream
 from meshrl.models.loading import load_tokenizer
 from meshrl.rewards.loading import load_reward_manager
+from meshrl.telemetry.bar import counting_bar
 from meshrl.telemetry.console import SFT_COLUMNS, StepConsole
 from meshrl.telemetry.report import write_report
 from meshrl.telemetry.run_folder import RunFolder
@@ -46,6 +51,8 @@ from meshrl.trainer.checkpoint import FOLDER, Checkpoints, Found, Part, checkpoi
 from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.mirror import Mirror
 from meshrl.trainer.nonfinite import NonFiniteSteps
+from meshrl.trainer.gates import Gates
+from meshrl.trainer.judging import GroupAsk
 from meshrl.trainer.ppo import PPOTrainer, total_steps
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
 from meshrl.trainer.stopping import StopRequest
@@ -53,6 +60,7 @@ from meshrl.trainer.validation import Validator
 from meshrl.weights.pools import MeetingPoint
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from meshrl.workers.critic import CriticWorker
+from meshrl.workers.judge import JudgeWorker
 from meshrl.workers.reward_model import RewardModelWorker
 from meshrl.workers.rollout import RolloutWorker
 from meshrl.workers.settings import WorkerSettings
@@ -71,28 +79,32 @@ def train(
     model, trainer = config.actor_rollout_ref.model, config.trainer
     units = BatchUnits.from_config(config)
     tokenizer = load_tokenizer(model.tokenizer_path or model.path or "", model.trust_remote_code)
-    reward = load_reward_manager(config, tokenizer)
+    judge = GroupAsk()
+    reward = load_reward_manager(config, tokenizer, judge)
     tools = tool_schemas(config.actor_rollout_ref.rollout.multi_turn)
-    train_data = PromptDataset(config.data.train_files, tokenizer, config.data, tools)
+    train_data, order = training_prompts(config, tokenizer, tools, console)
     val_files = config.data.val_files
     val_data = PromptDataset(val_files, tokenizer, config.data, tools) if val_files else None
     steps = total_steps(config, len(train_data))
-    order = batch_order(config.data, trainer, len(train_data))
     settings = WorkerSettings(
         device=trainer.device,
         collective_deadline=trainer.deadlines.collective,
         mini_batches=units.mini_batches_per_epoch,
         total_optimizer_steps=steps * units.optimizer_steps_per_step,
-        with_reference=config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward,
+        with_reference=uses_reference(config),
         stop_on_nan_gradient=trainer.nan_gradient == "stop",
         seed=trainer.seed,
         with_rollout=config.actor_rollout_ref.hybrid_engine,
+        with_sum_pi_squared=config.algorithm.adv_estimator in TOKEN_BASELINES,
+        bypass=config.algorithm.rollout_correction if bypass_loss(config) else None,
     )
     workers = {"actor_rollout_ref": ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, settings)}
     if uses_critic(config.critic, config.algorithm.adv_estimator):
         workers["critic"] = critic_worker(config, settings, units, steps)
     if config.reward_model.enable:
         workers["reward_model"] = ClassWithInitArgs(RewardModelWorker, config.reward_model, settings)
+    if config.reward.judge.path is not None:
+        workers["judge"] = ClassWithInitArgs(JudgeWorker, config.reward.judge, settings)
     pools = [Pool(trainer.processes, workers)]
     if not config.actor_rollout_ref.hybrid_engine:
         rollout = config.actor_rollout_ref.rollout
@@ -119,7 +131,7 @@ def train(
             tracking(config, run, screen) as tracker,
             worker_groups(pools, trainer, config.ray_init) as groups,
         ):
-            actor = groups["actor_rollout_ref"]
+            actor, judge.group = groups["actor_rollout_ref"], groups.get("judge")
             tracker.constants |= {
                 "data/dropped_prompts": train_data.dropped,
                 "data/truncated_prompts": train_data.truncated,
@@ -127,8 +139,10 @@ def train(
             rollouts = groups.get("rollout", actor)
             validator = Validator(config, rollouts, val_data, reward, samples) if val_data else None
             timer = PhaseTimer(on_change=screen.show_phase)
+            bypasses = config.algorithm.rollout_correction.bypass_mode
+            gates = Gates(trainer.gates, run.path, say=screen.message, old_is_trainers=not bypasses)
             keeper = make_keeper(config, ppo_parts(config, groups), run, steps, screen)
-            parts = (config, groups, train_data, order, reward, validator, tracker, samples, timer, keeper)
+            parts = (config, groups, train_data, order, reward, validator, tracker, samples, timer, keeper, gates)
             keeper.fit(make_loop(*parts), found)
             if trainer.save_final_model and not trainer.val_only:
                 screen.message(f"model: {save_model(actor, run, tokenizer)}")
@@ -239,7 +253,26 @@ def make_keeper(
     )
 
 
-def batch_order(data: DataConfig | SFTDataConfig, trainer: RunConfig, rows: int) -> BatchOrder:
+def training_prompts(
+    config: PPOConfig, tokenizer: Tokenizer, tools: list[dict[str, Any]] | None, console: Console | None
+) -> tuple[PromptDataset | PromptStream, RowOrder]:
+    """The training prompts, and the order in which they come."""
+    data = config.data
+    seed, size = data.seed if data.seed is not None else config.trainer.seed, data.gen_batch_size
+    size = size or data.train_batch_size
+    if data.streaming:
+        stream = PromptStream(data.train_files, tokenizer, data, size, seed, tools)
+        return stream, stream
+    with counting_bar("tokenizing prompts", console) as on_progress:
+        prompts = PromptDataset(data.train_files, tokenizer, data, tools, on_progress)
+    if data.sampler.class_path is not None:
+        return prompts, SamplerOrder(prompts, data, size)
+    if data.train_weights:
+        return prompts, MixedOrder(prompts.source_of_row, data.train_weights, size, data.shuffle, seed)
+    return prompts, BatchOrder(len(prompts), size, data.shuffle, seed)
+
+
+def batch_order(data: SFTDataConfig, trainer: RunConfig, rows: int) -> BatchOrder:
     """The order of the training data; it needs at least one batch."""
     seed = trainer.seed if data.seed is None else data.seed
     return BatchOrder(rows, data.train_batch_size, data.shuffle, seed)

@@ -10,7 +10,9 @@ has in a synchronous run, long answers are not put off, and a sample is never ol
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 
 from meshrl.config.algorithm import RolloutCorrectionConfig
@@ -18,6 +20,9 @@ from meshrl.config.root import PPOConfig
 from meshrl.controller import Future
 from meshrl.data.proto import DataProto
 from meshrl.trainer.correction import RATIO_LOSSES
+
+# In the prompts' meta_info: the number of their batch, from which the samples' seeds are made.
+NUMBER = "number"
 
 
 @dataclass(frozen=True)
@@ -63,16 +68,21 @@ def correction_of(config: PPOConfig) -> RolloutCorrectionConfig:
 
 @dataclass(frozen=True)
 class Begun:
-    """A batch whose answers are on their way: what is known of its samples, and where the data stood after it."""
+    """A batch whose answers are on their way: its prompts, what was asked, and where the data stood after it.
+
+    `columns` are what else is known of the samples. Without `answers` nothing was asked yet.
+    """
 
     number: int
     epoch: int
-    position: int
-    samples: DataProto
-    answers: Future[DataProto] | DataProto
+    data: dict[str, Any]
+    prompts: DataProto
+    request: DataProto
+    columns: dict[str, np.ndarray]
+    answers: Future[DataProto] | DataProto | None
 
     def finish(self) -> DataProto:
         """Waits for the answers."""
         answers = self.answers.get() if isinstance(self.answers, Future) else self.answers
-        columns = {**self.samples.non_tensor_batch, **answers.non_tensor_batch}
-        return DataProto(answers.batch, columns, answers.meta_info)
+        assert answers is not None
+        return DataProto(answers.batch, {**self.columns, **answers.non_tensor_batch}, answers.meta_info)

@@ -36,7 +36,7 @@ from meshrl.weights.placement import Placement, replicas
 from meshrl.weights.plan import MEGABYTE, ReshardPlan, plan_reshard
 from meshrl.weights.process_group import ProcessGroupCarrier
 from meshrl.weights.shards import Shards
-from meshrl.weights.shared_memory import SharedMemoryCarrier
+from meshrl.weights.shared_memory import SharedMemoryCarrier, open_together
 from meshrl.weights.sources import Source, source_of
 from meshrl.weights.sync import WORD_BYTES, SyncReport, WeightSync
 from meshrl.weights.transport import Carrier, Deadline, SyncError, SyncTimeoutError
@@ -289,15 +289,7 @@ def carrier_between(
         else SharedMemoryCarrier(folder, group.rank, slot)
     )
     made.deadline = Deadline(group.deadline)
-    for rank in range(group.world):
-        if rank != group.rank:
-            made.peer(rank)
-    # Once all have opened it, memory needs no name any more: it goes with the last process, however that ends.
-    group.gather(None, "to open shared memory")
-    made.unlink()
-    group.gather(None, "to close the folder of shared memory")
-    if group.rank == 0:
-        Path(folder).rmdir()
+    open_together(made, group.world, lambda: group.gather(None, "to open shared memory"))
     return made
 
 

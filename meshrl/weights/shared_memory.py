@@ -113,6 +113,21 @@ class SharedMemoryCarrier(Carrier):
         self.unlink()
 
 
+def open_together(carrier: SharedMemoryCarrier, world_size: int, barrier: Callable[[], object]) -> None:
+    """Opens the memory of all ranks, which all do together, and takes the names off.
+
+    From then on memory goes with the last process that has it, however that ends.
+    """
+    for rank in range(world_size):
+        if rank != carrier.rank:
+            carrier.peer(rank)
+    barrier()
+    carrier.unlink()
+    barrier()
+    if carrier.rank == 0:
+        carrier.folder.rmdir()
+
+
 class _FromMemory(Incoming):
     def __init__(self, carrier: SharedMemoryCarrier, origin: int, nbytes: int, tag: int):
         self.carrier, self.origin, self.nbytes, self.tag = carrier, origin, nbytes, tag

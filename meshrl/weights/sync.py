@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,11 +35,19 @@ WORD_BYTES = 1024
 NUMBERS = 4
 
 
-def sync_weights(engine: Engine, rollout: Rollout, version: int) -> None:
-    """Streams every parameter to the rollout, one whole tensor at a time, and stamps it with `version`."""
+def sync_weights(
+    engine: Engine,
+    rollout: Rollout,
+    version: int,
+    watch: Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]] = iter,
+) -> None:
+    """Streams every parameter to the rollout, one whole tensor at a time, and stamps it with `version`.
+
+    `watch` may look at the stream as it passes.
+    """
     if version <= rollout.version:
         raise ValueError(f"weight sync: version {version} is not newer than the rollout's {rollout.version}")
-    rollout.update_weights(engine.per_tensor_params(), version)
+    rollout.update_weights(watch(engine.per_tensor_params()), version)
 
 
 @dataclass(frozen=True)

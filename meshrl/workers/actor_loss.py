@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,20 +17,27 @@ from meshrl.algorithms import (
     kl_penalty,
 )
 from meshrl.config.actor import ActorConfig
+from meshrl.config.algorithm import RolloutCorrectionConfig
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import LossFunction
 
 
 def make_actor_loss(
-    config: ActorConfig, stats: BatchStats, computed_tokens: int, compare_with: str | None
+    config: ActorConfig,
+    stats: BatchStats,
+    computed_tokens: int,
+    compare_with: str | None,
+    bypass: RolloutCorrectionConfig | None = None,
 ) -> LossFunction:
     """The loss function of one mini-batch, which has `stats` over all ranks.
 
     `computed_tokens` is how many of its tokens are computed at all: samples without advantage may be left out. They add
     nothing to the loss, whose means are over all tokens; what is only watched (KL, clipping, entropy) is a mean over
     the computed tokens. `compare_with` names the rollout's log-probs, compared while the weights are still the same.
+    With `bypass` the loss is that of two policies, corrected as it says.
     """
-    policy_loss = get_policy_loss_fn(config.policy_loss.loss_mode)
+    policy_loss = get_policy_loss_fn("bypass_mode" if bypass else config.policy_loss.loss_mode)
+    settings: Any = SimpleNamespace(**vars(config), rollout_correction=bypass) if bypass else config
     watched = BatchStats(dp_size=1, num_tokens=max(1, computed_tokens), num_sequences=stats.num_sequences)
     rescale = (stats.num_tokens or 0) / max(1, computed_tokens)
 
@@ -46,7 +55,7 @@ def make_actor_loss(
             advantages=batch["advantages"],
             response_mask=mask,
             loss_agg_mode=config.loss_agg_mode,
-            config=config,
+            config=settings,
             rollout_is_weights=batch.get("rollout_is_weights"),
             stats=stats,
         )

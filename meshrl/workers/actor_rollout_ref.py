@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from meshrl.algorithms import CovarianceStats
 from meshrl.config.actor import RefConfig
 from meshrl.config.model import ModelConfig
-from meshrl.config.rollout import RolloutConfig
+from meshrl.config.rollout import READERS, RolloutConfig
 from meshrl.config.root import ActorRolloutRefConfig
 from meshrl.controller import Dispatch, nd_dispatch, register
 from meshrl.data.proto import DataProto
@@ -21,11 +22,12 @@ from meshrl.engines.build import engine_class
 from meshrl.models.saving import save_hf_folder
 from meshrl.telemetry.memory import PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
+from meshrl.weights.colocated import policy_sync
+from meshrl.weights.hybrid import ROLLOUT, TRAIN, HybridEngine
 from meshrl.weights.pools import PoolGroup, connect_trainer
-from meshrl.weights.sync import sync_weights
 from meshrl.workers.actor_loss import count_mini_batch, make_actor_loss, skips_samples_without_advantage
+from meshrl.workers.answering import Answering
 from meshrl.workers.checkpointing import CheckpointedWorker
-from meshrl.workers.generation import Generation
 from meshrl.workers.joining import join_ranks
 from meshrl.workers.resting import awake, rests, send_to_rest
 from meshrl.workers.settings import WorkerSettings
@@ -55,21 +57,54 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         self.register_mesh("rollout", self.rank, self.world_size, is_collect=True)
         # With adapters the reference is the same model without them.
         self.ref: Engine | None = None
-        if self.settings.with_reference and not self.actor.has_adapters:
-            self.ref = engine_class(actor)(model, actor, None, device=self.device)
+        if self.settings.with_reference and (own_weights := self._reference_model()) is not None:
+            self.ref = engine_class(actor)(own_weights, actor, None, device=self.device)
             self.ref.initialize()
             send_to_rest(self.ref, self.config.ref.fsdp_config.param_offload, False)
+        self.phases: HybridEngine | None = None
         if self.settings.with_rollout:
             # An unsharded trainer in the rollout's own type lends its module: no copy of the weights at all.
             can_share = not self.actor.is_sharded and not self.actor.has_adapters and not rests(actor)[0]
-            self.generate = Generation(
+            self.answering = Answering(
                 self.config.rollout, model, self.actor.hf_model, device=self.device, can_share=can_share
             )
-            self.rollout = self.generate.rollout
+            self.rollout = self.answering.rollout
+            self.phases = self._make_phases(self.config.rollout)
         send_to_rest(self.actor, *rests(actor))
 
+    def _make_phases(self, config: RolloutConfig) -> HybridEngine:
+        """The switch between training and generating."""
+        sync = policy_sync(
+            self.actor,
+            self.rollout,
+            bucket_megabytes=config.update_weights_bucket_megabytes,
+            verify=config.update_weights_verify,
+            delta=config.update_weights_delta,
+            adapters=config.update_weights_adapters,
+            deadline=self.settings.collective_deadline,
+        )
+        return HybridEngine(
+            self.actor,
+            self.rollout,
+            sync,
+            device=self.device,
+            free_cache_engine=config.free_cache_engine and config.name in READERS["free_cache_engine"],
+            param_offload=rests(self.config.actor)[0],
+            shares_weights=getattr(self.rollout, "shares_weights", False),
+            rollout_seed=self.settings.seed,
+        )
+
+    def _reference_model(self) -> ModelConfig | None:
+        """What the reference is loaded from, or None where it is the policy without its adapters."""
+        model, path = self.config.model, self.config.ref.model.path
+        if path is not None:
+            return replace(model, path=path, lora_rank=0, lora_adapter_path=None, random_init=False)
+        return None if self.actor.has_adapters else model
+
     def _awake(self, engine: Engine, *, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Inside, the engine's weights (and optimizer) are on the device."""
+        """Inside, the engine's weights (and optimizer) are on the device, and the rollout has made room."""
+        if self.phases is not None:
+            self.phases.ensure(TRAIN)
         model, states = rests(self.config.actor)
         if engine is self.ref:
             model = self.config.ref.fsdp_config.param_offload
@@ -78,24 +113,38 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     def _checkpointed(self) -> tuple[Engine, ModelConfig]:
         return self.actor, self.config.model
 
-    def _engine_awake(self) -> AbstractContextManager[None]:
-        return self._awake(self.actor, optimizer=True)
+    @contextmanager
+    def _engine_awake(self) -> Iterator[None]:
+        beside = self._saved_beside()
+        with self._awake(self.actor, optimizer=True), self._awake(beside["ref"]) if beside else nullcontext():
+            yield
+
+    def _saved_beside(self) -> dict[str, Engine]:
+        """A reference that is refreshed now and then."""
+        return {} if self.ref is None or self.config.ref.update_every is None else {"ref": self.ref}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sync_weights(self, version: int) -> None:
-        """Brings the actor's weights into the rollout as this version."""
-        with self._awake(self.actor):
-            sync_weights(self.actor, self.rollout, version)
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Brings the actor's weights into the rollout as this version; times, bytes, and memory of each phase."""
+        assert self.phases is not None
+        self.phases.ensure(TRAIN)
+        return self.phases.to_rollout(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def join_pool(self, address: str, num_rollouts: int) -> None:
         """Connects with rollouts on devices of their own, who join at the same time."""
         deadline = self.settings.collective_deadline
         group = PoolGroup.join(address, self.rank, self.world_size + num_rollouts, deadline)
-        megabytes = self.config.rollout.update_weights_bucket_megabytes
+        rollout = self.config.rollout
         with self._awake(self.actor):
             self.pool_sync = connect_trainer(
-                self.actor, group, num_rollouts, bucket_megabytes=megabytes, deadline=deadline
+                self.actor,
+                group,
+                num_rollouts,
+                bucket_megabytes=rollout.update_weights_bucket_megabytes,
+                verify=rollout.update_weights_verify,
+                delta=rollout.update_weights_delta,
+                deadline=deadline,
             )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -112,15 +161,36 @@ class ActorRolloutRefWorker(CheckpointedWorker):
 
     @register(dispatch_mode=nd_dispatch("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Answers prompts with the rollout's weights; `meta_info["validate"]` chooses the sampling of validation."""
-        return self.generate(prompts)
+        """Answers prompts with the rollout's weights.
+
+        `meta_info["validate"]` chooses the sampling of validation, `meta_info["greedy"]` the likeliest tokens.
+        """
+        assert self.phases is not None
+        self.phases.ensure(ROLLOUT)
+        with self.phases.own_random_numbers():
+            return self.answering(prompts)
+
+    @register(dispatch_mode=nd_dispatch("rollout"))
+    def start_generation(self, prompts: DataProto) -> None:
+        """`generate_sequences`, beside other calls: `take_generated` gives the answers as they end."""
+        assert self.phases is not None
+        self.phases.ensure(ROLLOUT)
+        self.answering.start(prompts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_generated(self, seconds: float) -> tuple[np.ndarray, DataProto] | None:
+        """What has ended of this rank's part: its rows and the answers, or None if nothing did within `seconds`."""
+        return self.answering.take(seconds)
 
     @register(dispatch_mode=nd_dispatch("actor"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """The actor's own log-probs and entropies of the responses: `old_log_probs`, `entropys`."""
+        """The actor's own log-probs and entropies of the responses: `old_log_probs`, `entropys`.
+
+        Where an estimator needs them also `sum_pi_squared`.
+        """
         with self._awake(self.actor):
             output = self.actor.forward(self._for_log_probs(data, self.config.rollout, entropy=True))
-        return _renamed(output, old_log_probs="log_probs", entropys="entropys")
+        return _renamed(output, old_log_probs="log_probs", entropys="entropys", sum_pi_squared="sum_pi_squared")
 
     @register(dispatch_mode=nd_dispatch("actor"))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -136,6 +206,14 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             raise ValueError("this worker has no reference policy: set use_kl_loss or use_kl_in_reward")
         return _renamed(output, ref_log_prob="log_probs")
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def refresh_reference(self) -> None:
+        """The reference becomes what the actor is now."""
+        if self.ref is None:
+            raise ValueError("this worker has no reference of its own to refresh")
+        with self._awake(self.actor), self._awake(self.ref):
+            self.ref.copy_weights_from(self.actor)
+
     def _for_log_probs(self, data: DataProto, how: RolloutConfig | RefConfig, entropy: bool) -> DataProto:
         meta = {
             "temperature": self.temperature,
@@ -143,6 +221,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             "max_token_len": how.log_prob_max_token_len_per_gpu,
             "micro_batch_size": how.log_prob_micro_batch_size_per_gpu,
             "calculate_entropy": entropy,
+            "calculate_sum_pi_squared": self.settings.with_sum_pi_squared and how is self.config.rollout,
         }
         selected = data.select(["input_ids", "attention_mask", "response_mask"], [])
         return DataProto(selected.batch, {}, meta)
@@ -163,6 +242,8 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         collected: dict[str, list[float]] = {}
         mini_batches = data.chunk(self.settings.mini_batches)
         memory = PeakMemory(self.device)
+        if self.phases is not None:
+            self.phases.has_trained = True
         with self._awake(self.actor, optimizer=True):
             for epoch in range(self.config.actor.ppo_epochs):
                 for number, mini_batch in enumerate(mini_batches):
@@ -172,6 +253,8 @@ class ActorRolloutRefWorker(CheckpointedWorker):
                         collected.setdefault(name, []).append(value)
             self.actor.optimizer_zero_grad()
         skipped = {"actor/skipped_steps": sum(collected["actor/skipped_steps"])}
+        # Before the first step of a batch the policy must still be the old one.
+        skipped["actor/ppo_kl_before"] = collected["actor/ppo_kl"][0]
         return reduce_metrics(collected) | skipped | memory.metrics("update_actor")
 
     def _update_on(
@@ -193,7 +276,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             "calculate_entropy": config.entropy_coeff != 0 or data.meta_info["measure_entropy"],
         }
         engine.optimizer_zero_grad()
-        loss_function = make_actor_loss(config, stats, computed_tokens, compare_with)
+        loss_function = make_actor_loss(config, stats, computed_tokens, compare_with, self.settings.bypass)
         metrics = engine.forward_backward_batch(rows, loss_function).metrics
         norm = engine.optimizer_step()
         if not np.isfinite(norm) and self.settings.stop_on_nan_gradient:

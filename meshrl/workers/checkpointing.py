@@ -45,6 +45,10 @@ class CheckpointedWorker(Worker):
     def _engine_awake(self) -> AbstractContextManager[None]:
         """Inside, the engine's weights and optimizer states are where it computes."""
 
+    def _saved_beside(self) -> dict[str, Engine]:
+        """Models that are not trained and yet change: their weights are saved too, in folders of these names."""
+        return {}
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, root: str, role: str, contents: list[str], background: bool = False) -> None:
         """Writes this rank's files into `root/role`; `checkpoint_files` says which.
@@ -58,6 +62,8 @@ class CheckpointedWorker(Worker):
         engine, _ = self._checkpointed()
         with self._engine_awake():
             files = self._write_hf_files(folder, with_weights="hf_model" in contents)
+            for name, other in self._saved_beside().items():
+                files += write_snapshot(other.snapshot(("model",)), folder / name, self.rank)
             snapshot = engine.snapshot([name for name in contents if name in CONTENTS])
             if background:
                 snapshot = snapshot.copied()
@@ -112,3 +118,6 @@ class CheckpointedWorker(Worker):
         engine, _ = self._checkpointed()
         with self._engine_awake():
             engine.load_checkpoint(Path(folder), [name for name in contents if name in CONTENTS])
+            for name, other in self._saved_beside().items():
+                if (Path(folder) / name).is_dir():
+                    other.load_checkpoint(Path(folder) / name, ("model",))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from meshrl.config.root import ActorRolloutRefConfig
 from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.proto import DataProto
@@ -9,7 +11,7 @@ from meshrl.models.loading import empty_model, torch_dtype
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.parallel.mesh import prepare_device
 from meshrl.weights.pools import PoolGroup, connect_rollout
-from meshrl.workers.generation import Generation
+from meshrl.workers.answering import Answering
 from meshrl.workers.settings import WorkerSettings
 
 
@@ -31,8 +33,8 @@ class RolloutWorker(Worker):
             override=model.override_config,
             trust_remote_code=model.trust_remote_code,
         )
-        self.generate = Generation(rollout, model, hf_model, device=self.device, can_share=False)
-        self.rollout = self.generate.rollout
+        self.answering = Answering(rollout, model, hf_model, device=self.device, can_share=False)
+        self.rollout = self.answering.rollout
         self.register_mesh("rollout", self.rank, self.world_size, is_collect=True)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -56,9 +58,19 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=nd_dispatch("rollout", direct=True))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Answers prompts, beside those that were begun; `meta_info["validate"]` chooses the sampling of validation."""
-        return self.generate(prompts)
+        return self.answering(prompts)
 
     @register(dispatch_mode=nd_dispatch("rollout", direct=True), blocking=False)
     def begin_sequences(self, prompts: DataProto) -> DataProto:
         """The same without waiting: the answers are a future, and go on while weights change."""
-        return self.generate(prompts)
+        return self.answering(prompts)
+
+    @register(dispatch_mode=nd_dispatch("rollout"))
+    def start_generation(self, prompts: DataProto) -> None:
+        """`generate_sequences`, beside other calls: `take_generated` gives the answers as they end."""
+        self.answering.start(prompts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_generated(self, seconds: float) -> tuple[np.ndarray, DataProto] | None:
+        """What has ended of this rank's part: its rows and the answers, or None if nothing did within `seconds`."""
+        return self.answering.take(seconds)

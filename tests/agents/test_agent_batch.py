@@ -30,7 +30,8 @@ from meshrl.agents.toolbox import ToolBox
 from meshrl.agents.tools import tool
 from meshrl.agents.trajectory import Trajectory
 from meshrl.config.load import load_config
-from meshrl.data.prompts import object_array, render_chat
+from meshrl.data.encoding import render_chat
+from meshrl.data.prompts import object_array
 from meshrl.data.proto import DataProto
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.rollout.embedded.engine import EmbeddedRollout

@@ -103,6 +103,7 @@ BROKEN = [
     ([f"{ROLLOUT}.val_kwargs.top_p=0"], "val_kwargs.top_p=0", ""),
     ([f"{ROLLOUT}.prompt_length=100"], f"{ROLLOUT}.prompt_length (100)", "data.max_prompt_length (512)"),
     ([f"{ROLLOUT}.max_model_len=1023"], f"{ROLLOUT}.max_model_len (1023)", "(1024)"),
+    ([f"{ROLLOUT}.update_weights_delta=true"], f"{ROLLOUT}.update_weights_delta=true", "free_cache_engine"),
     (
         ["algorithm.rollout_correction.bypass_mode=true", f"{ROLLOUT}.calculate_log_probs=false"],
         "bypass_mode",

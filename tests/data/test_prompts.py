@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from meshrl.config.data import DataConfig
-from meshrl.data.prompts import PromptDataset, encode_prompt, ground_truth, object_array, truncate
+from meshrl.data.encoding import encode_prompt
+from meshrl.data.prompts import PromptDataset, ground_truth, object_array, truncate
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,32 @@ class RolloutContract:
         reference = chosen(log_probs_of(hf_model, prompt, answer.token_ids, temperature), answer.token_ids)
         assert answer.token_ids
         assert (torch.tensor(answer.log_probs) - reference).abs().max() < self.tolerance
+
+    def test_answers_come_as_they_end(self, rollout, old):
+        """The same as all at once, the short ones before the long."""
+        lengths = [LONG // 3, 2, 40, 7]
+        params = [SamplingParams(max_tokens=n, temperature=1.0, n=1 + (n == 7)) for n in lengths]
+        requests = [request(prompt, p, seed) for seed, (prompt, p) in enumerate(zip(PROMPTS, params, strict=True))]
+        ended = list(rollout.as_they_end(requests))
+        name_of = {r.request_id: r for r in requests}
+        assert sorted((a.request_id, a.index) for a in ended) == sorted(
+            (r.request_id, i) for r in requests for i in range(r.params.n)
+        )
+        assert sorted(len(a.token_ids) for a in ended) == [2, 7, 7, 40, LONG // 3]
+        assert len(ended[-1].token_ids) == LONG // 3
+        for answer in ended:
+            assert answer.finish_reason == "length"
+            assert len(answer.versions) == len(answer.token_ids)
+            self.assert_matches(answer, name_of[answer.request_id].prompt_token_ids, old, 1.0)
+
+    def test_leaving_answers_early_aborts_the_rest(self, rollout):
+        requests = [request(PROMPTS[0], SamplingParams(max_tokens=n, temperature=1.0)) for n in (LONG, 2)]
+        answers = rollout.as_they_end(requests)
+        assert len(next(answers).token_ids) == 2
+        answers.close()
+        # Its name is free again, so nothing of it is left.
+        (again,) = rollout.complete([replace(requests[0], params=SamplingParams(max_tokens=3))])
+        assert len(again.token_ids) == 3
 
     # Tokens and log-probs
 

@@ -195,15 +195,36 @@ def test_megatron_to_whole_copies(megatron_ranks, sync_folders, family, axes):
             torch.testing.assert_close(logits[version - 1], expected, rtol=1e-5, atol=1e-5)
 
 
-def lora_to_copies(folder: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Merged by the sync, and by hand from whole tensors."""
-    from meshrl.weights import connect as connecting
+class CopyingRollout(PlainRollout):
+    """Takes weights into a module of its own, and can lose them."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.hf_model = model
+
+    def update_weights(self, weights, version):
+        own = dict(self.hf_model.named_parameters())
+        for name, tensor in weights:
+            own.pop(name).data.copy_(tensor)
+        assert not own
+        self.version = version
+
+    def lose(self):
+        self.version = -1
+        for param in self.hf_model.parameters():
+            param.data.zero_()
+
+
+def lora_to_copies(folder: Path, adapters: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+    """Merged by the sync, and by hand from whole tensors; and the bytes that came."""
+    from meshrl.weights.colocated import policy_sync
 
     engine = fsdp_engine(folder, lora_rank=4)
     model, reference = blank_lm(folder), blank_lm(folder)
-    sync = connecting.connect(engine, connecting.rollout_params(model), bucket_megabytes=1, deadline=40.0)
-    found, expected = [], []
-    for version in (1, 2):
+    rollout = CopyingRollout(model)
+    sync = policy_sync(engine, rollout, bucket_megabytes=1, verify=True, delta=False, deadline=40.0, adapters=adapters)
+    found, expected, received = [], [], []
+    for version in (1, 2, 3):
         with torch.no_grad():
             generator = torch.Generator().manual_seed(version)
             for name, param in engine.module.named_parameters():
@@ -212,7 +233,10 @@ def lora_to_copies(folder: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]
                     local = param.to_local()
                     start = dist.get_rank() * -(-len(whole) // dist.get_world_size())
                     local.copy_(whole[start : start + len(local)])
-            sync(PlainRollout(), version)
+            if version == 3:
+                rollout.lose()
+                sync.forget()
+            received.append(sync(rollout, version).traffic.received)
             found.append(model(IDS).logits)
             whole = {n.removeprefix("hf_model."): p.full_tensor() for n, p in engine.module.named_parameters()}
             for name, param in reference.named_parameters():
@@ -222,16 +246,23 @@ def lora_to_copies(folder: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]
                     up, down = (whole[f"{layer}.lora_{letter}.default.weight"] for letter in "BA")
                     param.add_(up @ down, alpha=16 / 4)
             expected.append(reference(IDS).logits)
-    sync.close()
-    return found, expected
+    return found, expected, received
 
 
-def test_adapters_arrive_merged(ranks, sync_folders):
+@pytest.mark.parametrize("adapters", ["merged", "alone"])
+def test_adapters_arrive_merged(ranks, sync_folders, adapters):
     pytest.importorskip("peft")
-    for found, expected in ranks(2).run(lora_to_copies, sync_folders["qwen2"]):
+    size = sum(p.numel() * 4 for p in blank_lm(sync_folders["qwen2"]).parameters())
+    for found, expected, received in ranks(2).run(lora_to_copies, sync_folders["qwen2"], adapters):
         for logits, reference in zip(found, expected, strict=True):
             torch.testing.assert_close(logits, reference, rtol=1e-5, atol=1e-5)
         assert (found[0] - found[1]).abs().max() > 1e-2
+        if adapters == "merged":
+            assert received == [received[0]] * 3
+        else:
+            # The base comes once, also for a rollout that lost it: from then on matrices of rank 4 alone.
+            assert received[0] > 0.4 * size
+            assert received[1] == received[2] < 0.2 * received[0]
 
 
 def adapters_alone(folder: Path) -> tuple[dict, list[dict], dict, list[int]]:

@@ -61,7 +61,7 @@ def test_answers_that_are_finished_first_have_one_version(task, tmp_path):
 
 
 def test_what_became_too_old_is_dropped_and_counted(task, tmp_path):
-    ahead = ("async_training.batches_ahead=2", "async_training.stale_samples=drop", "async_training.max_staleness=1")
+    ahead = ("async_training.batches_ahead=2", "async_training.max_staleness=1")
     run = task.train(
         tmp_path / "run",
         *LONGER,

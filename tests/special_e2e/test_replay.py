@@ -135,16 +135,15 @@ def task_metrics(path):
 
 @pytest.fixture
 def broken(monkeypatch):
-    """From step 2 on, advantages are NaN."""
-    add = PPOTrainer.add_advantages
+    """From step 2 on, the update gets advantages that are NaN."""
+    update = PPOTrainer.update_actor
 
-    def add_nan(self, batch):
-        metrics = add(self, batch)
+    def update_with_nan(self, batch):
         if self.step >= 2:
             batch.batch["advantages"] = batch.batch["advantages"] * math.nan
-        return metrics
+        return update(self, batch)
 
-    monkeypatch.setattr(PPOTrainer, "add_advantages", add_nan)
+    monkeypatch.setattr(PPOTrainer, "update_actor", update_with_nan)
 
 
 def test_gradients_that_are_not_finite_are_counted_dumped_and_limited(task, broken, tmp_path):

@@ -29,8 +29,8 @@ RUN = (
     "trainer.save_freq=1",
 )
 TWO = "trainer.n_gpus_per_node=2"
-# What a resumed run may have of its own: clocks.
-OWN = ("timing_s/", "perf/", "time")
+# What a resumed run may have of its own: clocks, and how the weights went to the rollout.
+OWN = ("timing_s/", "perf/", "time", "weight_sync/")
 
 
 class StoppedError(Exception):

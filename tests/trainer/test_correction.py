@@ -51,7 +51,7 @@ def test_nothing_is_corrected_unless_asked():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["rollout_is=token", "bypass_mode=true"], "bypass_mode must be false"),
+        (["rollout_is=token", "bypass_mode=true"], "bypass_mode=false"),
         (["rollout_rs=seq_mean_k3"], "go together"),
         (["rollout_rs_threshold=2.0"], "go together"),
     ],

@@ -82,8 +82,7 @@ def test_importance_weights_are_on_where_samples_may_be_stale():
         (lambda c: setattr(c.actor_rollout_ref, "hybrid_engine", True), "has no effect while actor and rollout share"),
         (lambda c: setattr(c.actor_rollout_ref.rollout, "nnodes", 0), "needs processes for the rollout"),
         (lambda c: setattr(c.actor_rollout_ref.rollout, "nnodes", 2), "needs trainer.backend=ray"),
-        (lambda c: setattr(c.async_training, "batches_ahead", 2), "batches_ahead (2) makes samples older than"),
-        (lambda c: setattr(c.async_training, "stale_samples", "drop"), "nothing can become too old"),
+        (lambda c: setattr(c.actor_rollout_ref.rollout, "calculate_log_probs", False), "calculate_log_probs=true"),
         (lambda c: setattr(c.actor_rollout_ref.rollout, "name", "vllm"), "use embedded or hf"),
     ],
 )

@@ -240,7 +240,13 @@ class FSDPEngine(Engine):
         return int(value)
 
     def _run_model(self, part: MicroBatch, meta: dict[str, Any]) -> dict[str, Tensor]:
-        answers = self.module(part.row, part.shard, meta.get("temperature", 1.0), meta.get("calculate_entropy", False))
+        answers = self.module(
+            part.row,
+            part.shard,
+            meta.get("temperature", 1.0),
+            meta.get("calculate_entropy", False),
+            meta.get("calculate_sum_pi_squared", False),
+        )
         return {name: part.row.unpack(values) for name, values in answers.items()}
 
     def adapters_off(self) -> AbstractContextManager[None]:

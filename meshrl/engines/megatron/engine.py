@@ -240,6 +240,11 @@ class MegatronEngine(Engine):
         if device.type == "cpu":
             torch.cuda.empty_cache()
 
+    def copy_weights_from(self, other: Engine) -> None:
+        if isinstance(other, MegatronEngine):
+            other._finish_param_gather()
+        super().copy_weights_from(other)
+
     def per_tensor_params(self) -> Iterator[tuple[str, Tensor]]:
         self._finish_param_gather()
         files = export_hf_weights(self.model, self.hf_config, self.ranks, value_head=self.head == "value")

@@ -18,8 +18,8 @@ from typing import Any
 
 from rich.console import Console
 
+from meshrl.data.encoding import encode_prompt
 from meshrl.data.files import Row, read_rows
-from meshrl.data.prompts import encode_prompt
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.offline.answers_file import check_output, write_output
 from meshrl.rollout.offline.journal import Journal, Result

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
 
 import torch
@@ -89,6 +89,28 @@ class RemoteRollout(Rollout):
         for answer in answers:
             answer.versions = final.get((answer.request_id, answer.index), answer.versions)
         return answers
+
+    def as_they_end(self, requests: Sequence[Request]) -> Iterator[Completion]:
+        final: dict[tuple[str, int], list[int]] = {}
+        chunks: dict[str, list[Chunk]] = {request.request_id: [] for request in requests}
+        try:
+            self._call(self._submit(requests, lambda chunk: chunks[chunk.request_id].append(chunk)))
+            waiting = {
+                asyncio.run_coroutine_threadsafe(self._ended(request.request_id, final), self._loop): request
+                for request in requests
+            }
+            while waiting:
+                done, _ = wait(waiting, POLL_SECONDS, FIRST_COMPLETED)
+                if not done and self._closed:
+                    raise RuntimeError("the rollout was closed while requests were running")
+                for future in done:
+                    request = waiting.pop(future)
+                    future.result()
+                    for answer in gather([request], chunks.pop(request.request_id)):
+                        answer.versions = final.get((answer.request_id, answer.index), answer.versions)
+                        yield answer
+        finally:
+            self.abort([request.request_id for request in requests])
 
     def _wait_for(self, future: Future[None]) -> None:
         # No deadline: a pause may last. The engine's own failures end every answer.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -12,9 +13,10 @@ from meshrl.data.proto import DataProto
 from meshrl.models.loading import load_tokenizer, stop_token_ids
 from meshrl.rollout.base import SamplingParams
 from meshrl.rollout.build import build_rollout
+from meshrl.workers.generating import start_generation
 
 
-class Generation:
+class Answering:
     """One rank's rollout. `hf_model` says which model it is; with `can_share` the rollout generates with it."""
 
     def __init__(
@@ -36,17 +38,33 @@ class Generation:
             self.agents = make_agent_rollout(self.rollout, tokenizer, config, self.stop_token_ids)
 
     def __call__(self, prompts: DataProto) -> DataProto:
-        """Answers prompts; `meta_info["validate"]` chooses the sampling of validation."""
+        """Answers prompts.
+
+        `meta_info["validate"]` chooses the sampling of validation, `meta_info["greedy"]` the likeliest tokens.
+        """
+        return self._kept((self.agents or self.rollout).generate_sequences(prompts, self._sampling(prompts)))
+
+    def start(self, prompts: DataProto) -> None:
+        """The same beside other calls: `take` gives the answers as they end."""
+        self.running = start_generation(self.rollout, self.agents, prompts, self._sampling(prompts))
+
+    def take(self, seconds: float) -> tuple[np.ndarray, DataProto] | None:
+        """Rows that have ended and their answers, or None if none did within `seconds`."""
+        found = self.running.take(seconds)
+        return None if found is None else (found[0], self._kept(found[1]))
+
+    def _kept(self, output: DataProto) -> DataProto:
+        if not self.config.calculate_log_probs:
+            output.pop(batch_keys=["rollout_log_probs"])
+        return output
+
+    def _sampling(self, prompts: DataProto) -> SamplingParams:
         config = self.config
         how = config.val_kwargs if prompts.meta_info.get("validate") else config
-        params = SamplingParams(
+        return SamplingParams(
             max_tokens=config.response_length or 1,
-            temperature=how.temperature if how.do_sample else 0.0,
+            temperature=how.temperature if how.do_sample and not prompts.meta_info.get("greedy") else 0.0,
             top_k=how.top_k,
             top_p=how.top_p,
             stop_token_ids=self.stop_token_ids,
         )
-        output = (self.agents or self.rollout).generate_sequences(prompts, params)
-        if not config.calculate_log_probs:
-            output.pop(batch_keys=["rollout_log_probs"])
-        return output

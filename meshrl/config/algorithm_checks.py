@@ -1,0 +1,118 @@
+"""What must hold between an algorithm and the rest of the config."""
+
+from meshrl.config.algorithm import TOKEN_BASELINES
+from meshrl.config.root import PPOConfig
+from meshrl.config.tree import changed_keys
+
+ACTOR = "actor_rollout_ref.actor"
+CORRECTION = "algorithm.rollout_correction"
+REF = "actor_rollout_ref.ref"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def uses_reference(config: PPOConfig) -> bool:
+    """Whether any term compares the policy with its reference."""
+    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+def estimator_problems(config: PPOConfig) -> list[str]:
+    """What single estimators ask for, and keys that only they read."""
+    algorithm, name = config.algorithm, config.algorithm.adv_estimator
+    problems = []
+    if name == "gdpo":
+        keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
+        if weights and len(weights) != len(keys):
+            problems.append(
+                f"algorithm.gdpo_reward_weights has {len(weights)} entries for {len(keys)} gdpo_reward_keys: one each"
+            )
+        if algorithm.use_kl_in_reward:
+            problems.append(f"adv_estimator=gdpo sees each reward, not their sum with the KL: use {ACTOR}.use_kl_loss")
+        buffer = config.reward_manager.overlong_buffer
+        if config.reward_manager.name == "dapo" and buffer.enable and not (buffer.log and "overlong_reward" in keys):
+            problems.append(
+                "adv_estimator=gdpo would not see the overlong penalty: set reward_manager.overlong_buffer.log=true "
+                "and name overlong_reward in algorithm.gdpo_reward_keys"
+            )
+    else:
+        changed = changed_keys(config, "algorithm.gdpo_")
+        problems += [f"{key} has no effect with algorithm.adv_estimator={name}: it is for gdpo" for key in changed]
+    if name in TOKEN_BASELINES:
+        if algorithm.rollout_correction.bypass_mode:
+            problems.append(
+                f"adv_estimator={name} needs the trainer's own pass: {CORRECTION}.bypass_mode must be false"
+            )
+        if config.actor_rollout_ref.actor.strategy == "megatron":
+            problems.append(f"adv_estimator={name} is not there for {ACTOR}.strategy=megatron: use fsdp2")
+    greedy = not config.actor_rollout_ref.rollout.do_sample or config.actor_rollout_ref.rollout.temperature == 0
+    if name == "remax" and greedy:
+        problems.append(f"adv_estimator=remax compares samples with the greedy answer: {ROLLOUT} must sample")
+    return problems
+
+
+def filter_groups_problems(config: PPOConfig) -> list[str]:
+    """Dynamic sampling, and the keys that only it reads."""
+    filters, rollout = config.algorithm.filter_groups, config.actor_rollout_ref.rollout
+    if not filters.enable:
+        changed = [*changed_keys(config, "algorithm.filter_groups."), *changed_keys(config, "data.gen_batch_size")]
+        return [f"{name} has no effect without algorithm.filter_groups.enable=true" for name in changed]
+    problems = []
+    if rollout.n < 2:
+        problems.append(
+            f"algorithm.filter_groups compares the samples of a group: {ROLLOUT}.n ({rollout.n}) must be > 1"
+        )
+    if not rollout.calculate_log_probs:
+        problems.append(
+            "algorithm.filter_groups keeps surplus groups for the next step, where their old log-probs are the "
+            f"rollout's: {ROLLOUT}.calculate_log_probs must be true"
+        )
+    if filters.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        problems.append("algorithm.filter_groups.metric=seq_final_reward is not known before the KL: use seq_reward")
+    return problems
+
+
+def reference_problems(config: PPOConfig) -> list[str]:
+    """Keys of a reference that is not there, or that is the policy without its adapters."""
+    ref, model = config.actor_rollout_ref.ref, config.actor_rollout_ref.model
+    asked = {f"{REF}.model.path": ref.model.path, f"{REF}.update_every": ref.update_every}
+    asked = {name: value for name, value in asked.items() if value is not None}
+    if not uses_reference(config):
+        return [
+            f"{name}={value} has no effect without a reference: set {ACTOR}.use_kl_loss or algorithm.use_kl_in_reward"
+            for name, value in asked.items()
+        ]
+    adapters = model.lora_rank > 0 or model.lora_adapter_path is not None
+    if adapters and ref.update_every is not None:
+        return [f"{REF}.update_every={ref.update_every}: with LoRA the reference is the model without its adapters"]
+    return []
+
+
+def bypass_problems(config: PPOConfig) -> list[str]:
+    """Which losses and corrections go with `rollout_correction.bypass_mode`, where there are two policies only."""
+    correction, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if not correction.bypass_mode:
+        problems = []
+        if loss == "bypass_mode":
+            problems.append(f"{ACTOR}.policy_loss.loss_mode=bypass_mode needs {CORRECTION}.bypass_mode=true")
+        if correction.loss_type != "ppo_clip":
+            problems.append(f"{CORRECTION}.loss_type={correction.loss_type} needs {CORRECTION}.bypass_mode=true")
+        return problems
+    problems = []
+    if correction.rollout_is is not None and correction.loss_type == "ppo_clip":
+        problems.append(
+            f"{CORRECTION}.rollout_is has no effect with bypass_mode=true and loss_type=ppo_clip, whose ratio corrects "
+            "already: set loss_type=reinforce, or bypass_mode=false"
+        )
+    own = bypass_loss(config) and loss not in ("vanilla", "bypass_mode")
+    if own:
+        problems.append(
+            f"{CORRECTION} with bypass_mode=true has a loss of its own for loss_type=reinforce and rollout_rs: leave "
+            f"{ACTOR}.policy_loss.loss_mode at vanilla, not {loss}"
+        )
+    return problems
+
+
+def bypass_loss(config: PPOConfig) -> bool:
+    """Whether the loss itself compares the policy with the rollout's: a plain clip around it does not need to."""
+    correction, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    asked = correction.loss_type == "reinforce" or correction.rollout_rs is not None or loss == "bypass_mode"
+    return correction.bypass_mode and asked

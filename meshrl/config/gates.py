@@ -1,0 +1,48 @@
+"""`trainer.gates.*`: what is watched while a run goes on, and what happens when something is off."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from meshrl.config.key import key
+
+ACTIONS = ("off", "warn", "stop")
+
+
+@dataclass
+class GatesConfig:
+    first_step: str = key(
+        "warn", "When, at the first step, trainer and rollout are not the same policy.", choices=ACTIONS
+    )
+    on_policy_kl: float = key(0.01, "Largest KL to the old log-probs before the first update.", low=0)
+    log_prob_diff: str = key(
+        "warn", "When rollout and trainer disagree about log-probs during the run.", choices=ACTIONS
+    )
+    log_prob_diff_mean: float = key(0.1, "Largest mean difference of log-probs, in nats a token.", low=0)
+    non_finite: str = key("stop", "When a batch has NaN or inf to train on; the batch is kept.", choices=ACTIONS)
+    entropy_collapse: str = key("warn", "When the entropy has all but gone.", choices=ACTIONS)
+    entropy_share: float = key(0.05, "Share of the first step's entropy below which it has.", low=0, high=1)
+    equal_rewards: str = key("warn", "When all rewards of a step are the same, or of each group.", choices=ACTIONS)
+    patience: int = key(3, "Steps in a row before the last two of these count.", low=1)
+    limits: dict[str, Any] = key({}, "Bounds of any metric: {max, min, then}, or just a largest value (warn).")
+    repeat_every: int = key(50, "Say the same warning again after so many steps.", low=1)
+
+
+def gate_problems(gates: GatesConfig) -> list[str]:
+    """Entries of `trainer.gates.limits` that say nothing or cannot hold."""
+    return [problem for name, entry in gates.limits.items() if (problem := _limit_problem(str(name), entry))]
+
+
+def _limit_problem(name: str, entry: Any) -> str | None:
+    where = f"trainer.gates.limits.{name}"
+    fields = entry if isinstance(entry, dict) else {"max": entry}
+    if unknown := sorted(set(fields) - {"max", "min", "then"}):
+        return f"{where} has no {', '.join(unknown)}: it has max, min, then"
+    bounds = [fields[end] for end in ("min", "max") if fields.get(end) is not None]
+    if not bounds or any(isinstance(b, bool) or not isinstance(b, int | float) or math.isnan(b) for b in bounds):
+        return f"{where} needs a number as max or min, not {entry!r}"
+    if len(bounds) == 2 and bounds[0] > bounds[1]:
+        return f"{where}: min ({bounds[0]}) is above max ({bounds[1]})"
+    if fields.get("then", "warn") not in ACTIONS[1:]:
+        return f"{where}.then must be warn or stop, not {fields['then']!r}"
+    return None

@@ -1,0 +1,72 @@
+"""An order of the user's own: a sampler class that says which prompts come next, and may learn from how they went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from meshrl.config.data import DataConfig
+from meshrl.config.functions import load_function
+from meshrl.data.prompts import PromptDataset
+from meshrl.data.proto import DataProto
+from meshrl.data.sampling import RowOrder, check_enough_rows
+
+
+class SamplerOrder(RowOrder):
+    """Batches of the row numbers that a sampler yields; an epoch is one iteration of it.
+
+    The sampler is `data.sampler.class_name(data_source, data_config)`. It may have `update(batch)`, called with every
+    batch that was trained on, and `state_dict`/`load_state_dict`; without these a resumed run passes over what an
+    earlier one took. The next batch is drawn after the update.
+    """
+
+    def __init__(self, data: PromptDataset, config: DataConfig, batch_size: int):
+        check_enough_rows(len(data), batch_size)
+        make = load_function(config.sampler.class_path or "", config.sampler.class_name or "")
+        self.sampler: Any = make(data_source=data, data_config=config)
+        self.num_rows, self.batch_size = len(data), batch_size
+        self.name = config.sampler.class_name
+        self.epoch = self.position = 0
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self.num_rows // self.batch_size
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        passed_over = 0 if hasattr(self.sampler, "load_state_dict") else self.position
+        while True:
+            numbers, taken = iter(self.sampler), 0
+            for _ in range(passed_over):
+                next(numbers, None)
+            while (batch := self._next(numbers)) is not None:
+                taken += 1
+                self.position += self.batch_size
+                yield batch
+            if not taken and not passed_over:
+                raise ValueError(f"data.sampler: {self.name} yielded fewer than {self.batch_size} rows, one batch")
+            self.epoch, self.position, passed_over = self.epoch + 1, 0, 0
+
+    def _next(self, numbers: Iterator[Any]) -> np.ndarray | None:
+        batch: list[int] = []
+        for number in numbers:
+            if not isinstance(number, int | np.integer) or not 0 <= number < self.num_rows:
+                raise ValueError(f"data.sampler: {self.name} yielded {number!r}, no row of 0 to {self.num_rows - 1}")
+            batch.append(int(number))
+            if len(batch) == self.batch_size:
+                return np.array(batch)
+        return None
+
+    def update(self, batch: DataProto) -> None:
+        if hasattr(self.sampler, "update"):
+            self.sampler.update(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"sampler": self.sampler.state_dict()} if hasattr(self.sampler, "state_dict") else {}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if "sampler" in state:
+            self.sampler.load_state_dict(state["sampler"])

@@ -1,0 +1,69 @@
+"""From a prompt, text or chat messages, to token ids. Light: the processes that tokenize load this, and no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: Any, number: int, tools: list[dict[str, Any]] | None = None
+) -> np.ndarray:
+    """Token ids of a prompt: a string as it is, or a list of chat messages through the tokenizer's chat template."""
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    elif is_chat(prompt):
+        ids = render_chat(tokenizer, prompt, add_generation_prompt=True, tools=tools)
+    else:
+        raise ValueError(
+            f"prompt {number} must be a string or a list of messages with role and content, got {prompt!r}"
+        )
+    _check_tokens(ids, prompt, number)
+    return np.asarray(ids, dtype=np.int64)
+
+
+def encode_prompts(
+    tokenizer: Tokenizer, prompts: Sequence[Any], first: int = 0, tools: list[dict[str, Any]] | None = None
+) -> list[np.ndarray]:
+    """`encode_prompt` of each; texts go to the tokenizer together. `first` is the number of the first of them."""
+    if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+        return [encode_prompt(tokenizer, prompt, first + at, tools) for at, prompt in enumerate(prompts)]
+    found = [np.asarray(ids, dtype=np.int64) for ids in tokenizer(list(prompts))["input_ids"]]
+    for at, ids in enumerate(found):
+        _check_tokens(ids, prompts[at], first + at)
+    return found
+
+
+def _check_tokens(ids: Sequence[int] | np.ndarray, prompt: Any, number: int) -> None:
+    if len(ids) == 0:
+        raise ValueError(f"prompt {number} has no tokens: {prompt!r}")
+
+
+def is_chat(messages: Any) -> bool:
+    """Whether this is a list of at least one chat message."""
+    is_list = isinstance(messages, list) and len(messages) > 0
+    return is_list and all(isinstance(m, dict) and "role" in m and "content" in m for m in messages)
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, str]],
+    add_generation_prompt: bool,
+    tools: list[dict[str, Any]] | None = None,
+) -> list[int]:
+    """Token ids of a conversation by the tokenizer's chat template."""
+    if tokenizer.chat_template is None:
+        raise ValueError("the prompts are chat messages, but the tokenizer has no chat template: use plain strings")
+    rendered = tokenizer.apply_chat_template(
+        messages,
+        tools=tools or None,  # type: ignore[arg-type]
+        add_generation_prompt=add_generation_prompt,
+        tokenize=True,
+        return_dict=False,
+    )
+    return list(rendered)

@@ -1,0 +1,123 @@
+"""Tokenizing many prompts in several processes: plain ones, in which the caller's main module does not run again."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshrl.data.encoding import encode_prompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+PACKAGE_ROOT = str(Path(__file__).parents[2])
+WORKER = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from meshrl.data.encoding_pool import main; main()"
+CHUNK = 256
+# For one chunk, imports on a busy machine included.
+CHUNK_SECONDS = 600.0
+
+OnProgress = Callable[[int, int], None]
+
+
+def encode_in_processes(
+    tokenizer: Tokenizer,
+    prompts: Sequence[Any],
+    tools: list[dict[str, Any]] | None,
+    processes: int,
+    on_progress: OnProgress | None = None,
+) -> list[np.ndarray]:
+    """Token ids of every prompt, in their order; what `encode_prompt` gives one by one, its errors included."""
+    starts = list(range(0, len(prompts), CHUNK))
+    found: dict[int, list[np.ndarray]] = {}
+    with ExitStack() as stack:
+        workers = [stack.enter_context(_Encoder(tokenizer, tools)) for _ in range(min(processes, len(starts)))]
+        waiting = iter(starts)
+        busy = {worker.connection: worker for worker in workers if worker.give(prompts, next(waiting, None))}
+        while busy:
+            ready: list[Any] = wait(list(busy), CHUNK_SECONDS)
+            if not ready:
+                raise TimeoutError(f"{len(busy)} processes gave no chunk of {CHUNK} prompts within {CHUNK_SECONDS} s")
+            for connection in ready:
+                worker = busy.pop(connection)
+                found[worker.start] = worker.answer()
+                if on_progress is not None:
+                    on_progress(sum(map(len, found.values())), len(prompts))
+                if worker.give(prompts, next(waiting, None)):
+                    busy[worker.connection] = worker
+    return [ids for start in starts for ids in found[start]]
+
+
+class _Encoder:
+    """One process and the chunk it works on."""
+
+    def __init__(self, tokenizer: Tokenizer, tools: list[dict[str, Any]] | None):
+        self.connection, theirs = Pipe()
+        self.start = 0
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", WORKER, str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            )
+        finally:
+            theirs.close()
+        self.connection.send((tokenizer, tools))
+
+    def give(self, prompts: Sequence[Any], start: int | None) -> bool:
+        """Hands over the chunk at `start`, if there is one."""
+        if start is None:
+            return False
+        self.start = start
+        self.connection.send((start, list(prompts[start : start + CHUNK])))
+        return True
+
+    def answer(self) -> list[np.ndarray]:
+        try:
+            done, value = self.connection.recv()
+        except (EOFError, OSError):
+            raise RuntimeError(f"a tokenizing process ended with exit code {self.process.wait()}") from None
+        if not done:
+            raise value
+        return value
+
+    def __enter__(self) -> _Encoder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def main() -> None:
+    """One process: the tokenizer first, then chunks of prompts, each answered in turn."""
+    connection = Connection(int(sys.argv[1]))
+    try:
+        tokenizer, tools = connection.recv()
+        while True:
+            start, prompts = connection.recv()
+            try:
+                connection.send((True, encode_prompts(tokenizer, prompts, start, tools)))
+            except Exception as error:  # said by the caller, in its own words where they can travel
+                connection.send((False, _portable(error)))
+    except (EOFError, OSError):
+        return  # the other end is done
+
+
+def _portable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # an exception of the tokenizer's own making
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

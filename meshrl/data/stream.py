@@ -1,0 +1,128 @@
+"""Prompts that are read, shuffled and tokenized as they are needed: the data never lies in memory as a whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from meshrl.config.data import DataConfig
+from meshrl.data.encoding import encode_prompt
+from meshrl.data.files import Row, stream_rows
+from meshrl.data.mixing import Shares
+from meshrl.data.prompts import Prompt, fit_prompt, prompt_batch
+from meshrl.data.proto import DataProto
+from meshrl.data.sampling import RowOrder
+
+
+class PromptStream(RowOrder):
+    """Batches of prompts from files that are read on the way; both the order of the rows and the rows themselves.
+
+    An epoch is one pass over all files, each row once; with weights there is one endless epoch in which every file
+    begins anew when it ends. Shuffling draws from a buffer of `data.shuffle_buffer` rows. A resumed run reads up to
+    where the earlier one stood.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        tokenizer: Tokenizer,
+        config: DataConfig,
+        batch_size: int,
+        seed: int,
+        tools: list[dict[str, Any]] | None = None,
+    ):
+        self.files, self.tokenizer, self.config, self.tools = list(files), tokenizer, config, tools
+        self.batch_size, self.seed = batch_size, seed
+        self.dropped = self.truncated = 0
+        self.epoch = self.position = 0
+        self._window: dict[int, Prompt] = {}
+
+    def __len__(self) -> int:
+        """0: how many rows there are is not known."""
+        return 0
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        while True:
+            passed_over, prompts = self.position, enumerate(self._prompts())
+            for _ in range(passed_over):
+                next(prompts, None)
+            while len(batch := _take(prompts, self.batch_size)) == self.batch_size:
+                self._window = dict(batch)
+                self.position += self.batch_size
+                yield np.array(list(self._window))
+            if self.position == 0:
+                raise ValueError(
+                    f"a pass over data.train_files gives {len(batch)} prompts, fewer than one batch of "
+                    f"{self.batch_size} ({self.dropped} were dropped as too long): add data or lower the batch size"
+                )
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def batch(self, numbers: np.ndarray) -> DataProto:
+        """The prompts of the batch that was given out last."""
+        return prompt_batch([self._window[int(number)] for number in numbers], numbers, self.tokenizer, self.config)
+
+    def metrics(self) -> dict[str, float]:
+        return {"data/dropped_prompts": self.dropped, "data/truncated_prompts": self.truncated}
+
+    def _prompts(self) -> Iterator[Prompt]:
+        """What is left of an epoch's rows after tokenizing."""
+        rows = mixed(self._sources(), self.config.train_weights) if self.config.train_weights else self._all_files()
+        for number, row in enumerate(rows):
+            ids = encode_prompt(self.tokenizer, row[self.config.prompt_key], number, self.tools)
+            fitting = fit_prompt(ids, number, self.config)
+            if fitting is None:
+                self.dropped += 1
+                continue
+            self.truncated += len(fitting) < len(ids)
+            yield row, fitting
+
+    def _all_files(self) -> Iterator[Row]:
+        rng = np.random.default_rng((self.seed, self.epoch))
+        order = rng.permutation(len(self.files)) if self.config.shuffle else np.arange(len(self.files))
+        rows = (row for at in order for row in stream_rows(self.files[at], (self.config.prompt_key,)))
+        return shuffled(rows, self.config.shuffle_buffer, rng) if self.config.shuffle else rows
+
+    def _sources(self) -> list[Iterator[Row]]:
+        return [self._endless(at) for at in range(len(self.files))]
+
+    def _endless(self, at: int) -> Iterator[Row]:
+        epoch = 0
+        while True:
+            rows: Iterator[Row] = stream_rows(self.files[at], (self.config.prompt_key,))
+            if self.config.shuffle:
+                rows = shuffled(rows, self.config.shuffle_buffer, np.random.default_rng((self.seed, epoch, at)))
+            yield from rows
+            epoch += 1
+
+
+def shuffled(rows: Iterable[Row], buffer_size: int, rng: np.random.Generator) -> Iterator[Row]:
+    """Every row once, each drawn from a buffer of the next ones."""
+    buffer: list[Row] = []
+    for row in rows:
+        if len(buffer) < buffer_size:
+            buffer.append(row)
+            continue
+        at = int(rng.integers(buffer_size))
+        yield buffer[at]
+        buffer[at] = row
+    for at in rng.permutation(len(buffer)):
+        yield buffer[at]
+
+
+def mixed(sources: Sequence[Iterator[Row]], weights: Sequence[float]) -> Iterator[Row]:
+    """Rows of several endless sources in the shares of their weights."""
+    shares = Shares(weights)
+    while True:
+        yield next(sources[shares.next()])
+
+
+def _take(items: Iterator[tuple[int, Prompt]], count: int) -> list[tuple[int, Prompt]]:
+    return list(itertools.islice(items, count))

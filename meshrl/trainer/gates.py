@@ -1,0 +1,242 @@
+"""Numeric gates: a run says early that something is off, what that means and what to do, and stops where asked.
+
+before the update   NaN or inf in what is trained on
+after each step     first step on-policy? rollout and trainer agreed? entropy there? rewards that differ? your limits
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshrl.config.gates import GatesConfig
+from meshrl.data.proto import DataProto
+
+logger = logging.getLogger(__name__)
+
+DIFFERENCE, ENTROPY = "training/rollout_log_prob_diff_mean", "actor/entropy"
+# What the policy's KL to the old log-probs was before the first optimizer step of a batch.
+FIRST_KL = "actor/ppo_kl_before"
+WITHOUT_SIGNAL = "training/zero_advantage_share"
+# What is trained on: NaN or inf counts where the mask is set, and in scores anywhere.
+EVERYWHERE = ("token_level_scores", "token_level_rewards")
+UNDER_MASK = ("advantages", "returns", "old_log_probs", "rollout_log_probs", "ref_log_prob", "values")
+
+
+class GateError(RuntimeError):
+    """A gate that is to stop the run found something."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a gate found, in words, and whether it ends the run."""
+
+    gate: str
+    message: str
+    stops: bool
+
+
+class Gates:
+    """Looks at every step. `say` hears warnings; batches that stop a run are written to `folder`/dumps."""
+
+    def __init__(
+        self,
+        config: GatesConfig,
+        folder: Path,
+        *,
+        say: Callable[[str], None] | None = None,
+        old_is_trainers: bool = True,
+    ):
+        """`old_is_trainers`: the old log-probs are the trainer's own, so that the first KL must be 0."""
+        self.config, self.folder, self.old_is_trainers = config, folder, old_is_trainers
+        self._say = say
+        self._first_entropy: float | None = None
+        self._first_step = True
+        self._in_a_row: dict[str, int] = {}
+        self._said: dict[str, int] = {}
+        self._warnings = 0
+        self._stopping: Finding | None = None
+        self._batch: DataProto | None = None
+
+    def check_batch(self, batch: DataProto, step: int) -> None:
+        """Refuses to train on NaN or inf, and keeps the batch in case a later gate stops."""
+        self._batch = batch
+        if self.config.non_finite == "off" or not (bad := non_finite(batch)):
+            return
+        places = "; ".join(f"{name}: {count} values, first in sample {row}" for name, (count, row) in bad.items())
+        message = (
+            f"NaN or inf in what is to be trained on ({places}). A reward, a log-prob or a value overflowed, or the "
+            "weights are already broken: look at the dump's samples, then at the last steps' grad_norm and ppo_kl"
+        )
+        finding = Finding("non_finite", message, self.config.non_finite == "stop")
+        self._note(finding, step)
+        if finding.stops:
+            raise self._stop(finding, step, {})
+
+    def after_step(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Looks at a step's metrics; `raise_if_stopped` comes after these are logged."""
+        found = [*self._first(metrics), *self._every(metrics), *self._limits(metrics)]
+        self._first_step = False
+        for finding in found:
+            self._note(finding, step)
+            if finding.stops and self._stopping is None:
+                self._stopping = finding
+        counts = {f"gates/{finding.gate}": 1.0 for finding in found}
+        return counts | {"gates/warnings": float(self._warnings)}
+
+    def raise_if_stopped(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Ends the run if a gate of this step says so."""
+        if self._stopping is not None:
+            raise self._stop(self._stopping, step, metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the gates remember of the steps so far."""
+        remembered = {"first_entropy": self._first_entropy, "first_step": self._first_step, "said": dict(self._said)}
+        return remembered | {"in_a_row": dict(self._in_a_row), "warnings": self._warnings}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there."""
+        self._first_entropy, self._first_step = state["first_entropy"], state["first_step"]
+        self._said, self._in_a_row, self._warnings = dict(state["said"]), dict(state["in_a_row"]), state["warnings"]
+
+    def _first(self, metrics: Mapping[str, Any]) -> Iterator[Finding]:
+        action, config = self.config.first_step, self.config
+        if not self._first_step or action == "off":
+            return
+        kl = metrics.get(FIRST_KL)
+        if self.old_is_trainers and kl is not None and not abs(kl) <= config.on_policy_kl:
+            yield Finding(
+                "first_step",
+                f"before its first update the policy is {kl:.3g} nats from its own old log-probs, where 0 is right "
+                f"(trainer.gates.on_policy_kl={config.on_policy_kl}): the update does not compute what the log-prob "
+                "pass did. Look for dropout, another dtype or temperature, or attention that depends on packing",
+                action == "stop",
+            )
+        difference = metrics.get(DIFFERENCE)
+        if difference is not None and not difference <= config.log_prob_diff_mean:
+            yield Finding(
+                "first_step",
+                f"the rollout's log-probs differ from the trainer's by {difference:.3g} nats a token on the first step "
+                f"(limit {config.log_prob_diff_mean}): the rollout does not run the trainer's weights, or another "
+                "dtype, chat template or sampling temperature. Run `meshrl verify`, and fix this before training",
+                action == "stop",
+            )
+
+    def _every(self, metrics: Mapping[str, Any]) -> Iterator[Finding]:
+        config = self.config
+        difference = metrics.get(DIFFERENCE, 0.0)
+        watched = config.log_prob_diff != "off" and not self._first_step
+        if watched and not difference <= config.log_prob_diff_mean:
+            yield Finding(
+                "log_prob_diff",
+                f"the rollout's log-probs are {difference:.3g} nats a token off the trainer's "
+                f"(trainer.gates.log_prob_diff_mean={config.log_prob_diff_mean}): samples are from another policy "
+                "than the one that learns, which ends in collapse. Use algorithm.rollout_correction.rollout_is, a "
+                "finer rollout.dtype, or find out when it began to grow",
+                config.log_prob_diff == "stop",
+            )
+        yield from self._entropy(metrics.get(ENTROPY))
+        yield from self._rewards(metrics)
+
+    def _entropy(self, entropy: float | None) -> Iterator[Finding]:
+        config = self.config
+        if entropy is None or config.entropy_collapse == "off":
+            return
+        if self._first_entropy is None:
+            self._first_entropy = entropy
+        if self._lasts("entropy_collapse", not entropy >= config.entropy_share * self._first_entropy):
+            yield Finding(
+                "entropy_collapse",
+                f"the policy's entropy is {entropy:.3g}, down from {self._first_entropy:.3g}: it answers nearly the "
+                "same whatever is drawn, so there is little left to learn from. If accuracy is not where you want it, "
+                "raise clip_ratio_high, add an entropy_coeff or a KL, lower the learning rate, or go back to an "
+                "earlier model",
+                config.entropy_collapse == "stop",
+            )
+
+    def _rewards(self, metrics: Mapping[str, Any]) -> Iterator[Finding]:
+        config = self.config
+        if config.equal_rewards == "off":
+            return
+        same = metrics.get("critic/score/max", 1.0) == metrics.get("critic/score/min", 0.0)
+        idle = metrics.get(WITHOUT_SIGNAL) == 1.0
+        if self._lasts("equal_rewards", same or idle):
+            what = (
+                f"every sample has the reward {metrics['critic/score/mean']:.3g}"
+                if same
+                else "no group's rewards differ"
+            )
+            yield Finding(
+                "equal_rewards",
+                f"{what} for {config.patience} steps: advantages are 0 and nothing is learned. Is the reward function "
+                "right (look at the samples)? Are prompts far too easy or hard? Then change them, raise rollout.n, or "
+                "set algorithm.filter_groups.enable=true",
+                config.equal_rewards == "stop",
+            )
+
+    def _limits(self, metrics: Mapping[str, Any]) -> Iterator[Finding]:
+        for name, entry in self.config.limits.items():
+            fields = entry if isinstance(entry, dict) else {"max": entry}
+            if name not in metrics:
+                continue
+            value, low, high = float(metrics[name]), fields.get("min"), fields.get("max")
+            inside = (low is None or value >= low) and (high is None or value <= high)
+            if not inside or math.isnan(value):
+                bounds = f"{'' if low is None else low} to {'' if high is None else high}".strip()
+                message = f"{name} is {value:.4g}, outside {bounds} (trainer.gates.limits)"
+                yield Finding("limits", message, fields.get("then") == "stop")
+
+    def _lasts(self, gate: str, is_off: bool) -> bool:
+        """Whether something has been off for as many steps as patience asks for."""
+        self._in_a_row[gate] = self._in_a_row.get(gate, 0) + 1 if is_off else 0
+        return self._in_a_row[gate] >= self.config.patience
+
+    def _note(self, finding: Finding, step: int) -> None:
+        """Counts a finding and says it, unless it was said lately."""
+        self._warnings += 1
+        last = self._said.get(finding.gate)
+        if last is not None and step - last < self.config.repeat_every and not finding.stops:
+            return
+        self._said[finding.gate] = step
+        text = f"step {step}: {finding.message}"
+        logger.warning("%s: %s", finding.gate, text)
+        if self._say is not None:
+            self._say(f"warning ({finding.gate}): {text}")
+
+    def _stop(self, finding: Finding, step: int, metrics: Mapping[str, Any]) -> GateError:
+        place = self._dump(finding, step, metrics)
+        return GateError(
+            f"step {step}: {finding.message}. Stopped by trainer.gates ({finding.gate}); the batch is in {place}"
+        )
+
+    def _dump(self, finding: Finding, step: int, metrics: Mapping[str, Any]) -> Path:
+        folder = self.folder / "dumps" / f"step_{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._batch is not None:
+            self._batch.save_to_disk(folder / "batch.pkl")
+        numbers = {name: float(value) for name, value in metrics.items()}
+        said = {"step": step, "gate": finding.gate, "message": finding.message, "metrics": numbers}
+        (folder / "finding.json").write_text(json.dumps(said, indent=1))
+        return folder
+
+
+def non_finite(batch: DataProto) -> dict[str, tuple[int, int]]:
+    """For each tensor with NaN or inf where it counts: how many, and the first sample that has one."""
+    mask = batch.batch["response_mask"].bool()
+    found = {}
+    for name in (*EVERYWHERE, *UNDER_MASK):
+        if name not in batch.batch.keys():
+            continue
+        values: Tensor = batch.batch[name]
+        bad = ~torch.isfinite(values) if name in EVERYWHERE else ~torch.isfinite(values) & mask
+        if bool(bad.any()):
+            found[name] = int(bad.sum()), int(bad.any(1).nonzero()[0])
+    return found

@@ -1,0 +1,101 @@
+"""A sampler of the user's own: the rows it yields, what it hears, where it goes on, and how it fails."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from meshrl.config.data import DataConfig, SamplerConfig
+from meshrl.data.curriculum import SamplerOrder
+
+SAMPLERS = '''
+class Backwards:
+    def __init__(self, data_source, data_config):
+        self.count = len(data_source)
+
+    def __iter__(self):
+        return iter(range(self.count - 1, -1, -1))
+
+
+class Harder(Backwards):
+    """Starts with the easy rows; moves on by one for each batch it hears of."""
+
+    level = 0
+
+    def __iter__(self):
+        while self.level < self.count:
+            yield self.level
+
+    def update(self, batch):
+        self.level += batch["solved"]
+
+    def state_dict(self):
+        return {"level": self.level}
+
+    def load_state_dict(self, state):
+        self.level = state["level"]
+
+
+class Wrong(Backwards):
+    def __iter__(self):
+        return iter([0, self.count, 1, 2])
+
+
+class Short(Backwards):
+    def __iter__(self):
+        return iter([0])
+'''
+
+
+@pytest.fixture
+def make(tmp_path: Path):
+    (tmp_path / "samplers.py").write_text(SAMPLERS)
+
+    def order(name):
+        config = DataConfig(sampler=SamplerConfig(str(tmp_path / "samplers.py"), name))
+        return SamplerOrder([None] * 7, config, batch_size=3)
+
+    return order
+
+
+def take(order, count):
+    return [batch.tolist() for batch in itertools.islice(iter(order), count)]
+
+
+def test_rows_come_as_the_sampler_says_epoch_by_epoch(make):
+    order = make("Backwards")
+    assert take(order, 3) == [[6, 5, 4], [3, 2, 1], [6, 5, 4]]
+    assert (order.epoch, order.position) == (1, 3)
+    order.update({"solved": 1})
+
+
+def test_without_a_state_it_passes_over_what_was_taken(make):
+    whole = take(make("Backwards"), 5)
+    for done in range(5):
+        first = make("Backwards")
+        take(first, done)
+        later = make("Backwards")
+        later.load_state_dict(first.state_dict())
+        assert take(later, 5 - done) == whole[done:]
+
+
+def test_it_learns_from_what_was_trained_on(make):
+    order = make("Harder")
+    batches = iter(order)
+    seen = []
+    for _ in range(4):
+        seen.append(next(batches).tolist())
+        order.update({"solved": 2})
+    assert seen == [[0, 0, 0], [2, 2, 2], [4, 4, 4], [6, 6, 6]]
+    later = make("Harder")
+    later.load_state_dict({"epoch": 0, "position": 6, "sampler": {"level": 5}})
+    assert next(iter(later)).tolist() == [5, 5, 5]
+
+
+def test_a_sampler_that_goes_wrong_is_named(make):
+    with pytest.raises(ValueError, match="Wrong yielded 7, no row of 0 to 6"):
+        take(make("Wrong"), 1)
+    with pytest.raises(ValueError, match="Short yielded fewer than 3 rows"):
+        take(make("Short"), 1)
+    with pytest.raises(ValueError, match="has no function 'Missing'"):
+        make("Missing")

@@ -1,0 +1,46 @@
+"""Tokenizing in processes: the same ids in the same order as one by one, errors and progress included."""
+
+import json
+
+import pytest
+
+from meshrl.config.data import DataConfig
+from meshrl.data import encoding_pool
+from meshrl.data.encoding import encode_prompt
+from meshrl.data.encoding_pool import encode_in_processes
+from meshrl.data.prompts import PromptDataset
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(encoding_pool, "CHUNK", 3)
+
+
+def test_processes_give_what_one_by_one_gives(chat_tokenizer):
+    prompts = [str(n) * (n % 5 + 1) for n in range(16)] + [[{"role": "user", "content": "1+1"}]]
+    heard = []
+    found = encode_in_processes(chat_tokenizer, prompts, None, 2, lambda done, total: heard.append((done, total)))
+    expected = [encode_prompt(chat_tokenizer, prompt, number) for number, prompt in enumerate(prompts)]
+    assert [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]
+    assert len(heard) == 6
+    assert heard[-1] == (17, 17)
+    assert sorted(heard) == heard
+
+
+def test_a_bad_prompt_and_a_dead_process_are_heard(tokenizer, monkeypatch):
+    with pytest.raises(ValueError, match="prompt 4 must be a string or a list of messages"):
+        encode_in_processes(tokenizer, ["1", "2", "3", "4", 5], None, 2)
+    monkeypatch.setattr(encoding_pool, "WORKER", "import sys; sys.exit(3)")
+    with pytest.raises((RuntimeError, OSError), match=r"exit code 3|Broken pipe|reset"):
+        encode_in_processes(tokenizer, ["1"], None, 1)
+
+
+def test_long_prompts_are_filtered_alike(tokenizer, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "1" * (n % 6 + 1)}) + "\n" for n in range(20)))
+    options = {"max_prompt_length": 4, "filter_overlong_prompts": True}
+    alone = PromptDataset([str(file)], tokenizer, DataConfig(**options))
+    together = PromptDataset([str(file)], tokenizer, DataConfig(**options, filter_overlong_prompts_workers=2))
+    assert alone.dropped == together.dropped == 6
+    assert [ids.tolist() for ids in together.prompts] == [ids.tolist() for ids in alone.prompts]
+    assert together.rows == alone.rows

@@ -1,0 +1,66 @@
+"""DAPO through the config: dynamic sampling with surplus groups, clip-higher and the punishment of long answers."""
+
+import by_hand
+import pytest
+import torch
+from by_hand import Loss, Recorder
+from test_algorithms_by_hand import SETTING
+
+ACTOR = "actor_rollout_ref.actor"
+DAPO = (
+    *SETTING,
+    "algorithm.filter_groups.enable=true",
+    "data.gen_batch_size=10",
+    f"{ACTOR}.clip_ratio_low=0.02",
+    f"{ACTOR}.clip_ratio_high=0.28",
+    f"{ACTOR}.clip_ratio_c=10.0",
+    "reward_manager.name=dapo",
+    "reward_manager.overlong_buffer.len=3",
+    "reward_manager.overlong_buffer.penalty_factor=0.5",
+    "algorithm.filter_groups.metric=seq_reward",
+)
+
+
+@pytest.mark.parametrize("bypass", [True, False])
+def test_three_steps_of_dapo(task, tmp_path, monkeypatch, bypass):
+    recorder = Recorder().watch(monkeypatch)
+    options = (*DAPO, f"algorithm.rollout_correction.bypass_mode={str(bypass).lower()}")
+    run = task.train(tmp_path, *options)
+    seen = []
+    for number, (batch, row) in enumerate(zip(recorder.batches, run.metrics, strict=True)):
+        assert len(batch["uid"]) == 48
+        groups = by_hand.groups_of(batch["uid"])
+        assert [len(rows) for rows in groups.values()] == [4] * 12
+        scores = by_hand.scores_of(batch)
+        lengths = batch["response_mask"].sum(1).tolist()
+        for at, (digits, score, length) in enumerate(zip(batch["extra_info"], scores, lengths, strict=True)):
+            ids = batch["responses"][at][: int(length)]
+            text = "".join(str(int(i)) for i in ids)  # only to see whether it can be right at all
+            punished = -0.5 * max(0, length - 4) / 3
+            assert min(abs(score - punished), abs(score - punished - 1)) < 1e-5, (digits, text)
+        for rows in groups.values():
+            assert len({round(scores[r], 5) for r in rows}) > 1
+        seen += list(groups)
+        expected = torch.tensor(by_hand.on_tokens(by_hand.grpo(batch), batch["response_mask"]))
+        torch.testing.assert_close(batch["advantages"], expected, rtol=1e-3, atol=1e-4)
+        made, dropped = row["filter_groups/generated_groups"], row["filter_groups/dropped_groups"]
+        before = run.metrics[number - 1]["filter_groups/surplus_groups"] if number else 0
+        assert before + made - dropped == 12 + row["filter_groups/surplus_groups"]
+        assert row["filter_groups/rounds"] == made / 10
+        # Surplus groups are one version old, and measured against the policy that sampled them.
+        older = ((batch["versions"] >= 0) & (batch["versions"] < batch["versions"].max())).any(1)
+        assert int(older.sum()) == 4 * min(before, 12)
+        difference = (batch["old_log_probs"] - batch["rollout_log_probs"])[older] * batch["response_mask"][older]
+        assert difference.abs().sum() == 0
+    assert len(set(seen)) == len(seen)
+    assert any(row["filter_groups/surplus_groups"] for row in run.metrics)
+    loss = Loss(low=0.02, high=0.28, dual=10.0)
+    for mini_batch in recorder.mini_batches:
+        assert mini_batch["metrics"]["actor/pg_loss"] == pytest.approx(loss.value(mini_batch), rel=1e-3, abs=2e-5)
+
+
+def test_rewards_that_never_differ_stop_the_run(task, tmp_path):
+    limits = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=2")
+    unlike = ("reward.name=format_match", "reward.kwargs.pattern='x'")
+    with pytest.raises(ValueError, match="0 of the 12 groups of a step after 2 rounds with 24 groups"):
+        task.train(tmp_path, *SETTING, *limits, *unlike)

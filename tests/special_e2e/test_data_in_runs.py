@@ -1,0 +1,80 @@
+"""Ways to read and order data, inside runs: mixed by weights, streamed, and by a sampler that learns."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from by_hand import Recorder
+from test_layouts import SHORT
+
+OPTIONS = (*[option for option in SHORT if not option.startswith("trainer.total")], "trainer.total_training_steps=3")
+
+SAMPLER = '''
+class Easiest:
+    """Rows in order of their first digit, moved on by what was solved."""
+
+    def __init__(self, data_source, data_config):
+        self.rows = sorted(range(len(data_source)), key=lambda n: data_source.rows[n]["prompt"])
+        self.heard = []
+
+    def __iter__(self):
+        return iter(self.rows)
+
+    def update(self, batch):
+        self.heard.append(len(batch))
+        heard.append(float(batch.batch["token_level_scores"].sum()))
+
+
+heard = []
+'''
+
+
+@pytest.fixture
+def two_files(tmp_path):
+    files = []
+    for name, digits in (("low", "012345"), ("high", "567890")):
+        rows = [{"prompt": digits[n % 6 :] + digits[: n % 6] + ">", "data_source": name} for n in range(40)]
+        rows = [row | {"extra_info": {"digits": row["prompt"][:-1]}} for row in rows]
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files.append(str(path))
+    return files
+
+
+@pytest.mark.parametrize("streaming", ["false", "true"])
+def test_files_in_the_shares_asked_for(task, tmp_path, monkeypatch, two_files, streaming):
+    recorder = Recorder().watch(monkeypatch)
+    mix = (f"data.train_files=[{','.join(two_files)}]", "data.train_weights=[3,1]", f"data.streaming={streaming}")
+    task.train(tmp_path / "run", *OPTIONS, *mix)
+    for batch in recorder.batches:
+        assert Counter(batch["data_source"]) == {"low": 36, "high": 12}
+
+
+def test_a_streamed_run_is_that_of_the_whole_data(task, tmp_path):
+    plain = ("data.shuffle=false",)
+    whole = task.train(tmp_path / "whole", *OPTIONS, *plain)
+    stream = task.train(tmp_path / "stream", *OPTIONS, *plain, "data.streaming=true")
+    two = task.train(tmp_path / "two", *OPTIONS, "data.streaming=true", "trainer.n_gpus_per_node=2")
+    one = task.train(tmp_path / "one", *OPTIONS, "data.streaming=true")
+    for name, weight in whole.weights.items():
+        assert torch.equal(stream.weights[name], weight)
+        torch.testing.assert_close(two.weights[name], one.weights[name], rtol=1e-5, atol=1e-5)
+    assert any(not torch.equal(one.weights[name], weight) for name, weight in whole.weights.items())
+    assert stream.metrics[-1]["data/dropped_prompts"] == 0
+
+
+def test_a_sampler_chooses_and_hears(task, tmp_path, monkeypatch, two_files):
+    recorder = Recorder().watch(monkeypatch)
+    (tmp_path / "easiest.py").write_text(SAMPLER)
+    files = (f"data.train_files=[{','.join(two_files)}]", "data.filter_overlong_prompts_workers=2")
+    own = (f"data.sampler.class_path={tmp_path / 'easiest.py'}", "data.sampler.class_name=Easiest")
+    task.train(tmp_path / "run", *OPTIONS, *files, *own)
+    prompts = [list(batch["raw_prompt"])[::4] for batch in recorder.batches]
+    everything = sorted(prompt for part in prompts for prompt in part)
+    assert [prompt for part in prompts for prompt in part] == everything
+    assert everything[0].startswith("0")
+    from meshrl.config.functions import load_function
+
+    heard = load_function(str(tmp_path / "easiest.py"), "Easiest").__init__.__globals__["heard"]
+    assert heard == [pytest.approx(float(batch["token_level_scores"].sum())) for batch in recorder.batches]

@@ -1,0 +1,79 @@
+"""Rewards that fail inside a run: zero, drop or stop, counted by kind, and no sample's advantage is guessed."""
+
+from pathlib import Path
+
+import by_hand
+import pytest
+import torch
+from by_hand import Recorder
+from test_algorithms_by_hand import SETTING
+
+from meshrl.rewards.manager import RewardError
+
+FAILING = ("reward.name=null", f"custom_reward_function.path={Path(__file__).with_name('failing_reward.py')}")
+KINDS = {"1": "raised", "2": "nan", "3": "invalid"}
+
+
+def first_digits(batch, tokenizer):
+    return [text[:1] for text in tokenizer.batch_decode(batch["responses"], skip_special_tokens=True)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_of_task(task):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(task.model)
+
+
+@pytest.mark.parametrize("manager", ["naive", "prime"])
+@pytest.mark.parametrize("policy", ["zero", "drop"])
+def test_failures_are_counted_and_do_what_the_policy_says(
+    task, tmp_path, monkeypatch, tokenizer_of_task, policy, manager
+):
+    recorder = Recorder().watch(monkeypatch)
+    more = ("trainer.total_training_steps=2", f"reward.on_error={policy}", f"reward_manager.name={manager}")
+    workers = ("reward_manager.num_processes=2",) if manager == "prime" else ()
+    run = task.train(tmp_path, *SETTING, *FAILING, *more, *workers)
+    for batch, row in zip(recorder.batches, run.metrics, strict=True):
+        digits = first_digits(batch, tokenizer_of_task)
+        failed = [digit in KINDS for digit in digits]
+        assert sum(failed) > 2
+        assert row["reward/errors"] == sum(failed)
+        for digit, kind in KINDS.items():
+            assert row.get(f"reward/errors/{kind}", 0) == digits.count(digit)
+        scores = by_hand.scores_of(batch)
+        assert all(scores[at] == 0 for at, bad in enumerate(failed) if bad)
+        if policy == "drop":
+            assert row["reward/dropped"] == sum(failed)
+            assert batch["response_mask"][torch.tensor(failed)].sum() == 0
+            # The others of a group are compared among themselves; one that is left alone has no advantage.
+            groups = by_hand.groups_of(batch["uid"])
+            assert len(groups) == len({uid for uid in groups if "dropped" not in uid}) + sum(failed)
+            kept = {uid: rows for uid, rows in groups.items() if len(rows) > 1}
+        else:
+            kept = by_hand.groups_of(batch["uid"])
+            assert all(len(rows) == 4 for rows in kept.values())
+        expected = [0.0] * len(scores)
+        for rows in kept.values():
+            own = {"uid": [0] * len(rows)}
+            for at, advantage in zip(rows, by_hand.grpo(own, scores=[scores[r] for r in rows]), strict=True):
+                expected[at] = advantage
+        wanted = torch.tensor(by_hand.on_tokens(expected, batch["response_mask"]))
+        torch.testing.assert_close(batch["advantages"], wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("overlap", ["false", "true"])
+def test_stopping_shows_the_sample(task, tmp_path, overlap):
+    with pytest.raises(RewardError, match=r"failed on sample \d+ \(row-.*answer '[123]"):
+        task.train(tmp_path, *SETTING, *FAILING, f"reward_manager.overlap={overlap}")
+
+
+def test_a_prompt_without_a_greedy_score_is_dropped(task, tmp_path, monkeypatch):
+    recorder = Recorder().watch(monkeypatch)
+    remax = ("algorithm.adv_estimator=remax", "reward.on_error=drop", "trainer.total_training_steps=1")
+    run = task.train(tmp_path, *SETTING, *FAILING, *remax)
+    (batch,) = recorder.batches
+    dropped = int(run.metrics[-1]["reward/baseline/errors"])
+    assert dropped > 0
+    without = [rows for rows in batch["response_mask"].view(12, 4, -1) if not rows.any()]
+    assert len(without) >= dropped
