@@ -17,7 +17,6 @@ from meshrl.trainer.batches import batch_files, load_batch
 from meshrl.trainer.ppo import PPOTrainer
 from meshrl.trainer.run import train
 
-
 SCORE_DIFFERENCE = "replay/score_difference"
 
 

@@ -45,10 +45,10 @@ from meshrl.telemetry.samples import SampleLog
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracker
 from meshrl.trainer.correction import correct_rollout, corrects_rollout
-from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.dynamic_sampling import DynamicSampling, Scored
 from meshrl.trainer.gates import Gates
 from meshrl.trainer.greedy_baseline import GREEDY, add_greedy_baselines
+from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.overlap import generate_beside_scoring
 from meshrl.trainer.reward_components import RM_SCORE, reward_components
 from meshrl.trainer.schedule import NUMBER, Begun, Schedule, correction_of

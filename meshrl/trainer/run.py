@@ -48,11 +48,11 @@ from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracking
 from meshrl.trainer.batches import KeptBatches
 from meshrl.trainer.checkpoint import FOLDER, Checkpoints, Found, Part, checkpoint_to_resume, set_later_ones_aside
+from meshrl.trainer.gates import Gates
+from meshrl.trainer.judging import GroupAsk
 from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.mirror import Mirror
 from meshrl.trainer.nonfinite import NonFiniteSteps
-from meshrl.trainer.gates import Gates
-from meshrl.trainer.judging import GroupAsk
 from meshrl.trainer.ppo import PPOTrainer, total_steps
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
 from meshrl.trainer.stopping import StopRequest

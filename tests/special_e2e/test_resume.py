@@ -316,3 +316,30 @@ def test_a_killed_process_goes_on_with_the_same_command(task, data, whole, tmp_p
     assert all(torch.equal(weights[name], whole.weights[name]) for name in weights)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(6))
+
+
+def test_surplus_groups_and_a_refreshed_reference_go_on_to_the_bit(task, data, tmp_path):
+    """Groups that dynamic sampling kept for the next step, and a reference that is no longer the first policy."""
+    options = (
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=score",
+        "data.train_batch_size=6",
+        "data.gen_batch_size=12",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.kl_loss_coef=0.1",
+        "actor_rollout_ref.ref.update_every=2",
+        "algorithm.rollout_correction.bypass_mode=false",
+        "trainer.total_training_steps=4",
+    )
+    whole = task.train(tmp_path / "whole", *RUN, *data, *options)
+    assert max(row["filter_groups/surplus_groups"] for row in whole.metrics[1:4]) > 0
+    assert_equal(whole, task.train(copy_until(whole, 3, tmp_path / "run"), *RUN, *data, *options))
+    # The control: a reference that begins again as the first policy gives another KL.
+    folder = copy_until(whole, 3, tmp_path / "without")
+    step = folder / "checkpoints" / "global_step_3"
+    shutil.rmtree(step / "actor" / "ref")
+    manifest = json.loads((step / "manifest.json").read_text())
+    manifest["files"] = [record for record in manifest["files"] if not record["name"].startswith("actor/ref/")]
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(AssertionError):
+        assert_equal(whole, task.train(folder, *RUN, *data, *options))
