@@ -94,7 +94,7 @@ def to_hf(
     if adapter:
         return _to_peft(folder, stored, out, dtype)
     model = _model_of(folder)
-    expected = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    expected = expected_tensors(model)
     _check_names(folder, stored, expected)
     with new_folder(out) as aside:
         _copy_but_weights(folder / HF_FOLDER, aside)
@@ -136,6 +136,14 @@ def _model_of(folder: Path) -> PreTrainedModel:
     config = json.loads((folder / HF_FOLDER / "config.json").read_text())
     is_value = any("Classification" in name for name in config.get("architectures") or [])
     return empty_model(folder / HF_FOLDER, "eager", "value" if is_value else "lm")
+
+
+def expected_tensors(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """What a folder of this model holds, under its modules' names: parameters, tied ones once, and some buffers."""
+    own = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own.keys()
+    kept = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
+    return own | kept
 
 
 def _check_names(folder: Path, stored: Stored, expected: dict[str, tuple[int, ...]]) -> None:
@@ -258,7 +266,7 @@ def from_hf(folder: str | Path, out: str | Path, *, role: str = "actor", overwri
     if not (source / "config.json").is_file():
         raise ValueError(f"no model at '{source}': expected a folder with config.json")
     model = empty_model(source, "eager", "value" if role == "critic" else "lm")
-    expected = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    expected = expected_tensors(model)
     with new_folder(out) as aside:
         files = write_snapshot(Snapshot(_rectangles(source, model)), aside / role, 0)
         stored = Stored(aside / role)
@@ -283,7 +291,7 @@ def _rectangles(folder: Path, model: PreTrainedModel) -> Iterator[Rectangle]:
     files = tensor_files(folder)
     if not files:
         raise ValueError(f"'{folder}' has no safetensors")
-    known = {name for name, _ in model.named_parameters()}
+    known = expected_tensors(model)
     tied = {name for name in files if name == "lm_head.weight" and name not in known}
     for file in dict.fromkeys(files.values()):
         if not file.is_file():
