@@ -16,7 +16,7 @@ from test_resume import assert_equal, without_own
 from meshrl.cli import main
 from meshrl.data.proto import DataProto
 from meshrl.trainer.batches import KeptBatches, batch_files, load_batch
-from meshrl.trainer.halves import rollout_only, train_only
+from meshrl.trainer.halves import train_only
 from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.nonfinite import NonFiniteError
 from meshrl.trainer.ppo import PPOTrainer
@@ -108,10 +108,15 @@ def test_batches_are_kept_up_to_a_size(tmp_path):
     assert not (tmp_path / "large").exists()
 
 
-def test_the_two_halves_make_a_step(task, run, tmp_path):
+def test_the_two_halves_make_a_step(task, run, tmp_path, capsys):
     once = (*RUN, "trainer.total_training_steps=2", "trainer.save_freq=-1")
-    folder = rollout_only(task.config(tmp_path / "rollout", *once), console=QUIET)
+    words = ["demo_grpo", *once, f"data.train_files=[{task.files['prompts']}]", "trainer.device=cpu"]
+    words += [f"actor_rollout_ref.model.path={task.model}", f"trainer.default_local_dir={tmp_path / 'rollout'}"]
+    assert main(["train", *words, "--rollout-only"]) == 0
+    folder = tmp_path / "rollout" / "batches"
+    assert f"batches: {folder}" in capsys.readouterr().out
     assert list(batch_files(folder)) == [1, 2]
+    assert not (tmp_path / "rollout" / "model").exists()
     kept, _ = load_batch(run.path / "batches" / "step_1.dataproto")
     generated, _ = load_batch(folder / "step_1.dataproto")
     assert all(torch.equal(kept.batch[name], generated.batch[name]) for name in kept.batch.keys())
