@@ -144,6 +144,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
                 bucket_megabytes=rollout.update_weights_bucket_megabytes,
                 verify=rollout.update_weights_verify,
                 delta=rollout.update_weights_delta,
+                adapters=rollout.update_weights_adapters,
                 deadline=deadline,
             )
 
