@@ -10,8 +10,11 @@ INPUTS := pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/meshrl demo
 
+# Files of tests side by side: many wait more than they compute.
+TEST_WORKERS ?= 2
+
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 # The real engines, each in an environment of its own. What they compile and how they bind threads would cost minutes.
 ENGINE_TESTS := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR

@@ -1,21 +1,27 @@
 """Weight sync by a plan beside gathering every tensor whole on every rank, on real processes in the same run.
 
-    python benchmarks/sync.py [--hidden 256] [--layers 8] [--bucket-megabytes 4] [--repeats 5]
+    python benchmarks/sync.py [--hidden 256] [--layers 8] [--bucket-megabytes 4] [--repeats 5] [--only layouts]
 
 Both ways move float32 over gloo between the same processes and must leave the same bits; the gathering way broadcasts
 every shard of every tensor to all ranks and cuts out what each needs. Bytes are those received, over all rollout ranks.
 The plan's way is timed with its sums of both sides (the default) and without; `shm` is the same over shared memory. The
-second table feeds 1, 2 and 4 copies of a rollout from one trainer over links of a fixed speed.
+second table feeds 1, 2 and 4 copies of a rollout from one trainer over links of a fixed speed. The third does so from a
+real engine to real embedded rollouts in another pool, which generate meanwhile: the stall is the largest time without a
+token. The fourth trains the demo by GRPO on two processes with a rollout in bfloat16, and counts bytes with and without
+delta mode.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +30,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.engines.megatron.weight_map import hf_tensors
 from meshrl.parallel.layout import fsdp_layout
+from meshrl.rollout.requests import Request, SamplingParams
 from meshrl.weights.boxes import BOX_FIELDS, numbered
 from meshrl.weights.placement import Placement, fsdp2, megatron, replicas
 from meshrl.weights.plan import ReshardPlan, plan_reshard
+from meshrl.weights.pools import MeetingPoint
 from meshrl.weights.process_group import ProcessGroupCarrier
 from meshrl.weights.rollout_placement import RolloutLayout, rollout
 from meshrl.weights.shards import Shards, local_tensors
@@ -194,6 +203,125 @@ def feed(rank: int, folder: str, plan: ReshardPlan, repeats: int) -> float:
     return statistics.median(sync.run(version + 1).seconds for version in range(repeats))
 
 
+def write_lm(folder: Path, arguments: argparse.Namespace) -> None:
+    """A model of the benchmark's sizes, with random weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    disable_progress_bar()
+    fields = {name: value for name, value in vars(model(arguments)).items() if name != "model_type"}
+    Qwen3ForCausalLM(Qwen3Config(**fields, max_position_embeddings=4096)).save_pretrained(folder)
+
+
+def pool_rank(rank: int, folder: str, address: str, copies: int, staged: bool) -> tuple[float, float]:
+    """One process of two pools, a trainer and rollouts: seconds of a sync, and the stall of one while generating."""
+    from meshrl.config.engine import EngineConfig, FSDPConfig
+    from meshrl.config.model import ModelConfig
+    from meshrl.engines.fsdp.engine import FSDPEngine
+    from meshrl.models.loading import load_model
+    from meshrl.parallel.attention import ATTENTION_NAME
+    from meshrl.rollout.embedded.engine import EmbeddedRollout
+    from meshrl.weights import pools
+
+    disable_progress_bar()
+    pools.SharedMemoryCarrier = SlowLink  # type: ignore[misc]
+    group = pools.PoolGroup.join(address, rank, copies + 1)
+    if rank == 0:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        config = EngineConfig(fsdp_config=FSDPConfig(model_dtype="fp32"))
+        engine = FSDPEngine(ModelConfig(path=folder), config, None, device=torch.device("cpu"))
+        engine.initialize()
+        sync = pools.connect_trainer(engine, group, copies, bucket_megabytes=2, verify=False)
+        reports = [sync(None, version) for version in (1, 2, 3)]
+        return reports[1].seconds, 0.0
+    rollout = EmbeddedRollout(load_model(folder, ATTENTION_NAME), pad_token_id=0, max_model_len=2048)
+    sync = pools.connect_rollout(rollout, group, 1, staged=staged)
+    seconds = [sync(rollout, version).seconds for version in (1, 2)][1]
+    ask = Request("r", tuple(range(3, 35)), SamplingParams(2000), seed=rank)
+    thread = threading.Thread(target=lambda: rollout.complete([ask]), daemon=True)
+    thread.start()
+    while rollout.num_generated() < 8:
+        time.sleep(0.001)
+    stall = sync(rollout, 3).stall_seconds
+    rollout.abort()
+    thread.join()
+    return seconds, stall
+
+
+def pool_table(arguments: argparse.Namespace) -> None:
+    print(f"\none trainer to another pool's rollouts, which generate; links of {LINK_BYTES_PER_SECOND / MIB:.0f} MiB/s")
+    print(f"{'copies':>7} {'sync s':>8} {'stall s':>8} {'stall s, weights not staged':>28}")
+    with tempfile.TemporaryDirectory() as folder:
+        write_lm(Path(folder), arguments)
+        for copies in (1, 2, 4):
+            found = {}
+            for staged in (True, False):
+                point = MeetingPoint()
+                calls = [(pool_rank, rank, folder, point.address, copies, staged) for rank in range(copies + 1)]
+                found[staged] = run_all(calls)
+            seconds = max(seconds for seconds, _ in found[True])
+            stalls = [max(stall for _, stall in found[staged]) for staged in (True, False)]
+            print(f"{copies:>7} {seconds:>8.2f} {stalls[0]:>8.3f} {stalls[1]:>28.3f}")
+
+
+def grpo_bytes(folder: Path, task: dict[str, str], model_path: Path, *overrides: str) -> float:
+    """Bytes that all ranks received in a sync of a real GRPO run, on the average of its steps."""
+    from rich.console import Console
+
+    from meshrl.config.load import load_config
+    from meshrl.trainer.run import train
+
+    common = [
+        f"data.train_files=[{task['prompts']}]",
+        f"data.val_files=[{task['held_out']}]",
+        f"actor_rollout_ref.model.path={model_path}",
+        f"trainer.default_local_dir={folder}",
+        "trainer.device=cpu",
+        "trainer.logger=[file]",
+        "trainer.n_gpus_per_node=2",
+        "trainer.total_training_steps=4",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "actor_rollout_ref.rollout.dtype=bfloat16",
+        "actor_rollout_ref.rollout.free_cache_engine=false",
+    ]
+    path = train(load_config("demo_grpo", [*common, *overrides]).config, console=Console(quiet=True))
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    found = [row["weight_sync/received_bytes"] for row in rows if "weight_sync/received_bytes" in row]
+    return statistics.mean(found)
+
+
+def delta_table() -> None:
+    from rich.console import Console
+
+    from meshrl.models.tiny import make_tiny_model
+    from meshrl.trainer.demo import ALPHABET, sft_run, write_data
+
+    print("\nGRPO on the demo's task, 2 FSDP2 ranks, rollout in bfloat16: bytes received in a sync")
+    print(f"{'learning rate':>14} {'all':>10} {'delta':>10} {'saved':>7}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_tiny_model(folder / "assets" / "model", ALPHABET)
+        task = write_data(folder / "assets", seed=0)
+        warm = sft_run(folder, task, 0, Console(quiet=True))
+        whole = grpo_bytes(folder / "whole", task, warm)
+        for rate in ("1e-6", "1e-5", "1e-4"):
+            part = grpo_bytes(
+                folder / rate,
+                task,
+                warm,
+                f"actor_rollout_ref.actor.optim.lr={rate}",
+                "actor_rollout_ref.rollout.update_weights_delta=true",
+            )
+            print(f"{rate:>14} {whole:>10.0f} {part:>10.0f} {1 - part / whole:>6.1%}")
+
+
+def run_all(calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Runs functions with their arguments, a new process each."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(calls), context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return [future.result(timeout=600) for future in [pool.submit(*call) for call in calls]]
+
+
 def on_processes(function: Callable[..., Any], plan: ReshardPlan, repeats: int) -> list[Any]:
     """Runs a function on every rank of a plan, one forked process each."""
     context = multiprocessing.get_context("fork")
@@ -221,7 +349,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--bucket-megabytes", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", choices=("layouts", "copies", "pools", "delta"))
     arguments = parser.parse_args()
+    tables: dict[str, Callable[[], None]] = {
+        "layouts": lambda: layout_table(arguments),
+        "copies": lambda: copies_table(arguments),
+        "pools": lambda: pool_table(arguments),
+        "delta": delta_table,
+    }
+    for name, table in tables.items():
+        if arguments.only in (None, name):
+            table()
+
+
+def layout_table(arguments: argparse.Namespace) -> None:
     bucket = arguments.bucket_megabytes * MIB
     print(
         f"{'layouts':<22} {'model':>8} {'plan MiB':>9} {'gather MiB':>11} {'plan s':>8} {'no sums':>8} {'shm s':>8} "
@@ -240,6 +381,9 @@ def main() -> None:
             f"{slowest['plan']:>8.3f} {slowest['plan, no sums']:>8.3f} {slowest['plan, shm']:>8.3f} "
             f"{slowest['gather']:>9.3f} {slowest['gather'] / slowest['plan']:>6.1f}x"
         )
+
+
+def copies_table(arguments: argparse.Namespace) -> None:
     print(f"\none trainer, links of {LINK_BYTES_PER_SECOND / MIB:.0f} MiB/s")
     print(f"{'copies':>7} {'chain s':>8} {'direct s':>9}")
     tensors = hf_tensors(model(arguments))

@@ -47,8 +47,8 @@ class RolloutCorrectionConfig:
     bypass_mode: bool = key(False, "Take the rollout's log-probs as the old ones instead of recomputing them.")
     rollout_is: str | None = key(
         None,
-        "Importance weights per token or sequence, of old_log_probs over the rollout's.",
-        choices=("token", "sequence"),
+        "Importance weights of old_log_probs over the rollout's; null: token if samples may be stale, else off.",
+        choices=("token", "sequence", "off"),
     )
     rollout_is_threshold: float = key(2.0, "Upper bound of those weights.", low=0)
     rollout_rs: str | None = key(None, "Rejection of samples far from the trainer's policy, such as seq_mean_k3.")

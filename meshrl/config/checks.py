@@ -13,6 +13,7 @@ from meshrl.config.algorithm_checks import (
     filter_groups_problems,
     reference_problems,
 )
+from meshrl.config.asynchronous import async_problems
 from meshrl.config.critic import uses_critic
 from meshrl.config.data_checks import data_problems, sampler_file_problems
 from meshrl.config.engine import EngineConfig
@@ -71,6 +72,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *engine_problems(actor, ACTOR, world_size),
         *rollout_problems(rollout, ROLLOUT, world_size),
         *batch_problems(config),
+        *async_problems(config),
         *data_problems(config),
         *gate_problems(config.trainer.gates),
         *_token_budget_problems(config),
@@ -242,6 +244,11 @@ def _sampling_problems(config: PPOConfig) -> list[str]:
             problems.append(f"{prefix}.top_p=0 leaves no token; 1.0 keeps all")
     if val.do_sample and val.temperature == 0:
         problems.append(f"{ROLLOUT}.val_kwargs.do_sample=true needs val_kwargs.temperature > 0")
+    if rollout.update_weights_delta and rollout.free_cache_engine:
+        problems.append(
+            f"{ROLLOUT}.update_weights_delta=true builds on weights that {ROLLOUT}.free_cache_engine=true gives up: "
+            "set the latter to false"
+        )
     for length, limit in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
         ours, theirs = getattr(rollout, length), getattr(config.data, limit)
         if ours != theirs:

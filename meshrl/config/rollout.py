@@ -16,7 +16,10 @@ READERS = {
     "enable_chunked_prefill": ("vllm",),
     "enable_prefix_caching": ("embedded", "vllm", "sglang"),
     "load_format": ("vllm", "sglang"),
-    "update_weights_bucket_megabytes": ("vllm", "sglang"),
+    "free_cache_engine": ("embedded", "hf", "vllm"),
+    "update_weights_verify": ("embedded", "hf"),
+    "update_weights_delta": ("embedded", "hf"),
+    "update_weights_adapters": ("embedded", "hf"),
     "max_num_batched_tokens": ("embedded", "vllm", "sglang"),
     "engine_kwargs.vllm": ("vllm",),
     "engine_kwargs.sglang": ("sglang",),
@@ -78,6 +81,8 @@ class RolloutConfig:
         choices=("sync", "async"),
         pending={"async": "asynchronous rollouts"},
     )
+    nnodes: int = key(0, "Machines of the rollout's own, with actor_rollout_ref.hybrid_engine=false.", low=0)
+    n_gpus_per_node: int = key(0, "Rollout processes on each of them.", low=0)
     n: int = key(1, "Responses per prompt; group-based estimators need at least 2.", low=1)
     temperature: float = key(1.0, "Sampling temperature.", low=0)
     top_k: int = key(-1, "Sample from the k likeliest tokens; -1: all.", low=-1)
@@ -104,11 +109,23 @@ class RolloutConfig:
     gpu_memory_utilization: float = key(0.5, "Share of the GPU's memory a rollout takes.", low=0, high=1)
     max_model_len: int | None = key(None, "Longest prompt plus response.", low=1)
     enforce_eager: bool = key(False, "No CUDA graphs.")
-    free_cache_engine: bool = key(True, "Free the KV cache while training.", pending="releasing memory between phases")
+    free_cache_engine: bool = key(True, "Give the KV cache, and weights of the rollout's own, up while training.")
     enable_chunked_prefill: bool = key(True, "Split long prompts over engine steps.")
     enable_prefix_caching: bool = key(True, "Share the KV cache of equal prefixes.")
     load_format: str = key("dummy", "How the rollout gets its first weights.")
-    layered_summon: bool = key(False, "Gather the weights layer by layer.", pending="gathering by layers")
+    layered_summon: bool = key(
+        False, "Gather the weights layer by layer.", pending="nothing is gathered whole, weights go in buckets anyway"
+    )
     update_weights_bucket_megabytes: int = key(512, "Size of a weight-sync bucket.", low=1)
+    update_weights_verify: bool = key(True, "Compare sums of all weights on both sides after every sync.")
+    update_weights_delta: bool = key(
+        False,
+        "Send only what changed since the last version; senders keep a copy, and free_cache_engine must be off.",
+    )
+    update_weights_adapters: str = key(
+        "alone",
+        "LoRA: send the base once (it stays in host memory) and then adapters alone, or always the merged weights.",
+        choices=("alone", "merged"),
+    )
     engine_kwargs: EngineKwargs = section(EngineKwargs, "Further arguments of an external engine.")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Tools and turns.")

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from meshrl.config.actor import ActorConfig, RefConfig
 from meshrl.config.algorithm import AlgorithmConfig
+from meshrl.config.asynchronous import AsyncTrainingConfig
 from meshrl.config.critic import CriticConfig, RewardModelConfig
 from meshrl.config.data import DataConfig
 from meshrl.config.key import key, section
@@ -15,9 +16,7 @@ from meshrl.config.trainer import ProfilerConfig, RayInitConfig, TrainerConfig
 
 @dataclass
 class ActorRolloutRefConfig:
-    hybrid_engine: bool = key(
-        True, "Actor and rollout share their devices.", pending="separate devices for actor and rollout"
-    )
+    hybrid_engine: bool = key(True, "Actor and rollout share their devices; false: rollout.nnodes and n_gpus_per_node.")
     model: ModelConfig = section(ModelConfig, "The policy's model.")
     actor: ActorConfig = section(ActorConfig, "How the policy is updated.")
     ref: RefConfig = section(RefConfig, "The frozen reference of a KL.")
@@ -34,6 +33,7 @@ class PPOConfig:
     custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig, "A reward of your own.")
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "How rewards are computed for a batch.")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "Advantages, KL and corrections.")
+    async_training: AsyncTrainingConfig = section(AsyncTrainingConfig, "How far generation may run ahead of training.")
     trainer: TrainerConfig = section(TrainerConfig, "Processes, lengths of the run, logging.")
     ray_init: RayInitConfig = section(RayInitConfig, "How Ray is started, with trainer.backend=ray.")
     global_profiler: ProfilerConfig = section(ProfilerConfig, "Profiling.", pending="profiling")

@@ -55,6 +55,11 @@ class RunConfig:
         return self.nnodes * self.n_gpus_per_node
 
     @property
+    def processes(self) -> list[int]:
+        """Worker processes on each machine."""
+        return [self.n_gpus_per_node] * self.nnodes
+
+    @property
     def run_dir(self) -> str:
         """The folder this run writes to."""
         return self.default_local_dir or f"outputs/{self.project_name}/{self.experiment_name}"

@@ -145,12 +145,12 @@ def update_dispatch_mode(dispatch_mode: str, dispatch_fn: Callable[..., Any], co
     _modes[dispatch_mode] = _plan_from_functions(dispatch_fn, collect_fn)
 
 
-def nd_dispatch(mesh_name: str, pad: bool = True) -> PlanFn:
+def nd_dispatch(mesh_name: str, pad: bool = True, direct: bool = False) -> PlanFn:
     """Dispatch by what each rank registered for `mesh_name`.
 
     The dp_rank-th chunk goes to every rank with that dp_rank; the answers of the ranks that collect are concatenated in
     dp order. A batch that does not divide is padded and the result unpadded, or refused with `pad=False` (for updates,
-    where padding rows would be trained on).
+    where padding rows would be trained on). `direct` calls do not queue behind the rank's running call.
     """
 
     def plan(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -158,7 +158,7 @@ def nd_dispatch(mesh_name: str, pad: bool = True) -> PlanFn:
         dp_size, collectors = check_mesh(mesh_name, entries)
         shards = _shard(args, kwargs, dp_size, pad)
         calls = [RankCall(rank, *shards.of(entry.dp_rank)) for rank, entry in enumerate(entries)]
-        return Plan(calls, lambda answers: shards.join([answers[rank] for rank in collectors]))
+        return Plan(calls, lambda answers: shards.join([answers[rank] for rank in collectors]), direct)
 
     return plan
 

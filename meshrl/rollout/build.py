@@ -32,7 +32,7 @@ def build_rollout(
     rollout generates with it and needs no copy. The others have copies of their own.
     """
     if config.name == "vllm":
-        return _vllm(config, model, tokenizer)
+        return _vllm(config, model, tokenizer, device)
     if config.name == "sglang":
         return _sglang(config, model, tokenizer)
     dtype = torch_dtype(config.dtype)
@@ -65,7 +65,7 @@ def build_rollout(
     )
 
 
-def _vllm(config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer) -> Rollout:
+def _vllm(config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer, device: torch.device) -> Rollout:
     from meshrl.rollout.vllm.engine import VllmRollout
 
     wanted: dict[str, Any] = {
@@ -78,6 +78,8 @@ def _vllm(config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer) -> Ro
         "enforce_eager": config.enforce_eager,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "enable_prefix_caching": config.enable_prefix_caching,
+        # vLLM can give memory up on GPUs only.
+        "enable_sleep_mode": config.free_cache_engine and device.type == "cuda",
     }
     return VllmRollout(
         model.path or "",

@@ -216,6 +216,9 @@ class HFRollout(SteppingRollout):
     def has_work(self) -> bool:
         return bool(self._answers)
 
+    def num_generated(self) -> int:
+        return self._tokens
+
     def is_suspended(self) -> bool:
         return bool(self._released) or self._lacks_weights
 

@@ -15,11 +15,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from meshrl.rollout.base import PAUSE_MODES, Rollout
 from meshrl.rollout.fair_lock import FairLock
 from meshrl.rollout.requests import Chunk, Completion, Request, gather
+from meshrl.rollout.token_gaps import TokenGaps
 
 Deliver = Callable[[Chunk], None]
 # How long a wait lasts before it looks around again, and how long the last step may take at the end.
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
+# How long to wait for the token that ends a gap.
+GAP_SECONDS = 5.0
 
 
 class SteppingRollout(Rollout):
@@ -32,8 +35,10 @@ class SteppingRollout(Rollout):
         self._left: dict[str, int] = {}
         self.streaming: set[str] = set()  # requests whose tokens are wanted as they come
         self._paused = self._closed = False
+        self._num_steps = 0
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self.gaps = TokenGaps()
 
     @abstractmethod
     def add(self, request: Request) -> str | None:
@@ -50,6 +55,14 @@ class SteppingRollout(Rollout):
     @abstractmethod
     def drop(self, request_ids: Sequence[str] | None) -> list[Chunk]:
         """Takes requests (None: all) out of the engine; returns their last chunks, with finish_reason `abort`."""
+
+    def num_generated(self) -> int:
+        """How many tokens have been sampled so far."""
+        return self._num_steps
+
+    def longest_gap(self) -> float:
+        """Seconds of the largest gap between tokens since `gaps.restart()`; waits for the end of one that is open."""
+        return self.gaps.settle(0.0 if self._paused or self.is_suspended() else GAP_SECONDS)
 
     def is_suspended(self) -> bool:
         """Whether nothing can run until something is taken back or sent."""
@@ -142,7 +155,7 @@ class SteppingRollout(Rollout):
             self.abort()
         while True:
             with self._work:
-                if mode != "wait" or not self._left:
+                if mode != "wait" or not (self._left or self.has_work()):
                     self._paused = True
                     return
                 self._advance()
@@ -191,6 +204,8 @@ class SteppingRollout(Rollout):
         """One step, with the lock held."""
         if self.has_work():
             self._hand_out(self.step())
+            self._num_steps += 1
+            self.gaps.note(self.num_generated(), goes_on=self.has_work())
 
     def _hand_out(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:

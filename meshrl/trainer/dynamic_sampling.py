@@ -7,7 +7,7 @@ prompts → generate, score → keep groups that differ → enough for a step? �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,6 @@ from meshrl.telemetry.metrics import reduce_metrics
 
 Scored = tuple[DataProto, dict[str, Any]]
 WHOLE_SCORE = ("seq_reward", "seq_final_reward", "score")
-# In the prompts' meta_info: the number of the round, from which the samples' seeds are made.
-ROUND = "round"
 COUNTED = ("reward/errors", "reward/dropped")
 
 
@@ -40,13 +38,12 @@ class DynamicSampling:
         samples_per_group: int,
         most_rounds: int,
         pad_token_id: int,
-        prompts: Iterator[DataProto],
-        generate_and_score: Callable[[DataProto], Scored],
+        next_batch: Callable[[], Scored | None],
     ):
-        """`most_rounds` holds where the config names no limit: there is always one."""
+        """`most_rounds` holds where the config names no limit: there always is one."""
         self.config, self.groups_per_step, self.samples_per_group = config, groups_per_step, samples_per_group
         self.most_rounds = config.max_num_gen_batches or most_rounds
-        self.pad_token_id, self.prompts, self.generate_and_score = pad_token_id, prompts, generate_and_score
+        self.pad_token_id, self.more = pad_token_id, next_batch
         self.surplus: DataProto | None = None
         self.rounds = 0
 
@@ -95,15 +92,14 @@ class DynamicSampling:
         self.surplus, self.rounds = state["surplus"], int(state["rounds"])
 
     def _round(self) -> Scored | None:
-        prompts = next(self.prompts, None)
-        if prompts is None:
+        found = self.more()
+        if found is None:
             return None
         self.rounds += 1
-        prompts.meta_info[ROUND] = self.rounds
         # The same row may come again in the next epoch while its group still waits here.
-        uids = [f"{uid}-round{self.rounds}" for uid in prompts.non_tensor_batch["uid"]]
-        prompts.non_tensor_batch["uid"] = object_array(uids)
-        return self.generate_and_score(prompts)
+        uids = [f"{uid}-round{self.rounds}" for uid in found[0].non_tensor_batch["uid"]]
+        found[0].non_tensor_batch["uid"] = object_array(uids)
+        return found
 
     def _groups(self, batch: DataProto | None) -> int:
         return 0 if batch is None else len(batch) // self.samples_per_group

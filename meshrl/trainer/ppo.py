@@ -7,6 +7,7 @@ Every call on a worker group is: cut the batch over the data-parallel ranks, run
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -43,12 +44,14 @@ from meshrl.telemetry.samples import SampleLog
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracker
 from meshrl.trainer.correction import correct_rollout, corrects_rollout
-from meshrl.trainer.dynamic_sampling import ROUND, DynamicSampling, Scored
+from meshrl.trainer.dynamic_sampling import DynamicSampling, Scored
 from meshrl.trainer.gates import Gates
 from meshrl.trainer.greedy_baseline import GREEDY, add_greedy_baselines
 from meshrl.trainer.overlap import generate_beside_scoring
 from meshrl.trainer.reward_components import RM_SCORE, reward_components
+from meshrl.trainer.schedule import NUMBER, Begun, Schedule, correction_of
 from meshrl.trainer.validation import Validator
+from meshrl.weights.colocated import over_ranks
 from meshrl.workers.actor_loss import skips_samples_without_advantage
 
 
@@ -70,6 +73,8 @@ class PPOTrainer:
     ):
         self.config, self.train_data, self.order = config, train_data, order
         self.actor, self.critic = groups["actor_rollout_ref"], groups.get("critic")
+        # Where the rollout has no devices of its own, the actor's workers generate.
+        self.rollout = groups.get("rollout", self.actor)
         self.reward_model = groups.get("reward_model")
         self.reward, self.validator, self.tracker, self.samples = reward, validator, tracker, samples
         self.timer, self.gates = timer, gates
@@ -80,6 +85,9 @@ class PPOTrainer:
         self.dynamic_sampling = self._make_dynamic_sampling()
         self.step = 0
         self.version = -1
+        self.batches_begun = 0
+        self.schedule, self.correction = Schedule.of(config), correction_of(config)
+        self.begun = deque[Begun]()
 
     def _make_dynamic_sampling(self) -> DynamicSampling | None:
         filters = self.config.algorithm.filter_groups
@@ -91,8 +99,7 @@ class PPOTrainer:
             samples_per_group=self.config.actor_rollout_ref.rollout.n,
             most_rounds=self.order.batches_per_epoch,
             pad_token_id=int(self.reward.tokenizer.pad_token_id),
-            prompts=self._prompts,
-            generate_and_score=self.generate_and_score,
+            next_batch=self.next_batch,
         )
 
     def fit(self) -> None:
@@ -102,7 +109,14 @@ class PPOTrainer:
             self.tracker.log(self.validate(), step=0)
         if self.config.trainer.val_only:
             return
-        for batch, metrics in self.batches():
+        while self.step < self.total_steps:
+            self.step += 1
+            self.timer.reset()
+            found = self.dynamic_sampling.next_batch() if self.dynamic_sampling else self.next_batch()
+            if found is None:  # the data's epochs are used up
+                self.step -= 1
+                return
+            batch, metrics = found
             metrics |= self.train_step(batch)
             if self.is_time_to_validate():
                 metrics |= self.validate()
@@ -110,17 +124,6 @@ class PPOTrainer:
             self.tracker.log(metrics | self.time_metrics(metrics), self.step)
             if self.gates:
                 self.gates.raise_if_stopped(self.step, metrics)
-
-    def batches(self) -> Iterator[Scored]:
-        """Scored samples of every step that is left, with the metrics of how they came about."""
-        while self.step < self.total_steps:
-            self.step += 1
-            self.timer.reset()
-            found = self.dynamic_sampling.next_batch() if self.dynamic_sampling else self.next_batch()
-            if found is None:  # dynamic sampling has used up the data's epochs
-                self.step -= 1
-                return
-            yield found
 
     def prompts(self) -> Iterator[DataProto]:
         """Batches of prompts in the order of the data's epochs."""
@@ -131,45 +134,78 @@ class PPOTrainer:
             yield self.train_data.batch(rows)
 
     def next_batch(self) -> Scored | None:
-        """The scored samples of the next prompts."""
-        prompts = next(self._prompts, None)
-        return None if prompts is None else self.generate_and_score(prompts)
+        """The oldest batch begun, answered and scored; what has become too old is dropped and counted."""
+        dropped = 0.0
+        while True:
+            self.begin_batches()
+            if not self.begun:
+                return None
+            begun = self.begun.popleft()
+            batch, metrics = self.finish(begun)
+            ages = self.schedule.drop_stale(batch, self.version)
+            dropped += ages["training/stale_dropped"]
+            if batch.batch["response_mask"].any() or not dropped:
+                news = {"training/stale_dropped": dropped, "training/epoch": begun.epoch}
+                return batch, metrics | ages | news
 
-    def generate_and_score(self, prompts: DataProto) -> Scored:
-        """Answers to prompts with their rewards."""
-        n = self.config.actor_rollout_ref.rollout.n
-        if self.config.reward_manager.overlap:
-            batch, metrics = self.generate_beside_scoring(prompts, n)
+    def begin_batches(self) -> None:
+        """Begins the batch of this step, and as many of the next steps as the schedule allows."""
+        wanted = min(1 + self.schedule.batches_ahead, self.total_steps - self.step + 1)
+        while len(self.begun) < wanted and (prompts := next(self._prompts, None)) is not None:
+            self.begun.append(self.begin(prompts))
+
+    def begin(self, prompts: DataProto) -> Begun:
+        """Asks for `rollout.n` answers to every prompt; where they are scored as they end, only `finish` does."""
+        self.batches_begun += 1
+        prompts.meta_info[NUMBER] = self.batches_begun
+        request, columns = self.request(prompts, self.config.actor_rollout_ref.rollout.n)
+        answers = None
+        if not self.scores_beside_generation:
+            begin = self.actor.generate_sequences if self.rollout is self.actor else self.rollout.begin_sequences
+            with self.phase("gen"):
+                answers = begin(request)
+        return Begun(self.batches_begun, self.order.epoch, self.order.position, prompts, request, columns, answers)
+
+    @property
+    def scores_beside_generation(self) -> bool:
+        """Whether samples are scored as they end; batches that are begun early are scored while others generate."""
+        return self.config.reward_manager.overlap and self.schedule.batches_ahead == 0
+
+    def finish(self, begun: Begun) -> Scored:
+        """A batch's answers with their rewards."""
+        if begun.answers is None:
+            batch, metrics = self.generate_beside_scoring(begun)
         else:
             with self.phase("gen"):
-                batch = self.generate(prompts, n)
+                batch = begun.finish()
             with self.phase("reward"):
                 metrics = self.score(batch)
         metrics |= agent_metrics(batch)
         if self.config.algorithm.adv_estimator == "remax":
             with self.phase("gen_max"):
-                metrics |= add_greedy_baselines(batch, prompts, n, self.generate, self.score)
+                n = self.config.actor_rollout_ref.rollout.n
+                metrics |= add_greedy_baselines(batch, begun.prompts, n, self.generate, self.score)
         return batch, metrics
 
-    def generate_beside_scoring(self, prompts: DataProto, n: int) -> Scored:
-        """`n` answers to every prompt, scored while others are still generated."""
+    def generate_beside_scoring(self, begun: Begun) -> Scored:
+        """Answers, scored while others are still generated."""
+        deadline = self.config.trainer.deadlines.call
         with self.phase("gen"):
-            request, columns = self.request(prompts, n)
-            deadline = self.config.trainer.deadlines.call
-            batch, parts, metrics = generate_beside_scoring(self.actor, request, columns, self.reward, deadline)
+            batch, parts, metrics = generate_beside_scoring(
+                self.rollout, begun.request, begun.columns, self.reward, deadline
+            )
         with self.phase("reward"):
             return batch, metrics | parts.add_scores(batch, deadline) | self.add_model_scores(batch)
 
     def train_step(self, batch: DataProto) -> dict[str, Any]:
         """One step of the algorithm on scored samples."""
-        metrics: dict[str, Any] = {"training/global_step": self.step, "training/epoch": self.order.epoch}
+        metrics: dict[str, Any] = {"training/global_step": self.step}
         metrics |= self.order.metrics()
         if self.needs_old_log_probs or self.surplus_rows(batch).any():
             with self.phase("old_log_prob"):
                 metrics |= self.add_old_log_probs(batch)
                 if self.corrects_rollout:
-                    correction = self.config.algorithm.rollout_correction
-                    metrics |= correct_rollout(batch, correction, self.loss_mode)
+                    metrics |= correct_rollout(batch, self.correction, self.loss_mode)
         if self.needs_reference:
             with self.phase("ref"):
                 batch = batch.union(self.call_balanced(self.actor.compute_ref_log_prob, batch))
@@ -191,21 +227,21 @@ class PPOTrainer:
                 metrics |= self.update_actor(batch)
             self.refresh_reference_if_due()
             with self.phase("sync"):
-                self.sync_weights()
+                metrics |= self.sync_weights()
         self.order.update(batch)
         self.samples.log_training(batch, self.reward.decode, self.step)
         return metrics | data_metrics(batch, self.config)
 
     def generate(self, prompts: DataProto, n: int = 1) -> DataProto:
-        """`n` answers to every prompt."""
+        """`n` answers to every prompt, at once."""
         request, columns = self.request(prompts, n)
-        answers = self.actor.generate_sequences(request)
+        answers = self.rollout.generate_sequences(request)
         return DataProto(answers.batch, {**columns, **answers.non_tensor_batch}, answers.meta_info)
 
     def request(self, prompts: DataProto, n: int) -> tuple[DataProto, dict[str, np.ndarray]]:
         """Every prompt `n` times, each with a seed of its own, and what else is known of them."""
         repeated = prompts.repeat(n, interleave=True)
-        number = prompts.meta_info.get(ROUND, self.step)
+        number = prompts.meta_info[NUMBER]
         repeated.batch["seeds"] = sample_seeds(self.config.trainer.seed, TRAINING, number, len(repeated))
         request = repeated.pop(batch_keys=["input_ids", "attention_mask", "seeds"])
         request.meta_info[GREEDY] = prompts.meta_info.get(GREEDY, False)
@@ -265,7 +301,7 @@ class PPOTrainer:
     @property
     def corrects_rollout(self) -> bool:
         """Whether the rollout's policy is weighed against the trainer's."""
-        return corrects_rollout(self.config.algorithm.rollout_correction, self.loss_mode)
+        return corrects_rollout(self.correction, self.loss_mode)
 
     @property
     def loss_mode(self) -> str:
@@ -399,10 +435,14 @@ class PPOTrainer:
         by_mini_batch_and_rank = np.arange(len(work)).reshape(mini_batches, dp_size, -1)
         return by_mini_batch_and_rank.swapaxes(0, 1).ravel()
 
-    def sync_weights(self) -> None:
-        """Gives the rollout the actor's weights as the next version."""
+    def sync_weights(self) -> dict[str, float]:
+        """Gives the rollout the actor's weights as the next version; what that took."""
         self.version += 1
-        self.actor.sync_weights(self.version)
+        if self.rollout is self.actor:
+            return over_ranks(self.actor.sync_weights(self.version))
+        sent = self.actor.send_weights(self.version)
+        found = self.rollout.receive_weights(self.version, not self.config.async_training.partial_rollout)
+        return over_ranks([*found, *sent.get()])
 
     def is_time_to_validate(self) -> bool:
         """At every `test_freq`-th step and at the last."""
@@ -450,9 +490,6 @@ def data_metrics(batch: DataProto, config: PPOConfig) -> dict[str, Any]:
     )
     metrics["perf/total_num_tokens"] = int(mask.sum())
     metrics["training/zero_advantage_share"] = float(_without_advantage(tensors["advantages"]).float().mean())
-    metrics["training/version_max_lag"] = int(
-        tensors["versions"].max() - tensors["versions"][tensors["versions"] >= 0].min()
-    )
     return metrics
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,12 @@ from meshrl.trainer.judging import GroupAsk
 from meshrl.trainer.ppo import PPOTrainer, total_steps
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
 from meshrl.trainer.validation import Validator
+from meshrl.weights.pools import MeetingPoint
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from meshrl.workers.critic import CriticWorker
 from meshrl.workers.judge import JudgeWorker
 from meshrl.workers.reward_model import RewardModelWorker
+from meshrl.workers.rollout import RolloutWorker
 from meshrl.workers.settings import WorkerSettings
 from meshrl.workers.sft import SFTWorker
 
@@ -81,6 +83,7 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
         with_reference=uses_reference(config),
         stop_on_nan_gradient=trainer.nan_gradient == "stop",
         seed=trainer.seed,
+        with_rollout=config.actor_rollout_ref.hybrid_engine,
         with_sum_pi_squared=config.algorithm.adv_estimator in TOKEN_BASELINES,
         bypass=config.algorithm.rollout_correction if bypass_loss(config) else None,
     )
@@ -91,6 +94,11 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
         workers["reward_model"] = ClassWithInitArgs(RewardModelWorker, config.reward_model, settings)
     if config.reward.judge.path is not None:
         workers["judge"] = ClassWithInitArgs(JudgeWorker, config.reward.judge, settings)
+    pools = [Pool(trainer.processes, workers)]
+    if not config.actor_rollout_ref.hybrid_engine:
+        rollout = config.actor_rollout_ref.rollout
+        worker = ClassWithInitArgs(RolloutWorker, config.actor_rollout_ref, settings)
+        pools.append(Pool([rollout.n_gpus_per_node] * rollout.nnodes, {"rollout": worker}))
     with RunFolder(trainer.run_dir) as run, StepConsole(steps, console) as screen:
         start_run(run, screen, config, sources, units.lines())
         for words, data in (("training", train_data), ("validation", val_data)):
@@ -105,14 +113,15 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
         with (
             reward,
             tracking(config, run, screen) as tracker,
-            worker_groups(workers, trainer, config.ray_init) as groups,
+            worker_groups(pools, trainer, config.ray_init) as groups,
         ):
             actor, judge.group = groups["actor_rollout_ref"], groups.get("judge")
             tracker.constants |= {
                 "data/dropped_prompts": train_data.dropped,
                 "data/truncated_prompts": train_data.truncated,
             }
-            validator = Validator(config, actor, val_data, reward, samples) if val_data else None
+            rollouts = groups.get("rollout", actor)
+            validator = Validator(config, rollouts, val_data, reward, samples) if val_data else None
             timer = PhaseTimer(on_change=screen.show_phase)
             bypasses = config.algorithm.rollout_correction.bypass_mode
             gates = Gates(trainer.gates, run.path, say=screen.message, old_is_trainers=not bypasses)
@@ -154,7 +163,7 @@ def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Co
             screen.message(f"training sequences: {train_data.truncated} of {len(train_data)} truncated")
         with (
             tracking(config, run, screen) as tracker,
-            worker_groups({"sft": worker}, trainer, config.ray_init) as groups,
+            worker_groups([Pool(trainer.processes, {"sft": worker})], trainer, config.ray_init) as groups,
         ):
             group = groups["sft"]
             tracker.constants["data/truncated_sequences"] = train_data.truncated
@@ -223,25 +232,68 @@ def start_run(
         logger.info(line)
 
 
+@dataclass(frozen=True)
+class Pool:
+    """Devices, and the roles that share them: `processes` on each machine."""
+
+    processes: list[int]
+    workers: Mapping[str, ClassWithInitArgs]
+
+
 @contextmanager
 def worker_groups(
-    workers: Mapping[str, ClassWithInitArgs], trainer: RunConfig, ray_init: RayInitConfig
+    pools: Sequence[Pool], trainer: RunConfig, ray_init: RayInitConfig
 ) -> Iterator[dict[str, WorkerGroup]]:
-    """The workers of a run by role, colocated, started and with their models loaded; ended in any case."""
+    """The workers of a run by role, started and with their models loaded; ended in any case.
+
+    A single worker of the first pool lives in this process, where it costs least; those of others never do: they are
+    there to work at the same time.
+    """
     if trainer.backend == "ray":
         from meshrl.controller.ray import init_ray
 
         init_ray(**asdict(ray_init))
-    pool = ResourcePool([trainer.n_gpus_per_node] * trainer.nnodes, use_gpu=uses_gpu(trainer))
     deadlines = Deadlines(start=trainer.deadlines.start, call=trainer.deadlines.call)
-    role, worker = "+".join(workers), next(iter(workers.values()))
-    if len(workers) > 1:
-        worker = create_colocated_worker_cls(workers)
-    with create_worker_group(pool, worker, backend=trainer.backend, role=role, deadlines=deadlines) as group:
-        groups = group.spawn() if len(workers) > 1 else {role: group}
+    groups: dict[str, WorkerGroup] = {}
+    first_device = 0
+    with ExitStack() as stack:
+        for number, pool in enumerate(pools):
+            devices = ResourcePool(pool.processes, use_gpu=uses_gpu(trainer))
+            devices.first_device, first_device = first_device, first_device + pool.processes[0]
+            role, worker = "+".join(pool.workers), next(iter(pool.workers.values()))
+            if len(pool.workers) > 1:
+                worker = create_colocated_worker_cls(pool.workers)
+            started = create_worker_group(
+                devices,
+                worker,
+                backend=trainer.backend,
+                role=role,
+                deadlines=deadlines,
+                in_process=False if number else None,
+            )
+            group = stack.enter_context(started)
+            groups |= group.spawn() if len(pool.workers) > 1 else {role: group}
         for view in groups.values():
             view.init_model()
+        if "rollout" in groups:
+            join_pools(groups["actor_rollout_ref"], groups["rollout"], trainer)
         yield groups
+
+
+def join_pools(actor: WorkerGroup, rollout: WorkerGroup, trainer: RunConfig) -> None:
+    """Connects trainers with rollouts on devices of their own, for the weights."""
+    host = "127.0.0.1" if trainer.backend == "local" else own_address()
+    point = MeetingPoint(host)
+    joined = actor.join_pool(point.address, rollout.world_size)
+    rollout.join_pool(point.address, actor.world_size)
+    joined.get()
+
+
+def own_address() -> str:
+    """An address of this machine that others can reach."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
 
 
 def uses_gpu(trainer: RunConfig) -> bool:

@@ -22,9 +22,9 @@ class Validator:
     """
 
     def __init__(
-        self, config: PPOConfig, actor: WorkerGroup, data: PromptDataset, reward: RewardManager, samples: SampleLog
+        self, config: PPOConfig, rollout: WorkerGroup, data: PromptDataset, reward: RewardManager, samples: SampleLog
     ):
-        self.config, self.actor, self.data, self.reward, self.samples = config, actor, data, reward, samples
+        self.config, self.rollout, self.data, self.reward, self.samples = config, rollout, data, reward, samples
 
     def run(self, step: int) -> dict[str, float]:
         """The metrics of one validation; samples that failed to be scored are counted."""
@@ -56,5 +56,5 @@ class Validator:
         request.meta_info["validate"] = True
         if self.config.actor_rollout_ref.rollout.multi_turn.enable:
             request.non_tensor_batch = {name: repeated.non_tensor_batch[name] for name in SAMPLE_COLUMNS}
-        answers = self.actor.generate_sequences(request)
+        answers = self.rollout.generate_sequences(request)
         return DataProto(answers.batch, {**repeated.non_tensor_batch, **answers.non_tensor_batch}, {})

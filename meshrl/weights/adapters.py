@@ -1,6 +1,7 @@
 """LoRA: the base model once, then the adapters alone, to rollouts that take adapters (`update_adapter`).
 
-Rollouts that take none get the weights that the adapters amount to: `connect(engine, ..., adapters="merged")`.
+Rollouts that take none merge them where they arrive (`merging.MergingSync`), or get the weights that the adapters
+amount to: `connect(engine, ..., adapters="merged")`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,28 @@ def connect_adapters(
 
     `config` is peft's of the adapter. `send_base` brings the base model; by default as a stream of whole tensors.
     """
-    source = FSDP2Source(engine, "only")
+    source, sync = adapter_exchange(
+        engine, dtype=dtype, bucket_megabytes=bucket_megabytes, verify=verify, deadline=deadline, carrier=carrier
+    )
+
+    def stream(rollout: Rollout, version: int) -> None:
+        rollout.update_weights(base_params(engine), version)
+
+    return AdapterSync(source, sync, config, send_base or stream)
+
+
+def adapter_exchange(
+    engine: FSDPEngine,
+    *,
+    master: bool = False,
+    dtype: torch.dtype = torch.float32,
+    bucket_megabytes: int = 512,
+    verify: bool = True,
+    deadline: float = 600.0,
+    carrier: str = "auto",
+) -> tuple[FSDP2Source, WeightSync]:
+    """The engine's adapters, and the sync that brings them, whole, to every rank; see `source_of` for `master`."""
+    source = FSDP2Source(engine, "only", master)
     rank, world = rank_and_world()
     shapes = source.placement.tensors
     target = replicas(shapes, world, title=f"{world} copies of the adapters")
@@ -101,11 +123,7 @@ def connect_adapters(
         verify=verify,
         deadline=deadline,
     )
-
-    def stream(rollout: Rollout, version: int) -> None:
-        rollout.update_weights(base_params(engine), version)
-
-    return AdapterSync(source, sync, config, send_base or stream)
+    return source, sync
 
 
 def base_params(engine: FSDPEngine) -> Iterator[tuple[str, Tensor]]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import re
-import shutil
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,10 +22,10 @@ from meshrl.weights.process_group import ProcessGroupCarrier
 from meshrl.weights.rollout_placement import RolloutLayout
 from meshrl.weights.rollout_placement import rollout as rollout_placement
 from meshrl.weights.shards import Shards
-from meshrl.weights.shared_memory import SharedMemoryCarrier
+from meshrl.weights.shared_memory import SharedMemoryCarrier, open_together
 from meshrl.weights.sources import Source, source_of
 from meshrl.weights.sync import WORD_BYTES, SyncReport, WeightSync
-from meshrl.weights.transport import Carrier
+from meshrl.weights.transport import Carrier, Deadline
 
 CARRIERS = ("auto", "shared_memory", "process_group")
 # Buffers that are weights: they are trained, though not by gradients.
@@ -48,7 +45,7 @@ class EngineSync:
     def plan(self) -> ReshardPlan:
         return self.sync.plan
 
-    def __call__(self, rollout: Rollout, version: int) -> SyncReport:
+    def __call__(self, rollout: Rollout | None, version: int) -> SyncReport:
         """All ranks together; see `WeightSync.run`."""
         tensors = self.source.tensors()
         if self.sync.source is not None:
@@ -61,12 +58,8 @@ class EngineSync:
 
     def close(self) -> None:
         """Gives memory and connections back."""
-        carrier = self.sync.carrier
-        if carrier is not None:
-            carrier.close()
-        if isinstance(carrier, SharedMemoryCarrier):
-            with suppress(OSError):  # the last rank to close finds the folder empty
-                carrier.folder.rmdir()
+        if self.sync.carrier is not None:
+            self.sync.carrier.close()
 
 
 def connect(
@@ -132,15 +125,17 @@ def rollout_params(hf_model: nn.Module) -> dict[str, Tensor]:
     return found | {name: b for name, b in hf_model.named_buffers() if name.endswith(WEIGHT_BUFFERS)}
 
 
-def tensor_dtypes(target: Placement, rank: int, params: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    """The type of each tensor in the destination, by what all ranks have of its kind."""
+def tensor_dtypes(
+    target: Placement, rank: int, params: Mapping[str, Tensor], *, asks: bool = True
+) -> dict[str, torch.dtype]:
+    """The type of each tensor in the destination, by what this rank (`asks`: all ranks) has of its kind."""
     names = list(target.tensors)
     held = target.of_rank(rank) if params else target.slices[:0]
     kinds = {
         _kind(names[tensor]): params[target.parameters[parameter]].dtype
         for tensor, parameter in zip(held["tensor"].tolist(), held["parameter"].tolist(), strict=True)
     }
-    if rank_and_world()[1] > 1:
+    if asks and rank_and_world()[1] > 1:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, kinds)
         for found in everyone:
@@ -164,19 +159,19 @@ def carrier_for(plan: ReshardPlan, device: torch.device, kind: str = "auto", dea
     if kind == "auto":
         kind = "shared_memory" if device.type == "cpu" and len(set(hosts_of_ranks() or [0])) == 1 else "process_group"
     if kind == "shared_memory":
-        return SharedMemoryCarrier(shared_folder(), dist.get_rank(), slot)
+        made = SharedMemoryCarrier(shared_folder(), dist.get_rank(), slot)
+        made.deadline = Deadline(deadline)
+        open_together(made, world, dist.barrier)
+        return made
     group = dist.new_group(timeout=timedelta(seconds=deadline))
     return ProcessGroupCarrier(slot, device, group)
 
 
 def shared_folder() -> Path:
-    """A folder in the host's memory that all ranks know; the first rank makes it and removes it at its end."""
+    """A folder in the host's memory that all ranks know."""
     found: list[Any] = [memory_folder() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, src=0)
-    folder = Path(found[0])
-    if dist.get_rank() == 0:
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    return Path(found[0])
 
 
 def rank_and_world() -> tuple[int, int]:

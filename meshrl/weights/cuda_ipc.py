@@ -43,6 +43,6 @@ class CudaIpcCarrier(SharedMemoryCarrier):
         # The other process knows nothing of this one's stream.
         self.stream.synchronize()
 
-    def close(self) -> None:
-        super().close()
+    def unlink(self) -> None:
+        super().unlink()
         (self.folder / f"rank{self.rank}.handle").unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Trainer and rollout on the same devices, taking turns: the switch between their phases.
 
-    train ──to_rollout(version)──> rollout ──to_train()──> train
+    train ──to_rollout(version)──> rollout ──to_train()──> train ──back_to_rollout()──> rollout ...
 
     to_rollout: load      the trainer's weights, if they wait in host memory
                 weights   the rollout takes memory for its weights
@@ -8,6 +8,7 @@
                 offload   what the trainer does not need meanwhile goes to host memory
                 kv_cache  the rollout takes the rest
     to_train:   release   the rollout gives up its cache and, where it has its own, its weights
+    back_to_rollout: as to_rollout, with the version that the rollout had; the trainer must not have moved on
 
 Weights come before the cache and the trainer leaves in between: so the peak is both shards and two buckets, never both
 shards and the cache. Each step's memory is measured, and held against a budget.
@@ -15,7 +16,7 @@ shards and the cache. Each step's memory is measured, and held against a budget.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -23,7 +24,7 @@ import torch
 
 from meshrl.engines.base import Engine
 from meshrl.rollout.base import TAGS, Rollout
-from meshrl.weights.sync import SyncReport
+from meshrl.weights.colocated import PolicySync
 
 GIB = 1 << 30
 TRAIN, ROLLOUT = "train", "rollout"
@@ -68,7 +69,7 @@ class HybridEngine:
         self,
         engine: Engine,
         rollout: Rollout,
-        sync: Callable[[Rollout, int], SyncReport | None],
+        sync: PolicySync,
         *,
         device: torch.device,
         free_cache_engine: bool = True,
@@ -85,12 +86,28 @@ class HybridEngine:
         self.budget_bytes = budget_bytes
         self.meter = meter or (CudaMeter(device) if device.type == "cuda" else None)
         self.phase = TRAIN
+        self.version = -1
+        # Whether the trainer's weights may have changed since this version; for whoever trains to say.
+        self.has_trained = False
+        self._kept: dict[str, float] = {}
         self._released: tuple[str, ...] = ()
-        self._other_state = self._seeded(rollout_seed)
+        self._rollout_state = self._seeded(rollout_seed)
+
+    def ensure(self, phase: str) -> None:
+        """Switches to a phase if it is not on; the measures come with those of the next `to_rollout`."""
+        if self.phase != phase:
+            self._kept |= self.back_to_rollout() if phase == ROLLOUT else self.to_train()
 
     def to_rollout(self, version: int) -> dict[str, float]:
         """Brings the trainer's weights to the rollout as `version` and lets it work; gives each step's measures."""
         self._expect(TRAIN)
+        if version <= self.version:
+            raise ValueError(f"weight sync: version {version} is not newer than the rollout's {self.version}")
+        metrics = self._kept | self._bring(version)
+        self._kept = {}
+        return metrics
+
+    def _bring(self, version: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
         with self._step("load", metrics):
             if self.param_offload:
@@ -106,9 +123,26 @@ class HybridEngine:
                     self.engine.to("cpu", model=self.param_offload, optimizer=self.optimizer_offload)
         with self._step("kv_cache", metrics):
             self._take_back("kv_cache")
-        self._swap_random_states()
+        self.phase, self.version, self.has_trained = ROLLOUT, version, False
+        return metrics | report.metrics()
+
+    def back_to_rollout(self) -> dict[str, float]:
+        """Lets the rollout go on with the version it had before the trainer's turn."""
+        self._expect(TRAIN)
+        if self.version < 0:
+            raise RuntimeError("the rollout has no weights yet: sync them before generating")
+        if "weights" in self._released:
+            if self.has_trained:
+                raise RuntimeError(
+                    f"the rollout gave version {self.version} up for an update: sync the weights before generating, or "
+                    "set rollout.free_cache_engine=false"
+                )
+            return self._bring(self.version)
+        metrics: dict[str, float] = {}
+        with self._step("kv_cache", metrics):
+            self._take_back("kv_cache")
         self.phase = ROLLOUT
-        return metrics | (report.metrics() if report is not None else {})
+        return metrics
 
     def to_train(self) -> dict[str, float]:
         """Takes the rollout's memory back for the trainer."""
@@ -118,7 +152,9 @@ class HybridEngine:
             if self.frees:
                 self._released = ("kv_cache",) if self.shares_weights else TAGS
                 self.rollout.release(self._released)
-        self._swap_random_states()
+            if "weights" in self._released:
+                self.rollout.version = -1
+                self.sync.forget()
         self.phase = TRAIN
         return metrics
 
@@ -151,11 +187,16 @@ class HybridEngine:
                 "rollout.update_weights_bucket_megabytes, or set param_offload and optimizer_offload"
             )
 
-    def _swap_random_states(self) -> None:
-        """The rollout's random numbers are its own: how much it draws must not change the training."""
+    @contextmanager
+    def own_random_numbers(self) -> Iterator[None]:
+        """Around generating: the rollout's random numbers are its own; how many it draws does not change training."""
         mine = self._random_state()
-        self._set_random_state(self._other_state)
-        self._other_state = mine
+        self._set_random_state(self._rollout_state)
+        try:
+            yield
+        finally:
+            self._rollout_state = self._random_state()
+            self._set_random_state(mine)
 
     def _random_state(self) -> list[torch.Tensor]:
         states = [torch.random.get_rng_state()]

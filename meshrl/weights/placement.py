@@ -7,6 +7,8 @@ strides, all in elements: this covers shards, packed and stacked parameters, tra
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +38,22 @@ class Placement:
     def of_rank(self, rank: int) -> np.ndarray:
         """The slices that a rank holds."""
         return self.slices[self.slices["rank"] == rank]
+
+    def to_json(self) -> dict[str, Any]:
+        """For another process."""
+        fields = {name: getattr(self, name) for name in ("title", "world_size", "tensors", "parameters")}
+        return fields | {"slices": base64.b64encode(zlib.compress(self.slices.tobytes(), 1)).decode()}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Placement:
+        """The inverse of `to_json`, also after a way through text."""
+        return cls(
+            fields["title"],
+            fields["world_size"],
+            {name: tuple(shape) for name, shape in fields["tensors"].items()},
+            tuple(fields["parameters"]),
+            np.frombuffer(zlib.decompress(base64.b64decode(fields["slices"])), SLICE),
+        )
 
     def elements(self) -> int:
         """How many elements the tensors have together, each counted once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,21 +12,25 @@ from torch import Tensor
 
 from meshrl.weights.transport import Carrier, Incoming, SyncError, new_slots
 
+# A process group, or one backend of it alone.
+Group = Any
+
 
 class ProcessGroupCarrier(Carrier):
-    """Global ranks are those of the default process group. Every rank of `group` must make one.
+    """Ranks are those of `group`, by default all ranks of the default one. Every rank of it must make a carrier.
 
     Gloo moves host memory only: with GPUs, slots are in pinned host memory; NCCL moves them on the GPU.
     """
 
-    def __init__(self, slot_bytes: int, device: torch.device | str = "cpu", group: dist.ProcessGroup | None = None):
-        super().__init__(dist.get_rank(), new_slots(slot_bytes, device))
-        self.group = group
+    def __init__(self, slot_bytes: int, device: torch.device | str = "cpu", group: Group = None):
+        everyone: Group = dist.group.WORLD
+        self.group: Group = group or everyone
+        super().__init__(self.group.rank(), new_slots(slot_bytes, device))
         self._in_slots = new_slots(slot_bytes, device)
         self._in_use: deque[_FromGroup | None] = deque([None, None])
 
     def _post(self, slot: Tensor, nbytes: int, to: int, tag: int) -> tuple[dist.Work | None, int]:
-        return dist.isend(slot[:nbytes], to, group=self.group), to
+        return self.group.send([slot[:nbytes]], to, 0), to
 
     def _finish(self, ticket: tuple[dist.Work | None, int]) -> None:
         work, to = ticket
@@ -62,7 +67,7 @@ class _FromGroup(Incoming):
     def __init__(self, carrier: ProcessGroupCarrier, buffer: Tensor, origin: int):
         self.carrier, self.buffer, self.origin = carrier, buffer, origin
         self.released = self.arrived = False
-        self.work = dist.irecv(buffer, origin, group=carrier.group)
+        self.work = carrier.group.recv([buffer], origin, 0)
 
     def wait(self) -> Tensor:
         if not self.arrived:

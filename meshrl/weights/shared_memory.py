@@ -103,10 +103,29 @@ class SharedMemoryCarrier(Carrier):
         super().abort(reason)
         self.numbers[GAVE_UP] = 1
 
+    def unlink(self) -> None:
+        """Takes the name off this rank's memory, which those who have opened it keep."""
+        self._path(self.rank).unlink(missing_ok=True)
+
     def close(self) -> None:
         super().close()
         self._peers.clear()
-        self._path(self.rank).unlink(missing_ok=True)
+        self.unlink()
+
+
+def open_together(carrier: SharedMemoryCarrier, world_size: int, barrier: Callable[[], object]) -> None:
+    """Opens the memory of all ranks, which all do together, and takes the names off.
+
+    From then on memory goes with the last process that has it, however that ends.
+    """
+    for rank in range(world_size):
+        if rank != carrier.rank:
+            carrier.peer(rank)
+    barrier()
+    carrier.unlink()
+    barrier()
+    if carrier.rank == 0:
+        carrier.folder.rmdir()
 
 
 class _FromMemory(Incoming):

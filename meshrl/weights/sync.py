@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from meshrl.engines.base import Engine
 from meshrl.rollout.base import Rollout
+from meshrl.rollout.stepping import SteppingRollout
 from meshrl.weights.delta import DeltaExchange
 from meshrl.weights.exchange import Exchange, Traffic
 from meshrl.weights.plan import ReshardPlan
@@ -34,11 +35,19 @@ WORD_BYTES = 1024
 NUMBERS = 4
 
 
-def sync_weights(engine: Engine, rollout: Rollout, version: int) -> None:
-    """Streams every parameter to the rollout, one whole tensor at a time, and stamps it with `version`."""
+def sync_weights(
+    engine: Engine,
+    rollout: Rollout,
+    version: int,
+    watch: Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]] = iter,
+) -> None:
+    """Streams every parameter to the rollout, one whole tensor at a time, and stamps it with `version`.
+
+    `watch` may look at the stream as it passes.
+    """
     if version <= rollout.version:
         raise ValueError(f"weight sync: version {version} is not newer than the rollout's {rollout.version}")
-    rollout.update_weights(engine.per_tensor_params(), version)
+    rollout.update_weights(watch(engine.per_tensor_params()), version)
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class SyncReport:
     seconds: float
     traffic: Traffic
     buffer_bytes: int
+    stall_seconds: float = 0.0  # the largest gap between two tokens of the rollout that generated meanwhile
 
     def metrics(self) -> dict[str, float]:
         """For the metrics of a step."""
@@ -60,6 +70,7 @@ class SyncReport:
             "weight_sync/copied_bytes": float(self.traffic.copied - self.traffic.shared),
             "weight_sync/shared_bytes": float(self.traffic.shared),
             "weight_sync/buffer_bytes": float(self.buffer_bytes),
+            "weight_sync/stall_seconds": self.stall_seconds,
         }
 
 
@@ -68,7 +79,8 @@ class WeightSync:
 
     `source` and `destination` are this rank's parts of the two sides, None where it has no part in one. `dtypes` are
     those of the destination, by tensor. `verify` compares sums of both sides after every sync. `delta` sends only what
-    changed since the last sync; senders then keep a copy of what they sent.
+    changed since the last sync; senders then keep a copy of what they sent. `staged`: the rollout generates until the
+    new version is complete beside the old one. `may_repeat`: the first sync may bring the version that is there.
     """
 
     def __init__(
@@ -84,9 +96,8 @@ class WeightSync:
         staged: bool = False,
         delta: bool = False,
         deadline: float = 600.0,
+        may_repeat: bool = False,
     ):
-        if delta and staged:
-            raise ValueError("delta changes weights where they lie: it cannot be staged")
         check_dtypes(plan, destination, dtypes)
         largest = max(int(plan.message_bytes.max(initial=0)), WORD_BYTES)
         if carrier is not None and carrier.slot_bytes < largest:
@@ -100,6 +111,10 @@ class WeightSync:
         self.pairs = plan.pairs()
         self.version = -1
         self.is_mixed = False  # whether the destination may hold parts of two versions
+        self.may_repeat = may_repeat
+        self._is_open = False  # whether ranks may still wait for this one's messages
+        # The next version while it arrives; with `delta` it stays, as what the next changes are laid upon.
+        self._stage: dict[str, Tensor] | None = None
         self._tag = 1
 
     def run(self, version: int, rollout: Rollout | None = None) -> SyncReport:
@@ -109,33 +124,41 @@ class WeightSync:
         generate.
         """
         started = time.perf_counter()
-        exchange = self._begin(version, self.version if rollout is None else rollout.version)
-        transfer = self._transfer(exchange, version)
+        held = self.version if rollout is None else rollout.version
+        if isinstance(rollout, SteppingRollout):
+            rollout.gaps.restart()
+        self._is_open = True
         try:
-            if rollout is not None:
-                if self.is_mixed:
-                    rollout.resume(("weights",))
-                rollout.update_weights(transfer, version)
-            # A rollout that shares the trainer's weights asks for none; the other ranks still need ours.
-            for _ in transfer:
-                pass
-        except BaseException:
+            if rollout is not None and self.is_mixed:
+                rollout.resume(("weights",))
+            exchange = self._begin(version, held)
+            if self.staged:
+                self._exchange(exchange, version)  # the rollout goes on generating
+            self._hand_over(exchange, version, held, rollout)
+        except BaseException as error:
+            if self._is_open and self.carrier is not None and not isinstance(error, SyncRefusedError):
+                self.carrier.abort(f"{type(error).__name__}: {error}")
             if rollout is not None and self.is_mixed:
                 refuse(rollout)
             raise
+        finally:
+            if not self.delta:
+                self._stage = None
+        seconds = time.perf_counter() - started
         buffers = self.carrier.memory_bytes() if self.carrier is not None else 0
-        return SyncReport(version, time.perf_counter() - started, exchange.traffic, buffers)
+        stall = rollout.longest_gap() if isinstance(rollout, SteppingRollout) else 0.0
+        return SyncReport(version, seconds, exchange.traffic, buffers, stall)
 
     def _begin(self, version: int, held: int) -> Exchange:
         """All ranks must have the same plan and bring the same version, newer than the one there is."""
         if self.carrier is not None:
             self.carrier.begin(Deadline(self.deadline))
-        newer = self.destination is None or version > held
+        # A new connection's first sync may be for the sake of others, who joined late.
+        newer = self.destination is None or version > held or (version == held and self.may_repeat)
         knows = self._agree("" if newer else f"version {version} is not newer than the {held} there", version)
-        target = self.destination
-        if self.staged and target is not None:
-            target = target.with_tensors({name: torch.empty_like(t) for name, t in target.tensors.items()})
+        self.may_repeat = False
         made = DeltaExchange if self.delta else Exchange
+        target = self._target()
         exchange = made(self.plan, self.part, self.source, target, self.carrier, self.dtypes, self.verify, 0)
         if isinstance(exchange, DeltaExchange):
             self._has_last = False
@@ -145,9 +168,50 @@ class WeightSync:
         self._tag += len(self.plan.hops)
         return exchange
 
+    def _target(self) -> Shards | None:
+        """Where the new weights arrive: in their place, or beside it."""
+        if not self.staged or self.destination is None:
+            return self.destination
+        if self._stage is None:
+            self._stage = {name: torch.empty_like(t) for name, t in self.destination.tensors.items()}
+        return self.destination.with_tensors(self._stage)
+
+    def _exchange(self, exchange: Exchange, version: int) -> None:
+        exchange.run()
+        self._agree(self._compare(exchange) if self.verify else "", version)
+        self._is_open = False
+
+    def _hand_over(self, exchange: Exchange, version: int, held: int, rollout: Rollout | None) -> None:
+        """The rollout takes the version over, between two of its steps."""
+        arrivals = self._arrivals(exchange, version)
+        if rollout is not None and self.staged and version == held:
+            # It has this version: what came was for others, who joined late, and need not disturb it.
+            self.version, self._has_last = version, True
+            return
+        if rollout is not None:
+            rollout.update_weights(arrivals, version)
+        # A rollout that shares the trainer's weights asks for none; the other ranks still need ours.
+        for _ in arrivals:
+            pass
+
+    def _arrivals(self, exchange: Exchange, version: int) -> Iterator[tuple[str, Tensor]]:
+        """The exchange, then every parameter of the destination by name; being in place, they cost nothing more."""
+        if not self.staged:
+            self.is_mixed = True
+            self._exchange(exchange, version)
+        if self.destination is not None and exchange.destination is not None:
+            self.is_mixed = True
+            if exchange.destination is not self.destination:
+                new, old = exchange.destination.tensors, self.destination.tensors
+                torch._foreach_copy_([tensor.data for tensor in old.values()], [new[name] for name in old])
+            for name, tensor in self.destination.tensors.items():
+                if isinstance(tensor, nn.Parameter):  # rollouts know their buffers by no name
+                    yield name, tensor
+        self.is_mixed, self.version, self._has_last = False, version, True
+
     def forget(self) -> None:
         """Says that the destination has lost its weights: the next sync sends everything even with `delta`."""
-        self._has_last = False
+        self._has_last, self._stage = False, None
 
     def _announce(self, exchange: DeltaExchange) -> None:
         """Tells the receivers how long each message is."""
@@ -159,27 +223,6 @@ class WeightSync:
                 exchange.learn(messages, self._hear(origin, 8 * count).view(torch.int64))
             else:
                 self._tag += self._parts(8 * count)
-
-    def _transfer(self, exchange: Exchange, version: int) -> Iterator[tuple[str, Tensor]]:
-        """The exchange, then every parameter of the destination by name; being in place, they cost nothing more."""
-        try:
-            self.is_mixed = self.is_mixed or not self.staged
-            exchange.run()
-            self._agree(self._compare(exchange) if self.verify else "", version)
-        except SyncRefusedError:
-            raise
-        except BaseException as error:
-            if self.carrier is not None:
-                self.carrier.abort(f"{type(error).__name__}: {error}")
-            raise
-        if self.destination is not None and exchange.destination is not None:
-            self.is_mixed = True
-            for name, tensor in self.destination.tensors.items():
-                if exchange.destination is not self.destination:
-                    tensor.data.copy_(exchange.destination.tensors[name])
-                if isinstance(tensor, nn.Parameter):  # rollouts know their buffers by no name
-                    yield name, tensor
-        self.is_mixed, self.version, self._has_last = False, version, True
 
     def _compare(self, exchange: Exchange) -> str:
         """Sends the sums of what was sent after it, and compares those that come in; a problem in words."""

@@ -9,25 +9,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshrl.agents.batch import make_agent_rollout
 from meshrl.algorithms import CovarianceStats
 from meshrl.config.actor import RefConfig
 from meshrl.config.model import ModelConfig
-from meshrl.config.rollout import RolloutConfig
+from meshrl.config.rollout import READERS, RolloutConfig
 from meshrl.config.root import ActorRolloutRefConfig
 from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine
 from meshrl.engines.build import engine_class
-from meshrl.models.loading import load_tokenizer, stop_token_ids
 from meshrl.models.saving import save_hf_folder
-from meshrl.rollout.base import Rollout, SamplingParams
-from meshrl.rollout.build import build_rollout
 from meshrl.telemetry.memory import PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
-from meshrl.weights.sync import sync_weights
+from meshrl.weights.colocated import policy_sync
+from meshrl.weights.hybrid import ROLLOUT, TRAIN, HybridEngine
+from meshrl.weights.pools import PoolGroup, connect_trainer
 from meshrl.workers.actor_loss import count_mini_batch, make_actor_loss, skips_samples_without_advantage
-from meshrl.workers.generating import start_generation
+from meshrl.workers.answering import Answering
 from meshrl.workers.joining import join_ranks
 from meshrl.workers.resting import awake, rests, send_to_rest
 from meshrl.workers.settings import WorkerSettings
@@ -61,8 +59,38 @@ class ActorRolloutRefWorker(Worker):
             self.ref = engine_class(actor)(own_weights, actor, None, device=self.device)
             self.ref.initialize()
             send_to_rest(self.ref, self.config.ref.fsdp_config.param_offload, False)
-        self.rollout = self._build_rollout(self.config.rollout)
+        self.phases: HybridEngine | None = None
+        if self.settings.with_rollout:
+            # An unsharded trainer in the rollout's own type lends its module: no copy of the weights at all.
+            can_share = not self.actor.is_sharded and not self.actor.has_adapters and not rests(actor)[0]
+            self.answering = Answering(
+                self.config.rollout, model, self.actor.hf_model, device=self.device, can_share=can_share
+            )
+            self.rollout = self.answering.rollout
+            self.phases = self._make_phases(self.config.rollout)
         send_to_rest(self.actor, *rests(actor))
+
+    def _make_phases(self, config: RolloutConfig) -> HybridEngine:
+        """The switch between training and generating."""
+        sync = policy_sync(
+            self.actor,
+            self.rollout,
+            bucket_megabytes=config.update_weights_bucket_megabytes,
+            verify=config.update_weights_verify,
+            delta=config.update_weights_delta,
+            adapters=config.update_weights_adapters,
+            deadline=self.settings.collective_deadline,
+        )
+        return HybridEngine(
+            self.actor,
+            self.rollout,
+            sync,
+            device=self.device,
+            free_cache_engine=config.free_cache_engine and config.name in READERS["free_cache_engine"],
+            param_offload=rests(self.config.actor)[0],
+            shares_weights=getattr(self.rollout, "shares_weights", False),
+            rollout_seed=self.settings.seed,
+        )
 
     def _reference_model(self) -> ModelConfig | None:
         """What the reference is loaded from, or None where it is the policy without its adapters."""
@@ -72,31 +100,43 @@ class ActorRolloutRefWorker(Worker):
         return None if self.actor.has_adapters else model
 
     def _awake(self, engine: Engine, *, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Inside, the engine's weights (and optimizer) are on the device."""
+        """Inside, the engine's weights (and optimizer) are on the device, and the rollout has made room."""
+        if self.phases is not None:
+            self.phases.ensure(TRAIN)
         model, states = rests(self.config.actor)
         if engine is self.ref:
             model = self.config.ref.fsdp_config.param_offload
         return awake(engine, self.device, model=model, optimizer=optimizer and states)
 
-    def _build_rollout(self, config: RolloutConfig) -> Rollout:
-        path = self.config.model.path or ""
-        tokenizer = load_tokenizer(self.config.model.tokenizer_path or path, self.config.model.trust_remote_code)
-        self.stop_token_ids = tuple(stop_token_ids(path, tokenizer))
-        # An unsharded trainer in the rollout's own type lends its module: no copy of the weights at all.
-        can_share = not self.actor.is_sharded and not self.actor.has_adapters and not rests(self.config.actor)[0]
-        rollout = build_rollout(
-            config, self.config.model, self.actor.hf_model, tokenizer, device=self.device, can_share=can_share
-        )
-        self.agents = None
-        if config.multi_turn.enable:
-            self.agents = make_agent_rollout(rollout, tokenizer, config, self.stop_token_ids)
-        return rollout
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sync_weights(self, version: int) -> None:
-        """Brings the actor's weights into the rollout as this version."""
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Brings the actor's weights into the rollout as this version; times, bytes, and memory of each phase."""
+        assert self.phases is not None
+        self.phases.ensure(TRAIN)
+        return self.phases.to_rollout(version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def join_pool(self, address: str, num_rollouts: int) -> None:
+        """Connects with rollouts on devices of their own, who join at the same time."""
+        deadline = self.settings.collective_deadline
+        group = PoolGroup.join(address, self.rank, self.world_size + num_rollouts, deadline)
+        rollout = self.config.rollout
         with self._awake(self.actor):
-            sync_weights(self.actor, self.rollout, version)
+            self.pool_sync = connect_trainer(
+                self.actor,
+                group,
+                num_rollouts,
+                bucket_megabytes=rollout.update_weights_bucket_megabytes,
+                verify=rollout.update_weights_verify,
+                delta=rollout.update_weights_delta,
+                deadline=deadline,
+            )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def send_weights(self, version: int) -> dict[str, float]:
+        """Sends the actor's weights as this version to rollouts on devices of their own, who take them meanwhile."""
+        with self._awake(self.actor):
+            return self.pool_sync(None, version).metrics()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model(self, folder: str) -> None:
@@ -110,34 +150,22 @@ class ActorRolloutRefWorker(Worker):
 
         `meta_info["validate"]` chooses the sampling of validation, `meta_info["greedy"]` the likeliest tokens.
         """
-        output = (self.agents or self.rollout).generate_sequences(prompts, self._sampling(prompts))
-        if not self.config.rollout.calculate_log_probs:
-            output.pop(batch_keys=["rollout_log_probs"])
-        return output
+        assert self.phases is not None
+        self.phases.ensure(ROLLOUT)
+        with self.phases.own_random_numbers():
+            return self.answering(prompts)
 
     @register(dispatch_mode=nd_dispatch("rollout"))
     def start_generation(self, prompts: DataProto) -> None:
         """`generate_sequences`, beside other calls: `take_generated` gives the answers as they end."""
-        self.generation = start_generation(self.rollout, self.agents, prompts, self._sampling(prompts))
+        assert self.phases is not None
+        self.phases.ensure(ROLLOUT)
+        self.answering.start(prompts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_generated(self, seconds: float) -> tuple[np.ndarray, DataProto] | None:
         """What has ended of this rank's part: its rows and the answers, or None if nothing did within `seconds`."""
-        found = self.generation.take(seconds)
-        if found is not None and not self.config.rollout.calculate_log_probs:
-            found[1].pop(batch_keys=["rollout_log_probs"])
-        return found
-
-    def _sampling(self, prompts: DataProto) -> SamplingParams:
-        config = self.config.rollout
-        how = config.val_kwargs if prompts.meta_info.get("validate") else config
-        return SamplingParams(
-            max_tokens=config.response_length or 1,
-            temperature=how.temperature if how.do_sample and not prompts.meta_info.get("greedy") else 0.0,
-            top_k=how.top_k,
-            top_p=how.top_p,
-            stop_token_ids=self.stop_token_ids,
-        )
+        return self.answering.take(seconds)
 
     @register(dispatch_mode=nd_dispatch("actor"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -199,6 +227,8 @@ class ActorRolloutRefWorker(Worker):
         collected: dict[str, list[float]] = {}
         mini_batches = data.chunk(self.settings.mini_batches)
         memory = PeakMemory(self.device)
+        if self.phases is not None:
+            self.phases.has_trained = True
         with self._awake(self.actor, optimizer=True):
             for epoch in range(self.config.actor.ppo_epochs):
                 for number, mini_batch in enumerate(mini_batches):

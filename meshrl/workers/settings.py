@@ -18,6 +18,7 @@ class WorkerSettings:
     with_reference: bool
     stop_on_nan_gradient: bool
     seed: int = 0
+    with_rollout: bool = True  # whether the actor's workers generate, too
     # Of every token's distribution, the sum of its squares: for the optimal token baselines.
     with_sum_pi_squared: bool = False
     # Where the loss itself compares the policy with the rollout's.

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -212,15 +211,15 @@ def process(code: str) -> str:
 
 
 def test_help_is_quick_and_light() -> None:
-    start = time.perf_counter()
-    loaded = process(
-        "import sys\nfrom meshrl.cli import main\n"
+    loaded, seconds = process(
+        "import sys, time\nfrom meshrl.cli import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'omegaconf', 'numpy', 'yaml', 'ray', 'rich', 'transformers'} & set(sys.modules)))\n"
-    )
-    assert loaded.endswith("[]\n")
-    assert time.perf_counter() - start < 1.0
+        "print(time.process_time())\n"
+    ).splitlines()[-2:]
+    assert loaded == "[]"
+    assert float(seconds) < 1.0  # of the processor: others may be using it, too
 
 
 def test_dry_run_imports_nothing_heavy() -> None:

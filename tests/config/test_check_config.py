@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,6 +102,7 @@ BROKEN = [
     ([f"{ROLLOUT}.val_kwargs.top_p=0"], "val_kwargs.top_p=0", ""),
     ([f"{ROLLOUT}.prompt_length=100"], f"{ROLLOUT}.prompt_length (100)", "data.max_prompt_length (512)"),
     ([f"{ROLLOUT}.max_model_len=1023"], f"{ROLLOUT}.max_model_len (1023)", "(1024)"),
+    ([f"{ROLLOUT}.update_weights_delta=true"], f"{ROLLOUT}.update_weights_delta=true", "free_cache_engine"),
     (
         ["algorithm.rollout_correction.bypass_mode=true", f"{ROLLOUT}.calculate_log_probs=false"],
         "bypass_mode",
@@ -311,16 +311,15 @@ def test_written_stages() -> None:
 
 def test_nothing_heavy_is_imported_and_it_is_quick() -> None:
     code = (
-        "import sys, time; start = time.perf_counter()\n"
+        "import sys, time\n"
         "from meshrl.config import check_config, load_config\n"
         "check_config(load_config('grpo').config)\n"
         "heavy = {'torch', 'transformers', 'ray', 'numpy', 'tensordict'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-        "print(time.perf_counter() - start)\n"
+        "print(time.process_time())\n"
     )
-    start = time.perf_counter()
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert float(answer.stdout) < 1.0, f"whole process: {time.perf_counter() - start:.2f} s"
+    assert float(answer.stdout) < 1.0  # of the processor: others may be using it, too
 
 
 CRITIC = ["algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n=1", "trainer.n_gpus_per_node=4"]

@@ -128,13 +128,13 @@ def test_short_form_of_registering_a_mesh(group):
 
 def test_futures(group):
     began = time.monotonic()
-    future = group.slow_shard(batch(6), 0.5)
-    assert time.monotonic() - began < 0.4
+    future = group.slow_shard(batch(6), 2.0)
+    assert time.monotonic() - began < 1.5
     assert not future.done()
     with pytest.raises(TimeoutError, match="slow_shard"):
         future.get(timeout=0.01)
     passed_on = group.slow_shard(future, 0.1)  # before it is ready
-    assert time.monotonic() - began < 0.4
+    assert time.monotonic() - began < 1.5
     assert group.shard.__doc__.startswith("Scale x")
     assert torch.equal(passed_on.get(30).batch["x"], torch.arange(6) + 200)
     assert future.done()

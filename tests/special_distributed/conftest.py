@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import megatron_cpu
 import pytest
 from process_group import ProcessGroups
+from sync_trials import SYNC_FAMILIES
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +27,21 @@ def megatron_ranks() -> Iterator[ProcessGroups]:
     groups = ProcessGroups(megatron_cpu.install)
     yield groups
     groups.close()
+
+
+@pytest.fixture(scope="session")
+def pool_ranks() -> Iterator[ProcessGroups]:
+    """A second pool beside `ranks`, with process groups of its own."""
+    groups = ProcessGroups()
+    yield groups
+    groups.close()
+
+
+@pytest.fixture(scope="session")
+def sync_folders(make_lm: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny models for the tests of weight sync, by family."""
+    found = {}
+    for family in SYNC_FAMILIES:
+        found[family] = tmp_path_factory.mktemp(family)
+        make_lm(family, "eager", num_hidden_layers=4).save_pretrained(found[family])
+    return found

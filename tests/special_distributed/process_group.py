@@ -45,6 +45,7 @@ from typing import Any
 import megatron_cpu
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import debug
 
 PRELOAD = [
     "pytest",
@@ -244,7 +245,25 @@ def _serve(
 
 def _call(task: bytes) -> Any:
     function, args, kwargs = pickle.loads(task)
-    return function(*args, **kwargs)
+    known = set(_groups())
+    result = function(*args, **kwargs)
+    _leave_groups(known)
+    return result
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def _leave_groups(known: set[dist.ProcessGroup]) -> None:
+    """Ends the process groups that a function made: each has threads that wake up a hundred times a second for ever."""
+    dist.barrier()
+    # Remembered results of operations would bring back meshes whose groups are gone.
+    debug._clear_sharding_prop_cache()
+    kept = {group for grid in _grids.values() for group in grid} | known
+    for group in _groups():
+        if group not in kept:
+            dist.destroy_process_group(group)
 
 
 def _answer(function: Callable[[], Any]) -> bytes:

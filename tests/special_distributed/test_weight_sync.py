@@ -5,89 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
-from meshrl.config.engine import EngineConfig, FSDPConfig, MixedPrecisionConfig
-from meshrl.config.model import ModelConfig
-from meshrl.config.optim import OptimConfig
-
-BUCKET = 1 << 14
-IDS = torch.tensor([[3, 14, 15, 9, 2, 6, 5, 35]])
-
-
-@pytest.fixture(scope="module")
-def folders(make_lm, tmp_path_factory):
-    found = {}
-    for family in ("qwen2", "qwen3", "qwen3_moe"):
-        found[family] = tmp_path_factory.mktemp(family)
-        make_lm(family, "eager", num_hidden_layers=4).save_pretrained(found[family])
-    return found
-
-
-def changed(name: str, value: torch.Tensor, version: int) -> torch.Tensor:
-    """Each version's weights: a rule that every rank can apply to its own rows."""
-    return value * (1 + 0.1 * version)
-
-
-def one_process_logits(folder, version):
-    """The reference: the whole model, changed by the same rule."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(changed(name, param, version))
-        return model(IDS).logits
-
-
-def fsdp_engine(folder, **engine):
-    from meshrl.engines.fsdp.engine import FSDPEngine
-
-    precision = MixedPrecisionConfig(param_dtype="fp32", reduce_dtype="fp32", buffer_dtype="fp32")
-    size = engine.pop("fsdp_size", -1)
-    lora_rank = engine.pop("lora_rank", 0)
-    config = EngineConfig(
-        fsdp_config=FSDPConfig(model_dtype="fp32", mixed_precision=precision, fsdp_size=size), **engine
-    )
-    model = ModelConfig(path=str(folder), lora_rank=lora_rank, lora_alpha=16, enable_gradient_checkpointing=False)
-    made = FSDPEngine(model, config, OptimConfig(lr=1e-3), device=torch.device("cpu"))
-    made.initialize()
-    return made
-
-
-def multiply(engine, factor):
-    with torch.no_grad():
-        for param in engine.module.parameters():
-            param.mul_(factor)
-
-
-def blank_lm(folder):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(folder), attn_implementation="eager", dtype=torch.float32
-    )
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    return model.eval()
-
-
-class PlainRollout:
-    """As little of a rollout as a sync asks for."""
-
-    def __init__(self):
-        self.version, self.released = -1, ()
-
-    def update_weights(self, weights, version):
-        for _ in weights:
-            pass
-        self.version = version
-
-    def release(self, tags):
-        self.released = tuple(tags)
-
-    def resume(self, tags):
-        self.released = ()
+from sync_trials import BUCKET, IDS, PlainRollout, blank_lm, fsdp_engine, multiply, one_process_logits
 
 
 def fsdp_to_copies(folder: Path, carrier: str, options: dict) -> tuple[list[torch.Tensor], dict]:
@@ -123,15 +41,15 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "world", "carrier", "options"), CASES)
-def test_fsdp_to_whole_copies(ranks, folders, family, world, carrier, options):
-    found = ranks(world).run(fsdp_to_copies, folders[family], carrier, options)
+def test_fsdp_to_whole_copies(ranks, sync_folders, family, world, carrier, options):
+    found = ranks(world).run(fsdp_to_copies, sync_folders[family], carrier, options)
     for version in (1, 2):
-        expected = one_process_logits(folders[family], version)
+        expected = one_process_logits(sync_folders[family], version)
         for logits, metrics in found:
             torch.testing.assert_close(logits[version - 1], expected, rtol=1e-5, atol=1e-5)
             assert metrics["weight_sync/received_bytes"] == metrics["missing"]
     # The comparison would see one version for the other.
-    assert (one_process_logits(folders[family], 1) - expected).abs().max() > 1e-2
+    assert (one_process_logits(sync_folders[family], 1) - expected).abs().max() > 1e-2
 
 
 def sync_to_tp(engine, folder: Path, axes: dict, staged: bool = False) -> list[dict[str, torch.Tensor]]:
@@ -245,9 +163,9 @@ def check_logits(folder, found, tp):
         ("qwen2", {"strategy": "fsdp"}, {"tp": 2, "dp": 2}),
     ],
 )
-def test_fsdp_to_tensor_parallel(ranks, folders, family, options, axes):
-    found = ranks(4).run(fsdp_to_tp, folders[family], options, axes)
-    check_logits(folders[family], found, axes["tp"])
+def test_fsdp_to_tensor_parallel(ranks, sync_folders, family, options, axes):
+    found = ranks(4).run(fsdp_to_tp, sync_folders[family], options, axes)
+    check_logits(sync_folders[family], found, axes["tp"])
 
 
 @pytest.mark.parametrize(
@@ -258,34 +176,55 @@ def test_fsdp_to_tensor_parallel(ranks, folders, family, options, axes):
         ("qwen3_moe", 4, {"ep": 4}, {"tp": 2}),
     ],
 )
-def test_megatron_to_tensor_parallel(megatron_ranks, folders, family, world, ours, theirs):
+def test_megatron_to_tensor_parallel(megatron_ranks, sync_folders, family, world, ours, theirs):
     from megatron_trials import megatron_trial
 
-    trial = megatron_trial(folders[family], ours)
-    found = megatron_ranks(world).run(megatron_to_tp, trial, folders[family], theirs)
-    check_logits(folders[family], found, theirs["tp"])
+    trial = megatron_trial(sync_folders[family], ours)
+    found = megatron_ranks(world).run(megatron_to_tp, trial, sync_folders[family], theirs)
+    check_logits(sync_folders[family], found, theirs["tp"])
 
 
 @pytest.mark.parametrize(("family", "axes"), [("qwen3", {"pp": 2, "vpp": 2}), ("qwen3_moe", {"ep": 2})])
-def test_megatron_to_whole_copies(megatron_ranks, folders, family, axes):
+def test_megatron_to_whole_copies(megatron_ranks, sync_folders, family, axes):
     from megatron_trials import megatron_trial
 
-    found = megatron_ranks(2).run(megatron_to_copies, megatron_trial(folders[family], axes), folders[family])
+    found = megatron_ranks(2).run(megatron_to_copies, megatron_trial(sync_folders[family], axes), sync_folders[family])
     for version in (1, 2):
-        expected = one_process_logits(folders[family], version)
+        expected = one_process_logits(sync_folders[family], version)
         for logits in found:
             torch.testing.assert_close(logits[version - 1], expected, rtol=1e-5, atol=1e-5)
 
 
-def lora_to_copies(folder: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Merged by the sync, and by hand from whole tensors."""
-    from meshrl.weights import connect as connecting
+class CopyingRollout(PlainRollout):
+    """Takes weights into a module of its own, and can lose them."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.hf_model = model
+
+    def update_weights(self, weights, version):
+        own = dict(self.hf_model.named_parameters())
+        for name, tensor in weights:
+            own.pop(name).data.copy_(tensor)
+        assert not own
+        self.version = version
+
+    def lose(self):
+        self.version = -1
+        for param in self.hf_model.parameters():
+            param.data.zero_()
+
+
+def lora_to_copies(folder: Path, adapters: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+    """Merged by the sync, and by hand from whole tensors; and the bytes that came."""
+    from meshrl.weights.colocated import policy_sync
 
     engine = fsdp_engine(folder, lora_rank=4)
     model, reference = blank_lm(folder), blank_lm(folder)
-    sync = connecting.connect(engine, connecting.rollout_params(model), bucket_megabytes=1, deadline=40.0)
-    found, expected = [], []
-    for version in (1, 2):
+    rollout = CopyingRollout(model)
+    sync = policy_sync(engine, rollout, bucket_megabytes=1, verify=True, delta=False, deadline=40.0, adapters=adapters)
+    found, expected, received = [], [], []
+    for version in (1, 2, 3):
         with torch.no_grad():
             generator = torch.Generator().manual_seed(version)
             for name, param in engine.module.named_parameters():
@@ -294,7 +233,10 @@ def lora_to_copies(folder: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]
                     local = param.to_local()
                     start = dist.get_rank() * -(-len(whole) // dist.get_world_size())
                     local.copy_(whole[start : start + len(local)])
-            sync(PlainRollout(), version)
+            if version == 3:
+                rollout.lose()
+                sync.forget()
+            received.append(sync(rollout, version).traffic.received)
             found.append(model(IDS).logits)
             whole = {n.removeprefix("hf_model."): p.full_tensor() for n, p in engine.module.named_parameters()}
             for name, param in reference.named_parameters():
@@ -304,16 +246,23 @@ def lora_to_copies(folder: Path) -> tuple[list[torch.Tensor], list[torch.Tensor]
                     up, down = (whole[f"{layer}.lora_{letter}.default.weight"] for letter in "BA")
                     param.add_(up @ down, alpha=16 / 4)
             expected.append(reference(IDS).logits)
-    sync.close()
-    return found, expected
+    return found, expected, received
 
 
-def test_adapters_arrive_merged(ranks, folders):
+@pytest.mark.parametrize("adapters", ["merged", "alone"])
+def test_adapters_arrive_merged(ranks, sync_folders, adapters):
     pytest.importorskip("peft")
-    for found, expected in ranks(2).run(lora_to_copies, folders["qwen2"]):
+    size = sum(p.numel() * 4 for p in blank_lm(sync_folders["qwen2"]).parameters())
+    for found, expected, received in ranks(2).run(lora_to_copies, sync_folders["qwen2"], adapters):
         for logits, reference in zip(found, expected, strict=True):
             torch.testing.assert_close(logits, reference, rtol=1e-5, atol=1e-5)
         assert (found[0] - found[1]).abs().max() > 1e-2
+        if adapters == "merged":
+            assert received == [received[0]] * 3
+        else:
+            # The base comes once, also for a rollout that lost it: from then on matrices of rank 4 alone.
+            assert received[0] > 0.4 * size
+            assert received[1] == received[2] < 0.2 * received[0]
 
 
 def adapters_alone(folder: Path) -> tuple[dict, list[dict], dict, list[int]]:
@@ -346,9 +295,9 @@ def adapters_alone(folder: Path) -> tuple[dict, list[dict], dict, list[int]]:
     return rollout.base, rollout.adapters, whole, received
 
 
-def test_adapters_alone_after_the_base(ranks, folders):
+def test_adapters_alone_after_the_base(ranks, sync_folders):
     pytest.importorskip("peft")
-    for base, adapters, whole, received in ranks(2).run(adapters_alone, folders["qwen2"]):
+    for base, adapters, whole, received in ranks(2).run(adapters_alone, sync_folders["qwen2"]):
         for name, tensor in base.items():
             layer, kind = name.rsplit(".", 1)
             assert torch.equal(tensor, whole[name] if name in whole else whole[f"{layer}.base_layer.{kind}"])
@@ -408,13 +357,15 @@ def into_embedded(folder: Path) -> list[list[float]]:
     return found
 
 
-def test_into_the_embedded_rollout(ranks, folders):
+def test_into_the_embedded_rollout(ranks, sync_folders):
     from transformers import AutoModelForCausalLM
 
-    found = ranks(2).run(into_embedded, folders["qwen3"], timeout=90)
+    found = ranks(2).run(into_embedded, sync_folders["qwen3"], timeout=90)
     assert found[0] == found[1]
     for (tokens, log_probs), factor in zip(found[0], (1.1, 1.2, 1.3), strict=True):
-        model = AutoModelForCausalLM.from_pretrained(folders["qwen3"], attn_implementation="eager", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            sync_folders["qwen3"], attn_implementation="eager", dtype=torch.float32
+        )
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(factor)

@@ -14,8 +14,8 @@ UNEVEN = (
     "data.val_batch_size=99",
 )
 WITH_REFERENCE = ("actor_rollout_ref.actor.use_kl_loss=true", "algorithm.rollout_correction.bypass_mode=false")
-# What may differ between layouts: clocks, and how samples are spread.
-OWN = ("timing_s/", "perf/", "time", "global_seqlen/")
+# What may differ between layouts: clocks, how samples are spread, and how weights travel.
+OWN = ("timing_s/", "perf/", "time", "global_seqlen/", "weight_sync/")
 
 
 def compare(left, right, tolerance):

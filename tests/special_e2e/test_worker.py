@@ -7,7 +7,8 @@ import torch
 from meshrl.controller import ClassWithInitArgs, ResourcePool, WorkerError, create_worker_group
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.proto import DataProto
-from meshrl.models.loading import load_tokenizer
+from meshrl.models.loading import load_model, load_tokenizer
+from meshrl.weights.colocated import over_ranks
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker, WorkerSettings
 
 NAMES = ("input_ids", "attention_mask", "response_mask")
@@ -112,3 +113,95 @@ def test_weights_reach_the_rollout_with_a_newer_version_only(answers):
     assert ((found - fresh.batch["rollout_log_probs"]).abs() * fresh.batch["response_mask"]).max() < 1e-5
     with pytest.raises((WorkerError, ValueError), match="not newer"):
         group.sync_weights(1)
+
+
+def policy(task, tmp_path, world, *overrides):
+    config = task.config(tmp_path, f"trainer.n_gpus_per_node={world}", *overrides).actor_rollout_ref
+    settings = WorkerSettings("cpu", 60.0, 1, 10, True, False)
+    group = create_worker_group(
+        ResourcePool([world], use_gpu=False), ClassWithInitArgs(ActorRolloutRefWorker, config, settings)
+    )
+    group.init_model()
+    return group
+
+
+def some_prompts(task, tmp_path):
+    config = task.config(tmp_path)
+    prompts = PromptDataset(config.data.train_files, load_tokenizer(task.model), config.data).batch(np.arange(6))
+    prompts.batch["seeds"] = torch.arange(len(prompts)) * 31
+    return DataProto(prompts.batch.select("input_ids", "attention_mask", "seeds"), {}, {})
+
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (2, ()),
+        (1, (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.update_weights_verify=false")),
+        (2, (f"{ROLLOUT}.free_cache_engine=false", f"{ROLLOUT}.update_weights_delta=true")),
+    ],
+)
+def test_training_and_generating_take_turns(task, tmp_path, world, overrides):
+    group, prompts = policy(task, tmp_path, world, *overrides), some_prompts(task, tmp_path)
+    frees = "free_cache_engine=false" not in "".join(overrides)
+    bytes_of_weights = sum(p.numel() * 4 for p in load_model(task.model, "eager").parameters())
+
+    def answer():
+        data = group.generate_sequences(prompts)
+        found = group.compute_log_prob(data).batch["old_log_probs"]
+        mask = data.batch["response_mask"]
+        assert ((found - data.batch["rollout_log_probs"]).abs() * mask).max() < 1e-5
+        return data
+
+    try:
+        first = group.sync_weights(0)
+        for metrics in first:
+            copied, received = metrics["weight_sync/copied_bytes"], metrics["weight_sync/received_bytes"]
+            assert copied + received == bytes_of_weights
+            assert (received == 0) == (world == 1)
+        data = answer()
+        # That took the rollout's memory; it comes back to the same version.
+        again = answer()
+        assert torch.equal(again.batch["responses"], data.batch["responses"])
+        assert again.batch["versions"].max() == 0
+        group.update_actor(with_advantages(data))
+        if frees:
+            with pytest.raises((WorkerError, RuntimeError), match="gave version 0 up for an update"):
+                group.generate_sequences(prompts)
+        else:
+            old = group.generate_sequences(prompts)
+            assert torch.equal(old.batch["rollout_log_probs"], data.batch["rollout_log_probs"])
+        metrics = over_ranks(group.sync_weights(1))
+        assert metrics["weight_sync/version"] == 1
+        if world == 2:
+            # What the ranks lack of each other's halves. A step changes most numbers, but not all of their bits.
+            whole = sum(m["weight_sync/received_bytes"] for m in first)
+            assert (metrics["weight_sync/received_bytes"] == whole) == frees
+            assert metrics["weight_sync/received_bytes"] <= whole
+        new = answer()
+        assert new.batch["versions"].max() == 1
+        assert not torch.equal(new.batch["rollout_log_probs"], data.batch["rollout_log_probs"])
+    finally:
+        group.shutdown()
+
+
+def test_with_adapters_the_base_travels_once(task, tmp_path):
+    pytest.importorskip("peft")
+    group = policy(task, tmp_path, 2, "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.optim.lr=0.01")
+    prompts = some_prompts(task, tmp_path)
+    received, log_probs = [], []
+    try:
+        for version in range(3):
+            metrics = over_ranks(group.sync_weights(version))
+            received.append(metrics["weight_sync/received_bytes"])
+            data = group.generate_sequences(prompts)
+            own = group.compute_log_prob(data).batch["old_log_probs"]
+            assert ((own - data.batch["rollout_log_probs"]).abs() * data.batch["response_mask"]).max() < 1e-5
+            log_probs.append(own)
+            group.update_actor(with_advantages(data))
+    finally:
+        group.shutdown()
+    assert received[1] == received[2] < 0.25 * received[0]
+    assert not torch.equal(log_probs[0], log_probs[2])

@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -56,9 +55,12 @@ def test_every_room_has_a_floor():
 
 
 def run_python(code):
-    started = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout, time.perf_counter() - started
+    """What a process prints, and how much of the processor it took: others may be using it, too."""
+    code += "\nimport time; print(time.process_time())"
+    *lines, seconds = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return "\n".join(lines), float(seconds)
 
 
 def test_importing_the_package_is_quick_and_light():

@@ -75,6 +75,7 @@ def sampling(source, *, groups=5, size=4, most=6, limit=0, metric=None, epochs=N
                 return
             yield prompts_of(rows.tolist())
 
+    scored = (source(batch) for batch in prompts())
     config = FilterGroupsConfig(enable=True, metric=metric, max_num_gen_batches=limit)
     return DynamicSampling(
         config,
@@ -82,8 +83,7 @@ def sampling(source, *, groups=5, size=4, most=6, limit=0, metric=None, epochs=N
         samples_per_group=N,
         most_rounds=most,
         pad_token_id=PAD,
-        prompts=prompts(),
-        generate_and_score=source,
+        next_batch=lambda: next(scored, None),
     )
 
 

@@ -179,13 +179,14 @@ def test_two_buckets_are_all_the_memory(tmp_path):
     from meshrl.weights.placement import fsdp2 as placed
     from meshrl.weights.placement import replicas
 
-    shapes = {f"layer{i}.weight": (1024, 2048) for i in range(8)}  # 64 MiB
-    bucket = 6 << 20
+    # Large beside what huge pages, libraries and the rows being summed may take.
+    shapes = {f"layer{i}.weight": (1024, 2048) for i in range(24)}  # 192 MiB
+    bucket = 24 << 20
     sides = placed(shapes, fsdp_layout(2)), replicas(shapes, 2)
     plan = plan_reshard(*sides, itemsize=4, bucket_bytes=bucket)
     warm = plan_reshard(*sides, itemsize=4, bucket_bytes=64 << 10)
-    assert plan.received().min() == 32 << 20
+    assert plan.received().min() == 96 << 20  # what a way that gathers first would hold
     plans = SimpleNamespace(warm=warm, measured=plan, ranks=plan.ranks)
     for growth, held in run_ranks(peak_growth, "process_group", tmp_path, plans):
         assert held == 2 * bucket
-        assert bucket < growth < 2 * bucket + (4 << 20)  # sums are made of a few rows at a time
+        assert bucket < growth < 2 * bucket + bucket // 2

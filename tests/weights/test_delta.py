@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import MOE, QWEN2, ThreadGroup, copies, fsdp2, megatron, random_tensors, tp
 
-from meshrl.weights.delta import pack_bits, unpack_bits
+from meshrl.weights.delta import DeltaExchange, pack_bits, unpack_bits
+from meshrl.weights.transport import SyncRefusedError
 
 
 @settings(max_examples=40, deadline=None)
@@ -91,6 +92,28 @@ def test_a_destination_that_lost_its_weights_gets_everything():
     assert group.wrong(whole) == []
 
 
-def test_delta_cannot_be_staged():
-    with pytest.raises(ValueError, match="cannot be staged"):
-        ThreadGroup(fsdp2(QWEN2, 1), copies(QWEN2, 1), delta=True, staged=True)
+def test_staged_changes_are_laid_upon_the_version_before(monkeypatch):
+    group = ThreadGroup(fsdp2(QWEN2, 3), copies(QWEN2, 3), dtype=torch.bfloat16, delta=True, staged=True)
+    whole = random_tensors(group.plan.source.tensors, dtype=torch.bfloat16)
+    group.load(whole)
+    everything = received(group.run(1))
+    for version in (2, 3):
+        whole = a_few_changed(whole, version)
+        group.load(whole)
+        assert received(group.run(version)) < 0.13 * everything
+        assert group.wrong(whole) == []
+    # A failed sync leaves the old version in place, and what lies beside it is not built upon.
+    pack = DeltaExchange._pack
+
+    def flips(self, buffer, pieces):
+        pack(self, buffer, pieces)
+        buffer[-1] ^= 1
+
+    new = a_few_changed(whole, 4)
+    group.load(new)
+    with monkeypatch.context() as patch:
+        patch.setattr(DeltaExchange, "_pack", flips)
+        assert all(isinstance(result, SyncRefusedError) for result in group.run(4).values())
+    assert group.wrong(whole) == []
+    assert received(group.run(4)) == everything
+    assert group.wrong(new) == []

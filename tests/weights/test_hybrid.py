@@ -32,12 +32,6 @@ class Log:
         self.calls.append(("resume", *tags))
         self.grow(sum(self.sizes[tag] for tag in tags))
 
-    def sync(self, rollout, version):
-        self.calls.append(("sync", version))
-        self.grow(GIB)
-        self.grow(-GIB)
-        return SyncReport(version, 0.5, Traffic(sent=8), 2)
-
     def used(self):
         return self.memory
 
@@ -48,8 +42,24 @@ class Log:
         self.high = self.memory
 
 
+class Syncing:
+    def __init__(self, log, fails=False):
+        self.log, self.fails = log, fails
+
+    def __call__(self, rollout, version):
+        self.log.calls.append(("sync", version))
+        if self.fails:
+            raise RuntimeError("lost")
+        self.log.grow(GIB)
+        self.log.grow(-GIB)
+        return SyncReport(version, 0.5, Traffic(sent=8), 2)
+
+    def forget(self):
+        self.log.calls.append(("forget",))
+
+
 def hybrid(log, **options):
-    return HybridEngine(log, log, log.sync, device=torch.device("cpu"), meter=log, **options)
+    return HybridEngine(log, log, Syncing(log), device=torch.device("cpu"), meter=log, **options)
 
 
 def test_a_round_goes_step_by_step():
@@ -74,7 +84,36 @@ def test_a_round_goes_step_by_step():
     # The cache comes after the trainer has left.
     assert log.calls.index(("resume", "kv_cache")) > log.calls.index(("to", "cpu", True, True))
     switch.to_train()
-    assert log.calls[-1] == ("release", "weights", "kv_cache")
+    assert log.calls[-2:] == [("release", "weights", "kv_cache"), ("forget",)]
+    assert log.version == -1
+
+
+def test_back_to_the_version_that_was_there():
+    log = Log()
+    switch = hybrid(log)
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        switch.back_to_rollout()
+    switch.to_rollout(3)
+    switch.to_train()
+    log.calls.clear()
+    switch.back_to_rollout()
+    assert log.calls == [("resume", "weights"), ("sync", 3), ("resume", "kv_cache")]
+    switch.to_train()
+    switch.has_trained = True
+    with pytest.raises(RuntimeError, match="gave version 3 up for an update"):
+        switch.back_to_rollout()
+    with pytest.raises(ValueError, match="version 3 is not newer than the rollout's 3"):
+        switch.to_rollout(3)
+    switch.to_rollout(4)
+    # One that kept its weights just goes on.
+    kept = hybrid(other := Log(), shares_weights=True)
+    kept.to_rollout(1)
+    kept.to_train()
+    kept.has_trained = True
+    other.calls.clear()
+    kept.back_to_rollout()
+    assert other.calls == [("resume", "kv_cache")]
+    assert kept.phase == "rollout"
 
 
 def test_shared_weights_stay_and_a_kept_cache_stays():
@@ -111,16 +150,12 @@ def test_a_step_above_the_budget_is_named():
 def test_a_failed_sync_leaves_the_trainer_in_its_place():
     log = Log()
     switch = hybrid(log, param_offload=True)
-
-    def fails(rollout, version):
-        raise RuntimeError("lost")
-
-    switch.sync = fails
+    switch.sync = Syncing(log, fails=True)
     with pytest.raises(RuntimeError, match="lost"):
         switch.to_rollout(1)
     assert switch.phase == "train"
     assert log.calls[-1] == ("to", "cpu", True, False)
-    switch.sync = log.sync
+    switch.sync = Syncing(log)
     switch.to_rollout(1)
 
 
@@ -132,7 +167,8 @@ def test_the_rollouts_random_numbers_do_not_change_the_trainers():
         inside = []
         for version, count in enumerate(rollout_draws, 1):
             switch.to_rollout(version)
-            inside += torch.rand(count).tolist()
+            with switch.own_random_numbers():
+                inside += torch.rand(count).tolist()
             switch.to_train()
             found.append(torch.rand(1).item())
         return found, inside

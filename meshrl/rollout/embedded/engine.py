@@ -157,6 +157,9 @@ class EmbeddedRollout(SteppingRollout):
     def has_work(self) -> bool:
         return bool(self._launched) or self.scheduler.has_work()
 
+    def num_generated(self) -> int:
+        return int(self._counters["generated_tokens"])
+
     def is_suspended(self) -> bool:
         return bool(self._released) or self._lacks_weights
 

@@ -1,0 +1,139 @@
+"""The sync of a worker that trains and generates on the same devices: which way the weights go, chosen by its engines.
+
+| rollout | way |
+|---|---|
+| generates with the trainer's own module | none: only the version moves on |
+| embedded or hf, with a copy of its own | a plan (`connect`) |
+| the same, of a sharded trainer with adapters | the base once, then adapters alone (`merging`), or merged by a plan |
+| vLLM, SGLang; FSDP1 with adapters | a stream of whole tensors |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from meshrl.engines.base import Engine
+from meshrl.engines.fsdp.engine import FSDPEngine
+from meshrl.engines.fsdp.sharding import Whole
+from meshrl.rollout.base import Rollout
+from meshrl.weights.connect import connect, rollout_params
+from meshrl.weights.exchange import Traffic
+from meshrl.weights.merging import MergingSync
+from meshrl.weights.sources import has_fsdp2
+from meshrl.weights.sync import SyncReport, sync_weights
+
+
+class PolicySync(Protocol):
+    """Brings a version from the engine to the rollout; all ranks together."""
+
+    def __call__(self, rollout: Rollout, version: int) -> SyncReport: ...
+
+    def forget(self) -> None:
+        """Says that the rollout has given its weights up."""
+
+
+def policy_sync(
+    engine: Engine,
+    rollout: Rollout,
+    *,
+    bucket_megabytes: int,
+    verify: bool,
+    delta: bool,
+    deadline: float,
+    adapters: str = "alone",
+) -> PolicySync:
+    """The way that fits an engine and the rollout of its own process.
+
+    `adapters`: of a sharded model with LoRA, send the base once and then adapters `alone`, or always all weights
+    `merged`. What lies whole in the same process is merged there.
+    """
+    hf_model: Any = getattr(rollout, "hf_model", None)
+    if getattr(rollout, "shares_weights", False):
+        return Shared(engine)
+    if hf_model is None or not takes_plans(engine):
+        return Stream(engine)
+
+    options: dict[str, Any] = {"bucket_megabytes": bucket_megabytes, "verify": verify, "deadline": deadline}
+
+    def make() -> PolicySync:
+        if isinstance(engine, FSDPEngine) and engine.has_adapters and engine.is_sharded and adapters == "alone":
+            return MergingSync(engine, hf_model, **options)
+        return connect(engine, rollout_params(hf_model), delta=delta, **options)
+
+    return AtFirstUse(make)
+
+
+def takes_plans(engine: Engine) -> bool:
+    """Whether plans can be made of an engine's weights: not of adapters under FSDP1's flat parameters."""
+    if not isinstance(engine, FSDPEngine) or not engine.has_adapters:
+        return True
+    return isinstance(engine.sharding, Whole) or has_fsdp2(engine.module)
+
+
+class Shared:
+    """The rollout generates with the trainer's module."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+
+    def __call__(self, rollout: Rollout, version: int) -> SyncReport:
+        started = time.perf_counter()
+        sync_weights(self.engine, rollout, version)
+        size = sum(p.numel() * p.element_size() for p in self.engine.module.parameters())
+        return SyncReport(version, time.perf_counter() - started, Traffic(copied=size, shared=size), 0)
+
+    def forget(self) -> None:
+        """Nothing is remembered."""
+
+
+class Stream:
+    """Every tensor whole, one after the other, in whatever buckets the rollout makes of them."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+
+    def __call__(self, rollout: Rollout, version: int) -> SyncReport:
+        started, traffic = time.perf_counter(), Traffic()
+        sync_weights(self.engine, rollout, version, lambda weights: _counted(weights, traffic))
+        return SyncReport(version, time.perf_counter() - started, traffic, 0)
+
+    def forget(self) -> None:
+        """Nothing is remembered."""
+
+
+class AtFirstUse:
+    """A sync that is made when it first runs: only then are the engine's weights sure to be on the device."""
+
+    def __init__(self, make: Callable[[], PolicySync]):
+        self._make = make
+        self._made: PolicySync | None = None
+
+    def __call__(self, rollout: Rollout, version: int) -> SyncReport:
+        if self._made is None:
+            self._made = self._make()
+        return self._made(rollout, version)
+
+    def forget(self) -> None:
+        if self._made is not None:
+            self._made.forget()
+
+
+def _counted(weights: Iterator[tuple[str, Tensor]], traffic: Traffic) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights:
+        traffic.copied += tensor.numel() * tensor.element_size()
+        yield name, tensor
+
+
+def over_ranks(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One step's sync metrics of all ranks as one: bytes moved add up, times and memory are those of the worst rank."""
+    names = {name: None for metrics in found for name in metrics}
+    return {
+        name: (sum if name.endswith("_bytes") and "buffer" not in name else max)(
+            metrics[name] for metrics in found if name in metrics
+        )
+        for name in names
+    }

@@ -1,0 +1,80 @@
+"""LoRA for rollouts that take no adapters: the base model once, then the adapters alone, merged where they arrive.
+
+Merging anew for every version needs the base as it was: each rollout keeps it in host memory. In return the trainer
+sends a few megabytes a step instead of the model, and a rollout that gave its weights up has them back without anybody
+sending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshrl.engines.fsdp.engine import FSDPEngine
+from meshrl.rollout.base import Rollout
+from meshrl.weights.adapters import adapter_exchange
+from meshrl.weights.connect import connect, rollout_params
+from meshrl.weights.exchange import Traffic
+from meshrl.weights.sources import DOWN, UP, FSDP2Source
+from meshrl.weights.sync import SyncReport
+
+
+class MergingSync:
+    """Brings base and adapters to the rollout of its own process; `base_sync_done`: from then on adapters alone."""
+
+    def __init__(self, engine: FSDPEngine, hf_model: Any, **options: Any):
+        self.engine, self.options = engine, options
+        self.params = rollout_params(hf_model)
+        is_float32 = any(param.dtype == torch.float32 for param in self.params.values())
+        self.source, self.sync = adapter_exchange(engine, master=is_float32, **options)
+        self.base: dict[str, Tensor] = {}
+        self._is_there = False  # whether the rollout has the weights that no adapter changes
+
+    @property
+    def base_sync_done(self) -> bool:
+        return bool(self.base)
+
+    def forget(self) -> None:
+        """The rollout has given its weights up. The base waits in host memory."""
+        self._is_there, self.sync.version = False, -1
+
+    def __call__(self, rollout: Rollout, version: int) -> SyncReport:
+        """All ranks together."""
+        traffic, seconds = Traffic(), 0.0
+        if not self.base_sync_done:
+            report = self._bring_base()
+            traffic, seconds = report.traffic, report.seconds
+        assert self.sync.source is not None
+        assert self.sync.destination is not None
+        self.sync.source = self.sync.source.with_tensors(self.source.tensors())
+        report = self.sync.run(version)
+        rollout.update_weights(self._merged(self.sync.destination.tensors), version)
+        self._is_there = True
+        both = Traffic(**{name: getattr(traffic, name) + amount for name, amount in vars(report.traffic).items()})
+        return SyncReport(version, seconds + report.seconds, both, report.buffer_bytes)
+
+    def _bring_base(self) -> SyncReport:
+        base = FSDP2Source(self.engine, "base")
+        dtypes = {name: tensor.dtype for name, tensor in base.tensors().items()}
+        blank = {name: torch.empty(p.shape, dtype=dtypes.get(name, p.dtype)) for name, p in self.params.items()}
+        sync = connect(self.engine, blank, adapters="base", **self.options)
+        report = sync(None, 0)
+        sync.close()
+        self.base = blank
+        return report
+
+    @torch.no_grad()
+    def _merged(self, adapters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter: with its adapters, as it is, or, where the rollout has it already, itself."""
+        for name, param in self.params.items():
+            layer, _, kind = name.rpartition(".")
+            down, up = (f"{layer}{part}default.weight" for part in (DOWN, UP))
+            if kind == "weight" and down in adapters:
+                base = self.base[name].to(param.device)
+                change = adapters[up].float() @ adapters[down].float()
+                yield name, (base.float() + change * self.engine.adapter_scaling[layer]).to(base.dtype)
+            else:
+                yield name, param if self._is_there else self.base[name]

@@ -1,0 +1,323 @@
+"""Weight sync between two pools of processes that have no process group in common: trainers and rollouts.
+
+    trainers  0 .. n-1    ─┐
+                           ├─ PoolGroup.join(address, ...) ─> placements exchanged ─> the same plan ─> sync(version)
+    rollouts  n .. n+m-1  ─┘
+
+The two meet at a store in one process (`MeetingPoint`); either side may have a default process group of its own, or
+none. Every rollout is a whole copy of the model, and copies feed each other in a chain. A rollout goes on generating
+while a version arrives beside its weights (`staged`), and stops only to take it over.
+
+A connection is good until a rank of it dies. Whoever is left then meets the newcomer at a new address, and the first
+sync there may bring the version that is current: those who have it already are not disturbed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshrl.engines.base import Engine
+from meshrl.rollout.base import Rollout
+from meshrl.rollout.shared_file import memory_folder
+from meshrl.weights.connect import WEIGHT_BUFFERS, rollout_params, tensor_dtypes
+from meshrl.weights.cuda_ipc import CudaIpcCarrier
+from meshrl.weights.placement import Placement, replicas
+from meshrl.weights.plan import MEGABYTE, ReshardPlan, plan_reshard
+from meshrl.weights.process_group import ProcessGroupCarrier
+from meshrl.weights.shards import Shards
+from meshrl.weights.shared_memory import SharedMemoryCarrier, open_together
+from meshrl.weights.sources import Source, source_of
+from meshrl.weights.sync import WORD_BYTES, SyncReport, WeightSync
+from meshrl.weights.transport import Carrier, Deadline, SyncError, SyncTimeoutError
+
+CARRIERS = ("auto", "shared_memory", "cuda_ipc", "process_group")
+# A store takes values of a few megabytes.
+PART_BYTES = 4 * MEGABYTE
+LOOK_EVERY = 0.005
+
+
+class MeetingPoint:
+    """Where the ranks of a pool group find each other; best held by the controller, until they have all connected."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0):
+        self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+        self.address = f"{host}:{self._store.port}"
+
+
+class PoolGroup:
+    """One rank of a joint numbering of trainers and rollouts. All ranks make the same calls in the same order."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int, deadline: float):
+        self.store, self.rank, self.world, self.deadline = store, rank, world, deadline
+        self._calls = 0
+        self.hosts: list[int] = []
+
+    @classmethod
+    def join(cls, address: str, rank: int, world: int, deadline: float = 60.0) -> PoolGroup:
+        """Meets the others at `address` (host:port of a `MeetingPoint`); returns when all are there.
+
+        `deadline`: seconds for this, and for every later step until the sync stands.
+        """
+        if not 0 <= rank < world:
+            raise ValueError(f"rank {rank} is not among the {world} ranks of a pool group")
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"'{address}' is no address: write host:port")
+        try:
+            store = dist.TCPStore(
+                host, int(port), is_master=False, timeout=timedelta(seconds=deadline), wait_for_workers=False
+            )
+        except RuntimeError as error:
+            raise SyncError(f"weight sync: rank {rank} found nobody at {address} within {deadline:g} s") from error
+        group = cls(store, rank, world, deadline)
+        names = group.gather(_host_name(), "to join")
+        group.hosts = [names.index(name) for name in names]
+        return group
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Every rank's value, of types that JSON knows, in the order of the ranks; `what` is for messages."""
+        self._calls += 1
+        data = json.dumps(value)
+        parts = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
+        try:
+            for number, part in enumerate(parts):
+                self.store.set(self._key(self.rank, number), part)
+            self.store.set(self._key(self.rank), str(len(parts)))
+            self._wait_for_all(what)
+            return [self._read(rank) for rank in range(self.world)]
+        except dist.DistError as error:
+            raise SyncError(f"weight sync: rank {self.rank} lost the meeting point: {error}") from error
+
+    def backend(self, device: torch.device) -> Any:
+        """A new process group over these ranks, outside of the default one: NCCL for GPUs, else gloo."""
+        self._calls += 1
+        store = dist.PrefixStore(f"group{self._calls}", self.store)
+        limit = timedelta(seconds=self.deadline)
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            return dist.ProcessGroupNCCL(store, self.rank, self.world, options)
+        return dist.ProcessGroupGloo(store, self.rank, self.world, limit)
+
+    def _key(self, rank: int, part: int | None = None) -> str:
+        return f"{self._calls}/{rank}" if part is None else f"{self._calls}/{rank}/{part}"
+
+    def _read(self, rank: int) -> Any:
+        count = int(self.store.get(self._key(rank)))
+        return json.loads(b"".join(self.store.get(self._key(rank, part)) for part in range(count)))
+
+    def _wait_for_all(self, what: str) -> None:
+        end = time.monotonic() + self.deadline
+        missing = list(range(self.world))
+        while missing := [rank for rank in missing if not self.store.check([self._key(rank)])]:
+            if time.monotonic() > end:
+                raise SyncTimeoutError(
+                    f"weight sync: rank {self.rank} of {self.world} waited for ranks {missing} {what} until the "
+                    f"deadline of {self.deadline:g} s"
+                )
+            time.sleep(LOOK_EVERY)
+
+
+class PoolSync:
+    """One rank's end of a connection between the pools: `sync(rollout, version)`, on all ranks together."""
+
+    def __init__(self, sync: WeightSync, group: PoolGroup, source: Source | None = None):
+        self.sync, self.group, self.source = sync, group, source
+
+    @property
+    def plan(self) -> ReshardPlan:
+        return self.sync.plan
+
+    def __call__(self, rollout: Rollout | None, version: int) -> SyncReport:
+        """Brings the trainers' weights to all rollouts as `version`; trainers give no rollout.
+
+        A rollout may generate in other threads meanwhile. Raises on all ranks if it failed on any; rollouts then still
+        have the version they had.
+        """
+        if self.source is not None and self.sync.source is not None:
+            # Offloading and optimizers may have moved them.
+            self.sync.source = self.sync.source.with_tensors(self.source.tensors())
+        return self.sync.run(version, rollout)
+
+    def close(self) -> None:
+        """Gives memory and connections back."""
+        if self.sync.carrier is not None:
+            self.sync.carrier.close()
+
+
+def connect_trainer(
+    engine: Engine,
+    group: PoolGroup,
+    num_rollouts: int,
+    *,
+    bucket_megabytes: int = 512,
+    verify: bool = True,
+    delta: bool = False,
+    deadline: float = 600.0,
+    carrier: str = "auto",
+    feed: str = "auto",
+    adapters: str = "merged",
+) -> PoolSync:
+    """A trainer rank's end; rank r of the engine must be rank r of the group. The settings hold for all ranks.
+
+    `deadline`: seconds of one sync. `verify`, `delta`, `feed`, `adapters`: see `connect`.
+    """
+    trainers = _checked_split(group, group.world - num_rollouts)
+    if carrier not in CARRIERS:
+        raise ValueError(f"unknown carrier '{carrier}': use one of {', '.join(CARRIERS)}")
+    rollouts = group.gather(None, "to describe their weights")[trainers:]
+    is_float32 = any(entry[1] == "float32" for entry in rollouts[0]["params"].values())
+    source = source_of(engine, adapters=adapters, master=is_float32)
+    if source.placement.world_size > trainers:
+        raise ValueError(f"'{source.placement.title}' has more ranks than the group's {trainers} trainers")
+    # Ranks beyond the source's hold nothing that is not elsewhere.
+    has_part = group.rank < source.placement.world_size
+    tensors = source.tensors()
+    settings = {
+        "bucket_megabytes": bucket_megabytes,
+        "verify": verify,
+        "delta": delta,
+        "deadline": deadline,
+        "carrier": carrier,
+        "feed": feed,
+        "model_type": source.model_type,
+        "placement": source.placement.to_json(),
+    }
+    device = next(engine.module.parameters()).device
+    told = group.gather({"device": device.type, "settings": settings if group.rank == 0 else None}, "to plan")
+    shards = Shards(source.placement, group.rank, tensors) if has_part else None
+    return _connect(group, trainers, told, rollouts, source.placement, shards, {}, device, source)
+
+
+def connect_rollout(
+    rollout: Any,
+    group: PoolGroup,
+    num_trainers: int,
+    *,
+    staged: bool = True,
+) -> PoolSync:
+    """A rollout rank's end, for one that generates with a whole Hugging Face module (`rollout.hf_model`).
+
+    `staged` takes a second copy of the weights while a sync runs; without it generation stops for the whole sync.
+    """
+    trainers = _checked_split(group, num_trainers)
+    if getattr(rollout, "shares_weights", False) or getattr(rollout, "parallel", None) is not None:
+        raise ValueError("a rollout of another pool must have a whole copy of the weights of its own")
+    params = rollout_params(rollout.hf_model)
+    described = {name: [list(p.shape), str(p.dtype).removeprefix("torch.")] for name, p in params.items()}
+    rollouts = group.gather({"params": described}, "to describe their weights")[trainers:]
+    device = next(iter(params.values())).device
+    told = group.gather({"device": device.type}, "to plan")
+    placement = Placement.from_json(told[0]["settings"]["placement"])
+    return _connect(group, trainers, told, rollouts, placement, None, params, device, staged=staged)
+
+
+def _connect(
+    group: PoolGroup,
+    trainers: int,
+    told: Sequence[Mapping[str, Any]],
+    rollouts: Sequence[Mapping[str, Any]],
+    placement: Placement,
+    source: Shards | None,
+    params: Mapping[str, Tensor],
+    device: torch.device,
+    engine_source: Source | None = None,
+    staged: bool = False,
+) -> PoolSync:
+    """Makes the plan, which is the same on all ranks, and this rank's end of it."""
+    settings = told[0]["settings"]
+    described = _same_everywhere(rollouts, trainers)
+    # Buffers of weights that the trainer does not train stay as they were loaded.
+    sent = {n: e for n, e in described.items() if not n.endswith(WEIGHT_BUFFERS) or n in placement.tensors}
+    shapes = {name: tuple(shape) for name, (shape, _) in sent.items()}
+    target = replicas(shapes, group.world - trainers, settings["model_type"], f"{group.world - trainers} rollouts")
+    kinds = {name: torch.empty(0, dtype=getattr(torch, dtype)) for name, (_, dtype) in sent.items()}
+    dtypes = tensor_dtypes(target, 0, kinds, asks=False)
+    plan = plan_reshard(
+        placement,
+        target,
+        itemsize={name: dtype.itemsize for name, dtype in dtypes.items()},
+        bucket_bytes=settings["bucket_megabytes"] * MEGABYTE,
+        source_ranks=range(placement.world_size),
+        destination_ranks=range(trainers, group.world),
+        hosts=group.hosts,
+        feed=settings["feed"],
+    )
+    place = group.rank - trainers
+    sync = WeightSync(
+        plan,
+        group.rank,
+        source=source,
+        destination=Shards(target, place, {name: params[name] for name in sent}) if place >= 0 else None,
+        dtypes=dtypes,
+        carrier=carrier_between(group, plan, device, [rank["device"] for rank in told], settings["carrier"]),
+        verify=settings["verify"],
+        staged=staged,
+        delta=settings["delta"],
+        deadline=settings["deadline"],
+        may_repeat=True,
+    )
+    return PoolSync(sync, group, engine_source)
+
+
+def carrier_between(
+    group: PoolGroup, plan: ReshardPlan, device: torch.device, devices: Sequence[str], kind: str = "auto"
+) -> Carrier:
+    """The carrier that fits where the ranks are; `devices` are the types of all of them."""
+    slot = max(int(plan.message_bytes.max(initial=0)), WORD_BYTES)
+    on_gpus = set(devices) == {"cuda"}
+    if kind == "auto":
+        kind = "process_group" if len(set(group.hosts)) > 1 else "cuda_ipc" if on_gpus else "shared_memory"
+    if kind == "process_group":
+        where = device if on_gpus else torch.device("cpu")
+        return ProcessGroupCarrier(slot, where, group.backend(where))
+    folder = group.gather(memory_folder() if group.rank == 0 else None, "to share memory")[0]
+    made = (
+        CudaIpcCarrier(folder, group.rank, slot, device)
+        if kind == "cuda_ipc"
+        else SharedMemoryCarrier(folder, group.rank, slot)
+    )
+    made.deadline = Deadline(group.deadline)
+    open_together(made, group.world, lambda: group.gather(None, "to open shared memory"))
+    return made
+
+
+def _checked_split(group: PoolGroup, trainers: int) -> int:
+    """The number of trainers, which this rank must agree with the others about."""
+    if not 0 < trainers < group.world:
+        raise ValueError(f"{trainers} trainers of {group.world} ranks leave no trainer or no rollout")
+    told = group.gather(trainers, "to say how many trainers there are")
+    if len(set(told)) > 1:
+        raise ValueError(f"the ranks differ about the number of trainers: {told}")
+    return trainers
+
+
+def _same_everywhere(rollouts: Sequence[Mapping[str, Any]], trainers: int) -> dict[str, Any]:
+    """The parameters of the rollouts, which must be copies of each other."""
+    first = dict(rollouts[0]["params"])
+    for number, other in enumerate(rollouts[1:], trainers + 1):
+        wrong = [name for name in first.keys() | other["params"].keys() if first.get(name) != other["params"].get(name)]
+        if wrong:
+            name = min(wrong)
+            raise ValueError(
+                f"rollouts must hold the same model: '{name}' is {first.get(name)} on rank {trainers} and "
+                f"{other['params'].get(name)} on rank {number}"
+            )
+    return first
+
+
+def _host_name() -> str:
+    """Equal for processes that can share memory and see whether the other is alive: containers on one host are two."""
+    own = Path("/proc/self/ns/pid")
+    return f"{socket.gethostname()} {os.readlink(own) if own.is_symlink() else ''}"

@@ -1,0 +1,70 @@
+"""Answering prompts inside a worker: the rollout, the agents around it, and how both sample."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from meshrl.agents.batch import make_agent_rollout
+from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig
+from meshrl.data.proto import DataProto
+from meshrl.models.loading import load_tokenizer, stop_token_ids
+from meshrl.rollout.base import SamplingParams
+from meshrl.rollout.build import build_rollout
+from meshrl.workers.generating import start_generation
+
+
+class Answering:
+    """One rank's rollout. `hf_model` says which model it is; with `can_share` the rollout generates with it."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model: ModelConfig,
+        hf_model: PreTrainedModel,
+        *,
+        device: torch.device,
+        can_share: bool,
+    ):
+        self.config = config
+        path = model.path or ""
+        tokenizer = load_tokenizer(model.tokenizer_path or path, model.trust_remote_code)
+        self.stop_token_ids = tuple(stop_token_ids(path, tokenizer))
+        self.rollout = build_rollout(config, model, hf_model, tokenizer, device=device, can_share=can_share)
+        self.agents = None
+        if config.multi_turn.enable:
+            self.agents = make_agent_rollout(self.rollout, tokenizer, config, self.stop_token_ids)
+
+    def __call__(self, prompts: DataProto) -> DataProto:
+        """Answers prompts.
+
+        `meta_info["validate"]` chooses the sampling of validation, `meta_info["greedy"]` the likeliest tokens.
+        """
+        return self._kept((self.agents or self.rollout).generate_sequences(prompts, self._sampling(prompts)))
+
+    def start(self, prompts: DataProto) -> None:
+        """The same beside other calls: `take` gives the answers as they end."""
+        self.running = start_generation(self.rollout, self.agents, prompts, self._sampling(prompts))
+
+    def take(self, seconds: float) -> tuple[np.ndarray, DataProto] | None:
+        """Rows that have ended and their answers, or None if none did within `seconds`."""
+        found = self.running.take(seconds)
+        return None if found is None else (found[0], self._kept(found[1]))
+
+    def _kept(self, output: DataProto) -> DataProto:
+        if not self.config.calculate_log_probs:
+            output.pop(batch_keys=["rollout_log_probs"])
+        return output
+
+    def _sampling(self, prompts: DataProto) -> SamplingParams:
+        config = self.config
+        how = config.val_kwargs if prompts.meta_info.get("validate") else config
+        return SamplingParams(
+            max_tokens=config.response_length or 1,
+            temperature=how.temperature if how.do_sample and not prompts.meta_info.get("greedy") else 0.0,
+            top_k=how.top_k,
+            top_p=how.top_p,
+            stop_token_ids=self.stop_token_ids,
+        )

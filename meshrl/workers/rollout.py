@@ -1,0 +1,76 @@
+"""The policy that generates on devices of its own, beside the one that is trained."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from meshrl.config.root import ActorRolloutRefConfig
+from meshrl.controller import Dispatch, Worker, nd_dispatch, register
+from meshrl.data.proto import DataProto
+from meshrl.models.loading import empty_model, torch_dtype
+from meshrl.parallel.attention import ATTENTION_NAME
+from meshrl.parallel.mesh import prepare_device
+from meshrl.weights.pools import PoolGroup, connect_rollout
+from meshrl.workers.answering import Answering
+from meshrl.workers.settings import WorkerSettings
+
+
+class RolloutWorker(Worker):
+    """One rank of the rollout: a whole copy of the model. Its weights come from the actor's workers."""
+
+    def __init__(self, config: ActorRolloutRefConfig, settings: WorkerSettings):
+        self.config, self.settings = config, settings
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Builds the rollout, without weights until the first sync."""
+        self.device = prepare_device(self.settings.device, self.local_rank)
+        model, rollout = self.config.model, self.config.rollout
+        hf_model = empty_model(
+            model.path or "",
+            ATTENTION_NAME,
+            dtype=torch_dtype(rollout.dtype),
+            override=model.override_config,
+            trust_remote_code=model.trust_remote_code,
+        )
+        self.answering = Answering(rollout, model, hf_model, device=self.device, can_share=False)
+        self.rollout = self.answering.rollout
+        self.register_mesh("rollout", self.rank, self.world_size, is_collect=True)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def join_pool(self, address: str, num_trainers: int) -> None:
+        """Connects with the trainers, who join at the same time."""
+        deadline = self.settings.collective_deadline
+        group = PoolGroup.join(address, num_trainers + self.rank, num_trainers + self.world_size, deadline)
+        self.pool_sync = connect_rollout(self.rollout, group, num_trainers)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, version: int, finish_first: bool) -> dict[str, float]:
+        """Takes the actor's weights as this version; `finish_first`: only after the answers that were begun."""
+        if finish_first:
+            self.rollout.pause("wait")
+        try:
+            return self.pool_sync(self.rollout, version).metrics()
+        finally:
+            if finish_first:
+                self.rollout.resume()
+
+    @register(dispatch_mode=nd_dispatch("rollout", direct=True))
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Answers prompts, beside those that were begun; `meta_info["validate"]` chooses the sampling of validation."""
+        return self.answering(prompts)
+
+    @register(dispatch_mode=nd_dispatch("rollout", direct=True), blocking=False)
+    def begin_sequences(self, prompts: DataProto) -> DataProto:
+        """The same without waiting: the answers are a future, and go on while weights change."""
+        return self.answering(prompts)
+
+    @register(dispatch_mode=nd_dispatch("rollout"))
+    def start_generation(self, prompts: DataProto) -> None:
+        """`generate_sequences`, beside other calls: `take_generated` gives the answers as they end."""
+        self.answering.start(prompts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_generated(self, seconds: float) -> tuple[np.ndarray, DataProto] | None:
+        """What has ended of this rank's part: its rows and the answers, or None if nothing did within `seconds`."""
+        return self.answering.take(seconds)

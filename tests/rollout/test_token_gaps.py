@@ -1,0 +1,67 @@
+"""Gaps between tokens: idle time does not count, steps without tokens do."""
+
+import threading
+
+import pytest
+
+from meshrl.rollout import token_gaps
+from meshrl.rollout.token_gaps import TokenGaps
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still but for `clock.append(seconds)`."""
+    ticks = [100.0]
+
+    class Time:
+        @staticmethod
+        def perf_counter():
+            return sum(ticks)
+
+        @staticmethod
+        def sleep(seconds):
+            ticks.append(seconds)
+
+    monkeypatch.setattr(token_gaps, "time", Time)
+    return ticks
+
+
+def test_the_largest_gap_with_work_counts(clock):
+    gaps = TokenGaps()
+    for wait, count, goes_on in (
+        (1, 4, True),
+        (2, 8, True),
+        (3, 8, True),
+        (1, 9, False),
+        (50, 10, True),
+        (0.5, 11, False),
+    ):
+        clock.append(wait)
+        gaps.note(count, goes_on=goes_on)
+    # Three seconds of a step without tokens and one more; the fifty were without work.
+    assert gaps.longest() == pytest.approx(4)
+    gaps.restart()
+    clock.append(9)
+    assert gaps.longest() == 0
+
+
+def test_an_open_gap_counts_as_far_as_it_goes(clock):
+    gaps = TokenGaps()
+    gaps.note(1, goes_on=True)
+    clock.append(7)
+    gaps.restart()
+    assert gaps.longest() == pytest.approx(7)
+    assert gaps.settle(2.0) == pytest.approx(9, abs=0.01)  # no token comes
+    gaps.note(2, goes_on=True)
+    assert gaps.longest() == pytest.approx(9, abs=0.01)
+
+
+def test_settle_waits_for_the_token():
+    gaps = TokenGaps()
+    gaps.note(1, goes_on=True)
+    timer = threading.Timer(0.05, lambda: gaps.note(2, goes_on=False))
+    timer.start()
+    found = gaps.settle(20.0)
+    timer.join()
+    assert 0.04 < found < 15
+    assert gaps.settle(20.0) == found
