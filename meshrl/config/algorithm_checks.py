@@ -97,7 +97,7 @@ def bypass_problems(config: PPOConfig) -> list[str]:
             problems.append(f"{CORRECTION}.loss_type={correction.loss_type} needs {CORRECTION}.bypass_mode=true")
         return problems
     problems = []
-    if correction.rollout_is is not None and correction.loss_type == "ppo_clip":
+    if correction.rollout_is not in (None, "off") and correction.loss_type == "ppo_clip":
         problems.append(
             f"{CORRECTION}.rollout_is has no effect with bypass_mode=true and loss_type=ppo_clip, whose ratio corrects "
             "already: set loss_type=reinforce, or bypass_mode=false"

@@ -49,6 +49,7 @@ from meshrl.telemetry.trackers import Tracking
 from meshrl.trainer.gates import Gates
 from meshrl.trainer.judging import GroupAsk
 from meshrl.trainer.ppo import PPOTrainer, total_steps
+from meshrl.trainer.schedule import correction_of
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
 from meshrl.trainer.validation import Validator
 from meshrl.weights.pools import MeetingPoint
@@ -85,7 +86,7 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
         seed=trainer.seed,
         with_rollout=config.actor_rollout_ref.hybrid_engine,
         with_sum_pi_squared=config.algorithm.adv_estimator in TOKEN_BASELINES,
-        bypass=config.algorithm.rollout_correction if bypass_loss(config) else None,
+        bypass=correction_of(config) if bypass_loss(config) else None,
     )
     workers = {"actor_rollout_ref": ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, settings)}
     if uses_critic(config.critic, config.algorithm.adv_estimator):
