@@ -50,9 +50,14 @@ class RolloutCorrectionConfig:
         "Importance weights of old_log_probs over the rollout's; null: token if samples may be stale, else off.",
         choices=("token", "sequence", "off"),
     )
-    rollout_is_threshold: float = key(2.0, "Upper bound of those weights.", low=0)
+    rollout_is_threshold: float | int | str = key(
+        2.0, "Upper bound of those weights; as 0.5_5.0 weights outside become 0.", low=0
+    )
+    rollout_is_batch_normalize: bool = key(False, "Scale those weights so that their mean over the batch is 1.")
     rollout_rs: str | None = key(None, "Rejection of samples far from the trainer's policy, such as seq_mean_k3.")
-    rollout_rs_threshold: float | None = key(None, "Bound of that rejection.", low=0)
+    rollout_rs_threshold: float | int | str | None = key(
+        None, "Bound of that rejection; for k1 also as lower_upper, for several modes one each.", low=0
+    )
     loss_type: str = key(
         "ppo_clip",
         "Loss with bypass_mode: the ratio to the rollout clipped, or the plain gradient (weighted by rollout_is).",

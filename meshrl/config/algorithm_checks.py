@@ -8,6 +8,10 @@ ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
 REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
+ROLLOUT_RS_MODES = (
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
+    "seq_mean_k3", "seq_max_k2", "seq_max_k3",
+)  # fmt: skip
 
 
 def uses_reference(config: PPOConfig) -> bool:
@@ -97,7 +101,7 @@ def bypass_problems(config: PPOConfig) -> list[str]:
             problems.append(f"{CORRECTION}.loss_type={correction.loss_type} needs {CORRECTION}.bypass_mode=true")
         return problems
     problems = []
-    if correction.rollout_is is not None and correction.loss_type == "ppo_clip":
+    if correction.rollout_is not in (None, "off") and correction.loss_type == "ppo_clip":
         problems.append(
             f"{CORRECTION}.rollout_is has no effect with bypass_mode=true and loss_type=ppo_clip, whose ratio corrects "
             "already: set loss_type=reinforce, or bypass_mode=false"
@@ -109,6 +113,38 @@ def bypass_problems(config: PPOConfig) -> list[str]:
             f"{ACTOR}.policy_loss.loss_mode at vanilla, not {loss}"
         )
     return problems
+
+
+def threshold_problems(config: PPOConfig) -> list[str]:
+    """Bounds and modes of the rollout correction that cannot be read."""
+    correction = config.algorithm.rollout_correction
+    problems = _bound_problems(f"{CORRECTION}.rollout_is_threshold", str(correction.rollout_is_threshold), True)
+    if correction.rollout_is_batch_normalize and correction.bypass_mode:
+        problems.append(f"{CORRECTION}.rollout_is_batch_normalize needs the whole batch: bypass_mode must be false")
+    if correction.rollout_rs is None:
+        return problems
+    modes = [mode.strip() for mode in correction.rollout_rs.split(",")]
+    unknown = [mode for mode in modes if mode not in ROLLOUT_RS_MODES]
+    if unknown:
+        return [*problems, f"{CORRECTION}.rollout_rs: no mode {unknown[0]!r}; there are {', '.join(ROLLOUT_RS_MODES)}"]
+    bounds = [] if correction.rollout_rs_threshold is None else str(correction.rollout_rs_threshold).split(",")
+    if len(bounds) > 1 and len(bounds) != len(modes):
+        return [*problems, f"{CORRECTION}.rollout_rs_threshold has {len(bounds)} bounds for {len(modes)} modes"]
+    for mode, bound in zip(modes, bounds * len(modes) if len(bounds) == 1 else bounds, strict=False):
+        problems += _bound_problems(f"{CORRECTION}.rollout_rs_threshold", bound.strip(), mode.endswith("k1"))
+    return problems
+
+
+def _bound_problems(name: str, text: str, may_be_range: bool) -> list[str]:
+    try:
+        numbers = [float(number) for number in text.split("_")]
+    except ValueError:
+        numbers = []
+    if not 1 <= len(numbers) <= 2 or numbers[0] <= 0 or numbers[0] > numbers[-1]:
+        return [f"{name}={text}: give a number above 0, or lower_upper such as 0.5_5.0"]
+    if len(numbers) == 2 and not may_be_range:
+        return [f"{name}={text}: modes of k2 and k3 have an upper bound only"]
+    return []
 
 
 def bypass_loss(config: PPOConfig) -> bool:

@@ -12,6 +12,7 @@ from meshrl.config.algorithm_checks import (
     estimator_problems,
     filter_groups_problems,
     reference_problems,
+    threshold_problems,
 )
 from meshrl.config.asynchronous import async_problems
 from meshrl.config.checkpoint_checks import checkpoint_problems
@@ -85,6 +86,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *filter_groups_problems(config),
         *reference_problems(config),
         *bypass_problems(config),
+        *threshold_problems(config),
         *_loss_problems(config),
         *_optim_problems(actor.optim, f"{ACTOR}.optim"),
         *_run_problems(config.trainer),

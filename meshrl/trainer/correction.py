@@ -25,6 +25,7 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, loss_mode
         mask,
         rollout_is=config.rollout_is,
         rollout_is_threshold=config.rollout_is_threshold,
+        rollout_is_batch_normalize=config.rollout_is_batch_normalize,
         rollout_rs=config.rollout_rs,
         rollout_rs_threshold=config.rollout_rs_threshold,
     )

@@ -21,7 +21,9 @@ from meshrl.telemetry.metrics import reduce_metrics
 
 Scored = tuple[DataProto, dict[str, Any]]
 WHOLE_SCORE = ("seq_reward", "seq_final_reward", "score")
-COUNTED = ("reward/errors", "reward/dropped")
+# Over several rounds these add up, and of these the last counts; of all others the mean.
+COUNTED = ("reward/errors", "reward/dropped", "training/stale_dropped")
+LAST = ("training/epoch",)
 
 
 class DynamicSampling:
@@ -144,5 +146,6 @@ def metric_values(batch: DataProto, metric: str | None) -> np.ndarray:
 
 
 def _over_rounds(collected: dict[str, list[Any]]) -> dict[str, Any]:
-    summed = {name: float(sum(values)) for name, values in collected.items() if name.startswith(COUNTED)}
-    return reduce_metrics({name: values for name, values in collected.items() if name not in summed}) | summed
+    own = {name: float(sum(values)) for name, values in collected.items() if name.startswith(COUNTED)}
+    own |= {name: values[-1] for name, values in collected.items() if name in LAST}
+    return reduce_metrics({name: values for name, values in collected.items() if name not in own}) | own

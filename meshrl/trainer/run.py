@@ -54,6 +54,7 @@ from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.mirror import Mirror
 from meshrl.trainer.nonfinite import NonFiniteSteps
 from meshrl.trainer.ppo import PPOTrainer, total_steps
+from meshrl.trainer.schedule import correction_of
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
 from meshrl.trainer.stopping import StopRequest
 from meshrl.trainer.validation import Validator
@@ -96,7 +97,7 @@ def train(
         seed=trainer.seed,
         with_rollout=config.actor_rollout_ref.hybrid_engine,
         with_sum_pi_squared=config.algorithm.adv_estimator in TOKEN_BASELINES,
-        bypass=config.algorithm.rollout_correction if bypass_loss(config) else None,
+        bypass=correction_of(config) if bypass_loss(config) else None,
     )
     workers = {"actor_rollout_ref": ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, settings)}
     if uses_critic(config.critic, config.algorithm.adv_estimator):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from meshrl.algorithms import get_preset
+from meshrl.algorithms import ROLLOUT_RS_MODES, get_preset
+from meshrl.config import algorithm_checks as checks
 from meshrl.config import check_config, load_config, unsupported
 from meshrl.config.algorithm_checks import bypass_loss
 from meshrl.config.tree import get_value
@@ -49,6 +50,15 @@ def problems(*overrides):
         ([f"{ACTOR}.policy_loss.loss_mode=bypass_mode"], "needs algorithm.rollout_correction.bypass_mode=true"),
         ([BYPASS, f"{CORRECTION}.rollout_is=token"], "loss_type=reinforce, or bypass_mode=false"),
         ([BYPASS, f"{CORRECTION}.loss_type=reinforce", f"{ACTOR}.policy_loss.loss_mode=gspo"], "leave"),
+        ([f"{CORRECTION}.rollout_is_threshold=5.0_0.5"], "above 0, or lower_upper"),
+        ([f"{CORRECTION}.rollout_is_threshold=much"], "above 0, or lower_upper"),
+        ([f"{CORRECTION}.rollout_rs=seq_k9", f"{CORRECTION}.rollout_rs_threshold=1"], "no mode 'seq_k9'"),
+        ([f"{CORRECTION}.rollout_rs=seq_max_k3", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0"], "upper bound only"),
+        ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold='1.5,2.5'"], "2 bounds for 1"),
+        (
+            [BYPASS, f"{CORRECTION}.rollout_is_batch_normalize=true"],
+            "rollout_is_batch_normalize needs the whole batch",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_said(overrides, words):
@@ -69,6 +79,8 @@ def test_what_does_not_go_together_is_said(overrides, words):
         [BYPASS, f"{CORRECTION}.rollout_rs=seq_mean_k3", f"{CORRECTION}.rollout_rs_threshold=0.1"],
         [BYPASS, f"{ACTOR}.policy_loss.loss_mode=bypass_mode"],
         [BYPASS, f"{ACTOR}.policy_loss.loss_mode=gspo"],
+        [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5.0"],
+        [f"{CORRECTION}.rollout_rs='token_k1,seq_max_k3'", f"{CORRECTION}.rollout_rs_threshold='0.5_2.0,0.1'"],
     ],
 )
 def test_what_goes_together_is_not(overrides):
@@ -88,6 +100,10 @@ def test_what_goes_together_is_not(overrides):
 )
 def test_when_the_loss_compares_with_the_rollout_itself(overrides, own):
     assert bypass_loss(load_config("grpo", overrides).config) is own
+
+
+def test_the_modes_are_those_of_the_algorithm():
+    assert sorted(checks.ROLLOUT_RS_MODES) == sorted(ROLLOUT_RS_MODES)
 
 
 @pytest.mark.parametrize("name", ["dapo", "dr_grpo"])

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshrl.engines import log_probs as module
-from meshrl.engines.log_probs import linear_log_probs, tokens_per_chunk
+from meshrl.engines.log_probs import linear_log_probs, linear_sum_pi_squared, tokens_per_chunk
 
 TOKENS, DIM, VOCABULARY = 17, 6, 23
 
@@ -285,3 +285,16 @@ def test_the_gpu_kernels_equal_log_softmax(monkeypatch, uses, tokens, vocabulary
     loss_of(*(x.cpu() for x in want), uses).backward()
     for mine, theirs in zip(ours, exact, strict=True):
         assert (mine.grad.double() - theirs.grad).abs().max() < 0.02 * theirs.grad.abs().max()
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 3.0])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_sums_of_squares_are_those_of_the_whole_table(temperature: float, with_bias: bool) -> None:
+    given = {name: value.double() for name, value in inputs().items() if name != "targets"}
+    bias = given["bias"] if with_bias else None
+    logits = given["hidden"] @ given["weight"].T + (0.0 if bias is None else bias)
+    expected = (logits / temperature).softmax(-1).square().sum(-1).float()
+    found = linear_sum_pi_squared(given["hidden"], given["weight"], bias=bias, temperature=temperature)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert not found.requires_grad

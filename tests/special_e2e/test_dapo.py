@@ -64,3 +64,19 @@ def test_rewards_that_never_differ_stop_the_run(task, tmp_path):
     unlike = ("reward.name=format_match", "reward.kwargs.pattern='x'")
     with pytest.raises(ValueError, match="0 of the 12 groups of a step after 2 rounds with 24 groups"):
         task.train(tmp_path, *SETTING, *limits, *unlike)
+
+
+def test_groups_from_a_rollout_that_runs_ahead(task, tmp_path, monkeypatch):
+    """Dynamic sampling over batches that another process has begun early: full batches, and no group twice."""
+    recorder = Recorder().watch(monkeypatch)
+    ahead = ("actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.nnodes=1")
+    more = ("actor_rollout_ref.rollout.n_gpus_per_node=1", "async_training.max_staleness=1")
+    off = "algorithm.rollout_correction.bypass_mode=false"
+    run = task.train(tmp_path, *DAPO, *ahead, *more, off, "trainer.total_training_steps=4")
+    uids = [uid for batch in recorder.batches for uid in by_hand.groups_of(batch["uid"])]
+    assert len(uids) == len(set(uids)) == 4 * 12
+    for batch, row in zip(recorder.batches, run.metrics, strict=True):
+        for rows in by_hand.groups_of(batch["uid"]).values():
+            assert len({round(by_hand.scores_of(batch)[r], 5) for r in rows}) > 1
+        assert row["training/epoch"] == 0
+        assert "rollout_corr/rollout_is_mean" in row

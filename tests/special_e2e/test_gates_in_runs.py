@@ -32,14 +32,14 @@ def test_a_healthy_run_has_no_findings(task, tmp_path, more):
 
 
 def test_a_rollout_with_other_log_probs_is_found_at_once(task, tmp_path, monkeypatch):
-    generate = PPOTrainer.generate
+    finish = PPOTrainer.finish
 
-    def shifted(trainer, prompts, n=1):
-        batch = generate(trainer, prompts, n)
+    def shifted(trainer, begun):
+        batch, metrics = finish(trainer, begun)
         batch.batch["rollout_log_probs"] = batch.batch["rollout_log_probs"] + 0.4
-        return batch
+        return batch, metrics
 
-    monkeypatch.setattr(PPOTrainer, "generate", shifted)
+    monkeypatch.setattr(PPOTrainer, "finish", shifted)
     run = task.train(tmp_path / "warns", *OPTIONS, OLD)
     assert [set(found) for found in gates_of(run)] == [
         {"gates/first_step", "gates/warnings"},

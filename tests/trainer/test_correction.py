@@ -24,6 +24,16 @@ def batch_of() -> DataProto:
         ({"rollout_is": "token"}, "vanilla", [[1.0, 2.0, 0.5], [1.0, 1.0, 0.0]]),
         ({"rollout_is": "token", "rollout_is_threshold": 3.0}, "vanilla", [[1.0, 3.0, 0.5], [1.0, 1.0, 0.0]]),
         ({"rollout_is": "sequence", "rollout_is_threshold": 9.0}, "vanilla", [[2.0, 2.0, 2.0], [1.0, 1.0, 0.0]]),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": "0.6_3.0"},
+            "vanilla",
+            [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]],
+        ),
+        (
+            {"rollout_is": "token", "rollout_is_batch_normalize": True, "rollout_is_threshold": 9.0},
+            "vanilla",
+            [[1 / 1.5, 4 / 1.5, 0.5 / 1.5], [1 / 1.5, 1 / 1.5, 0.0]],
+        ),
         ({}, "icepop", [[1.0, 4.0, 0.5], [1.0, 1.0, 0.0]]),
         ({}, "decoupled", [[1.0, 4.0, 0.5], [1.0, 1.0, 0.0]]),
     ],

@@ -63,7 +63,8 @@ class Source:
         columns = dict(data.non_tensor_batch)
         if self.extra and len(self.asked) % 2:
             columns["note"] = object_array(["said"] * len(data))
-        return DataProto.from_dict(tensors, columns), {"reward/errors": 2.0, "agent/turns/mean": float(len(self.asked))}
+        metrics = {"reward/errors": 2.0, "agent/turns/mean": float(len(self.asked)), "training/epoch": len(self.asked)}
+        return DataProto.from_dict(tensors, columns), metrics
 
 
 def sampling(source, *, groups=5, size=4, most=6, limit=0, metric=None, epochs=None, order=None):
@@ -107,6 +108,9 @@ def test_batches_hold_all_that_differ_in_the_order_asked_and_nothing_else():
         assert metrics["filter_groups/dropped_groups"] == sum(not differs(row) for part in new for row in part)
         assert metrics["filter_groups/surplus_groups"] == waiting
         assert metrics["reward/errors"] == 2.0 * len(new)
+        if new:
+            assert metrics["training/epoch"] == len(source.asked)
+            assert metrics["agent/turns/mean"] == np.mean(range(rounds_before + 1, len(source.asked) + 1))
         rounds_before = len(source.asked)
     # No prompt is asked for twice in an epoch: five rounds of four are one.
     for epoch in range(2):
