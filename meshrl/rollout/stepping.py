@@ -125,10 +125,11 @@ class SteppingRollout(Rollout):
             loop.call_soon_threadsafe(queue.put_nowait, chunk)
 
         unfinished = sum(request.params.n for request in requests)
-        # Taking the lock may mean waiting for a step: not on the event loop.
-        await asyncio.to_thread(self._enter, requests, deliver, streams=True)
-        self._start_thread()
+        # Taking the lock may mean waiting for a step: not on the event loop. Whoever leaves meanwhile has still asked.
+        entering = asyncio.ensure_future(asyncio.to_thread(self._enter, requests, deliver, streams=True))
         try:
+            await asyncio.shield(entering)
+            self._start_thread()
             while unfinished:
                 try:
                     item = await asyncio.wait_for(queue.get(), POLL_SECONDS)
@@ -139,7 +140,9 @@ class SteppingRollout(Rollout):
                 yield item
         finally:
             if unfinished:
-                await asyncio.to_thread(self.abort, names)
+                await asyncio.wait([entering], timeout=CLOSE_SECONDS)
+                if entering.done() and entering.exception() is None:  # else none of these names is ours
+                    await asyncio.to_thread(self.abort, names)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         with self._work:
