@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for problem in problems:
                 _complain(problem)
             return CONFIG_PROBLEM
+        if (code := getattr(error, "exit_code", None)) is not None:  # an end that was asked for
+            _complain(str(error))
+            return int(code)
         sys.stderr.write(traceback.format_exc())
         _complain(f"the run failed: {type(error).__name__}: {error}")
         return RUN_ERROR
@@ -75,6 +78,10 @@ def _parser() -> argparse.ArgumentParser:
             "--dry-run", action="store_true", help="check everything, print layout and batch units, end"
         )
         runner.add_argument("--skip-files", action="store_true", help="with --dry-run: don't look for data and model")
+        if name == "train":
+            half = runner.add_mutually_exclusive_group()
+            half.add_argument("--rollout-only", action="store_true", help="generate and score batches, train nothing")
+            half.add_argument("--train-only", metavar="BATCH", help="train on a kept batch (or a folder of them)")
 
     demo = add("demo", _demo, "train a tiny model on a toy task, from nothing to a picture")
     demo.add_argument("words", nargs="*", metavar="key=value", help="overrides for the demo's recipe")
@@ -102,6 +109,26 @@ def _parser() -> argparse.ArgumentParser:
 
     add_plan_options(add("plan-sync", _plan_sync, "show what a weight sync between two layouts moves"))
 
+    convert = add(
+        "convert", _convert, "turn a checkpoint into a Hugging Face folder, or such a folder into a checkpoint"
+    )
+    convert.add_argument(
+        "source", help="a run's folder, a checkpoint (global_step_N), a Hugging Face folder, or Megatron's torch_dist"
+    )
+    convert.add_argument("out", help="folder to write")
+    convert.add_argument("--role", choices=("actor", "critic", "model"), help="of a checkpoint (default: the policy)")
+    convert.add_argument("--dtype", help="of the weights, such as bf16 (default: as stored)")
+    convert.add_argument("--adapter", action="store_true", help="LoRA: peft's folder instead of merged weights")
+    convert.add_argument("--like", metavar="DIR", help="for Megatron's: a Hugging Face folder of the same model")
+    convert.add_argument("--shard-mb", type=int, default=4096, help="largest file (default: 4096)")
+    convert.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
+
+    replay = add("replay", _replay, "take a past step of a run again and compare its numbers; explain a token")
+    replay.add_argument("run_dir", help="folder of the run")
+    replay.add_argument("step", type=int, help="the step")
+    replay.add_argument("words", nargs="*", metavar="key=value", help="overrides of the run's config")
+    replay.add_argument("--token", metavar="SAMPLE,TOKEN", help="explain this token of this sample, both from 0")
+
     report = add("report", _report, "draw the curves and the report of a run")
     report.add_argument("run_dir", help="folder of the run")
     return parser
@@ -110,9 +137,15 @@ def _parser() -> argparse.ArgumentParser:
 def _train(arguments: argparse.Namespace) -> None:
     loaded = _load(arguments.words, sft=False)
     if _ready(loaded, arguments):
+        from meshrl.trainer.halves import rollout_only, train_only
         from meshrl.trainer.run import train
 
-        train(loaded.config, loaded.sources)
+        if arguments.rollout_only:
+            _say(f"batches: {rollout_only(loaded.config, loaded.sources)}")
+        elif arguments.train_only:
+            train_only(loaded.config, arguments.train_only, loaded.sources)
+        else:
+            train(loaded.config, loaded.sources)
 
 
 def _sft(arguments: argparse.Namespace) -> None:
@@ -193,6 +226,33 @@ def _plan_sync(arguments: argparse.Namespace) -> int | None:
         _complain(str(error))
         return CONFIG_PROBLEM
     return None
+
+
+def _convert(arguments: argparse.Namespace) -> int | None:
+    from meshrl.trainer.convert import convert
+
+    try:
+        _say(convert(arguments))
+    except (OSError, ValueError, RuntimeError) as error:
+        _complain(f"nothing was converted: {error}")
+        return RUN_ERROR
+    return None
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from meshrl.trainer.replay import replay, show
+
+    try:
+        row, column = (int(part) for part in arguments.token.split(",")) if arguments.token else (-1, -1)
+        token = (row, column) if arguments.token else None
+        replayed = replay(arguments.run_dir, arguments.step, token, arguments.words)
+        show(replayed, token, Console())
+    except (OSError, ValueError, IndexError) as error:
+        _complain(str(error))
+        return RUN_ERROR
+    return RUN_ERROR if replayed.differences else 0
 
 
 def _report(arguments: argparse.Namespace) -> int | None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from meshrl.config.checkpoint import CheckpointConfig
 from meshrl.config.engine import EngineConfig
 from meshrl.config.key import key, section
 from meshrl.config.optim import OptimConfig
@@ -30,13 +31,6 @@ class PolicyLossConfig:
     icepop_low: float = key(0.5, "icepop: tokens whose trainer-to-rollout ratio is below are masked.", low=0)
     icepop_high: float = key(5.0, "icepop: tokens whose trainer-to-rollout ratio is above are masked.", low=0)
     behaviour_weight_cap: float = key(5.0, "decoupled: upper bound of the behaviour weights.", low=0)
-
-
-@dataclass
-class CheckpointConfig:
-    save_contents: list[str] = key(["model", "optimizer", "extra"], "What a checkpoint holds.")
-    load_contents: list[str] | None = key(None, "What is loaded from it; null: all it holds.")
-    async_save: bool = key(False, "Write checkpoints in the background.")
 
 
 @dataclass
@@ -72,7 +66,7 @@ class ActorConfig(EngineConfig):
         True, "Don't compute samples whose advantage is zero, where the loss gives them no gradient."
     )
     optim: OptimConfig = section(OptimConfig, "Optimizer of the policy.")
-    checkpoint: CheckpointConfig = section(CheckpointConfig, "What checkpoints hold.", pending="checkpoints")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "What checkpoints hold of the policy.")
 
 
 @dataclass

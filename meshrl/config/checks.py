@@ -15,6 +15,7 @@ from meshrl.config.algorithm_checks import (
     threshold_problems,
 )
 from meshrl.config.asynchronous import async_problems
+from meshrl.config.checkpoint_checks import checkpoint_problems
 from meshrl.config.critic import uses_critic
 from meshrl.config.data_checks import data_problems, sampler_file_problems
 from meshrl.config.engine import EngineConfig
@@ -89,6 +90,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *_loss_problems(config),
         *_optim_problems(actor.optim, f"{ACTOR}.optim"),
         *_run_problems(config.trainer),
+        *checkpoint_problems(config),
         *_idle_problems(config, actor, ACTOR),
         *_critic_problems(config, check_files),
         *_reward_model_problems(config, check_files),
@@ -188,6 +190,7 @@ def _check_sft(config: SFTConfig, check_files: bool) -> list[str]:
         *batch_problems(config),
         *_optim_problems(config.optim, "optim"),
         *_run_problems(config.trainer),
+        *checkpoint_problems(config),
         *_idle_problems(config, engine, "engine"),
     ]
     budget = data.max_token_len_per_gpu * sequence_ranks(engine)
@@ -246,7 +249,7 @@ def _sampling_problems(config: PPOConfig) -> list[str]:
             problems.append(f"{prefix}.top_p=0 leaves no token; 1.0 keeps all")
     if val.do_sample and val.temperature == 0:
         problems.append(f"{ROLLOUT}.val_kwargs.do_sample=true needs val_kwargs.temperature > 0")
-    if rollout.update_weights_delta and rollout.free_cache_engine:
+    if rollout.update_weights_delta and rollout.free_cache_engine and config.actor_rollout_ref.hybrid_engine:
         problems.append(
             f"{ROLLOUT}.update_weights_delta=true builds on weights that {ROLLOUT}.free_cache_engine=true gives up: "
             "set the latter to false"

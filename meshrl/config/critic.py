@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from meshrl.config.actor import ACTOR, LOSS_AGG_MODES
+from meshrl.config.checkpoint import CheckpointConfig
 from meshrl.config.engine import EngineConfig
 from meshrl.config.key import key, section
 from meshrl.config.model import ModelConfig
@@ -28,6 +29,7 @@ class CriticConfig(EngineConfig):
     loss_agg_mode: str | None = key(
         None, "How token losses become one number.", choices=LOSS_AGG_MODES, follows=f"{ACTOR}.loss_agg_mode"
     )
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "What checkpoints hold of the critic.")
 
 
 def uses_critic(critic: CriticConfig, adv_estimator: str) -> bool:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from meshrl.config.checkpoint import CheckpointConfig
 from meshrl.config.data import TRUNCATIONS
 from meshrl.config.engine import EngineConfig
 from meshrl.config.key import key, section
@@ -34,5 +35,6 @@ class SFTConfig:
     model: ModelConfig = section(ModelConfig, "The model.")
     optim: OptimConfig = section(OptimConfig, "The optimizer.", lr=1e-5)
     engine: EngineConfig = section(EngineConfig, "How the model is sharded.")
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "What checkpoints hold.")
     trainer: RunConfig = section(RunConfig, "Processes, lengths of the run, logging.", total_epochs=4)
     ray_init: RayInitConfig = section(RayInitConfig, "How Ray is started, with trainer.backend=ray.")

@@ -13,6 +13,7 @@ class DeadlinesConfig:
     start: float = key(600.0, "Seconds the workers may take to start.", low=1)
     call: float = key(7200.0, "Seconds one call to the workers may take.", low=1)
     collective: float = key(600.0, "Seconds a collective between workers may take.", low=1)
+    stop: float = key(60.0, "Seconds after SIGTERM within which the step is finished and saved.", low=1)
 
 
 @dataclass
@@ -27,14 +28,17 @@ class RunConfig:
     total_epochs: int = key(30, "Passes over the training data.", low=1)
     total_training_steps: int | None = key(None, "Steps of the run; null: as total_epochs gives.", low=1)
     test_freq: int = key(-1, "Validate every so many steps; -1: never.", low=-1)
-    save_freq: int = key(-1, "Save a checkpoint every so many steps; -1: never.", low=-1, pending="checkpoints")
+    save_freq: int = key(-1, "Save a checkpoint every so many steps and after the last; -1: never.", low=-1)
     resume_mode: str = key(
         "auto",
-        "Go on from the last checkpoint in the run's folder, or not (there are no checkpoints yet).",
+        "Go on from the newest whole checkpoint in the run's folder, begin anew, or go on from resume_from_path.",
         choices=("auto", "disable", "resume_path"),
-        pending={"resume_path": "checkpoints"},
     )
-    resume_from_path: str | None = key(None, "Checkpoint to go on from.", pending="checkpoints")
+    resume_from_path: str | None = key(None, "Checkpoint (global_step_N) to go on from, with resume_mode=resume_path.")
+    remote_dir: str | None = key(
+        None, "Address (fsspec) that whole checkpoints are copied to and, where there are none here, fetched from."
+    )
+    max_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep; null: all.", low=1)
     project_name: str = key("meshrl", "Project, as the trackers show it.")
     experiment_name: str = key("run", "Name of this run.")
     default_local_dir: str | None = key(None, "Folder of the run; null: outputs/PROJECT/EXPERIMENT.")
@@ -46,6 +50,9 @@ class RunConfig:
         "skip",
         "When a gradient is not finite: skip that optimizer step and count it, or stop.",
         choices=("skip", "stop"),
+    )
+    max_nan_steps: int | None = key(
+        None, "Stop when more optimizer steps than this were skipped for a gradient that is not finite.", low=0
     )
     deadlines: DeadlinesConfig = section(DeadlinesConfig, "How long anything may be waited for.")
 
@@ -60,6 +67,11 @@ class RunConfig:
         return [self.n_gpus_per_node] * self.nnodes
 
     @property
+    def checkpoints_to_keep(self) -> int | None:
+        """How many checkpoints stay; None: all."""
+        return self.max_ckpt_to_keep
+
+    @property
     def run_dir(self) -> str:
         """The folder this run writes to."""
         return self.default_local_dir or f"outputs/{self.project_name}/{self.experiment_name}"
@@ -71,12 +83,22 @@ class TrainerConfig(RunConfig):
     val_only: bool = key(False, "Validate and end.")
     critic_warmup: int = key(0, "Steps in which only the critic learns.", low=0)
     balance_batch: bool = key(True, "Order samples so that all ranks get about the same number of tokens.")
-    max_actor_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep.", low=1, pending="checkpoints")
-    max_critic_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep.", low=1, pending="checkpoints")
+    max_actor_ckpt_to_keep: int | None = key(None, "Another name of max_ckpt_to_keep.", low=1)
+    max_critic_ckpt_to_keep: int | None = key(None, "Another name of max_ckpt_to_keep.", low=1)
     rollout_data_dir: str | None = key(None, "Folder for all training samples, one jsonl file per step.")
+    keep_batches_megabytes: int = key(
+        0,
+        "Keep the newest training batches in batches/ of the run's folder, up to this size, for meshrl replay.",
+        low=0,
+    )
     validation_data_dir: str | None = key(None, "Folder for all validation samples, one jsonl file per validation.")
     gates: GatesConfig = section(GatesConfig, "What is watched while the run goes on.")
     log_val_generations: int = key(0, "Validation samples shown by the trackers each time.", low=0)
+
+    @property
+    def checkpoints_to_keep(self) -> int | None:
+        """How many checkpoints stay: actor and critic go together. None: all."""
+        return self.max_ckpt_to_keep or self.max_actor_ckpt_to_keep or self.max_critic_ckpt_to_keep
 
 
 @dataclass

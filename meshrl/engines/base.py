@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -16,6 +17,7 @@ from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.optim import OptimConfig
 from meshrl.data.proto import DataProto
+from meshrl.engines.stored_state import Snapshot, write_snapshot
 
 # (model output, micro-batch) -> (loss to back-propagate, metrics). Metrics add up over micro-batches and ranks (see
 # meshrl.algorithms.BatchStats), but for those whose name ends in `_max`.
@@ -160,9 +162,14 @@ class Engine(ABC):
             mine.copy_(theirs)
 
     @abstractmethod
+    def snapshot(self, contents: Sequence[str] = CONTENTS) -> Snapshot:
+        """What this rank has to write of this model's state; all ranks take part."""
+
     def save_checkpoint(self, folder: Path, contents: Sequence[str] = CONTENTS) -> None:
         """Writes this model's sharded state; all ranks take part and the folder is shared by them."""
+        write_snapshot(self.snapshot(contents), folder, dist.get_rank())
+        dist.barrier()
 
     @abstractmethod
     def load_checkpoint(self, folder: Path, contents: Sequence[str] = CONTENTS) -> None:
-        """Reads back what `save_checkpoint` wrote, also on another layout."""
+        """Reads back what `save_checkpoint` wrote, also on another layout or by another engine."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,8 @@ from transformers import PreTrainedModel
 from meshrl.config.model import ModelConfig
 
 ADAPTER = "default"
+ADAPTER_CONFIG = "adapter_config.json"
+SCALING_FILE = "adapter_scaling.json"
 
 
 def add_adapters(hf_model: PreTrainedModel, config: ModelConfig) -> None:
@@ -72,6 +76,16 @@ def adapter_scaling(hf_model: nn.Module) -> dict[str, float]:
     """By how much each layer multiplies its adapter's product; to be asked before sharding changes the names."""
     layers = {n: m for n, m in hf_model.named_modules() if hasattr(m, "lora_A") and hasattr(m, "scaling")}
     return {name: float(module.scaling[ADAPTER]) for name, module in layers.items()}
+
+
+def save_adapter_config(folder: Path, hf_model: PreTrainedModel, scaling: dict[str, float], base: str) -> list[Path]:
+    """Writes what is needed to merge stored adapters, or to give them out as a peft folder; returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(hf_model.peft_config[ADAPTER])
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.save_pretrained(folder)
+    (folder / SCALING_FILE).write_text(json.dumps(scaling, indent=1) + "\n")
+    return [folder / ADAPTER_CONFIG, folder / SCALING_FILE]
 
 
 def merged_params(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
-from meshrl.models.tensor_files import INDEX_NAME, SINGLE_NAME
+from meshrl.models.tensor_files import INDEX_NAME, SINGLE_NAME, save_tensors
 
 SHARD_BYTES = 4 << 30
 
@@ -33,10 +34,38 @@ def save_hf_folder(
         for _ in weights:
             pass
         return
-    folder = Path(folder)
+    with new_folder(Path(folder)) as aside:
+        write_shards(aside, as_file_tensors(weights, hf_model), shard_bytes)
+        save_configs(aside, hf_model)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Gives a folder to write into, which takes this name, and the place of what was there, only if all goes well."""
     aside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
+    try:
+        yield aside
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    _put_in_place(aside, folder)
+
+
+def as_file_tensors(weights: Iterable[tuple[str, Tensor]], hf_model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Under the names that files have: Transformers joins experts when it loads, other tools know them one by one."""
+    for name, tensor in weights:
+        yield from revert_weight_conversion(hf_model, {name: tensor}).items()
+
+
+def write_shards(
+    folder: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES, *, copies: bool = True
+) -> None:
+    """Writes a stream of tensors as safetensors shards and, for more than one, their index.
+
+    `copies`: the stream may use a tensor's memory again for the next one.
+    """
     shard: dict[str, Tensor] = {}
     parts: list[list[str]] = []
     held = total = 0
@@ -44,7 +73,7 @@ def save_hf_folder(
     def flush() -> None:
         nonlocal held
         parts.append(list(shard))
-        save_file(shard, aside / f"part-{len(parts)}.safetensors", metadata={"format": "pt"})
+        save_tensors(shard, folder / f"part-{len(parts)}.safetensors")
         shard.clear()
         held = 0
 
@@ -52,17 +81,22 @@ def save_hf_folder(
         size = tensor.numel() * tensor.element_size()
         if shard and held + size > shard_bytes:
             flush()
-        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        shard[name] = tensor.detach().to("cpu", copy=copies).contiguous()
         held, total = held + size, total + size
     flush()
-    _name_shards(aside, parts, total)
+    _name_shards(folder, parts, total)
+
+
+def save_configs(folder: str | Path, hf_model: PreTrainedModel) -> None:
+    """Writes config.json and, for a model that generates, its generation config."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(hf_model.config)
     # Other tools choose the model's class by this name.
     config.architectures = [type(hf_model).__name__]
-    config.save_pretrained(aside)
+    config.save_pretrained(folder)
     if hf_model.can_generate() and hf_model.generation_config is not None:
-        hf_model.generation_config.save_pretrained(aside)
-    _put_in_place(aside, folder)
+        hf_model.generation_config.save_pretrained(folder)
 
 
 def _name_shards(folder: Path, parts: list[list[str]], total: int) -> None:

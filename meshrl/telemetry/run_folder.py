@@ -32,6 +32,9 @@ class RunFiles:
         self.curves = self.path / "curves.png"
         self.log = self.path / "log.txt"
         self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.batches = self.path / "batches"
+        self.nonfinite = self.path / "nonfinite"
 
     def read_metrics(self) -> list[dict[str, float]]:
         """The logged records in order: `step`, `time` (unix seconds) and the metrics, flat."""
@@ -58,19 +61,24 @@ class RunFiles:
 class RunFolder(RunFiles):
     """The folder a run writes. The files of an earlier run there move into `previous-N/` first.
 
-    `resume=True` continues the files that are there instead. Other things in the folder (checkpoints) stay.
+    `resume=True` continues the files that are there instead; with `last_step`, records of later steps are cut off.
+    Other things in the folder stay.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, resume: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, resume: bool = False, last_step: int | None = None) -> None:
         super().__init__(path)
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"the run folder {self.path} is a file: choose another path (trainer.default_local_dir)")
         self.path.mkdir(parents=True, exist_ok=True)
         self.moved_to: Path | None = None
+        self.last_step = last_step
         self._log_handlers: list[tuple[logging.Logger, logging.Handler, int]] = []
         if resume:
             _end_last_line(self.metrics)
             _end_last_line(self.generations)
+            if last_step is not None:
+                _cut_after(self.metrics, last_step)
+                _cut_after(self.generations, last_step)
         else:
             self._move_aside()
 
@@ -123,7 +131,8 @@ class RunFolder(RunFiles):
 
     def _move_aside(self) -> None:
         own = (self.config, self.config_sources, self.metrics, self.generations)
-        old = [f for f in (*own, self.report, self.curves, self.log, self.tensorboard) if f.exists()]
+        made = (self.report, self.curves, self.log, self.tensorboard, self.checkpoints, self.batches, self.nonfinite)
+        old = [f for f in (*own, *made) if f.exists()]
         if not old:
             return
         self.moved_to = _new_numbered_folder(self.path)
@@ -190,6 +199,26 @@ def _end_last_line(file: Path) -> None:
         stream.seek(-1, os.SEEK_END)
         if stream.read(1) != b"\n":
             stream.write(b"\n")
+
+
+def _cut_after(file: Path, step: int) -> None:
+    """Takes the records of later steps out of a .jsonl file; the rest stays to the byte."""
+    if not file.exists():
+        return
+    lines = file.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _step_of(line) <= step]
+    if len(kept) < len(lines):
+        aside = file.with_name(file.name + ".part")
+        aside.write_bytes(b"".join(kept))
+        aside.replace(file)
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a record; a line that is none (cut off by a kill) belongs to no step that is kept."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _write_whole(file: Path, text: str) -> None:

@@ -28,6 +28,8 @@ class SampleLog:
         self.run = run
         self.few = {"train": training_samples, "val": validation_samples}
         self.folders = {"train": rollout_data_dir, "val": validation_data_dir}
+        if run.last_step is not None:
+            self._forget_after(run.last_step)
 
     def log_training(self, batch: DataProto, decode: Decode, step: int) -> None:
         """Takes the samples of a training step."""
@@ -36,6 +38,13 @@ class SampleLog:
     def log_validation(self, batch: DataProto, decode: Decode, step: int) -> None:
         """Takes the samples of a validation."""
         self._log(batch, decode, step, "val")
+
+    def _forget_after(self, step: int) -> None:
+        """Deletes the files of steps that a run which goes on will take again: it would write behind their lines."""
+        for folder in filter(None, self.folders.values()):
+            for file in Path(folder).glob("*.jsonl"):
+                if file.stem.isdecimal() and int(file.stem) > step:
+                    file.unlink()
 
     def _log(self, batch: DataProto, decode: Decode, step: int, split: str) -> None:
         folder = self.folders[split]

@@ -49,7 +49,8 @@ class TensorboardTracker:
     def __init__(self, run: RunFolder) -> None:
         _package("tensorboard")
         writer = importlib.import_module("torch.utils.tensorboard")
-        self._writer = writer.SummaryWriter(log_dir=str(run.tensorboard))
+        purge = None if run.last_step is None else run.last_step + 1
+        self._writer = writer.SummaryWriter(log_dir=str(run.tensorboard), purge_step=purge)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():

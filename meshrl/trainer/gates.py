@@ -97,6 +97,16 @@ class Gates:
         if self._stopping is not None:
             raise self._stop(self._stopping, step, metrics)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the gates remember of the steps so far."""
+        remembered = {"first_entropy": self._first_entropy, "first_step": self._first_step, "said": dict(self._said)}
+        return remembered | {"in_a_row": dict(self._in_a_row), "warnings": self._warnings}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there."""
+        self._first_entropy, self._first_step = state["first_entropy"], state["first_step"]
+        self._said, self._in_a_row, self._warnings = dict(state["said"]), dict(state["in_a_row"]), state["warnings"]
+
     def _first(self, metrics: Mapping[str, Any]) -> Iterator[Finding]:
         action, config = self.config.first_step, self.config
         if not self._first_step or action == "off":

@@ -39,6 +39,7 @@ from meshrl.data.sampling import RowOrder
 from meshrl.data.stream import PromptStream
 from meshrl.rewards.manager import RewardManager
 from meshrl.rollout.seeds import TRAINING, sample_seeds
+from meshrl.telemetry.console import validation_accuracies
 from meshrl.telemetry.metrics import compute_data_metrics, compute_throughput_metrics
 from meshrl.telemetry.samples import SampleLog
 from meshrl.telemetry.timers import PhaseTimer
@@ -47,6 +48,7 @@ from meshrl.trainer.correction import correct_rollout, corrects_rollout
 from meshrl.trainer.dynamic_sampling import DynamicSampling, Scored
 from meshrl.trainer.gates import Gates
 from meshrl.trainer.greedy_baseline import GREEDY, add_greedy_baselines
+from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.overlap import generate_beside_scoring
 from meshrl.trainer.reward_components import RM_SCORE, reward_components
 from meshrl.trainer.schedule import NUMBER, Begun, Schedule, correction_of
@@ -69,6 +71,7 @@ class PPOTrainer:
         tracker: Tracker,
         samples: SampleLog,
         timer: PhaseTimer,
+        keeper: Keeper,
         gates: Gates | None = None,
     ):
         self.config, self.train_data, self.order = config, train_data, order
@@ -77,7 +80,7 @@ class PPOTrainer:
         self.rollout = groups.get("rollout", self.actor)
         self.reward_model = groups.get("reward_model")
         self.reward, self.validator, self.tracker, self.samples = reward, validator, tracker, samples
-        self.timer, self.gates = timer, gates
+        self.timer, self.keeper, self.gates = timer, keeper, gates
         self.units = BatchUnits.from_config(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.total_steps = total_steps(config, len(train_data))
@@ -88,6 +91,38 @@ class PPOTrainer:
         self.batches_begun = 0
         self.schedule, self.correction = Schedule.of(config), correction_of(config)
         self.begun = deque[Begun]()
+        self.best: dict[str, float] | None = None
+        # Where the data stood after the last batch trained on: what was begun later begins again when a run goes on.
+        self.place = {"batches": 0, **order.state_dict()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the future of the run depends on beside the workers' state."""
+        place = self.place if self.begun else {"batches": self.batches_begun, **self.order.state_dict()}
+        waiting = self.dynamic_sampling.state_dict() if self.dynamic_sampling else {}
+        return {
+            "step": self.step,
+            "version": self.version,
+            "data": place,
+            "kl_controller": self.kl_controller.state_dict(),
+            "best": self.best,
+            "nonfinite_steps": self.keeper.nonfinite.count,
+            "gates": self.gates.state_dict() if self.gates else None,
+            **waiting,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from where `state_dict` was taken."""
+        # The first thing `fit` does is to give the rollout its weights again, as the version they were.
+        self.step, self.version = state["step"], state["version"] - 1
+        self.place = dict(state["data"])
+        self.order.load_state_dict(self.place)
+        self.batches_begun = self.place["batches"]
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        self.best, self.keeper.nonfinite.count = state["best"], state["nonfinite_steps"]
+        if self.gates and state["gates"]:
+            self.gates.load_state_dict(state["gates"])
+        if self.dynamic_sampling and "rounds" in state:
+            self.dynamic_sampling.load_state_dict(dict(state))
 
     def _make_dynamic_sampling(self) -> DynamicSampling | None:
         filters = self.config.algorithm.filter_groups
@@ -105,8 +140,9 @@ class PPOTrainer:
     def fit(self) -> None:
         """The whole run."""
         self.sync_weights()
-        if self.validator and (self.config.trainer.val_before_train or self.config.trainer.val_only):
-            self.tracker.log(self.validate(), step=0)
+        val_before_train = self.config.trainer.val_before_train and self.step == 0
+        if self.validator and (val_before_train or self.config.trainer.val_only):
+            self.tracker.log(self.validate(), self.step)
         if self.config.trainer.val_only:
             return
         while self.step < self.total_steps:
@@ -117,11 +153,14 @@ class PPOTrainer:
                 self.step -= 1
                 return
             batch, metrics = found
+            self.keeper.keep_batch(batch, metrics, self.step)
             metrics |= self.train_step(batch)
             if self.is_time_to_validate():
                 metrics |= self.validate()
             metrics |= self.gates.after_step(self.step, metrics) if self.gates else {}
+            metrics |= self.keeper.after_step(self, metrics)
             self.tracker.log(metrics | self.time_metrics(metrics), self.step)
+            self.keeper.after_log(self)
             if self.gates:
                 self.gates.raise_if_stopped(self.step, metrics)
 
@@ -142,6 +181,7 @@ class PPOTrainer:
                 return None
             begun = self.begun.popleft()
             batch, metrics = self.finish(begun)
+            self.place = {"batches": begun.number, **begun.data}
             ages = self.schedule.drop_stale(batch, self.version)
             dropped += ages["training/stale_dropped"]
             if batch.batch["response_mask"].any() or not dropped:
@@ -164,7 +204,8 @@ class PPOTrainer:
             begin = self.actor.generate_sequences if self.rollout is self.actor else self.rollout.begin_sequences
             with self.phase("gen"):
                 answers = begin(request)
-        return Begun(self.batches_begun, self.order.epoch, self.order.position, prompts, request, columns, answers)
+        data = self.order.state_dict()
+        return Begun(self.batches_begun, self.order.epoch, data, prompts, request, columns, answers)
 
     @property
     def scores_beside_generation(self) -> bool:
@@ -377,8 +418,7 @@ class PPOTrainer:
             names.append(compare_with)
         if self.config.actor_rollout_ref.actor.use_kl_loss:
             names.append("ref_log_prob")
-        if "rollout_is_weights" in batch.batch.keys():
-            names.append("rollout_is_weights")
+        names += [name for name in ("rollout_is_weights", "watched") if name in batch.batch.keys()]
         measures_entropy = "old_log_probs" not in names or self.bypasses_old_log_probs
         meta = {"compare_with": compare_with, "measure_entropy": measures_entropy}
         data = DataProto(batch.batch.select(*names), {}, meta)
@@ -453,16 +493,22 @@ class PPOTrainer:
         """Accuracy on the held-out prompts."""
         assert self.validator is not None
         with self.phase("testing"):
-            return self.validator.run(self.step)
+            metrics = self.validator.run(self.step)
+        accuracies = [value for name, value in validation_accuracies(metrics).items() if "mean@" in name]
+        mean = sum(accuracies) / max(1, len(accuracies))
+        if self.best is None or mean > self.best["accuracy"]:
+            self.best = {"accuracy": mean, "step": self.step}
+        return metrics
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Charges the time of a block to a phase of the step."""
         return self.timer.phase(name)
 
     def time_metrics(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Where the step's time went; throughput counts the time without validation."""
+        """Where the step's time went; throughput counts the time without validation and checkpoints."""
         times = self.timer.metrics()
-        seconds = times["timing_s/step"] - times.get("timing_s/testing", 0.0)
+        aside = times.get("timing_s/testing", 0.0) + times.get("timing_s/save_checkpoint", 0.0)
+        seconds = times["timing_s/step"] - aside
         tokens = int(metrics["perf/total_num_tokens"])
         return times | compute_throughput_metrics(tokens, seconds, self.config.trainer.world_size)
 

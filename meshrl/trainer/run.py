@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,11 +46,17 @@ from meshrl.telemetry.run_folder import RunFolder
 from meshrl.telemetry.samples import SampleLog
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracking
+from meshrl.trainer.batches import KeptBatches
+from meshrl.trainer.checkpoint import FOLDER, Checkpoints, Found, Part, checkpoint_to_resume, set_later_ones_aside
 from meshrl.trainer.gates import Gates
 from meshrl.trainer.judging import GroupAsk
+from meshrl.trainer.keeper import Keeper
+from meshrl.trainer.mirror import Mirror
+from meshrl.trainer.nonfinite import NonFiniteSteps
 from meshrl.trainer.ppo import PPOTrainer, total_steps
 from meshrl.trainer.schedule import correction_of
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
+from meshrl.trainer.stopping import StopRequest
 from meshrl.trainer.validation import Validator
 from meshrl.weights.pools import MeetingPoint
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -64,8 +70,13 @@ from meshrl.workers.sft import SFTWorker
 logger = logging.getLogger(__name__)
 
 
-def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: Console | None = None) -> Path:
-    """Trains a policy as `config` says; returns the run's folder."""
+def train(
+    config: PPOConfig,
+    sources: Mapping[str, str] | None = None,
+    console: Console | None = None,
+    make_loop: Callable[..., PPOTrainer] = PPOTrainer,
+) -> Path:
+    """Trains a policy as `config` says; returns the run's folder. `make_loop` may give another form of the trainer."""
     model, trainer = config.actor_rollout_ref.model, config.trainer
     units = BatchUnits.from_config(config)
     tokenizer = load_tokenizer(model.tokenizer_path or model.path or "", model.trust_remote_code)
@@ -100,8 +111,13 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
         rollout = config.actor_rollout_ref.rollout
         worker = ClassWithInitArgs(RolloutWorker, config.actor_rollout_ref, settings)
         pools.append(Pool([rollout.n_gpus_per_node] * rollout.nnodes, {"rollout": worker}))
-    with RunFolder(trainer.run_dir) as run, StepConsole(steps, console) as screen:
-        start_run(run, screen, config, sources, units.lines())
+    notes: list[str] = []
+    found = checkpoint_to_resume(trainer, notes.append)
+    first_step = found.step if found else 0
+    with open_run(trainer, found) as run, StepConsole(steps, console, first_step=first_step) as screen:
+        start_run(run, screen, config, sources, notes + units.lines())
+        if is_finished(found, steps, run, trainer, screen):
+            return run.path
         for words, data in (("training", train_data), ("validation", val_data)):
             if data is not None and data.dropped + data.truncated:
                 screen.message(f"{words} prompts: {data.dropped} dropped, {data.truncated} truncated, {len(data)} left")
@@ -126,7 +142,9 @@ def train(config: PPOConfig, sources: Mapping[str, str] | None = None, console: 
             timer = PhaseTimer(on_change=screen.show_phase)
             bypasses = config.algorithm.rollout_correction.bypass_mode
             gates = Gates(trainer.gates, run.path, say=screen.message, old_is_trainers=not bypasses)
-            PPOTrainer(config, groups, train_data, order, reward, validator, tracker, samples, timer, gates).fit()
+            keeper = make_keeper(config, ppo_parts(config, groups), run, steps, screen)
+            parts = (config, groups, train_data, order, reward, validator, tracker, samples, timer, keeper, gates)
+            keeper.fit(make_loop(*parts), found)
             if trainer.save_final_model and not trainer.val_only:
                 screen.message(f"model: {save_model(actor, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
@@ -158,8 +176,16 @@ def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Co
     steps = total_sft_steps(config, len(train_data))
     order = batch_order(config.data, trainer, len(train_data))
     worker = ClassWithInitArgs(SFTWorker, config, steps)
-    with RunFolder(trainer.run_dir) as run, StepConsole(steps, console, columns=SFT_COLUMNS) as screen:
-        start_run(run, screen, config, sources, units.lines())
+    notes: list[str] = []
+    found = checkpoint_to_resume(trainer, notes.append)
+    first_step = found.step if found else 0
+    with (
+        open_run(trainer, found) as run,
+        StepConsole(steps, console, columns=SFT_COLUMNS, first_step=first_step) as screen,
+    ):
+        start_run(run, screen, config, sources, notes + units.lines())
+        if is_finished(found, steps, run, trainer, screen):
+            return run.path
         if train_data.truncated:
             screen.message(f"training sequences: {train_data.truncated} of {len(train_data)} truncated")
         with (
@@ -169,11 +195,63 @@ def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Co
             group = groups["sft"]
             tracker.constants["data/truncated_sequences"] = train_data.truncated
             timer = PhaseTimer(on_change=screen.show_phase)
-            SFTTrainer(config, group, train_data, order, val_data, tracker, timer, steps).fit()
+            how = config.checkpoint
+            parts = {"model": Part(group, how.save_contents, how.load_contents, how.async_save)}
+            keeper = make_keeper(config, parts, run, steps, screen)
+            loop = SFTTrainer(config, group, train_data, order, val_data, tracker, timer, steps, keeper)
+            keeper.fit(loop, found)
             if trainer.save_final_model:
                 screen.message(f"model: {save_model(group, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
         return run.path
+
+
+def open_run(trainer: RunConfig, found: Found | None) -> RunFolder:
+    """The run's folder: its files go on where the checkpoint to go on from is one of its own."""
+    folder = Path(trainer.run_dir).resolve() / FOLDER
+    if found is None or found.path.resolve().parent != folder:
+        return RunFolder(trainer.run_dir)
+    set_later_ones_aside(folder, found.step)
+    return RunFolder(trainer.run_dir, resume=True, last_step=found.step)
+
+
+def is_finished(found: Found | None, steps: int, run: RunFolder, trainer: RunConfig, screen: StepConsole) -> bool:
+    """Whether nothing is left to do; says so."""
+    if found is None or found.step < steps or getattr(trainer, "val_only", False):
+        return False
+    screen.message(f"the run is finished: {found.path} is after step {found.step} of {steps}, nothing is left to train")
+    return (run.path / "model").is_dir() or not trainer.save_final_model
+
+
+def ppo_parts(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> dict[str, Part]:
+    """What a checkpoint of an RL run holds: the policy and, where one is trained, the critic."""
+    roles = {"actor": (groups["actor_rollout_ref"], config.actor_rollout_ref.actor.checkpoint)}
+    if "critic" in groups:
+        roles["critic"] = (groups["critic"], config.critic.checkpoint)
+    return {
+        role: Part(group, how.save_contents, how.load_contents, how.async_save) for role, (group, how) in roles.items()
+    }
+
+
+def make_keeper(
+    config: PPOConfig | SFTConfig, parts: Mapping[str, Part], run: RunFolder, steps: int, screen: StepConsole
+) -> Keeper:
+    """What the run keeps of itself, as the config says."""
+    trainer = config.trainer
+    how: dict[str, Any] = {"last_step": steps, "config": asdict(config), "say": screen.message}
+    mirror = Mirror(trainer.remote_dir, screen.message) if trainer.remote_dir and trainer.save_freq > 0 else None
+    checkpoints = Checkpoints(
+        run.checkpoints, parts, every=trainer.save_freq, keep=trainer.checkpoints_to_keep, mirror=mirror, **how
+    )
+    dumped = {role: replace(part, save_contents=("model", "optimizer", "extra")) for role, part in parts.items()}
+    dumps = Checkpoints(run.nonfinite, dumped, every=-1, **how)
+    megabytes = getattr(trainer, "keep_batches_megabytes", 0)
+    return Keeper(
+        checkpoints,
+        KeptBatches(run.batches, megabytes),
+        NonFiniteSteps(trainer.max_nan_steps, dumps, screen.message),
+        StopRequest(trainer.deadlines.stop),
+    )
 
 
 def training_prompts(

@@ -10,6 +10,7 @@ has in a synchronous run, long answers are not put off, and a sample is never ol
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,7 +75,7 @@ class Begun:
 
     number: int
     epoch: int
-    position: int
+    data: dict[str, Any]
     prompts: DataProto
     request: DataProto
     columns: dict[str, np.ndarray]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from meshrl.balance import order_for_data_parallel
@@ -13,6 +16,7 @@ from meshrl.data.sampling import BatchOrder
 from meshrl.telemetry.metrics import compute_throughput_metrics
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracker
+from meshrl.trainer.keeper import Keeper
 
 
 class SFTTrainer:
@@ -28,14 +32,27 @@ class SFTTrainer:
         tracker: Tracker,
         timer: PhaseTimer,
         steps: int,
+        keeper: Keeper,
     ):
+        self.keeper, self.step = keeper, 0
         self.config, self.model, self.tracker, self.timer, self.steps = config, model, tracker, timer, steps
         self.train_data, self.order, self.val_data = train_data, order, val_data
         self.units = SFTBatchUnits.from_config(config)
 
+    def state_dict(self) -> dict[str, Any]:
+        """All that the future of the run depends on beside the workers' state."""
+        count = self.keeper.nonfinite.count
+        return {"step": self.step, "data": self.order.state_dict(), "nonfinite_steps": count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from where `state_dict` was taken."""
+        self.step, self.keeper.nonfinite.count = state["step"], state["nonfinite_steps"]
+        self.order.load_state_dict(state["data"])
+
     def fit(self) -> None:
         """The whole run."""
-        for step, rows in zip(range(1, self.steps + 1), self.order, strict=False):
+        for step, rows in zip(range(self.step + 1, self.steps + 1), self.order, strict=False):
+            self.step = step
             self.timer.reset()
             batch = self.train_data.batch(rows)
             lengths = batch.batch["attention_mask"].sum(1).numpy()
@@ -47,10 +64,13 @@ class SFTTrainer:
             if self.val_data and every > 0 and (step % every == 0 or step == self.steps):
                 with self.timer.phase("testing"):
                     metrics["val/loss"] = self.validation_loss(self.val_data)
+            metrics |= self.keeper.after_step(self, metrics)
             times = self.timer.metrics()
-            seconds = times["timing_s/step"] - times.get("timing_s/testing", 0.0)
+            aside = times.get("timing_s/testing", 0.0) + times.get("timing_s/save_checkpoint", 0.0)
+            seconds = times["timing_s/step"] - aside
             throughput = compute_throughput_metrics(int(lengths.sum()), seconds, self.config.trainer.world_size)
             self.tracker.log(metrics | times | throughput, step)
+            self.keeper.after_log(self)
 
     def validation_loss(self, data: DemonstrationDataset) -> float:
         """Mean negative log-likelihood of the held-out tokens."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.rollout.base import Rollout
@@ -20,6 +20,32 @@ from meshrl.weights.connect import connect, rollout_params
 from meshrl.weights.exchange import Traffic
 from meshrl.weights.sources import DOWN, UP, FSDP2Source
 from meshrl.weights.sync import SyncReport
+
+
+@torch.no_grad()
+def merged(
+    params: Mapping[str, Tensor],
+    base: Mapping[str, Tensor],
+    adapters: Mapping[str, Tensor],
+    scaling: Mapping[str, float],
+    *,
+    is_there: bool,
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of a rollout: the base's with its adapters, or as it is; itself where the rollout has that."""
+    for name, param in params.items():
+        layer, _, kind = name.rpartition(".")
+        down, up = (f"{layer}{part}default.weight" for part in (DOWN, UP))
+        if kind == "weight" and down in adapters:
+            own = base[name].to(param.device)
+            change = adapters[up].to(param.device).float() @ adapters[down].to(param.device).float()
+            yield name, (own.float() + change * scaling[layer]).to(own.dtype)
+        elif isinstance(param, nn.Parameter):
+            yield name, param if is_there else base[name]
+
+
+def base_dtypes(source: FSDP2Source) -> dict[str, torch.dtype]:
+    """The types in which the trainer holds its base model: copies to merge from must not round."""
+    return {name: tensor.dtype for name, tensor in source.tensors().items()}
 
 
 class MergingSync:
@@ -51,30 +77,18 @@ class MergingSync:
         assert self.sync.destination is not None
         self.sync.source = self.sync.source.with_tensors(self.source.tensors())
         report = self.sync.run(version)
-        rollout.update_weights(self._merged(self.sync.destination.tensors), version)
+        adapters = self.sync.destination.tensors
+        made = merged(self.params, self.base, adapters, self.engine.adapter_scaling, is_there=self._is_there)
+        rollout.update_weights(made, version)
         self._is_there = True
         both = Traffic(**{name: getattr(traffic, name) + amount for name, amount in vars(report.traffic).items()})
         return SyncReport(version, seconds + report.seconds, both, report.buffer_bytes)
 
     def _bring_base(self) -> SyncReport:
-        base = FSDP2Source(self.engine, "base")
-        dtypes = {name: tensor.dtype for name, tensor in base.tensors().items()}
+        dtypes = base_dtypes(FSDP2Source(self.engine, "base"))
         blank = {name: torch.empty(p.shape, dtype=dtypes.get(name, p.dtype)) for name, p in self.params.items()}
         sync = connect(self.engine, blank, adapters="base", **self.options)
         report = sync(None, 0)
         sync.close()
         self.base = blank
         return report
-
-    @torch.no_grad()
-    def _merged(self, adapters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter: with its adapters, as it is, or, where the rollout has it already, itself."""
-        for name, param in self.params.items():
-            layer, _, kind = name.rpartition(".")
-            down, up = (f"{layer}{part}default.weight" for part in (DOWN, UP))
-            if kind == "weight" and down in adapters:
-                base = self.base[name].to(param.device)
-                change = adapters[up].float() @ adapters[down].float()
-                yield name, (base.float() + change * self.engine.adapter_scaling[layer]).to(base.dtype)
-            else:
-                yield name, param if self._is_there else self.base[name]

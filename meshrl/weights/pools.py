@@ -19,6 +19,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,16 @@ from torch import Tensor
 from meshrl.engines.base import Engine
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.shared_file import memory_folder
+from meshrl.rollout.stepping import SteppingRollout
 from meshrl.weights.connect import WEIGHT_BUFFERS, rollout_params, tensor_dtypes
 from meshrl.weights.cuda_ipc import CudaIpcCarrier
+from meshrl.weights.merging import base_dtypes, merged
 from meshrl.weights.placement import Placement, replicas
 from meshrl.weights.plan import MEGABYTE, ReshardPlan, plan_reshard
 from meshrl.weights.process_group import ProcessGroupCarrier
 from meshrl.weights.shards import Shards
 from meshrl.weights.shared_memory import SharedMemoryCarrier, open_together
-from meshrl.weights.sources import Source, source_of
+from meshrl.weights.sources import FSDP2Source, Source, source_of
 from meshrl.weights.sync import WORD_BYTES, SyncReport, WeightSync
 from meshrl.weights.transport import Carrier, Deadline, SyncError, SyncTimeoutError
 
@@ -167,23 +170,25 @@ def connect_trainer(
     deadline: float = 600.0,
     carrier: str = "auto",
     feed: str = "auto",
-    adapters: str = "merged",
+    adapters: str = "alone",
 ) -> PoolSync:
     """A trainer rank's end; rank r of the engine must be rank r of the group. The settings hold for all ranks.
 
-    `deadline`: seconds of one sync. `verify`, `delta`, `feed`, `adapters`: see `connect`.
+    `deadline`: seconds of one sync. `verify`, `delta`, `feed`: see `connect`. `adapters`: a model with LoRA sends its
+    base now and then adapters `alone`, or all weights `merged` every time.
     """
     trainers = _checked_split(group, group.world - num_rollouts)
     if carrier not in CARRIERS:
         raise ValueError(f"unknown carrier '{carrier}': use one of {', '.join(CARRIERS)}")
     rollouts = group.gather(None, "to describe their weights")[trainers:]
     is_float32 = any(entry[1] == "float32" for entry in rollouts[0]["params"].values())
-    source = source_of(engine, adapters=adapters, master=is_float32)
+    alone = engine.has_adapters and adapters == "alone"
+    source = source_of(engine, adapters="base" if alone else "merged", master=is_float32)
     if source.placement.world_size > trainers:
         raise ValueError(f"'{source.placement.title}' has more ranks than the group's {trainers} trainers")
     # Ranks beyond the source's hold nothing that is not elsewhere.
     has_part = group.rank < source.placement.world_size
-    tensors = source.tensors()
+    only = source_of(engine, adapters="only", master=is_float32) if alone else None
     settings = {
         "bucket_megabytes": bucket_megabytes,
         "verify": verify,
@@ -193,11 +198,20 @@ def connect_trainer(
         "feed": feed,
         "model_type": source.model_type,
         "placement": source.placement.to_json(),
+        "adapters": _described_adapters(engine, source, only) if only is not None else None,
     }
     device = next(engine.module.parameters()).device
     told = group.gather({"device": device.type, "settings": settings if group.rank == 0 else None}, "to plan")
-    shards = Shards(source.placement, group.rank, tensors) if has_part else None
-    return _connect(group, trainers, told, rollouts, source.placement, shards, {}, device, source)
+    plans = _Plans(group, trainers, told, device)
+    described = _same_everywhere(rollouts, trainers)
+
+    def shards(side: Source) -> Shards | None:
+        return Shards(side.placement, group.rank, side.tensors()) if has_part else None
+
+    if only is None:
+        return PoolSync(plans.sync(described, source.placement, shards(source)), group, source)
+    plans.bring_base(described, source.placement, shards(source))
+    return PoolSync(plans.sync(_adapters(only.placement), only.placement, shards(only)), group, only)
 
 
 def connect_rollout(
@@ -219,56 +233,130 @@ def connect_rollout(
     rollouts = group.gather({"params": described}, "to describe their weights")[trainers:]
     device = next(iter(params.values())).device
     told = group.gather({"device": device.type}, "to plan")
-    placement = Placement.from_json(told[0]["settings"]["placement"])
-    return _connect(group, trainers, told, rollouts, placement, None, params, device, staged=staged)
+    plans = _Plans(group, trainers, told, device)
+    settings, described = plans.settings, _same_everywhere(rollouts, trainers)
+    placement = Placement.from_json(settings["placement"])
+    if settings["adapters"] is None:
+        return PoolSync(plans.sync(described, placement, params=params, staged=staged), group)
+    base = plans.bring_base(described, placement)
+    placement = Placement.from_json(settings["adapters"]["placement"])
+    wanted = _adapters(placement)
+    tensors = {name: torch.empty(shape, device=device) for name, (shape, _) in wanted.items()}
+    sync = plans.sync(wanted, placement, params=tensors)
+    return MergingPoolSync(sync, group, params, base, settings["adapters"]["scaling"], staged)
 
 
-def _connect(
-    group: PoolGroup,
-    trainers: int,
-    told: Sequence[Mapping[str, Any]],
-    rollouts: Sequence[Mapping[str, Any]],
-    placement: Placement,
-    source: Shards | None,
-    params: Mapping[str, Tensor],
-    device: torch.device,
-    engine_source: Source | None = None,
-    staged: bool = False,
-) -> PoolSync:
-    """Makes the plan, which is the same on all ranks, and this rank's end of it."""
-    settings = told[0]["settings"]
-    described = _same_everywhere(rollouts, trainers)
-    # Buffers of weights that the trainer does not train stay as they were loaded.
-    sent = {n: e for n, e in described.items() if not n.endswith(WEIGHT_BUFFERS) or n in placement.tensors}
-    shapes = {name: tuple(shape) for name, (shape, _) in sent.items()}
-    target = replicas(shapes, group.world - trainers, settings["model_type"], f"{group.world - trainers} rollouts")
-    kinds = {name: torch.empty(0, dtype=getattr(torch, dtype)) for name, (_, dtype) in sent.items()}
-    dtypes = tensor_dtypes(target, 0, kinds, asks=False)
-    plan = plan_reshard(
-        placement,
-        target,
-        itemsize={name: dtype.itemsize for name, dtype in dtypes.items()},
-        bucket_bytes=settings["bucket_megabytes"] * MEGABYTE,
-        source_ranks=range(placement.world_size),
-        destination_ranks=range(trainers, group.world),
-        hosts=group.hosts,
-        feed=settings["feed"],
-    )
-    place = group.rank - trainers
-    sync = WeightSync(
-        plan,
-        group.rank,
-        source=source,
-        destination=Shards(target, place, {name: params[name] for name in sent}) if place >= 0 else None,
-        dtypes=dtypes,
-        carrier=carrier_between(group, plan, device, [rank["device"] for rank in told], settings["carrier"]),
-        verify=settings["verify"],
-        staged=staged,
-        delta=settings["delta"],
-        deadline=settings["deadline"],
-        may_repeat=True,
-    )
-    return PoolSync(sync, group, engine_source)
+class MergingPoolSync(PoolSync):
+    """A rollout's end where adapters travel alone: they are merged here with the base, which waits in host memory."""
+
+    def __init__(
+        self,
+        sync: WeightSync,
+        group: PoolGroup,
+        params: Mapping[str, Tensor],
+        base: Mapping[str, Tensor],
+        scaling: Mapping[str, float],
+        staged: bool,
+    ):
+        super().__init__(sync, group)
+        self.params, self.base, self.scaling, self.staged = params, base, scaling, staged
+        self._is_there = False
+
+    def __call__(self, rollout: Rollout | None, version: int) -> SyncReport:
+        assert rollout is not None
+        assert self.sync.destination is not None
+        if isinstance(rollout, SteppingRollout):
+            rollout.gaps.restart()
+        report = self.sync.run(version)
+        if rollout.version != version:
+            adapters = self.sync.destination.tensors
+            made = merged(self.params, self.base, adapters, self.scaling, is_there=self._is_there)
+            rollout.update_weights(list(made) if self.staged else made, version)
+            self._is_there = True
+        stall = rollout.longest_gap() if isinstance(rollout, SteppingRollout) else 0.0
+        return replace(report, stall_seconds=stall)
+
+
+def _described_adapters(engine: Any, base: Source, only: Source) -> dict[str, Any]:
+    """What rollouts must know to merge."""
+    assert isinstance(base, FSDP2Source)
+    dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in base_dtypes(base).items()}
+    return {"placement": only.placement.to_json(), "scaling": engine.adapter_scaling, "dtypes": dtypes}
+
+
+def _adapters(placement: Placement) -> dict[str, Any]:
+    """Adapters travel exactly."""
+    return {name: [list(shape), "float32"] for name, shape in placement.tensors.items()}
+
+
+@dataclass(frozen=True)
+class _Plans:
+    """Makes plans, the same on all ranks, and this rank's end of each. `told` is what every rank said of itself."""
+
+    group: PoolGroup
+    trainers: int
+    told: Sequence[Mapping[str, Any]]
+    device: torch.device
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return self.told[0]["settings"]
+
+    def bring_base(
+        self, described: Mapping[str, Any], placement: Placement, source: Shards | None = None
+    ) -> dict[str, Tensor]:
+        """Brings the base model, in the types of the trainer, into the host memory of rollouts."""
+        dtypes = self.settings["adapters"]["dtypes"]
+        wanted = {name: [shape, dtypes.get(name, dtype)] for name, (shape, dtype) in described.items()}
+        kept: dict[str, Tensor] = {}
+        if self.group.rank >= self.trainers:
+            kept = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in wanted.items()}
+        sync = PoolSync(self.sync(wanted, placement, source, kept), self.group)
+        sync(None, 0)
+        sync.close()
+        return kept
+
+    def sync(
+        self,
+        described: Mapping[str, Any],
+        placement: Placement,
+        source: Shards | None = None,
+        params: Mapping[str, Tensor] | None = None,
+        staged: bool = False,
+    ) -> WeightSync:
+        """`described`: shape and type of every parameter of the rollouts; `params`: those of this one."""
+        group, settings, rollouts = self.group, self.settings, self.group.world - self.trainers
+        # Buffers of weights that the trainer does not train stay as they were loaded.
+        sent = {n: e for n, e in described.items() if not n.endswith(WEIGHT_BUFFERS) or n in placement.tensors}
+        shapes = {name: tuple(shape) for name, (shape, _) in sent.items()}
+        target = replicas(shapes, rollouts, settings["model_type"], f"{rollouts} rollouts")
+        kinds = {name: torch.empty(0, dtype=getattr(torch, dtype)) for name, (_, dtype) in sent.items()}
+        dtypes = tensor_dtypes(target, 0, kinds, asks=False)
+        plan = plan_reshard(
+            placement,
+            target,
+            itemsize={name: dtype.itemsize for name, dtype in dtypes.items()},
+            bucket_bytes=settings["bucket_megabytes"] * MEGABYTE,
+            source_ranks=range(placement.world_size),
+            destination_ranks=range(self.trainers, group.world),
+            hosts=group.hosts,
+            feed=settings["feed"],
+        )
+        place = group.rank - self.trainers
+        own = {name: params[name] for name in sent} if params is not None and place >= 0 else None
+        return WeightSync(
+            plan,
+            group.rank,
+            source=source,
+            destination=Shards(target, place, own) if own is not None else None,
+            dtypes=dtypes,
+            carrier=carrier_between(group, plan, self.device, [r["device"] for r in self.told], settings["carrier"]),
+            verify=settings["verify"],
+            staged=staged,
+            delta=settings["delta"],
+            deadline=settings["deadline"],
+            may_repeat=True,
+        )
 
 
 def carrier_between(

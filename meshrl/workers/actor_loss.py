@@ -68,6 +68,9 @@ def make_actor_loss(
             kl = _aggregate(config, kl_penalty(log_prob, batch["ref_log_prob"], config.kl_loss_type), mask, stats)
             loss = loss + config.kl_loss_coef * kl
             metrics["actor/kl_loss"] = kl.detach() / stats.dp_size
+        if "watched" in batch:  # one token that somebody wants to see, see meshrl.trainer.replay
+            metrics["watched/log_prob"] = (log_prob.detach() * batch["watched"]).sum()
+            metrics["watched/seen"] = batch["watched"].sum().to(log_prob.dtype)
         if compare_with is not None:
             difference = (log_prob.detach() - batch[compare_with]).abs() * mask
             metrics["training/rollout_log_prob_diff_mean"] = mean(difference, mask)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from meshrl.config.actor import RefConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import READERS, RolloutConfig
 from meshrl.config.root import ActorRolloutRefConfig
-from meshrl.controller import Dispatch, Worker, nd_dispatch, register
+from meshrl.controller import Dispatch, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine
 from meshrl.engines.build import engine_class
@@ -26,12 +27,13 @@ from meshrl.weights.hybrid import ROLLOUT, TRAIN, HybridEngine
 from meshrl.weights.pools import PoolGroup, connect_trainer
 from meshrl.workers.actor_loss import count_mini_batch, make_actor_loss, skips_samples_without_advantage
 from meshrl.workers.answering import Answering
+from meshrl.workers.checkpointing import CheckpointedWorker
 from meshrl.workers.joining import join_ranks
 from meshrl.workers.resting import awake, rests, send_to_rest
 from meshrl.workers.settings import WorkerSettings
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(CheckpointedWorker):
     """One rank of actor, rollout and reference. Batches are split over the data-parallel ranks of the mesh `actor`."""
 
     def __init__(self, config: ActorRolloutRefConfig, settings: WorkerSettings):
@@ -108,6 +110,19 @@ class ActorRolloutRefWorker(Worker):
             model = self.config.ref.fsdp_config.param_offload
         return awake(engine, self.device, model=model, optimizer=optimizer and states)
 
+    def _checkpointed(self) -> tuple[Engine, ModelConfig]:
+        return self.actor, self.config.model
+
+    @contextmanager
+    def _engine_awake(self) -> Iterator[None]:
+        beside = self._saved_beside()
+        with self._awake(self.actor, optimizer=True), self._awake(beside["ref"]) if beside else nullcontext():
+            yield
+
+    def _saved_beside(self) -> dict[str, Engine]:
+        """A reference that is refreshed now and then."""
+        return {} if self.ref is None or self.config.ref.update_every is None else {"ref": self.ref}
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> dict[str, float]:
         """Brings the actor's weights into the rollout as this version; times, bytes, and memory of each phase."""
@@ -129,6 +144,7 @@ class ActorRolloutRefWorker(Worker):
                 bucket_megabytes=rollout.update_weights_bucket_megabytes,
                 verify=rollout.update_weights_verify,
                 delta=rollout.update_weights_delta,
+                adapters=rollout.update_weights_adapters,
                 deadline=deadline,
             )
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from meshrl.algorithms import BatchStats, agg_loss, compute_value_loss
 from meshrl.config.critic import CriticConfig
-from meshrl.controller import Dispatch, Worker, nd_dispatch, register
+from meshrl.config.model import ModelConfig
+from meshrl.controller import Dispatch, nd_dispatch, register
 from meshrl.data.proto import DataProto
-from meshrl.engines.base import LossFunction
+from meshrl.engines.base import Engine, LossFunction
 from meshrl.engines.build import engine_class
 from meshrl.telemetry.memory import PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
+from meshrl.workers.checkpointing import CheckpointedWorker
 from meshrl.workers.joining import join_ranks
 from meshrl.workers.resting import awake, rests, send_to_rest
 from meshrl.workers.settings import WorkerSettings
 
 
-class CriticWorker(Worker):
+class CriticWorker(CheckpointedWorker):
     """One rank of the critic. Batches are split over the data-parallel ranks of the mesh `critic`."""
 
     def __init__(self, config: CriticConfig, settings: WorkerSettings):
@@ -41,6 +45,13 @@ class CriticWorker(Worker):
         self.engine.initialize()
         self.register_mesh("critic", self.engine.dp_rank, self.engine.dp_size, is_collect=self.engine.is_collect)
         send_to_rest(self.engine, *rests(self.config))
+
+    def _checkpointed(self) -> tuple[Engine, ModelConfig]:
+        return self.engine, self.config.model
+
+    def _engine_awake(self) -> AbstractContextManager[None]:
+        model, optimizer = rests(self.config)
+        return awake(self.engine, self.device, model=model, optimizer=optimizer)
 
     @register(dispatch_mode=nd_dispatch("critic"))
     def compute_values(self, data: DataProto) -> DataProto:

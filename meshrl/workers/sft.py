@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 from torch import Tensor
 
 from meshrl.algorithms import BatchStats, agg_loss
+from meshrl.config.model import ModelConfig
 from meshrl.config.sft import SFTConfig
-from meshrl.controller import Dispatch, Worker, nd_dispatch, register
+from meshrl.controller import Dispatch, nd_dispatch, register
 from meshrl.data.proto import DataProto
+from meshrl.engines.base import Engine
 from meshrl.engines.build import engine_class
 from meshrl.models.saving import save_hf_folder
+from meshrl.workers.checkpointing import CheckpointedWorker
 from meshrl.workers.joining import join_ranks
 
 
-class SFTWorker(Worker):
+class SFTWorker(CheckpointedWorker):
     """One rank of a model that learns demonstrations."""
 
     def __init__(self, config: SFTConfig, total_steps: int):
@@ -35,6 +40,12 @@ class SFTWorker(Worker):
         )
         self.engine.initialize()
         self.register_mesh("model", self.engine.dp_rank, self.engine.dp_size, is_collect=self.engine.is_collect)
+
+    def _checkpointed(self) -> tuple[Engine, ModelConfig]:
+        return self.engine, self.config.model
+
+    def _engine_awake(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @register(dispatch_mode=nd_dispatch("model", pad=False))
     def train_batch(self, data: DataProto) -> dict[str, float]:

@@ -51,6 +51,7 @@ def test_only_a_part_and_documentation() -> None:
         "    # Seconds the workers may take to start.\n    start: 600.0\n"
         "    # Seconds one call to the workers may take.\n    call: 7200.0\n"
         "    # Seconds a collective between workers may take.\n    collective: 600.0\n"
+        "    # Seconds after SIGTERM within which the step is finished and saved.\n    stop: 60.0\n"
     )
     assert to_yaml(PPOConfig(), only="trainer.seed") == "trainer:\n  seed: 1\n"
     with pytest.raises(ConfigError, match=r"did you mean trainer.deadlines\?"):

@@ -57,7 +57,7 @@ def test_each_key_is_refused_exactly_if_it_is_marked(root: type, leaf: Leaf) -> 
         "actor_rollout_ref.model.use_fused_kernels=true",
 
         "actor_rollout_ref.rollout.mode=async", "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        "trainer.save_freq=10", "trainer.resume_mode=resume_path", "global_profiler.tool=torch",
+        "global_profiler.tool=torch",
     ],
 )  # fmt: skip
 def test_what_later_work_brings_is_refused(override: str) -> None:
@@ -80,7 +80,9 @@ def test_what_later_work_brings_is_refused(override: str) -> None:
         "actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.val_kwargs.n=4", "trainer.test_freq=5",
         "actor_rollout_ref.rollout.multi_turn.enable=true",
         "reward_manager.name=dapo", "reward_manager.name=prime", "reward.functions.exact_match=1",
-        "trainer.resume_mode=disable", "algorithm.kl_ctrl.type=adaptive", f"{ACTOR}.skip_zero_advantage=false",
+        "trainer.resume_mode=disable", "trainer.save_freq=10", "trainer.resume_mode=resume_path",
+        f"{ACTOR}.checkpoint.async_save=true", "trainer.max_actor_ckpt_to_keep=3",
+        "algorithm.kl_ctrl.type=adaptive", f"{ACTOR}.skip_zero_advantage=false",
     ],
 )  # fmt: skip
 def test_what_works_is_not_refused(override: str) -> None:
@@ -95,8 +97,8 @@ def test_changing_what_a_pending_key_follows_is_fine() -> None:
 
 def test_refusals_come_as_one_error(fine: Callable[..., PPOConfig]) -> None:
     with pytest.raises(ConfigError) as error:
-        ensure_runnable(fine("trainer.save_freq=10", "actor_rollout_ref.model.use_liger=true"))
+        ensure_runnable(fine("global_profiler.tool=torch", "actor_rollout_ref.model.use_liger=true"))
     assert error.value.problems == [
         "not supported yet: actor_rollout_ref.model.use_liger=True: Liger kernels",
-        "not supported yet: trainer.save_freq=10: checkpoints",
+        "not supported yet: global_profiler.tool=torch: profiling",
     ]

@@ -147,6 +147,73 @@ def test_megatron_exact_twice(megatron_ranks, pool_ranks, sync_folders):
     check(folder, found, versions)
 
 
+def train_lora(folder, address, adapters):
+    """Three versions of adapters; the logits that each amounts to, merged by hand from whole tensors."""
+    from meshrl.weights.pools import connect_trainer
+
+    engine, reference = fsdp_engine(folder, lora_rank=4), blank_lm(folder)
+    group = join(address, dist.get_rank(), dist.get_world_size() + 2)
+    sync = connect_trainer(engine, group, 2, bucket_megabytes=1, deadline=DEADLINE, adapters=adapters)
+    expected = []
+    with torch.no_grad():
+        for version in (1, 2, 3):
+            for name, param in engine.module.named_parameters():
+                if ".lora_B." in name:
+                    param.add_(0.1)
+            sync(None, version)
+            whole = {n.removeprefix("hf_model."): p.full_tensor() for n, p in engine.module.named_parameters()}
+            for name, param in reference.named_parameters():
+                layer, kind = name.rsplit(".", 1)
+                param.copy_(whole[name] if name in whole else whole[f"{layer}.base_layer.{kind}"])
+                if kind == "weight" and f"{layer}.lora_A.default.weight" in whole:
+                    up, down = (whole[f"{layer}.lora_{letter}.default.weight"] for letter in "BA")
+                    param.add_(up @ down, alpha=16 / 4)
+            expected.append(reference(IDS).logits)
+    sync.close()
+    return expected
+
+
+class Taking(Copy):
+    def update_weights(self, weights, version):
+        own = dict(self.hf_model.named_parameters())
+        for name, tensor in weights:
+            own.pop(name).data.copy_(tensor)
+        assert not own
+        self.version = version
+
+
+def take_lora(folder, address, staged):
+    from meshrl.weights.pools import connect_rollout
+
+    rollout = Taking(folder)
+    sync = connect_rollout(rollout, join(address, 2 + dist.get_rank(), 4), 2, staged=staged)
+    logits, received = [], []
+    for version in (1, 2, 3):
+        received.append(sync(rollout, version).traffic.received)
+        logits.append(rollout.logits())
+    sync.close()
+    return logits, received
+
+
+@pytest.mark.parametrize(("adapters", "staged"), [("merged", True), ("alone", True), ("alone", False)])
+def test_adapters_alone_or_merged(ranks, pool_ranks, sync_folders, adapters, staged):
+    pytest.importorskip("peft")
+    folder, point = sync_folders["qwen2"], meet()
+    (expected, _), found = both(
+        (ranks(2), train_lora, folder, point.address, adapters),
+        (pool_ranks(2), take_lora, folder, point.address, staged),
+    )
+    size = sum(p.numel() * 4 for p in blank_lm(folder).parameters())
+    for logits, received in found:
+        for mine, theirs in zip(logits, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+        assert (logits[0] - logits[1]).abs().max() > 1e-2
+        if adapters == "merged":
+            assert received == [size] * 3
+        else:
+            assert max(received) < 0.3 * size
+
+
 def generate_and_take(folder, address, staged):
     """Answers while a second version comes; the exchange waits until more tokens have come, if they can."""
     from meshrl.models.loading import load_model

@@ -82,7 +82,7 @@ def test_resume_continues_the_files_behind_a_half_written_line(tmp_path):
 
 
 def test_a_second_run_moves_the_first_aside_and_loses_nothing(tmp_path, caplog):
-    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "model").mkdir()
     for number in range(3):
         with caplog.at_level(logging.WARNING):
             run = RunFolder(tmp_path)
@@ -91,6 +91,7 @@ def test_a_second_run_moves_the_first_aside_and_loses_nothing(tmp_path, caplog):
         run.append_generations([{"prompt": "p", "response": "r", "score": number}], 1)
         run.tensorboard.mkdir()
         (run.tensorboard / "events").write_text(str(number))
+        (run.checkpoints / f"global_step_{number}").mkdir(parents=True)
         run.report.write_text("report")
         assert (run.moved_to is None) == (number == 0)
     assert str(tmp_path / "previous-2") in caplog.text
@@ -101,7 +102,8 @@ def test_a_second_run_moves_the_first_aside_and_loses_nothing(tmp_path, caplog):
         assert files.read_generations()[0]["score"] == number
         assert (files.tensorboard / "events").read_text() == str(number)
         assert files.report.exists()
-    assert (tmp_path / "checkpoints").is_dir()
+        assert [path.name for path in files.checkpoints.iterdir()] == [f"global_step_{number}"]
+    assert (tmp_path / "model").is_dir()
     assert not (tmp_path / "previous-3").exists()
 
 
@@ -165,3 +167,19 @@ def test_reserved_names_are_refused_and_missing_files_read_as_empty(tmp_path):
     files = RunFiles(tmp_path / "nowhere")
     assert (files.read_metrics(), files.read_generations(), files.read_config()) == ([], [], {})
     assert not files.path.exists()
+
+
+def test_a_run_that_goes_on_cuts_later_steps(tmp_path):
+    run = RunFolder(tmp_path)
+    for step in range(5):
+        run.append_metrics({"x": float(step)}, step)
+        run.append_generations([{"prompt": "p", "response": "r", "score": step}], step)
+    before = run.metrics.read_bytes().splitlines(keepends=True)
+    with run.metrics.open("ab") as stream:
+        stream.write(b'{"step": 5, "ti')  # killed while it wrote
+    on = RunFolder(tmp_path, resume=True, last_step=2)
+    assert on.metrics.read_bytes() == b"".join(before[:3])
+    assert [row["score"] for row in on.read_generations()] == [0, 1, 2]
+    on.append_metrics({"x": 9.0}, 3)
+    assert [row["step"] for row in on.read_metrics()] == [0, 1, 2, 3]
+    assert on.moved_to is None

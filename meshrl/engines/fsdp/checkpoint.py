@@ -1,9 +1,4 @@
-"""The FSDP engine's state as a torch distributed checkpoint: sharded, under Hugging Face names, for any layout.
-
-model.<name>                       weights (float32 masters where the parameters are kept in bfloat16)
-optimizer.<name>.<state>           exp_avg, exp_avg_sq, step
-extra-<rank>.pt                    schedule and random states, one file a rank
-"""
+"""The FSDP engine's state as rectangles under the modules' names; see `meshrl.engines.stored_state` for the files."""
 
 from __future__ import annotations
 
@@ -13,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,47 +16,83 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
-from meshrl.engines.extra_state import load_extra, save_extra
+from meshrl.engines.extra_state import extra_state, load_extra
+from meshrl.engines.fsdp.reading import local_rows
 from meshrl.engines.master import MasterAdamW
+from meshrl.engines.stored_state import ALL, Rectangle, Shape, Snapshot, Stored
 
 if TYPE_CHECKING:
     from meshrl.engines.fsdp.engine import FSDPEngine
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
+STEP = "step"
+# A tensor of the state by its kind and its parameter's name.
+State = dict[tuple[str, str], Any]
 
 
-def save_state(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
-    """Writes what `contents` names; all ranks take part."""
-    folder.mkdir(parents=True, exist_ok=True)
-    state = _state(engine, contents)
-    if state:
-        dcp.save(state, checkpoint_id=str(folder))
-    if "extra" in contents:
-        save_extra(folder, engine.rank, engine.device, getattr(engine, "learning_rate", None))
-    dist.barrier()
+def take_snapshot(engine: FSDPEngine, contents: Sequence[str]) -> Snapshot:
+    """What this rank has to write of what `contents` names; all ranks take part."""
+    rectangles: list[Rectangle] = []
+    steps: dict[str, int] = {}
+    for (kind, name), value in _state(engine, contents).items():
+        if kind == STEP:
+            steps[name] = int(value)
+        else:
+            local, start, shape = _local(value)
+            rectangles.append(Rectangle(kind, name, shape, start, local))
+    if len(set(steps.values())) == 1:
+        steps = {ALL: next(iter(steps.values()))}
+    extra = extra_state(engine.device, getattr(engine, "learning_rate", None)) if "extra" in contents else None
+    return Snapshot(_own(rectangles, engine), steps, extra)
 
 
 def load_state(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
-    """Reads what `contents` names into the engine, whatever layout wrote it."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no checkpoint at '{folder}'")
+    """Reads what `contents` names into the engine, whatever layout or engine wrote it."""
+    stored = Stored(folder)
     state = _state(engine, contents)
-    if state:
-        dcp.load(state, checkpoint_id=str(folder))
-        _restore(engine, state, contents)
+    with torch.no_grad():
+        for (kind, name), value in state.items():
+            if kind == STEP:
+                state[kind, name] = torch.full_like(value, stored.steps_of(name))
+                continue
+            local, start, _ = _local(value)
+            if local.numel():
+                stored.fill(kind, name, start, local)
+    _restore(engine, state)
     if "extra" in contents:
         load_extra(folder, engine.rank, engine.device, getattr(engine, "learning_rate", None))
 
 
-def _state(engine: FSDPEngine, contents: Sequence[str]) -> dict[str, Any]:
-    """The tensors to write, or to read into, by their names in the checkpoint."""
-    state: dict[str, Any] = {}
+def _local(value: Tensor) -> tuple[Tensor, Shape, Shape]:
+    """This rank's part of a tensor as a view, where it starts, and the whole's shape; a number is a row of one."""
+    if not isinstance(value, DTensor):
+        value = value.detach().reshape(1) if value.dim() == 0 else value.detach()
+        return value, (0,) * value.dim(), tuple(value.shape)
+    first, _ = local_rows(value)
+    return value.to_local().detach(), (first, *(0 for _ in value.shape[1:])), tuple(value.shape)
+
+
+def _own(rectangles: list[Rectangle], engine: FSDPEngine) -> list[Rectangle]:
+    """Those of the rectangles that no rank before this one holds: copies are written once."""
+    held = [(r.kind, r.name, r.start) for r in rectangles if r.tensor.numel()]
+    everyone: list[Any] = [held]
+    if engine.world_size > 1:
+        everyone = [None] * engine.world_size
+        dist.all_gather_object(everyone, held)
+    before = {key for keys in everyone[: engine.rank] for key in keys}
+    return [r for r in rectangles if r.tensor.numel() and (r.kind, r.name, r.start) not in before]
+
+
+def _state(engine: FSDPEngine, contents: Sequence[str]) -> State:
+    """The tensors to write, or to read into."""
+    state: State = {}
     optimizer = getattr(engine, "optimizer", None)
     if "model" in contents:
-        state |= {f"model.{name}": value for name, value in _weights(engine).items()}
+        state |= {("param", name): value for name, value in _weights(engine).items()}
     if "optimizer" in contents and optimizer is not None:
-        state |= {f"optimizer.{name}": value for name, value in _moments(engine, optimizer).items()}
+        state |= _moments(engine, optimizer)
     return state
 
 
@@ -75,36 +106,40 @@ def _weights(engine: FSDPEngine) -> dict[str, Any]:
     return {name: found[engine.prefix + name] for name in engine.param_names}
 
 
-def _moments(engine: FSDPEngine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _moments(engine: FSDPEngine, optimizer: torch.optim.Optimizer) -> State:
+    moments: State = {}
     if isinstance(optimizer, MasterAdamW):
-        moments: dict[str, Any] = {}
         for name, param in engine.hf_model.named_parameters():
             if param.requires_grad:
                 held = optimizer.state[param]
-                moments |= {f"{name}.exp_avg": held["exp_avg"], f"{name}.exp_avg_sq": held["exp_avg_sq"]}
-                moments[f"{name}.step"] = torch.tensor(float(optimizer.steps))
+                moments |= {(kind, name): held[kind] for kind in ("exp_avg", "exp_avg_sq")}
+                moments[STEP, name] = torch.tensor(float(optimizer.steps))
         return moments
     found = get_optimizer_state_dict(engine.module, optimizer, options=FLAT)
     start = "state." + engine.prefix
-    return {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
+    for key, value in found.items():
+        if key.startswith(start):
+            name, _, kind = key.removeprefix(start).rpartition(".")
+            moments[kind, name] = value
+    return moments
 
 
 @torch.no_grad()
-def _restore(engine: FSDPEngine, state: dict[str, Any], contents: Sequence[str]) -> None:
+def _restore(engine: FSDPEngine, state: State) -> None:
     """Puts loaded tensors where the engine keeps them; many are its own already."""
     optimizer = getattr(engine, "optimizer", None)
-    weights = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
-    moments = {k.removeprefix("optimizer."): v for k, v in state.items() if k.startswith("optimizer.")}
+    weights = {name: value for (kind, name), value in state.items() if kind == "param"}
+    moments = {(kind, name): value for (kind, name), value in state.items() if kind != "param"}
     if isinstance(optimizer, MasterAdamW):
         for name, param in engine.hf_model.named_parameters():
             if name in weights and param.requires_grad:
                 optimizer.set_master(param, weights[name])
-        steps = {int(value) for name, value in moments.items() if name.endswith(".step")}
+        steps = {int(value) for (kind, _), value in moments.items() if kind == STEP}
         optimizer.steps = steps.pop() if steps else optimizer.steps
         return
     if weights:
         set_model_state_dict(engine.module, {engine.prefix + k: v for k, v in weights.items()}, options=FLAT)
     if moments and optimizer is not None:
         whole = get_optimizer_state_dict(engine.module, optimizer, options=FLAT)
-        whole |= {f"state.{engine.prefix}{name}": value for name, value in moments.items()}
+        whole |= {f"state.{engine.prefix}{name}.{kind}": value for (kind, name), value in moments.items()}
         set_optimizer_state_dict(engine.module, optimizer, whole, options=FLAT)

@@ -21,7 +21,7 @@ from meshrl.config.optim import OptimConfig
 from meshrl.data.packing import PackedRow, keep_padding, pack
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import CONTENTS, BatchOutput, Engine, LossFunction
-from meshrl.engines.fsdp.checkpoint import load_state, save_state
+from meshrl.engines.fsdp.checkpoint import load_state, take_snapshot
 from meshrl.engines.fsdp.reading import fill, fill_randomly
 from meshrl.engines.fsdp.sharding import FSDP2, Sharding, Whole, precision_policy
 from meshrl.engines.gathering import add_metrics, in_batch_order
@@ -30,6 +30,7 @@ from meshrl.engines.micro_batches import split_into_micro_batches
 from meshrl.engines.offload import move_optimizer
 from meshrl.engines.optim import LearningRate, build_master_optimizer, build_optimizer
 from meshrl.engines.packed_lm import PackedCausalLM, PackedModel, PackedValueModel
+from meshrl.engines.stored_state import Snapshot
 from meshrl.models.loading import empty_model, load_model, torch_dtype
 from meshrl.models.lora import adapter_init, adapter_scaling, adapters_off, add_adapters, merged_params
 from meshrl.parallel.attention import ATTENTION_NAME
@@ -292,8 +293,8 @@ class FSDPEngine(Engine):
         for name, param in self.module.named_parameters():
             yield name, optimizer.master(param) if param.requires_grad else param.detach()
 
-    def save_checkpoint(self, folder: Path, contents: Sequence[str] = CONTENTS) -> None:
-        save_state(self, folder, contents)
+    def snapshot(self, contents: Sequence[str] = CONTENTS) -> Snapshot:
+        return take_snapshot(self, contents)
 
     def load_checkpoint(self, folder: Path, contents: Sequence[str] = CONTENTS) -> None:
         load_state(self, folder, contents)

@@ -1,16 +1,11 @@
-"""The Megatron engine's state in files that any layout can read: rectangles of tensors under Hugging Face names.
+"""The Megatron engine's state as rectangles under the modules' names; see `meshrl.engines.stored_state` for the files.
 
-    tensors-<rank>.safetensors      the rectangles a rank writes: those that no rank before it holds
-    tensors-<rank>.json             their names, places, and what they are: weights (float32) or a moment of AdamW
-    extra-<rank>.pt                 schedule and random states
-
-A rank reads, of all files, only what overlaps its own rectangles. Megatron-Core's own format is not used: it cannot
-restore torch's AdamW, nor experts onto another number of expert-parallel ranks.
+Megatron-Core's own format is not used: it cannot restore torch's AdamW, nor experts onto another number of
+expert-parallel ranks.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,71 +13,80 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from safetensors import safe_open
-from safetensors.torch import save_file
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
-from meshrl.engines.extra_state import load_extra, save_extra
+from meshrl.engines.extra_state import extra_state, load_extra
+from meshrl.engines.megatron.module_names import module_place
 from meshrl.engines.megatron.optimizer import ensure_states
 from meshrl.engines.megatron.states import MOMENTS, set_state, set_steps, steps_of, stretches, whole_state
-from meshrl.engines.megatron.weight_map import Slice, describe
+from meshrl.engines.megatron.weight_map import Slice, describe, expert_count
 from meshrl.engines.megatron.weights import module_names, piece_owners
+from meshrl.engines.stored_state import ALL, Rectangle, Snapshot, Stored
 
 if TYPE_CHECKING:
     from meshrl.engines.megatron.engine import MegatronEngine
 
 
-def save_state(engine: MegatronEngine, folder: Path, contents: Sequence[str]) -> None:
-    """Writes what `contents` names; all ranks take part."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rank = dist.get_rank()
+def take_snapshot(engine: MegatronEngine, contents: Sequence[str]) -> Snapshot:
+    """What this rank has to write of what `contents` names, in host memory; all ranks take part."""
+    rank, experts = dist.get_rank(), expert_count(engine.hf_config)
     owned = {
         (piece.chunk, piece.parameter, piece.name, piece.start)
         for parts in piece_owners(engine.hf_config, engine.ranks, **_naming(engine)).values()
         for owner, piece in parts
         if owner == rank
     }
-    tensors: dict[str, Tensor] = {}
-    index: list[dict[str, Any]] = []
+    rectangles: list[Rectangle] = []
     for kind, key, whole in _states(engine, _kinds(engine, contents)):
         for piece in _pieces(engine, key):
             if (piece.chunk, piece.parameter, piece.name, piece.start) in owned:
-                entry = f"{len(index)}"
-                tensors[entry] = piece.region(whole).to("cpu", copy=True).contiguous()
-                index.append(
-                    {"kind": kind, "name": piece.name, "start": piece.start, "size": piece.size, "entry": entry}
-                )
-    save_file(tensors, folder / f"tensors-{rank}.safetensors")
-    steps = steps_of(engine.optimizer) if "optimizer" in contents and engine.optim_config is not None else 0
-    (folder / f"tensors-{rank}.json").write_text(json.dumps({"steps": steps, "tensors": index}))
+                name, shape, start = module_place(piece.name, piece.shape, piece.start, experts)
+                tensor = piece.region(whole).to("cpu", copy=True)
+                if len(shape) > tensor.dim():
+                    tensor = tensor[None]
+                rectangles.append(Rectangle(kind, name, shape, start, tensor))
+    has_states = "optimizer" in contents and engine.optim_config is not None
+    steps = {ALL: steps_of(engine.optimizer)} if has_states else {}
+    extra = None
     if "extra" in contents:
-        save_extra(folder, rank, engine.device, getattr(engine, "learning_rate", None))
-    dist.barrier()
+        extra = extra_state(engine.device, getattr(engine, "learning_rate", None))
+        # The generators of Megatron-Core's own dropout.
+        tracked = get_cuda_rng_tracker().get_states()
+        extra["megatron_random"] = {n: s for n, s in tracked.items() if isinstance(s, Tensor)}
+    return Snapshot(rectangles, steps, extra)
 
 
 @torch.no_grad()
 def load_state(engine: MegatronEngine, folder: Path, contents: Sequence[str]) -> None:
-    """Reads what `contents` names into the engine, whatever layout wrote it."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"no checkpoint at '{folder}'")
-    stored = _Stored(folder)
+    """Reads what `contents` names into the engine, whatever layout or engine wrote it."""
+    stored, experts = Stored(folder), expert_count(engine.hf_config)
     kinds = _kinds(engine, contents)
     if engine.optim_config is not None:
         ensure_states(engine.optimizer)
         held = stretches(engine.optimizer)
         if "optimizer" in contents:
-            set_steps(engine.optimizer, stored.steps)
+            set_steps(engine.optimizer, stored.steps_of(ALL))
     for key, param in _parameters(engine).items():
         for kind in kinds:
+            if kind != "param" and not isinstance(param, nn.Parameter):
+                continue
             value = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
             for piece in _pieces(engine, key):
-                stored.fill(kind, piece, piece.region(value))
+                name, shape, start = module_place(piece.name, piece.shape, piece.start, experts)
+                region = piece.region(value)
+                stored.fill(kind, name, start, region if len(shape) == region.dim() else region[None])
             if kind == "param":
                 param.data.copy_(value)
             if engine.optim_config is not None and isinstance(param, nn.Parameter) and param in held:
                 set_state(held[param], kind, value)
     if "extra" in contents:
-        load_extra(folder, dist.get_rank(), engine.device, getattr(engine, "learning_rate", None))
+        extra = load_extra(folder, dist.get_rank(), engine.device, getattr(engine, "learning_rate", None))
+        tracker = get_cuda_rng_tracker()
+        known = tracker.get_states()
+        found = {n: s for n, s in extra.get("megatron_random", {}).items() if n in known}
+        if found:
+            tracker.set_states(known | found)
 
 
 def _kinds(engine: MegatronEngine, contents: Sequence[str]) -> list[str]:
@@ -140,46 +144,3 @@ def _pieces(engine: MegatronEngine, key: tuple[int, str]) -> list[Slice]:
                 pieces.setdefault((piece.chunk, piece.parameter), []).append(piece)
         engine._pieces_of = pieces  # type: ignore[attr-defined]
     return engine._pieces_of.get(key, [])  # type: ignore[attr-defined]
-
-
-class _Stored:
-    """All rectangles of a checkpoint, wherever they lie."""
-
-    def __init__(self, folder: Path):
-        self.steps = 0
-        self._where: dict[tuple[str, str], list[tuple[Path, dict[str, Any]]]] = {}
-        self._open: dict[Path, Any] = {}
-        files = sorted(folder.glob("tensors-*.json"))
-        if not files:
-            raise FileNotFoundError(f"'{folder}' is no checkpoint of strategy=megatron: it has no tensors-*.json")
-        for file in files:
-            content = json.loads(file.read_text())
-            self.steps = max(self.steps, content["steps"])
-            for entry in content["tensors"]:
-                place = (file.with_suffix(".safetensors"), entry)
-                self._where.setdefault((entry["kind"], entry["name"]), []).append(place)
-
-    def fill(self, kind: str, piece: Slice, target: Tensor) -> None:
-        """Copies all that is stored of a rectangle into `target`, which has its shape."""
-        filled = 0
-        for file, entry in self._where.get((kind, piece.name), []):
-            low = [max(a, b) for a, b in zip(piece.start, entry["start"], strict=True)]
-            ends = zip(piece.start, piece.size, entry["start"], entry["size"], strict=True)
-            high = [min(a + n, b + m) for a, n, b, m in ends]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
-                continue
-            box = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, entry["start"], strict=True))
-            own = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, piece.start, strict=True))
-            part = self._view(file, entry["entry"])[box]
-            target[own] = part.to(target.device)
-            filled += part.numel()
-        if filled != target.numel():
-            raise ValueError(
-                f"the checkpoint holds {filled} of {target.numel()} elements of '{piece.name}' "
-                f"({kind}, from {list(piece.start)} on): it is of another model, or incomplete"
-            )
-
-    def _view(self, file: Path, entry: str) -> Any:
-        if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt")
-        return self._open[file].get_slice(entry)

@@ -32,6 +32,7 @@ from meshrl.engines.megatron.transformer_config import has_transformer_engine, t
 from meshrl.engines.megatron.weight_map import expert_count, padded_vocab_size
 from meshrl.engines.megatron.weights import export_hf_weights, load_hf_weights
 from meshrl.engines.optim import LearningRate
+from meshrl.engines.stored_state import Snapshot
 from meshrl.models.loading import empty_model, torch_dtype
 from meshrl.parallel.attention import ATTENTION_NAME
 
@@ -255,11 +256,11 @@ class MegatronEngine(Engine):
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
 
-    def save_checkpoint(self, folder: Path, contents: Sequence[str] = CONTENTS) -> None:
-        from meshrl.engines.megatron.checkpoint import save_state
+    def snapshot(self, contents: Sequence[str] = CONTENTS) -> Snapshot:
+        from meshrl.engines.megatron.checkpoint import take_snapshot
 
         self._finish_param_gather()
-        save_state(self, folder, contents)
+        return take_snapshot(self, contents)
 
     def load_checkpoint(self, folder: Path, contents: Sequence[str] = CONTENTS) -> None:
         from meshrl.engines.megatron.checkpoint import load_state

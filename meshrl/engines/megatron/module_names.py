@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+Shape = tuple[int, ...]
 EXPERT = re.compile(r"(?P<layer>.*)\.(mlp|block_sparse_moe)\.experts\.(?P<number>\d+)\.(?P<kind>\w+)\.weight")
 # Which of the two stacks a file's tensor belongs to, and whether to its second half.
 STACKS = {
@@ -40,3 +41,17 @@ def as_module_params(weights: Iterator[tuple[str, Tensor]], experts: int) -> Ite
         if missing[stack] == 0:
             yield stack, stacks.pop(stack)
     assert not stacks, f"the experts of {sorted(stacks)} are not complete"
+
+
+def module_place(name: str, shape: Shape, start: Shape, experts: int) -> tuple[str, Shape, Shape]:
+    """The module's tensor that holds a file's tensor, its shape, and where `start` of the file's lies in it.
+
+    An expert's tensor is one slice of a stack, which has one dim more.
+    """
+    match = EXPERT.fullmatch(name)
+    if match is None:
+        return name.replace(".block_sparse_moe.", ".mlp."), shape, start
+    kind, second = STACKS[match["kind"]]
+    rows = shape[0] * (2 if kind == "gate_up_proj" else 1)
+    place = (int(match["number"]), start[0] + (shape[0] if second else 0), *start[1:])
+    return f"{match['layer']}.mlp.experts.{kind}", (experts, rows, *shape[1:]), place

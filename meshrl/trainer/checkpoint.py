@@ -1,0 +1,344 @@
+"""Checkpoints of a whole run: complete or absent, kept up to a number, found again by the next start.
+
+    checkpoints/global_step_12/
+        actor/  critic/        what the workers wrote (`meshrl.engines.stored_state`), configs in `huggingface/`
+        trainer.json           step, version, place in the data, KL controller, the config, ...
+        manifest.json          every file's size and checksum, written last
+
+All is written into `.global_step_12.partial` and renamed, so a folder of that name without a manifest, or with a file
+that does not fit it, has been damaged later: it is passed over and the one before is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import meshrl
+from meshrl.config.trainer import RunConfig
+from meshrl.controller import ControllerError, WorkerGroup
+from meshrl.data.proto import DataProto
+from meshrl.engines.stored_state import FileRecord, checksum, record_file
+from meshrl.telemetry.run_folder import flatten_config
+from meshrl.telemetry.timers import PhaseTimer
+from meshrl.trainer.mirror import MANIFEST, Mirror
+from meshrl.workers.checkpointing import Written
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "checkpoints"
+STATE = "trainer.json"
+STEP_FOLDER = re.compile(r"global_step_(\d+)")
+FORMAT = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or cannot be used."""
+
+
+class Resumable(Protocol):
+    """What a trainer has to offer to be saved.
+
+    `state_dict` holds plain values for JSON; a `DataProto` among them is written to a file of its own.
+    """
+
+    step: int
+    timer: PhaseTimer
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """A role that is saved: its workers, what of it is saved and loaded, and whether while training goes on."""
+
+    group: WorkerGroup
+    save_contents: Sequence[str]
+    load_contents: Sequence[str] | None = None
+    background: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint."""
+
+    path: Path
+    step: int
+    content: dict[str, Any]
+
+
+@dataclass
+class _Pending:
+    """A checkpoint in the making."""
+
+    step: int
+    aside: Path
+    files: list[FileRecord]
+    written: dict[str, list[Written | None]] = field(default_factory=dict)
+
+
+class Checkpoints:
+    """Saves the run every `every` steps and at the last one; `every` < 0 saves nothing."""
+
+    def __init__(
+        self,
+        folder: Path,
+        parts: Mapping[str, Part],
+        *,
+        every: int,
+        last_step: int,
+        keep: int | None = None,
+        config: Mapping[str, Any] | None = None,
+        mirror: Mirror | None = None,
+        say: Callable[[str], None] = logger.info,
+    ):
+        self.folder, self.parts, self.every, self.last_step, self.keep = folder, parts, every, last_step, keep
+        self.config, self.mirror, self.say = dict(config or {}), mirror, say
+        self._pending: _Pending | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether the run is saved after this step."""
+        return self.every > 0 and (step % self.every == 0 or step == self.last_step)
+
+    def save_if_due(self, trainer: Resumable) -> None:
+        """Saves after the step that was just taken, if it is time; `commit` completes it."""
+        if self.is_due(trainer.step):
+            self.save(trainer)
+
+    def save(self, trainer: Resumable) -> None:
+        """Writes everything aside, or starts to."""
+        with trainer.timer.phase("save_checkpoint"):
+            self.commit(wait=True)
+            for left_over in self.folder.glob(".global_step_*"):
+                shutil.rmtree(left_over)
+            aside = self.folder / f".global_step_{trainer.step}.partial"
+            try:
+                aside.mkdir(parents=True)
+                self._pending = _Pending(trainer.step, aside, self._write_state(aside, trainer))
+                for role, part in self.parts.items():
+                    part.group.save_checkpoint(str(aside.absolute()), role, list(part.save_contents), part.background)
+            except (OSError, ControllerError) as error:
+                raise self._failed(trainer.step, aside, error) from error
+
+    def _write_state(self, aside: Path, trainer: Resumable) -> list[FileRecord]:
+        state, files = trainer.state_dict(), []
+        for name, value in list(state.items()):
+            if isinstance(value, DataProto):
+                files.append(aside / f"{name}.dataproto")
+                value.save_to_disk(files[-1])
+                state[name] = {"file": files[-1].name}
+        content = {
+            "step": trainer.step,
+            "state": state,
+            "contents": {role: list(part.save_contents) for role, part in self.parts.items()},
+            "ranks": {role: part.group.world_size for role, part in self.parts.items()},
+            "config_digest": config_digest(self.config),
+            "config": self.config,
+        }
+        files.append(aside / STATE)
+        files[-1].write_text(json.dumps(content, indent=1) + "\n")
+        return [record_file(file, aside) for file in files]
+
+    def commit(self, wait: bool = False) -> None:
+        """Completes the checkpoint in the making once all ranks have written it: manifest, rename, keep-N."""
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            for role, part in self.parts.items():
+                pending.written[role] = part.group.checkpoint_files(wait)
+            ranks = [written for ranks in pending.written.values() for written in ranks]
+            if any(written is None for written in ranks):
+                return
+            files = pending.files + [record for written in ranks if written for record in written.files]
+            path = self._put_in_place(pending, files)
+        except (OSError, ControllerError) as error:
+            raise self._failed(pending.step, pending.aside, error) from error
+        self._pending = None
+        size = sum(record.size for record in files)
+        seconds = max(written.seconds for written in ranks if written)
+        logger.info("checkpoint %s: %.1f MB, written in %.2f s", path, size / 1e6, seconds)
+        if self.mirror is not None:
+            self.mirror.wait()
+        self._delete_old()
+        if self.mirror is not None:
+            self.mirror.push(path)
+
+    def finish(self) -> None:
+        """Completes all that is under way, here and at the mirror."""
+        self.commit(wait=True)
+        if self.mirror is not None:
+            self.mirror.wait()
+
+    def _put_in_place(self, pending: _Pending, files: list[FileRecord]) -> Path:
+        listed = [asdict(record) for record in sorted(files, key=lambda record: record.name)]
+        manifest = pending.aside / MANIFEST
+        manifest.write_text(
+            json.dumps(
+                {"format": FORMAT, "meshrl": meshrl.__version__, "step": pending.step, "files": listed}, indent=1
+            )
+        )
+        record_file(manifest, pending.aside)
+        path = self.folder / f"global_step_{pending.step}"
+        if path.exists():
+            path.rename(self.folder / f".global_step_{pending.step}.old")
+        pending.aside.rename(path)
+        _sync_folder(self.folder)
+        shutil.rmtree(self.folder / f".global_step_{pending.step}.old", ignore_errors=True)
+        return path
+
+    def _failed(self, step: int, aside: Path, error: Exception) -> CheckpointError:
+        self._pending = None
+        shutil.rmtree(aside, ignore_errors=True)
+        free = shutil.disk_usage(self.folder).free if self.folder.is_dir() else 0
+        return CheckpointError(
+            f"the checkpoint of step {step} could not be written to {self.folder} ({free / 1e9:.1f} GB free); "
+            f"the older ones are as they were. {type(error).__name__}: {error}"
+        )
+
+    def _delete_old(self) -> None:
+        """Deletes all but the newest `keep` checkpoints; damaged ones do not count among these."""
+        if self.keep is None:
+            return
+        whole = [path for path in step_folders(self.folder) if not problems_of(path, checksums=False)]
+        for path in whole[self.keep :]:
+            # Under another name first: one that is half deleted must not look like one.
+            gone = path.rename(self.folder / f".{path.name}.deleted")
+            shutil.rmtree(gone)
+
+    def restore(self, trainer: Resumable, found: Found) -> None:
+        """Brings workers and trainer to where the checkpoint was written."""
+        for role, part in self.parts.items():
+            held = found.content["contents"].get(role)
+            if held is None:
+                raise ValueError(f"{found.path} has no {role}, only {', '.join(found.content['contents'])}")
+            wanted = part.load_contents or held
+            if missing := [name for name in wanted if name not in held]:
+                raise ValueError(f"{role}.checkpoint.load_contents asks for {missing}, but {found.path} holds {held}")
+            part.group.load_checkpoint(str((found.path / role).absolute()), list(wanted))
+        if found.content["state"] is None:  # weights of another origin: the run begins with them
+            self.say(f"begins with the weights of {found.path}")
+            return
+        state = dict(found.content["state"])
+        for name, value in state.items():
+            if isinstance(value, dict) and set(value) == {"file"}:
+                state[name] = DataProto.load_from_disk(found.path / value["file"])
+        trainer.load_state_dict(state)
+        self.say(f"goes on after step {found.step} ({found.path})")
+        for line in changed_keys(found.content["config"], self.config):
+            self.say(f"  changed since: {line}")
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, whole or not, the newest first."""
+    found = [
+        (int(match[1]), path) for path in folder.glob("global_step_*") if (match := STEP_FOLDER.fullmatch(path.name))
+    ]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def problems_of(path: Path, checksums: bool = True) -> list[str]:
+    """Why a checkpoint cannot be used: files that are missing, of another size or, on request, of other content."""
+    manifest = path / MANIFEST
+    if not manifest.is_file():
+        return [f"it has no {MANIFEST}: it was not written to its end"]
+    try:
+        content = json.loads(manifest.read_text())
+        records = [FileRecord(**record) for record in content["files"]]
+    except (ValueError, TypeError, KeyError) as error:
+        return [f"its {MANIFEST} cannot be read: {error}"]
+    if content.get("format") != FORMAT:
+        return [f"it has format {content.get('format')}, this version reads {FORMAT}"]
+    problems = [problem for record in records if (problem := _size_problem(path, record))]
+    if problems or not checksums:
+        return problems
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        sums = pool.map(lambda record: checksum(path / record.name), records)
+    return [f"{r.name} has been changed" for r, found in zip(records, sums, strict=True) if found != r.crc32]
+
+
+def _size_problem(path: Path, record: FileRecord) -> str | None:
+    file = path / record.name
+    if not file.is_file():
+        return f"{record.name} is missing"
+    size = file.stat().st_size
+    return None if size == record.size else f"{record.name} has {size} of {record.size} bytes"
+
+
+def open_checkpoint(path: Path) -> Found:
+    """A checkpoint that somebody named; a `CheckpointError` if it is not whole."""
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint {path}")
+    if problems := problems_of(path):
+        raise CheckpointError(f"the checkpoint {path} cannot be used: {'; '.join(problems[:3])}")
+    content = json.loads((path / STATE).read_text())
+    return Found(path, int(content["step"]), content)
+
+
+def newest_complete(folder: Path, say: Callable[[str], None] = logger.warning) -> Found | None:
+    """The newest checkpoint that is whole; says which newer ones are not, and why."""
+    damaged = []
+    for path in step_folders(folder):
+        if problems := problems_of(path):
+            say(f"the checkpoint {path} is passed over: {'; '.join(problems[:3])}")
+            damaged.append(path)
+            continue
+        return open_checkpoint(path)
+    if damaged:
+        raise CheckpointError(
+            f"none of the {len(damaged)} checkpoints in {folder} is whole; trainer.resume_mode=disable begins anew"
+        )
+    return None
+
+
+def checkpoint_to_resume(trainer: RunConfig, say: Callable[[str], None] = logger.warning) -> Found | None:
+    """Where a run goes on, as `trainer.resume_mode` says; None: at the beginning."""
+    if trainer.resume_mode == "disable":
+        return None
+    if trainer.resume_mode == "resume_path":
+        return open_checkpoint(Path(trainer.resume_from_path or ""))
+    folder = Path(trainer.run_dir) / FOLDER
+    if trainer.remote_dir and not step_folders(folder) and (path := Mirror(trainer.remote_dir).fetch_newest(folder)):
+        say(f"the checkpoint {path} was fetched from {trainer.remote_dir}")
+    return newest_complete(folder, say)
+
+
+def set_later_ones_aside(folder: Path, step: int) -> None:
+    """Renames the checkpoints after this step, which a run that goes on from here will not lead to."""
+    for path in step_folders(folder):
+        if int(path.name.rpartition("_")[2]) > step:
+            aside = path.with_name(path.name + ".superseded")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+
+
+def config_digest(config: Mapping[str, Any]) -> str:
+    """A short name for a whole config."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """`key: old -> new` for every key that two configs differ in."""
+    old, new = dict(flatten_config(before)), dict(flatten_config(now))
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            yield f"{name}: {old.get(name)} -> {new.get(name)}"
+
+
+def _sync_folder(folder: Path) -> None:
+    """Puts a rename on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

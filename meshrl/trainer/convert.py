@@ -1,0 +1,313 @@
+"""Checkpoints to Hugging Face folders and back, tensor by tensor: at most one file's worth is held in memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import meshrl
+from meshrl.engines.megatron.dist_checkpoint import read_hf_tensors
+from meshrl.engines.megatron.module_names import module_place
+from meshrl.engines.megatron.weight_map import expert_count, hf_tensors
+from meshrl.engines.stored_state import Rectangle, Snapshot, Stored, record_file, write_snapshot
+from meshrl.models.loading import empty_model, load_model_config, load_tokenizer, torch_dtype
+from meshrl.models.lora import ADAPTER, ADAPTER_CONFIG, SCALING_FILE, merged_params
+from meshrl.models.saving import SHARD_BYTES, as_file_tensors, new_folder, save_configs, write_shards
+from meshrl.models.tensor_files import open_tensors, save_tensors, tensor_files
+from meshrl.trainer.checkpoint import FOLDER, FORMAT, STATE, CheckpointError, newest_complete, problems_of
+from meshrl.trainer.mirror import MANIFEST
+from meshrl.workers.checkpointing import HF_FOLDER
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ROLES = ("actor", "model", "critic")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What came out of a conversion."""
+
+    path: Path
+    tensors: int
+    bytes: int
+
+
+def convert(arguments: Namespace) -> str:
+    """`meshrl convert`: the direction follows from the source. Returns what to say."""
+    source, out = Path(arguments.source), Path(arguments.out)
+    if arguments.like or (source / ".metadata").is_file():
+        if arguments.like is None:
+            raise ValueError(
+                f"{source} is a distributed checkpoint: name a Hugging Face folder of its model with --like"
+            )
+        dtype = torch_dtype(arguments.dtype) if arguments.dtype else None
+        made = from_megatron(
+            source,
+            arguments.like,
+            out,
+            dtype=dtype,
+            shard_bytes=arguments.shard_mb << 20,
+            overwrite=arguments.overwrite,
+        )
+    elif (source / "config.json").is_file():
+        for name in ("dtype", "adapter"):
+            if getattr(arguments, name):
+                raise ValueError(f"--{name} is for checkpoints; {source} is a Hugging Face folder")
+        made = from_hf(source, out, role=arguments.role or "actor", overwrite=arguments.overwrite)
+    else:
+        made = to_hf(
+            source,
+            out,
+            role=arguments.role,
+            dtype=torch_dtype(arguments.dtype) if arguments.dtype else None,
+            adapter=arguments.adapter,
+            shard_bytes=arguments.shard_mb << 20,
+            overwrite=arguments.overwrite,
+        )
+    return f"wrote {made.path}: {made.tensors} tensors, {made.bytes / 1e6:.1f} MB"
+
+
+def to_hf(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    role: str | None = None,
+    dtype: torch.dtype | None = None,
+    adapter: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+) -> Converted:
+    """Writes a role of a checkpoint (or of a run's newest one) as a folder that plain transformers loads.
+
+    Adapters are merged into the weights or, with `adapter`, written alone as peft's folder. `dtype`: else as stored.
+    """
+    folder = _role_folder(Path(checkpoint), role)
+    out = _free_place(Path(out), overwrite)
+    stored = Stored(folder)
+    if adapter:
+        return _to_peft(folder, stored, out, dtype)
+    model = _model_of(folder)
+    expected = expected_tensors(model)
+    _check_names(folder, stored, expected)
+    with new_folder(out) as aside:
+        _copy_but_weights(folder / HF_FOLDER, aside)
+        if dtype is not None:
+            _set_dtype(aside / "config.json", dtype)
+        tensors = ((name, t if dtype is None else t.to(dtype)) for name, t in _plain_tensors(folder, stored, expected))
+        write_shards(aside, as_file_tensors(tensors, model), shard_bytes, copies=False)
+    return _measured(out)
+
+
+def _role_folder(path: Path, role: str | None) -> Path:
+    """The role's part of what was named: a run's folder, a checkpoint, or such a part itself."""
+    if (path / FOLDER).is_dir():
+        found = newest_complete(path / FOLDER)
+        if found is None:
+            raise CheckpointError(f"there are no checkpoints in {path / FOLDER}")
+        path = found.path
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint {path}")
+    if list(path.glob("tensors-*.json")):
+        path, role = path.parent, path.name
+    if problems := problems_of(path):
+        raise CheckpointError(f"the checkpoint {path} cannot be used: {'; '.join(problems[:3])}")
+    there = [name for name in ROLES if (path / name).is_dir()]
+    chosen = role or next(iter(there), "")
+    if chosen not in there:
+        raise CheckpointError(f"{path} has no {role or 'role'}, only {', '.join(there) or 'nothing'}")
+    return path / chosen
+
+
+def _free_place(out: Path, overwrite: bool) -> Path:
+    if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is there already: choose another place, or --overwrite")
+    return out
+
+
+def _model_of(folder: Path) -> PreTrainedModel:
+    """The role's model without memory, for its names and shapes."""
+    config = json.loads((folder / HF_FOLDER / "config.json").read_text())
+    is_value = any("Classification" in name for name in config.get("architectures") or [])
+    return empty_model(folder / HF_FOLDER, "eager", "value" if is_value else "lm")
+
+
+def expected_tensors(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+    """What a folder of this model holds, under its modules' names: parameters, tied ones once, and some buffers."""
+    own = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own.keys()
+    kept = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
+    return own | kept
+
+
+def _check_names(folder: Path, stored: Stored, expected: dict[str, tuple[int, ...]]) -> None:
+    """The checkpoint must hold the model's tensors, all of them and in their shapes, and nothing else."""
+    found = {
+        name.replace(".base_layer.", "."): stored.shapes["param", name]
+        for name in stored.names()
+        if ".lora_" not in name
+    }
+    missing, extra = expected.keys() - found.keys(), found.keys() - expected.keys()
+    if missing or extra:
+        words = [f"lacks {len(missing)} tensors, first of all '{min(missing)}'"] if missing else []
+        words += [f"has {len(extra)} that the model does not know, first of all '{min(extra)}'"] if extra else []
+        raise ValueError(f"{folder} is not of the model in its config.json: it {' and '.join(words)}")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise ValueError(
+                f"{folder} is not of the model in its config.json: '{name}' is {list(found[name])}, not {list(shape)}"
+            )
+
+
+def _plain_tensors(folder: Path, stored: Stored, names: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+    """The model's own tensors in its order, adapters merged in."""
+    scaling_file = folder / SCALING_FILE
+    if not scaling_file.is_file():
+        for name in names:
+            yield name, stored.whole(name)
+        return
+
+    def with_adapters() -> Iterator[tuple[str, Tensor]]:
+        held = set(stored.names())
+        for name in names:
+            module, _, leaf = name.rpartition(".")
+            base = f"{module}.base_layer.{leaf}"
+            yield (base, stored.whole(base)) if base in held else (name, stored.whole(name))
+            for part in ("lora_A", "lora_B"):
+                matrix = f"{module}.{part}.{ADAPTER}.weight"
+                if leaf == "weight" and matrix in held:
+                    yield matrix, stored.whole(matrix)
+
+    yield from merged_params(with_adapters(), json.loads(scaling_file.read_text()))
+
+
+def _to_peft(folder: Path, stored: Stored, out: Path, dtype: torch.dtype | None) -> Converted:
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise ValueError(f"{folder} was trained without adapters: it has no {ADAPTER_CONFIG}")
+    names = [name for name in stored.names() if ".lora_" in name]
+    tensors = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": stored.whole(name, dtype=dtype) for name in names
+    }
+    with new_folder(out) as aside:
+        shutil.copy(folder / ADAPTER_CONFIG, aside / ADAPTER_CONFIG)
+        save_tensors(tensors, aside / ADAPTER_WEIGHTS)
+    return Converted(out, len(tensors), sum(t.numel() * t.element_size() for t in tensors.values()))
+
+
+def _set_dtype(config: Path, dtype: torch.dtype) -> None:
+    content = json.loads(config.read_text())
+    content.pop("torch_dtype", None)
+    content["dtype"] = str(dtype).removeprefix("torch.")
+    config.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _measured(out: Path) -> Converted:
+    """Reads back what was written: every tensor that the index names must be in its file."""
+    total = count = 0
+    files = tensor_files(out)
+    for file in sorted(set(files.values())):
+        with open_tensors(file) as tensors:
+            count += len(list(tensors.keys()))
+        total += file.stat().st_size
+    if count != len(files):
+        raise ValueError(f"{out}: the index names {len(files)} tensors, the files hold {count}")
+    return Converted(out, count, total)
+
+
+def from_megatron(
+    folder: str | Path,
+    like: str | Path,
+    out: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+) -> Converted:
+    """Writes a Megatron-Core distributed checkpoint as a Hugging Face folder, with configs and tokenizer of `like`."""
+    out, like = _free_place(Path(out), overwrite), Path(like)
+    hf_config = load_model_config(like)
+    expected = hf_tensors(hf_config)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        left = set(expected)
+        for name, tensor in read_hf_tensors(Path(folder), hf_config):
+            left.remove(name)
+            yield name, tensor if dtype is None else tensor.to(dtype)
+        if left:
+            raise ValueError(f"'{folder}' lacks {len(left)} tensors of the model in '{like}', as '{min(left)}'")
+
+    with new_folder(out) as aside:
+        _copy_but_weights(like, aside)
+        if dtype is not None:
+            _set_dtype(aside / "config.json", dtype)
+        write_shards(aside, tensors(), shard_bytes, copies=False)
+    return _measured(out)
+
+
+def _copy_but_weights(folder: Path, target: Path) -> None:
+    """Configs, tokenizer and chat template."""
+    for file in folder.iterdir():
+        if file.is_file() and not file.name.endswith((".safetensors", ".index.json", ".bin", ".pt")):
+            shutil.copy(file, target / file.name)
+
+
+def from_hf(folder: str | Path, out: str | Path, *, role: str = "actor", overwrite: bool = False) -> Converted:
+    """Makes a checkpoint of the weights of a Hugging Face folder: no optimizer, step 0.
+
+    A run goes on from it with `trainer.resume_mode=resume_path`.
+    """
+    source, out = Path(folder), _free_place(Path(out), overwrite)
+    if not (source / "config.json").is_file():
+        raise ValueError(f"no model at '{source}': expected a folder with config.json")
+    model = empty_model(source, "eager", "value" if role == "critic" else "lm")
+    expected = expected_tensors(model)
+    with new_folder(out) as aside:
+        files = write_snapshot(Snapshot(_rectangles(source, model)), aside / role, 0)
+        stored = Stored(aside / role)
+        _check_names(source, stored, expected)
+        for name, shape in expected.items():
+            stored.check(name, shape)
+        save_configs(aside / role / HF_FOLDER, model)
+        if (source / "tokenizer_config.json").is_file():
+            load_tokenizer(source).save_pretrained(aside / role / HF_FOLDER)
+        files += [file for file in (aside / role / HF_FOLDER).iterdir() if file.is_file()]
+        state = aside / STATE
+        content = {"step": 0, "state": None, "contents": {role: ["model"]}, "ranks": {role: 1}, "config": {}}
+        state.write_text(json.dumps(content, indent=1) + "\n")
+        records = [asdict(record_file(file, aside)) for file in (*files, state)]
+        manifest = {"format": FORMAT, "meshrl": meshrl.__version__, "step": 0, "files": records}
+        (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    return Converted(out, len(expected), sum(record["size"] for record in records))
+
+
+def _rectangles(folder: Path, model: PreTrainedModel) -> Iterator[Rectangle]:
+    """The folder's tensors under the modules' names, file by file; an expert's is a slice of its layer's stack."""
+    files = tensor_files(folder)
+    if not files:
+        raise ValueError(f"'{folder}' has no safetensors")
+    known = expected_tensors(model)
+    tied = {name for name in files if name == "lm_head.weight" and name not in known}
+    for file in dict.fromkeys(files.values()):
+        if not file.is_file():
+            raise ValueError(f"'{folder}' lacks {file.name}, which its index names")
+        opened = open_tensors(file)
+        for name in opened.keys():
+            if name in tied or files.get(name) != file:
+                continue
+            tensor = opened.get_tensor(name)
+            if not tensor.is_floating_point() or tensor.element_size() < 2:
+                raise ValueError(
+                    f"'{name}' in '{folder}' is {tensor.dtype}: weights must be 16 or 32 bits, not quantized"
+                )
+            place = Rectangle("param", name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+            if name not in known:
+                module, shape, start = module_place(name, place.shape, place.start, expert_count(model.config))
+                stacked = tensor[None] if len(shape) > tensor.dim() else tensor
+                place = replace(place, name=module, shape=shape, start=start, tensor=stacked)
+            yield place

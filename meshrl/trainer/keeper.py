@@ -1,0 +1,52 @@
+"""What a run keeps of itself: checkpoints, batches, dumps of what went wrong; and its end on request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from meshrl.data.proto import DataProto
+from meshrl.trainer.batches import KeptBatches
+from meshrl.trainer.checkpoint import Checkpoints, Found, Resumable
+from meshrl.trainer.nonfinite import NonFiniteSteps
+from meshrl.trainer.stopping import RunStoppedError, StopRequest
+
+
+class Keeper:
+    """The trainers call it three times a step: with the batch, after the step, and when its metrics are logged."""
+
+    def __init__(self, checkpoints: Checkpoints, batches: KeptBatches, nonfinite: NonFiniteSteps, stop: StopRequest):
+        self.checkpoints, self.batches, self.nonfinite, self.stop = checkpoints, batches, nonfinite, stop
+        self._ending = False
+
+    def keep_batch(self, batch: DataProto, metrics: Mapping[str, Any], step: int) -> None:
+        """Keeps a batch as it was generated."""
+        self.batches.keep(batch, metrics, step)
+
+    def after_step(self, trainer: Resumable, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Looks for steps that were skipped, and saves if it is time, or if this is to be the last step."""
+        found = self.nonfinite.check(trainer, metrics, self.batches.last)
+        self._ending = self.stop.requested
+        if self._ending:
+            self.checkpoints.save(trainer)
+        else:
+            self.checkpoints.save_if_due(trainer)
+        return found
+
+    def after_log(self, trainer: Resumable) -> None:
+        """Completes what was saved; ends the run where that was asked for."""
+        self.checkpoints.commit(wait=self._ending)
+        self.nonfinite.enforce(trainer.step)
+        if self._ending:
+            self.checkpoints.finish()
+            raise RunStoppedError(
+                f"stopped by SIGTERM after step {trainer.step}, which is saved: the same command goes on from there"
+            )
+
+    def fit(self, trainer: Any, found: Found | None) -> None:
+        """Runs a trainer to its end, from a checkpoint if there is one."""
+        if found is not None:
+            self.checkpoints.restore(trainer, found)
+        with self.stop.listening():
+            trainer.fit()
+            self.checkpoints.finish()

@@ -1,0 +1,183 @@
+"""Past steps again: kept batches and the checkpoint before them give a step's numbers to the bit, and one token's."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from meshrl.config.checks import ensure_runnable
+from meshrl.config.load import load_config
+from meshrl.config.root import PPOConfig
+from meshrl.data.proto import DataProto
+from meshrl.models.loading import load_tokenizer
+from meshrl.telemetry.run_folder import RunFiles
+from meshrl.trainer.batches import batch_files
+from meshrl.trainer.checkpoint import FOLDER, Found, open_checkpoint, problems_of, step_folders
+from meshrl.trainer.halves import SCORE_DIFFERENCE, TrainOnly
+from meshrl.trainer.run import train
+
+DUMPED = "batch.dataproto"
+# What no two runs share: clocks, memory, and what moved between processes.
+OWN = ("timing_s/", "perf/", "weight_sync/", "memory/", "data/", "val-", "time", "step", "training/nonfinite_metrics")
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A step that was taken again: (recorded, replayed) of every number that both have."""
+
+    step: int
+    numbers: dict[str, tuple[float, float]]
+    batch: DataProto
+    metrics: dict[str, float]
+    config: PPOConfig
+
+    @property
+    def differences(self) -> dict[str, tuple[float, float]]:
+        """The numbers that are not the same to the bit."""
+        return {n: pair for n, pair in self.numbers.items() if pair[0] != pair[1] and not all(map(math.isnan, pair))}
+
+
+def replay(run_dir: str | Path, step: int, token: tuple[int, int] | None = None, words: Sequence[str] = ()) -> Replayed:
+    """Takes a step of a run again, from the checkpoint before it and the batches kept since; `words` are overrides."""
+    run = RunFiles(run_dir)
+    recorded = next((row for row in run.read_metrics() if row["step"] == step and "actor/lr" in row), None)
+    start, files = starting_point(run, step)
+    with tempfile.TemporaryDirectory(prefix="meshrl-replay-") as folder:
+        config = replay_config(run, start, folder, words)
+        loops: list[TrainOnly] = []
+
+        def make_loop(*parts: Any) -> TrainOnly:
+            loops.append(TrainOnly(*parts))
+            loops[0].files, loops[0].token, loops[0].first_step = files, token, step + 1 - len(files)
+            return loops[0]
+
+        train(config, console=Console(quiet=True), make_loop=make_loop)
+        metrics = RunFiles(folder).read_metrics()[-1]
+    assert loops[0].last is not None
+    names = [name for name in metrics if recorded and name in recorded and not name.startswith(OWN)]
+    numbers = {name: (recorded[name], metrics[name]) for name in names} if recorded else {}
+    numbers[SCORE_DIFFERENCE] = (0.0, metrics[SCORE_DIFFERENCE])
+    return Replayed(step, numbers, loops[0].last, metrics, config)
+
+
+def starting_point(run: RunFiles, step: int) -> tuple[Found | None, list[Path]]:
+    """The checkpoint before a step (None: the run's first weights), and the batches from there to the step.
+
+    A dump of the step itself also serves: optimizer steps that were skipped have left the weights as they were.
+    """
+    start = checkpoint_before(run.path, step)
+    kept = batch_files(run.batches)
+    dump = run.nonfinite / f"global_step_{step}"
+    if (dump / DUMPED).is_file():
+        kept.setdefault(step, dump / DUMPED)
+    first = start.step + 1 if start else 1
+    missing = [number for number in range(first, step + 1) if number not in kept]
+    if not missing:
+        return start, [kept[number] for number in range(first, step + 1)]
+    if (dump / DUMPED).is_file():
+        return open_checkpoint(dump), [dump / DUMPED]
+    raise ValueError(
+        f"{run.path} has not kept the batches of steps {missing[:5]}, between the checkpoint before and step {step}: "
+        "set trainer.keep_batches_megabytes (and trainer.save_freq) when it runs"
+    )
+
+
+def checkpoint_before(run: Path, step: int) -> Found | None:
+    """The newest whole checkpoint before a step."""
+    for path in step_folders(run / FOLDER):
+        if int(path.name.rpartition("_")[2]) < step and not problems_of(path):
+            return open_checkpoint(path)
+    return None
+
+
+def replay_config(run: RunFiles, start: Found | None, folder: str, words: Sequence[str]) -> PPOConfig:
+    """The run's own config, without all that does not belong to the step."""
+    resume = ["trainer.resume_mode=disable"]
+    if start is not None:
+        resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start.path}"]
+    config: PPOConfig = load_config(
+        run.config,
+        [
+            f"trainer.default_local_dir={folder}",
+            "trainer.logger=[file]",
+            "trainer.save_freq=-1",
+            "trainer.max_nan_steps=null",
+            "trainer.max_ckpt_to_keep=null",
+            "trainer.max_actor_ckpt_to_keep=null",
+            "trainer.max_critic_ckpt_to_keep=null",
+            "actor_rollout_ref.actor.checkpoint.async_save=false",
+            "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]",
+            "trainer.save_final_model=false",
+            "trainer.test_freq=-1",
+            "trainer.val_before_train=false",
+            "trainer.keep_batches_megabytes=0",
+            "trainer.rollout_data_dir=null",
+            "data.val_files=[]",
+            *resume,
+            *words,
+        ],
+    ).config
+    ensure_runnable(config)
+    return config
+
+
+def show(replayed: Replayed, token: tuple[int, int] | None, console: Console) -> None:
+    """Recorded and replayed numbers, and the token that was asked about."""
+    table = Table(title=f"step {replayed.step}: recorded and replayed")
+    for heading in ("number", "recorded", "replayed", ""):
+        table.add_column(heading)
+    for name, (before, now) in sorted(replayed.numbers.items()):
+        table.add_row(name, f"{before:.9g}", f"{now:.9g}", "" if name not in replayed.differences else "differs")
+    console.print(table)
+    same = len(replayed.numbers) - len(replayed.differences)
+    console.print(f"{same} of {len(replayed.numbers)} numbers are the same to the bit")
+    if len(replayed.numbers) == 1:
+        console.print("the run has no record of this step: it ended before its metrics were written")
+    if token is not None:
+        for line in explain_token(replayed, token):
+            console.print(line, highlight=False)
+
+
+def explain_token(replayed: Replayed, token: tuple[int, int]) -> Iterator[str]:
+    """Where a token came from and what the loss made of it."""
+    row, column = token
+    tensors, actor = replayed.batch.batch, replayed.config.actor_rollout_ref.actor
+    if not tensors["response_mask"][row, column]:
+        yield f"token {row},{column} is padding, a tool's output or was dropped: it trains nothing"
+        return
+    model = replayed.config.actor_rollout_ref.model
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path or "", model.trust_remote_code)
+    number = int(tensors["responses"][row, column])
+    yield f"sample {row}, token {column} of its answer: {tokenizer.decode([number])!r} (id {number})"
+    yield f"  sampled with version   {int(tensors['versions'][row, column])}"
+    names = {
+        "rollout_log_probs": "log-prob, rollout",
+        "old_log_probs": "log-prob, old policy",
+        "ref_log_prob": "log-prob, reference",
+        "values": "value before it",
+        "token_level_scores": "score on it",
+        "advantages": "advantage",
+        "returns": "return",
+        "rollout_is_weights": "importance weight",
+    }
+    for name, words in names.items():
+        if name in tensors.keys():
+            yield f"  {words:<22} {float(tensors[name][row, column]):.9g}"
+    if not replayed.metrics.get("watched/seen"):
+        yield "  the update left this sample out: its advantage is zero"
+        return
+    new = replayed.metrics["watched/log_prob"] / replayed.metrics["watched/seen"]
+    old = float(tensors["old_log_probs"][row, column]) if "old_log_probs" in tensors.keys() else new
+    ratio = math.exp(new - old)
+    advantage = float(tensors["advantages"][row, column])
+    low, high = 1 - (actor.clip_ratio_low or 0.0), 1 + (actor.clip_ratio_high or 0.0)
+    clipped = ratio > high if advantage > 0 else ratio < low
+    yield f"  log-prob in the update {new:.9g}"
+    yield f"  ratio                  {ratio:.9g}, bounds [{low:g}, {high:g}]: {'clipped' if clipped else 'not clipped'}"

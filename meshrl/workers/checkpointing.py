@@ -1,0 +1,123 @@
+"""What every worker with a trained model can do: write its state, in the background if asked, and read it back."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future as ThreadFuture
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshrl.config.model import ModelConfig
+from meshrl.controller import Dispatch, Worker, register
+from meshrl.engines.base import CONTENTS, Engine
+from meshrl.engines.fsdp.engine import FSDPEngine
+from meshrl.engines.stored_state import FileRecord, Snapshot, record_file, write_snapshot
+from meshrl.models.loading import load_tokenizer
+from meshrl.models.lora import save_adapter_config
+from meshrl.models.saving import save_configs, save_hf_folder
+
+# The role's Hugging Face files lie here: configs and tokenizer always, the weights with `hf_model`.
+HF_FOLDER = "huggingface"
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote of a checkpoint, and how long it took."""
+
+    files: list[FileRecord]
+    seconds: float
+
+
+class CheckpointedWorker(Worker):
+    """Adds `save_checkpoint`, `checkpoint_files` and `load_checkpoint` to a worker that has one trained engine."""
+
+    _writing: ThreadFuture[Written] | None = None
+
+    @abstractmethod
+    def _checkpointed(self) -> tuple[Engine, ModelConfig]:
+        """The trained engine and the model it started from."""
+
+    @abstractmethod
+    def _engine_awake(self) -> AbstractContextManager[None]:
+        """Inside, the engine's weights and optimizer states are where it computes."""
+
+    def _saved_beside(self) -> dict[str, Engine]:
+        """Models that are not trained and yet change: their weights are saved too, in folders of these names."""
+        return {}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, root: str, role: str, contents: list[str], background: bool = False) -> None:
+        """Writes this rank's files into `root/role`; `checkpoint_files` says which.
+
+        In the background the state is copied to host memory and a thread writes it.
+        """
+        started = time.perf_counter()
+        if self._writing is not None and not self._writing.done():
+            raise ValueError("the checkpoint before is still being written: wait for its checkpoint_files")
+        folder = Path(root) / role
+        engine, _ = self._checkpointed()
+        with self._engine_awake():
+            files = self._write_hf_files(folder, with_weights="hf_model" in contents)
+            for name, other in self._saved_beside().items():
+                files += write_snapshot(other.snapshot(("model",)), folder / name, self.rank)
+            snapshot = engine.snapshot([name for name in contents if name in CONTENTS])
+            if background:
+                snapshot = snapshot.copied()
+            else:
+                files += write_snapshot(snapshot, folder, self.rank)
+        held = time.perf_counter() - started
+        if background:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="meshrl-checkpoint")
+            self._writing = pool.submit(self._finish, snapshot, folder, Path(root), files, held)
+            pool.shutdown(wait=False)
+        else:
+            self._writing = ThreadFuture()
+            self._writing.set_result(self._finish(None, folder, Path(root), files, held))
+
+    def _write_hf_files(self, folder: Path, with_weights: bool) -> list[Path]:
+        """Writes what Hugging Face needs to read the model: rank 0 writes, all ranks take part if there are weights."""
+        engine, model = self._checkpointed()
+        target = folder / HF_FOLDER
+        if with_weights:
+            save_hf_folder(target, engine.per_tensor_params(), engine.hf_model, writes=self.rank == 0)
+        if self.rank != 0:
+            return []
+        save_configs(target, engine.hf_model)
+        tokenizer = Path(model.tokenizer_path or model.path or "")
+        if (tokenizer / "tokenizer_config.json").is_file():
+            load_tokenizer(tokenizer, model.trust_remote_code).save_pretrained(target)
+        files = [file for file in target.rglob("*") if file.is_file()]
+        if isinstance(engine, FSDPEngine) and engine.has_adapters:
+            files += save_adapter_config(folder, engine.hf_model, engine.adapter_scaling, model.path or "")
+        return files
+
+    def _finish(self, left: Snapshot | None, folder: Path, root: Path, files: list[Path], seconds: float) -> Written:
+        started = time.perf_counter()
+        if left is not None:
+            files = files + write_snapshot(left, folder, self.rank)
+        records = [record_file(file, root) for file in files]
+        return Written(records, seconds + time.perf_counter() - started)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_files(self, wait: bool = True) -> Written | None:
+        """What this rank wrote of the last `save_checkpoint`; None while it still writes, unless `wait`."""
+        writing = self._writing
+        if writing is None:
+            raise ValueError("no checkpoint was asked for: call save_checkpoint first")
+        if not wait and not writing.done():
+            return None
+        return writing.result()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str, contents: Sequence[str]) -> None:
+        """Reads what `contents` names of the state in a role's folder, whatever layout wrote it."""
+        engine, _ = self._checkpointed()
+        with self._engine_awake():
+            engine.load_checkpoint(Path(folder), [name for name in contents if name in CONTENTS])
+            for name, other in self._saved_beside().items():
+                if (Path(folder) / name).is_dir():
+                    other.load_checkpoint(Path(folder) / name, ("model",))

@@ -1,0 +1,230 @@
+"""When checkpoints are written, how many stay, what happens if writing one fails; with workers that only pretend."""
+
+import errno
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshrl.config.trainer import RunConfig
+from meshrl.controller import ControllerError
+from meshrl.data.proto import DataProto
+from meshrl.engines.stored_state import Rectangle, Snapshot, Stored, record_file, write_snapshot
+from meshrl.telemetry.timers import PhaseTimer
+from meshrl.trainer.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    Part,
+    checkpoint_to_resume,
+    newest_complete,
+    problems_of,
+    set_later_ones_aside,
+    step_folders,
+)
+from meshrl.trainer.mirror import Mirror
+from meshrl.workers.checkpointing import Written
+
+
+@dataclass
+class PretendGroup:
+    """Two ranks that write a file each; `late` calls see the second one still writing."""
+
+    world_size: int = 2
+    late: int = 0
+    error: Exception | None = None
+    loaded: list = field(default_factory=list)
+
+    def save_checkpoint(self, root, role, contents, background):
+        if self.error:
+            raise self.error
+        self.root = Path(root)
+        for rank in range(2):
+            (self.root / role).mkdir(exist_ok=True)
+            (self.root / role / f"{rank}.bin").write_bytes(bytes([rank]) * 100)
+
+    def checkpoint_files(self, wait):
+        found = [Written([record_file(file, self.root)], 0.1) for file in sorted(self.root.glob("*/*.bin"))]
+        if self.late and not wait:
+            self.late -= 1
+            return [found[0], None]
+        return found
+
+    def load_checkpoint(self, folder, contents):
+        self.loaded.append((Path(folder).parent.name, Path(folder).name, contents))
+
+
+class PretendTrainer:
+    def __init__(self):
+        self.step, self.timer, self.state = 0, PhaseTimer(), {"x": 1}
+
+    def state_dict(self):
+        return {"step": self.step, **self.state}
+
+    def load_state_dict(self, state):
+        self.step, self.state = state["step"], {k: v for k, v in state.items() if k != "step"}
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def checkpoints(folder, group=None, **options):
+    parts = {"actor": Part(group or PretendGroup(), ["model"])}
+    return Checkpoints(folder, parts, **({"every": 2, "last_step": 7} | options))
+
+
+def take(saver, trainer, *steps):
+    for trainer.step in steps:
+        saver.save_if_due(trainer)
+        saver.commit()
+
+
+def test_every_second_step_and_the_last(tmp_path):
+    take(checkpoints(tmp_path), PretendTrainer(), *range(1, 8))
+    assert names(tmp_path) == [f"global_step_{n}" for n in (2, 4, 6, 7)]
+    assert not any(problems_of(path) for path in tmp_path.iterdir())
+    take(checkpoints(tmp_path / "none", every=-1), PretendTrainer(), *range(1, 8))
+    assert not (tmp_path / "none").exists()
+
+
+def test_keep_n_deletes_the_oldest_and_never_the_last_good_one(tmp_path):
+    saver, trainer = checkpoints(tmp_path, keep=2), PretendTrainer()
+    take(saver, trainer, 1, 2, 3, 4, 5, 6)
+    assert names(tmp_path) == ["global_step_4", "global_step_6"]
+    # One that is damaged does not count: the whole one before it stays.
+    (tmp_path / "global_step_6" / "actor" / "0.bin").write_bytes(b"short")
+    take(checkpoints(tmp_path, keep=2, last_step=8), trainer, 8)
+    assert names(tmp_path) == ["global_step_4", "global_step_6", "global_step_8"]
+    (tmp_path / "global_step_8" / "manifest.json").unlink()
+    said = []
+    found = newest_complete(tmp_path, said.append)
+    assert found.step == 4
+    assert len(said) == 2
+    assert "global_step_6" in said[1]
+    assert "5 of 100 bytes" in said[1]
+
+
+def test_one_that_is_still_written_is_not_there_yet(tmp_path):
+    group, trainer = PretendGroup(late=2), PretendTrainer()
+    saver = checkpoints(tmp_path, group)
+    trainer.step = 2
+    saver.save_if_due(trainer)
+    for _ in range(2):
+        saver.commit()
+        assert names(tmp_path) == [".global_step_2.partial"]
+        assert newest_complete(tmp_path) is None
+    saver.commit()
+    assert names(tmp_path) == ["global_step_2"]
+    # The next save waits for the one before.
+    group.late = 5
+    take(saver, trainer, 4, 6)
+    assert names(tmp_path) == [".global_step_6.partial", "global_step_2", "global_step_4"]
+    saver.commit(wait=True)
+    assert names(tmp_path) == ["global_step_2", "global_step_4", "global_step_6"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        ControllerError("save_checkpoint failed on rank 1: OSError: No space left on device"),
+    ],
+)
+def test_a_failing_save_says_so_and_leaves_the_old_ones(tmp_path, error):
+    group, trainer = PretendGroup(), PretendTrainer()
+    saver = checkpoints(tmp_path, group)
+    take(saver, trainer, 2)
+    group.error = error
+    trainer.step = 4
+    with pytest.raises(CheckpointError, match=r"step 4 could not be written .* GB free.*No space left"):
+        saver.save_if_due(trainer)
+    assert names(tmp_path) == ["global_step_2"]
+    assert newest_complete(tmp_path).step == 2
+    group.error = None
+    take(saver, trainer, 4)
+    assert names(tmp_path) == ["global_step_2", "global_step_4"]
+
+
+def test_state_comes_back_with_its_batches(tmp_path):
+    group, trainer = PretendGroup(), PretendTrainer()
+    trainer.state = {"kl": {"value": 0.25}, "pending": DataProto.from_dict({"x": torch.arange(6).view(2, 3)})}
+    take(checkpoints(tmp_path, group, config={"a": {"b": 1}}), trainer, 2)
+    again, said = PretendTrainer(), []
+    saver = checkpoints(tmp_path, group, config={"a": {"b": 2}}, say=said.append)
+    saver.restore(again, newest_complete(tmp_path))
+    assert again.step == 2
+    assert again.state["kl"] == {"value": 0.25}
+    assert torch.equal(again.state["pending"].batch["x"], torch.arange(6).view(2, 3))
+    assert group.loaded == [("global_step_2", "actor", ["model"])]
+    assert "  changed since: a.b: 1 -> 2" in said
+    with pytest.raises(ValueError, match="has no critic, only actor"):
+        Checkpoints(tmp_path, {"critic": Part(group, ["model"])}, every=2, last_step=7).restore(
+            again, newest_complete(tmp_path)
+        )
+    wants = {"actor": Part(group, ["model"], ["model", "optimizer"])}
+    with pytest.raises(ValueError, match=r"asks for \['optimizer'\]"):
+        Checkpoints(tmp_path, wants, every=2, last_step=7).restore(again, newest_complete(tmp_path))
+
+
+def test_later_ones_are_set_aside(tmp_path):
+    take(checkpoints(tmp_path), PretendTrainer(), 2, 4, 6)
+    set_later_ones_aside(tmp_path, 4)
+    assert [path.name for path in step_folders(tmp_path)] == ["global_step_4", "global_step_2"]
+    assert (tmp_path / "global_step_6.superseded" / "manifest.json").is_file()
+
+
+def test_a_checkpoint_of_another_format_is_named(tmp_path):
+    take(checkpoints(tmp_path), PretendTrainer(), 2)
+    manifest = tmp_path / "global_step_2" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
+    assert problems_of(tmp_path / "global_step_2") == ["it has format 99, this version reads 1"]
+
+
+def test_rectangles_are_put_together_from_other_cuts(tmp_path):
+    whole = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    cuts = [(0, 0, 3, 5), (3, 0, 4, 2), (3, 2, 4, 3)]
+    for rank, (r, c, h, w) in enumerate(cuts):
+        part = Rectangle("param", "w", (7, 5), (r, c), whole[r : r + h, c : c + w])
+        write_snapshot(Snapshot([part], {"*": 4}), tmp_path, rank)
+    stored = Stored(tmp_path)
+    assert torch.equal(stored.whole("w"), whole)
+    assert stored.steps_of("w") == 4
+    for r, c, h, w in ((2, 1, 3, 3), (0, 0, 7, 1), (6, 4, 1, 1)):
+        target = torch.zeros(h, w, dtype=torch.float64)
+        stored.fill("param", "w", (r, c), target)
+        assert torch.equal(target.float(), whole[r : r + h, c : c + w])
+    with pytest.raises(ValueError, match=r"'w' is \[7, 5\] in the checkpoint, the model wants it up to \[8, 5\]"):
+        stored.fill("param", "w", (5, 0), torch.zeros(3, 5))
+    (tmp_path / "tensors-2.json").unlink()
+    with pytest.raises(ValueError, match="holds 23 of 35 elements of 'w'"):
+        Stored(tmp_path).whole("w")
+
+
+def test_a_mirror_gets_every_checkpoint_and_gives_the_newest_back(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    saver = checkpoints(here, keep=1, mirror=Mirror(f"file://{there}"))
+    take(saver, PretendTrainer(), 2, 4, 6)
+    saver.finish()
+    assert names(here) == ["global_step_6"]
+    assert names(there) == ["global_step_2", "global_step_4", "global_step_6"]
+    assert not any(problems_of(path) for path in there.iterdir())
+    # One that was not copied to its end has no manifest and is not fetched.
+    (there / "global_step_6" / "manifest.json").unlink()
+    trainer = RunConfig(default_local_dir=str(tmp_path / "new"), remote_dir=f"file://{there}")
+    said = []
+    assert checkpoint_to_resume(trainer, said.append).step == 4
+    assert "was fetched from file://" in said[0]
+    assert names(tmp_path / "new" / "checkpoints") == ["global_step_4"]
+
+
+def test_a_mirror_that_fails_is_said_and_the_run_goes_on(tmp_path):
+    (tmp_path / "there").write_text("a file where the folder should be")
+    said = []
+    saver = checkpoints(tmp_path / "here", mirror=Mirror(f"file://{tmp_path / 'there'}", said.append))
+    take(saver, PretendTrainer(), 2, 4)
+    saver.finish()
+    assert names(tmp_path / "here") == ["global_step_2", "global_step_4"]
+    assert len(said) == 2
+    assert "could not be copied" in said[0]
