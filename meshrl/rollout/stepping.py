@@ -21,8 +21,8 @@ Deliver = Callable[[Chunk], None]
 # How long a wait lasts before it looks around again, and how long the last step may take at the end.
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
-# How long to wait for the token that ends a gap.
-GAP_SECONDS = 5.0
+# How long to wait for the token that ends a gap; whoever updates weights waits as long.
+GAP_SECONDS = 1.0
 
 
 class SteppingRollout(Rollout):
