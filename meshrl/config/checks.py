@@ -30,6 +30,7 @@ from meshrl.config.reward import reward_file_problems, reward_problems
 from meshrl.config.rollout import READERS
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
+from meshrl.config.split_rollout import split_engine_problems, split_file_problems, split_problems
 from meshrl.config.trainer import RunConfig
 from meshrl.config.tree import changed_keys, fill_followers, get_value
 from meshrl.config.units import batch_problems
@@ -53,6 +54,8 @@ IDLE_FSDP_KEYS = {"fsdp2": "use_orig_params", "fsdp": "reshard_after_forward"}
 def ensure_runnable(config: PPOConfig | SFTConfig, check_files: bool = True) -> None:
     """Raise one `ConfigError` with all that is unsupported or wrong in the config."""
     problems = unsupported(config) + check_config(config, check_files)
+    if isinstance(config, PPOConfig):
+        problems += split_engine_problems(config)
     if problems:
         raise ConfigError(problems)
 
@@ -72,7 +75,8 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
     world_size = config.trainer.world_size
     problems = [
         *engine_problems(actor, ACTOR, world_size),
-        *rollout_problems(rollout, ROLLOUT, world_size),
+        *rollout_problems(rollout, ROLLOUT, world_size, is_apart=not config.actor_rollout_ref.hybrid_engine),
+        *split_problems(config),
         *batch_problems(config),
         *async_problems(config),
         *data_problems(config),
@@ -108,6 +112,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
             config.data.max_prompt_length + config.data.max_response_length,
             "data.max_prompt_length + max_response_length",
         )
+        problems += split_file_problems(config)
         problems += sampler_file_problems(config)
         problems += _reference_file_problems(config)
         problems += reward_file_problems(config.reward, config.custom_reward_function)
