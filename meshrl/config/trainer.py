@@ -54,6 +54,10 @@ class RunConfig:
     max_nan_steps: int | None = key(
         None, "Stop when more optimizer steps than this were skipped for a gradient that is not finite.", low=0
     )
+    max_restarts: int = key(
+        0, "How often a run that infrastructure has ended (a dead worker, a deadline) begins again by itself.", low=0
+    )
+    restart_wait: float = key(1.0, "Seconds before the first restart; before each next one twice as many.", low=0)
     deadlines: DeadlinesConfig = section(DeadlinesConfig, "How long anything may be waited for.")
 
     @property

@@ -301,8 +301,15 @@ def newest_complete(folder: Path, say: Callable[[str], None] = logger.warning) -
     return None
 
 
-def checkpoint_to_resume(trainer: RunConfig, say: Callable[[str], None] = logger.warning) -> Found | None:
-    """Where a run goes on, as `trainer.resume_mode` says; None: at the beginning."""
+def checkpoint_to_resume(
+    trainer: RunConfig, say: Callable[[str], None] = logger.warning, again: bool = False
+) -> Found | None:
+    """Where a run goes on, as `trainer.resume_mode` says; None: at the beginning.
+
+    `again`: an attempt before has made the run's folder this run's own, so what is there comes first.
+    """
+    if again and trainer.resume_mode != "auto" and (own := newest_complete(Path(trainer.run_dir) / FOLDER, say)):
+        return own
     if trainer.resume_mode == "disable":
         return None
     if trainer.resume_mode == "resume_path":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -54,6 +55,7 @@ from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.mirror import Mirror
 from meshrl.trainer.nonfinite import NonFiniteSteps
 from meshrl.trainer.ppo import PPOTrainer, total_steps
+from meshrl.trainer.restarts import Restarts, surviving
 from meshrl.trainer.schedule import correction_of
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
 from meshrl.trainer.stopping import StopRequest
@@ -76,7 +78,24 @@ def train(
     console: Console | None = None,
     make_loop: Callable[..., PPOTrainer] = PPOTrainer,
 ) -> Path:
-    """Trains a policy as `config` says; returns the run's folder. `make_loop` may give another form of the trainer."""
+    """Trains a policy as `config` says; returns the run's folder. `make_loop` may give another form of the trainer.
+
+    What infrastructure ends begins again from the newest checkpoint, up to `trainer.max_restarts` times.
+    """
+    restarts = Restarts.of(config.trainer)
+    if make_loop is not PPOTrainer:
+        restarts.limit = 0
+    return surviving(lambda: train_once(config, restarts, sources, console, make_loop), restarts)
+
+
+def train_once(
+    config: PPOConfig,
+    restarts: Restarts,
+    sources: Mapping[str, str] | None,
+    console: Console | None,
+    make_loop: Callable[..., PPOTrainer],
+) -> Path:
+    """One attempt at a run; goes on with what an attempt before has left in the run's folder."""
     model, trainer = config.actor_rollout_ref.model, config.trainer
     units = BatchUnits.from_config(config)
     tokenizer = load_tokenizer(model.tokenizer_path or model.path or "", model.trust_remote_code)
@@ -112,9 +131,9 @@ def train(
         worker = ClassWithInitArgs(RolloutWorker, config.actor_rollout_ref, settings)
         pools.append(Pool([rollout.n_gpus_per_node] * rollout.nnodes, {"rollout": worker}))
     notes: list[str] = []
-    found = checkpoint_to_resume(trainer, notes.append)
+    found = checkpoint_to_resume(trainer, notes.append, restarts.opened)
     first_step = found.step if found else 0
-    with open_run(trainer, found) as run, StepConsole(steps, console, first_step=first_step) as screen:
+    with open_run(trainer, found, restarts) as run, StepConsole(steps, console, first_step=first_step) as screen:
         start_run(run, screen, config, sources, notes + units.lines())
         if is_finished(found, steps, run, trainer, screen):
             return run.path
@@ -144,6 +163,7 @@ def train(
             gates = Gates(trainer.gates, run.path, say=screen.message, old_is_trainers=not bypasses)
             keeper = make_keeper(config, ppo_parts(config, groups), run, steps, screen)
             parts = (config, groups, train_data, order, reward, validator, tracker, samples, timer, keeper, gates)
+            note_restart(restarts, found, tracker)
             keeper.fit(make_loop(*parts), found)
             if trainer.save_final_model and not trainer.val_only:
                 screen.message(f"model: {save_model(actor, run, tokenizer)}")
@@ -167,6 +187,14 @@ def critic_worker(config: PPOConfig, settings: WorkerSettings, units: BatchUnits
 
 def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Console | None = None) -> Path:
     """Fine-tunes a model on demonstrations; writes it to `model/` in the run's folder, which it returns."""
+    restarts = Restarts.of(config.trainer)
+    return surviving(lambda: sft_once(config, restarts, sources, console), restarts)
+
+
+def sft_once(
+    config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] | None, console: Console | None
+) -> Path:
+    """One attempt at fine-tuning, see `train_once`."""
     trainer = config.trainer
     units = SFTBatchUnits.from_config(config)
     path = config.model.path or ""
@@ -177,10 +205,10 @@ def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Co
     order = batch_order(config.data, trainer, len(train_data))
     worker = ClassWithInitArgs(SFTWorker, config, steps)
     notes: list[str] = []
-    found = checkpoint_to_resume(trainer, notes.append)
+    found = checkpoint_to_resume(trainer, notes.append, restarts.opened)
     first_step = found.step if found else 0
     with (
-        open_run(trainer, found) as run,
+        open_run(trainer, found, restarts) as run,
         StepConsole(steps, console, columns=SFT_COLUMNS, first_step=first_step) as screen,
     ):
         start_run(run, screen, config, sources, notes + units.lines())
@@ -199,6 +227,7 @@ def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Co
             parts = {"model": Part(group, how.save_contents, how.load_contents, how.async_save)}
             keeper = make_keeper(config, parts, run, steps, screen)
             loop = SFTTrainer(config, group, train_data, order, val_data, tracker, timer, steps, keeper)
+            note_restart(restarts, found, tracker)
             keeper.fit(loop, found)
             if trainer.save_final_model:
                 screen.message(f"model: {save_model(group, run, tokenizer)}")
@@ -206,11 +235,21 @@ def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Co
         return run.path
 
 
-def open_run(trainer: RunConfig, found: Found | None) -> RunFolder:
+def note_restart(restarts: Restarts, found: Found | None, tracker: Tracking) -> None:
+    """Takes note of what a restart has cost, now that work begins."""
+    if restarts.used:
+        kept_at = found.path.stat().st_mtime if found else restarts.since
+        restarts.resumed(found.step if found else 0, max(kept_at, restarts.since))
+    tracker.constants |= restarts.metrics()
+
+
+def open_run(trainer: RunConfig, found: Found | None, restarts: Restarts) -> RunFolder:
     """The run's folder: its files go on where the checkpoint to go on from is one of its own."""
+    again, restarts.opened = restarts.opened, True
     folder = Path(trainer.run_dir).resolve() / FOLDER
     if found is None or found.path.resolve().parent != folder:
-        return RunFolder(trainer.run_dir)
+        # What an attempt before has written of steps that were not kept is written again.
+        return RunFolder(trainer.run_dir, resume=again, last_step=-1 if again else None)
     set_later_ones_aside(folder, found.step)
     return RunFolder(trainer.run_dir, resume=True, last_step=found.step)
 
@@ -220,7 +259,11 @@ def is_finished(found: Found | None, steps: int, run: RunFolder, trainer: RunCon
     if found is None or found.step < steps or getattr(trainer, "val_only", False):
         return False
     screen.message(f"the run is finished: {found.path} is after step {found.step} of {steps}, nothing is left to train")
-    return (run.path / "model").is_dir() or not trainer.save_final_model
+    if trainer.save_final_model and not (run.path / "model").is_dir():
+        return False
+    if not run.report.exists():
+        write_report(run.path)
+    return True
 
 
 def ppo_parts(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> dict[str, Part]:
@@ -287,9 +330,13 @@ def tracking(config: PPOConfig | SFTConfig, run: RunFolder, screen: StepConsole)
 
 def save_model(group: WorkerGroup, run: RunFolder, tokenizer: Tokenizer) -> Path:
     """Writes the trained model with its tokenizer to `model/` in the run's folder."""
-    folder = run.path / "model"
-    group.save_model(str(folder.absolute()))
-    tokenizer.save_pretrained(folder)
+    folder, aside = run.path / "model", run.path / ".model.partial"
+    shutil.rmtree(aside, ignore_errors=True)
+    group.save_model(str(aside.absolute()))
+    tokenizer.save_pretrained(aside)
+    if folder.exists():
+        shutil.rmtree(folder)
+    aside.rename(folder)
     return folder
 
 

@@ -1,0 +1,96 @@
+"""What kind of failure ended a run, which decides whether it may be tried again."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+from meshrl.controller.errors import DeadlineError, GroupBrokenError, WorkerDied, WorkerError
+
+# Exit code of a run that infrastructure has ended (EX_TEMPFAIL): the same command may work another time.
+INFRASTRUCTURE_EXIT = 75
+
+
+class Failure(StrEnum):
+    """Only infrastructure is tried again: the others would fail in the same way."""
+
+    INFRASTRUCTURE = "infrastructure"  # a process, a connection or a machine was lost, or a deadline passed
+    DATA = "data"  # a file that cannot be read or written, a row that does not fit
+    NUMERIC = "numeric"  # numbers that are not finite, a gate that stopped the run
+    USER_CODE = "user code"  # anything else, such as a reward function that raises
+
+    @property
+    def may_be_tried_again(self) -> bool:
+        return self is Failure.INFRASTRUCTURE
+
+
+_INFRASTRUCTURE = (WorkerDied, DeadlineError, GroupBrokenError, ConnectionError, TimeoutError)
+_INFRASTRUCTURE_NAMES = {
+    "SyncError",
+    "SyncTimeoutError",
+    "NurseryError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    # of Ray
+    "RayActorError",
+    "ActorDiedError",
+    "ActorUnavailableError",
+    "ActorPlacementGroupRemoved",
+    "NodeDiedError",
+    "WorkerCrashedError",
+    "LocalRayletDiedError",
+    "ObjectLostError",
+    "OwnerDiedError",
+    "GetTimeoutError",
+    "RaySystemError",
+}
+_NUMERIC_NAMES = {"FloatingPointError", "NonFiniteError", "GateError"}
+_DATA_NAMES = {"UnicodeDecodeError", "JSONDecodeError", "ArrowInvalid", "SafetensorError", "CheckpointError"}
+# Whatever a reward function met, such as a service that does not answer, is its own; ranks that differ stay different.
+_OF_USERS = {"RewardError", "SyncRefusedError"}
+# What collectives say, as a plain RuntimeError, of ranks that are gone.
+_LOST_RANK = re.compile(
+    r"Connection (closed|reset|refused)|closed by peer|Timed out waiting|gloo.*(timeout|closed)|NCCL (error|timeout)"
+    r"|Broken pipe|Socket Timeout",
+    re.IGNORECASE,
+)
+
+
+def kind_of(error: BaseException) -> Failure:
+    """The kind of a failure: that of what caused it, where that is infrastructure."""
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen and type(at).__name__ not in _OF_USERS:
+        seen.add(id(at))
+        if _own_kind(at) is Failure.INFRASTRUCTURE:
+            return Failure.INFRASTRUCTURE
+        at = at.__cause__
+    return _own_kind(error)
+
+
+def _own_kind(error: BaseException) -> Failure:
+    if isinstance(error, WorkerError):
+        message = str(error).partition("\nThe worker's traceback:")[0]
+        return _by_name({error.error_type.rpartition(".")[2]}, message)
+    if isinstance(error, _INFRASTRUCTURE):
+        return Failure.INFRASTRUCTURE
+    if isinstance(error, OSError):
+        return Failure.DATA
+    return _by_name({kind.__name__ for kind in type(error).__mro__}, str(error))
+
+
+def _by_name(names: set[str], message: str) -> Failure:
+    """Of errors of libraries that may not be there, and of workers, only names arrive."""
+    if names & _OF_USERS:
+        return Failure.USER_CODE
+    connection = {"ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError"}
+    if names & (_INFRASTRUCTURE_NAMES | connection | {"TimeoutError"}):
+        return Failure.INFRASTRUCTURE
+    if "RuntimeError" in names and _LOST_RANK.search(message):
+        return Failure.INFRASTRUCTURE
+    if names & _NUMERIC_NAMES:
+        return Failure.NUMERIC
+    if names & (_DATA_NAMES | {"OSError", "FileNotFoundError"}):
+        return Failure.DATA
+    return Failure.USER_CODE

@@ -1,0 +1,96 @@
+"""Which failures are tried again, and how often."""
+
+import json
+import signal
+
+import pytest
+
+from meshrl.config.errors import ConfigError
+from meshrl.controller.errors import DeadlineError, GroupBrokenError, WorkerDied, WorkerError
+from meshrl.rewards.results import RewardError
+from meshrl.trainer.checkpoint import CheckpointError
+from meshrl.trainer.failures import Failure, kind_of
+from meshrl.trainer.gates import GateError
+from meshrl.trainer.nonfinite import NonFiniteError
+from meshrl.trainer.restarts import SINCE, Restarts, surviving
+from meshrl.weights.transport import SyncError, SyncRefusedError
+
+
+def died():
+    return WorkerDied("gone", rank=1, role="actor", method="step", pid=3, exitcode=-signal.SIGKILL)
+
+
+def worker_error(kind, text):
+    return WorkerError(text, rank=0, role="actor", method="step", error_type=kind, traceback_text="")
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+late = DeadlineError("late", role="actor", method="step", answered=[], silent=[0], waited=1.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (died(), "infrastructure"),
+        (late, "infrastructure"),
+        (GroupBrokenError("broken"), "infrastructure"),
+        (ConnectionResetError(), "infrastructure"),
+        (SyncError("lost"), "infrastructure"),
+        (worker_error("SyncError", "weight sync: rank 1 died"), "infrastructure"),
+        (worker_error("RuntimeError", "[gloo/pair.cc] Connection closed by peer [127.0.0.1]"), "infrastructure"),
+        (caused(CheckpointError("not written"), died()), "infrastructure"),
+        (caused(CheckpointError("not written"), OSError(28, "No space left")), "data"),
+        (CheckpointError("none is whole"), "data"),
+        (FileNotFoundError("rows.parquet"), "data"),
+        (NonFiniteError("too many"), "numeric"),
+        (GateError("stopped"), "numeric"),
+        (worker_error("FloatingPointError", "nan"), "numeric"),
+        (SyncRefusedError("the ranks differ"), "user code"),
+        (worker_error("RuntimeError", "mat1 and mat2 shapes cannot be multiplied"), "user code"),
+        (ValueError("Connection closed by peer"), "user code"),
+        (ConfigError(["no"]), "user code"),
+        # The service behind a reward function is the function's business.
+        (caused(RewardError("failed"), ConnectionResetError()), "user code"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_kinds(error, kind):
+    assert kind_of(error) == kind
+    assert Failure(kind).may_be_tried_again == (kind == "infrastructure")
+
+
+@pytest.mark.parametrize(("error", "attempts"), [(died(), 3), (ValueError("bug"), 1)])
+def test_only_infrastructure_is_tried_again_and_within_the_budget(error, attempts, tmp_path):
+    said, tried = [], []
+    restarts = Restarts(tmp_path, 2, 0.0, say=said.append)
+
+    def attempt():
+        tried.append(1)
+        raise error
+
+    with pytest.raises(type(error)):
+        surviving(attempt, restarts)
+    assert len(tried) == attempts
+    assert restarts.used == attempts - 1
+    assert any("used up" in line for line in said) == (attempts == 3)
+
+
+def test_waits_double_and_a_new_command_has_its_own_budget(tmp_path, monkeypatch):
+    waits = []
+    monkeypatch.setattr("meshrl.trainer.restarts.time.sleep", waits.append)
+    restarts = Restarts(tmp_path, 12, 1.0, say=lambda text: None)
+    while restarts.failed("gone", "infrastructure"):
+        pass
+    assert waits == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300]
+    assert restarts.resumed(3, since=restarts.since) < 60
+    assert restarts.metrics()["restarts/count"] == 12
+    last = json.loads((tmp_path / "restarts.jsonl").read_text().splitlines()[-1])
+    assert (last["event"], last["step"]) == ("resumed", 3)
+    assert Restarts(tmp_path, 12, 1.0).used == 0
+    # A supervised run counts together with the command that supervises it.
+    monkeypatch.setenv(SINCE, str(restarts.since))
+    assert Restarts(tmp_path, 12, 1.0).used == 12
