@@ -301,7 +301,7 @@ def _algorithm_problems(config: PPOConfig) -> list[str]:
     correction = algorithm.rollout_correction
     asked = []
     if not correction.bypass_mode:
-        given = [name for name in ("rollout_is", "rollout_rs") if getattr(correction, name) is not None]
+        given = [name for name in ("rollout_is", "rollout_rs") if getattr(correction, name) not in (None, "off")]
         asked = [f"algorithm.rollout_correction.{name}" for name in given]
     if config.actor_rollout_ref.actor.policy_loss.loss_mode in ("decoupled", "icepop"):
         asked.append(f"{ACTOR}.policy_loss.loss_mode={config.actor_rollout_ref.actor.policy_loss.loss_mode}")

@@ -122,7 +122,8 @@ class SteppingRollout(Rollout):
         names = [request.request_id for request in requests]
 
         def deliver(chunk: Chunk) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, chunk)
+            if not loop.is_closed():  # whoever asked may have left without a word
+                loop.call_soon_threadsafe(queue.put_nowait, chunk)
 
         unfinished = sum(request.params.n for request in requests)
         # Taking the lock may mean waiting for a step: not on the event loop. Whoever leaves meanwhile has still asked.

@@ -60,7 +60,6 @@ from meshrl.trainer.schedule import correction_of
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
 from meshrl.trainer.stopping import StopRequest
 from meshrl.trainer.validation import Validator
-from meshrl.weights.pools import MeetingPoint
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from meshrl.workers.critic import CriticWorker
 from meshrl.workers.judge import JudgeWorker
@@ -191,9 +190,7 @@ def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Co
     return surviving(lambda: sft_once(config, restarts, sources, console), restarts)
 
 
-def sft_once(
-    config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] | None, console: Console | None
-) -> Path:
+def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] | None, console: Console | None) -> Path:
     """One attempt at fine-tuning, see `train_once`."""
     trainer = config.trainer
     units = SFTBatchUnits.from_config(config)
@@ -286,7 +283,8 @@ def make_keeper(
     checkpoints = Checkpoints(
         run.checkpoints, parts, every=trainer.save_freq, keep=trainer.checkpoints_to_keep, mirror=mirror, **how
     )
-    dumped = {role: replace(part, save_contents=("model", "optimizer", "extra")) for role, part in parts.items()}
+    contents = ("model", "optimizer", "extra")
+    dumped = {role: replace(part, save_contents=contents, background=False) for role, part in parts.items()}
     dumps = Checkpoints(run.nonfinite, dumped, every=-1, **how)
     megabytes = getattr(trainer, "keep_batches_megabytes", 0)
     return Keeper(
@@ -401,25 +399,7 @@ def worker_groups(
             groups |= group.spawn() if len(pool.workers) > 1 else {role: group}
         for view in groups.values():
             view.init_model()
-        if "rollout" in groups:
-            join_pools(groups["actor_rollout_ref"], groups["rollout"], trainer)
         yield groups
-
-
-def join_pools(actor: WorkerGroup, rollout: WorkerGroup, trainer: RunConfig) -> None:
-    """Connects trainers with rollouts on devices of their own, for the weights."""
-    host = "127.0.0.1" if trainer.backend == "local" else own_address()
-    point = MeetingPoint(host)
-    joined = actor.join_pool(point.address, rollout.world_size)
-    rollout.join_pool(point.address, actor.world_size)
-    joined.get()
-
-
-def own_address() -> str:
-    """An address of this machine that others can reach."""
-    import ray
-
-    return str(ray.util.get_node_ip_address())
 
 
 def uses_gpu(trainer: RunConfig) -> bool:

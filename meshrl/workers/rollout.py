@@ -45,15 +45,17 @@ class RolloutWorker(Worker):
         self.pool_sync = connect_rollout(self.rollout, group, num_trainers)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, version: int, finish_first: bool) -> dict[str, float]:
-        """Takes the actor's weights as this version; `finish_first`: only after the answers that were begun."""
-        if finish_first:
-            self.rollout.pause("wait")
+    def finish_answers(self) -> None:
+        """Finishes what was begun, and begins nothing more until new weights are there."""
+        self.rollout.pause("wait")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, version: int) -> dict[str, float]:
+        """Takes the actor's weights as this version, and goes on."""
         try:
             return self.pool_sync(self.rollout, version).metrics()
         finally:
-            if finish_first:
-                self.rollout.resume()
+            self.rollout.resume()
 
     @register(dispatch_mode=nd_dispatch("rollout", direct=True))
     def generate_sequences(self, prompts: DataProto) -> DataProto:

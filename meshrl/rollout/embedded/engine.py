@@ -326,7 +326,7 @@ class EmbeddedRollout(SteppingRollout):
         finally:
             if answers.left:
                 with self.lock:
-                    self._drain()
+                    self._hand_out(self._drain())
                     self.scheduler.take([name])
         output = answers.as_data(ids, mask)
         if self.parallel is not None:
