@@ -1,0 +1,41 @@
+"""Runs whose rollouts are cut over the trainer's ranks equal runs in which every rank is a rollout."""
+
+import pytest
+import torch
+from test_layouts import UNEVEN, compare
+
+SHORT = (*UNEVEN, "trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.val_before_train=false")
+TWO, FOUR = "trainer.n_gpus_per_node=2", "trainer.n_gpus_per_node=4"
+SPLIT = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    monkeypatch.setattr("meshrl.trainer.run.write_report", lambda path: path)
+
+
+@pytest.fixture(scope="module")
+def whole(task, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshrl.trainer.run.write_report", lambda path: path)
+        return task.train(tmp_path_factory.mktemp("whole"), *SHORT, TWO)
+
+
+@pytest.mark.parametrize("size", [TWO, FOUR], ids=["one rollout of two", "two rollouts of two"])
+def test_a_run_with_cut_rollouts_is_the_same_run(task, whole, tmp_path, size):
+    compare(whole, task.train(tmp_path / "cut", *SHORT, size, SPLIT), 1e-5)
+
+
+def test_scoring_beside_generation_works_with_cut_rollouts(task, whole, tmp_path):
+    beside = task.train(tmp_path / "beside", *SHORT, TWO, SPLIT, "reward_manager.overlap=true")
+    for ours, theirs in zip(whole.metrics, beside.metrics, strict=True):
+        for name in ("critic/score/mean", "response_length/mean"):
+            assert theirs.get(name) == pytest.approx(ours.get(name), abs=1e-6)
+    for name, weight in whole.weights.items():
+        torch.testing.assert_close(beside.weights[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def test_the_comparison_can_fail(task, whole, tmp_path):
+    other = task.train(tmp_path / "off", *SHORT, TWO, SPLIT, "actor_rollout_ref.actor.clip_ratio_high=0.0001")
+    with pytest.raises(AssertionError):
+        compare(whole, other, 1e-5)
