@@ -21,6 +21,11 @@ def whole(task, tmp_path_factory):
         return task.train(tmp_path_factory.mktemp("whole"), *SHORT, TWO)
 
 
+def compare_weights(left, right):
+    for name, weight in left.weights.items():
+        torch.testing.assert_close(right.weights[name], weight, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("size", [TWO, FOUR], ids=["one rollout of two", "two rollouts of two"])
 def test_a_run_with_cut_rollouts_is_the_same_run(task, whole, tmp_path, size):
     cut = task.train(tmp_path / "cut", *SHORT, size, SPLIT)
@@ -35,8 +40,13 @@ def test_scoring_beside_generation_works_with_cut_rollouts(task, whole, tmp_path
     for ours, theirs in zip(whole.metrics, beside.metrics, strict=True):
         for name in ("critic/score/mean", "response_length/mean"):
             assert theirs.get(name) == pytest.approx(ours.get(name), abs=1e-6)
-    for name, weight in whole.weights.items():
-        torch.testing.assert_close(beside.weights[name], weight, rtol=1e-4, atol=1e-5)
+    compare_weights(whole, beside)
+
+
+def test_cut_rollouts_on_devices_of_their_own(task, whole, tmp_path):
+    own = ("actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.nnodes=1")
+    apart = task.train(tmp_path / "apart", *SHORT, SPLIT, *own, "actor_rollout_ref.rollout.n_gpus_per_node=4")
+    compare_weights(whole, apart)
 
 
 def test_the_comparison_can_fail(task, whole, tmp_path):
