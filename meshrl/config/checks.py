@@ -30,7 +30,7 @@ from meshrl.config.reward import reward_file_problems, reward_problems
 from meshrl.config.rollout import READERS
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
-from meshrl.config.split_rollout import split_engine_problems, split_file_problems, split_problems
+from meshrl.config.split_rollout import split_file_problems, split_problems
 from meshrl.config.trainer import RunConfig
 from meshrl.config.tree import changed_keys, fill_followers, get_value
 from meshrl.config.units import batch_problems
@@ -54,8 +54,6 @@ IDLE_FSDP_KEYS = {"fsdp2": "use_orig_params", "fsdp": "reshard_after_forward"}
 def ensure_runnable(config: PPOConfig | SFTConfig, check_files: bool = True) -> None:
     """Raise one `ConfigError` with all that is unsupported or wrong in the config."""
     problems = unsupported(config) + check_config(config, check_files)
-    if isinstance(config, PPOConfig):
-        problems += split_engine_problems(config)
     if problems:
         raise ConfigError(problems)
 

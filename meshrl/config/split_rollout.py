@@ -35,9 +35,11 @@ def split_problems(config: PPOConfig) -> list[str]:
             f"{SIZE}={size} takes no adapters alone: set {ROLLOUT}.update_weights_adapters=merged, not "
             f"{rollout.update_weights_adapters}"
         )
-    if not policy.hybrid_engine:
+    how = config.async_training
+    if how.max_staleness or how.batches_ahead:
         problems.append(
-            f"{SIZE}={size} needs actor_rollout_ref.hybrid_engine=true: on devices of its own every rank is a rollout"
+            f"{SIZE}={size} does not go with async_training (max_staleness {how.max_staleness}, batches_ahead "
+            f"{how.batches_ahead}): weights would change at another step on each rank of a rollout; set one of them back"
         )
     return problems
 
