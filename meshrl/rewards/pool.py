@@ -33,6 +33,7 @@ MOST_FAILED_STARTS = 3
 class _Task:
     def __init__(self, index: int, sample: Sample):
         self.index, self.sample = index, sample
+        self.killed = False
         self.future: Future[Any] = Future()
 
 
@@ -198,7 +199,12 @@ class WorkerPool:
     def _lost(self, worker: _Worker) -> None:
         task, ready = worker.task, worker.ready
         code = self._remove(worker)
-        if task is not None:
+        if task is not None and code == -signal.SIGKILL and not task.killed:
+            # Killed from outside, perhaps for another's hunger for memory: the sample gets one more try.
+            task.killed = True
+            with self._lock:
+                self._tasks.appendleft(task)
+        elif task is not None:
             task.future.set_result(Failure("died", f"its process ended with exit code {code}"))
         elif not ready:
             self._failed_starts += 1
