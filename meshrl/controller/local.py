@@ -274,7 +274,7 @@ class ProcessBackend:
         return "\n".join(f"rank {rank}:\n{self._read_stack(rank)}" for rank in asked)
 
     def _read_stack(self, rank: int) -> str:
-        return os.pread(self._ranks[rank].stacks, 16384, 0).decode(errors="replace").rstrip()
+        return os.pread(self._ranks[rank].stacks, 65536, 0).decode(errors="replace").rstrip()
 
 
 def start_local(

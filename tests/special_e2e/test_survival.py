@@ -105,7 +105,7 @@ def test_a_batch_under_way_ahead_is_asked_again(task, data, kill_during, tmp_pat
     assert [row["step"] for row in run.metrics] == list(range(6))
     for first in (1, 4):  # an epoch each, of three and of two batches
         steps = [tmp_path / "samples" / f"{step}.jsonl" for step in range(first, min(first + 3, 6))]
-        prompts = [{json.loads(line)["input"] for line in file.read_text().splitlines()} for file in steps]
+        prompts = [{json.loads(line)["prompt"] for line in file.read_text().splitlines()} for file in steps]
         assert len(set().union(*prompts)) == sum(map(len, prompts)) == 12 * len(steps)
 
 
@@ -114,17 +114,18 @@ def test_a_stall_is_named(task, data, tmp_path, monkeypatch):  # noqa: F811
     original = PPOTrainer.update_actor
 
     def sleep_first(self, batch):
-        if self.step == 1:
+        if self.step == 2:
             os.kill(self.actor._backend._ranks[1].pid, signal.SIGSTOP)
             threading.Timer(6, os.kill, (self.actor._backend._ranks[1].pid, signal.SIGCONT)).start()
         return original(self, batch)
 
     monkeypatch.setattr(PPOTrainer, "update_actor", sleep_first)
-    run = task.train(tmp_path / "run", *RUN, *data, TWO, "trainer.stall_timeout=2", "trainer.total_training_steps=1")
-    first, *_ = page = (run.path / "stall-1.txt").read_text().splitlines()
-    assert "step 1, update_actor" in first
-    assert "ranks that have not: [0, 1]" in first or "ranks that have not: [1]" in first
-    assert any("update_actor" in line and "actor_rollout_ref.py" in line for line in page)
+    run = task.train(tmp_path / "run", *RUN, *data, TWO, "trainer.stall_timeout=2", "trainer.total_training_steps=2")
+    pages = [file.read_text().splitlines() for file in run.path.glob("stall-*.txt")]
+    page = next(page for page in pages if "step 2, update_actor" in page[0])
+    assert "update_actor on 'actor_rollout_ref' has run for" in page[0]
+    assert "ranks that have answered: [], ranks that have not: [0, 1]" in page[0]
+    assert any("in update_actor" in line and "actor_rollout_ref.py" in line for line in page)
 
 
 def sleeping_reward(data_source, solution_str, ground_truth, extra_info=None):
@@ -137,7 +138,11 @@ def sleeping_reward(data_source, solution_str, ground_truth, extra_info=None):
 
 def test_a_reward_that_does_not_return_is_named(task, data, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setenv("SLEPT_MARKER", str(tmp_path / "slept"))
-    reward = ("custom_reward_function.path=" + __file__, "custom_reward_function.name=sleeping_reward")
+    reward = (
+        "reward.name=null",
+        "custom_reward_function.path=" + __file__,
+        "custom_reward_function.name=sleeping_reward",
+    )
     options = ("trainer.stall_timeout=1", "trainer.total_training_steps=1", "trainer.val_before_train=false")
     run = task.train(tmp_path / "run", *RUN, *data, *reward, *options, "trainer.test_freq=-1")
     pages = [file.read_text() for file in sorted(run.path.glob("stall-*.txt"))]
