@@ -19,7 +19,8 @@ OVERRIDES_HELP = "recipe file or shipped name, then overrides such as trainer.se
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 (the run failed), 2 (config or usage), 130 (interrupted)."""
+    """Run one command and return its exit code: 0, 1 (the run failed), 2 (config or usage), 75 (infrastructure failed),
+    130 (interrupted)."""
     arguments = _parse(argv)
     command: Callable[[argparse.Namespace], int | None] = arguments.command
     try:
@@ -41,7 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return int(code)
         sys.stderr.write(traceback.format_exc())
         _complain(f"the run failed: {type(error).__name__}: {error}")
+        return _exit_code_of(error)
+
+
+def _exit_code_of(error: Exception) -> int:
+    """75 where infrastructure ended a run, which may work another time; errors of light commands load nothing heavy."""
+    if "meshrl.trainer.run" not in sys.modules:
         return RUN_ERROR
+    from meshrl.trainer.failures import INFRASTRUCTURE_EXIT, kind_of
+
+    return INFRASTRUCTURE_EXIT if kind_of(error).may_be_tried_again else RUN_ERROR
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -78,6 +88,11 @@ def _parser() -> argparse.ArgumentParser:
             "--dry-run", action="store_true", help="check everything, print layout and batch units, end"
         )
         runner.add_argument("--skip-files", action="store_true", help="with --dry-run: don't look for data and model")
+        runner.add_argument(
+            "--supervise",
+            action="store_true",
+            help="start the run again if it is killed (trainer.max_restarts)",
+        )
         if name == "train":
             half = runner.add_mutually_exclusive_group()
             half.add_argument("--rollout-only", action="store_true", help="generate and score batches, train nothing")
@@ -134,9 +149,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train(arguments: argparse.Namespace) -> None:
+def _train(arguments: argparse.Namespace) -> int | None:
     loaded = _load(arguments.words, sft=False)
     if _ready(loaded, arguments):
+        if arguments.supervise:
+            return _supervised("train", arguments, loaded)
         from meshrl.trainer.halves import rollout_only, train_only
         from meshrl.trainer.run import train
 
@@ -146,14 +163,29 @@ def _train(arguments: argparse.Namespace) -> None:
             train_only(loaded.config, arguments.train_only, loaded.sources)
         else:
             train(loaded.config, loaded.sources)
+    return None
 
 
-def _sft(arguments: argparse.Namespace) -> None:
+def _supervised(command: str, arguments: argparse.Namespace, loaded: "Loaded[Any]") -> int:
+    """Leaves the run to a child; the options that are left say that this is the whole of it."""
+    if getattr(arguments, "rollout_only", False) or getattr(arguments, "train_only", None):
+        from meshrl.config.errors import ConfigError
+
+        raise ConfigError(["--supervise is for whole runs, without --rollout-only and --train-only"])
+    from meshrl.trainer.supervise import supervise
+
+    return supervise([command, *arguments.words], loaded.config.trainer, _complain)
+
+
+def _sft(arguments: argparse.Namespace) -> int | None:
     loaded = _load(arguments.words, sft=True)
     if _ready(loaded, arguments):
+        if arguments.supervise:
+            return _supervised("sft", arguments, loaded)
         from meshrl.trainer.run import sft
 
         sft(loaded.config, loaded.sources)
+    return None
 
 
 def _demo(arguments: argparse.Namespace) -> None:

@@ -30,3 +30,9 @@ class Backend(Protocol):
 
     def stop(self, error: ControllerError, graceful: bool) -> None:
         """End the workers, letting them finish what is queued if `graceful`; later calls get `error`."""
+
+    def waits(self) -> list[str]:
+        """A line for every call that is under way: which ranks have answered and which have not."""
+
+    def stacks(self) -> str:
+        """Where the ranks' processes are."""

@@ -126,6 +126,12 @@ class CallBook:
         else:
             call.future.set_result([call.answers[rank] for rank in call.ranks])
 
+    def waits(self) -> list[str]:
+        """What is under way, in words."""
+        with self._lock:
+            calls = list(self._open.values())
+        return [self._describe(call) for call in calls]
+
     def died(self, rank: int, pid: int | None, exitcode: int | None, why: str) -> None:
         """A rank's process has ended although nobody asked it to."""
         with self._lock:

@@ -78,6 +78,14 @@ class InProcessBackend:
         """Whether the group has not been shut down."""
         return [self._stopped is None]
 
+    def waits(self) -> list[str]:
+        """Nothing: a call is a part of the controller's own stack."""
+        return []
+
+    def stacks(self) -> str:
+        """The controller's own process has them."""
+        return f"'{self._role}' lives in the controller's process"
+
     def stop(self, error: ControllerError, graceful: bool) -> None:
         """Let go of the worker."""
         if self._stopped is None:

@@ -228,6 +228,14 @@ class ProcessBackend:
         """Which ranks' processes live."""
         return [not record.gone for record in self._ranks]
 
+    def waits(self) -> list[str]:
+        """A line for every call that is under way."""
+        return self._book.waits()
+
+    def stacks(self) -> str:
+        """Where the ranks' processes are."""
+        return self._stacks_of(range(len(self._ranks)))
+
     def stop(self, error: ControllerError, graceful: bool) -> None:
         """End the workers: in order if `graceful` and the group is whole, else at once."""
         if os.getpid() != self._owner or self._stopping:
@@ -259,12 +267,14 @@ class ProcessBackend:
     def _stacks_of(self, ranks: Sequence[int]) -> str:
         asked = [rank for rank in ranks if not self._ranks[rank].gone]
         for rank in asked:
+            os.ftruncate(self._ranks[rank].stacks, 0)
+            os.lseek(self._ranks[rank].stacks, 0, os.SEEK_SET)  # the worker's end of the file has the same place in it
             os.kill(self._ranks[rank].pid, signal.SIGUSR1)
         time.sleep(0.2)
         return "\n".join(f"rank {rank}:\n{self._read_stack(rank)}" for rank in asked)
 
     def _read_stack(self, rank: int) -> str:
-        return os.pread(self._ranks[rank].stacks, 16384, 0).decode(errors="replace").rstrip()
+        return os.pread(self._ranks[rank].stacks, 65536, 0).decode(errors="replace").rstrip()
 
 
 def start_local(

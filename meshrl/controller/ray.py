@@ -270,6 +270,14 @@ class RayBackend:
         """Which ranks' actors live, as far as is known."""
         return [rank not in self._gone for rank in range(self.world_size)]
 
+    def waits(self) -> list[str]:
+        """A line for every call that is under way."""
+        return self._book.waits()
+
+    def stacks(self) -> str:
+        """Where the ranks' processes are."""
+        return self._stacks_of(range(len(self._actors)))
+
     def stop(self, error: ControllerError, graceful: bool) -> None:
         """End the actors and, if no other group uses them, give the pool's resources back."""
         if self._stopping or not ray.is_initialized():

@@ -33,6 +33,7 @@ class WorkerGroup:
         self.role = role
         self._owner = view_of  # kept alive: the workers end with the group that started them
         self._backend = backend
+        self._start_again: Callable[[], Backend] | None = None
         self._prefix = f"{role}/" if view_of is not None else ""
         self._role_classes = dict(role_classes)
         self._launcher = SerialThread(f"meshrl-{role}-launcher")
@@ -108,6 +109,24 @@ class WorkerGroup:
         except GroupBrokenError:
             return False
         return all(self._backend.alive())
+
+    def waits(self) -> list[str]:
+        """A line for every call that is under way: which ranks have answered and which have not."""
+        return self._backend.waits()
+
+    def stacks(self) -> str:
+        """Where the workers' processes are, as stacks."""
+        return self._backend.stacks()
+
+    def restart(self) -> None:
+        """End what is left of the workers and start all of them again, as new; what they held is gone."""
+        if self._start_again is None:
+            raise ValueError(f"'{self.role}' cannot be started again: it is a view, or was started by another process")
+        self._backend.stop(GroupBrokenError("it is being started again"), graceful=False)
+        self._backend = self._start_again()
+        self._meshes.clear()
+        self._launcher = SerialThread(f"meshrl-{self.role}-launcher")
+        _end_with(self, self._backend)
 
     def shutdown(self) -> None:
         """End the workers (of all views over them) after what they are doing, within the shutdown deadline."""
@@ -190,30 +209,40 @@ def create_worker_group(
     `env` adds environment variables. With Ray, `name` names the actors, and `detached` lets them outlive this process.
     """
     deadlines = deadlines or Deadlines()
-    pool.check_room()
     env = {key: str(value) for key, value in (env or {}).items()}
-    started: Any
-    if backend == "local":
-        if detached:
-            raise ValueError("detached worker groups need backend='ray': local workers end with the controller")
-        from meshrl.controller.local import start_local
-
-        started = start_local(pool, cls_with_args, str(role), deadlines, env, in_process)
-    elif backend == "ray":
-        if in_process:
-            raise ValueError("in_process=True needs backend='local'")
-        from meshrl.controller.ray import start_ray
-
-        name = name or f"{role}_{next(_numbers)}"
-        started = start_ray(pool, cls_with_args, str(role), deadlines, env, name, detached)
-    else:
+    if backend not in ("local", "ray"):
         raise ValueError(f"backend must be 'local' or 'ray', got {backend!r}")
-    pool.add_tenant(started)
-    group = WorkerGroup(started, cls_with_args.cls, str(role), cls_with_args.roles())
+    if backend == "local" and detached:
+        raise ValueError("detached worker groups need backend='ray': local workers end with the controller")
+    if backend == "ray" and in_process:
+        raise ValueError("in_process=True needs backend='local'")
+
+    def start() -> Backend:
+        pool.check_room()
+        started: Any
+        if backend == "local":
+            from meshrl.controller.local import start_local
+
+            started = start_local(pool, cls_with_args, str(role), deadlines, env, in_process)
+        else:
+            from meshrl.controller.ray import start_ray
+
+            own_name = name or f"{role}_{next(_numbers)}"
+            started = start_ray(pool, cls_with_args, str(role), deadlines, env, own_name, detached)
+        pool.add_tenant(started)
+        return started
+
+    first = start()
+    group = WorkerGroup(first, cls_with_args.cls, str(role), cls_with_args.roles())
     if not detached:
-        # a group that nobody holds any more, and all groups when the interpreter exits
-        weakref.finalize(group, started.stop, GroupBrokenError("nobody held it any more"), False)
+        group._start_again = start
+        _end_with(group, first)
     return group
+
+
+def _end_with(group: WorkerGroup, backend: Backend) -> None:
+    """A group that nobody holds any more ends, and all groups do when the interpreter exits."""
+    weakref.finalize(group, backend.stop, GroupBrokenError("nobody held it any more"), False)
 
 
 def _only_rank_zero(plan: Plan) -> Plan:

@@ -20,6 +20,8 @@ from meshrl.data.encoding import encode_prompts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+# For a process that was killed to be gone.
+END_SECONDS = 30.0
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 WORKER = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from meshrl.data.encoding_pool import main; main()"
 CHUNK = 256
@@ -86,7 +88,7 @@ class _Encoder:
         try:
             done, value = self.connection.recv()
         except (EOFError, OSError):
-            raise RuntimeError(f"a tokenizing process ended with exit code {self.process.wait()}") from None
+            raise RuntimeError(f"a tokenizing process ended with exit code {self.process.wait(END_SECONDS)}") from None
         if not done:
             raise value
         return value
@@ -97,7 +99,7 @@ class _Encoder:
     def __exit__(self, *_: object) -> None:
         self.connection.close()
         self.process.kill()
-        self.process.wait()
+        self.process.wait(END_SECONDS)
 
 
 def main() -> None:

@@ -26,6 +26,8 @@ PACKAGE_ROOT = str(Path(__file__).parents[2])
 WORKER = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from meshrl.rewards.worker import main; main()"
 # For importing the functions' modules on a busy machine.
 START_SECONDS = 300.0
+# For a process that was killed to be gone.
+END_SECONDS = 30.0
 # A worker that dies this often before it was ever ready would do so for ever.
 MOST_FAILED_STARTS = 3
 
@@ -33,6 +35,7 @@ MOST_FAILED_STARTS = 3
 class _Task:
     def __init__(self, index: int, sample: Sample):
         self.index, self.sample = index, sample
+        self.killed = False
         self.future: Future[Any] = Future()
 
 
@@ -69,7 +72,7 @@ class _Worker:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.connection.close()
-        return self.process.wait()
+        return self.process.wait(END_SECONDS)
 
 
 class WorkerPool:
@@ -110,7 +113,7 @@ class WorkerPool:
             thread = self._thread
         if thread is not None and thread.is_alive():
             self._wake.send_bytes(b"x")
-            thread.join()
+            thread.join(END_SECONDS)
         self._finalizer()
 
     def _run(self) -> None:
@@ -198,7 +201,12 @@ class WorkerPool:
     def _lost(self, worker: _Worker) -> None:
         task, ready = worker.task, worker.ready
         code = self._remove(worker)
-        if task is not None:
+        if task is not None and code == -signal.SIGKILL and not task.killed:
+            # Killed from outside, perhaps for another's hunger for memory: the sample gets one more try.
+            task.killed = True
+            with self._lock:
+                self._tasks.appendleft(task)
+        elif task is not None:
             task.future.set_result(Failure("died", f"its process ended with exit code {code}"))
         elif not ready:
             self._failed_starts += 1

@@ -1,11 +1,12 @@
-"""What kind of failure ended a run, which decides whether it may be tried again."""
+"""What kind of failure ended a run, which decides whether it may be tried again.
+
+Errors are known by their names: those of workers arrive as such, and libraries that raise them may not be there.
+"""
 
 from __future__ import annotations
 
 import re
 from enum import StrEnum
-
-from meshrl.controller.errors import DeadlineError, GroupBrokenError, WorkerDied, WorkerError
 
 # Exit code of a run that infrastructure has ended (EX_TEMPFAIL): the same command may work another time.
 INFRASTRUCTURE_EXIT = 75
@@ -24,8 +25,16 @@ class Failure(StrEnum):
         return self is Failure.INFRASTRUCTURE
 
 
-_INFRASTRUCTURE = (WorkerDied, DeadlineError, GroupBrokenError, ConnectionError, TimeoutError)
 _INFRASTRUCTURE_NAMES = {
+    "WorkerDied",
+    "DeadlineError",
+    "GroupBrokenError",
+    "ConnectionError",
+    "ConnectionResetError",
+    "ConnectionRefusedError",
+    "ConnectionAbortedError",
+    "BrokenPipeError",
+    "TimeoutError",
     "SyncError",
     "SyncTimeoutError",
     "NurseryError",
@@ -46,7 +55,15 @@ _INFRASTRUCTURE_NAMES = {
     "RaySystemError",
 }
 _NUMERIC_NAMES = {"FloatingPointError", "NonFiniteError", "GateError"}
-_DATA_NAMES = {"UnicodeDecodeError", "JSONDecodeError", "ArrowInvalid", "SafetensorError", "CheckpointError"}
+_DATA_NAMES = {
+    "FileNotFoundError",
+    "UnicodeDecodeError",
+    "JSONDecodeError",
+    "ArrowInvalid",
+    "SafetensorError",
+    "CheckpointError",
+    "OSError",
+}
 # Whatever a reward function met, such as a service that does not answer, is its own; ranks that differ stay different.
 _OF_USERS = {"RewardError", "SyncRefusedError"}
 # What collectives say, as a plain RuntimeError, of ranks that are gone.
@@ -70,27 +87,17 @@ def kind_of(error: BaseException) -> Failure:
 
 
 def _own_kind(error: BaseException) -> Failure:
-    if isinstance(error, WorkerError):
-        message = str(error).partition("\nThe worker's traceback:")[0]
-        return _by_name({error.error_type.rpartition(".")[2]}, message)
-    if isinstance(error, _INFRASTRUCTURE):
-        return Failure.INFRASTRUCTURE
-    if isinstance(error, OSError):
-        return Failure.DATA
-    return _by_name({kind.__name__ for kind in type(error).__mro__}, str(error))
-
-
-def _by_name(names: set[str], message: str) -> Failure:
-    """Of errors of libraries that may not be there, and of workers, only names arrive."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    message = str(error)
+    if "WorkerError" in names:  # what a worker's method raised
+        names = {str(getattr(error, "error_type", "")).rpartition(".")[2]}
+        message = message.partition("\nThe worker's traceback:")[0]
     if names & _OF_USERS:
         return Failure.USER_CODE
-    connection = {"ConnectionError", "ConnectionResetError", "ConnectionRefusedError", "BrokenPipeError"}
-    if names & (_INFRASTRUCTURE_NAMES | connection | {"TimeoutError"}):
-        return Failure.INFRASTRUCTURE
-    if "RuntimeError" in names and _LOST_RANK.search(message):
+    if names & _INFRASTRUCTURE_NAMES or ("RuntimeError" in names and _LOST_RANK.search(message)):
         return Failure.INFRASTRUCTURE
     if names & _NUMERIC_NAMES:
         return Failure.NUMERIC
-    if names & (_DATA_NAMES | {"OSError", "FileNotFoundError"}):
+    if names & _DATA_NAMES:
         return Failure.DATA
     return Failure.USER_CODE

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -53,6 +54,7 @@ from meshrl.trainer.joining import both, join_pools
 from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.overlap import generate_beside_scoring
 from meshrl.trainer.reward_components import RM_SCORE, reward_components
+from meshrl.trainer.rollout_care import RolloutCare
 from meshrl.trainer.schedule import NUMBER, Begun, Schedule, correction_of
 from meshrl.trainer.validation import Validator
 from meshrl.weights.colocated import over_ranks
@@ -60,6 +62,7 @@ from meshrl.weights.pools import MeetingPoint
 from meshrl.workers.actor_loss import skips_samples_without_advantage
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class PPOTrainer:
@@ -86,6 +89,10 @@ class PPOTrainer:
         self.reward_model = groups.get("reward_model")
         self.reward, self.validator, self.tracker, self.samples = reward, validator, tracker, samples
         self.timer, self.keeper, self.gates = timer, keeper, gates
+        # Set where rollouts that die can be started again.
+        self.rollout_care: RolloutCare | None = None
+        if validator is not None:
+            validator.with_rollout = self.with_rollout
         self.units = BatchUnits.from_config(config)
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.total_steps = total_steps(config, len(train_data))
@@ -193,8 +200,8 @@ class PPOTrainer:
             self.begin_batches()
             if not self.begun:
                 return None
+            batch, metrics = self.finish(self.begun[0])
             begun = self.begun.popleft()
-            batch, metrics = self.finish(begun)
             self.place = {"batches": begun.number, **begun.data}
             ages = self.schedule.drop_stale(batch, self.version)
             dropped += ages["training/stale_dropped"]
@@ -217,7 +224,7 @@ class PPOTrainer:
         if not self.scores_beside_generation:
             begin = self.actor.generate_sequences if self.rollout is self.actor else self.rollout.begin_sequences
             with self.phase("gen"):
-                answers = begin(request)
+                answers = self.with_rollout(lambda: begin(request))
         data = self.order.state_dict()
         return Begun(self.batches_begun, self.order.epoch, data, prompts, request, columns, answers)
 
@@ -232,7 +239,8 @@ class PPOTrainer:
             batch, metrics = self.generate_beside_scoring(begun)
         else:
             with self.phase("gen"):
-                batch = begun.finish()
+                # A rollout that was started again has been asked for this batch anew.
+                batch = self.with_rollout(lambda: self.begun[0].finish() if self.begun else begun.finish())
             with self.phase("reward"):
                 metrics = self.score(batch)
         metrics |= agent_metrics(batch)
@@ -246,9 +254,8 @@ class PPOTrainer:
         """Answers, scored while others are still generated."""
         deadline = self.config.trainer.deadlines.call
         with self.phase("gen"):
-            batch, parts, metrics = generate_beside_scoring(
-                self.rollout, begun.request, begun.columns, self.reward, deadline
-            )
+            asked = self.rollout, begun.request, begun.columns, self.reward, deadline
+            batch, parts, metrics = self.with_rollout(lambda: generate_beside_scoring(*asked))
         with self.phase("reward"):
             return batch, metrics | parts.add_scores(batch, deadline) | self.add_model_scores(batch)
 
@@ -290,7 +297,7 @@ class PPOTrainer:
     def generate(self, prompts: DataProto, n: int = 1) -> DataProto:
         """`n` answers to every prompt, at once."""
         request, columns = self.request(prompts, n)
-        answers = self.rollout.generate_sequences(request)
+        answers = self.with_rollout(lambda: self.rollout.generate_sequences(request))
         return DataProto(answers.batch, {**columns, **answers.non_tensor_batch}, answers.meta_info)
 
     def request(self, prompts: DataProto, n: int) -> tuple[DataProto, dict[str, np.ndarray]]:
@@ -497,6 +504,13 @@ class PPOTrainer:
         self.version += 1
         if self.rollout is self.actor:
             return over_ranks(self.actor.sync_weights(self.version))
+        try:
+            return self.move_weights()
+        except Exception as error:
+            return self.heal_rollout(error)
+
+    def move_weights(self) -> dict[str, float]:
+        """Sends the actor's weights to rollouts on devices of their own."""
         if self.meeting is None:
             # Not before a checkpoint is loaded: what never changes travels now.
             self.meeting = join_pools(self.actor, self.rollout, self.config.trainer)
@@ -504,6 +518,28 @@ class PPOTrainer:
             self.rollout.finish_answers()
         sent = self.actor.send_weights(self.version)
         return over_ranks([*both(lambda: self.rollout.receive_weights(self.version), sent), *sent.get()])
+
+    def with_rollout(self, ask: Callable[[], T]) -> T:
+        """What `ask` asks of the rollout, asked again where that had to be started again meanwhile."""
+        while True:
+            try:
+                return ask()
+            except Exception as error:
+                self.heal_rollout(error)
+
+    def heal_rollout(self, error: Exception) -> dict[str, float]:
+        """Starts lost rollouts again with the current weights and asks for the batches under way anew: the same seeds.
+
+        What is not a lost rollout is raised again.
+        """
+        if self.rollout_care is None or not self.rollout_care.replace(error, self.step):
+            raise error
+        self.meeting = None
+        metrics = self.move_weights()
+        for place, begun in enumerate(self.begun):
+            if begun.answers is not None:
+                self.begun[place] = replace(begun, answers=self.rollout.begin_sequences(begun.request))
+        return metrics
 
     def is_time_to_validate(self) -> bool:
         """At every `test_freq`-th step and at the last."""

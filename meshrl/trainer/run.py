@@ -56,8 +56,10 @@ from meshrl.trainer.mirror import Mirror
 from meshrl.trainer.nonfinite import NonFiniteSteps
 from meshrl.trainer.ppo import PPOTrainer, total_steps
 from meshrl.trainer.restarts import Restarts, surviving
+from meshrl.trainer.rollout_care import RolloutCare
 from meshrl.trainer.schedule import correction_of
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
+from meshrl.trainer.stall import StallWatch
 from meshrl.trainer.stopping import StopRequest
 from meshrl.trainer.validation import Validator
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -149,6 +151,7 @@ def train_once(
             reward,
             tracking(config, run, screen) as tracker,
             worker_groups(pools, trainer, config.ray_init) as groups,
+            StallWatch(trainer.stall_timeout, run, groups, screen.message) as watch,
         ):
             actor, judge.group = groups["actor_rollout_ref"], groups.get("judge")
             tracker.constants |= {
@@ -157,13 +160,17 @@ def train_once(
             }
             rollouts = groups.get("rollout", actor)
             validator = Validator(config, rollouts, val_data, reward, samples) if val_data else None
-            timer = PhaseTimer(on_change=screen.show_phase)
+            timer = phase_timer(screen, watch)
             bypasses = config.algorithm.rollout_correction.bypass_mode
             gates = Gates(trainer.gates, run.path, say=screen.message, old_is_trainers=not bypasses)
             keeper = make_keeper(config, ppo_parts(config, groups), run, steps, screen)
             parts = (config, groups, train_data, order, reward, validator, tracker, samples, timer, keeper, gates)
             note_restart(restarts, found, tracker)
-            keeper.fit(make_loop(*parts), found)
+            loop = make_loop(*parts)
+            watch.step = lambda: loop.step
+            if "rollout" in groups:
+                loop.rollout_care = RolloutCare(actor, rollouts, restarts)
+            keeper.fit(loop, found)
             if trainer.save_final_model and not trainer.val_only:
                 screen.message(f"model: {save_model(actor, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
@@ -216,20 +223,32 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
         with (
             tracking(config, run, screen) as tracker,
             worker_groups([Pool(trainer.processes, {"sft": worker})], trainer, config.ray_init) as groups,
+            StallWatch(trainer.stall_timeout, run, groups, screen.message) as watch,
         ):
             group = groups["sft"]
             tracker.constants["data/truncated_sequences"] = train_data.truncated
-            timer = PhaseTimer(on_change=screen.show_phase)
+            timer = phase_timer(screen, watch)
             how = config.checkpoint
             parts = {"model": Part(group, how.save_contents, how.load_contents, how.async_save)}
             keeper = make_keeper(config, parts, run, steps, screen)
             loop = SFTTrainer(config, group, train_data, order, val_data, tracker, timer, steps, keeper)
+            watch.step = lambda: loop.step
             note_restart(restarts, found, tracker)
             keeper.fit(loop, found)
             if trainer.save_final_model:
                 screen.message(f"model: {save_model(group, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
         return run.path
+
+
+def phase_timer(screen: StepConsole, watch: StallWatch) -> PhaseTimer:
+    """The clock of the steps; screen and watch hear of every phase."""
+
+    def tell(phase: str) -> None:
+        screen.show_phase(phase)
+        watch.moved(phase)
+
+    return PhaseTimer(on_change=tell)
 
 
 def note_restart(restarts: Restarts, found: Found | None, tracker: Tracking) -> None:

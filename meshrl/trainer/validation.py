@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from meshrl.agents.batch import SAMPLE_COLUMNS
@@ -25,6 +27,8 @@ class Validator:
         self, config: PPOConfig, rollout: WorkerGroup, data: PromptDataset, reward: RewardManager, samples: SampleLog
     ):
         self.config, self.rollout, self.data, self.reward, self.samples = config, rollout, data, reward, samples
+        # The trainer puts its own here, which may start lost rollouts again.
+        self.with_rollout: Callable[[Callable[[], DataProto]], DataProto] = lambda ask: ask()
 
     def run(self, step: int) -> dict[str, float]:
         """The metrics of one validation; samples that failed to be scored are counted."""
@@ -56,5 +60,5 @@ class Validator:
         request.meta_info["validate"] = True
         if self.config.actor_rollout_ref.rollout.multi_turn.enable:
             request.non_tensor_batch = {name: repeated.non_tensor_batch[name] for name in SAMPLE_COLUMNS}
-        answers = self.rollout.generate_sequences(request)
+        answers = self.with_rollout(lambda: self.rollout.generate_sequences(request))
         return DataProto(answers.batch, {**repeated.non_tensor_batch, **answers.non_tensor_batch}, {})

@@ -64,6 +64,16 @@ def test_two_samples_run_at_the_same_time(data, tokenizer, tmp_path):
         assert extra["process"][1] != extra["process"][2]
 
 
+def test_a_process_killed_from_outside_costs_nothing(data, tokenizer, tmp_path):
+    """The sample that it worked on is asked again."""
+    with manager(tokenizer, num_processes=2) as made:
+        scores, _, metrics = made(with_infos(data, "score", "die_once", "score", "score", file=str(tmp_path / "died")))
+        assert (tmp_path / "died").exists()
+        assert scores.sum(1).tolist() == [0, 1, 2, 3]
+        assert metrics["reward/errors"] == 0
+        assert made._pool.replaced == 1
+
+
 def test_bad_samples_cost_only_themselves(data, tokenizer, tmp_path):
     """One worker, so that every sample after a bad one needs a new worker."""
     with manager(tokenizer, num_processes=1, timeout=3.0) as made:
@@ -71,7 +81,8 @@ def test_bad_samples_cost_only_themselves(data, tokenizer, tmp_path):
         assert scores.sum(1).tolist() == [0, 0, 0, 3]
         assert metrics["reward/errors"] == 3
         assert [metrics[f"reward/errors/{kind}"] for kind in ("timeout", "died", "raised")] == [1, 1, 1]
-        assert made._pool.replaced == 2
+        # One that is killed gets a second try, in another process.
+        assert made._pool.replaced == 3
         assert gone(int((tmp_path / "child").read_text()))
         _, extra, metrics = made(with_infos(data, "exit", "unsendable", "score", "score"))
         assert [metrics[f"reward/errors/{kind}"] for kind in ("died", "raised")] == [1, 1]

@@ -1,10 +1,14 @@
 """Runs whose processes are killed end as if they had not been."""
 
+import json
 import os
 import signal
+import threading
+import time
+from pathlib import Path
 
 import pytest
-from test_resume import RUN, TWO, assert_equal, data, without_own  # noqa: F401
+from test_resume import RUN, TWO, assert_equal, data  # noqa: F401
 
 from meshrl.controller import WorkerDied
 from meshrl.trainer.ppo import PPOTrainer
@@ -64,3 +68,83 @@ def test_without_a_budget_the_death_ends_the_run(task, data, kill_during, tmp_pa
     kill_during("update_actor", 1)
     with pytest.raises(WorkerDied):
         task.train(tmp_path / "run", *RUN, *data, TWO)
+
+
+APART = (
+    "actor_rollout_ref.hybrid_engine=false",
+    "actor_rollout_ref.rollout.nnodes=1",
+    "actor_rollout_ref.rollout.n_gpus_per_node=2",
+)
+
+
+@pytest.fixture(scope="module")
+def apart(task, data, tmp_path_factory):  # noqa: F811
+    return task.train(tmp_path_factory.mktemp("apart") / "run", *RUN, *data, *APART)
+
+
+@pytest.mark.parametrize("method", ["begin_batches", "move_weights", "validate"])
+def test_a_killed_rollout_is_replaced_within_the_step(task, data, apart, kill_during, tmp_path, method):  # noqa: F811
+    """Its batch is asked again with the same seeds; the trainers keep what they have, so no step is taken twice."""
+    killed = kill_during(method, 2, "rollout")
+    run = task.train(tmp_path / "run", *RUN, *data, *APART, "trainer.max_restarts=3", "trainer.restart_wait=0")
+    assert killed
+    kinds = [json.loads(line).get("kind") for line in (run.path / "restarts.jsonl").read_text().splitlines()]
+    assert kinds == ["rollout", None]
+    assert "goes on after step" not in (run.path / "log.txt").read_text()
+    for row in run.metrics:
+        row.pop("restarts/count"), row.pop("restarts/seconds_lost")
+    assert_equal(apart, run)
+
+
+def test_a_batch_under_way_ahead_is_asked_again(task, data, kill_during, tmp_path):  # noqa: F811
+    """Two batches are in the rollout's hands when it dies: none is lost and none is trained twice."""
+    ahead = (*APART, "async_training.max_staleness=1", "trainer.max_restarts=3", "trainer.restart_wait=0")
+    killed = kill_during("train_step", 2, "rollout")
+    run = task.train(tmp_path / "run", *RUN, *data, *ahead, "trainer.rollout_data_dir=" + str(tmp_path / "samples"))
+    assert killed
+    assert [row["step"] for row in run.metrics] == list(range(6))
+    for first in (1, 4):  # an epoch each, of three and of two batches
+        steps = [tmp_path / "samples" / f"{step}.jsonl" for step in range(first, min(first + 3, 6))]
+        prompts = [{json.loads(line)["prompt"] for line in file.read_text().splitlines()} for file in steps]
+        assert len(set().union(*prompts)) == sum(map(len, prompts)) == 12 * len(steps)
+
+
+def test_a_stall_is_named(task, data, tmp_path, monkeypatch):  # noqa: F811
+    """A rank that sleeps before a collective: the report says which call, which ranks, and where they are."""
+    original = PPOTrainer.update_actor
+
+    def sleep_first(self, batch):
+        if self.step == 2:
+            os.kill(self.actor._backend._ranks[1].pid, signal.SIGSTOP)
+            threading.Timer(6, os.kill, (self.actor._backend._ranks[1].pid, signal.SIGCONT)).start()
+        return original(self, batch)
+
+    monkeypatch.setattr(PPOTrainer, "update_actor", sleep_first)
+    run = task.train(tmp_path / "run", *RUN, *data, TWO, "trainer.stall_timeout=2", "trainer.total_training_steps=2")
+    pages = [file.read_text().splitlines() for file in run.path.glob("stall-*.txt")]
+    page = next(page for page in pages if "step 2, update_actor" in page[0])
+    assert "update_actor on 'actor_rollout_ref' has run for" in page[0]
+    assert "ranks that have answered: [], ranks that have not: [0, 1]" in page[0]
+    assert any("in update_actor" in line and "actor_rollout_ref.py" in line for line in page)
+
+
+def sleeping_reward(data_source, solution_str, ground_truth, extra_info=None):
+    marker = Path(os.environ["SLEPT_MARKER"])
+    if not marker.exists():
+        marker.touch()
+        time.sleep(4)
+    return 0.0
+
+
+def test_a_reward_that_does_not_return_is_named(task, data, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("SLEPT_MARKER", str(tmp_path / "slept"))
+    reward = (
+        "reward.name=null",
+        "custom_reward_function.path=" + __file__,
+        "custom_reward_function.name=sleeping_reward",
+    )
+    options = ("trainer.stall_timeout=1", "trainer.total_training_steps=1", "trainer.val_before_train=false")
+    run = task.train(tmp_path / "run", *RUN, *data, *reward, *options, "trainer.test_freq=-1")
+    pages = [file.read_text() for file in sorted(run.path.glob("stall-*.txt"))]
+    assert any("step 1, reward" in page.splitlines()[0] for page in pages)
+    assert any("sleeping_reward" in page for page in pages)

@@ -184,7 +184,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.wait(END_SECONDS)
     for stream in (process.stdout, process.stderr):
         if stream is not None:
             stream.close()

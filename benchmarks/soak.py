@@ -1,0 +1,137 @@
+"""A day's run compressed: many steps of a micro model with saves, validations and rollouts that are replaced.
+
+    python benchmarks/soak.py --steps 2000 [--kill-every 200]
+
+Prints the memory of every process after a tenth of the run and at its end, and what is left when it is over: processes,
+open files, shared memory, folders in /tmp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from chaos import MARK, ROOT, command, processes
+from rich.console import Console
+
+from meshrl.models.tiny import make_tiny_model
+from meshrl.trainer.demo import ALPHABET, write_data
+
+# Each kind's memory may grow by this share between a tenth of the run and its end.
+ALLOWED = 0.05
+
+
+def memory_of(pid: int) -> float:
+    """Private memory in MB, which others do not share."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0.0
+    wanted = ("Private_Clean:", "Private_Dirty:")
+    return sum(int(line.split()[1]) for line in lines if line.startswith(wanted)) / 1024
+
+
+def files_of(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return 0
+
+
+def left_behind() -> set[str]:
+    """What a run might leave on this machine."""
+    names = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+    return names | {f"/tmp/{name}" for name in os.listdir("/tmp") if name.startswith("meshrl")}
+
+
+def steps_of(out: Path) -> int:
+    try:
+        with open(out / "metrics.jsonl", "rb") as stream:
+            stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, stream.tell() - 8192))
+            return int(json.loads(stream.read().splitlines()[-1])["step"])
+    except (OSError, ValueError, IndexError, KeyError):
+        return 0
+
+
+def soak(folder: Path, steps: int, kill_every: int) -> dict[str, list[tuple[int, float, int]]]:
+    """Runs it; for every kind of process (step, MB, open files), the largest of the kind, over the run."""
+    make_tiny_model(folder / "assets" / "model", ALPHABET)
+    files = write_data(folder / "assets", seed=0)
+    out = folder / "run"
+    out.mkdir()
+    mark = f"{os.getpid()}-{time.time_ns()}"
+    environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    words = [word for word in command(folder, out, "local", steps, 1000) if "rollout_data_dir" not in word]
+    changed = ("save_freq", "test_freq")
+    words = [word for word in words if not word.startswith(tuple(f"trainer.{name}=" for name in changed))]
+    words += [f"data.val_files=[{files['held_out']}]", f"trainer.save_freq={max(1, steps // 20)}"]
+    words += [f"trainer.test_freq={max(1, steps // 10)}", "actor_rollout_ref.rollout.n=2"]
+    seen: dict[str, list[tuple[int, float, int]]] = {}
+    killed_at = 0
+    with open(out / "output.txt", "wb") as output:
+        parent = subprocess.Popen(words, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        while parent.poll() is None:
+            time.sleep(1.0)
+            step, alive = steps_of(out), processes(mark)
+            for kind, pids in alive.items():
+                if pids and step:
+                    seen.setdefault(kind, []).append((step, max(map(memory_of, pids)), max(map(files_of, pids))))
+            if kill_every and step >= killed_at + kill_every and alive["rollout"]:
+                killed_at = step
+                os.kill(alive["rollout"][0], signal.SIGKILL)
+    if parent.returncode != 0:
+        raise RuntimeError((out / "output.txt").read_text()[-3000:])
+    until = time.monotonic() + 20
+    while any(processes(mark).values()) and time.monotonic() < until:
+        time.sleep(0.5)
+    if any(left := list(processes(mark).values())):
+        raise RuntimeError(f"processes are left: {left}")
+    return seen
+
+
+def table(seen: dict[str, list[tuple[int, float, int]]], steps: int) -> tuple[str, bool]:
+    """Early and late medians of every kind; whether all are flat."""
+    rows, flat = (
+        ["| process | MB early | MB late | growth | files early | files late |", "|---|---:|---:|---:|---:|---:|"],
+        True,
+    )
+    for kind, points in seen.items():
+        early = [point for point in points if 0.1 * steps <= point[0] < 0.3 * steps]
+        late = [point for point in points if point[0] >= 0.8 * steps]
+        if not early or not late:
+            continue
+        a, b = (statistics.median(point[1] for point in part) for part in (early, late))
+        files = [statistics.median(point[2] for point in part) for part in (early, late)]
+        growth = b / max(a, 1e-9) - 1
+        flat &= growth <= ALLOWED
+        rows.append(f"| {kind} | {a:.0f} | {b:.0f} | {growth:+.1%} | {files[0]:.0f} | {files[1]:.0f} |")
+    return "\n".join(rows), flat
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--kill-every", type=int, default=0, help="kill a rollout every so many steps")
+    arguments = parser.parse_args()
+    before = left_behind()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        seen = soak(Path(folder), arguments.steps, arguments.kill_every)
+    text, flat = table(seen, arguments.steps)
+    left = sorted(left_behind() - before)
+    Console().print(text, markup=False)
+    Console().print(f"{arguments.steps} steps in {time.monotonic() - began:.0f} s; left behind: {left or 'nothing'}")
+    sys.exit(0 if flat and not left else 1)
+
+
+if __name__ == "__main__":
+    main()
