@@ -39,7 +39,7 @@ def split_problems(config: PPOConfig) -> list[str]:
     if how.max_staleness or how.batches_ahead:
         problems.append(
             f"{SIZE}={size} does not go with async_training (max_staleness {how.max_staleness}, batches_ahead "
-            f"{how.batches_ahead}): weights would change at another step on each rank of a rollout; set one of them back"
+            f"{how.batches_ahead}): weights would change at another step on each rank of a rollout; set one back"
         )
     return problems
 

@@ -5,9 +5,9 @@
     rollouts  n .. n+m-1  ─┘
 
 The two meet at a store in one process (`MeetingPoint`); either side may have a default process group of its own, or
-none. A rollout is a whole copy of the model, or one that is cut over neighbouring ranks; copies feed each other. A whole
-one goes on generating while a version arrives beside its weights (`staged`), and stops only to take it over; one that is
-cut must not generate meanwhile, since its ranks would take the version over at different steps.
+none. A rollout is a whole copy of the model, or one that is cut over neighbouring ranks; copies feed each other. A
+whole one goes on generating while a version arrives beside its weights (`staged`), and stops only to take it over; one
+that is cut must not generate meanwhile, since its ranks would take the version over at different steps.
 
 A connection is good until a rank of it dies. Whoever is left then meets the newcomer at a new address, and the first
 sync there may bring the version that is current: those who have it already are not disturbed.
