@@ -10,6 +10,7 @@ equal to the bit, every step once in metrics.jsonl, the same samples trained at 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -130,13 +131,12 @@ def run(words: Sequence[str], out: Path, kills: int, rng: random.Random, limit: 
                 raise TimeoutError(f"the run has not ended after {limit} s, see {out}")
             if next_at is None and (out / "metrics.jsonl").exists():
                 next_at = time.monotonic() + rng.uniform(0, 0.5)
-            if next_at is not None and time.monotonic() > next_at and len(done) < kills:
-                # The kind is chosen before anybody looks who lives, so that a start is not hit more than its share.
-                if alive := processes(mark)[kind]:
-                    try:
-                        os.kill(rng.choice(alive), signal.SIGKILL)
-                    except ProcessLookupError:
-                        continue
+            if next_at is None or time.monotonic() < next_at or len(done) == kills:
+                continue
+            # The kind is chosen before anybody looks who lives, so that a start is not hit more than its share.
+            if alive := processes(mark)[kind]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rng.choice(alive), signal.SIGKILL)
                     done.append(kind)
                     next_at, kind = time.monotonic() + rng.uniform(0.1, 2.0), rng.choice(TARGETS)
     until = time.monotonic() + 20
