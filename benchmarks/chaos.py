@@ -10,6 +10,7 @@ equal to the bit, every step once in metrics.jsonl, the same samples trained at 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -130,15 +131,14 @@ def run(words: Sequence[str], out: Path, kills: int, rng: random.Random, limit: 
                 raise TimeoutError(f"the run has not ended after {limit} s, see {out}")
             if next_at is None and (out / "metrics.jsonl").exists():
                 next_at = time.monotonic() + rng.uniform(0, 0.5)
-            is_time = next_at is not None and time.monotonic() > next_at and len(done) < kills
+            if next_at is None or time.monotonic() < next_at or len(done) == kills:
+                continue
             # The kind is chosen before anybody looks who lives, so that a start is not hit more than its share.
-            if is_time and (alive := processes(mark)[kind]):
-                try:
+            if alive := processes(mark)[kind]:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(rng.choice(alive), signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-                done.append(kind)
-                next_at, kind = time.monotonic() + rng.uniform(0.1, 2.0), rng.choice(TARGETS)
+                    done.append(kind)
+                    next_at, kind = time.monotonic() + rng.uniform(0.1, 2.0), rng.choice(TARGETS)
     until = time.monotonic() + 20
     while any(left := list(processes(mark).values())) and time.monotonic() < until:
         time.sleep(0.2)

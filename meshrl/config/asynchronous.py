@@ -60,9 +60,7 @@ def _combination_problems(config: "PPOConfig", ahead: int) -> list[str]:
     how, policy, data = config.async_training, config.actor_rollout_ref, config.data
     problems = []
     if not how.partial_rollout and not ahead:
-        problems.append(
-            "async_training.partial_rollout=false has no effect with nothing begun early: max_staleness is 0"
-        )
+        problems.append("async_training.partial_rollout=false has no effect: nothing is begun early (max_staleness=0)")
     if not how.partial_rollout and policy.rollout.multi_turn.enable:
         problems.append(
             "async_training.partial_rollout=false cannot hold for conversations, which go on after a tool's answer: "

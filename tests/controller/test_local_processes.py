@@ -256,3 +256,22 @@ def test_in_process_errors_keep_their_cause():
     with pytest.raises(WorkerError) as caught:
         group.fail([0])
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_group_that_was_lost_can_be_started_again():
+    """The object stays: whoever holds the group calls the new workers."""
+    with start(2) as group:
+        before = [rank.pid for rank in group._backend._ranks]
+        future = group.execute_all_async("sleep", 30)
+        os.kill(before[0], signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            future.get(10)
+        assert not group.is_alive()
+        group.restart()
+        assert group.is_alive()
+        after = [rank.pid for rank in group._backend._ranks]
+        assert not set(before) & set(after)
+        assert [entry["info"][0] for entry in group.about()] == [0, 1]
+        assert "rank 0:" in group.stacks()
+        assert group.waits() == []
+    assert all(has_ended(pid) for pid in after)

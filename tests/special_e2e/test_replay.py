@@ -16,6 +16,7 @@ from test_resume import assert_equal, without_own
 from meshrl.cli import main
 from meshrl.data.proto import DataProto
 from meshrl.trainer.batches import KeptBatches, batch_files, load_batch
+from meshrl.trainer.checkpoint import problems_of
 from meshrl.trainer.halves import train_only
 from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.nonfinite import NonFiniteError
@@ -49,6 +50,14 @@ def test_a_past_step_to_the_bit(run, step):
     names = {"actor/pg_loss", "actor/grad_norm", "actor/kl_loss", "critic/score/mean", "critic/advantages/max"}
     assert names <= found.numbers.keys()
     assert len(found.numbers) > 25
+
+
+def test_rewards_that_say_more_than_a_number_are_replayed_too(task, tmp_path):
+    own = ("reward.name=null", f"custom_reward_function.path={Path(__file__).parent / 'dict_reward.py'}")
+    run = task.train(tmp_path / "run", *RUN, *own, "trainer.total_training_steps=1")
+    found = replay(run.path, 1)
+    assert found.differences == {}
+    assert found.metrics["replay/score_difference"] == 0
 
 
 def test_another_batch_is_noticed(run, tmp_path, capsys):
@@ -153,7 +162,12 @@ def broken(monkeypatch):
 
 def test_gradients_that_are_not_finite_are_counted_dumped_and_limited(task, broken, tmp_path):
     plain = (*RUN, "trainer.save_freq=-1", "trainer.keep_batches_megabytes=0")
-    skipped = task.train(tmp_path / "skipped", *plain)
+    # with checkpoints that are written in the background while the first of them is dumped
+    background = ("trainer.save_freq=1", "actor_rollout_ref.actor.checkpoint.async_save=true")
+    skipped = task.train(tmp_path / "skipped", *plain, *background)
+    assert [problems_of(path) for path in sorted((tmp_path / "skipped" / "checkpoints").glob("global_step_*"))] == [
+        []
+    ] * 4
     assert [row["training/nonfinite_steps"] for row in skipped.metrics] == [0, 2, 4, 6]
     first = task.train(tmp_path / "first", *plain, "trainer.total_training_steps=1")
     assert all(torch.isfinite(weight).all() for weight in skipped.weights.values())

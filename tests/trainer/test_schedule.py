@@ -76,6 +76,19 @@ def test_importance_weights_are_on_where_samples_may_be_stale():
     assert correction_of(bypass).rollout_is is None
 
 
+def conversations_finished_first(config):
+    config.async_training.partial_rollout = False
+    config.actor_rollout_ref.rollout.multi_turn.enable = True
+
+
+def finished_first_with_nothing_ahead(config):
+    config.async_training.partial_rollout, config.async_training.max_staleness = False, 0
+
+
+def adapters_on_fsdp1(config):
+    config.actor_rollout_ref.actor.strategy, config.actor_rollout_ref.model.lora_rank = "fsdp", 8
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -84,6 +97,11 @@ def test_importance_weights_are_on_where_samples_may_be_stale():
         (lambda c: setattr(c.actor_rollout_ref.rollout, "nnodes", 2), "needs trainer.backend=ray"),
         (lambda c: setattr(c.actor_rollout_ref.rollout, "calculate_log_probs", False), "calculate_log_probs=true"),
         (lambda c: setattr(c.actor_rollout_ref.rollout, "name", "vllm"), "use embedded or hf"),
+        (lambda c: setattr(c.reward_manager, "overlap", True), "scored while others generate anyway"),
+        (lambda c: setattr(c.data, "gen_batch_size", c.data.train_batch_size * 2), "lets what is begun early grow old"),
+        (conversations_finished_first, "cannot hold for conversations"),
+        (finished_first_with_nothing_ahead, "nothing is begun early"),
+        (adapters_on_fsdp1, "cannot feed rollouts on other devices"),
     ],
 )
 def test_what_does_not_go_together_is_refused(change, words):

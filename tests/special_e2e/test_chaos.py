@@ -1,0 +1,43 @@
+"""A supervised run under a seeded killer ends as the unkilled run does. `benchmarks/chaos.py` is the long version."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
+
+
+@pytest.fixture(scope="module")
+def chaos():
+    spec = importlib.util.spec_from_file_location("chaos", BENCHMARK)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["chaos"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["chaos"]
+
+
+def test_six_kills(chaos, tmp_path):
+    """`chaos` itself compares weights, metrics and samples with those of the unkilled run, and looks who is left."""
+    outcomes = chaos.chaos(tmp_path, kills=6, seed=2, steps=30, per_run=6)
+    assert sum(len(outcome.kills) for outcome in outcomes) == 6
+    assert all(outcome.code == 0 for outcome in outcomes)
+    assert "equal to the unkilled run's | all" in chaos.table(outcomes, "local")
+
+
+def test_its_comparison_can_fail(chaos, tmp_path):
+    """Of the runs of the test above one with other samples, or a step twice, would be told apart."""
+    import torch
+    from safetensors.torch import save_file
+
+    for name, steps in (("whole", (1, 2)), ("same", (1, 2)), ("twice", (1, 2, 2)), ("other", (1, 2))):
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "samples").mkdir()
+        save_file({"w": torch.ones(2)}, tmp_path / name / "model" / "model.safetensors")
+        (tmp_path / name / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+        for step in (1, 2):
+            (tmp_path / name / "samples" / f"{step}.jsonl").write_text("other" if (name, step) == ("other", 2) else "a")
+    problems = [len(chaos.differences(tmp_path / name, tmp_path / "whole", 2)) for name in ("same", "twice", "other")]
+    assert problems == [0, 1, 1]

@@ -1,0 +1,86 @@
+"""The parent of a supervised run: what it starts again, what it passes on, and how it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from meshrl.config.errors import ConfigError
+from meshrl.config.trainer import RunConfig
+from meshrl.trainer import supervise as module
+from meshrl.trainer.failures import INFRASTRUCTURE_EXIT
+from meshrl.trainer.restarts import SINCE
+from meshrl.trainer.supervise import supervise
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    """Runs a piece of code instead of the command; `starts` counts its starts."""
+    (tmp_path / "starts").write_text("")
+
+    def arrange(code):
+        head = f"import os, signal, sys, time\nopen({str(tmp_path / 'starts')!r}, 'a').write('x')\n"
+        head += f"starts = len(open({str(tmp_path / 'starts')!r}).read())\n"
+        real = subprocess.Popen
+
+        def popen(command, **options):
+            assert command[1:] == ["-m", "meshrl.cli", "train", "grpo"]
+            assert SINCE in options["env"]
+            return real([sys.executable, "-c", head + code], **options)
+
+        monkeypatch.setattr(module.subprocess, "Popen", popen)
+
+    arrange.starts = lambda: len((tmp_path / "starts").read_text())
+    arrange.trainer = RunConfig(default_local_dir=str(tmp_path / "run"), max_restarts=3, restart_wait=0.0)
+    return arrange
+
+
+@pytest.mark.parametrize(
+    ("code", "starts", "ends"),
+    [
+        ("os.kill(os.getpid(), 9) if starts < 3 else sys.exit(0)", 3, 0),
+        (f"sys.exit({INFRASTRUCTURE_EXIT} if starts < 2 else 0)", 2, 0),
+        ("os.kill(os.getpid(), 9)", 4, 128 + 9),
+        (f"sys.exit({INFRASTRUCTURE_EXIT})", 4, INFRASTRUCTURE_EXIT),
+        ("sys.exit(1)", 1, 1),
+        ("sys.exit(2)", 1, 2),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 1, 128 + 15),
+    ],
+)
+def test_what_is_started_again(script, code, starts, ends):
+    script(code)
+    said = []
+    assert supervise(["train", "grpo"], script.trainer, said.append) == ends
+    assert script.starts() == starts
+    assert len([line for line in said if "restart" in line and "used up" not in line]) == starts - 1
+
+
+def test_signals_go_to_the_run_and_its_end_is_not_a_failure(script):
+    """It hears SIGTERM, and even if it is killed then, nothing is started again."""
+    script("signal.signal(15, lambda *_: os.kill(os.getpid(), 9))\nopen('ready', 'w')\ntime.sleep(60)")
+    before = os.getcwd()
+    os.chdir(os.path.dirname(script.trainer.default_local_dir))
+    try:
+
+        def send():
+            while not os.path.exists("ready"):
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        assert supervise(["train", "grpo"], script.trainer, lambda text: None) == 128 + 9
+        thread.join(10)
+    finally:
+        os.chdir(before)
+    assert script.starts() == 1
+
+
+@pytest.mark.parametrize("options", [{"max_restarts": 0}, {"max_restarts": 1, "resume_mode": "disable"}])
+def test_what_cannot_be_supervised_is_refused(options, tmp_path):
+    with pytest.raises(ConfigError, match="--supervise"):
+        supervise(["train"], RunConfig(default_local_dir=str(tmp_path), **options), lambda text: None)
