@@ -7,6 +7,7 @@ Every call on a worker group is: cut the batch over the data-parallel ranks, run
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -225,7 +226,7 @@ class PPOTrainer:
             begin = self.actor.generate_sequences if self.rollout is self.actor else self.rollout.begin_sequences
             with self.phase("gen"):
                 answers = self.with_rollout(lambda: begin(request))
-        data = self.order.state_dict()
+        data = copy.deepcopy(self.order.state_dict())  # a sampler of the user's own may go on changing it
         return Begun(self.batches_begun, self.order.epoch, data, prompts, request, columns, answers)
 
     @property
