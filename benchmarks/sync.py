@@ -47,7 +47,6 @@ from meshrl.weights.shared_memory import SharedMemoryCarrier
 from meshrl.weights.sync import WORD_BYTES, WeightSync
 
 MIB = 1 << 20
-LINK_BYTES_PER_SECOND = 64 * MIB
 
 
 def model(arguments: argparse.Namespace, moe: bool = False) -> SimpleNamespace:
@@ -178,8 +177,10 @@ def kept(destination: Shards | None) -> dict[str, Tensor]:
 class SlowLink(SharedMemoryCarrier):
     """Each rank sends over one link of a fixed speed."""
 
+    bytes_per_second = 64 * MIB
+
     def _post(self, slot: Tensor, nbytes: int, to: int, tag: int) -> Any:
-        time.sleep(nbytes / LINK_BYTES_PER_SECOND)
+        time.sleep(nbytes / self.bytes_per_second)
         return super()._post(slot, nbytes, to, tag)
 
 
@@ -212,7 +213,7 @@ def write_lm(folder: Path, arguments: argparse.Namespace) -> None:
     Qwen3ForCausalLM(Qwen3Config(**fields, max_position_embeddings=4096)).save_pretrained(folder)
 
 
-def pool_rank(rank: int, folder: str, address: str, copies: int, staged: bool) -> tuple[float, float]:
+def pool_rank(rank: int, folder: str, address: str, copies: int, staged: bool, link: int) -> tuple[float, float]:
     """One process of two pools, a trainer and rollouts: seconds of a sync, and the stall of one while generating."""
     from meshrl.config.engine import EngineConfig, FSDPConfig
     from meshrl.config.model import ModelConfig
@@ -223,6 +224,7 @@ def pool_rank(rank: int, folder: str, address: str, copies: int, staged: bool) -
     from meshrl.weights import pools
 
     disable_progress_bar()
+    SlowLink.bytes_per_second = link
     pools.SharedMemoryCarrier = SlowLink  # type: ignore[misc]
     group = pools.PoolGroup.join(address, rank, copies + 1)
     if rank == 0:
@@ -248,7 +250,7 @@ def pool_rank(rank: int, folder: str, address: str, copies: int, staged: bool) -
 
 
 def pool_table(arguments: argparse.Namespace) -> None:
-    print(f"\none trainer to another pool's rollouts, which generate; links of {LINK_BYTES_PER_SECOND / MIB:.0f} MiB/s")
+    print(f"\none trainer to another pool's rollouts, which generate; links of {arguments.link_megabytes} MiB/s")
     print(f"{'copies':>7} {'sync s':>8} {'stall s':>8} {'stall s, weights not staged':>28}")
     with tempfile.TemporaryDirectory() as folder:
         write_lm(Path(folder), arguments)
@@ -256,7 +258,8 @@ def pool_table(arguments: argparse.Namespace) -> None:
             found = {}
             for staged in (True, False):
                 point = MeetingPoint()
-                calls = [(pool_rank, rank, folder, point.address, copies, staged) for rank in range(copies + 1)]
+                same = (folder, point.address, copies, staged, SlowLink.bytes_per_second)
+                calls = [(pool_rank, rank, *same) for rank in range(copies + 1)]
                 found[staged] = run_all(calls)
             seconds = max(seconds for seconds, _ in found[True])
             stalls = [max(stall for _, stall in found[staged]) for staged in (True, False)]
@@ -349,8 +352,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--bucket-megabytes", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--link-megabytes", type=int, default=64, help="speed of a link, a second")
     parser.add_argument("--only", choices=("layouts", "copies", "pools", "delta"))
     arguments = parser.parse_args()
+    SlowLink.bytes_per_second = arguments.link_megabytes * MIB
     tables: dict[str, Callable[[], None]] = {
         "layouts": lambda: layout_table(arguments),
         "copies": lambda: copies_table(arguments),
@@ -384,7 +389,7 @@ def layout_table(arguments: argparse.Namespace) -> None:
 
 
 def copies_table(arguments: argparse.Namespace) -> None:
-    print(f"\none trainer, links of {LINK_BYTES_PER_SECOND / MIB:.0f} MiB/s")
+    print(f"\none trainer, links of {arguments.link_megabytes} MiB/s")
     print(f"{'copies':>7} {'chain s':>8} {'direct s':>9}")
     tensors = hf_tensors(model(arguments))
     for copies in (1, 2, 4):

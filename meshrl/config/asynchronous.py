@@ -30,7 +30,7 @@ def async_problems(config: "PPOConfig") -> list[str]:
     rollout, problems = policy.rollout, []
     ranks = rollout.nnodes * rollout.n_gpus_per_node
     if policy.hybrid_engine:
-        if ranks:
+        if rollout.nnodes or rollout.n_gpus_per_node:
             problems.append(
                 f"actor_rollout_ref.rollout.nnodes * n_gpus_per_node ({rollout.nnodes} * {rollout.n_gpus_per_node}) "
                 f"has no effect while actor and rollout share their devices: set {SEPARATE}"
@@ -49,6 +49,37 @@ def async_problems(config: "PPOConfig") -> list[str]:
             f"actor_rollout_ref.rollout.name={rollout.name} cannot have devices of its own yet: use embedded or hf"
         )
     ahead = how.max_staleness if how.batches_ahead is None else how.batches_ahead
+    problems += _combination_problems(config, ahead)
     if ahead and not rollout.calculate_log_probs:
         problems.append("async_training.max_staleness needs actor_rollout_ref.rollout.calculate_log_probs=true")
+    return problems
+
+
+def _combination_problems(config: "PPOConfig", ahead: int) -> list[str]:
+    """What one of several settings would silently undo."""
+    how, policy, data = config.async_training, config.actor_rollout_ref, config.data
+    problems = []
+    if not how.partial_rollout and not ahead:
+        problems.append(
+            "async_training.partial_rollout=false has no effect with nothing begun early: max_staleness is 0"
+        )
+    if not how.partial_rollout and policy.rollout.multi_turn.enable:
+        problems.append(
+            "async_training.partial_rollout=false cannot hold for conversations, which go on after a tool's answer: "
+            "leave it true, or turn rollout.multi_turn off"
+        )
+    if ahead and config.reward_manager.overlap:
+        problems.append(
+            "reward_manager.overlap=true has no effect with batches that are begun early: they are scored while others "
+            "generate anyway"
+        )
+    if ahead and (data.gen_batch_size or 0) > data.train_batch_size:
+        problems.append(
+            f"data.gen_batch_size ({data.gen_batch_size}) above data.train_batch_size ({data.train_batch_size}) lets "
+            "what is begun early grow old while surplus groups are trained: lower it, or set max_staleness=0"
+        )
+    if policy.actor.strategy == "fsdp" and policy.model.lora_rank and config.trainer.world_size > 1:
+        problems.append(
+            "actor_rollout_ref.actor.strategy=fsdp with adapters cannot feed rollouts on other devices: use fsdp2"
+        )
     return problems

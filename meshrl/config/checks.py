@@ -30,6 +30,7 @@ from meshrl.config.reward import reward_file_problems, reward_problems
 from meshrl.config.rollout import READERS
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
+from meshrl.config.split_rollout import split_file_problems, split_problems
 from meshrl.config.trainer import RunConfig
 from meshrl.config.tree import changed_keys, fill_followers, get_value
 from meshrl.config.units import batch_problems
@@ -72,7 +73,8 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
     world_size = config.trainer.world_size
     problems = [
         *engine_problems(actor, ACTOR, world_size),
-        *rollout_problems(rollout, ROLLOUT, world_size),
+        *rollout_problems(rollout, ROLLOUT, world_size, is_apart=not config.actor_rollout_ref.hybrid_engine),
+        *split_problems(config),
         *batch_problems(config),
         *async_problems(config),
         *data_problems(config),
@@ -108,6 +110,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
             config.data.max_prompt_length + config.data.max_response_length,
             "data.max_prompt_length + max_response_length",
         )
+        problems += split_file_problems(config)
         problems += sampler_file_problems(config)
         problems += _reference_file_problems(config)
         problems += reward_file_problems(config.reward, config.custom_reward_function)
@@ -296,7 +299,7 @@ def _algorithm_problems(config: PPOConfig) -> list[str]:
     correction = algorithm.rollout_correction
     asked = []
     if not correction.bypass_mode:
-        given = [name for name in ("rollout_is", "rollout_rs") if getattr(correction, name) is not None]
+        given = [name for name in ("rollout_is", "rollout_rs") if getattr(correction, name) not in (None, "off")]
         asked = [f"algorithm.rollout_correction.{name}" for name in given]
     if config.actor_rollout_ref.actor.policy_loss.loss_mode in ("decoupled", "icepop"):
         asked.append(f"{ACTOR}.policy_loss.loss_mode={config.actor_rollout_ref.actor.policy_loss.loss_mode}")

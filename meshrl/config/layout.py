@@ -127,11 +127,14 @@ def _overlap_problems(megatron: MegatronConfig, prefix: str) -> list[str]:
     return [f"{prefix}.overlap_param_gather=true needs {prefix}.{name}=true" for name in needed]
 
 
-def rollout_problems(rollout: RolloutConfig, prefix: str, world_size: int) -> list[str]:
-    """Whether rollouts of tp * dp ranks fill the processes."""
+def rollout_problems(rollout: RolloutConfig, prefix: str, world_size: int, is_apart: bool = False) -> list[str]:
+    """Whether rollouts of tp * dp ranks fill the processes: those of the trainer, or `is_apart` their own."""
     tp, dp = rollout.tensor_model_parallel_size, rollout.data_parallel_size
-    if world_size % (tp * dp):
-        names = f"{prefix}.tensor_model_parallel_size * data_parallel_size"
+    names = f"{prefix}.tensor_model_parallel_size * data_parallel_size"
+    own = rollout.nnodes * rollout.n_gpus_per_node
+    if is_apart and own % (tp * dp):
+        return [f"{prefix}.nnodes * n_gpus_per_node ({own}) must be divisible by {names} ({tp} * {dp} = {tp * dp})"]
+    if not is_apart and world_size % (tp * dp):
         return [_indivisible(world_size, names, f"{tp} * {dp} = {tp * dp}")]
     return []
 

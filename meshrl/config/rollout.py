@@ -8,7 +8,7 @@ from meshrl.config.key import key, section
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUTS = ("embedded", "vllm", "sglang", "hf")
-SPLIT = "one rollout over several ranks of the trainer"
+SPLIT = "the ranks that tensor_model_parallel_size leaves are rollouts of their own already"
 # Who reads a key that not every rollout reads.
 READERS = {
     "gpu_memory_utilization": ("embedded", "vllm", "sglang"),
@@ -104,7 +104,9 @@ class RolloutConfig:
     log_prob_max_token_len_per_gpu: int | None = key(
         None, "Most tokens of such a micro-batch.", low=1, follows=f"{ACTOR}.ppo_max_token_len_per_gpu"
     )
-    tensor_model_parallel_size: int = key(1, "Tensor-parallel ranks of one rollout.", low=1, pending=SPLIT)
+    tensor_model_parallel_size: int = key(
+        1, "Neighbouring ranks that are one rollout and hold a part of every matrix each (embedded).", low=1
+    )
     data_parallel_size: int = key(1, "Data-parallel ranks of one rollout.", low=1, pending=SPLIT)
     gpu_memory_utilization: float = key(0.5, "Share of the GPU's memory a rollout takes.", low=0, high=1)
     max_model_len: int | None = key(None, "Longest prompt plus response.", low=1)

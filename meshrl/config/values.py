@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshrl.config.aliases import nearest
+from meshrl.config.root import PPOConfig
+from meshrl.config.split_rollout import split_engine_problems
 from meshrl.config.tree import Leaf, get_value, is_default, leaves
 
 
@@ -41,7 +43,7 @@ def _value_problem(leaf: Leaf, value: Any) -> str | None:
 
 def unsupported(config: Any) -> list[str]:
     """Keys that are set to something which is declared but not built yet, a line each."""
-    return list(_unsupported(config))
+    return [*_unsupported(config), *(split_engine_problems(config) if isinstance(config, PPOConfig) else [])]
 
 
 def _unsupported(config: Any) -> Iterator[str]:

@@ -17,6 +17,9 @@ from meshrl.data.prompts import Prompt, fit_prompt, prompt_batch
 from meshrl.data.proto import DataProto
 from meshrl.data.sampling import RowOrder
 
+# A stream without end must not be searched without end for a prompt that fits.
+MOST_DROPPED = 100_000
+
 
 class PromptStream(RowOrder):
     """Batches of prompts from files that are read on the way; both the order of the rows and the rows themselves.
@@ -75,12 +78,19 @@ class PromptStream(RowOrder):
     def _prompts(self) -> Iterator[Prompt]:
         """What is left of an epoch's rows after tokenizing."""
         rows = mixed(self._sources(), self.config.train_weights) if self.config.train_weights else self._all_files()
+        in_a_row = 0
         for number, row in enumerate(rows):
             ids = encode_prompt(self.tokenizer, row[self.config.prompt_key], number, self.tools)
             fitting = fit_prompt(ids, number, self.config)
             if fitting is None:
-                self.dropped += 1
+                self.dropped, in_a_row = self.dropped + 1, in_a_row + 1
+                if in_a_row == MOST_DROPPED:
+                    raise ValueError(
+                        f"the last {in_a_row} prompts were all over data.max_prompt_length="
+                        f"{self.config.max_prompt_length}: raise it, or look at the data"
+                    )
                 continue
+            in_a_row = 0
             self.truncated += len(fitting) < len(ids)
             yield row, fitting
 

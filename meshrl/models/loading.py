@@ -93,16 +93,28 @@ def empty_model(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model of a folder without memory for its parameters; its buffers are real, since no file has them."""
+    config = _config_for(head, path, override, trust_remote_code)
+    model = _without_memory(_auto_class(head), config, attention, dtype, trust_remote_code)
+    if (Path(path) / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
+def empty_causal_lm(config: PretrainedConfig, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A causal language model of this shape without memory for its parameters."""
+    return _without_memory(AutoModelForCausalLM, config, attention, dtype)
+
+
+def _without_memory(
+    auto_class: Any, config: PretrainedConfig, attention: str, dtype: torch.dtype, trust_remote_code: bool = False
+) -> PreTrainedModel:
     from accelerate import init_empty_weights
 
-    config = _config_for(head, path, override, trust_remote_code)
     with init_empty_weights(include_buffers=False):
-        model = _auto_class(head).from_config(
+        model = auto_class.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
     model.tie_weights()
-    if (Path(path) / "generation_config.json").is_file() and model.can_generate():
-        model.generation_config = GenerationConfig.from_pretrained(path)
     return model
 
 

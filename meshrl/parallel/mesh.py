@@ -49,6 +49,20 @@ def new_groups(layout: Layout, *axes: str) -> dist.ProcessGroup | None:
     return mine
 
 
+def contiguous_group(size: int, timeout_seconds: float) -> dist.ProcessGroup | None:
+    """This rank's group when the world is cut into groups of `size` neighbours; None where it would be alone.
+
+    Every rank must call this alike.
+    """
+    if size == 1:
+        return None
+    if dist.get_world_size() % size:
+        raise ValueError(f"{dist.get_world_size()} ranks cannot be cut into groups of {size}")
+    ranks = [list(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
+    mine, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timedelta(seconds=timeout_seconds))
+    return mine
+
+
 def sharding_mesh(layout: Layout, device_type: str, shards: tuple[str, ...], copies: tuple[str, ...]) -> DeviceMesh:
     """A mesh of (copies × shards) for FSDP2, which shards along the second dim and adds gradients along both."""
     table = torch.from_numpy(layout.table(copies, shards))

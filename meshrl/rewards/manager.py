@@ -101,8 +101,8 @@ class RewardManager:
         drop_samples(batch, scores.dropped)
         return scores.metrics()
 
-    def score(self, data: DataProto) -> Scores:
-        """Scores a batch or a part of one."""
+    def score(self, data: DataProto, again: bool = False) -> Scores:
+        """Scores a batch or a part of one; `again`: one that has been scored."""
         mask = _response_mask(data)
         lengths = mask.sum(1)
         samples = self._samples(data, mask)
@@ -126,7 +126,7 @@ class RewardManager:
         if self.on_error == "drop":
             token_level[torch.as_tensor(failed.dropped)] = 0
             infos[DROPPED] = object_column(failed.dropped.tolist())
-        if taken := infos.keys() & data.non_tensor_batch.keys():
+        if not again and (taken := infos.keys() & data.non_tensor_batch.keys()):
             raise RewardError(f"the reward function returned {sorted(taken)}, which the batch has already: rename them")
         return Scores(token_level.float(), infos, parts, failed.dropped, failed.kinds)
 

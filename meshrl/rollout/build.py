@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.models.loading import new_causal_lm, torch_dtype
+from meshrl.models.loading import empty_causal_lm, new_causal_lm, torch_dtype
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.rollout.base import Rollout
 
@@ -25,11 +26,13 @@ def build_rollout(
     *,
     device: torch.device,
     can_share: bool,
+    tensor_parallel_group: dist.ProcessGroup | None = None,
 ) -> Rollout:
     """The rollout of one trainer rank, without weights until the first sync.
 
     `hf_model` is the trainer's module; with `can_share` (unsharded, without adapters, on the device) the embedded
-    rollout generates with it and needs no copy. The others have copies of their own.
+    rollout generates with it and needs no copy. The others have copies of their own, cut over the ranks of a
+    `tensor_parallel_group`.
     """
     if config.name == "vllm":
         return _vllm(config, model, tokenizer, device)
@@ -50,10 +53,13 @@ def build_rollout(
         )
     from meshrl.rollout.embedded.engine import EmbeddedRollout
 
-    shares = can_share and hf_model.dtype == dtype
-    module: Any = hf_model if shares else new_causal_lm(hf_model.config, ATTENTION_NAME, dtype)
+    shares = can_share and hf_model.dtype == dtype and tensor_parallel_group is None
+    if tensor_parallel_group is not None:
+        module: Any = empty_causal_lm(hf_model.config, ATTENTION_NAME, dtype)
+    else:
+        module = hf_model if shares else new_causal_lm(hf_model.config, ATTENTION_NAME, dtype).to(device)  # type: ignore[arg-type]
     return EmbeddedRollout(
-        module if shares else module.to(device),
+        module,
         pad_token_id=pad,
         tokenizer=tokenizer,
         max_num_seqs=config.max_num_seqs,
@@ -62,6 +68,8 @@ def build_rollout(
         enable_prefix_caching=config.enable_prefix_caching,
         memory_share=config.gpu_memory_utilization,
         shares_weights=shares,
+        tensor_parallel_group=tensor_parallel_group,
+        device=None if tensor_parallel_group is None else device,
     )
 
 

@@ -21,8 +21,8 @@ Deliver = Callable[[Chunk], None]
 # How long a wait lasts before it looks around again, and how long the last step may take at the end.
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
-# How long to wait for the token that ends a gap.
-GAP_SECONDS = 5.0
+# How long to wait for the token that ends a gap; whoever updates weights waits as long.
+GAP_SECONDS = 1.0
 
 
 class SteppingRollout(Rollout):
@@ -122,13 +122,15 @@ class SteppingRollout(Rollout):
         names = [request.request_id for request in requests]
 
         def deliver(chunk: Chunk) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, chunk)
+            if not loop.is_closed():  # whoever asked may have left without a word
+                loop.call_soon_threadsafe(queue.put_nowait, chunk)
 
         unfinished = sum(request.params.n for request in requests)
-        # Taking the lock may mean waiting for a step: not on the event loop.
-        await asyncio.to_thread(self._enter, requests, deliver, streams=True)
-        self._start_thread()
+        # Taking the lock may mean waiting for a step: not on the event loop. Whoever leaves meanwhile has still asked.
+        entering = asyncio.ensure_future(asyncio.to_thread(self._enter, requests, deliver, streams=True))
         try:
+            await asyncio.shield(entering)
+            self._start_thread()
             while unfinished:
                 try:
                     item = await asyncio.wait_for(queue.get(), POLL_SECONDS)
@@ -139,7 +141,9 @@ class SteppingRollout(Rollout):
                 yield item
         finally:
             if unfinished:
-                await asyncio.to_thread(self.abort, names)
+                await asyncio.wait([entering], timeout=CLOSE_SECONDS)
+                if entering.done() and entering.exception() is None:  # else none of these names is ours
+                    await asyncio.to_thread(self.abort, names)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         with self._work:

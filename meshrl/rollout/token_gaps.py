@@ -27,8 +27,10 @@ class TokenGaps:
             self._last = None
 
     def restart(self) -> None:
-        """Forgets the gaps so far; one that is open now still counts."""
+        """Forgets the gaps so far; one that is open counts from now on."""
         self._longest = 0.0
+        if self._last is not None:
+            self._last = time.perf_counter()
 
     def longest(self) -> float:
         """Seconds, an open gap included."""

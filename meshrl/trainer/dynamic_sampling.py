@@ -120,9 +120,9 @@ class DynamicSampling:
 def informative_groups(batch: DataProto, metric: str | None, samples_per_group: int) -> np.ndarray:
     """For each group of neighbouring rows whether its samples differ in the metric; dropped samples do not count."""
     values = metric_values(batch, metric).reshape(-1, samples_per_group)
-    dropped = np.zeros(values.shape, dtype=bool)
+    dropped = ~batch.batch["response_mask"].any(1).numpy().reshape(values.shape)  # among them what became too old
     if DROPPED in batch.non_tensor_batch:
-        dropped = batch.non_tensor_batch[DROPPED].astype(bool).reshape(values.shape)
+        dropped |= batch.non_tensor_batch[DROPPED].astype(bool).reshape(values.shape)
     lowest = np.where(dropped, np.inf, values).min(1)
     highest = np.where(dropped, -np.inf, values).max(1)
     return highest > lowest

@@ -84,7 +84,7 @@ class Gates:
     def after_step(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Looks at a step's metrics; `raise_if_stopped` comes after these are logged."""
         found = [*self._first(metrics), *self._every(metrics), *self._limits(metrics)]
-        self._first_step = False
+        self._first_step = self._first_step and FIRST_KL not in metrics  # while the critic warms up there is none
         for finding in found:
             self._note(finding, step)
             if finding.stops and self._stopping is None:

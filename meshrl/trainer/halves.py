@@ -53,8 +53,11 @@ class TrainOnly(PPOTrainer):
         """By how much rewards computed again differ from those that were kept with the batch."""
         again = copy.copy(batch)
         with self.phase("reward"):
-            self.score(again)
-        return float((again.batch["token_level_scores"] - batch.batch["token_level_scores"]).abs().max())
+            again.batch["token_level_scores"] = self.reward.score(batch, again=True).token_level
+            self.add_model_scores(again)
+        kept = batch.batch["response_mask"].any(1)  # samples that were dropped have nothing left to score
+        difference = (again.batch["token_level_scores"] - batch.batch["token_level_scores"])[kept]
+        return float(difference.abs().max()) if len(difference) else 0.0
 
     def sync_weights(self) -> dict[str, float]:
         """Nothing generates: the weights only get their number."""
@@ -86,9 +89,12 @@ class RolloutOnly(PPOTrainer):
 def rollout_only(config: PPOConfig, sources: Mapping[str, str] | None = None, console: Console | None = None) -> Path:
     """Generates the batches of all steps with the weights there are; returns the folder that has them."""
     config.trainer.save_final_model = False
+    config.trainer.save_freq = -1  # a checkpoint would say that these steps were trained
 
     def make_loop(*parts: Any) -> RolloutOnly:
         loop = RolloutOnly(*parts)
+        loop.gates = None
+        loop.keeper.saves = False
         loop.keeper.batches.megabytes = None
         return loop
 

@@ -17,7 +17,9 @@ class Keeper:
 
     def __init__(self, checkpoints: Checkpoints, batches: KeptBatches, nonfinite: NonFiniteSteps, stop: StopRequest):
         self.checkpoints, self.batches, self.nonfinite, self.stop = checkpoints, batches, nonfinite, stop
+        nonfinite.before_dump = lambda: checkpoints.commit(wait=True)
         self._ending = False
+        self.saves = True  # whether an end on request saves the step
 
     def keep_batch(self, batch: DataProto, metrics: Mapping[str, Any], step: int) -> None:
         """Keeps a batch as it was generated."""
@@ -27,11 +29,17 @@ class Keeper:
         """Looks for steps that were skipped, and saves if it is time, or if this is to be the last step."""
         found = self.nonfinite.check(trainer, metrics, self.batches.last)
         self._ending = self.stop.requested
-        if self._ending:
+        if self._ending and self.saves:
             self.checkpoints.save(trainer)
         else:
             self.checkpoints.save_if_due(trainer)
         return found
+
+    def save_last(self, trainer: Resumable) -> None:
+        """Saves a run that ends before its last step, if it saves at all and has not just done so."""
+        if self.checkpoints.every > 0 and not self.checkpoints.is_due(trainer.step):
+            self.checkpoints.save(trainer)
+            self.checkpoints.commit(wait=True)
 
     def after_log(self, trainer: Resumable) -> None:
         """Completes what was saved; ends the run where that was asked for."""
@@ -39,9 +47,8 @@ class Keeper:
         self.nonfinite.enforce(trainer.step)
         if self._ending:
             self.checkpoints.finish()
-            raise RunStoppedError(
-                f"stopped by SIGTERM after step {trainer.step}, which is saved: the same command goes on from there"
-            )
+            what = ", which is saved: the same command goes on from there" if self.saves else ""
+            raise RunStoppedError(f"stopped by SIGTERM after step {trainer.step}{what}")
 
     def fit(self, trainer: Any, found: Found | None) -> None:
         """Runs a trainer to its end, from a checkpoint if there is one."""

@@ -45,6 +45,8 @@ class NonFiniteSteps:
 
     def __init__(self, limit: int | None, dumps: Checkpoints, say: Callable[[str], None]):
         self.limit, self.dumps, self.say = limit, dumps, say
+        # Dumps and checkpoints are written by the same workers, one at a time.
+        self.before_dump: Callable[[], None] = lambda: None
         self.count = 0
 
     def check(self, trainer: Resumable, metrics: Mapping[str, Any], batch: DataProto | None) -> dict[str, float]:
@@ -52,6 +54,7 @@ class NonFiniteSteps:
         skipped = int(sum(metrics.get(name, 0) for name in SKIPPED))
         self.count += skipped
         if skipped and len(list(self.dumps.folder.glob("global_step_*"))) < DUMPS:
+            self.before_dump()
             self.dumps.save(_WithBatch(trainer, batch))  # type: ignore[arg-type]
             self.dumps.commit(wait=True)
             self.say(

@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from meshrl.controller import WorkerGroup
+from meshrl.controller.dispatch import check_mesh
 from meshrl.data.proto import DataProto
 from meshrl.rewards.manager import RewardManager
 from meshrl.rewards.parts import ScoredParts
@@ -24,17 +25,20 @@ def generate_beside_scoring(
     """
     until = time.monotonic() + deadline
     actor.start_generation(request)
-    # Every rank has as many rows, but for the last ones.
-    share = -(-len(request) // actor.world_size)
+    # Every rollout has as many rows, but for the last ones; one rank of it answers.
+    num_rollouts, answering = check_mesh("rollout", actor.mesh_entries("rollout"))
+    share = -(-len(request) // num_rollouts)
     scored, parts, places = ScoredParts(reward), [], []
     left = len(request)
     while left:
         if time.monotonic() > until:
             raise TimeoutError(f"{left} of {len(request)} samples were not generated within {deadline:.0f} s")
-        for rank, found in enumerate(actor.take_generated(POLL_SECONDS)):
+        taken = actor.take_generated(POLL_SECONDS)
+        for number, rank in enumerate(answering):
+            found = taken[rank]
             if found is None:
                 continue
-            rows = found[0] + rank * share
+            rows = found[0] + number * share
             part = DataProto(found[1].batch, _columns_of(rows, columns) | found[1].non_tensor_batch, {})
             scored.add(part, rows)
             parts.append(part)

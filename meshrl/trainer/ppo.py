@@ -7,6 +7,7 @@ Every call on a worker group is: cut the batch over the data-parallel ranks, run
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -49,6 +50,7 @@ from meshrl.trainer.correction import correct_rollout, corrects_rollout
 from meshrl.trainer.dynamic_sampling import DynamicSampling, Scored
 from meshrl.trainer.gates import Gates
 from meshrl.trainer.greedy_baseline import GREEDY, add_greedy_baselines
+from meshrl.trainer.joining import both, join_pools
 from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.overlap import generate_beside_scoring
 from meshrl.trainer.reward_components import RM_SCORE, reward_components
@@ -56,8 +58,10 @@ from meshrl.trainer.rollout_care import RolloutCare
 from meshrl.trainer.schedule import NUMBER, Begun, Schedule, correction_of
 from meshrl.trainer.validation import Validator
 from meshrl.weights.colocated import over_ranks
+from meshrl.weights.pools import MeetingPoint
 from meshrl.workers.actor_loss import skips_samples_without_advantage
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -99,6 +103,7 @@ class PPOTrainer:
         self.batches_begun = 0
         self.schedule, self.correction = Schedule.of(config), correction_of(config)
         self.begun = deque[Begun]()
+        self.meeting: MeetingPoint | None = None  # of the two pools; held as long as they talk
         self.best: dict[str, float] | None = None
         # Where the data stood after the last batch trained on: what was begun later begins again when a run goes on.
         self.place = {"batches": 0, **order.state_dict()}
@@ -157,8 +162,8 @@ class PPOTrainer:
             self.step += 1
             self.timer.reset()
             found = self.dynamic_sampling.next_batch() if self.dynamic_sampling else self.next_batch()
-            if found is None:  # the data's epochs are used up
-                self.step -= 1
+            if found is None:
+                self.end_early()
                 return
             batch, metrics = found
             self.keeper.keep_batch(batch, metrics, self.step)
@@ -171,6 +176,14 @@ class PPOTrainer:
             self.keeper.after_log(self)
             if self.gates:
                 self.gates.raise_if_stopped(self.step, metrics)
+
+    def end_early(self) -> None:
+        """The data's epochs are used up before the last step: what is there is validated and saved."""
+        self.step -= 1
+        logger.warning("the prompts of all epochs are used up after step %d of %d", self.step, self.total_steps)
+        if self.validator is not None and self.config.trainer.test_freq > 0:
+            self.tracker.log(self.validate(), self.step)
+        self.keeper.save_last(self)
 
     def prompts(self) -> Iterator[DataProto]:
         """Batches of prompts in the order of the data's epochs."""
@@ -366,9 +379,12 @@ class PPOTrainer:
             batch.batch["sum_pi_squared"] = output.batch["sum_pi_squared"]
         metrics = {"actor/entropy": float(agg_loss(output.batch["entropys"], mask, "token-mean"))}
         if "rollout_log_probs" in batch.batch.keys():
-            difference = ((old - batch.batch["rollout_log_probs"]).abs() * mask).double()
-            metrics["training/rollout_log_prob_diff_mean"] = float(difference.sum() / mask.sum())
-            metrics["training/rollout_log_prob_diff_max"] = float(difference.max())
+            # Older tokens differ because the policy has moved, which is no fault of the rollout.
+            fresh = mask.bool() & (batch.batch["versions"] == self.version)
+            if fresh.any():
+                difference = (old - batch.batch["rollout_log_probs"])[fresh].abs().double()
+                metrics["training/rollout_log_prob_diff_mean"] = float(difference.mean())
+                metrics["training/rollout_log_prob_diff_max"] = float(difference.max())
         surplus = self.surplus_rows(batch)
         if surplus.any() and not self.corrects_rollout:
             # The policy that sampled them is gone; what it said of its tokens is the rollout's word.
@@ -495,9 +511,13 @@ class PPOTrainer:
 
     def move_weights(self) -> dict[str, float]:
         """Sends the actor's weights to rollouts on devices of their own."""
+        if self.meeting is None:
+            # Not before a checkpoint is loaded: what never changes travels now.
+            self.meeting = join_pools(self.actor, self.rollout, self.config.trainer)
+        if not self.config.async_training.partial_rollout:
+            self.rollout.finish_answers()
         sent = self.actor.send_weights(self.version)
-        found = self.rollout.receive_weights(self.version, not self.config.async_training.partial_rollout)
-        return over_ranks([*found, *sent.get()])
+        return over_ranks([*both(lambda: self.rollout.receive_weights(self.version), sent), *sent.get()])
 
     def with_rollout(self, ask: Callable[[], T]) -> T:
         """What `ask` asks of the rollout, asked again where that had to be started again meanwhile."""
@@ -514,6 +534,7 @@ class PPOTrainer:
         """
         if self.rollout_care is None or not self.rollout_care.replace(error, self.step):
             raise error
+        self.meeting = None
         metrics = self.move_weights()
         for place, begun in enumerate(self.begun):
             if begun.answers is not None:
@@ -546,7 +567,8 @@ class PPOTrainer:
         aside = times.get("timing_s/testing", 0.0) + times.get("timing_s/save_checkpoint", 0.0)
         seconds = times["timing_s/step"] - aside
         tokens = int(metrics["perf/total_num_tokens"])
-        return times | compute_throughput_metrics(tokens, seconds, self.config.trainer.world_size)
+        devices = self.config.trainer.world_size + (self.rollout.world_size if self.rollout is not self.actor else 0)
+        return times | compute_throughput_metrics(tokens, seconds, devices)
 
 
 def total_steps(config: PPOConfig, rows: int) -> int:

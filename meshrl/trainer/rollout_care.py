@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from meshrl.controller import WorkerGroup
 from meshrl.trainer.failures import kind_of
@@ -11,16 +10,10 @@ from meshrl.trainer.restarts import Restarts
 
 
 class RolloutCare:
-    """Replaces the rollout's workers, all of them, when one is lost; `join` connects them with the actor's again."""
+    """Replaces the rollout's workers, all of them, when one is lost; they are not connected with the actor's yet."""
 
-    def __init__(
-        self,
-        actor: WorkerGroup,
-        rollout: WorkerGroup,
-        join: Callable[[WorkerGroup, WorkerGroup], None],
-        restarts: Restarts,
-    ):
-        self.actor, self.rollout, self.join, self.restarts = actor, rollout, join, restarts
+    def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, restarts: Restarts):
+        self.actor, self.rollout, self.restarts = actor, rollout, restarts
 
     def replace(self, error: BaseException, step: int) -> bool:
         """Starts the rollout again if it is what was lost and the budget allows; new workers have no weights yet."""
@@ -31,6 +24,5 @@ class RolloutCare:
             return False
         self.rollout.restart()
         self.rollout.init_model()
-        self.join(self.actor, self.rollout)
         self.restarts.resumed(step, began)
         return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,7 +62,6 @@ from meshrl.trainer.sft import SFTTrainer, total_sft_steps
 from meshrl.trainer.stall import StallWatch
 from meshrl.trainer.stopping import StopRequest
 from meshrl.trainer.validation import Validator
-from meshrl.weights.pools import MeetingPoint
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from meshrl.workers.critic import CriticWorker
 from meshrl.workers.judge import JudgeWorker
@@ -171,8 +169,7 @@ def train_once(
             loop = make_loop(*parts)
             watch.step = lambda: loop.step
             if "rollout" in groups:
-                join = functools.partial(join_pools, trainer=trainer)
-                loop.rollout_care = RolloutCare(actor, rollouts, join, restarts)
+                loop.rollout_care = RolloutCare(actor, rollouts, restarts)
             keeper.fit(loop, found)
             if trainer.save_final_model and not trainer.val_only:
                 screen.message(f"model: {save_model(actor, run, tokenizer)}")
@@ -305,7 +302,8 @@ def make_keeper(
     checkpoints = Checkpoints(
         run.checkpoints, parts, every=trainer.save_freq, keep=trainer.checkpoints_to_keep, mirror=mirror, **how
     )
-    dumped = {role: replace(part, save_contents=("model", "optimizer", "extra")) for role, part in parts.items()}
+    contents = ("model", "optimizer", "extra")
+    dumped = {role: replace(part, save_contents=contents, background=False) for role, part in parts.items()}
     dumps = Checkpoints(run.nonfinite, dumped, every=-1, **how)
     megabytes = getattr(trainer, "keep_batches_megabytes", 0)
     return Keeper(
@@ -420,25 +418,7 @@ def worker_groups(
             groups |= group.spawn() if len(pool.workers) > 1 else {role: group}
         for view in groups.values():
             view.init_model()
-        if "rollout" in groups:
-            join_pools(groups["actor_rollout_ref"], groups["rollout"], trainer)
         yield groups
-
-
-def join_pools(actor: WorkerGroup, rollout: WorkerGroup, trainer: RunConfig) -> None:
-    """Connects trainers with rollouts on devices of their own, for the weights."""
-    host = "127.0.0.1" if trainer.backend == "local" else own_address()
-    point = MeetingPoint(host)
-    joined = actor.join_pool(point.address, rollout.world_size)
-    rollout.join_pool(point.address, actor.world_size)
-    joined.get()
-
-
-def own_address() -> str:
-    """An address of this machine that others can reach."""
-    import ray
-
-    return str(ray.util.get_node_ip_address())
 
 
 def uses_gpu(trainer: RunConfig) -> bool:

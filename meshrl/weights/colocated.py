@@ -4,7 +4,8 @@
 |---|---|
 | generates with the trainer's own module | none: only the version moves on |
 | embedded or hf, with a copy of its own | a plan (`connect`) |
-| the same, of a sharded trainer with adapters | the base once, then adapters alone (`merging`), or merged by a plan |
+| embedded, cut over ranks | a plan, for each rank its part; adapters are merged by the senders |
+| embedded or hf, of a sharded trainer with LoRA | the base once, then adapters alone (`merging`), or merged by a plan |
 | vLLM, SGLang; FSDP1 with adapters | a stream of whole tensors |
 """
 
@@ -20,9 +21,10 @@ from meshrl.engines.base import Engine
 from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.engines.fsdp.sharding import Whole
 from meshrl.rollout.base import Rollout
-from meshrl.weights.connect import connect, rollout_params
+from meshrl.weights.connect import connect, rank_and_world, rollout_params
 from meshrl.weights.exchange import Traffic
 from meshrl.weights.merging import MergingSync
+from meshrl.weights.rollout_placement import RolloutLayout
 from meshrl.weights.sources import has_fsdp2
 from meshrl.weights.sync import SyncReport, sync_weights
 
@@ -59,7 +61,13 @@ def policy_sync(
 
     options: dict[str, Any] = {"bucket_megabytes": bucket_megabytes, "verify": verify, "deadline": deadline}
 
+    parallel: Any = getattr(rollout, "parallel", None)
+
     def make() -> PolicySync:
+        if parallel is not None:
+            layout = RolloutLayout(tp=parallel.size, dp=rank_and_world()[1] // parallel.size)
+            own = rollout_params(hf_model)
+            return connect(engine, own, layout=layout, hf_config=hf_model.config, delta=delta, **options)
         if isinstance(engine, FSDPEngine) and engine.has_adapters and engine.is_sharded and adapters == "alone":
             return MergingSync(engine, hf_model, **options)
         return connect(engine, rollout_params(hf_model), delta=delta, **options)

@@ -5,8 +5,9 @@
     rollouts  n .. n+m-1  ─┘
 
 The two meet at a store in one process (`MeetingPoint`); either side may have a default process group of its own, or
-none. Every rollout is a whole copy of the model, and copies feed each other in a chain. A rollout goes on generating
-while a version arrives beside its weights (`staged`), and stops only to take it over.
+none. A rollout is a whole copy of the model, or one that is cut over neighbouring ranks; copies feed each other. A
+whole one goes on generating while a version arrives beside its weights (`staged`), and stops only to take it over; one
+that is cut must not generate meanwhile, since its ranks would take the version over at different steps.
 
 A connection is good until a rank of it dies. Whoever is left then meets the newcomer at a new address, and the first
 sync there may bring the version that is current: those who have it already are not disturbed.
@@ -22,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshrl.engines.base import Engine
+from meshrl.engines.megatron.weight_map import head_dim
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.shared_file import memory_folder
 from meshrl.rollout.stepping import SteppingRollout
@@ -38,6 +41,8 @@ from meshrl.weights.merging import base_dtypes, merged
 from meshrl.weights.placement import Placement, replicas
 from meshrl.weights.plan import MEGABYTE, ReshardPlan, plan_reshard
 from meshrl.weights.process_group import ProcessGroupCarrier
+from meshrl.weights.rollout_placement import RolloutLayout
+from meshrl.weights.rollout_placement import rollout as rollout_placement
 from meshrl.weights.shards import Shards
 from meshrl.weights.shared_memory import SharedMemoryCarrier, open_together
 from meshrl.weights.sources import FSDP2Source, Source, source_of
@@ -202,7 +207,7 @@ def connect_trainer(
     }
     device = next(engine.module.parameters()).device
     told = group.gather({"device": device.type, "settings": settings if group.rank == 0 else None}, "to plan")
-    plans = _Plans(group, trainers, told, device)
+    plans = _Plans(group, trainers, told, device, rollouts[0]["cut"])
     described = _same_everywhere(rollouts, trainers)
 
     def shards(side: Source) -> Shards | None:
@@ -221,23 +226,32 @@ def connect_rollout(
     *,
     staged: bool = True,
 ) -> PoolSync:
-    """A rollout rank's end, for one that generates with a whole Hugging Face module (`rollout.hf_model`).
+    """A rollout rank's end, for one that generates with a Hugging Face module (`rollout.hf_model`), whole or cut.
 
     `staged` takes a second copy of the weights while a sync runs; without it generation stops for the whole sync.
     """
     trainers = _checked_split(group, num_trainers)
-    if getattr(rollout, "shares_weights", False) or getattr(rollout, "parallel", None) is not None:
-        raise ValueError("a rollout of another pool must have a whole copy of the weights of its own")
-    params = rollout_params(rollout.hf_model)
-    described = {name: [list(p.shape), str(p.dtype).removeprefix("torch.")] for name, p in params.items()}
-    rollouts = group.gather({"params": described}, "to describe their weights")[trainers:]
+    if getattr(rollout, "shares_weights", False):
+        raise ValueError("a rollout of another pool must have weights of its own")
+    params, parallel = rollout_params(rollout.hf_model), getattr(rollout, "parallel", None)
+    shapes = {name: p.shape for name, p in params.items()} if parallel is None else parallel.shapes
+    described = {name: [list(shapes[name]), str(p.dtype).removeprefix("torch.")] for name, p in params.items()}
+    cut = None if parallel is None else {"tp": parallel.size} | _heads(rollout.hf_model.config)
+    if parallel is not None and (group.rank - trainers) % parallel.size != parallel.rank:
+        raise ValueError(
+            f"rank {group.rank - trainers} of the rollouts has part {parallel.rank} of {parallel.size}: the ranks of a "
+            "rollout must be neighbours, in order"
+        )
+    rollouts = group.gather({"params": described, "cut": cut}, "to describe their weights")[trainers:]
     device = next(iter(params.values())).device
     told = group.gather({"device": device.type}, "to plan")
-    plans = _Plans(group, trainers, told, device)
+    plans = _Plans(group, trainers, told, device, cut)
     settings, described = plans.settings, _same_everywhere(rollouts, trainers)
     placement = Placement.from_json(settings["placement"])
     if settings["adapters"] is None:
         return PoolSync(plans.sync(described, placement, params=params, staged=staged), group)
+    if cut is not None:
+        raise ValueError("a rollout that is cut over ranks takes no adapters alone: send them merged")
     base = plans.bring_base(described, placement)
     placement = Placement.from_json(settings["adapters"]["placement"])
     wanted = _adapters(placement)
@@ -284,6 +298,16 @@ def _described_adapters(engine: Any, base: Source, only: Source) -> dict[str, An
     return {"placement": only.placement.to_json(), "scaling": engine.adapter_scaling, "dtypes": dtypes}
 
 
+def _heads(hf_config: Any) -> dict[str, int]:
+    """What a model's cut depends on, for those who do not have its config."""
+    heads = hf_config.num_attention_heads
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(hf_config, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim(hf_config),
+    }
+
+
 def _adapters(placement: Placement) -> dict[str, Any]:
     """Adapters travel exactly."""
     return {name: [list(shape), "float32"] for name, shape in placement.tensors.items()}
@@ -291,12 +315,16 @@ def _adapters(placement: Placement) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Plans:
-    """Makes plans, the same on all ranks, and this rank's end of each. `told` is what every rank said of itself."""
+    """Makes plans, the same on all ranks, and this rank's end of each. `told` is what every rank said of itself.
+
+    `cut`: into how many parts (`tp`) rollouts cut the model, and its heads; None where they are whole.
+    """
 
     group: PoolGroup
     trainers: int
     told: Sequence[Mapping[str, Any]]
     device: torch.device
+    cut: Mapping[str, int] | None = None
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -329,7 +357,11 @@ class _Plans:
         # Buffers of weights that the trainer does not train stay as they were loaded.
         sent = {n: e for n, e in described.items() if not n.endswith(WEIGHT_BUFFERS) or n in placement.tensors}
         shapes = {name: tuple(shape) for name, (shape, _) in sent.items()}
-        target = replicas(shapes, rollouts, settings["model_type"], f"{rollouts} rollouts")
+        if self.cut is None:
+            target = replicas(shapes, rollouts, settings["model_type"], f"{rollouts} rollouts")
+        else:
+            layout = RolloutLayout(tp=self.cut["tp"], dp=rollouts // self.cut["tp"])
+            target = rollout_placement(shapes, SimpleNamespace(**self.cut), layout)
         kinds = {name: torch.empty(0, dtype=getattr(torch, dtype)) for name, (_, dtype) in sent.items()}
         dtypes = tensor_dtypes(target, 0, kinds, asks=False)
         plan = plan_reshard(
@@ -395,6 +427,8 @@ def _same_everywhere(rollouts: Sequence[Mapping[str, Any]], trainers: int) -> di
     """The parameters of the rollouts, which must be copies of each other."""
     first = dict(rollouts[0]["params"])
     for number, other in enumerate(rollouts[1:], trainers + 1):
+        if other.get("cut") != rollouts[0].get("cut"):
+            raise ValueError(f"rollouts must be cut alike: ranks {trainers} and {number} differ")
         wrong = [name for name in first.keys() | other["params"].keys() if first.get(name) != other["params"].get(name)]
         if wrong:
             name = min(wrong)

@@ -20,6 +20,7 @@ from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine
 from meshrl.engines.build import engine_class
 from meshrl.models.saving import save_hf_folder
+from meshrl.parallel.mesh import contiguous_group
 from meshrl.telemetry.memory import PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
 from meshrl.weights.colocated import policy_sync
@@ -54,7 +55,8 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         )
         self.actor.initialize()
         self.register_mesh("actor", self.actor.dp_rank, self.actor.dp_size, is_collect=self.actor.is_collect)
-        self.register_mesh("rollout", self.rank, self.world_size, is_collect=True)
+        split = self.config.rollout.tensor_model_parallel_size
+        self.register_mesh("rollout", self.rank // split, self.world_size // split, is_collect=self.rank % split == 0)
         # With adapters the reference is the same model without them.
         self.ref: Engine | None = None
         if self.settings.with_reference and (own_weights := self._reference_model()) is not None:
@@ -66,7 +68,12 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             # An unsharded trainer in the rollout's own type lends its module: no copy of the weights at all.
             can_share = not self.actor.is_sharded and not self.actor.has_adapters and not rests(actor)[0]
             self.answering = Answering(
-                self.config.rollout, model, self.actor.hf_model, device=self.device, can_share=can_share
+                self.config.rollout,
+                model,
+                self.actor.hf_model,
+                device=self.device,
+                can_share=can_share,
+                tensor_parallel_group=contiguous_group(split, self.settings.collective_deadline),
             )
             self.rollout = self.answering.rollout
             self.phases = self._make_phases(self.config.rollout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from meshrl.agents.batch import make_agent_rollout
@@ -17,7 +18,10 @@ from meshrl.workers.generating import start_generation
 
 
 class Answering:
-    """One rank's rollout. `hf_model` says which model it is; with `can_share` the rollout generates with it."""
+    """One rank's rollout. `hf_model` says which model it is; with `can_share` the rollout generates with it.
+
+    The ranks of a `tensor_parallel_group` are one rollout: all of them get the same prompts and have the same answers.
+    """
 
     def __init__(
         self,
@@ -27,12 +31,21 @@ class Answering:
         *,
         device: torch.device,
         can_share: bool,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
     ):
         self.config = config
         path = model.path or ""
         tokenizer = load_tokenizer(model.tokenizer_path or path, model.trust_remote_code)
         self.stop_token_ids = tuple(stop_token_ids(path, tokenizer))
-        self.rollout = build_rollout(config, model, hf_model, tokenizer, device=device, can_share=can_share)
+        self.rollout = build_rollout(
+            config,
+            model,
+            hf_model,
+            tokenizer,
+            device=device,
+            can_share=can_share,
+            tensor_parallel_group=tensor_parallel_group,
+        )
         self.agents = None
         if config.multi_turn.enable:
             self.agents = make_agent_rollout(self.rollout, tokenizer, config, self.stop_token_ids)

@@ -97,4 +97,5 @@ def _conversations(agents: AgentRollout, prompts: DataProto, params: SamplingPar
             yield trajectory.sample.number, trajectory
     finally:
         loop.run_until_complete(found.aclose())  # type: ignore[attr-defined]
+        loop.run_until_complete(loop.shutdown_default_executor())
         loop.close()

@@ -9,14 +9,18 @@ from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.models.loading import empty_model, torch_dtype
 from meshrl.parallel.attention import ATTENTION_NAME
-from meshrl.parallel.mesh import prepare_device
+from meshrl.parallel.mesh import contiguous_group, prepare_device
 from meshrl.weights.pools import PoolGroup, connect_rollout
 from meshrl.workers.answering import Answering
+from meshrl.workers.joining import join_ranks
 from meshrl.workers.settings import WorkerSettings
 
 
 class RolloutWorker(Worker):
-    """One rank of the rollout: a whole copy of the model. Its weights come from the actor's workers."""
+    """One rank of the rollouts: a whole copy of the model, or its part of one that is cut over neighbouring ranks.
+
+    Its weights come from the actor's workers.
+    """
 
     def __init__(self, config: ActorRolloutRefConfig, settings: WorkerSettings):
         self.config, self.settings = config, settings
@@ -24,8 +28,13 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the rollout, without weights until the first sync."""
-        self.device = prepare_device(self.settings.device, self.local_rank)
-        model, rollout = self.config.model, self.config.rollout
+        model, rollout, deadline = self.config.model, self.config.rollout, self.settings.collective_deadline
+        split, group = rollout.tensor_model_parallel_size, None
+        if split > 1:
+            self.device = join_ranks(self.settings.device, self.local_rank, deadline)
+            group = contiguous_group(split, deadline)
+        else:
+            self.device = prepare_device(self.settings.device, self.local_rank)
         hf_model = empty_model(
             model.path or "",
             ATTENTION_NAME,
@@ -33,9 +42,11 @@ class RolloutWorker(Worker):
             override=model.override_config,
             trust_remote_code=model.trust_remote_code,
         )
-        self.answering = Answering(rollout, model, hf_model, device=self.device, can_share=False)
+        self.answering = Answering(
+            rollout, model, hf_model, device=self.device, can_share=False, tensor_parallel_group=group
+        )
         self.rollout = self.answering.rollout
-        self.register_mesh("rollout", self.rank, self.world_size, is_collect=True)
+        self.register_mesh("rollout", self.rank // split, self.world_size // split, is_collect=self.rank % split == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def join_pool(self, address: str, num_trainers: int) -> None:
@@ -45,15 +56,17 @@ class RolloutWorker(Worker):
         self.pool_sync = connect_rollout(self.rollout, group, num_trainers)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, version: int, finish_first: bool) -> dict[str, float]:
-        """Takes the actor's weights as this version; `finish_first`: only after the answers that were begun."""
-        if finish_first:
-            self.rollout.pause("wait")
+    def finish_answers(self) -> None:
+        """Finishes what was begun, and begins nothing more until new weights are there."""
+        self.rollout.pause("wait")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, version: int) -> dict[str, float]:
+        """Takes the actor's weights as this version, and goes on."""
         try:
             return self.pool_sync(self.rollout, version).metrics()
         finally:
-            if finish_first:
-                self.rollout.resume()
+            self.rollout.resume()
 
     @register(dispatch_mode=nd_dispatch("rollout", direct=True))
     def generate_sequences(self, prompts: DataProto) -> DataProto:

@@ -56,7 +56,7 @@ def test_each_key_is_refused_exactly_if_it_is_marked(root: type, leaf: Leaf) -> 
         "actor_rollout_ref.model.use_liger=true",
         "actor_rollout_ref.model.use_fused_kernels=true",
 
-        "actor_rollout_ref.rollout.mode=async", "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "actor_rollout_ref.rollout.mode=async", "actor_rollout_ref.rollout.data_parallel_size=2",
         "global_profiler.tool=torch",
     ],
 )  # fmt: skip

@@ -1,12 +1,17 @@
 """A sampler of the user's own: the rows it yields, what it hears, where it goes on, and how it fails."""
 
 import itertools
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from meshrl.config.data import DataConfig, SamplerConfig
 from meshrl.data.curriculum import SamplerOrder
+from meshrl.data.proto import DataProto
 
 SAMPLERS = '''
 class Backwards:
@@ -45,6 +50,16 @@ class Short(Backwards):
     def __iter__(self):
         return iter([0])
 '''
+
+
+@dataclass
+class Data:
+    """As much of a data set as a sampler sees."""
+
+    rows: list[dict[str, Any]]
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
 @pytest.fixture
@@ -99,3 +114,32 @@ def test_a_sampler_that_goes_wrong_is_named(make):
         take(make("Short"), 1)
     with pytest.raises(ValueError, match="has no function 'Missing'"):
         make("Missing")
+
+
+def test_the_documented_example_goes_from_easy_to_hard_and_on_from_its_state(tmp_path):
+    page = Path(__file__).parents[2] / "docs" / "data.md"
+    (code,) = re.findall(r"```python\n(# curriculum.py.*?)```", page.read_text(), re.DOTALL)
+    (tmp_path / "curriculum.py").write_text(code)
+    data = Data([{"extra_info": {"level": n % 9}} for n in range(900)])
+    config = DataConfig(sampler=SamplerConfig(str(tmp_path / "curriculum.py"), "EasyFirst"))
+    solved = DataProto.from_dict({"token_level_scores": torch.ones(10, 2)})
+
+    def go_on(order, batches, count):
+        found = []
+        for _ in range(count):
+            found.append(next(batches).tolist())
+            if len(found) == 20:
+                order.update(solved)
+        return found
+
+    order = SamplerOrder(data, config, 10)
+    whole = go_on(order, iter(order), 100)
+    levels = [sum(n % 9 for n in batch) / 10 for batch in whole]
+    assert max(levels[:5]) < 1
+    assert levels[25] > levels[19] + 0.5  # further ahead, once enough is solved
+    assert sorted(itertools.chain(*whole[:90])) == list(range(900))
+    first = SamplerOrder(data, config, 10)
+    go_on(first, iter(first), 33)
+    later = SamplerOrder(data, config, 10)
+    later.load_state_dict(first.state_dict())
+    assert [next(batch).tolist() for batch in [iter(later)] * 57] == whole[33:90]

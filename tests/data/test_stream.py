@@ -143,3 +143,10 @@ def test_parquet_and_saved_data_sets_stream_too(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     assert list(stream_rows(str(tmp_path / "saved"), ("prompt",))) == rows
+
+
+def test_a_stream_without_a_fitting_prompt_is_not_read_for_ever(files, tokenizer, monkeypatch):
+    monkeypatch.setattr(stream, "MOST_DROPPED", 50)
+    options = {"max_prompt_length": 0, "filter_overlong_prompts": True, "train_weights": [1.0, 1.0, 1.0]}
+    with pytest.raises(ValueError, match=r"the last 50 prompts were all over data.max_prompt_length=0"):
+        take(make(files, tokenizer, **options), 1)

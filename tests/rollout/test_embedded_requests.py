@@ -358,6 +358,41 @@ def test_leaving_a_stream_frees_its_blocks(make_lm):
     assert rollout._left == {}
 
 
+def test_leaving_while_the_engine_is_busy_leaves_nothing_behind(make_lm):
+    """The request waits for a step to end when its caller goes away: it must not come in afterwards."""
+    rollout = made(make_lm("qwen3"))
+
+    async def leave():
+        stream = rollout.generate(asked(4, SamplingParams(100, n=2)))
+        with rollout.lock:
+            asking = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0.05)
+            asking.cancel()
+            await asyncio.sleep(0.05)
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    asyncio.run(leave())
+    rollout.close()
+    assert rollout._left == {}
+    assert all_back(rollout)
+
+
+def test_a_name_that_is_taken_does_not_end_whoever_has_it(make_lm):
+    rollout, (request,) = made(make_lm("qwen3")), asked(1, SamplingParams(30))
+
+    async def twice():
+        first = rollout.generate([request])
+        found = [await anext(first)]
+        with pytest.raises(ValueError, match="already running"):
+            await anext(rollout.generate([request]))
+        return found + [chunk async for chunk in first]
+
+    chunks = asyncio.run(twice())
+    rollout.close()
+    assert chunks[-1].finish_reason == "length"
+
+
 def test_streams_and_batches_share_the_engine(make_lm):
     rollout = made(make_lm("qwen3"), max_num_seqs=5)
     streamed, batch = asked(4), [Request(f"b{i}", r.prompt_token_ids, LONG, i) for i, r in enumerate(asked(5, seed=50))]

@@ -27,6 +27,7 @@ What to know:
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -234,6 +235,7 @@ def _serve(
         )
 
     connection.send_bytes(_answer(join))
+    gc.freeze()  # what is imported stays: looking for garbage need not look at it
     while True:
         try:
             path, task = pickle.loads(connection.recv_bytes())
@@ -258,6 +260,7 @@ def _groups() -> list[dist.ProcessGroup]:
 def _leave_groups(known: set[dist.ProcessGroup]) -> None:
     """Ends the process groups that a function made: each has threads that wake up a hundred times a second for ever."""
     dist.barrier()
+    gc.collect()  # a group's threads end with the last object that holds it, such as a sharded module
     # Remembered results of operations would bring back meshes whose groups are gone.
     debug._clear_sharding_prop_cache()
     kept = {group for grid in _grids.values() for group in grid} | known

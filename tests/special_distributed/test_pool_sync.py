@@ -1,6 +1,7 @@
 """Weights from one pool of processes to another: exact, while the rollouts generate, and after one of them died."""
 
 import os
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from sync_trials import BUCKET, IDS, PlainRollout, blank_lm, fsdp_engine, multip
 from meshrl.weights.transport import SyncError, SyncTimeoutError
 
 DEADLINE = 30.0
+PATIENCE = 15.0
 # What a process keeps from one call to the next.
 kept = {}
 
@@ -308,7 +310,8 @@ def connect_one(folder, address, rank, carrier):
     if rank == 0:
         if "engine" not in kept:
             kept["engine"] = fsdp_engine(folder)
-        kept["sync"] = connect_trainer(kept["engine"], group, 2, bucket_megabytes=1, deadline=6.0, carrier=carrier)
+        deadline = 2 * PATIENCE if carrier == "shared_memory" else 4.0
+        kept["sync"] = connect_trainer(kept["engine"], group, 2, bucket_megabytes=1, deadline=deadline, carrier=carrier)
     else:
         kept.setdefault("rollout", Copy(folder))
         kept["sync"] = connect_rollout(kept["rollout"], group, 1)
@@ -355,8 +358,9 @@ def test_a_dead_rollout_is_seen_and_gets_the_current_version_when_it_is_back(syn
                 runs[2].result()
             left = [run.result()[0] for run in runs[:2]]
         for text, seconds, _ in left:
-            assert "rank" in text
-            assert seconds < 12
+            assert re.search(r"rank \d (lost|gave up|died|waited for rank \d)", text), text
+            # In memory that all see nobody waits for the deadline; over gloo, who does not talk to the dead one does.
+            assert seconds < (PATIENCE if carrier == "shared_memory" else 2 * PATIENCE)
         # The one that is left generates with all of the old version.
         version, logits = left[1][2]
         assert version == 1

@@ -1,6 +1,7 @@
 """Ways to read and order data, inside runs: mixed by weights, streamed, and by a sampler that learns."""
 
 import json
+import shutil
 from collections import Counter
 
 import pytest
@@ -78,3 +79,26 @@ def test_a_sampler_chooses_and_hears(task, tmp_path, monkeypatch, two_files):
 
     heard = load_function(str(tmp_path / "easiest.py"), "Easiest").__init__.__globals__["heard"]
     assert heard == [pytest.approx(float(batch["token_level_scores"].sum())) for batch in recorder.batches]
+
+
+@pytest.mark.parametrize("way", ["mixed", "streamed", "sampled"])
+def test_a_run_goes_on_with_the_rows_that_come_next(task, tmp_path, monkeypatch, two_files, way):
+    """Stopped after the second of three steps, and gone on with: the third has the prompts it would have had."""
+    (tmp_path / "easiest.py").write_text(SAMPLER)
+    ways = {
+        "mixed": ("data.train_weights=[3,1]",),
+        "streamed": ("data.streaming=true", "data.shuffle_buffer=9"),
+        "sampled": (f"data.sampler.class_path={tmp_path / 'easiest.py'}", "data.sampler.class_name=Easiest"),
+    }
+    options = (*OPTIONS, f"data.train_files=[{','.join(two_files)}]", *ways[way])
+    recorder = Recorder().watch(monkeypatch)
+    whole = task.train(tmp_path / "whole", *options, "trainer.save_freq=1")
+    wanted = list(recorder.batches[2]["raw_prompt"])
+    later = shutil.copytree(whole.path, tmp_path / "later", ignore=shutil.ignore_patterns("model", "global_step_3"))
+    recorder.batches.clear()
+    gone_on = task.train(later, *options, "trainer.save_freq=1")
+    (batch,) = recorder.batches
+    assert batch["step"] == 3
+    assert list(batch["raw_prompt"]) == wanted
+    for name, weight in whole.weights.items():
+        assert torch.equal(gone_on.weights[name], weight), name

@@ -20,7 +20,7 @@ ALLOWED = {
     ("controller/ray.py", "build"): "Deadlines.start",
     ("trainer/schedule.py", "finish"): "deadline of the call",
     ("trainer/ppo.py", "move_weights"): "deadline of the call",
-    ("trainer/run.py", "join_pools"): "deadline of the call",
+    ("trainer/joining.py", "join_pools"): "deadline of the call",
     # Threads and processes whose whole work is to wait for the next job; nobody waits for them.
     ("controller/futures.py", "_run"): "a daemon's queue of jobs",
     ("controller/worker_process.py", "run_worker"): "the worker's queue of calls; it ends with the controller",

@@ -181,7 +181,8 @@ def test_the_end_of_the_data_ends_the_run():
 def test_which_groups_differ():
     scores = torch.zeros(12, 2)
     scores[[0, 4, 9, 10, 11], 1] = 1.0
-    batch = DataProto.from_dict({"token_level_scores": scores}, {"acc": object_array([0, 1, None] + [0] * 9)})
+    tensors = {"token_level_scores": scores, "response_mask": torch.ones(12, 2, dtype=torch.long)}
+    batch = DataProto.from_dict(tensors, {"acc": object_array([0, 1, None] + [0] * 9)})
     assert informative_groups(batch, "seq_reward", 3).tolist() == [True, True, False, False]
     assert informative_groups(batch, None, 3).tolist() == [True, False, False, False]
     assert metric_values(batch, "acc").tolist() == [0, 1, 0] + [0] * 9
@@ -189,6 +190,8 @@ def test_which_groups_differ():
     assert informative_groups(batch, "seq_reward", 3).tolist() == [False, True, False, False]
     batch.non_tensor_batch["reward_dropped"] = object_array([False] * 4 + [False, True, True] + [False] * 5)
     assert informative_groups(batch, "seq_reward", 3).tolist() == [True, True, False, False]
+    batch.batch["response_mask"][4] = 0  # too old, and the only one of its group that was right
+    assert informative_groups(batch, "seq_reward", 3).tolist() == [True, False, False, False]
     with pytest.raises(ValueError, match="does not return it; there are acc"):
         informative_groups(batch, "accuracy", 3)
     batch.non_tensor_batch["word"] = object_array(["x"] * 12)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -53,7 +53,8 @@ class EmbeddedRollout(SteppingRollout):
     """Generation by a Hugging Face module that is either shared with the trainer or a replica of its own.
 
     `num_blocks` blocks of `block_size` tokens make the KV cache; by default as many as memory allows. Stop strings need
-    a `tokenizer`. With a `tensor_parallel_group` the model is cut over its ranks, which all make the same calls.
+    a `tokenizer`. With a `tensor_parallel_group` the model is cut over its ranks, which all make the same calls; it may
+    have no memory yet (`meta`) and then gets what its part needs on `device`.
     """
 
     def __init__(
@@ -71,11 +72,12 @@ class EmbeddedRollout(SteppingRollout):
         enable_prefix_caching: bool = True,
         memory_share: float = 0.5,
         tensor_parallel_group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
     ):
         super().__init__()
         self.hf_model, self.pad_token_id, self.tokenizer = hf_model, pad_token_id, tokenizer
         self.shares_weights = shares_weights
-        self.device = next(hf_model.parameters()).device
+        self.device = device or next(hf_model.parameters()).device
         self.version = -1
         self.vocabulary = hf_model.get_output_embeddings().weight.shape[0]
         self.parallel: TensorParallel | None = None
@@ -83,7 +85,7 @@ class EmbeddedRollout(SteppingRollout):
             if shares_weights:
                 raise ValueError("a rollout that is cut over ranks cannot share the trainer's weights: give it its own")
             self.parallel = TensorParallel(hf_model, tensor_parallel_group)
-            self.parallel.shard(hf_model)
+            self.parallel.shard(hf_model, self.device)
         block_size = block_size or (CUDA_BLOCK if self.device.type == "cuda" else CPU_BLOCK)
         max_model_len = max_model_len or context_length(hf_model)
         if num_blocks is None:
@@ -324,9 +326,11 @@ class EmbeddedRollout(SteppingRollout):
         finally:
             if answers.left:
                 with self.lock:
-                    self._drain()
+                    self._hand_out(self._drain())
                     self.scheduler.take([name])
         output = answers.as_data(ids, mask)
+        if self.parallel is not None:
+            self.parallel.check_in_step(output.batch["responses"].to(self.device))
         output.meta_info["timing"] = {"generate": time.perf_counter() - started}
         return output
 
@@ -370,9 +374,18 @@ class EmbeddedRollout(SteppingRollout):
 
     def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         own = dict(self.hf_model.named_parameters())
-        shapes = {name: p.shape if self.parallel is None else self.parallel.shapes[name] for name, p in own.items()}
-        for name, value in checked(weights, shapes):
-            own[name].copy_(value if self.parallel is None else self.parallel.part(name, value))
+        if self.parallel is not None:
+            weights = self._parts(weights, own, self.parallel)
+        for name, value in checked(weights, {name: p.shape for name, p in own.items()}):
+            own[name].copy_(value)
+
+    @staticmethod
+    def _parts(
+        weights: Iterable[tuple[str, Tensor]], own: Mapping[str, Tensor], parallel: TensorParallel
+    ) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of whole weights; those that have arrived in their place are parts already."""
+        for name, value in weights:
+            yield name, parallel.part(name, value) if name in own and value is not own[name] else value
 
     def release(self, tags: Seq[str] = TAGS) -> None:
         self._check_tags(tags)

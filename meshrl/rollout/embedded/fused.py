@@ -68,7 +68,7 @@ def fused_hidden(
 ) -> Tensor:
     """Hidden states [tokens, hidden], only of the `wanted` tokens where given; see `PlainLayers.__call__`."""
     model = plain.hf_model.model
-    residual = model.embed_tokens(ids)
+    residual = plain.embedded(ids)
     cos, sin, angles = plain.rotations(residual, positions)
     x: Tensor | None = None
     for index, layer in enumerate(plain.layers):

@@ -59,9 +59,9 @@ def join_in_memory(linears: list[torch.nn.Linear]) -> None:
 class Projection:
     """Several linears of one input as one product (or as several, where their weights lie apart)."""
 
-    def __init__(self, linears: list[torch.nn.Linear]):
+    def __init__(self, linears: list[torch.nn.Linear], *, has_bias: bool = True):
         weights = [linear.weight.data for linear in linears]
-        biases = [linear.bias.data for linear in linears if linear.bias is not None]
+        biases = [linear.bias.data for linear in linears if has_bias and linear.bias is not None]
         one = joined(weights)
         self.weights = weights if one is None else [one]
         self.biases: list[Tensor | None] = [None] * len(self.weights)
@@ -132,6 +132,11 @@ class PlainLayers:
                     mine.head_norm.copy_(self._head_norm(layer.self_attn))
         return moved
 
+    def embedded(self, ids: Tensor) -> Tensor:
+        """The embeddings of tokens."""
+        embedding = self.hf_model.model.embed_tokens
+        return embedding(ids) if self.parallel is None else self.parallel.embedding(ids, embedding.weight)
+
     def whole(self, x: Tensor) -> Tensor:
         """The sum of what the ranks have of a product that is cut over them."""
         return x if self.parallel is None else self.parallel.add(x)
@@ -154,14 +159,16 @@ class PlainLayers:
 
     def _layer(self, layer: Any) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
+        # Of results that are added up over ranks, one has the bias.
+        has_bias = self.parallel is None or self.parallel.rank == 0
         return Layer(
             layer.input_layernorm.weight.detach(),
             Projection([attention.q_proj, attention.k_proj, attention.v_proj]),
             self._head_norm(attention) if hasattr(attention, "q_norm") else None,
-            Projection([attention.o_proj]),
+            Projection([attention.o_proj], has_bias=has_bias),
             layer.post_attention_layernorm.weight.detach(),
             Projection([mlp.gate_proj, mlp.up_proj]),
-            Projection([mlp.down_proj]),
+            Projection([mlp.down_proj], has_bias=has_bias),
             self._window(attention),
         )
 
@@ -173,7 +180,7 @@ class PlainLayers:
 
     def __call__(self, ids: Tensor, positions: Tensor, context: AttentionContext, one_each: bool) -> Tensor:
         """Hidden states [tokens, hidden] of ids [tokens]: of as many rows (`one_each`), or of one packed row."""
-        x = self.hf_model.model.embed_tokens(ids)
+        x = self.embedded(ids)
         cos, sin = self.hf_model.model.rotary_emb(x, positions[None])
         cos, sin = cos[0, :, None], sin[0, :, None]
         # The first half of the rotated vector is subtracted: the sign goes into the sines once.

@@ -1,8 +1,8 @@
 """One rollout over several ranks: each holds a slice of every matrix and of the cache, and computes the same tokens.
 
 Queries, keys, values, gate and up are cut by rows (whole heads), the products after them by columns and added up over
-the ranks, the head by rows of the vocabulary. All ranks must get the same requests in the same order: what they
-schedule and draw is then the same, since nothing in it depends on time or chance.
+the ranks, the embedding and the head by rows of the vocabulary. All ranks must get the same requests in the same order:
+what they schedule and draw is then the same, since nothing in it depends on time or chance.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class TensorParallel:
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.inner, self.vocabulary = config.intermediate_size, config.vocab_size
         self._check(hf_model)
-        self.is_tied = hf_model.get_output_embeddings().weight is hf_model.get_input_embeddings().weight
         self.shapes = {name: p.shape for name, p in hf_model.named_parameters()}
 
     def _check(self, hf_model: PreTrainedModel) -> None:
@@ -36,6 +35,8 @@ class TensorParallel:
         for name, count in (("attention heads", self.heads), ("inner width", self.inner)):
             if count % self.size:
                 raise ValueError(f"{name} ({count}) must be divisible by the tensor-parallel size ({self.size})")
+        if (self.size - 1) * self.stretch >= self.vocabulary:
+            raise ValueError(f"a vocabulary of {self.vocabulary} leaves some of {self.size} ranks without a row")
         if max(self.kv_heads, self.size) % min(self.kv_heads, self.size):
             raise ValueError(
                 f"key-value heads ({self.kv_heads}) and the tensor-parallel size ({self.size}) must divide one another"
@@ -48,11 +49,15 @@ class TensorParallel:
 
     @property
     def stretch(self) -> int:
-        """Rows of the head that a rank holds (the last one fewer)."""
+        """Rows of the embedding and of the head that a rank holds (the last one fewer)."""
         return -(-self.vocabulary // self.size)
 
     def part(self, name: str, value: Tensor) -> Tensor:
         """This rank's part of a whole weight."""
+        if value.shape != self.shapes[name]:
+            raise ValueError(
+                f"weight sync: '{name}' has shape {list(self.shapes[name])} here, but was sent as {list(value.shape)}"
+            )
         kind = name.split(".")[-2]
         if kind in ("k_proj", "v_proj"):
             rows = len(value) // self.kv_heads
@@ -62,17 +67,28 @@ class TensorParallel:
             return value.chunk(self.size, 0)[self.rank]
         if kind in ("o_proj", "down_proj") and name.endswith("weight"):
             return value.chunk(self.size, 1)[self.rank]
-        if kind == "lm_head":
+        if kind in ("embed_tokens", "lm_head"):
             return value[self.rank * self.stretch : (self.rank + 1) * self.stretch]
-        if kind in ("o_proj", "down_proj"):
-            return value / self.size  # added up over the ranks
         return value
 
     @torch.no_grad()
-    def shard(self, hf_model: PreTrainedModel) -> None:
-        """Replaces every weight by this rank's part."""
+    def shard(self, hf_model: PreTrainedModel, device: torch.device) -> None:
+        """Replaces every weight by this rank's part; one without memory (`meta`) gets memory for the part alone."""
+        parts: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         for name, param in hf_model.named_parameters():
-            param.data = self.part(name, param.data).clone()
+            part = self.part(name, param.data)
+            own = torch.zeros_like(part, device=device) if part.is_meta else part.clone()
+            parts[param] = torch.nn.Parameter(own, requires_grad=False)
+        for module in hf_model.modules():
+            for name, param in module.named_parameters(recurse=False):
+                setattr(module, name, parts[param])  # tied ones stay tied
+        hf_model.to(device)  # type: ignore[arg-type]
+
+    def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
+        """Embeddings of tokens: each comes from the rank that holds its row, the others add zeros."""
+        rows = ids - self.rank * self.stretch
+        is_mine = (rows >= 0) & (rows < len(weight))
+        return self.add(F.embedding(rows.clamp(0, len(weight) - 1), weight) * is_mine[:, None])
 
     def add(self, x: Tensor) -> Tensor:
         """Adds the ranks' results up, in place."""
@@ -81,12 +97,7 @@ class TensorParallel:
 
     def logits(self, hidden: Tensor, head: torch.nn.Linear) -> Tensor:
         """Logits of the whole vocabulary, on every rank."""
-        weight: Tensor = head.weight
-        bias: Tensor | None = head.bias
-        if self.is_tied:
-            rows = slice(self.rank * self.stretch, (self.rank + 1) * self.stretch)
-            weight, bias = weight[rows], None if bias is None else bias[rows]
-        mine = F.linear(hidden, weight, bias)
+        mine = F.linear(hidden, head.weight, head.bias)
         mine = F.pad(mine, (0, self.stretch - mine.shape[-1])).contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine, group=self.group)
@@ -97,3 +108,12 @@ class TensorParallel:
         found = torch.tensor(number, device=device)
         dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
         return int(found)
+
+    def check_in_step(self, tokens: Tensor) -> None:
+        """An error on all ranks where they have not sampled the same tokens."""
+        places = torch.arange(1, tokens.numel() + 1, device=tokens.device)
+        mine = (tokens.flatten().long() * places).sum()
+        ends = torch.stack([mine, -mine])
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.group)
+        if int(ends.sum()):
+            raise RuntimeError(f"the {self.size} ranks of a tensor-parallel rollout have sampled different tokens")

@@ -1,0 +1,69 @@
+"""What is checked of a rollout over several ranks before anything starts."""
+
+import pytest
+
+from meshrl.config import ConfigError, check_config, ensure_runnable, unsupported
+
+ROLLOUT = "actor_rollout_ref.rollout"
+SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
+APART = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1")
+SHAPE = {"model_type": "qwen3", "num_key_value_heads": 4, "intermediate_size": 96, "vocab_size": 41}
+
+BROKEN = [
+    ([f"{SIZE}=3"], {"num_key_value_heads": 3}, "n_gpus (8 = ", "3 * 1 = 3"),
+    ([f"{SIZE}=8"], {"vocab_size": 64}, "num_attention_heads (12)", "(8)"),
+    ([f"{SIZE}=4"], {"intermediate_size": 98}, "intermediate_size (98)", "(4)"),
+    ([f"{SIZE}=4"], {"num_key_value_heads": 6}, "num_key_value_heads (6)", "(4)"),
+    ([f"{SIZE}=4"], {"vocab_size": 9}, "vocab_size (9)", "4 ranks"),
+    ([f"{SIZE}=2"], {"model_type": "qwen3_moe"}, "a qwen3_moe model cannot be cut", "set it to 1"),
+    ([f"{SIZE}=2", "actor_rollout_ref.model.lora_rank=4"], {}, "update_weights_adapters=merged", "not alone"),
+    (
+        [f"{SIZE}=2", f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.tools=[math:sqrt]"],
+        {},
+        "multi_turn.enable=true",
+        "same requests",
+    ),
+    ([f"{SIZE}=2", *APART, f"{ROLLOUT}.n_gpus_per_node=3"], {}, "n_gpus_per_node (3)", "2 * 1 = 2"),
+    (
+        [f"{SIZE}=2", *APART, f"{ROLLOUT}.n_gpus_per_node=2", "async_training.max_staleness=1"],
+        {},
+        "async_training",
+        "batches_ahead",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "fields", "first", "second"), BROKEN, ids=lambda part: str(part)[:50])
+def test_one_thing_wrong_gives_one_line(fine, make_model, overrides, fields, first, second):
+    config = fine(*overrides)
+    make_model(**(SHAPE | fields))
+    problems = check_config(config)
+    assert len(problems) == 1, problems
+    assert first in problems[0]
+    assert second in problems[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{SIZE}=2"],
+        [f"{SIZE}=4"],
+        [f"{SIZE}=4", f"{ROLLOUT}.update_weights_adapters=merged", "actor_rollout_ref.model.lora_rank=4"],
+        [f"{SIZE}=2", *APART, f"{ROLLOUT}.n_gpus_per_node=4"],
+    ],
+    ids=str,
+)
+def test_what_can_be_cut_is_fine(fine, make_model, overrides):
+    config = fine(*overrides)
+    make_model(**SHAPE)
+    ensure_runnable(config)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "hf"])
+def test_other_engines_over_ranks_are_refused(fine, name):
+    config = fine(f"{SIZE}=2", f"{ROLLOUT}.name={name}")
+    (line,) = unsupported(config)
+    assert line.startswith(f"not supported yet: {SIZE}=2")
+    assert name in line
+    with pytest.raises(ConfigError):
+        ensure_runnable(config)

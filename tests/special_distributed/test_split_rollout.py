@@ -1,0 +1,132 @@
+"""A trainer's weights in rollouts that are cut over its ranks: the tokens and log-probs are those of one process."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from sync_trials import fsdp_engine, multiply
+from test_rollout_tensor_parallel import model_of
+
+from meshrl.data.proto import DataProto
+from meshrl.rollout.base import SamplingParams
+from meshrl.rollout.embedded.engine import EmbeddedRollout
+
+SAMPLING = SamplingParams(max_tokens=9, temperature=0.8)
+VERSIONS = (1, 2)
+CASES = {
+    "tied": ("Qwen3Config", {"tie_word_embeddings": True}, 2, 2, {}),
+    "biases, two rollouts": (
+        "LlamaConfig",
+        {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
+        4,
+        2,
+        {},
+    ),
+    "one key head on two ranks each": ("Qwen2Config", {"num_key_value_heads": 2}, 4, 4, {"fsdp_size": 2}),
+    "adapters": ("Qwen3Config", {"tie_word_embeddings": True, "num_key_value_heads": 1}, 2, 2, {"lora_rank": 4}),
+}
+
+
+def prompts_of(number: int) -> DataProto:
+    """Different prompts for every rollout, of unequal lengths, some asked twice."""
+    generator = torch.Generator().manual_seed(number)
+    ids, mask = torch.randint(2, 41, (7, 11), generator=generator), torch.ones(7, 11, dtype=torch.long)
+    for row, padding in enumerate((0, 3, 3, 10, 7, 1, 5)):
+        ids[row, :padding], mask[row, :padding] = 0, 0
+    ids[2] = ids[1]
+    return DataProto.from_dict({"input_ids": ids, "attention_mask": mask, "seeds": torch.arange(7) + 100 * number})
+
+
+def trained_and_generated(folder: Path, tp: int, options: dict):
+    """For each version: what this rank's rollout answered and the trainer's whole weights; and this rank's share."""
+    from meshrl.config.model import ModelConfig
+    from meshrl.config.rollout import RolloutConfig
+    from meshrl.parallel.mesh import contiguous_group
+    from meshrl.rollout.base import TAGS
+    from meshrl.rollout.build import build_rollout
+    from meshrl.weights.colocated import policy_sync
+
+    engine = fsdp_engine(folder, **options)
+    with torch.no_grad():
+        for name, param in engine.module.named_parameters():
+            if ".lora_" in name:
+                param.fill_(0.1)  # the second matrix starts at zero
+    rollout = build_rollout(
+        RolloutConfig(dtype="float32", max_num_seqs=4, response_length=9), ModelConfig(), engine.hf_model,
+        SimpleNamespace(pad_token_id=0), device=torch.device("cpu"), can_share=False,
+        tensor_parallel_group=contiguous_group(tp, 60.0),
+    )  # fmt: skip
+    sync = policy_sync(engine, rollout, bucket_megabytes=1, verify=True, delta=False, deadline=60.0, adapters="merged")
+    found = []
+    for version in VERSIONS:
+        multiply(engine, 1.1)
+        sync(rollout, version)
+        answers = rollout.generate_sequences(prompts_of(dist.get_rank() // tp), SAMPLING)
+        whole = {name: tensor.detach().clone() for name, tensor in engine.per_tensor_params()}
+        found.append((dict(answers.batch), whole if dist.get_rank() == 0 else None))
+        rollout.release(TAGS)
+        sync.forget()
+        rollout.resume(TAGS)
+    return found, sum(p.numel() for p in rollout.hf_model.parameters())
+
+
+def log_probs_by_hand(model, batch) -> torch.Tensor:
+    """Log-probs of the responses, a row at a time, by Hugging Face's own forward."""
+    out = torch.zeros_like(batch["rollout_log_probs"])
+    for row in range(len(out)):
+        kept = batch["attention_mask"][row].bool()
+        ids = batch["input_ids"][row][kept][None]
+        count = int(batch["response_mask"][row].sum())
+        with torch.no_grad():
+            scores = (model(ids).logits[0, :-1] / SAMPLING.temperature).log_softmax(-1)
+        out[row, :count] = scores.gather(1, ids[0, 1:, None])[-count:, 0]
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_cut_rollout_generates_with_the_trainers_weights(ranks, tmp_path, case):
+    from transformers import AutoModelForCausalLM
+
+    name, fields, world, tp, options = CASES[case]
+    model = model_of(name, fields)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel())) * 0.02)
+    model.save_pretrained(tmp_path)
+    found = ranks(world).run(trained_and_generated, tmp_path, tp, options)
+    size = sum(p.numel() for p in model.parameters())
+    assert all(part < (0.65 if tp == 2 else 0.4) * size for _, part in found)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32)
+    for at in range(len(VERSIONS)):
+        weights = found[0][0][at][1]
+        one = EmbeddedRollout(model_of(name, fields), pad_token_id=0)
+        one.update_weights(weights.items(), 0)
+        reference.load_state_dict(weights, strict=False)
+        for rank, (versions, _) in enumerate(found):
+            batch = versions[at][0]
+            alone = one.generate_sequences(prompts_of(rank // tp), SAMPLING).batch
+            assert torch.equal(batch["responses"], alone["responses"])
+            assert set(batch["versions"].unique().tolist()) <= {-1, VERSIONS[at]}
+            expected = log_probs_by_hand(reference, batch)
+            torch.testing.assert_close(batch["rollout_log_probs"], expected, rtol=1e-5, atol=1e-5)
+        # The comparison would see one version for the other.
+        other = found[0][0][1 - at][0]
+        assert (log_probs_by_hand(reference, other) - other["rollout_log_probs"]).abs().max() > 1e-3
+
+
+def differing(tokens: list[list[int]]) -> str:
+    rollout = EmbeddedRollout(
+        model_of("Qwen3Config", {}), pad_token_id=0, num_blocks=4, tensor_parallel_group=dist.group.WORLD
+    )
+    try:
+        rollout.parallel.check_in_step(torch.tensor(tokens[dist.get_rank()]))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_sampled_different_tokens_are_an_error_on_all(ranks):
+    assert ranks(2).run(differing, [[5, 6, 7], [5, 6, 7]]) == ["", ""]
+    assert all("different tokens" in text for text in ranks(2).run(differing, [[5, 6, 7], [5, 7, 6]]))
