@@ -71,8 +71,12 @@ class Restarts:
         return True
 
     def resumed(self, step: int, since: float) -> float:
-        """Takes note that work goes on after a step that was kept at the time `since`; the seconds lost."""
-        lost = max(0.0, time.time() - since)
+        """Takes note that work goes on after a step that was kept at the time `since`; the seconds lost.
+
+        What an earlier restart has counted is not counted again.
+        """
+        counted = [record["time"] for record in self.records() if record["event"] == "resumed"]
+        lost = max(0.0, time.time() - max(since, self.since, *counted))
         self._write({"event": "resumed", "step": step, "seconds_lost": round(lost, 3)})
         return lost
 

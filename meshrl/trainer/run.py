@@ -255,7 +255,7 @@ def note_restart(restarts: Restarts, found: Found | None, tracker: Tracking) -> 
     """Takes note of what a restart has cost, now that work begins."""
     if restarts.used:
         kept_at = found.path.stat().st_mtime if found else restarts.since
-        restarts.resumed(found.step if found else 0, max(kept_at, restarts.since))
+        restarts.resumed(found.step if found else 0, kept_at)
     tracker.constants |= restarts.metrics()
 
 

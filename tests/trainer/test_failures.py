@@ -2,6 +2,7 @@
 
 import json
 import signal
+import time
 
 import pytest
 
@@ -88,6 +89,8 @@ def test_waits_double_and_a_new_command_has_its_own_budget(tmp_path, monkeypatch
     assert waits == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300]
     assert restarts.resumed(3, since=restarts.since) < 60
     assert restarts.metrics()["restarts/count"] == 12
+    lost = restarts.metrics()["restarts/seconds_lost"]
+    assert restarts.resumed(3, since=restarts.since) + lost < time.time() - restarts.since + 0.01
     last = json.loads((tmp_path / "restarts.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["step"]) == ("resumed", 3)
     assert Restarts(tmp_path, 12, 1.0).used == 0
