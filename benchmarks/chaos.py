@@ -81,7 +81,7 @@ def command(folder: Path, out: Path, backend: str, steps: int, restarts: int) ->
 
 def processes(mark: str) -> dict[str, list[int]]:
     """The living processes of a run by kind; every one has the mark in its environment."""
-    found: dict[str, list[int]] = {kind: [] for kind in (*TARGETS, "other")}
+    found: dict[str, list[int]] = {kind: [] for kind in (*TARGETS, "supervisor", "other")}
     ranks = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -102,8 +102,8 @@ def processes(mark: str) -> dict[str, list[int]]:
             ranks.append((pid, parent))
         elif words.startswith("ray::RayWorker"):
             ranks.append((pid, -1))
-        elif "meshrl.cli train" in words and "--supervise" not in words:
-            found["controller"].append(pid)
+        elif "meshrl.cli train" in words:
+            found["supervisor" if "--supervise" in words else "controller"].append(pid)
         else:
             found["other"].append(pid)
     numbers = {pid for pid, _ in ranks}
@@ -223,7 +223,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="meshrl-chaos-") as folder:
         outcomes = chaos(Path(folder), arguments.kills, arguments.seed, arguments.backend, arguments.steps)
-    Console().print(table(outcomes, arguments.backend), markup=False)
+    Console().print(table(outcomes, arguments.backend), markup=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

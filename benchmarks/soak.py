@@ -83,7 +83,8 @@ def soak(folder: Path, steps: int, kill_every: int) -> dict[str, list[tuple[int,
             time.sleep(1.0)
             step, alive = steps_of(out), processes(mark)
             for kind, pids in alive.items():
-                if pids and step:
+                # The nursery's pages are its children's too: what is its own depends on who lives.
+                if pids and step and kind != "other":
                     seen.setdefault(kind, []).append((step, max(map(memory_of, pids)), max(map(files_of, pids))))
             if kill_every and step >= killed_at + kill_every and alive["rollout"]:
                 killed_at = step
@@ -128,7 +129,7 @@ def main() -> None:
         seen = soak(Path(folder), arguments.steps, arguments.kill_every)
     text, flat = table(seen, arguments.steps)
     left = sorted(left_behind() - before)
-    Console().print(text, markup=False)
+    Console().print(text, markup=False, soft_wrap=True)
     Console().print(f"{arguments.steps} steps in {time.monotonic() - began:.0f} s; left behind: {left or 'nothing'}")
     sys.exit(0 if flat and not left else 1)
 

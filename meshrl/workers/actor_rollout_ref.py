@@ -25,7 +25,7 @@ from meshrl.telemetry.memory import PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
 from meshrl.weights.colocated import policy_sync
 from meshrl.weights.hybrid import ROLLOUT, TRAIN, HybridEngine
-from meshrl.weights.pools import PoolGroup, connect_trainer
+from meshrl.weights.pools import PoolGroup, PoolSync, connect_trainer
 from meshrl.workers.actor_loss import count_mini_batch, make_actor_loss, skips_samples_without_advantage
 from meshrl.workers.answering import Answering
 from meshrl.workers.checkpointing import CheckpointedWorker
@@ -140,11 +140,14 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def join_pool(self, address: str, num_rollouts: int) -> None:
         """Connects with rollouts on devices of their own, who join at the same time."""
+        lost: PoolSync | None = getattr(self, "pool_sync", None)
+        if lost is not None:  # the rollouts that it went to are gone
+            lost.close()
         deadline = self.settings.collective_deadline
         group = PoolGroup.join(address, self.rank, self.world_size + num_rollouts, deadline)
         rollout = self.config.rollout
         with self._awake(self.actor):
-            self.pool_sync = connect_trainer(
+            self.pool_sync: PoolSync = connect_trainer(
                 self.actor,
                 group,
                 num_rollouts,
