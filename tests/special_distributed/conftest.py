@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +11,38 @@ import pytest
 from process_group import ProcessGroups
 from sync_trials import SYNC_FAMILIES
 
+STARTED: list[ProcessGroups] = []
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Groups rest between files: even idle ones take time from others, by the threads of gloo that wake up for ever."""
+    if nextitem is None or nextitem.path != item.path:
+        for groups in STARTED:
+            groups.close()
+
+
+def started(groups: ProcessGroups) -> ProcessGroups:
+    STARTED.append(groups)
+    return groups
+
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[ProcessGroups]:
-    """Groups of gloo processes by size, started at first use and shared by all tests of the session."""
-    groups = ProcessGroups()
-    yield groups
-    groups.close()
+def ranks() -> ProcessGroups:
+    """Groups of gloo processes by size, started at first use and shared by all tests of a file."""
+    return started(ProcessGroups())
 
 
 @pytest.fixture(scope="session")
-def megatron_ranks() -> Iterator[ProcessGroups]:
+def megatron_ranks() -> ProcessGroups:
     """The same for Megatron-Core, which these processes run on the CPU; see megatron_cpu.py."""
     pytest.importorskip("megatron.core")
-    groups = ProcessGroups(megatron_cpu.install)
-    yield groups
-    groups.close()
+    return started(ProcessGroups(megatron_cpu.install))
 
 
 @pytest.fixture(scope="session")
-def pool_ranks() -> Iterator[ProcessGroups]:
+def pool_ranks() -> ProcessGroups:
     """A second pool beside `ranks`, with process groups of its own."""
-    groups = ProcessGroups()
-    yield groups
-    groups.close()
+    return started(ProcessGroups())
 
 
 @pytest.fixture(scope="session")

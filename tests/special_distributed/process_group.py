@@ -246,25 +246,22 @@ def _serve(
 
 
 def _call(task: bytes) -> Any:
+    _leave_groups()
     function, args, kwargs = pickle.loads(task)
-    known = set(_groups())
-    result = function(*args, **kwargs)
-    _leave_groups(known)
-    return result
+    return function(*args, **kwargs)
 
 
-def _groups() -> list[dist.ProcessGroup]:
-    return list(dist.distributed_c10d._world.pg_map)
+def _leave_groups() -> None:
+    """Ends the process groups of the function before: each has threads that wake up a hundred times a second for ever.
 
-
-def _leave_groups(known: set[dist.ProcessGroup]) -> None:
-    """Ends the process groups that a function made: each has threads that wake up a hundred times a second for ever."""
+    Not right after it: a rank that was done would wait for the others here and not be told from those that hang.
+    """
     dist.barrier()
     gc.collect()  # a group's threads end with the last object that holds it, such as a sharded module
     # Remembered results of operations would bring back meshes whose groups are gone.
     debug._clear_sharding_prop_cache()
-    kept = {group for grid in _grids.values() for group in grid} | known
-    for group in _groups():
+    kept = {dist.group.WORLD, *(group for grid in _grids.values() for group in grid)}
+    for group in list(dist.distributed_c10d._world.pg_map):
         if group not in kept:
             dist.destroy_process_group(group)
 
