@@ -10,8 +10,8 @@ INPUTS := pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/meshrl demo
 
-# Files of tests side by side: many wait more than they compute.
-TEST_WORKERS ?= 2
+# `make test TEST_WORKERS=2` runs files of tests side by side, which is quicker; two Rays at once can get in each other's way.
+TEST_WORKERS ?= 0
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
