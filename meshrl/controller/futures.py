@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from meshrl.telemetry.ledger import booked
+
 T = TypeVar("T")
 
 
@@ -22,6 +24,7 @@ class Future(Generic[T]):
         self._error: BaseException | None = None
         self._transform: Callable[[Any], T] | None = None
         self._callbacks: list[Callable[[Future[T]], None]] = []
+        self.whom = "workers"  # whose answer it is
         self.describe: Callable[[], str] = lambda: "the call has not been sent yet: it waits for its arguments"
 
     def done(self) -> bool:
@@ -30,8 +33,10 @@ class Future(Generic[T]):
 
     def get(self, timeout: float | None = None) -> T:
         """The result, or the error of the call. `TimeoutError` after `timeout` seconds leaves the call running."""
-        if not self._settled.wait(timeout):
-            raise TimeoutError(f"no result after {timeout:.1f} s: {self.describe()}")
+        if not self._settled.is_set():
+            with booked(f"wait_{self.whom}"):
+                if not self._settled.wait(timeout):
+                    raise TimeoutError(f"no result after {timeout:.1f} s: {self.describe()}")
         with self._lock:
             if self._error is not None:
                 raise self._error

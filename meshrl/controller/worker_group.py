@@ -34,6 +34,7 @@ class WorkerGroup:
         self._owner = view_of  # kept alive: the workers end with the group that started them
         self._backend = backend
         self._start_again: Callable[[], Backend] | None = None
+        self.restarts = 0  # how often the workers were started again
         self._prefix = f"{role}/" if view_of is not None else ""
         self._role_classes = dict(role_classes)
         self._launcher = SerialThread(f"meshrl-{role}-launcher")
@@ -60,6 +61,14 @@ class WorkerGroup:
             return Plan([RankCall(rank, args, kwargs) for rank in range(self.world_size)], list)
 
         return self._start(method, plan, args, kwargs, blocking=False)
+
+    def ask_all(self, method: str, /, *args: Any) -> Future[list[Any]]:
+        """Ask all ranks something beside their running calls, without waiting; the answers in rank order."""
+        future: Future[list[Any]] = Future()
+        future.whom = self.role
+        calls = [RankCall(rank, args, {}) for rank in range(self.world_size)]
+        self._backend.submit(self._prefix + method, calls, future, blocking=True, direct=True)
+        return future
 
     def execute_rank_zero(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call any method on rank 0 alone; its answer."""
@@ -124,6 +133,7 @@ class WorkerGroup:
             raise ValueError(f"'{self.role}' cannot be started again: it is a view, or was started by another process")
         self._backend.stop(GroupBrokenError("it is being started again"), graceful=False)
         self._backend = self._start_again()
+        self.restarts += 1
         self._meshes.clear()
         self._launcher = SerialThread(f"meshrl-{self.role}-launcher")
         _end_with(self, self._backend)
@@ -170,6 +180,7 @@ class WorkerGroup:
     ) -> Future[Any]:
         """Dispatch now, or, if an argument is not ready, in the background; calls keep their order either way."""
         future: Future[Any] = Future()
+        future.whom = self.role
 
         def dispatch() -> None:
             ready_args, ready_kwargs = materialize(args, kwargs) if resolve else (args, kwargs)
