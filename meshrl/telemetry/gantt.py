@@ -93,7 +93,7 @@ def _colours(names: Any) -> dict[str, str]:
     there = set(names)
     waits = sorted(name for name in there if name.startswith("wait_"))
     known = {name: colour for name, colour in COLOURS.items() if name in there}
-    strange = {name: "#000000" for name in sorted(there - set(known) - set(waits))}
+    strange = dict.fromkeys(sorted(there - set(known) - set(waits)), "#000000")
     return known | strange | {name: WAITS[number % len(WAITS)] for number, name in enumerate(waits)}
 
 

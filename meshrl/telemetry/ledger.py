@@ -168,7 +168,8 @@ class booked(ContextDecorator):  # noqa: N801 - reads as a word: `with booked("s
     def __init__(self, name: str) -> None:
         self.name = name
         self._ledger: Ledger | None = None
-        self._depth, self._mark = 0, None
+        self._depth = 0
+        self._mark: Any = None
 
     def _recreate_cm(self) -> booked:
         return booked(self.name)

@@ -75,7 +75,7 @@ class Answering:
         return output
 
     def _count(self, output: DataProto) -> None:
-        """Counts what the answers took: a prompt once for neighbours that share it, each answer's tokens but the last."""
+        """Counts what the answers took: a prompt once for neighbours that share it, of an answer all but its end."""
         if self.shape is None or not len(output):
             return
         tensors, width = output.batch, output.batch["responses"].shape[1]

@@ -60,7 +60,8 @@ class CriticWorker(CheckpointedWorker):
         """`values` [batch, response]: what the critic expects of each state before a response token."""
         request = data.select(["input_ids", "attention_mask", "response_mask"], [])
         request.meta_info = self._meta()
-        with awake(self.engine, self.device, model=rests(self.config)[0], optimizer=False):
+        resting = awake(self.engine, self.device, model=rests(self.config)[0], optimizer=False)
+        with MemoryLog("values", self.device), resting:
             return DataProto.from_dict(self.engine.forward(request))
 
     @register(dispatch_mode=nd_dispatch("critic", pad=False))
