@@ -17,14 +17,14 @@ class Future(Generic[T]):
     ranks' answers) runs in the first thread that asks for the value, so that an unused result costs nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, whom: str = "workers") -> None:
+        self.whom = whom  # whose answer it is
         self._settled = threading.Event()
         self._lock = threading.Lock()
         self._raw: Any = None
         self._error: BaseException | None = None
         self._transform: Callable[[Any], T] | None = None
         self._callbacks: list[Callable[[Future[T]], None]] = []
-        self.whom = "workers"  # whose answer it is
         self.describe: Callable[[], str] = lambda: "the call has not been sent yet: it waits for its arguments"
 
     def done(self) -> bool:

@@ -64,8 +64,7 @@ class WorkerGroup:
 
     def ask_all(self, method: str, /, *args: Any) -> Future[list[Any]]:
         """Ask all ranks something beside their running calls, without waiting; the answers in rank order."""
-        future: Future[list[Any]] = Future()
-        future.whom = self.role
+        future: Future[list[Any]] = Future(self.role)
         calls = [RankCall(rank, args, {}) for rank in range(self.world_size)]
         self._backend.submit(self._prefix + method, calls, future, blocking=True, direct=True)
         return future
@@ -88,7 +87,7 @@ class WorkerGroup:
         """What each rank has registered for a mesh (asked once, then remembered)."""
         if mesh_name not in self._meshes:
             # not through the launcher: a deferred call asks this from there
-            future: Future[list[MeshEntry | None]] = Future()
+            future: Future[list[MeshEntry | None]] = Future(self.role)
             calls = [RankCall(rank, (mesh_name,), {}) for rank in range(self.world_size)]
             self._backend.submit(f"{self._prefix}_mesh_entry", calls, future, blocking=True, direct=False)
             entries = future.get()
@@ -179,8 +178,7 @@ class WorkerGroup:
         resolve: bool = True,
     ) -> Future[Any]:
         """Dispatch now, or, if an argument is not ready, in the background; calls keep their order either way."""
-        future: Future[Any] = Future()
-        future.whom = self.role
+        future: Future[Any] = Future(self.role)
 
         def dispatch() -> None:
             ready_args, ready_kwargs = materialize(args, kwargs) if resolve else (args, kwargs)

@@ -26,7 +26,17 @@ COLOURS = {
     "checkpoint": "#9d755d",
     "other": "#8a8f98",
 }
-WAITS = ("#eceef1", "#dfe3e8", "#d2d8df", "#c6cdd6")
+# Pale: nobody works.
+WAITS = {
+    "wait_controller": "#dfe2e7",
+    "wait_peers": "#f6dccb",
+    "wait_reward": "#f6ecc9",
+    "wait_actor_rollout_ref": "#dcecd9",
+    "wait_rollout": "#d3e2f2",
+    "wait_critic": "#e8dcf0",
+    "wait_reward_model": "#f2e3b3",
+}
+OTHER_WAIT = "#eceef1"
 PIPELINE = {"forward": "#a6d99f", "backward": "#54a24b"}
 MICRO_BATCH = re.compile(r"^(forward|backward) (\d+)$")
 
@@ -94,14 +104,14 @@ def _colours(names: Any) -> dict[str, str]:
     waits = sorted(name for name in there if name.startswith("wait_"))
     known = {name: colour for name, colour in COLOURS.items() if name in there}
     strange = dict.fromkeys(sorted(there - set(known) - set(waits)), "#000000")
-    return known | strange | {name: WAITS[number % len(WAITS)] for number, name in enumerate(waits)}
+    return known | strange | {name: WAITS.get(name, OTHER_WAIT) for name in waits}
 
 
 def _draw_row(axes: Axes, row: int, events: Sequence[Event], whole: Event, colours: dict[str, str]) -> None:
     for event in events:
         left, width = (event["ts"] - whole["ts"]) / 1e6, event["dur"] / 1e6
         micro_batch = MICRO_BATCH.match(event["name"])
-        colour = PIPELINE[micro_batch[1]] if micro_batch else colours.get(event["name"], WAITS[0])
+        colour = PIPELINE[micro_batch[1]] if micro_batch else colours.get(event["name"], OTHER_WAIT)
         axes.barh(row, width, left=left, height=0.78, color=colour, linewidth=0)
         if micro_batch and event["dur"] > whole["dur"] / 100:
             axes.text(left + width / 2, row, micro_batch[2], ha="center", va="center", fontsize=7)

@@ -82,9 +82,10 @@ class MemoryLog(ContextDecorator):
     ) -> None:
         self.found = self._peak.metrics(self.phase)
         logger.debug("%s", ", ".join(f"{name} {value:.3f}" for name, value in self.found.items()))
-        ledger = current_ledger()
-        for name, value in self.found.items() if ledger is not None else ():
-            ledger.raise_to(name, value)  # type: ignore[union-attr]
+        if (ledger := current_ledger()) is not None:
+            for name, value in self.found.items():
+                if "/max_" in name:
+                    ledger.raise_to(name, value)
 
 
 def resident_bytes() -> tuple[int, int]:
