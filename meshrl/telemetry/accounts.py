@@ -11,6 +11,7 @@ everywhere. A rank that has nothing to do says `wait_controller`; here that beco
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,10 +35,18 @@ class Track:
     counts: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)
     device: dict[str, float] = field(default_factory=dict)
+    _ended: tuple[float, float] | None = None  # the last page, on its own clock and on the controller's
 
     def add(self, page: Page, shift: float) -> None:
         """Adds a page; `shift` seconds make its clock the controller's."""
-        self.segments += page.segments(shift)
+        # The clocks may be known better by now: what goes on there without a gap must do so here.
+        goes_on = self._ended is not None and self._ended[0] == page.begin
+        floor = self._ended[1] if goes_on and self._ended is not None else -math.inf
+        for number, (start, end, name) in enumerate(page.segments(shift)):
+            start = floor if goes_on and not number else max(start, floor)
+            if end > start:
+                self.segments.append((start, end, name))
+        self._ended = page.until, max(page.until + shift, floor)
         self.spans += [Span(s.track, s.name, s.start + shift, s.end + shift) for s in page.spans]
         for name, value in page.counts.items():
             self.counts[name] = self.counts.get(name, 0.0) + value

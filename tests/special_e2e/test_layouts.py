@@ -15,7 +15,7 @@ UNEVEN = (
 )
 WITH_REFERENCE = ("actor_rollout_ref.actor.use_kl_loss=true", "algorithm.rollout_correction.bypass_mode=false")
 # What may differ between layouts: clocks, how samples are spread, and how weights travel.
-OWN = ("timing_s/", "perf/", "time", "global_seqlen/", "weight_sync/")
+OWN = ("timing_s/", "perf/", "time", "global_seqlen/", "weight_sync/", "ledger", "mfu/", "memory/")
 
 
 def compare(left, right, tolerance):

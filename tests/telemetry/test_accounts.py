@@ -1,5 +1,7 @@
 """Who waited for whom: checked at every moment by a plain look at all processes."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,6 +71,16 @@ def test_pages_of_another_clock_fall_into_the_same_second():
     assert found["actor", 0] == [(4.0, 5.0, IDLE), (5.0, 6.0, "sync"), (6.0, 7.0, IDLE)]
     theirs.forget(7.0)
     assert theirs.segments == [(6.0, float(END), IDLE)]
+
+
+@pytest.mark.parametrize("better", [-1000.003, -999.997])
+def test_a_clock_that_is_known_better_later_neither_tears_time_apart_nor_counts_it_twice(better):
+    theirs = Track("actor", 0)
+    theirs.add(Page(1000.0, 1010.0, [(1000.0, "sync")]), -1000.0)
+    theirs.add(Page(1010.0, 1020.0, [(1010.0, "sync"), (1010.001, IDLE), (1015.0, "generate")]), better)
+    found = theirs.between(5.0, 18.0)
+    assert sum(end - start for start, end, _ in found) == pytest.approx(13.0)
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(found))
 
 
 def test_union_and_overlay():

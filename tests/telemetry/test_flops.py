@@ -99,10 +99,11 @@ def test_peaks_and_utilisation():
 
 
 def test_phases_last_as_long_as_on_their_slowest_rank():
+    generated = {"flops/generate_sequences": 1e12}
     counts = {
-        ("actor_rollout_ref", 0): {"flops/update_actor": 3e12, "seconds/update_actor": 1.0, "flops/generate_sequences": 1e12},
-        ("actor_rollout_ref", 1): {"flops/update_actor": 5e12, "seconds/update_actor": 2.0, "flops/generate_sequences": 1e12},
-    }  # fmt: skip
+        ("actor_rollout_ref", 0): generated | {"flops/update_actor": 3e12, "seconds/update_actor": 1.0},
+        ("actor_rollout_ref", 1): generated | {"flops/update_actor": 5e12, "seconds/update_actor": 2.0},
+    }
     booked = {key: {"generate": 0.5, "prefill": 1.5, "sync": 9.0} for key in counts}
     found = utilisation_metrics(counts, booked, peak=8e12)
     assert found["perf/tflops/update_actor"] == pytest.approx(8 / (2 * 2))

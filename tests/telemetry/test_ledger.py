@@ -82,10 +82,14 @@ def test_a_function_can_be_booked_and_call_itself(ledger, clock):
 
 
 def test_what_an_error_leaves_open_is_closed_with_the_call(ledger, clock):
-    with pytest.raises(RuntimeError), ledger.serving("f"):
-        booked("sync").__enter__()  # as by a timer that is never stopped
-        clock.now += 1
-        raise RuntimeError
+    def fail():
+        with ledger.serving("f"):
+            booked("sync").__enter__()  # as by a timer that is never stopped
+            clock.now += 1
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fail()
     clock.now += 2
     assert sums(ledger.take()) == {"sync": 1, IDLE: 2}
     assert current_ledger() is None
