@@ -57,7 +57,8 @@ def test_stages_book_their_micro_batches_and_their_waits(megatron_ranks, tmp_pat
     )
     config.save_pretrained(tmp_path)
     ranks = megatron_ranks(2)
-    for page, timers in ranks.run(book, str(tmp_path), 2, False):
+    stages = ranks.run(book, str(tmp_path), 2, False)
+    for page, timers in stages:
         assert timers is None
         seconds = seconds_by_name(page.segments())
         assert {"update_forward", "update_backward", "update_optimizer", "wait_peers", "other"} <= set(seconds)
@@ -69,8 +70,9 @@ def test_stages_book_their_micro_batches_and_their_waits(megatron_ranks, tmp_pat
             assert seconds[f"update_{kind}"] >= 0.5 * inside  # backward also sums gradients over the ranks
             assert all(page.begin <= span.start < span.end <= page.until for span in own)
     # Both stages together count the whole model once.
-    flops = [page.counts["flops/update_actor"] for page, _ in ranks.run(book, str(tmp_path), 2, False)]
-    assert sum(flops) == ModelShape.of(config).training(np.array(LENGTHS), 2 * len(LENGTHS))
+    assert sum(page.counts["flops/update_actor"] for page, _ in stages) == ModelShape.of(config).training(
+        np.array(LENGTHS), 2 * len(LENGTHS)
+    )
     for page, _ in ranks.run(book, str(tmp_path), 2, True):
         seconds = seconds_by_name(page.segments())
         assert "log_prob" in seconds

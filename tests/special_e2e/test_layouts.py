@@ -68,6 +68,8 @@ def test_ray_equals_local_to_the_bit(task, tmp_path):
         tmp_path / "ray", *UNEVEN, "trainer.n_gpus_per_node=2", "trainer.backend=ray", "ray_init.num_cpus=2"
     )
     compare(local, remote, 0.0)
+    for row in (row for run in (local, remote) for row in run.metrics if "timing_s/step" in row):
+        assert row["ledger/actor_rollout_ref/booked"] == pytest.approx(1, abs=0.01)
 
 
 # kl_cov picks the tokens of the highest covariance; where many are equal, the last bit of a log-prob decides.

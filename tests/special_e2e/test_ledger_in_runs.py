@@ -24,6 +24,7 @@ def run(task, tmp_path_factory):
         "trainer.val_before_train=false",
         "actor_rollout_ref.actor.use_kl_loss=true",
         "algorithm.rollout_correction.bypass_mode=false",
+        "reward.name=null",
         f"custom_reward_function.path={Path(__file__).parent / 'slow_reward.py'}",
         "reward_manager.name=batch",
         "trainer.timeline=true",
