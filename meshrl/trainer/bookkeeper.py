@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # The first measure of a worker's clock is the best of so many.
 PINGS = 3
+# How long a worker may take to say what it did; it answers beside its calls.
+ANSWER_SECONDS = 60.0
 
 
 class Bookkeeper:
@@ -78,7 +80,7 @@ class Bookkeeper:
                 answers[who] = time.perf_counter(), group.ask_all("take_ledger", traces)
         for who, (asked, answer) in answers.items():
             with self._if_alive(who):
-                pages, answered = answer.get(), time.perf_counter()
+                pages, answered = answer.get(ANSWER_SECONDS), time.perf_counter()
                 for rank, page in enumerate(pages):
                     clock = self.clocks[who, rank]
                     clock.note(asked, page.until, answered)
@@ -88,10 +90,10 @@ class Bookkeeper:
 
     @contextmanager
     def _if_alive(self, who: str) -> Iterator[None]:
-        """What happens to a group that breaks is the next call's matter, not the ledger's."""
+        """What happens to a group that breaks or is silent is the next call's matter, not the ledger's."""
         try:
             yield
-        except ControllerError as error:
+        except (ControllerError, TimeoutError) as error:
             logger.warning("the time of '%s' is not known: %s", who, error)
 
     def _meet(self, who: str, group: WorkerGroup) -> None:
