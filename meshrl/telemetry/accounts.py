@@ -35,6 +35,7 @@ class Track:
     counts: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)
     device: dict[str, float] = field(default_factory=dict)
+    blocks: int = 0
     _ended: tuple[float, float] | None = None  # the last page, on its own clock and on the controller's
 
     def add(self, page: Page, shift: float) -> None:
@@ -47,6 +48,7 @@ class Track:
             if end > start:
                 self.segments.append((start, end, name))
         self._ended = page.until, max(page.until + shift, floor)
+        self.blocks += page.blocks
         self.spans += [Span(s.track, s.name, s.start + shift, s.end + shift) for s in page.spans]
         for name, value in page.counts.items():
             self.counts[name] = self.counts.get(name, 0.0) + value
@@ -62,7 +64,7 @@ class Track:
     def forget(self, until: float) -> None:
         """Lets go of what is over, and of counts and peaks."""
         self.segments = [segment for segment in self.segments if segment[1] > until]
-        self.spans, self.counts, self.peaks, self.device = [], {}, {}, {}
+        self.spans, self.counts, self.peaks, self.device, self.blocks = [], {}, {}, {}, 0
 
 
 def account(controller: Track, ranks: Sequence[Track], begin: float, end: float) -> dict[Key, list[Segment]]:

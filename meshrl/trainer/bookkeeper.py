@@ -12,7 +12,7 @@ from meshrl.controller import ControllerError, Future, WorkerGroup
 from meshrl.telemetry.accounts import Key, Track, account, ledger_metrics, seconds_by_name
 from meshrl.telemetry.clocks import ClockOffset
 from meshrl.telemetry.flops import known_peak, utilisation_metrics
-from meshrl.telemetry.ledger import OTHER, Ledger, Page
+from meshrl.telemetry.ledger import OTHER, Ledger, Page, seconds_of_a_block
 from meshrl.telemetry.run_folder import RunFolder
 from meshrl.telemetry.trace import CONTROLLER, TimelineFile
 
@@ -36,6 +36,7 @@ class Bookkeeper:
         self.tracks: dict[Key, Track] = {}
         self.clocks: dict[Key, ClockOffset] = {}
         self._restarts: dict[str, int] = {}
+        self._block_seconds = seconds_of_a_block()
 
     @contextmanager
     def watching(self, first_step: int) -> Iterator[None]:
@@ -49,7 +50,7 @@ class Bookkeeper:
                 self.timeline.close()
 
     def close_step(self, step: int, begin: float, end: float) -> dict[str, float]:
-        """The metrics of a step that lasted from `begin` to `end` of our clock; what it took to collect them."""
+        """The metrics of a step that lasted from `begin` to `end` of our clock, and what it took to have them."""
         self._collect(step + 1)
         accounts = account(self.controller, list(self.tracks.values()), begin, end)
         everyone = {CONTROLLER: self.controller} | self.tracks
@@ -63,10 +64,11 @@ class Bookkeeper:
             spans = {key: track.spans for key, track in everyone.items()}
             doubts = {key: clock.uncertainty(end) for key, clock in self.clocks.items()}
             self.timeline.write(step, begin, end, accounts, spans, doubts)
+        booking = max(track.blocks for track in everyone.values()) * self._block_seconds
         for track in everyone.values():
             track.forget(end)
-        metrics["ledger/collect_s"] = time.perf_counter() - end
-        return metrics
+        collecting = time.perf_counter() - end
+        return metrics | {"ledger/collect_s": collecting, "ledger/overhead": (booking + collecting) / (end - begin)}
 
     def _collect(self, next_step: int) -> None:
         """Takes everybody's pages; from now on spans are kept if the next step is to be drawn."""
