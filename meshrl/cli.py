@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import meshrl
 from meshrl.rollout.command_line import add_generate_options, add_serve_options
+from meshrl.telemetry.command_line import add_timeline_options
 from meshrl.weights.command_line import add_plan_options
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         add("convert", _convert, "turn a checkpoint into a Hugging Face folder, or such a folder into a checkpoint")
     )
     _replay_options(add("replay", _replay, "take a past step of a run again and compare its numbers; explain a token"))
+    add_timeline_options(add("timeline", _timeline, "draw what every process did in a step"))
     report = add("report", _report, "draw the curves and the report of a run")
     report.add_argument("run_dir", help="folder of the run")
     return parser
@@ -295,6 +297,18 @@ def _report(arguments: argparse.Namespace) -> int | None:
 
     try:
         path = write_report(arguments.run_dir)
+    except (OSError, ValueError) as error:
+        _complain(str(error))
+        return RUN_ERROR
+    _say(f"wrote {path}")
+    return None
+
+
+def _timeline(arguments: argparse.Namespace) -> int | None:
+    from meshrl.telemetry.command_line import drawn_timeline
+
+    try:
+        path = drawn_timeline(arguments)
     except (OSError, ValueError) as error:
         _complain(str(error))
         return RUN_ERROR

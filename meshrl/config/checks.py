@@ -31,6 +31,7 @@ from meshrl.config.rollout import READERS
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.config.split_rollout import split_file_problems, split_problems
+from meshrl.config.telemetry_checks import profiler_problems, timeline_problems
 from meshrl.config.trainer import RunConfig
 from meshrl.config.tree import changed_keys, fill_followers, get_value
 from meshrl.config.units import batch_problems
@@ -92,6 +93,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *_loss_problems(config),
         *_optim_problems(actor.optim, f"{ACTOR}.optim"),
         *_run_problems(config.trainer),
+        *profiler_problems(config),
         *checkpoint_problems(config),
         *_idle_problems(config, actor, ACTOR),
         *_critic_problems(config, check_files),
@@ -351,7 +353,7 @@ def _optim_problems(optim: OptimConfig, prefix: str) -> list[str]:
 
 
 def _run_problems(trainer: RunConfig) -> list[str]:
-    problems = []
+    problems = timeline_problems(trainer)
     if trainer.nnodes > 1 and trainer.backend != "ray":
         problems.append(f"trainer.nnodes={trainer.nnodes} needs trainer.backend=ray, not {trainer.backend}")
     for name in ("test_freq", "save_freq"):

@@ -36,4 +36,4 @@ class PPOConfig:
     async_training: AsyncTrainingConfig = section(AsyncTrainingConfig, "How far generation may run ahead of training.")
     trainer: TrainerConfig = section(TrainerConfig, "Processes, lengths of the run, logging.")
     ray_init: RayInitConfig = section(RayInitConfig, "How Ray is started, with trainer.backend=ray.")
-    global_profiler: ProfilerConfig = section(ProfilerConfig, "Profiling.", pending="profiling")
+    global_profiler: ProfilerConfig = section(ProfilerConfig, "Profiling of single steps.")

@@ -62,6 +62,12 @@ class RunConfig:
         1800.0, "Seconds without a finished phase after which a report of the stall is written; null: never.", low=0.1
     )
     deadlines: DeadlinesConfig = section(DeadlinesConfig, "How long anything may be waited for.")
+    ledger: bool = key(True, "Book every second of every process, as ledger_s/* in the metrics.")
+    timeline: bool = key(False, "Write timeline.json.gz, what every process did and when, for Perfetto.")
+    timeline_steps: list[int] = key([], "Steps in the timeline; empty: all.", low=1)
+    peak_tflops: float | None = key(
+        None, "TFLOP/s of one device at best, for mfu/*; null: as known for the device's name.", low=0.001
+    )
 
     @property
     def world_size(self) -> int:
@@ -118,6 +124,11 @@ class RayInitConfig:
 
 @dataclass
 class ProfilerConfig:
-    tool: str | None = key(None, "Profiler.")
-    steps: list[int] = key([], "Steps to profile.")
+    tool: str | None = key(
+        None,
+        "Profiler; torch: traces, torch_memory: snapshots of a GPU's memory, nsys: marks steps for Nsight Systems.",
+        choices=("torch", "torch_memory", "nsys"),
+    )
+    steps: list[int] = key([], "Steps to profile.", low=1)
+    ranks: list[int] = key([0], "Ranks to profile, of every group of workers; empty: all.", low=0)
     save_path: str = key("outputs/profile", "Folder of the profiles.")

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from meshrl.telemetry.ledger import booked
+
 T = TypeVar("T")
 
 
@@ -15,7 +17,8 @@ class Future(Generic[T]):
     ranks' answers) runs in the first thread that asks for the value, so that an unused result costs nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, whom: str = "workers") -> None:
+        self.whom = whom  # whose answer it is
         self._settled = threading.Event()
         self._lock = threading.Lock()
         self._raw: Any = None
@@ -30,8 +33,10 @@ class Future(Generic[T]):
 
     def get(self, timeout: float | None = None) -> T:
         """The result, or the error of the call. `TimeoutError` after `timeout` seconds leaves the call running."""
-        if not self._settled.wait(timeout):
-            raise TimeoutError(f"no result after {timeout:.1f} s: {self.describe()}")
+        if not self._settled.is_set():
+            with booked(f"wait_{self.whom}"):
+                if not self._settled.wait(timeout):
+                    raise TimeoutError(f"no result after {timeout:.1f} s: {self.describe()}")
         with self._lock:
             if self._error is not None:
                 raise self._error

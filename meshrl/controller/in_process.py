@@ -21,6 +21,7 @@ from meshrl.controller.worker import (
     place_ranks,
 )
 from meshrl.data.proto import DataProto
+from meshrl.telemetry.ledger import booked
 
 LOOPBACK = "127.0.0.1"
 
@@ -52,7 +53,7 @@ class InProcessBackend:
         kwargs = {key: _own(value) for key, value in calls[0].kwargs.items()}
 
         def run() -> None:
-            with threading.Lock() if direct else self._turn:
+            with booked(f"wait_{future.whom}"), threading.Lock() if direct else self._turn:
                 try:
                     answer = self._run(method, call_worker, (self._worker, method, args, kwargs))
                 except WorkerError as error:

@@ -6,10 +6,16 @@ import time
 import traceback
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
+
+from meshrl.telemetry.ledger import Ledger, Page
+from meshrl.telemetry.profiler import ProcessProfiler
 
 _current_info: ContextVar["WorkerInfo | None"] = ContextVar("meshrl_worker_info", default=None)
 _hosted_store: Any = None
+# Questions about a worker are no work of its.
+_UNBOOKED = frozenset({"take_ledger", "_mesh_entry"})
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ class Worker:
     role: str
     master_addr: str
     master_port: int
+    ledger: Ledger  # where this worker's time goes
     _meshes: dict[str, MeshEntry]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":
@@ -88,6 +95,7 @@ class Worker:
         for place in fields(worker.info):
             setattr(worker, place.name, getattr(worker.info, place.name))
         worker._meshes = {}
+        worker.ledger = Ledger()
         return worker
 
     def register_mesh(self, mesh_name: str, dp_rank: int, dp_size: int | None, is_collect: bool) -> None:
@@ -102,6 +110,21 @@ class Worker:
 
     def _mesh_entry(self, mesh_name: str) -> MeshEntry | None:
         return self._meshes.get(mesh_name)
+
+    def take_ledger(self, traces: bool = False) -> Page:
+        """What this worker did since it was last asked; `traces`: keep spans for a timeline from now on."""
+        self.ledger.traces = traces
+        return self.ledger.take()
+
+    def start_profile(self, tool: str) -> None:
+        """Begin to profile this process."""
+        self._profiler = ProcessProfiler(tool)
+        self._profiler.start()
+
+    def stop_profile(self, folder: str, step: int) -> str | None:
+        """End the profile that was begun, of this step; the file it is in, if the tool writes one."""
+        written = self._profiler.stop(Path(folder) / f"step_{step}_{self.role}_rank_{self.rank}")
+        return None if written is None else str(written)
 
     def close(self) -> None:
         """Called once when the group shuts down in order; override to free what outlives a process."""
@@ -149,7 +172,11 @@ def call_worker(worker: Any, path: str, args: tuple[Any, ...], kwargs: dict[str,
     """Call `method`, or `role/method` of a colocated worker."""
     role, _, method = path.rpartition("/")
     target = worker.workers[role] if role else worker
-    return getattr(target, method)(*args, **kwargs)
+    ledger = getattr(target, "ledger", None)
+    if ledger is None or method in _UNBOOKED:
+        return getattr(target, method)(*args, **kwargs)
+    with ledger.serving(method):
+        return getattr(target, method)(*args, **kwargs)
 
 
 def host_rendezvous(address: str) -> int:

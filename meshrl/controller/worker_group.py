@@ -34,6 +34,7 @@ class WorkerGroup:
         self._owner = view_of  # kept alive: the workers end with the group that started them
         self._backend = backend
         self._start_again: Callable[[], Backend] | None = None
+        self.restarts = 0  # how often the workers were started again
         self._prefix = f"{role}/" if view_of is not None else ""
         self._role_classes = dict(role_classes)
         self._launcher = SerialThread(f"meshrl-{role}-launcher")
@@ -61,6 +62,13 @@ class WorkerGroup:
 
         return self._start(method, plan, args, kwargs, blocking=False)
 
+    def ask_all(self, method: str, /, *args: Any) -> Future[list[Any]]:
+        """Ask all ranks something beside their running calls, without waiting; the answers in rank order."""
+        future: Future[list[Any]] = Future(self.role)
+        calls = [RankCall(rank, args, {}) for rank in range(self.world_size)]
+        self._backend.submit(self._prefix + method, calls, future, blocking=True, direct=True)
+        return future
+
     def execute_rank_zero(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call any method on rank 0 alone; its answer."""
         return self.execute_rank(0, method, *args, **kwargs)
@@ -79,7 +87,7 @@ class WorkerGroup:
         """What each rank has registered for a mesh (asked once, then remembered)."""
         if mesh_name not in self._meshes:
             # not through the launcher: a deferred call asks this from there
-            future: Future[list[MeshEntry | None]] = Future()
+            future: Future[list[MeshEntry | None]] = Future(self.role)
             calls = [RankCall(rank, (mesh_name,), {}) for rank in range(self.world_size)]
             self._backend.submit(f"{self._prefix}_mesh_entry", calls, future, blocking=True, direct=False)
             entries = future.get()
@@ -124,6 +132,7 @@ class WorkerGroup:
             raise ValueError(f"'{self.role}' cannot be started again: it is a view, or was started by another process")
         self._backend.stop(GroupBrokenError("it is being started again"), graceful=False)
         self._backend = self._start_again()
+        self.restarts += 1
         self._meshes.clear()
         self._launcher = SerialThread(f"meshrl-{self.role}-launcher")
         _end_with(self, self._backend)
@@ -169,7 +178,7 @@ class WorkerGroup:
         resolve: bool = True,
     ) -> Future[Any]:
         """Dispatch now, or, if an argument is not ready, in the background; calls keep their order either way."""
-        future: Future[Any] = Future()
+        future: Future[Any] = Future(self.role)
 
         def dispatch() -> None:
             ready_args, ready_kwargs = materialize(args, kwargs) if resolve else (args, kwargs)

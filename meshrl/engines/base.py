@@ -18,6 +18,8 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.optim import OptimConfig
 from meshrl.data.proto import DataProto
 from meshrl.engines.stored_state import Snapshot, write_snapshot
+from meshrl.telemetry.flops import ModelShape, count_flops
+from meshrl.telemetry.ledger import current_ledger
 
 # (model output, micro-batch) -> (loss to back-propagate, metrics). Metrics add up over micro-batches and ranks (see
 # meshrl.algorithms.BatchStats), but for those whose name ends in `_max`.
@@ -48,6 +50,7 @@ class Engine(ABC):
     # The Hugging Face model whose config, class and parameter names this is; its parameters may be without memory.
     hf_model: PreTrainedModel
     has_adapters: bool = False
+    _shape: ModelShape | None = None
 
     def __init__(
         self,
@@ -124,6 +127,22 @@ class Engine(ABC):
         the last columns; `data.meta_info` says `temperature`, `calculate_entropy` and how to cut micro-batches
         (`use_dynamic_bsz`, `max_token_len`, `micro_batch_size`).
         """
+
+    def count_flops(self, data: DataProto, forward_only: bool) -> None:
+        """Counts this rank's share of what a batch takes; peers that share its samples take theirs."""
+        if current_ledger() is None:
+            return
+        if self._shape is None:
+            self._shape = ModelShape.of(self.hf_model.config, values=self.head == "value")
+            if self._shape is None:
+                return
+        targets = data.batch["response_mask"]
+        lengths = data.batch["attention_mask"].sum(1)[targets.any(1)].numpy()
+        flops = self._shape.forward(lengths, int(targets.sum()))
+        if not forward_only:
+            # Frozen weights get no gradient, only what they were given does.
+            flops *= 2 if self.has_adapters else 3
+        count_flops(flops * self.dp_size / dist.get_world_size())
 
     def forward(self, data: DataProto) -> dict[str, Tensor]:
         """The model's outputs for a batch, without gradients."""

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshrl.telemetry.ledger import booked
+
 
 def in_batch_order(rows: Sequence[np.ndarray | None], outputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The outputs of all micro-batches but stand-ins (None), on the host, in the order of the batch."""
@@ -24,7 +26,8 @@ def add_metrics(parts: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | N
     table = torch.stack([torch.stack([part[name].detach().double() for name in names]) for part in parts])
     added, largest = table[:, :sums].sum(0), table[:, sums:].amax(0)
     if group is not None:
-        dist.all_reduce(added, group=group)
-        if len(largest):
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        with booked("wait_peers"):
+            dist.all_reduce(added, group=group)
+            if len(largest):
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return dict(zip(names, [*added.tolist(), *largest.tolist()], strict=True))

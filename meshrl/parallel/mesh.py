@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshrl.parallel.layout import Layout
+from meshrl.telemetry.ledger import watch_cuda
 
 KEPT_BYTES = 1 << 30
 
@@ -83,6 +84,8 @@ def prepare_device(name: str, local_rank: int) -> torch.device:
         # oneDNN costs more per call than the plain BLAS does for the small matrices that are trained on CPUs.
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
         keep_freed_memory()
+    else:
+        watch_cuda()
     return device
 
 

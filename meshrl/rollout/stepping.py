@@ -16,6 +16,7 @@ from meshrl.rollout.base import PAUSE_MODES, Rollout
 from meshrl.rollout.fair_lock import FairLock
 from meshrl.rollout.requests import Chunk, Completion, Request, gather
 from meshrl.rollout.token_gaps import TokenGaps
+from meshrl.telemetry.ledger import IDLE, Ledger, booked, current_ledger, served_method, working_for
 
 Deliver = Callable[[Chunk], None]
 # How long a wait lasts before it looks around again, and how long the last step may take at the end.
@@ -83,7 +84,8 @@ class SteppingRollout(Rollout):
                 with self._work:
                     self._raise_failure()
                     if self._paused or self.is_suspended():
-                        self._work.wait(POLL_SECONDS)
+                        with booked(IDLE):  # new weights have to come
+                            self._work.wait(POLL_SECONDS)
                     elif unfinished:
                         self._advance()
         finally:
@@ -107,7 +109,8 @@ class SteppingRollout(Rollout):
                 with self._work:
                     self._raise_failure()
                     if self._paused or self.is_suspended():
-                        self._work.wait(POLL_SECONDS)
+                        with booked(IDLE):  # new weights have to come
+                            self._work.wait(POLL_SECONDS)
                     elif open_answers:
                         self._advance()
                 while ended:
@@ -224,10 +227,11 @@ class SteppingRollout(Rollout):
     def _start_thread(self) -> None:
         with self.lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="rollout", daemon=True)
+                call = current_ledger(), served_method()
+                self._thread = threading.Thread(target=self._run, args=call, name="rollout", daemon=True)
                 self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, ledger: Ledger | None, method: str) -> None:
         try:
             while True:
                 with self._work:
@@ -236,7 +240,8 @@ class SteppingRollout(Rollout):
                     if self._paused or self.is_suspended() or not self.has_work():
                         self._work.wait(POLL_SECONDS)
                     else:
-                        self._advance()
+                        with working_for(ledger, method, "generate"):
+                            self._advance()
         except BaseException as error:  # handed to every caller that waits
             self._failure = error
 

@@ -30,6 +30,7 @@ class RunFiles:
         self.generations = self.path / "generations.jsonl"
         self.report = self.path / "report.html"
         self.curves = self.path / "curves.png"
+        self.timeline = self.path / "timeline.json.gz"
         self.log = self.path / "log.txt"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
@@ -131,8 +132,9 @@ class RunFolder(RunFiles):
 
     def _move_aside(self) -> None:
         own = (self.config, self.config_sources, self.metrics, self.generations)
-        made = (self.report, self.curves, self.log, self.tensorboard, self.checkpoints, self.batches, self.nonfinite)
-        old = [f for f in (*own, *made) if f.exists()]
+        made = (self.report, self.curves, self.log, self.tensorboard, self.timeline)
+        kept = (self.checkpoints, self.batches, self.nonfinite)
+        old = [f for f in (*own, *made, *kept) if f.exists()]
         if not old:
             return
         self.moved_to = _new_numbered_folder(self.path)

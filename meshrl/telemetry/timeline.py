@@ -54,7 +54,7 @@ class PipelineTimeline:
         synchronize: Callable[[], Any] | None = None,
     ) -> None:
         self._clock, self._busy, self._synchronize = clock, busy, synchronize
-        self._watches: dict[str, _Stopwatch] = {}
+        self._watches: dict[str, Stopwatch] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -96,9 +96,9 @@ class PipelineTimeline:
 
             output.register_hook(name_backward)
 
-    def __call__(self, name: str, log_level: int = 0) -> _Stopwatch:
+    def __call__(self, name: str, log_level: int = 0) -> Stopwatch:
         if name not in self._watches:
-            self._watches[name] = _Stopwatch(self, name)
+            self._watches[name] = Stopwatch(self, name)
         return self._watches[name]
 
     def now(self) -> tuple[float, float]:
@@ -122,7 +122,7 @@ class PipelineTimeline:
         self._current = None
 
 
-class _Stopwatch:
+class Stopwatch:
     """One of Megatron's timers."""
 
     def __init__(self, timeline: PipelineTimeline, name: str) -> None:

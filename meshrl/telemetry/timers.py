@@ -4,8 +4,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-OTHER = "other"
+from meshrl.telemetry.ledger import OTHER, booked
+
 STEP = "step"
+# What the controller's own time in these phases is booked to; in all others it is `other`.
+BOOKED = {"reward": "reward", "save_checkpoint": "checkpoint"}
 
 
 class PhaseTimer:
@@ -22,7 +25,7 @@ class PhaseTimer:
         self._on_change = on_change
         self._open: list[str] = []
         self._seconds: dict[str, float] = {OTHER: 0.0}
-        self._mark = clock()
+        self._mark = self.began = clock()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -33,7 +36,8 @@ class PhaseTimer:
         self._open.append(name)
         self._announce()
         try:
-            yield
+            with booked(BOOKED.get(name, OTHER)):
+                yield
         finally:
             self._charge()
             self._open.pop()
@@ -49,7 +53,7 @@ class PhaseTimer:
     def reset(self) -> None:
         """Starts the next step; phases still open go on in it."""
         self._seconds = {OTHER: 0.0}
-        self._mark = self._clock()
+        self._mark = self.began = self._clock()
 
     def _charge(self) -> None:
         now = self._clock()

@@ -37,7 +37,7 @@ class TrainOnly(PPOTrainer):
             self.step = self.first_step - 1
         for file in self.files:
             self.step += 1
-            self.timer.reset()
+            self.begin_step()
             batch, metrics = load_batch(file)
             metrics[SCORE_DIFFERENCE] = self.score_difference(batch)
             if self.token is not None and file == self.files[-1]:

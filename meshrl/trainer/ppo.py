@@ -133,7 +133,7 @@ class PPOTrainer(SampleSource):
             return
         while self.step < self.total_steps:
             self.step += 1
-            self.timer.reset()
+            self.begin_step()
             found = self.dynamic_sampling.next_batch() if self.dynamic_sampling else self.next_batch()
             if found is None:
                 self.end_early()
@@ -373,7 +373,9 @@ class PPOTrainer(SampleSource):
         seconds = times["timing_s/step"] - aside
         tokens = int(metrics["perf/total_num_tokens"])
         devices = self.config.trainer.world_size + (self.rollout.world_size if self.rollout is not self.actor else 0)
-        return times | compute_throughput_metrics(tokens, seconds, devices)
+        whole = times["timing_s/step"]
+        booked = self.books.close_step(self.step, self.timer.began, self.timer.began + whole) if self.books else {}
+        return times | booked | compute_throughput_metrics(tokens, seconds, devices)
 
 
 def data_metrics(batch: DataProto, config: PPOConfig) -> dict[str, Any]:

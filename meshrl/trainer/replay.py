@@ -25,7 +25,8 @@ from meshrl.trainer.run import train
 
 DUMPED = "batch.dataproto"
 # What no two runs share: clocks, memory, and what moved between processes.
-OWN = ("timing_s/", "perf/", "weight_sync/", "memory/", "data/", "val-", "time", "step", "training/nonfinite_metrics")
+CLOCKS = ("timing_s/", "time", "perf/", "ledger_s/", "ledger/", "mfu/", "memory/", "weight_sync/")
+OWN = (*CLOCKS, "data/", "val-", "step", "training/nonfinite_metrics")
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ from meshrl.telemetry.samples import SampleLog
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracking
 from meshrl.trainer.batches import KeptBatches
+from meshrl.trainer.bookkeeper import bookkeeping
 from meshrl.trainer.checkpoint import FOLDER, Checkpoints, Found, Part, checkpoint_to_resume, set_later_ones_aside
 from meshrl.trainer.gates import Gates
 from meshrl.trainer.judging import GroupAsk
@@ -55,6 +56,7 @@ from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.mirror import Mirror
 from meshrl.trainer.nonfinite import NonFiniteSteps
 from meshrl.trainer.ppo import PPOTrainer
+from meshrl.trainer.profiling import step_profiler
 from meshrl.trainer.restarts import Restarts, surviving
 from meshrl.trainer.rollout_care import RolloutCare
 from meshrl.trainer.sample_source import total_steps
@@ -148,7 +150,11 @@ def train_once(
             watch.step = lambda: loop.step
             if "rollout" in groups:
                 loop.rollout_care = RolloutCare(actor, rollouts, restarts)
-            keeper.fit(loop, found)
+            with (
+                bookkeeping(trainer, groups, run, first_step) as loop.books,
+                step_profiler(config, groups, screen) as loop.profiler,
+            ):
+                keeper.fit(loop, found)
             if trainer.save_final_model and not trainer.val_only:
                 screen.message(f"model: {save_model(actor, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
@@ -242,7 +248,8 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
             loop = SFTTrainer(config, group, train_data, order, val_data, tracker, timer, steps, keeper)
             watch.step = lambda: loop.step
             note_restart(restarts, found, tracker)
-            keeper.fit(loop, found)
+            with bookkeeping(trainer, groups, run, first_step) as loop.books:
+                keeper.fit(loop, found)
             if trainer.save_final_model:
                 screen.message(f"model: {save_model(group, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")

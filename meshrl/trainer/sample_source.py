@@ -26,10 +26,12 @@ from meshrl.data.stream import PromptStream
 from meshrl.rewards.manager import RewardManager
 from meshrl.rollout.seeds import TRAINING, sample_seeds
 from meshrl.telemetry.timers import PhaseTimer
+from meshrl.trainer.bookkeeper import Bookkeeper
 from meshrl.trainer.dynamic_sampling import Scored
 from meshrl.trainer.greedy_baseline import GREEDY, add_greedy_baselines
 from meshrl.trainer.joining import both, join_pools
 from meshrl.trainer.overlap import generate_beside_scoring
+from meshrl.trainer.profiling import StepProfiler
 from meshrl.trainer.reward_components import RM_SCORE
 from meshrl.trainer.rollout_care import RolloutCare
 from meshrl.trainer.schedule import NUMBER, Begun, Schedule
@@ -59,6 +61,9 @@ class SampleSource:
         self.reward_model = groups.get("reward_model")
         # Set where rollouts that die can be started again.
         self.rollout_care: RolloutCare | None = None
+        # Set where the time of all processes is booked, and where steps are profiled.
+        self.books: Bookkeeper | None = None
+        self.profiler: StepProfiler | None = None
         self.units = BatchUnits.from_config(config)
         self.total_steps = total_steps(config, len(train_data))
         self.step = 0
@@ -234,6 +239,12 @@ class SampleSource:
             if begun.answers is not None:
                 self.begun[place] = replace(begun, answers=self.rollout.begin_sequences(begun.request))
         return metrics
+
+    def begin_step(self) -> None:
+        """A step's clock starts; it is profiled if it is one to be."""
+        if self.profiler is not None:
+            self.profiler.begin(self.step)
+        self.timer.reset()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Charges the time of a block to a phase of the step."""

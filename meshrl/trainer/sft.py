@@ -16,6 +16,7 @@ from meshrl.data.sampling import BatchOrder
 from meshrl.telemetry.metrics import compute_throughput_metrics
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracker
+from meshrl.trainer.bookkeeper import Bookkeeper
 from meshrl.trainer.keeper import Keeper
 
 
@@ -38,6 +39,7 @@ class SFTTrainer:
         self.config, self.model, self.tracker, self.timer, self.steps = config, model, tracker, timer, steps
         self.train_data, self.order, self.val_data = train_data, order, val_data
         self.units = SFTBatchUnits.from_config(config)
+        self.books: Bookkeeper | None = None  # set where the time of all processes is booked
 
     def state_dict(self) -> dict[str, Any]:
         """All that the future of the run depends on beside the workers' state."""
@@ -69,7 +71,9 @@ class SFTTrainer:
             aside = times.get("timing_s/testing", 0.0) + times.get("timing_s/save_checkpoint", 0.0)
             seconds = times["timing_s/step"] - aside
             throughput = compute_throughput_metrics(int(lengths.sum()), seconds, self.config.trainer.world_size)
-            self.tracker.log(metrics | times | throughput, step)
+            end = self.timer.began + times["timing_s/step"]
+            booked = self.books.close_step(step, self.timer.began, end) if self.books else {}
+            self.tracker.log(metrics | times | throughput | booked, step)
             self.keeper.after_log(self)
 
     def validation_loss(self, data: DemonstrationDataset) -> float:

@@ -13,6 +13,7 @@ from meshrl.data.prompts import PromptDataset
 from meshrl.data.proto import DataProto
 from meshrl.rewards.manager import RewardManager
 from meshrl.rollout.seeds import VALIDATION, sample_seeds
+from meshrl.telemetry.ledger import booked
 from meshrl.telemetry.metrics import validation_metrics
 from meshrl.telemetry.samples import SampleLog
 
@@ -37,7 +38,8 @@ class Validator:
         for start in range(0, len(self.data), size):
             rows = np.arange(start, min(start + size, len(self.data)))
             batch = self.generate(rows, step)
-            token_scores, infos, metrics = self.reward(batch)
+            with booked("reward"):
+                token_scores, infos, metrics = self.reward(batch)
             batch.batch["token_level_scores"] = token_scores
             batch.non_tensor_batch.update(infos)
             errors += metrics["reward/errors"]

@@ -21,7 +21,8 @@ from meshrl.engines.base import Engine
 from meshrl.engines.build import engine_class
 from meshrl.models.saving import save_hf_folder
 from meshrl.parallel.mesh import contiguous_group
-from meshrl.telemetry.memory import PeakMemory
+from meshrl.telemetry.ledger import booked
+from meshrl.telemetry.memory import MemoryLog, PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
 from meshrl.weights.colocated import policy_sync
 from meshrl.weights.hybrid import ROLLOUT, TRAIN, HybridEngine
@@ -131,6 +132,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         return {} if self.ref is None or self.config.ref.update_every is None else {"ref": self.ref}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @booked("sync")
     def sync_weights(self, version: int) -> dict[str, float]:
         """Brings the actor's weights into the rollout as this version; times, bytes, and memory of each phase."""
         assert self.phases is not None
@@ -159,18 +161,21 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    @booked("sync")
     def send_weights(self, version: int) -> dict[str, float]:
         """Sends the actor's weights as this version to rollouts on devices of their own, who take them meanwhile."""
         with self._awake(self.actor):
             return self.pool_sync(None, version).metrics()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @booked("checkpoint")
     def save_model(self, folder: str) -> None:
         """Writes the policy as a Hugging Face folder: all ranks take part, rank 0 writes."""
         with self._awake(self.actor):
             save_hf_folder(folder, self.actor.per_tensor_params(), self.actor.hf_model, writes=self.rank == 0)
 
     @register(dispatch_mode=nd_dispatch("rollout"))
+    @booked("generate")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Answers prompts with the rollout's weights.
 
@@ -178,10 +183,11 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         """
         assert self.phases is not None
         self.phases.ensure(ROLLOUT)
-        with self.phases.own_random_numbers():
+        with self.phases.own_random_numbers(), MemoryLog("gen", self.device):
             return self.answering(prompts)
 
     @register(dispatch_mode=nd_dispatch("rollout"))
+    @booked("generate")
     def start_generation(self, prompts: DataProto) -> None:
         """`generate_sequences`, beside other calls: `take_generated` gives the answers as they end."""
         assert self.phases is not None
@@ -189,26 +195,29 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         self.answering.start(prompts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @booked("generate")
     def take_generated(self, seconds: float) -> tuple[np.ndarray, DataProto] | None:
         """What has ended of this rank's part: its rows and the answers, or None if nothing did within `seconds`."""
         return self.answering.take(seconds)
 
     @register(dispatch_mode=nd_dispatch("actor"))
+    @booked("log_prob")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """The actor's own log-probs and entropies of the responses: `old_log_probs`, `entropys`.
 
         Where an estimator needs them also `sum_pi_squared`.
         """
-        with self._awake(self.actor):
+        with MemoryLog("old_log_prob", self.device), self._awake(self.actor):
             output = self.actor.forward(self._for_log_probs(data, self.config.rollout, entropy=True))
         return _renamed(output, old_log_probs="log_probs", entropys="entropys", sum_pi_squared="sum_pi_squared")
 
     @register(dispatch_mode=nd_dispatch("actor"))
+    @booked("ref")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """The reference's log-probs of the responses: `ref_log_prob`."""
         request = self._for_log_probs(data, self.config.ref, entropy=False)
         if self.ref is not None:
-            with self._awake(self.ref):
+            with MemoryLog("ref", self.device), self._awake(self.ref):
                 output = self.ref.forward(request)
         elif self.actor.has_adapters:
             with self._awake(self.actor), self.actor.adapters_off():
@@ -218,6 +227,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         return _renamed(output, ref_log_prob="log_probs")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @booked("ref")
     def refresh_reference(self) -> None:
         """The reference becomes what the actor is now."""
         if self.ref is None:

@@ -14,6 +14,7 @@ from meshrl.data.proto import DataProto
 from meshrl.models.loading import load_tokenizer, stop_token_ids
 from meshrl.rollout.base import SamplingParams
 from meshrl.rollout.build import build_rollout
+from meshrl.telemetry.flops import ModelShape, count_flops
 from meshrl.workers.generating import start_generation
 
 
@@ -46,6 +47,7 @@ class Answering:
             can_share=can_share,
             tensor_parallel_group=tensor_parallel_group,
         )
+        self.shape = ModelShape.of(hf_model.config)
         self.agents = None
         if config.multi_turn.enable:
             self.agents = make_agent_rollout(self.rollout, tokenizer, config, self.stop_token_ids)
@@ -67,9 +69,22 @@ class Answering:
         return None if found is None else (found[0], self._kept(found[1]))
 
     def _kept(self, output: DataProto) -> DataProto:
+        self._count(output)
         if not self.config.calculate_log_probs:
             output.pop(batch_keys=["rollout_log_probs"])
         return output
+
+    def _count(self, output: DataProto) -> None:
+        """Counts what the answers took: a prompt once for neighbours that share it, of an answer all but its end."""
+        if self.shape is None or not len(output):
+            return
+        tensors, width = output.batch, output.batch["responses"].shape[1]
+        prompts, mask = tensors["input_ids"][:, :-width], tensors["attention_mask"]
+        starts, lengths = mask[:, :-width].sum(1).numpy(), mask.sum(1).numpy()
+        is_new = torch.cat([torch.ones(1, dtype=torch.bool), (prompts[1:] != prompts[:-1]).any(1)]).numpy()
+        flops = self.shape.forward(starts[is_new], 0)
+        flops += self.shape.forward(lengths - (lengths > starts), int(tensors["response_mask"].sum()), starts)
+        count_flops(flops / self.config.tensor_model_parallel_size)
 
     def _sampling(self, prompts: DataProto) -> SamplingParams:
         config = self.config

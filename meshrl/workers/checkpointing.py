@@ -19,6 +19,7 @@ from meshrl.engines.stored_state import FileRecord, Snapshot, record_file, write
 from meshrl.models.loading import load_tokenizer
 from meshrl.models.lora import save_adapter_config
 from meshrl.models.saving import save_configs, save_hf_folder
+from meshrl.telemetry.ledger import booked
 
 # The role's Hugging Face files lie here: configs and tokenizer always, the weights with `hf_model`.
 HF_FOLDER = "huggingface"
@@ -50,6 +51,7 @@ class CheckpointedWorker(Worker):
         return {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @booked("checkpoint")
     def save_checkpoint(self, root: str, role: str, contents: list[str], background: bool = False) -> None:
         """Writes this rank's files into `root/role`; `checkpoint_files` says which.
 
@@ -103,6 +105,7 @@ class CheckpointedWorker(Worker):
         return Written(records, seconds + time.perf_counter() - started)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @booked("checkpoint")
     def checkpoint_files(self, wait: bool = True) -> Written | None:
         """What this rank wrote of the last `save_checkpoint`; None while it still writes, unless `wait`."""
         writing = self._writing
@@ -113,6 +116,7 @@ class CheckpointedWorker(Worker):
         return writing.result()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @booked("checkpoint")
     def load_checkpoint(self, folder: str, contents: Sequence[str]) -> None:
         """Reads what `contents` names of the state in a role's folder, whatever layout wrote it."""
         engine, _ = self._checkpointed()

@@ -15,7 +15,8 @@ from meshrl.controller import Dispatch, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine, LossFunction
 from meshrl.engines.build import engine_class
-from meshrl.telemetry.memory import PeakMemory
+from meshrl.telemetry.ledger import booked
+from meshrl.telemetry.memory import MemoryLog, PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
 from meshrl.workers.checkpointing import CheckpointedWorker
 from meshrl.workers.joining import join_ranks
@@ -54,11 +55,13 @@ class CriticWorker(CheckpointedWorker):
         return awake(self.engine, self.device, model=model, optimizer=optimizer)
 
     @register(dispatch_mode=nd_dispatch("critic"))
+    @booked("value")
     def compute_values(self, data: DataProto) -> DataProto:
         """`values` [batch, response]: what the critic expects of each state before a response token."""
         request = data.select(["input_ids", "attention_mask", "response_mask"], [])
         request.meta_info = self._meta()
-        with awake(self.engine, self.device, model=rests(self.config)[0], optimizer=False):
+        resting = awake(self.engine, self.device, model=rests(self.config)[0], optimizer=False)
+        with MemoryLog("values", self.device), resting:
             return DataProto.from_dict(self.engine.forward(request))
 
     @register(dispatch_mode=nd_dispatch("critic", pad=False))

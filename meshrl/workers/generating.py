@@ -15,6 +15,7 @@ from meshrl.controller import PADDING_ROWS_KEY
 from meshrl.data.proto import DataProto
 from meshrl.rollout.base import Rollout, as_batch, as_requests
 from meshrl.rollout.requests import SamplingParams
+from meshrl.telemetry.ledger import Ledger, current_ledger, served_method, working_for
 
 # A row of the worker's own part of the batch, and the answer to it.
 Ended = tuple[int, Any]
@@ -26,12 +27,14 @@ class Generation:
     def __init__(self, ended: Iterator[Ended], expected: int, as_part: Callable[[np.ndarray, list[Any]], DataProto]):
         self.left, self._as_part = expected, as_part
         self._box: queue.SimpleQueue[Ended | BaseException] = queue.SimpleQueue()
-        threading.Thread(target=self._run, args=(ended,), daemon=True, name="generation").start()
+        call = current_ledger(), served_method()
+        threading.Thread(target=self._run, args=(ended, *call), daemon=True, name="generation").start()
 
-    def _run(self, ended: Iterator[Ended]) -> None:
+    def _run(self, ended: Iterator[Ended], ledger: Ledger | None, method: str) -> None:
         try:
-            for item in ended:
-                self._box.put(item)
+            with working_for(ledger, method, "generate"):
+                for item in ended:
+                    self._box.put(item)
         except BaseException as error:  # handed to whoever asks next
             self._box.put(error)
 

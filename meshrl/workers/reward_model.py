@@ -8,6 +8,7 @@ from meshrl.config.critic import RewardModelConfig
 from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.build import engine_class
+from meshrl.telemetry.ledger import booked
 from meshrl.workers.joining import join_ranks
 from meshrl.workers.resting import awake, rests, send_to_rest
 from meshrl.workers.settings import WorkerSettings
@@ -29,6 +30,7 @@ class RewardModelWorker(Worker):
         send_to_rest(self.engine, rests(self.config)[0], False)
 
     @register(dispatch_mode=nd_dispatch("reward_model"))
+    @booked("reward")
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """`rm_scores` [batch, response]: the score of each answer, on its last token."""
         request = data.select(["input_ids", "attention_mask", "response_mask"], [])

@@ -10,6 +10,7 @@ from meshrl.data.proto import DataProto
 from meshrl.models.loading import empty_model, torch_dtype
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.parallel.mesh import contiguous_group, prepare_device
+from meshrl.telemetry.ledger import booked
 from meshrl.weights.pools import PoolGroup, connect_rollout
 from meshrl.workers.answering import Answering
 from meshrl.workers.joining import join_ranks
@@ -56,11 +57,13 @@ class RolloutWorker(Worker):
         self.pool_sync = connect_rollout(self.rollout, group, num_trainers)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @booked("generate")
     def finish_answers(self) -> None:
         """Finishes what was begun, and begins nothing more until new weights are there."""
         self.rollout.pause("wait")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @booked("sync")
     def receive_weights(self, version: int) -> dict[str, float]:
         """Takes the actor's weights as this version, and goes on."""
         try:
@@ -69,21 +72,25 @@ class RolloutWorker(Worker):
             self.rollout.resume()
 
     @register(dispatch_mode=nd_dispatch("rollout", direct=True))
+    @booked("generate")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Answers prompts, beside those that were begun; `meta_info["validate"]` chooses the sampling of validation."""
         return self.answering(prompts)
 
     @register(dispatch_mode=nd_dispatch("rollout", direct=True), blocking=False)
+    @booked("generate")
     def begin_sequences(self, prompts: DataProto) -> DataProto:
         """The same without waiting: the answers are a future, and go on while weights change."""
         return self.answering(prompts)
 
     @register(dispatch_mode=nd_dispatch("rollout"))
+    @booked("generate")
     def start_generation(self, prompts: DataProto) -> None:
         """`generate_sequences`, beside other calls: `take_generated` gives the answers as they end."""
         self.answering.start(prompts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @booked("generate")
     def take_generated(self, seconds: float) -> tuple[np.ndarray, DataProto] | None:
         """What has ended of this rank's part: its rows and the answers, or None if nothing did within `seconds`."""
         return self.answering.take(seconds)

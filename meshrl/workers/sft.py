@@ -15,6 +15,7 @@ from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine
 from meshrl.engines.build import engine_class
 from meshrl.models.saving import save_hf_folder
+from meshrl.telemetry.ledger import booked
 from meshrl.workers.checkpointing import CheckpointedWorker
 from meshrl.workers.joining import join_ranks
 
@@ -90,6 +91,7 @@ class SFTWorker(CheckpointedWorker):
         }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @booked("checkpoint")
     def save_model(self, folder: str) -> None:
         """Writes the model as a Hugging Face folder: all ranks take part, rank 0 writes."""
         save_hf_folder(folder, self.engine.per_tensor_params(), self.engine.hf_model, writes=self.rank == 0)

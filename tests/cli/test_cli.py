@@ -125,7 +125,11 @@ def test_overrides_may_stand_after_options(run: Run, settings: list[str], traine
         ("trainer.sed=3", "meshrl: unknown key trainer.sed: did you mean trainer.seed? (command line)"),
         ("trainer.seed=x", "meshrl: trainer.seed must be int, not 'x' (command line)"),
         ("trainer.nnodes=2", "meshrl: trainer.nnodes=2 needs trainer.backend=ray, not local"),
-        ("global_profiler.tool=torch", "meshrl: not supported yet: global_profiler.tool=torch: profiling"),
+        (
+            "global_profiler.tool=torch",
+            "meshrl: global_profiler.tool=torch needs steps to profile: set global_profiler.steps=[3]",
+        ),
+        ("trainer.timeline_steps=[2]", "meshrl: trainer.timeline_steps has no effect without trainer.timeline=true"),
         ("trainer.max_ckpt_to_keep=2", "meshrl: trainer.max_ckpt_to_keep has no effect without trainer.save_freq"),
         ("data.val_files=nowhere.jsonl", "meshrl: data.val_files: there is no nowhere.jsonl"),
     ],

@@ -51,6 +51,11 @@ def test_two_trainers_feed_two_rollouts_that_run_ahead(task, tmp_path):
     assert weights[0] == pytest.approx(1, abs=1e-4)
     assert max(abs(weight - 1) for weight in weights) > 1e-4
     assert all(torch.isfinite(weight).all() for weight in run.weights.values())
+    for who in ("controller", "actor_rollout_ref", "rollout"):
+        assert steps(run, f"ledger/{who}/booked") == pytest.approx([1.0] * 6, abs=0.01)
+    # Rollouts that run ahead generate, and what they wait for has a name.
+    assert max(steps(run, "ledger_s/rollout/generate")) > 0
+    assert not [name for row in run.metrics for name in row if "wait_workers" in name]
 
 
 def test_answers_that_are_finished_first_have_one_version(task, tmp_path):

@@ -15,7 +15,7 @@ UNEVEN = (
 )
 WITH_REFERENCE = ("actor_rollout_ref.actor.use_kl_loss=true", "algorithm.rollout_correction.bypass_mode=false")
 # What may differ between layouts: clocks, how samples are spread, and how weights travel.
-OWN = ("timing_s/", "perf/", "time", "global_seqlen/", "weight_sync/")
+OWN = ("timing_s/", "perf/", "time", "global_seqlen/", "weight_sync/", "ledger", "mfu/", "memory/")
 
 
 def compare(left, right, tolerance):
@@ -68,6 +68,8 @@ def test_ray_equals_local_to_the_bit(task, tmp_path):
         tmp_path / "ray", *UNEVEN, "trainer.n_gpus_per_node=2", "trainer.backend=ray", "ray_init.num_cpus=2"
     )
     compare(local, remote, 0.0)
+    for row in (row for run in (local, remote) for row in run.metrics if "timing_s/step" in row):
+        assert row["ledger/actor_rollout_ref/booked"] == pytest.approx(1, abs=0.01)
 
 
 # kl_cov picks the tokens of the highest covariance; where many are equal, the last bit of a log-prob decides.

@@ -30,7 +30,7 @@ RUN = (
 )
 TWO = "trainer.n_gpus_per_node=2"
 # What a resumed run may have of its own: clocks, and how the weights went to the rollout.
-OWN = ("timing_s/", "perf/", "time", "weight_sync/")
+OWN = ("timing_s/", "perf/", "time", "weight_sync/", "ledger", "mfu/", "memory/")
 
 
 class StoppedError(Exception):

@@ -38,6 +38,7 @@ from meshrl.parallel.layout import DATA_AXES, SEQUENCE_AXES, fsdp_layout
 from meshrl.parallel.mesh import new_groups
 from meshrl.parallel.packed import PackedSequences
 from meshrl.parallel.sequence import SequenceParallel, SequenceShard
+from meshrl.telemetry.ledger import booked
 
 WRAPPER_PREFIX = "hf_model."
 
@@ -172,7 +173,8 @@ class FSDPEngine(Engine):
 
     def sum_over_data_parallel(self, values: Tensor) -> Tensor:
         if self.data_group is not None:
-            dist.all_reduce(values, group=self.data_group)
+            with booked("wait_peers"):
+                dist.all_reduce(values, group=self.data_group)
         return values
 
     def forward_backward_batch(
@@ -180,13 +182,14 @@ class FSDPEngine(Engine):
     ) -> BatchOutput:
         if loss_function is None and not forward_only:
             raise ValueError("forward_backward_batch needs a loss_function unless forward_only is set")
+        self.count_flops(data, forward_only)
         outputs: list[dict[str, Tensor]] = []
         metrics_of: list[dict[str, Tensor]] = []
         places: list[np.ndarray | None] = []
         with self.eval_mode() if forward_only else self.train_mode(), torch.set_grad_enabled(not forward_only):
             for part in self._prepare(data):
                 places.append(part.rows)
-                with self._activations():
+                with nullcontext() if forward_only else booked("update_forward"), self._activations():
                     output = self._run_model(part, data.meta_info)
                     if loss_function is None:
                         outputs.append(output)
@@ -199,7 +202,8 @@ class FSDPEngine(Engine):
                 if forward_only:
                     outputs.append(output)
                 else:
-                    loss.backward()
+                    with booked("update_backward"):
+                        loss.backward()
         tensors = in_batch_order(places, outputs) if forward_only else {}
         return BatchOutput(tensors, add_metrics(metrics_of, self.data_group) if metrics_of else {})
 
@@ -236,8 +240,9 @@ class FSDPEngine(Engine):
         if self.data_group is None:
             return count
         value = torch.tensor(count, device=self.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.data_group)
-        return int(value)
+        with booked("wait_peers"):
+            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self.data_group)
+            return int(value)
 
     def _run_model(self, part: MicroBatch, meta: dict[str, Any]) -> dict[str, Tensor]:
         answers = self.module(
@@ -255,9 +260,11 @@ class FSDPEngine(Engine):
             raise ValueError("this model has no adapters to turn off")
         return adapters_off(self.hf_model)
 
+    @booked("update_optimizer")
     def optimizer_zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
+    @booked("update_optimizer")
     def optimizer_step(self) -> float:
         clips = self.optimizer if isinstance(self.optimizer, MasterAdamW) else self.sharding
         norm = clips.clip_grad_norm(self.engine_config.grad_clip)

@@ -35,6 +35,8 @@ from meshrl.engines.optim import LearningRate
 from meshrl.engines.stored_state import Snapshot
 from meshrl.models.loading import empty_model, torch_dtype
 from meshrl.parallel.attention import ATTENTION_NAME
+from meshrl.telemetry.ledger import booked
+from meshrl.telemetry.pipeline_booking import booking_pipeline
 
 
 class MegatronEngine(Engine):
@@ -129,7 +131,8 @@ class MegatronEngine(Engine):
         return self.ranks.pp_rank == self.ranks.pp - 1
 
     def sum_over_data_parallel(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, group=self._data_group)
+        with booked("wait_peers"):
+            dist.all_reduce(values, group=self._data_group)
         return values
 
     def forward_backward_batch(
@@ -137,11 +140,13 @@ class MegatronEngine(Engine):
     ) -> BatchOutput:
         if loss_function is None and not forward_only:
             raise ValueError("forward_backward_batch needs a loss_function unless forward_only is set")
+        self.count_flops(data, forward_only)
         if not forward_only:
             self._begin_gradients()
         parts = self._prepare(data)
         todo = self._pass(data, parts, loss_function, forward_only)
-        with self.eval_mode() if forward_only else self.train_mode(), torch.set_grad_enabled(not forward_only):
+        mode = self.eval_mode() if forward_only else self.train_mode()
+        with mode, torch.set_grad_enabled(not forward_only), booking_pipeline(self.model, forward_only):
             answers = run_schedule(self.schedule, self.model, parts, todo)
         tensors: dict[str, Tensor] = {}
         if forward_only and self.is_collect:
@@ -199,8 +204,9 @@ class MegatronEngine(Engine):
 
     def _largest_over_data_parallel(self, count: int) -> int:
         value = torch.tensor(count, device=self.device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._data_group)
-        return int(value)
+        with booked("wait_peers"):
+            dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._data_group)
+            return int(value)
 
     def _reduce(self, answers: Sequence[Answer]) -> dict[str, float]:
         """The last stage's metrics over all micro-batches and data-parallel ranks, told to all stages."""
@@ -214,12 +220,14 @@ class MegatronEngine(Engine):
         assert told[0] is not None
         return told[0]
 
+    @booked("update_optimizer")
     def optimizer_zero_grad(self) -> None:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.gradients_are_summed = False
 
+    @booked("update_optimizer")
     def optimizer_step(self) -> float:
         return clip_and_step(self.optimizer, self.engine_config.grad_clip)
 

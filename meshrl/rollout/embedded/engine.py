@@ -40,6 +40,7 @@ from meshrl.rollout.embedded.tensor_parallel import TensorParallel
 from meshrl.rollout.requests import Chunk, Request
 from meshrl.rollout.stepping import POLL_SECONDS, SteppingRollout
 from meshrl.rollout.weight_stream import checked
+from meshrl.telemetry.ledger import IDLE, booked
 
 REASONS = (None, "stop", "length")
 # So many prefill launches of one step may be under way on a device.
@@ -199,6 +200,7 @@ class EmbeddedRollout(SteppingRollout):
         self._counters["seconds"] += time.perf_counter() - started
         return chunks
 
+    @booked("prefill")
     def _prefill(self, pieces: list[Piece]) -> None:
         loads, self.scheduler.loads = self.scheduler.loads, []
         for leader, length in loads:
@@ -320,7 +322,8 @@ class EmbeddedRollout(SteppingRollout):
             while answers.left:
                 with self._work:
                     if self._paused or self.is_suspended():
-                        self._work.wait(POLL_SECONDS)
+                        with booked(IDLE):  # new weights have to come
+                            self._work.wait(POLL_SECONDS)
                     else:
                         self._advance()
         finally:

@@ -1,0 +1,138 @@
+"""Closes the books of every step: asks all workers where their time went, and writes it down."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from meshrl.config.trainer import RunConfig
+from meshrl.controller import ControllerError, Future, WorkerGroup
+from meshrl.telemetry.accounts import Key, Track, account, ledger_metrics, seconds_by_name
+from meshrl.telemetry.clocks import ClockOffset
+from meshrl.telemetry.flops import known_peak, utilisation_metrics
+from meshrl.telemetry.ledger import OTHER, Ledger, Page, seconds_of_a_block
+from meshrl.telemetry.run_folder import RunFolder
+from meshrl.telemetry.trace import CONTROLLER, TimelineFile
+
+logger = logging.getLogger(__name__)
+
+# The first measure of a worker's clock is the best of so many.
+PINGS = 3
+# How long a worker may take to say what it did; it answers beside its calls.
+ANSWER_SECONDS = 60.0
+
+
+class Bookkeeper:
+    """One for a run. `peak`: FLOP/s of one device at best, where that is known."""
+
+    def __init__(
+        self, groups: Mapping[str, WorkerGroup], timeline: TimelineFile | None = None, peak: float | None = None
+    ):
+        self.groups, self.timeline, self.peak = dict(groups), timeline, peak
+        self.ledger = Ledger(idle=OTHER)
+        self.controller = Track(*CONTROLLER)
+        self.tracks: dict[Key, Track] = {}
+        self.clocks: dict[Key, ClockOffset] = {}
+        self._restarts: dict[str, int] = {}
+        self._block_seconds = seconds_of_a_block()
+
+    @contextmanager
+    def watching(self, first_step: int) -> Iterator[None]:
+        """Around the steps of a run, in the thread that takes them."""
+        self._collect(first_step)
+        try:
+            with self.ledger.serving("fit", is_call=False):
+                yield
+        finally:
+            if self.timeline is not None:
+                self.timeline.close()
+
+    def close_step(self, step: int, begin: float, end: float) -> dict[str, float]:
+        """The metrics of a step that lasted from `begin` to `end` of our clock, and what it took to have them."""
+        self._collect(step + 1)
+        accounts = account(self.controller, list(self.tracks.values()), begin, end)
+        everyone = {CONTROLLER: self.controller} | self.tracks
+        metrics = ledger_metrics(accounts, {key: track.device for key, track in everyone.items()}, end - begin)
+        sums = {key: seconds_by_name(segments) for key, segments in accounts.items()}
+        metrics |= utilisation_metrics({key: track.counts for key, track in self.tracks.items()}, sums, self.peak)
+        for track in self.tracks.values():
+            for name, value in track.peaks.items():
+                metrics[name] = max(value, metrics.get(name, value))
+        if self.timeline is not None and self.timeline.wants(step):
+            spans = {key: track.spans for key, track in everyone.items()}
+            doubts = {key: clock.uncertainty(end) for key, clock in self.clocks.items()}
+            self.timeline.write(step, begin, end, accounts, spans, doubts)
+        booking = max(track.blocks for track in everyone.values()) * self._block_seconds
+        for track in everyone.values():
+            track.forget(end)
+        collecting = time.perf_counter() - end
+        return metrics | {"ledger/collect_s": collecting, "ledger/overhead": (booking + collecting) / (end - begin)}
+
+    def _collect(self, next_step: int) -> None:
+        """Takes everybody's pages; from now on spans are kept if the next step is to be drawn."""
+        traces = self.timeline is not None and self.timeline.wants(next_step)
+        answers: dict[str, tuple[float, Future[list[Page]]]] = {}
+        # All are asked before the first is waited for.
+        for who, group in self.groups.items():
+            with self._if_alive(who):
+                if self._restarts.get(who) != group.restarts:
+                    self._meet(who, group)
+                answers[who] = time.perf_counter(), group.ask_all("take_ledger", traces)
+        for who, (asked, answer) in answers.items():
+            with self._if_alive(who):
+                pages, answered = answer.get(ANSWER_SECONDS), time.perf_counter()
+                for rank, page in enumerate(pages):
+                    clock = self.clocks[who, rank]
+                    clock.note(asked, page.until, answered)
+                    self.tracks[who, rank].add(page, clock.shift)
+        self.ledger.traces = traces
+        self.controller.add(self.ledger.take(), 0.0)
+
+    @contextmanager
+    def _if_alive(self, who: str) -> Iterator[None]:
+        """What happens to a group that breaks or is silent is the next call's matter, not the ledger's."""
+        try:
+            yield
+        except (ControllerError, TimeoutError) as error:
+            logger.warning("the time of '%s' is not known: %s", who, error)
+
+    def _meet(self, who: str, group: WorkerGroup) -> None:
+        """Workers that are new: their clocks have to be measured, one by one."""
+        self._restarts[who] = group.restarts
+        for rank in range(group.world_size):
+            clock, track = ClockOffset(), Track(who, rank)
+            pages: list[Page] = []
+            for _ in range(PINGS):
+                asked = time.perf_counter()
+                pages.append(group.execute_rank(rank, "take_ledger"))
+                clock.note(asked, pages[-1].until, time.perf_counter())
+            for page in pages:
+                track.add(page, clock.shift)
+            self.clocks[who, rank], self.tracks[who, rank] = clock, track
+
+
+@contextmanager
+def bookkeeping(
+    trainer: RunConfig, groups: Mapping[str, WorkerGroup], run: RunFolder, last_step: int
+) -> Iterator[Bookkeeper | None]:
+    """The bookkeeper of a run that goes on after `last_step`, watching; None where nothing is to be booked."""
+    if not trainer.ledger:
+        yield None
+        return
+    timeline = TimelineFile(run.timeline, trainer.timeline_steps, last_step) if trainer.timeline else None
+    books = Bookkeeper(groups, timeline, device_peak(trainer))
+    with books.watching(last_step + 1):
+        yield books
+
+
+def device_peak(trainer: RunConfig) -> float | None:
+    """FLOP/s of one device at best: as configured or, for GPUs of this machine that are known, by name."""
+    if trainer.peak_tflops is not None:
+        return trainer.peak_tflops * 1e12
+    import torch
+
+    if trainer.device == "cpu" or not torch.cuda.is_available():
+        return None
+    return known_peak(torch.cuda.get_device_name())
