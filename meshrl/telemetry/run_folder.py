@@ -28,6 +28,7 @@ class RunFiles:
         self.config_sources = self.path / "config_sources.json"
         self.metrics = self.path / "metrics.jsonl"
         self.generations = self.path / "generations.jsonl"
+        self.distributions = self.path / "distributions.jsonl"
         self.report = self.path / "report.html"
         self.curves = self.path / "curves.png"
         self.log = self.path / "log.txt"
@@ -43,6 +44,10 @@ class RunFiles:
     def read_generations(self) -> list[dict[str, Any]]:
         """The sampled generations in order: `step`, `prompt`, `response`, `score` and what else was written."""
         return _read_lines(self.generations)
+
+    def read_distributions(self) -> list[dict[str, Any]]:
+        """Per step the histograms of its samples' `score` and `response_length`, and the counts of `finish` reasons."""
+        return _read_lines(self.distributions)
 
     def read_config(self) -> dict[str, Any]:
         """The resolved config, empty where none was written."""
@@ -74,11 +79,10 @@ class RunFolder(RunFiles):
         self.last_step = last_step
         self._log_handlers: list[tuple[logging.Logger, logging.Handler, int]] = []
         if resume:
-            _end_last_line(self.metrics)
-            _end_last_line(self.generations)
-            if last_step is not None:
-                _cut_after(self.metrics, last_step)
-                _cut_after(self.generations, last_step)
+            for file in (self.metrics, self.generations, self.distributions):
+                _end_last_line(file)
+                if last_step is not None:
+                    _cut_after(file, last_step)
         else:
             self._move_aside()
 
@@ -101,6 +105,10 @@ class RunFolder(RunFiles):
         for row in rows:
             record = {"step": step, **{key: _plain(value) for key, value in row.items()}}
             _append_line(self.generations, record)
+
+    def append_distributions(self, found: Mapping[str, Any], step: int) -> None:
+        """Adds one line to distributions.jsonl: how the samples of a step are spread."""
+        _append_line(self.distributions, {"step": step, **_plain(found)})
 
     def start_log(self, source: str = "meshrl", level: int = logging.INFO) -> None:
         """From now on, what `source` logs is also written to log.txt."""
@@ -130,7 +138,7 @@ class RunFolder(RunFiles):
         self.close()
 
     def _move_aside(self) -> None:
-        own = (self.config, self.config_sources, self.metrics, self.generations)
+        own = (self.config, self.config_sources, self.metrics, self.generations, self.distributions)
         made = (self.report, self.curves, self.log, self.tensorboard, self.checkpoints, self.batches, self.nonfinite)
         old = [f for f in (*own, *made) if f.exists()]
         if not old:
