@@ -48,7 +48,7 @@ class Spread:
     low: float
     high: float
     labels: list[str]
-    note: str = ""
+    note: str = "darker: more of the step's samples"
     section: str = "learning"
 
 
