@@ -19,9 +19,7 @@ _NAMES = frozenset({"trainer.default_local_dir", "trainer.project_name", "traine
 _MISSING = "–"
 
 
-def write_comparison(
-    run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None
-) -> Path:
+def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None) -> Path:
     """Writes one page on several runs, into the first one's folder unless `out` says where."""
     if not 2 <= len(run_dirs) <= MOST_RUNS:
         raise ValueError(f"a comparison needs 2 to {MOST_RUNS} runs, got {len(run_dirs)}")
@@ -74,13 +72,13 @@ def overlaid(runs: Sequence[Sequence[Record]], names: Sequence[str]) -> list[Pan
     for records in runs:
         for panel in build_panels(records):
             for curve in panel.series:
-                title = panel.title if len(panel.series) == 1 or curve is panel.series[0] else curve.label
-                title = curve.label if curve.sparse else title
+                title = panel.title if curve is panel.series[0] else f"{panel.title}: {curve.label}"
                 found.setdefault(curve.metric, (title, panel))
     found.setdefault("timing_s/step", ("Seconds per step", Panel("", "seconds", [], section=TIME)))
     panels = []
     for metric, (title, panel) in found.items():
-        curves = [series_of(metric, name, records, color=i) for i, (name, records) in enumerate(zip(names, runs, strict=True))]
+        found_in = enumerate(zip(names, runs, strict=True))
+        curves = [series_of(metric, name, records, color=i) for i, (name, records) in found_in]
         curves = [_sparse(curve, panel, metric) for curve in curves if curve.values]
         values = [abs(value) for curve in curves for value in curve.values]
         if values:

@@ -31,7 +31,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: curves over the step, or phases stacked on each other. `section`: the question it helps to answer."""
+    """One picture: curves over the step, or phases stacked on each other; `section` is the question it helps with."""
 
     title: str
     unit: str

@@ -130,7 +130,10 @@ def figure(picture: Panel | Spread) -> dict[str, Any]:
 
 def spreads(run: RunData) -> list[Panel | Spread]:
     """How rewards and lengths are spread over the samples, and how these ended, as far as that was kept."""
-    wanted = (("score", "Reward, every sample", "score"), ("response_length", "Response length, every sample", "tokens"))
+    wanted = (
+        ("score", "Reward, every sample", "score"),
+        ("response_length", "Response length, every sample", "tokens"),
+    )
     found: list[Panel | Spread] = []
     for name, title, unit in wanted:
         if (spread := spread_of(name, title, unit, run.distributions)) is not None:

@@ -32,7 +32,7 @@ def page_samples(rows: Sequence[Mapping[str, Any]], limit: int = MAX_SAMPLES) ->
 
 
 def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
-    sample = {
+    sample: dict[str, Any] = {
         "step": _number(row.get("step")),
         "split": visible(row.get("split", ""), 40),
         "prompt": visible(row.get("prompt", ""), MAX_TEXT),

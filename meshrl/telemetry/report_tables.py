@@ -10,7 +10,7 @@ from meshrl.telemetry.curves_svg import sparkline
 from meshrl.telemetry.panels import Record, Series, series_of, validation_series
 from meshrl.telemetry.report_text import as_text, duration, number, visible
 from meshrl.telemetry.run_folder import flatten_config
-from meshrl.telemetry.time_panels import STEP_CLOCK, accounts
+from meshrl.telemetry.time_panels import STEP_CLOCK, Entry, accounts
 
 # (label, metric, which way is better: +1 up, -1 down, 0 neither)
 SUMMARY = (
@@ -84,8 +84,8 @@ def best_of(curve: Series, better: int) -> str:
 
 
 def recent_of(curve: Series) -> str:
-    """The mean of the last ten."""
-    tail = curve.values[-10:]
+    """The mean of the last ten, or the last validation."""
+    tail = curve.values[-1:] if curve.sparse else curve.values[-10:]
     return number(math.fsum(tail) / len(tail))
 
 
@@ -104,15 +104,8 @@ def ledger(records: Sequence[Record]) -> list[dict[str, Any]]:
     """For each kind of worker where its time went, largest first for the table, in order for the bar."""
     found = []
     for account in accounts(records):
-        rows = [
-            {
-                "what": visible(entry.what, 40),
-                "seconds": number(entry.seconds),
-                "share": f"{100 * entry.share:.1f}",
-                "color": entry.color,
-            }
-            for entry in account.entries
-        ]
+        rows = {entry.what: _ledger_row(entry) for entry in account.entries}
+        largest = sorted(account.entries, key=lambda entry: -entry.share)
         who = "phases of a step" if account.who == STEP_CLOCK else visible(account.who, 40)
         booked = "" if account.booked is None else f"{account.booked:.1%} of the step booked"
         found.append(
@@ -120,11 +113,16 @@ def ledger(records: Sequence[Record]) -> list[dict[str, Any]]:
                 "who": who,
                 "seconds": number(account.seconds),
                 "booked": booked,
-                "bar": rows,
-                "rows": sorted(rows, key=lambda row: -float(row["share"])),
+                "bar": list(rows.values()),
+                "rows": [rows[entry.what] for entry in largest],
             }
         )
     return found
+
+
+def _ledger_row(entry: Entry) -> dict[str, Any]:
+    share = f"{100 * entry.share:.1f}"
+    return {"what": visible(entry.what, 40), "seconds": number(entry.seconds), "share": share, "color": entry.color}
 
 
 def config_tables(config: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, list[tuple[str, str, str]]]:

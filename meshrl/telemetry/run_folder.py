@@ -39,7 +39,7 @@ class RunFiles:
 
     def read_metrics(self) -> list[dict[str, float]]:
         """The logged records in order: `step`, `time` (unix seconds) and the metrics, flat."""
-        return [{name: _number(value) for name, value in record.items()} for record in _read_lines(self.metrics)]
+        return [numbers_of(record) for record in _read_lines(self.metrics)]
 
     def read_generations(self) -> list[dict[str, Any]]:
         """The sampled generations in order: `step`, `prompt`, `response`, `score` and what else was written."""
@@ -149,6 +149,20 @@ class RunFolder(RunFiles):
         logger.warning("%s holds an earlier run: its files are now in %s", self.path, self.moved_to)
 
 
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line, or nothing where it is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def numbers_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of metrics as it was before it became JSON, which has no NaN."""
+    return {name: _number(value) for name, value in record.items()}
+
+
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of a nested config as (dotted key, value)."""
     for key, value in config.items():
@@ -188,11 +202,8 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
     for number, line in enumerate([*lines, tail], start=1):
         if not line.strip():
             continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict):
+        record = parse_line(line)
+        if record is not None:
             records.append(record)
         elif number <= len(lines):
             logger.warning("%s:%d is not a JSON object, the line is left out", file, number)

@@ -22,7 +22,8 @@ _COLOR = {
     **dict.fromkeys(("gen", "generate"), 0),
     **dict.fromkeys(("update_actor", "update_backward", "train"), 1),
     **dict.fromkeys(("old_log_prob", "log_prob"), 2),
-    **{"sync": 3, "reward": 4},
+    "sync": 3,
+    "reward": 4,
     **dict.fromkeys(("update_critic", "update_forward"), 5),
     **dict.fromkeys(("prefill", "adv"), 6),
     **dict.fromkeys(("ref", "gen_max"), 8),
@@ -45,7 +46,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Account:
-    """The time of one kind of worker; `booked` is the share of the step that it could be booked, where that is known."""
+    """The time of one kind of worker; `booked` is the share of the step that its ledger holds, where that is known."""
 
     who: str
     seconds: float

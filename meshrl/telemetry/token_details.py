@@ -34,9 +34,9 @@ def token_pieces(decode: Decode, token_ids: Sequence[int]) -> list[str]:
 def token_details(row: dict[str, Tensor], decode: Decode, limit: int = MAX_TOKENS) -> dict[str, Any] | None:
     """The tokens of one answer with their log-probs, advantages and versions, as far as the batch has them.
 
-    `row` holds tensors of one sample, [response tokens] each, `input_ids`'s mask whole. A column whose values are all
-    alike is one number. `of` is the length of the answer where it was cut at `limit` tokens, `told` marks with 0 what the
-    model was told and did not sample.
+    `row` holds tensors of one sample, [response tokens] each; `attention_mask` is that of prompt and response. A column
+    whose values are all alike is one number. `of` is the length of an answer that was cut after `limit` tokens; `told`
+    is 1 for what the model was told and did not sample.
     """
     ids = row["responses"]
     there = row["attention_mask"][-len(ids) :].bool() if "attention_mask" in row else row["response_mask"].bool()
@@ -69,7 +69,9 @@ def finish_reasons(batch: dict[str, Tensor], stops: Sequence[int]) -> list[str]:
 
     responses = batch["responses"]
     there = batch["attention_mask"][:, -responses.shape[1] :].bool()
-    ended = torch.isin(responses, torch.tensor(list(stops), dtype=responses.dtype)) if stops else torch.zeros_like(there)
+    ended = (
+        torch.isin(responses, torch.tensor(list(stops), dtype=responses.dtype)) if stops else torch.zeros_like(there)
+    )
     cut = there[:, -1] & ~ended[:, -1]
     return ["length" if c else "stop" for c in cut.tolist()]
 

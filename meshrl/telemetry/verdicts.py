@@ -105,7 +105,7 @@ def time_spent(records: Sequence[Record]) -> Verdict:
     checks += [check for check in (_slower(records),) if check is not None]
     wrong = [check.text for check in checks if check.level != GOOD]
     level = WATCH if wrong else GOOD
-    return Verdict(question, level, first.what, "; ".join([text, *wrong[:2]]), checks)
+    return Verdict(question, level, f"Mostly {first.what}", "; ".join([text, *wrong[:2]]), checks)
 
 
 def _course(curve: Series, better: int) -> Check:

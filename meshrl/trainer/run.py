@@ -124,7 +124,7 @@ def train_once(
             validation_samples=max(8, trainer.log_val_generations),
             rollout_data_dir=trainer.rollout_data_dir,
             validation_data_dir=trainer.validation_data_dir,
-            decode_tokens=tokenizer.decode,
+            decode_tokens=lambda ids: str(tokenizer.decode(ids)),
             stops=stop_token_ids(model.path or "", tokenizer),
         )
         with (
