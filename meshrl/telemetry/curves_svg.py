@@ -43,7 +43,7 @@ def draw_panel(panel: Panel) -> str:
     else:
         parts += [_curve(curve, x, y) for curve in curves]
     parts.append(_hits(curves or [_thinned(curve) for curve in panel.series], x))
-    label = escape(f"{panel.title}: {panel.unit} over steps")
+    label = escape(visible(f"{panel.title}: {panel.unit} over steps", 160))
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 

@@ -29,8 +29,9 @@ def histogram(values: np.ndarray) -> dict[str, Any]:
     if len(different) <= MOST_VALUES:
         return {"values": [_short(v) for v in different], "counts": counts.tolist(), **found}
     low, high = float(different[0]), float(different[-1])
-    # By hand: numpy's own refuses spans that are tiny beside the values.
-    places = np.minimum((BINS * (finite / 2 - low / 2) / (high / 2 - low / 2)).astype(np.int64), BINS - 1)
+    # By hand: numpy's own refuses spans that are tiny beside the values. Halves, because the whole span may overflow.
+    span = max(high / 2 - low / 2, np.finfo(np.float64).tiny)
+    places = np.minimum((BINS * ((finite / 2 - low / 2) / span)).astype(np.int64), BINS - 1)
     return {"low": low, "high": high, "counts": np.bincount(places, minlength=BINS).tolist(), **found}
 
 

@@ -82,7 +82,7 @@ const tint = (color, share) => `color-mix(in srgb, var(--${color}) ${Math.round(
 const MODES = {
   log_prob: {
     label: "log-prob", ends: ["certain", "unlikely (-4 or less)"], colors: ["transparent", tint("c1", 0.75)],
-    color: (value) => (value > -0.01 ? "" : tint("c1", (0.75 * Math.min(4, -value)) / 4)),
+    color: (value) => (value > -0.01 ? "" : tint("c1", 0.75 * Math.sqrt(Math.min(4, -value) / 4))),
   },
   advantage: {
     label: "advantage", ends: ["worse than expected", "better"], colors: [tint("c5", 0.7), tint("c2", 0.7)],
@@ -135,6 +135,7 @@ function sampleCard(sample, mode) {
   header.append(make("b", "", `step ${sample.step ?? "?"}`));
   if (sample.split) header.append(make("span", "", sample.split));
   if (sample.score !== null) header.append(make("span", "", `score ${short(sample.score)}`));
+  if (typeof sample.tokens?.advantage === "number") header.append(make("span", "", `advantage ${short(sample.tokens.advantage)}`));
   if (sample.finish) header.append(make("span", "", `ended by ${sample.finish}`));
   const tokens = sample.tokens;
   if (tokens) header.append(make("span", "", tokens.of ? `first ${tokens.text.length} of ${tokens.of} tokens` : `${tokens.text.length} tokens`));
@@ -237,9 +238,9 @@ function startSamples() {
     color.append(option);
   }
   field("from", "step from", make("input"), "number");
-  field("to", "to", make("input"), "number");
+  field("to", "step to", make("input"), "number");
   field("low", "score from", make("input"), "number");
-  field("high", "to", make("input"), "number");
+  field("high", "score to", make("input"), "number");
   field("finish", "ended by", make("select"));
   field("split", "split", make("select"));
   field("text", "text contains ( / )", make("input"), "search");

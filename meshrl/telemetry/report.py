@@ -125,7 +125,7 @@ def figure(picture: Panel | Spread) -> dict[str, Any]:
     drawn = draw_panel(picture) if isinstance(picture, Panel) else draw_spread(picture)
     legend = [(curve.label, curve.color) for curve in series]
     shown = len(series) > 1 or (series and series[0].sparse)
-    return {"title": picture.title, "note": picture.note, "legend": legend if shown else [], "svg": drawn}
+    return {"title": visible(picture.title, 120), "note": visible(picture.note, 160), "legend": legend if shown else [], "svg": drawn}
 
 
 def spreads(run: RunData) -> list[Panel | Spread]:

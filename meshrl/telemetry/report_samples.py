@@ -35,16 +35,24 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
     sample: dict[str, Any] = {
         "step": _number(row.get("step")),
         "split": visible(row.get("split", ""), 40),
-        "prompt": visible(row.get("prompt", ""), MAX_TEXT),
+        "prompt": visible(_prompt(row.get("prompt", "")), MAX_TEXT),
         "response": visible(row.get("response", ""), MAX_TEXT),
         "score": _number(row.get("score")),
         "finish": visible(row.get("finish", ""), 40),
-        "more": [[visible(k, 40), visible(v, 300)] for k, v in row.items() if k not in _OWN],
+        "more": [[visible(k, 40), visible(v, 300)] for k, v in row.items() if k not in _OWN and v is not None],
     }
     tokens = row.get("tokens")
     if isinstance(tokens, Mapping) and isinstance(tokens.get("text"), list):
         sample["tokens"] = _tokens(tokens)
     return sample
+
+
+def _prompt(prompt: Any) -> Any:
+    """Chat messages as a conversation, anything else as it is."""
+    messages = prompt if isinstance(prompt, list) and prompt else [None]
+    if not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) for m in messages):
+        return prompt
+    return "\n".join(f"{m.get('role', '')}: {m['content']}" for m in messages)
 
 
 def _tokens(tokens: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,14 +52,13 @@ def token_details(row: dict[str, Tensor], decode: Decode, limit: int = MAX_TOKEN
         found["told"] = [int(not s) for s in sampled.tolist()]
     log_probs = row.get("rollout_log_probs", row.get("old_log_probs"))
     if log_probs is not None:
-        found["log_prob"] = _column(log_probs[kept], 3)
+        found["log_prob"] = _column(log_probs[kept], sampled, 3)
     if "rollout_log_probs" in row and "old_log_probs" in row:
-        found["mismatch"] = _column((row["old_log_probs"] - row["rollout_log_probs"])[kept] * sampled, 2)
+        found["mismatch"] = _column((row["old_log_probs"] - row["rollout_log_probs"])[kept], sampled, 2)
     if "advantages" in row:
-        found["advantage"] = _column(row["advantages"][kept], 3)
+        found["advantage"] = _column(row["advantages"][kept], sampled, 3)
     if "versions" in row:
-        versions = row["versions"][kept].tolist()
-        found["version"] = versions[0] if len(set(versions)) == 1 else versions
+        found["version"] = _column(row["versions"][kept], sampled)
     return found
 
 
@@ -76,6 +75,10 @@ def finish_reasons(batch: dict[str, Tensor], stops: Sequence[int]) -> list[str]:
     return ["length" if c else "stop" for c in cut.tolist()]
 
 
-def _column(values: Tensor, digits: int) -> Any:
-    numbers = [float(f"{value:.{digits}g}") for value in values.float().tolist()]
-    return numbers[0] if len(set(numbers)) == 1 else numbers
+def _column(values: Tensor, sampled: Tensor, digits: int | None = None) -> Any:
+    """The values of the sampled tokens with so many digits (None: whole numbers), 0 for the others."""
+    kept = values.masked_fill(~sampled, 0).tolist()
+    # Adding 0.0 turns -0.0, which reads badly, into 0.0.
+    numbers = kept if digits is None else [float(f"{value:.{digits}g}") + 0.0 for value in kept]
+    different = {number for number, own in zip(numbers, sampled.tolist(), strict=True) if own}
+    return different.pop() if len(different) == 1 else numbers
