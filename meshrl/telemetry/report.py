@@ -83,9 +83,13 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         write_curves(panels, run.title, files.curves)
     else:
         logger.warning("%s has no step in metrics.jsonl yet: the report has no curves", run.path)
-    page = render_page(visible(run.title, 120), run_sections(run), {"samples": page_samples(run.generations)})
-    write_whole(files.report, page)
+    write_whole(files.report, run_page(run))
     return files.report
+
+
+def run_page(run: RunData) -> str:
+    """The report of a run as one HTML file's text."""
+    return render_page(visible(run.title, 120), run_sections(run), {"samples": page_samples(run.generations)})
 
 
 def write_whole(file: Path, page: str) -> None:
@@ -125,7 +129,12 @@ def figure(picture: Panel | Spread) -> dict[str, Any]:
     drawn = draw_panel(picture) if isinstance(picture, Panel) else draw_spread(picture)
     legend = [(curve.label, curve.color) for curve in series]
     shown = len(series) > 1 or (series and series[0].sparse)
-    return {"title": visible(picture.title, 120), "note": visible(picture.note, 160), "legend": legend if shown else [], "svg": drawn}
+    return {
+        "title": visible(picture.title, 120),
+        "note": visible(picture.note, 160),
+        "legend": legend if shown else [],
+        "svg": drawn,
+    }
 
 
 def spreads(run: RunData) -> list[Panel | Spread]:

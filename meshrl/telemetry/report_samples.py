@@ -49,7 +49,7 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _prompt(prompt: Any) -> Any:
     """Chat messages as a conversation, anything else as it is."""
-    messages = prompt if isinstance(prompt, list) and prompt else [None]
+    messages: list[Any] = prompt if isinstance(prompt, list) and prompt else [None]
     if not all(isinstance(m, Mapping) and isinstance(m.get("content"), str) for m in messages):
         return prompt
     return "\n".join(f"{m.get('role', '')}: {m['content']}" for m in messages)

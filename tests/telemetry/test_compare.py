@@ -25,7 +25,10 @@ def test_each_metric_has_a_curve_of_each_run_that_has_it():
     two = [{"step": s, "critic/score/mean": 0.2 * s, "actor/ppo_kl": 2e-3} for s in range(1, 9)]
     panels = {panel.note: panel for panel in overlaid([one, two], ["one", "two"])}
     assert set(panels) == {"critic/score/mean", "actor/ppo_kl", "actor/kl_loss"}
-    assert [(c.label, c.color, len(c.values)) for c in panels["critic/score/mean"].series] == [("one", 0, 4), ("two", 1, 8)]
+    assert [(c.label, c.color, len(c.values)) for c in panels["critic/score/mean"].series] == [
+        ("one", 0, 4),
+        ("two", 1, 8),
+    ]
     assert [c.label for c in panels["actor/kl_loss"].series] == ["one"]
     assert panels["actor/kl_loss"].title == "KL: loss term vs. reference"
 

@@ -15,9 +15,7 @@ EOS = 256
 
 def decode(ids):
     """Tokens are bytes; 256 ends the answer."""
-    return "".join(
-        "<eos>" if part == [EOS] else bytes(part).decode("utf-8", errors="replace") for part in split(ids)
-    )
+    return "".join("<eos>" if part == [EOS] else bytes(part).decode("utf-8", errors="replace") for part in split(ids))
 
 
 def split(ids):
@@ -51,7 +49,9 @@ def row(text, **columns):
     padded = torch.cat([ids, torch.zeros(3, dtype=ids.dtype)])
     mask = torch.tensor([1] * len(ids) + [0] * 3)
     attention = torch.cat([torch.ones(4, dtype=torch.long), mask])
-    wide = {name: torch.cat([torch.tensor(v), torch.zeros(3, dtype=torch.tensor(v).dtype)]) for name, v in columns.items()}
+    wide = {
+        name: torch.cat([torch.tensor(v), torch.zeros(3, dtype=torch.tensor(v).dtype)]) for name, v in columns.items()
+    }
     return {"responses": padded, "response_mask": mask, "attention_mask": attention, **wide}
 
 
