@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.telemetry.page import render_page, render_sections
-from meshrl.telemetry.panels import COLORS, TIME, Panel, Record, Series, build_panels, series_of
+from meshrl.telemetry.panels import COLORS, TIME, Panel, Record, Series, build_panels, series_of, spans_decades
 from meshrl.telemetry.report import HEADINGS, RunData, figure, read_run, write_whole
 from meshrl.telemetry.report_tables import best_of, recent_of, summary_series
 from meshrl.telemetry.report_text import as_text, visible
@@ -80,9 +80,9 @@ def overlaid(runs: Sequence[Sequence[Record]], names: Sequence[str]) -> list[Pan
         found_in = enumerate(zip(names, runs, strict=True))
         curves = [series_of(metric, name, records, color=i) for i, (name, records) in found_in]
         curves = [_sparse(curve, panel, metric) for curve in curves if curve.values]
-        values = [abs(value) for curve in curves for value in curve.values]
+        values = [value for curve in curves for value in curve.values]
         if values:
-            log = min(values) > 1e-100 and max(values) > 100 * min(values) and panel.log_scale
+            log = panel.log_scale and spans_decades(values)
             panels.append(Panel(title, panel.unit, curves, log_scale=log, note=metric, section=panel.section))
     return panels
 

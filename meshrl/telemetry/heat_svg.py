@@ -28,12 +28,13 @@ def draw_spread(spread: Spread) -> str:
     columns, rows = len(spread.shares), len(spread.shares[0])
     x = Scale(0, columns, LEFT, WIDTH - RIGHT)
     y = Scale(0, rows, HEIGHT - BOTTOM, TOP)
+    most = max(map(max, spread.shares))
     paths: dict[int, list[str]] = {}
     for column, shares in enumerate(spread.shares):
         for row, share in enumerate(shares):
             if share > 0:
                 # The root lifts rare values: one sample in a hundred can still be seen.
-                level = max(1, math.ceil(_LEVELS * math.sqrt(share) - 1e-9))
+                level = max(1, math.ceil(_LEVELS * math.sqrt(share / most) - 1e-9))
                 left, top, right, bottom = x(column), y(row + 1), x(column + 1), y(row)
                 cell = f"M{left:.1f} {top:.1f}H{right:.1f}V{bottom:.1f}H{left:.1f}z"
                 paths.setdefault(level, []).append(cell)

@@ -175,6 +175,11 @@ def smoothing_window(count: int) -> int:
     return 1 if count < 30 else 2 * (count // 40) + 3
 
 
+def spans_decades(values: Sequence[float]) -> bool:
+    """Whether positive values are so different that only a scale by powers of ten shows them."""
+    return min(values) > 1e-100 and max(values) > 100 * min(values)
+
+
 def starts_at_zero(values: Iterable[float]) -> bool:
     """Whether the axis should begin at zero: curves that come near it are easier to judge so."""
     found = list(values)
@@ -201,10 +206,10 @@ def _panel(spec: PanelSpec, records: Sequence[Record]) -> Panel | None:
         series += validation_series(records)
     if not series:
         return None
-    values = [abs(value) for curve in series for value in curve.values]
+    values = [value for curve in series for value in curve.values]
     if spec.unless_zero and not any(values):
         return None
-    log_scale = spec.may_be_log and min(values) > 1e-100 and max(values) > 100 * min(values)
+    log_scale = spec.may_be_log and spans_decades(values)
     return Panel(spec.title, spec.unit, series, log_scale=log_scale, note=spec.note, section=spec.section)
 
 

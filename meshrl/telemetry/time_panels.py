@@ -59,6 +59,11 @@ def is_waiting(what: str) -> bool:
     return what.startswith("wait")
 
 
+def waiting(account: "Account") -> float:
+    """The share of a worker's time in which it did nothing."""
+    return sum(entry.share for entry in account.entries if is_waiting(entry.what))
+
+
 def accounts(records: Sequence[Record]) -> list[Account]:
     """The ledger of every kind of worker; without one, the phases of the step as the controller saw them."""
     found = []
@@ -146,7 +151,7 @@ def _balance(records: Sequence[Record]) -> Panel | None:
         curves.append(Series(label, [step for step, _ in points], [value for _, value in points], color=1 - color))
     if not any(value > 1e-9 for curve in curves for value in curve.values):
         return None
-    note = "tokens of the fullest rank above the mean: the others wait for it"
+    note = "tokens of the fullest rank; the others wait for it"
     return Panel("Balance", "% above the mean", [c for c in curves if c.values], note=note, section=TIME)
 
 

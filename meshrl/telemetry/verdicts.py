@@ -9,7 +9,7 @@ from typing import Any
 from meshrl.telemetry.distributions import finish_shares
 from meshrl.telemetry.panels import Record, Series, series_of, validation_series
 from meshrl.telemetry.report_text import number
-from meshrl.telemetry.time_panels import STEP_CLOCK, Account, accounts, is_waiting
+from meshrl.telemetry.time_panels import STEP_CLOCK, Account, accounts, waiting
 
 GOOD, WATCH, BAD, OPEN = "good", "watch", "bad", "open"
 _WORSE = (GOOD, OPEN, WATCH, BAD)
@@ -96,9 +96,11 @@ def time_spent(records: Sequence[Record]) -> Verdict:
     question, books = "Where does the time go?", accounts(records)
     if not books:
         return Verdict(question, OPEN, "Nothing yet", "no times were logged so far")
-    main = next((b for b in books if b.who in (STEP_CLOCK, "actor_rollout_ref")), books[0])
+    # Whoever waits least is the one whose work sets the pace.
+    main = min(sorted(books, key=lambda book: book.who == "controller"), key=waiting)
     first, *others = sorted(main.entries, key=lambda entry: -entry.seconds)
-    text = f"{first.what} takes {first.share:.0%} of a step ({number(first.seconds)} of {number(main.seconds)} s)"
+    who = "" if main.who == STEP_CLOCK else f" of {main.who}"
+    text = f"{first.what} takes {first.share:.0%} of a step{who} ({number(first.seconds)} of {number(main.seconds)} s)"
     if others:
         text += f", then {others[0].what} {others[0].share:.0%}"
     checks = [check for account in books for check in _idle(account)]
@@ -231,7 +233,7 @@ def _cut(records: Sequence[Record], distributions: Sequence[Mapping[str, Any]]) 
 
 def _idle(account: Account) -> list[Check]:
     """Waiting and unexplained time of a worker; that the controller waits is its work."""
-    waits = sum(entry.share for entry in account.entries if is_waiting(entry.what))
+    waits = waiting(account)
     other = sum(entry.share for entry in account.entries if entry.what == "other")
     name = "timing_s" if account.who == STEP_CLOCK else f"ledger_s/{account.who}"
     found = []

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from meshrl.telemetry import report_samples
 from meshrl.telemetry.curves_svg import HEIGHT, WIDTH, draw_panel, nice_ticks, sparkline
-from meshrl.telemetry.panels import Panel, Series, merge_steps, smooth, thin
+from meshrl.telemetry.panels import Panel, Series, build_panels, merge_steps, smooth, thin
 from meshrl.telemetry.report import read_run, run_page, write_report
 from meshrl.telemetry.report_text import duration, number, visible
 from meshrl.telemetry.run_folder import RunFolder
@@ -236,6 +236,14 @@ def test_steps_are_merged_and_a_resumed_run_overwrites():
     assert [record["step"] for record in merged] == [0, 1, 2, 3]
     assert merged[2] == {"step": 2, "a": 2.0, "val": 0.5}
     assert merged[3]["a"] == 3.0
+
+
+def test_only_positive_values_far_apart_have_a_scale_by_powers_of_ten():
+    name = "training/rollout_log_prob_diff_mean"
+    for values, log in (([1e-7, 1e-2], True), ([1e-7, 2e-7], False), ([-1e-7, 1e-2], False), ([0.0, 1e-2], False)):
+        (panel,) = build_panels([{"step": i, name: value} for i, value in enumerate(values)])
+        assert panel.log_scale == log
+        ElementTree.fromstring(draw_panel(panel))
 
 
 def test_smoothing_and_thinning_against_plain_loops():

@@ -153,6 +153,19 @@ def test_waiting_workers_and_gaps_of_the_ledger_are_named():
     assert "controller waits" not in found.text
 
 
+def test_whoever_waits_least_sets_the_pace():
+    names = {
+        "ledger_s/actor_rollout_ref/update_backward": 1.0,
+        "ledger_s/actor_rollout_ref/wait_rollout": 3.0,
+        "ledger_s/rollout/generate": 3.5,
+        "ledger_s/rollout/wait_controller": 0.5,
+        "ledger_s/controller/wait_rollout": 4.0,
+    }
+    found = time_spent(run(**names))
+    assert found.answer == "Mostly generate"
+    assert "88% of a step of rollout (3.500 of 4 s)" in found.text
+
+
 def test_steps_that_become_slower_are_named():
     times = {"timing_s/gen": 1.0}
     slow = run(**times, **{"perf/throughput": lambda step: 1000 if step < 25 else 500})
