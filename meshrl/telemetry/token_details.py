@@ -66,13 +66,10 @@ def finish_reasons(batch: dict[str, Tensor], stops: Sequence[int]) -> list[str]:
     """Why each answer ended: `length` if it fills the rectangle without a stop token at its end, else `stop`."""
     import torch
 
-    responses = batch["responses"]
-    there = batch["attention_mask"][:, -responses.shape[1] :].bool()
-    ended = (
-        torch.isin(responses, torch.tensor(list(stops), dtype=responses.dtype)) if stops else torch.zeros_like(there)
-    )
-    cut = there[:, -1] & ~ended[:, -1]
-    return ["length" if c else "stop" for c in cut.tolist()]
+    last = batch["responses"][:, -1]
+    fills = batch["attention_mask"][:, -1].bool()
+    ended = torch.isin(last, torch.tensor(list(stops), dtype=last.dtype))
+    return ["length" if cut else "stop" for cut in (fills & ~ended).tolist()]
 
 
 def _column(values: Tensor, sampled: Tensor, digits: int | None = None) -> Any:
