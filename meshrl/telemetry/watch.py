@@ -51,9 +51,13 @@ class Mark:
 
 
 class WatchedRun:
-    """A run as it grows: what is new since a mark. It may not have begun, begin anew, or be deleted."""
+    """A run as it grows: what is new since a mark. It may not have begun, begin anew, or be deleted.
 
-    def __init__(self, run_dir: str | Path, clock: Callable[[], float] = time.time) -> None:
+    Drawing takes at most the given share of one core's time: a long run with quick steps is looked at less often.
+    """
+
+    def __init__(self, run_dir: str | Path, share: float = 0.1, clock: Callable[[], float] = time.time) -> None:
+        self._rest, self._rest_until, self._state = 1 / share - 1, 0.0, "waiting"
         self.files, self.clock = RunFiles(run_dir), clock
         self._metrics = FollowedFile(self.files.metrics)
         self._generations = FollowedFile(self.files.generations)
@@ -88,7 +92,13 @@ class WatchedRun:
             return found
 
     def _look(self) -> str:
-        """Reads on; how the run stands. A folder that is gone leaves what was seen last."""
+        """How the run stands, after reading on if it is time for that."""
+        if time.monotonic() >= self._rest_until:
+            self._state = self._read_on()
+        return self._state
+
+    def _read_on(self) -> str:
+        """Takes what is new. A folder that is gone leaves what was seen last."""
         if not self.files.path.is_dir():
             return "waiting" if self._known is None else "gone"
         for file in (self._metrics, self._generations, self._distributions):
@@ -121,7 +131,10 @@ class WatchedRun:
     def _sections(self) -> dict[str, str]:
         """Drawn once for everyone who looks, not once for each."""
         if self._drawn is None or self._drawn[0] != self._known:
+            started = time.monotonic()
             self._drawn = (self._known, run_sections(self._data))
+            ended = time.monotonic()
+            self._rest_until = ended + self._rest * (ended - started)
         return self._drawn[1]
 
     def _age(self) -> float | None:

@@ -85,7 +85,7 @@ def test_a_file_that_was_cut_or_replaced_is_read_anew(tmp_path, how):
 
 def test_news_are_what_came_after_the_mark(tmp_path):
     run = RunFolder(tmp_path)
-    watched = WatchedRun(tmp_path)
+    watched = WatchedRun(tmp_path, share=1)
     log(run, 1)
     first = watched.news(Mark())
     assert first["state"] == "running"
@@ -110,7 +110,7 @@ def test_news_are_what_came_after_the_mark(tmp_path):
 def test_a_half_written_step_is_not_shown_before_its_line_ends(tmp_path):
     run = RunFolder(tmp_path)
     log(run, 1)
-    watched = WatchedRun(tmp_path)
+    watched = WatchedRun(tmp_path, share=1)
     mark = watched.news(Mark())["mark"]
     line = json.dumps({"step": 2, "critic/score/mean": 0.9}) + "\n"
     with open(run.metrics, "a") as out:
@@ -123,7 +123,7 @@ def test_a_half_written_step_is_not_shown_before_its_line_ends(tmp_path):
 
 def test_a_run_that_has_not_begun_is_waited_for(tmp_path):
     folder = tmp_path / "later"
-    watched = WatchedRun(folder)
+    watched = WatchedRun(folder, share=1)
     before = watched.news(Mark())
     assert (before["state"], before["age"]) == ("waiting", None)
     assert "has not logged a step yet" in watched.page()
@@ -139,7 +139,7 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path):
 
 
 def test_the_config_of_a_waiting_run_is_shown_when_it_comes(tmp_path):
-    watched = WatchedRun(tmp_path)
+    watched = WatchedRun(tmp_path, share=1)
     watched.news(Mark())
     RunFolder(tmp_path).write_config({"some": {"key": 1234}})
     assert "some.key" in watched.page()
@@ -148,7 +148,7 @@ def test_the_config_of_a_waiting_run_is_shown_when_it_comes(tmp_path):
 def test_a_deleted_run_leaves_what_was_seen_and_a_new_one_takes_its_place(tmp_path):
     folder = tmp_path / "run"
     log(RunFolder(folder), 1)
-    watched = WatchedRun(folder)
+    watched = WatchedRun(folder, share=1)
     first = watched.news(Mark())
     shutil.rmtree(folder)
     gone = watched.news(Mark.parse(first["mark"]))
@@ -164,7 +164,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_loses_its_later_steps(tmp_path):
     run = RunFolder(tmp_path)
     for step in range(1, 6):
         log(run, step)
-    watched = WatchedRun(tmp_path)
+    watched = WatchedRun(tmp_path, share=1)
     mark = watched.news(Mark())["mark"]
     log(RunFolder(tmp_path, resume=True, last_step=2), 3)
     news = watched.news(Mark.parse(mark))
@@ -176,7 +176,16 @@ def test_a_run_that_goes_on_from_a_checkpoint_loses_its_later_steps(tmp_path):
 def test_the_age_is_that_of_the_last_step(tmp_path):
     log(RunFolder(tmp_path), 1)
     logged = RunFiles(tmp_path).read_metrics()[0]["time"]
-    assert WatchedRun(tmp_path, clock=lambda: logged + 12.34).news(Mark())["age"] == 12.3
+    assert WatchedRun(tmp_path, share=1, clock=lambda: logged + 12.34).news(Mark())["age"] == 12.3
+
+
+def test_drawing_takes_no_more_than_its_share(tmp_path):
+    run = RunFolder(tmp_path)
+    log(run, 1)
+    watched = WatchedRun(tmp_path, share=1e-6)
+    first = watched.news(Mark())
+    log(run, 2)
+    assert watched.news(Mark.parse(first["mark"]))["mark"] == first["mark"]
 
 
 @pytest.mark.parametrize("text", ["", "1-2", "1-2-x", "-1-2-3", "1-2-3-4", "9" * 30 + "-1-1", "²-1-1"])
@@ -193,7 +202,7 @@ def test_a_mark_survives_its_way():
 
 @contextmanager
 def serving(folder):
-    with make_server(WatchedRun(folder)) as server:
+    with make_server(WatchedRun(folder, share=1)) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
@@ -245,12 +254,12 @@ def test_other_names_are_refused(tmp_path):
 
 
 def test_it_listens_on_the_loopback_address_only_and_says_when_it_cannot(tmp_path):
-    with make_server(WatchedRun(tmp_path)) as server:
+    with make_server(WatchedRun(tmp_path, share=1)) as server:
         assert server.server_address[0] == "127.0.0.1"
         with pytest.raises(ValueError, match=r"--port"):
-            make_server(WatchedRun(tmp_path), server.server_port)
+            make_server(WatchedRun(tmp_path, share=1), server.server_port)
     with pytest.raises(ValueError, match=r"--port"):
-        make_server(WatchedRun(tmp_path), 70_000)
+        make_server(WatchedRun(tmp_path, share=1), 70_000)
 
 
 def test_hostile_text_stays_text_in_the_news(tmp_path):
@@ -260,7 +269,7 @@ def test_hostile_text_stays_text_in_the_news(tmp_path):
         run.write_config({"trainer": {"project_name": text}, "k": text})
         run.append_metrics({"critic/score/mean": 0.5, f"timing_s/{text}": 1.0, f"val-core/{text}/acc/mean@1": 0.5}, 1)
         run.append_generations([{"prompt": text, "response": text, "score": 1.0}], 1)
-        news = json.loads(json.dumps(WatchedRun(tmp_path / name).news(Mark())))
+        news = json.loads(json.dumps(WatchedRun(tmp_path / name, share=1).news(Mark())))
         pages.append(Page("".join(news["sections"].values())))
     assert pages[0].tags == pages[1].tags
     assert not [item for item in pages[1].attributes if item[1].startswith("on")]
