@@ -12,7 +12,18 @@ from meshrl.telemetry.curves_svg import draw_panel
 from meshrl.telemetry.distributions import Spread, finish_shares, spread_of
 from meshrl.telemetry.heat_svg import draw_spread
 from meshrl.telemetry.page import render_page, render_sections
-from meshrl.telemetry.panels import HEALTH, LEARNING, TIME, Panel, Record, Series, build_panels, merge_steps, series_of
+from meshrl.telemetry.panels import (
+    COLORS,
+    HEALTH,
+    LEARNING,
+    TIME,
+    Panel,
+    Record,
+    Series,
+    build_panels,
+    merge_steps,
+    series_of,
+)
 from meshrl.telemetry.report_samples import page_samples
 from meshrl.telemetry.report_tables import all_metrics, config_tables, ledger, summary, tiles
 from meshrl.telemetry.report_text import visible
@@ -127,7 +138,7 @@ def figure(picture: Panel | Spread) -> dict[str, Any]:
     """A picture with what stands around it."""
     series = picture.series if isinstance(picture, Panel) else []
     drawn = draw_panel(picture) if isinstance(picture, Panel) else draw_spread(picture)
-    legend = [(curve.label, curve.color) for curve in series]
+    legend = [(curve.label, curve.color % COLORS) for curve in series]
     shown = len(series) > 1 or (series and series[0].sparse)
     return {
         "title": visible(picture.title, 120),

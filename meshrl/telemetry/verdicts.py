@@ -68,7 +68,9 @@ def learning(records: Sequence[Record]) -> Verdict:
     if level == GOOD and any(check.level == BAD for check in checks[1:]):
         return Verdict(question, WATCH, "Only in training", f"{checks[0].text}; but {checks[1].text}", checks)
     if level != GOOD and len(checks) > 1 and all(check.level == GOOD for check in checks[1:]):
-        return Verdict(question, GOOD, "On validation", f"{checks[1].text}; {checks[0].text}", checks)
+        # One number of each validation says nothing of its noise.
+        unsure, answer = (WATCH, "Only on validation") if level == BAD else (OPEN, "Perhaps")
+        return Verdict(question, unsure, answer, f"{checks[1].text}; {checks[0].text}", checks)
     answer = {GOOD: "Yes", WATCH: "Not visibly", BAD: "No", OPEN: "Too early"}[level]
     return Verdict(question, level, answer, "; ".join(check.text for check in checks[:2]), checks)
 

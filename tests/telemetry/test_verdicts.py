@@ -64,10 +64,13 @@ def test_a_validation_that_falls_while_the_reward_rises_is_named():
     assert learning(records).level == GOOD
 
 
-def test_validation_decides_where_the_reward_is_too_noisy():
-    records = run(**{SCORE: noisy(0.5)})
-    records[0][VALIDATION], records[40][VALIDATION] = 0.3, 0.7
-    assert learning(records).answer == "On validation"
+def test_a_validation_that_rises_alone_is_a_perhaps():
+    for mean, level, answer in ((0.5, OPEN, "Perhaps"), (lambda step: 1 - step / 100, WATCH, "Only on validation")):
+        records = run(**{SCORE: noisy(mean)})
+        records[0][VALIDATION], records[40][VALIDATION] = 0.3, 0.7
+        found = learning(records)
+        assert (found.level, found.answer) == (level, answer)
+        assert "0.300 → 0.700" in found.text
 
 
 def test_supervised_runs_are_judged_by_their_loss():
