@@ -168,6 +168,14 @@ def _bounded(name: str, words: str, watch: float, bad: float, form: str = "{}") 
     return look
 
 
+def _mismatch(records: Sequence[Record]) -> Check | None:
+    """How far the engines' log-probs are apart. Old samples, and caches that older weights filled, differ by nature."""
+    stale = _recent("training/staleness_mean", records)
+    slack = 5 if stale is not None and stale[1] > 0 else 1
+    words = "rollout and trainer differ by" if slack == 1 else "rollout and trainer, on stale samples, differ by"
+    return _bounded("training/rollout_log_prob_diff_mean", words, 1e-2 * slack, 5e-2 * slack, "{} nats")(records)
+
+
 def _entropy(records: Sequence[Record]) -> Check | None:
     name = "actor/entropy"
     if (found := _recent(name, records)) is None:
@@ -208,7 +216,7 @@ def _gates(records: Sequence[Record]) -> Check | None:
 
 
 _CHECKS = (
-    _bounded("training/rollout_log_prob_diff_mean", "rollout and trainer differ by", 1e-2, 5e-2, "{} nats"),
+    _mismatch,
     _entropy,
     _bounded("actor/ppo_kl", "KL of an update", 0.03, 0.1, "{} nats"),
     _bounded("actor/pg_clipfrac", "clip fraction", 0.2, 0.5),

@@ -124,6 +124,14 @@ def test_each_illness_is_found_and_named(name, value, level, words):
     assert found.checks[0].metric == name
 
 
+def test_stale_samples_may_differ_more():
+    name = "training/rollout_log_prob_diff_mean"
+    for stale, difference, level in ((0.0, 0.03, WATCH), (0.8, 0.03, GOOD), (0.8, 0.08, WATCH), (0.8, 0.3, BAD)):
+        found = health(run(**{**HEALTHY, name: difference, "training/staleness_mean": stale}))
+        assert found.level == level
+        assert any(("on stale samples" in check.text) == (stale > 0) for check in found.checks if check.metric == name)
+
+
 def test_the_last_token_decides_whether_an_answer_was_cut():
     # Answers that end by themselves exactly at the maximum are not cut.
     records = run(**{**HEALTHY, "response_length/clip_ratio": 1.0})
