@@ -9,7 +9,9 @@ from meshrl.telemetry.panels import COLORS, TIME, Panel, Record, Series, finite,
 MAX_PHASES = 8
 _LEDGER = re.compile(r"^ledger_s/(?P<who>[^/]+)/(?P<what>.+)$")
 _MEMORY = re.compile(r"^memory/(?P<phase>.+)/max_allocated_gib$")
+_HOST_MEMORY = re.compile(r"^memory/(?P<phase>.+)/max_rss_gib$")
 _MFU = re.compile(r"^mfu/(?P<phase>.+)$")
+_TFLOPS = re.compile(r"^perf/tflops/(?P<phase>.+)$")
 STEP_CLOCK = "step"
 # The usual order of a step, so that phases keep their places and colours from one report to the next.
 _ORDER = (
@@ -84,8 +86,12 @@ def time_panels(records: Sequence[Record]) -> list[Panel]:
     """The time of a step for every kind of worker, then utilisation, memory and balance, as far as they were logged."""
     ledgers = _seconds(records)
     panels = [_stack(who, rows, records) for who, rows in ledgers.items()]
-    panels.append(_named(records, _MFU, "Model-FLOPs utilisation", "share of the device's peak", "by phase"))
-    panels.append(_named(records, _MEMORY, "Peak memory", "GiB allocated", "largest of each phase, mean over ranks"))
+    mfu = _named(records, _MFU, "Model-FLOPs utilisation", "share of the device's peak", "by phase")
+    panels.append(mfu or _named(records, _TFLOPS, "Model FLOPs", "TFLOP/s per device", "by phase"))
+    panels.append(_named(records, _MEMORY, "Peak memory", "GiB allocated", "of each phase, on the device"))
+    panels.append(
+        _named(records, _HOST_MEMORY, "Peak memory of the host", "GiB resident", "of each phase, one process")
+    )
     panels.append(_balance(records))
     return [panel for panel in panels if panel is not None]
 
@@ -136,6 +142,8 @@ def _named(records: Sequence[Record], pattern: re.Pattern[str], title: str, unit
     found = [(match["phase"], name) for name in names if (match := pattern.match(name))]
     series = [series_of(name, phase, records, color=i) for i, (phase, name) in enumerate(found)]
     series = [curve for curve in series if curve.values]
+    if len(series) == 1:
+        note = f"{note}: {series[0].label}"
     return Panel(title, unit, series, note=note, section=TIME) if series else None
 
 

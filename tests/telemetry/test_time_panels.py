@@ -72,6 +72,13 @@ def test_utilisation_and_memory_have_a_curve_for_each_phase():
     assert {curve.label: curve.values[0] for curve in memory.series} == {"update_actor": 7.0, "gen": 3.0}
 
 
+def test_without_a_known_peak_there_are_plain_flops_and_on_a_cpu_the_memory_of_the_host():
+    rows = records(**{"perf/tflops/gen": 4.0, "memory/update_actor/max_rss_gib": 2.0})
+    assert [panel.title for panel in time_panels(rows)] == ["Model FLOPs", "Peak memory of the host"]
+    known = records(**{"perf/tflops/gen": 4.0, "mfu/gen": 0.3})
+    assert [panel.title for panel in time_panels(known)] == ["Model-FLOPs utilisation"]
+
+
 def test_balance_is_the_fullest_rank_above_the_mean():
     names = {"global_seqlen/max": 150.0, "global_seqlen/balanced_max": 101.0, "global_seqlen/mean": 100.0}
     (panel,) = time_panels(records(**names))
