@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import meshrl
 from meshrl.rollout.command_line import add_generate_options, add_serve_options
-from meshrl.telemetry.command_line import add_timeline_options
+from meshrl.telemetry.command_line import add_report_options, add_timeline_options, add_watch_options
 from meshrl.weights.command_line import add_plan_options
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     _replay_options(add("replay", _replay, "take a past step of a run again and compare its numbers; explain a token"))
     add_timeline_options(add("timeline", _timeline, "draw what every process did in a step"))
-    report = add("report", _report, "draw the curves and the report of a run")
-    report.add_argument("run_dir", help="folder of the run")
+    add_report_options(add("report", _report, "draw the curves and the report of a run, or compare several runs"))
+    add_watch_options(add("watch", _watch, "serve the report of a run on this machine, live"))
     return parser
 
 
@@ -293,14 +293,24 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int | None:
-    from meshrl.telemetry.report import write_report
+    from meshrl.telemetry.command_line import write_pages
 
     try:
-        path = write_report(arguments.run_dir)
+        _say(write_pages(arguments))
     except (OSError, ValueError) as error:
         _complain(str(error))
         return RUN_ERROR
-    _say(f"wrote {path}")
+    return None
+
+
+def _watch(arguments: argparse.Namespace) -> int | None:
+    from meshrl.telemetry.command_line import watch_run
+
+    try:
+        watch_run(arguments, _say)
+    except (OSError, ValueError) as error:
+        _complain(str(error))
+        return RUN_ERROR
     return None
 
 

@@ -7,7 +7,10 @@ from typing import Any
 from meshrl.telemetry.panels import Panel, Series, smooth, smoothing_window, starts_at_zero, thin
 from meshrl.telemetry.report_text import visible
 
-COLORS = ("#2a6fdb", "#e0631b", "#14967a", "#9457c9", "#c99a06", "#d1477a", "#3fa7d6", "#9aa1ab")
+COLORS = (
+    *("#2a6fdb", "#e0631b", "#14967a", "#9457c9", "#c99a06", "#d1477a", "#3fa7d6", "#9aa1ab"),
+    *("#6b8e23", "#7a5230", "#5560a4", "#b0a08c", "#c9ced6"),
+)
 _INK, _MUTED, _GRID = "#1c2430", "#5d6775", "#e6e9ee"
 
 

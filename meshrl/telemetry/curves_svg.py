@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from meshrl.telemetry.panels import Panel, Series, smooth, smoothing_window, starts_at_zero, thin
+from meshrl.telemetry.panels import COLORS, Panel, Series, smooth, smoothing_window, starts_at_zero, thin
 from meshrl.telemetry.report_text import number, visible
 
 WIDTH, HEIGHT = 480, 250
-_LEFT, _RIGHT, _TOP, _BOTTOM = 68, 12, 12, 38
-_MAX_HITS = 150
+LEFT, RIGHT, TOP, BOTTOM = 68, 12, 12, 38
+_MAX_HITS = 120
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ def draw_panel(panel: Panel) -> str:
     drawn = bands or curves
     x = _x_scale(drawn)
     y = _y_scale(panel, drawn)
-    parts = [_grid(x, y), _axis_names(panel)]
+    parts = [_grid(x, y), axis_names(panel.unit)]
     if panel.stacked:
         parts += _areas(bands, x, y)
     else:
         parts += [_curve(curve, x, y) for curve in curves]
     parts.append(_hits(curves or [_thinned(curve) for curve in panel.series], x))
-    label = escape(f"{panel.title}: {panel.unit} over steps")
+    label = escape(visible(f"{panel.title}: {panel.unit} over steps", 160))
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
@@ -100,7 +100,7 @@ def _x_scale(drawn: Sequence[Series]) -> Scale:
     high = max(curve.steps[-1] for curve in drawn)
     if low == high:
         low, high = low - 1, high + 1
-    return Scale(low, high, _LEFT, WIDTH - _RIGHT)
+    return Scale(low, high, LEFT, WIDTH - RIGHT)
 
 
 def _y_scale(panel: Panel, drawn: Sequence[Series]) -> Scale:
@@ -108,11 +108,11 @@ def _y_scale(panel: Panel, drawn: Sequence[Series]) -> Scale:
     low, high = min(values), max(values)
     if panel.log_scale:
         decades = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        return Scale(10.0 ** decades[0], 10.0 ** decades[1], HEIGHT - _BOTTOM, _TOP, log=True)
+        return Scale(10.0 ** decades[0], 10.0 ** decades[1], HEIGHT - BOTTOM, TOP, log=True)
     if panel.stacked or starts_at_zero(values):
         low = 0.0
     ticks = nice_ticks(low, high)
-    return Scale(ticks[0], ticks[-1], HEIGHT - _BOTTOM, _TOP)
+    return Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
 
 
 def _grid(x: Scale, y: Scale) -> str:
@@ -121,17 +121,25 @@ def _grid(x: Scale, y: Scale) -> str:
         ticks = [10.0**power for power in decades][:: max(1, len(decades) // 6)]
     else:
         ticks = nice_ticks(y.low, y.high)
+    steps = [tick for tick in nice_ticks(x.low, x.high, 6) if x.low <= tick <= x.high and float(tick).is_integer()]
+    return grid(ticks, y) + step_names([(x(tick), tick) for tick in steps])
+
+
+def grid(ticks: Sequence[float], y: Scale) -> str:
+    """Lines across at the ticks, with their numbers at the left."""
     parts = []
     for tick in ticks:
         at = f"{y(tick):.1f}"
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{at}" y2="{at}"/>')
-        parts.append(f'<text x="{_LEFT - 7}" y="{at}" dy="0.32em" text-anchor="end">{_tick(tick, ticks, y.log)}</text>')
-    base = HEIGHT - _BOTTOM
-    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{base}" y2="{base}"/>')
-    for tick in nice_ticks(x.low, x.high, 6):
-        if x.low <= tick <= x.high and float(tick).is_integer():
-            parts.append(f'<text x="{x(tick):.1f}" y="{base + 15}" text-anchor="middle">{tick:,.0f}</text>')
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at}" y2="{at}"/>')
+        parts.append(f'<text x="{LEFT - 7}" y="{at}" dy="0.32em" text-anchor="end">{_tick(tick, ticks, y.log)}</text>')
     return "".join(parts)
+
+
+def step_names(places: Sequence[tuple[float, float]]) -> str:
+    """The line below a picture, and the numbers of steps at their places."""
+    base = HEIGHT - BOTTOM
+    names = [f'<text x="{x:.1f}" y="{base + 15}" text-anchor="middle">{step:,.0f}</text>' for x, step in places]
+    return f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>' + "".join(names)
 
 
 def _tick(value: float, ticks: Sequence[float], log: bool) -> str:
@@ -147,11 +155,12 @@ def _tick(value: float, ticks: Sequence[float], log: bool) -> str:
     return f"{value:,.{digits}f}".rstrip("0").rstrip(".") if digits else f"{value:,.0f}"
 
 
-def _axis_names(panel: Panel) -> str:
-    middle = (_TOP + HEIGHT - _BOTTOM) / 2
+def axis_names(unit: str) -> str:
+    """What the axes show."""
+    middle = (TOP + HEIGHT - BOTTOM) / 2
     return (
-        f'<text x="{(_LEFT + WIDTH - _RIGHT) / 2}" y="{HEIGHT - 5}" text-anchor="middle">step</text>'
-        f'<text transform="translate(11 {middle}) rotate(-90)" text-anchor="middle">{escape(panel.unit)}</text>'
+        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 5}" text-anchor="middle">step</text>'
+        f'<text transform="translate(11 {middle}) rotate(-90)" text-anchor="middle">{escape(unit)}</text>'
     )
 
 
@@ -160,7 +169,7 @@ def _points(steps: Sequence[float], values: Sequence[float], x: Scale, y: Scale)
 
 
 def _curve(curve: Series, x: Scale, y: Scale) -> str:
-    name = f"c{curve.color % 8}"
+    name = f"c{curve.color % COLORS}"
     window = 1 if curve.sparse else smoothing_window(len(curve.values))
     if window > 1:
         raw, bold = curve.values, smooth(curve.values, window)
@@ -181,13 +190,13 @@ def _areas(bands: Sequence[Series], x: Scale, y: Scale) -> list[str]:
     lower: Sequence[float] = [0.0] * len(bands[0].values)
     for band in bands:
         points = _points(band.steps, band.values, x, y) + " " + _points(band.steps[::-1], list(lower)[::-1], x, y)
-        areas.append(f'<polygon class="area c{band.color % 8}" points="{points}"/>')
+        areas.append(f'<polygon class="area c{band.color % COLORS}" points="{points}"/>')
         lower = band.values
     return areas
 
 
 def _hits(curves: Sequence[Series], x: Scale) -> str:
-    """Invisible columns that show the values of their step when pointed at, without any script."""
+    """Invisible columns that show the values of their step when pointed at, with or without a script."""
     at: dict[float, list[str]] = {}
     for curve in curves:
         for step, value in zip(curve.steps, curve.values, strict=True):
@@ -198,10 +207,14 @@ def _hits(curves: Sequence[Series], x: Scale) -> str:
     for i, step in enumerate(steps):
         left = x.start if i == 0 else (x(steps[i - 1]) + x(step)) / 2
         right = x.end if i == len(steps) - 1 else (x(step) + x(steps[i + 1])) / 2
-        text = escape("\n".join([f"step {step:,.0f}", *at[step]]))
-        parts.append(
-            f'<g class="hit"><title>{text}</title>'
-            f'<rect x="{left:.1f}" y="{_TOP}" width="{max(right - left, 0.1):.1f}" height="{HEIGHT - _BOTTOM - _TOP}"/>'
-            f'<line x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}"/></g>'
-        )
+        parts.append(hit(left, right, x(step), "\n".join([f"step {step:,.0f}", *at[step]])))
     return "".join(parts)
+
+
+def hit(left: float, right: float, middle: float, text: str) -> str:
+    """A column that shows a text when pointed at, and a line at its place."""
+    return (
+        f'<g class="hit"><title>{escape(text)}</title>'
+        f'<rect x="{left:.1f}" y="{TOP}" width="{max(right - left, 0.1):.1f}" height="{HEIGHT - BOTTOM - TOP}"/>'
+        f'<line x1="{middle:.1f}" x2="{middle:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></g>'
+    )

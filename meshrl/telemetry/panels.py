@@ -7,30 +7,31 @@ from dataclasses import dataclass
 from meshrl.telemetry.console import VALIDATION
 
 MAX_POINTS = 300
-MAX_PHASES = 8
-# The usual order of a step, so that phases keep their places from one report to the next.
-_PHASE_ORDER = (
-    *("gen", "reward", "old_log_prob", "ref", "values", "adv"),
-    *("update_critic", "update_actor", "train", "sync", "testing"),
-)
+# How many colours the page and the picture have.
+COLORS = 13
+LEARNING, HEALTH, TIME = "learning", "health", "time"
 
 Record = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: finite values over steps. `sparse` ones (validations) are drawn with their points."""
+    """One curve: finite values over steps. `sparse` ones (validations) are drawn with their points.
+
+    `metric` is the name it was logged under, where it is one metric.
+    """
 
     label: str
     steps: list[float]
     values: list[float]
     sparse: bool = False
     color: int = 0
+    metric: str = ""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture: curves over the step, or phases stacked on each other."""
+    """One picture: curves over the step, or phases stacked on each other; `section` is the question it helps with."""
 
     title: str
     unit: str
@@ -38,11 +39,12 @@ class Panel:
     stacked: bool = False
     log_scale: bool = False
     note: str = ""
+    section: str = LEARNING
 
 
 @dataclass(frozen=True)
 class PanelSpec:
-    """What a panel shows: (label, metric) pairs, those that were logged."""
+    """What a panel shows: (label, metric) pairs, those that were logged; `unless_zero`: only if one is not always 0."""
 
     title: str
     unit: str
@@ -50,6 +52,8 @@ class PanelSpec:
     note: str = ""
     may_be_log: bool = False
     validations: bool = False
+    section: str = LEARNING
+    unless_zero: bool = False
 
 
 _SPECS = (
@@ -58,7 +62,26 @@ _SPECS = (
     ),
     PanelSpec("Response length", "tokens", (("mean", "response_length/mean"),), "mean per response"),
     PanelSpec(
-        "Entropy", "nats per token", (("policy", "actor/entropy"),), "falls to 0 when the policy stops exploring"
+        "Samples that teach nothing",
+        "share of samples",
+        (("without advantage", "training/zero_advantage_share"),),
+        "all answers of their group were worth the same",
+    ),
+    PanelSpec(
+        "Loss", "nats per token", (("training", "train/loss"), ("validation", "val/loss")), "supervised, cross-entropy"
+    ),
+    PanelSpec(
+        "Critic",
+        "share of variance",
+        (("returns explained by the values", "critic/vf_explained_var"),),
+        "1: the critic foresees every return; below 0 it harms",
+    ),
+    PanelSpec(
+        "Entropy",
+        "nats per token",
+        (("policy", "actor/entropy"),),
+        "falls to 0 when the policy stops exploring",
+        section=HEALTH,
     ),
     PanelSpec(
         "KL",
@@ -69,12 +92,18 @@ _SPECS = (
             ("reward term vs. reference", "actor/reward_kl_penalty"),
         ),
         "how far the policy moved",
+        section=HEALTH,
     ),
     PanelSpec(
         "Clip fraction",
         "share of tokens",
-        (("upper and lower clip", "actor/pg_clipfrac"), ("dual clip", "actor/pg_clipfrac_lower")),
+        (
+            ("upper and lower clip", "actor/pg_clipfrac"),
+            ("dual clip", "actor/pg_clipfrac_lower"),
+            ("values", "critic/vf_clipfrac"),
+        ),
         "tokens whose ratio the loss clipped",
+        section=HEALTH,
     ),
     PanelSpec(
         "Rollout vs. trainer log-probs",
@@ -85,17 +114,26 @@ _SPECS = (
         ),
         "the same tokens scored by both engines",
         may_be_log=True,
+        section=HEALTH,
     ),
     PanelSpec(
-        "Loss", "nats per token", (("training", "train/loss"), ("validation", "val/loss")), "supervised, cross-entropy"
+        "Staleness",
+        "versions behind",
+        (("mean of the tokens", "training/staleness_mean"), ("oldest token", "training/staleness_max")),
+        "how many updates ago a token was sampled",
+        section=HEALTH,
+        unless_zero=True,
     ),
     PanelSpec(
         "Gradient norm",
         "norm before clipping",
         (("actor", "actor/grad_norm"), ("critic", "critic/grad_norm"), ("training", "train/grad_norm")),
         may_be_log=True,
+        section=HEALTH,
     ),
-    PanelSpec("Throughput", "tokens/s per device", (("step", "perf/throughput"),), "prompts and responses"),
+    PanelSpec(
+        "Throughput", "tokens/s per device", (("step", "perf/throughput"),), "prompts and responses", section=TIME
+    ),
 )
 
 
@@ -110,15 +148,13 @@ def merge_steps(records: Iterable[Record]) -> list[dict[str, float]]:
 
 def series_of(name: str, label: str, records: Sequence[Record], sparse: bool = False, color: int = 0) -> Series:
     """The finite values of a metric over the steps that have it."""
-    points = [(record["step"], record[name]) for record in records if _finite(record.get(name))]
-    return Series(label, [step for step, _ in points], [value for _, value in points], sparse, color)
+    points = [(record["step"], record[name]) for record in records if finite(record.get(name))]
+    return Series(label, [step for step, _ in points], [value for _, value in points], sparse, color, name)
 
 
 def build_panels(records: Sequence[Record]) -> list[Panel]:
-    """The panels for which something was logged; records as `merge_steps` gives them."""
-    panels = [panel for spec in _SPECS if (panel := _panel(spec, records)) is not None]
-    timing = _timing_panel(records)
-    return [*panels, timing] if timing is not None else panels
+    """The panels of curves for which something was logged; records as `merge_steps` gives them."""
+    return [panel for spec in _SPECS if (panel := _panel(spec, records)) is not None]
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
@@ -137,6 +173,11 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 def smoothing_window(count: int) -> int:
     """The points a curve of this many is averaged over for its bold line; 1 means it is drawn as it is."""
     return 1 if count < 30 else 2 * (count // 40) + 3
+
+
+def spans_decades(values: Sequence[float]) -> bool:
+    """Whether positive values are so different that only a scale by powers of ten shows them."""
+    return min(values) > 1e-100 and max(values) > 100 * min(values)
 
 
 def starts_at_zero(values: Iterable[float]) -> bool:
@@ -158,27 +199,18 @@ def thin(steps: Sequence[float], values: Sequence[float], limit: int = MAX_POINT
     )
 
 
-def phase_seconds(records: Sequence[Record]) -> dict[str, float]:
-    """Total seconds of each phase that took any over the run, in the order of a step."""
-    totals: dict[str, float] = {}
-    for record in records:
-        for name, value in record.items():
-            phase = name.removeprefix("timing_s/")
-            if phase != name and phase != "step" and _finite(value):
-                totals[phase] = totals.get(phase, 0.0) + value
-    return {phase: totals[phase] for phase in sorted(totals, key=_phase_place) if totals[phase] > 0}
-
-
 def _panel(spec: PanelSpec, records: Sequence[Record]) -> Panel | None:
-    names = [(label, name) for label, name in spec.curves if any(_finite(record.get(name)) for record in records)]
+    names = [(label, name) for label, name in spec.curves if any(finite(record.get(name)) for record in records)]
     series = [series_of(name, label, records, color=i) for i, (label, name) in enumerate(names)]
     if spec.validations:
         series += validation_series(records)
     if not series:
         return None
-    values = [abs(value) for curve in series for value in curve.values]
-    log_scale = spec.may_be_log and min(values) > 1e-100 and max(values) > 100 * min(values)
-    return Panel(spec.title, spec.unit, series, log_scale=log_scale, note=spec.note)
+    values = [value for curve in series for value in curve.values]
+    if spec.unless_zero and not any(values):
+        return None
+    log_scale = spec.may_be_log and spans_decades(values)
+    return Panel(spec.title, spec.unit, series, log_scale=log_scale, note=spec.note, section=spec.section)
 
 
 def validation_series(records: Sequence[Record]) -> list[Series]:
@@ -194,33 +226,7 @@ def validation_series(records: Sequence[Record]) -> list[Series]:
     return [curve for curve in series if curve.values]
 
 
-def _timing_panel(records: Sequence[Record]) -> Panel | None:
-    totals = phase_seconds(records)
-    timed = [record for record in records if any(_finite(record.get(f"timing_s/{phase}")) for phase in totals)]
-    if not timed:
-        return None
-    kept = sorted((p for p in totals if p != "other"), key=lambda p: -totals[p])[: MAX_PHASES - 1]
-    steps = [record["step"] for record in timed]
-    rows = {phase: [_seconds(record, phase) for record in timed] for phase in totals}
-    series = [Series(phase, steps, rows[phase], color=i) for i, phase in enumerate(p for p in totals if p in kept)]
-    rest = [phase for phase in totals if phase not in kept]
-    if rest:
-        summed = [sum(column) for column in zip(*(rows[phase] for phase in rest), strict=True)]
-        series.append(Series("other", steps, summed, color=MAX_PHASES - 1))
-    return Panel("Time of a step", "seconds", series, stacked=True, note="where it went")
-
-
-def _seconds(record: Record, phase: str) -> float:
-    value = record.get(f"timing_s/{phase}", 0.0)
-    return value if _finite(value) else 0.0
-
-
-def _phase_place(phase: str) -> tuple[int, str]:
-    if phase == "other":
-        return len(_PHASE_ORDER) + 1, phase
-    return (_PHASE_ORDER.index(phase) if phase in _PHASE_ORDER else len(_PHASE_ORDER)), phase
-
-
-def _finite(value: object) -> bool:
+def finite(value: object) -> bool:
+    """Whether it is a number that a picture can show."""
     # Beyond this, sums and spans of an axis would overflow; no picture could show it anyway.
     return isinstance(value, int | float) and abs(value) < 1e100

@@ -1,64 +1,86 @@
 """The picture of a run: curves.png and a report.html that needs nothing but itself."""
 
 import logging
-import math
 import os
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshrl.telemetry.curves_png import write_curves
-from meshrl.telemetry.curves_svg import draw_panel, sparkline
-from meshrl.telemetry.panels import Series, build_panels, merge_steps, phase_seconds, series_of, validation_series
-from meshrl.telemetry.report_text import as_text, duration, number, visible
-from meshrl.telemetry.run_folder import RunFiles, flatten_config
+from meshrl.telemetry.curves_svg import draw_panel
+from meshrl.telemetry.distributions import Spread, finish_shares, spread_of
+from meshrl.telemetry.heat_svg import draw_spread
+from meshrl.telemetry.page import render_page, render_sections
+from meshrl.telemetry.panels import (
+    COLORS,
+    HEALTH,
+    LEARNING,
+    TIME,
+    Panel,
+    Record,
+    Series,
+    build_panels,
+    merge_steps,
+    series_of,
+)
+from meshrl.telemetry.report_samples import page_samples
+from meshrl.telemetry.report_tables import all_metrics, config_tables, ledger, summary, tiles
+from meshrl.telemetry.report_text import visible
+from meshrl.telemetry.run_folder import RunFiles
+from meshrl.telemetry.time_panels import time_panels
+from meshrl.telemetry.verdicts import verdicts
 
 logger = logging.getLogger(__name__)
 
-_TEMPLATE = Path(__file__).with_name("report_template.html")
-_MAX_GENERATIONS = 24
-_MAX_TEXT = 2000
-_SHOWN_FIELDS = frozenset({"step", "prompt", "response", "score"})
-
-# (label, metric, which way is better: +1 up, -1 down, 0 neither)
-_SUMMARY = (
-    ("Reward, training mean", "critic/score/mean", 1),
-    ("Response length", "response_length/mean", 0),
-    ("Responses cut at the maximum", "response_length/clip_ratio", -1),
-    ("Entropy", "actor/entropy", 0),
-    ("KL of the update", "actor/ppo_kl", 0),
-    ("KL to the reference", "actor/kl_loss", 0),
-    ("Clip fraction", "actor/pg_clipfrac", 0),
-    ("Rollout vs. trainer log-probs", "training/rollout_log_prob_diff_mean", 0),
-    ("Gradient norm", "actor/grad_norm", 0),
-    ("Training loss", "train/loss", -1),
-    ("Validation loss", "val/loss", -1),
-    ("Gradient norm", "train/grad_norm", 0),
-    ("Tokens/s per device", "perf/throughput", 1),
-    ("Seconds per step", "timing_s/step", -1),
-)
-# (metric, what it says in words): counted problems that deserve a line at the top
-_COUNTED = (
-    ("training/nonfinite_metrics", "Metric values that were NaN or infinite"),
-    ("reward/errors", "Samples whose reward function failed or gave no finite number"),
-    ("actor/skipped_steps", "Optimizer steps skipped because the gradient was not finite"),
-    ("train/skipped_steps", "Optimizer steps skipped because the gradient was not finite"),
-    ("training/tracker_failures", "Failed calls to tracking services"),
-)
+# Single values up to so many are stacked; more are a field of cells. Their colours from the lowest value on.
+_FEW = 5
+_VALUES = (12, 0, 6, 2, 8)
+_ENDINGS = {"length": 1, "stop": 12}
+HEADINGS = {LEARNING: "Is it learning?", HEALTH: "Is it healthy?", TIME: "Where does the time go?"}
 
 
 @dataclass(frozen=True)
-class SummaryRow:
-    """One metric over the run, as text."""
+class RunData:
+    """What is known of a run: its records by step, how its samples are spread, some samples, its config."""
 
-    label: str
-    first: str
-    last: str
-    recent: str
-    best: str
-    spark: str
+    path: Path
+    records: Sequence[Record]
+    distributions: Sequence[Mapping[str, Any]] = ()
+    generations: Sequence[Mapping[str, Any]] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The project's and the experiment's name, or else the folder's."""
+        trainer = self.config.get("trainer")
+        known = trainer if isinstance(trainer, Mapping) else {}
+        names = [known.get(key) for key in ("project_name", "experiment_name")]
+        return " / ".join(str(name) for name in names if name) or self.path.name
+
+
+def read_run(run_dir: str | os.PathLike[str]) -> RunData:
+    """What a run's folder holds; a folder that is none is refused."""
+    run = RunFiles(run_dir)
+    if not run.path.is_dir():
+        raise ValueError(f"there is no run folder {run.path}")
+    if not (run.metrics.exists() or run.config.exists()):
+        raise ValueError(f"{run.path} is no run folder: it has neither metrics.jsonl nor config.yaml")
+    return RunData(
+        run.path,
+        merge_steps(run.read_metrics()),
+        latest_by_step(run.read_distributions()),
+        run.read_generations(),
+        run.read_config(),
+        run.read_config_sources(),
+    )
+
+
+def latest_by_step(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One record a step, in order; of a step that was taken twice the later one."""
+    steps = {record["step"]: record for record in records if isinstance(record.get("step"), int | float)}
+    return [steps[step] for step in sorted(steps)]
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
@@ -66,160 +88,92 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
     A run that has not logged a step gets a report that says so, and no curves.png.
     """
-    run = RunFiles(run_dir)
-    if not run.path.is_dir():
-        raise ValueError(f"there is no run folder {run.path}")
-    if not (run.metrics.exists() or run.config.exists()):
-        raise ValueError(f"{run.path} is no run folder: it has neither metrics.jsonl nor config.yaml")
-    records = merge_steps(run.read_metrics())
-    config = run.read_config()
-    title = _title(config, run.path)
-    panels = build_panels(records)
+    run, files = read_run(run_dir), RunFiles(run_dir)
+    panels = [*build_panels(run.records), *time_panels(run.records)]
     if panels:
-        write_curves(panels, title, run.curves)
+        write_curves(panels, run.title, files.curves)
     else:
         logger.warning("%s has no step in metrics.jsonl yet: the report has no curves", run.path)
-    page = _render(
-        title=visible(title, 120),
-        folder=visible(str(run.path)),
-        steps=len(records),
-        tiles=_tiles(records),
-        notes=_notes(records),
-        panels=[{"panel": panel, "svg": draw_panel(panel)} for panel in panels],
-        summary=_summary(records),
-        metrics=_all_metrics(records),
-        timing=_timing(records),
-        generations=_generations(run.read_generations()),
-        config=_config_tables(config, run.read_config_sources()),
-    )
-    aside = run.report.with_name(run.report.name + ".part")
+    write_whole(files.report, run_page(run))
+    return files.report
+
+
+def run_page(run: RunData) -> str:
+    """The report of a run as one HTML file's text."""
+    return render_page(visible(run.title, 120), run_sections(run), {"samples": page_samples(run.generations)})
+
+
+def write_whole(file: Path, page: str) -> None:
+    """Writes a page aside and puts it in its place: a reader never sees half of it."""
+    aside = file.with_name(file.name + ".part")
     aside.write_text(page, encoding="utf-8")
-    aside.replace(run.report)
-    return run.report
+    aside.replace(file)
 
 
-def _render(**context: Any) -> str:
-    import jinja2
-    from markupsafe import Markup
-
-    strict = jinja2.StrictUndefined
-    environment = jinja2.Environment(autoescape=True, undefined=strict, trim_blocks=True, lstrip_blocks=True)
-    # Only what this package draws itself may pass unescaped.
-    environment.filters["drawn"] = Markup
-    environment.filters["visible"] = visible
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(**context)
-
-
-def _title(config: Mapping[str, Any], path: Path) -> str:
-    trainer = config.get("trainer")
-    names = [trainer.get(key) for key in ("project_name", "experiment_name")] if isinstance(trainer, Mapping) else []
-    return " / ".join(str(name) for name in names if name) or path.name
-
-
-def _tiles(records: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
-    """The few numbers to see first."""
-    if not records:
-        return []
-    tiles = [{"label": "steps", "value": f"{max(record['step'] for record in records):,.0f}"}]
-    reward = series_of("critic/score/mean", "reward, training", records)
-    for curve in [reward, *validation_series(records)[:2], series_of("train/loss", "training loss", records)]:
-        if curve.values:
-            tiles.append({"label": visible(curve.label, 60), "value": _span(curve)})
-    seconds = sum(series_of("timing_s/step", "", records).values)
-    if seconds:
-        tiles.append({"label": "time in steps", "value": duration(seconds)})
-    speed = series_of("perf/throughput", "", records).values
-    if speed:
-        tiles.append({"label": "tokens/s per device, median", "value": f"{statistics.median(speed):,.0f}"})
-    return tiles
+def run_sections(run: RunData) -> dict[str, str]:
+    """The parts of a run's page that change with every step, as HTML."""
+    pictures = [*time_panels(run.records), *build_panels(run.records), *spreads(run)]
+    return render_sections(
+        head={
+            "title": visible(run.title, 120),
+            "folder": visible(str(run.path)),
+            "tiles": tiles(run.records),
+            "empty": not run.records,
+        },
+        verdicts={"verdicts": verdicts(run.records, run.distributions)},
+        **{
+            name: {
+                "heading": heading,
+                "figures": [figure(picture) for picture in pictures if picture.section == name],
+                "accounts": ledger(run.records) if name == TIME else [],
+            }
+            for name, heading in HEADINGS.items()
+        },
+        summary={"rows": summary(run.records), "metrics": all_metrics(run.records)},
+        config=config_tables(run.config, run.sources),
+    )
 
 
-def _span(curve: Series) -> str:
-    first, last = number(curve.values[0]), number(curve.values[-1])
-    return last if len(curve.values) == 1 else f"{first} → {last}"
+def figure(picture: Panel | Spread) -> dict[str, Any]:
+    """A picture with what stands around it."""
+    series = picture.series if isinstance(picture, Panel) else []
+    drawn = draw_panel(picture) if isinstance(picture, Panel) else draw_spread(picture)
+    legend = [(curve.label, curve.color % COLORS) for curve in series]
+    shown = len(series) > 1 or (series and series[0].sparse)
+    return {
+        "title": visible(picture.title, 120),
+        "note": visible(picture.note, 160),
+        "legend": legend if shown else [],
+        "svg": drawn,
+    }
 
 
-def _notes(records: Sequence[Mapping[str, float]]) -> list[str]:
-    notes = []
-    for name, words in _COUNTED:
-        count = sum(series_of(name, "", records).values)
-        if count:
-            notes.append(f"{words}: {count:,.0f} ({name})")
-    cut = series_of("response_length/clip_ratio", "", records).values
-    if cut and cut[-1] > 0.2:
-        share = f"{cut[-1]:.0%} of the last step's responses"
-        notes.append(f"{share} were cut at the maximum length (response_length/clip_ratio)")
-    return notes
+def spreads(run: RunData) -> list[Panel | Spread]:
+    """How rewards and lengths are spread over the samples, and how these ended, as far as that was kept."""
+    wanted = (
+        ("score", "Reward, every sample", "score"),
+        ("response_length", "Response length, every sample", "tokens"),
+    )
+    found: list[Panel | Spread] = []
+    for name, title, unit in wanted:
+        if (spread := spread_of(name, title, unit, run.distributions)) is not None:
+            found.append(_shares(spread) if 1 < len(spread.labels) <= _FEW else spread)
+    rows = finish_shares(run.distributions)
+    # What ended by itself lies on top, so that the rest can be seen.
+    reasons = sorted({name for row in rows for name in row} - {"step"}, key=lambda name: (name == "stop", name))
+    if reasons:
+        filled = [{**dict.fromkeys(reasons, 0.0), **row} for row in rows]
+        series = [series_of(name, name, filled, color=_ENDINGS.get(name, 3 + i)) for i, name in enumerate(reasons)]
+        note = "length: cut at the maximum"
+        found.append(Panel("How answers end", "share of samples", series, stacked=True, note=note, section=HEALTH))
+    return found
 
 
-def _summary(records: Sequence[Mapping[str, float]]) -> list[SummaryRow]:
-    rows = [(curve, 1) for curve in validation_series(records)]
-    rows += [(series_of(name, label, records), better) for label, name, better in _SUMMARY]
-    return [_summary_row(curve, better) for curve, better in rows if curve.values]
-
-
-def _summary_row(curve: Series, better: int) -> SummaryRow:
-    best = ""
-    if better:
-        place = max(range(len(curve.values)), key=lambda i: better * curve.values[i])
-        best = f"{number(curve.values[place])} at step {curve.steps[place]:,.0f}"
-    tail = curve.values[-10:]
-    recent = number(math.fsum(tail) / len(tail))
-    first, last = number(curve.values[0]), number(curve.values[-1])
-    return SummaryRow(visible(curve.label, 80), first, last, recent, best, sparkline(curve.values))
-
-
-def _all_metrics(records: Sequence[Mapping[str, float]]) -> list[tuple[str, ...]]:
-    """Every logged metric with its first, last, smallest and largest finite value."""
-    names = sorted({name for record in records for name in record} - {"step", "time"})
-    curves = [series_of(name, name, records) for name in names]
-    return [
-        (visible(c.label, 120), *(number(v) for v in (c.values[0], c.values[-1], min(c.values), max(c.values))))
-        for c in curves
-        if c.values
+def _shares(spread: Spread) -> Panel:
+    """A few single values, such as 0 and 1, stacked on each other."""
+    columns = zip(*spread.shares, strict=True)
+    series = [
+        Series(f"{spread.unit} {label}", spread.steps, list(values), color=_VALUES[row])
+        for row, (label, values) in enumerate(zip(spread.labels, columns, strict=True))
     ]
-
-
-def _timing(records: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    seconds = phase_seconds(records)
-    whole = sum(seconds.values())
-    if not whole > 0:
-        return []
-    count = max(1, len(series_of("timing_s/step", "", records).values))
-    return [
-        {
-            "phase": visible(phase, 40),
-            "total": duration(value),
-            "each": number(value / count),
-            "share": f"{100 * value / whole:.1f}",
-        }
-        for phase, value in sorted(seconds.items(), key=lambda item: -item[1])
-    ]
-
-
-def _generations(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Samples from the whole run, the latest first: one of every so many rows, with the last ones."""
-    every = max(1, -(-len(rows) // _MAX_GENERATIONS))
-    chosen = list(rows)[::-1][::every]
-    return [
-        {
-            "step": number(row.get("step", "")),
-            "prompt": visible(row.get("prompt", ""), _MAX_TEXT),
-            "response": visible(row.get("response", ""), _MAX_TEXT),
-            "score": number(row.get("score", "")),
-            "more": [(visible(k, 40), visible(v, 300)) for k, v in row.items() if k not in _SHOWN_FIELDS],
-        }
-        for row in chosen
-    ]
-
-
-def _config_tables(config: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, list[tuple[str, str, str]]]:
-    """The config's rows (key, value, where from): those that were chosen, then the defaults."""
-    rows = [
-        (visible(key), visible(as_text(value), 400), visible(sources.get(key, ""), 120))
-        for key, value in flatten_config(config)
-    ]
-    if not sources:
-        return {"chosen": [], "rest": rows}
-    chosen = [row for row in rows if row[2] not in ("", "default")]
-    return {"chosen": chosen, "rest": [row for row in rows if row[2] in ("", "default")]}
+    return Panel(spread.title, "share of samples", series, stacked=True, note="by value", section=spread.section)

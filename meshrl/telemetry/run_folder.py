@@ -28,6 +28,7 @@ class RunFiles:
         self.config_sources = self.path / "config_sources.json"
         self.metrics = self.path / "metrics.jsonl"
         self.generations = self.path / "generations.jsonl"
+        self.distributions = self.path / "distributions.jsonl"
         self.report = self.path / "report.html"
         self.curves = self.path / "curves.png"
         self.timeline = self.path / "timeline.json.gz"
@@ -39,11 +40,15 @@ class RunFiles:
 
     def read_metrics(self) -> list[dict[str, float]]:
         """The logged records in order: `step`, `time` (unix seconds) and the metrics, flat."""
-        return [{name: _number(value) for name, value in record.items()} for record in _read_lines(self.metrics)]
+        return [numbers_of(record) for record in _read_lines(self.metrics)]
 
     def read_generations(self) -> list[dict[str, Any]]:
         """The sampled generations in order: `step`, `prompt`, `response`, `score` and what else was written."""
         return _read_lines(self.generations)
+
+    def read_distributions(self) -> list[dict[str, Any]]:
+        """Per step the histograms of its samples' `score` and `response_length`, and the counts of `finish` reasons."""
+        return _read_lines(self.distributions)
 
     def read_config(self) -> dict[str, Any]:
         """The resolved config, empty where none was written."""
@@ -75,11 +80,10 @@ class RunFolder(RunFiles):
         self.last_step = last_step
         self._log_handlers: list[tuple[logging.Logger, logging.Handler, int]] = []
         if resume:
-            _end_last_line(self.metrics)
-            _end_last_line(self.generations)
-            if last_step is not None:
-                _cut_after(self.metrics, last_step)
-                _cut_after(self.generations, last_step)
+            for file in (self.metrics, self.generations, self.distributions):
+                _end_last_line(file)
+                if last_step is not None:
+                    _cut_after(file, last_step)
         else:
             self._move_aside()
 
@@ -102,6 +106,10 @@ class RunFolder(RunFiles):
         for row in rows:
             record = {"step": step, **{key: _plain(value) for key, value in row.items()}}
             _append_line(self.generations, record)
+
+    def append_distributions(self, found: Mapping[str, Any], step: int) -> None:
+        """Adds one line to distributions.jsonl: how the samples of a step are spread."""
+        _append_line(self.distributions, {"step": step, **_plain(found)})
 
     def start_log(self, source: str = "meshrl", level: int = logging.INFO) -> None:
         """From now on, what `source` logs is also written to log.txt."""
@@ -131,7 +139,7 @@ class RunFolder(RunFiles):
         self.close()
 
     def _move_aside(self) -> None:
-        own = (self.config, self.config_sources, self.metrics, self.generations)
+        own = (self.config, self.config_sources, self.metrics, self.generations, self.distributions)
         made = (self.report, self.curves, self.log, self.tensorboard, self.timeline)
         kept = (self.checkpoints, self.batches, self.nonfinite)
         old = [f for f in (*own, *made, *kept) if f.exists()]
@@ -141,6 +149,20 @@ class RunFolder(RunFiles):
         for file in old:
             file.rename(self.moved_to / file.name)
         logger.warning("%s holds an earlier run: its files are now in %s", self.path, self.moved_to)
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line, or nothing where it is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def numbers_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of metrics as it was before it became JSON, which has no NaN."""
+    return {name: _number(value) for name, value in record.items()}
 
 
 def flatten_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -182,11 +204,8 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
     for number, line in enumerate([*lines, tail], start=1):
         if not line.strip():
             continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if isinstance(record, dict):
+        record = parse_line(line)
+        if record is not None:
             records.append(record)
         elif number <= len(lines):
             logger.warning("%s:%d is not a JSON object, the line is left out", file, number)

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from meshrl.data.proto import DataProto
+from meshrl.telemetry.distributions import histogram
 from meshrl.telemetry.run_folder import RunFolder
+from meshrl.telemetry.token_details import finish_reasons, token_details
 
 Decode = Callable[[DataProto], list[str]]
+_OF_TOKENS = (
+    *("responses", "response_mask", "attention_mask", "rollout_log_probs", "old_log_probs", "advantages", "versions"),
+)
 
 
 class SampleLog:
-    """Writes sampled generations: a few into the run folder, all into `rollout_data_dir` / `validation_data_dir`."""
+    """Writes sampled generations: a few into the run folder, all into `rollout_data_dir` / `validation_data_dir`.
+
+    With `decode_tokens` (text of token ids) the few have their tokens with log-probs, advantages and versions. How the
+    scores and lengths of a training step are spread goes into distributions.jsonl. `stops` are the tokens that end an
+    answer.
+    """
 
     def __init__(
         self,
@@ -24,8 +35,10 @@ class SampleLog:
         validation_samples: int = 8,
         rollout_data_dir: str | None = None,
         validation_data_dir: str | None = None,
+        decode_tokens: Callable[[list[int]], str] | None = None,
+        stops: Collection[int] = (),
     ):
-        self.run = run
+        self.run, self.decode_tokens, self.stops = run, decode_tokens, tuple(stops)
         self.few = {"train": training_samples, "val": validation_samples}
         self.folders = {"train": rollout_data_dir, "val": validation_data_dir}
         if run.last_step is not None:
@@ -34,6 +47,8 @@ class SampleLog:
     def log_training(self, batch: DataProto, decode: Decode, step: int) -> None:
         """Takes the samples of a training step."""
         self._log(batch, decode, step, "train")
+        if spread := self._spread(batch):
+            self.run.append_distributions(spread, step)
 
     def log_validation(self, batch: DataProto, decode: Decode, step: int) -> None:
         """Takes the samples of a validation."""
@@ -49,28 +64,52 @@ class SampleLog:
     def _log(self, batch: DataProto, decode: Decode, step: int, split: str) -> None:
         folder = self.folders[split]
         few = batch.slice(0, min(self.few[split], len(batch)))
-        self.run.append_generations(_rows(few, decode, split), step)
+        self.run.append_generations(self._rows(few, decode, split, detailed=True), step)
         if folder is not None:
             file = Path(folder) / f"{step}.jsonl"
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a", encoding="utf-8", errors="backslashreplace") as out:
-                for row in _rows(batch, decode, split):
+                for row in self._rows(batch, decode, split):
                     out.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=_plain) + "\n")
 
+    def _rows(self, batch: DataProto, decode: Decode, split: str, detailed: bool = False) -> Iterator[dict[str, Any]]:
+        if batch.batch is None or len(batch) == 0:
+            return
+        scores = batch.batch["token_level_scores"].sum(1).tolist()
+        columns, reasons = batch.non_tensor_batch, self._finish(batch)
+        for at, (text, score) in enumerate(zip(decode(batch), scores, strict=True)):
+            row = {
+                "split": split,
+                "prompt": columns["raw_prompt"][at],
+                "response": text,
+                "score": score,
+                "ground_truth": columns["ground_truth"][at],
+                "data_source": columns["data_source"][at],
+            }
+            if reasons:
+                row["finish"] = reasons[at]
+            if detailed and self.decode_tokens is not None and "responses" in batch.batch.keys():
+                tensors = {name: batch.batch[name][at] for name in _OF_TOKENS if name in batch.batch.keys()}
+                row["tokens"] = token_details(tensors, self.decode_tokens)
+            yield row
 
-def _rows(batch: DataProto, decode: Decode, split: str) -> Iterator[dict[str, Any]]:
-    if batch.batch is None or len(batch) == 0:
-        return
-    scores = batch.batch["token_level_scores"].sum(1).tolist()
-    columns = batch.non_tensor_batch
-    for at, (text, score) in enumerate(zip(decode(batch), scores, strict=True)):
-        yield {
-            "split": split,
-            "prompt": columns["raw_prompt"][at],
-            "response": text,
-            "score": score,
-            "ground_truth": columns["ground_truth"][at],
-            "data_source": columns["data_source"][at],
+    def _finish(self, batch: DataProto) -> list[str]:
+        """Why each sample ended, as the agent loop said, or else by its tokens; empty where neither is known."""
+        if "ending" in batch.non_tensor_batch:
+            return [str(reason) for reason in batch.non_tensor_batch["ending"]]
+        if not {"responses", "attention_mask"} <= set(batch.batch.keys()):
+            return []
+        return finish_reasons({name: batch.batch[name] for name in ("responses", "attention_mask")}, self.stops)
+
+    def _spread(self, batch: DataProto) -> dict[str, Any]:
+        if batch.batch is None or len(batch) == 0 or "responses" not in batch.batch.keys():
+            return {}
+        width = batch.batch["responses"].shape[1]
+        lengths = batch.batch["attention_mask"][:, -width:].sum(1)
+        return {
+            "score": histogram(batch.batch["token_level_scores"].sum(1).numpy()),
+            "response_length": histogram(lengths.numpy()),
+            "finish": dict(Counter(self._finish(batch))),
         }
 
 

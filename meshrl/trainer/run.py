@@ -38,7 +38,7 @@ from meshrl.data.mixing import MixedOrder
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.sampling import BatchOrder, RowOrder
 from meshrl.data.stream import PromptStream
-from meshrl.models.loading import load_tokenizer
+from meshrl.models.loading import load_tokenizer, stop_token_ids
 from meshrl.rewards.loading import load_reward_manager
 from meshrl.telemetry.bar import counting_bar
 from meshrl.telemetry.console import SFT_COLUMNS, StepConsole
@@ -126,6 +126,8 @@ def train_once(
             validation_samples=max(8, trainer.log_val_generations),
             rollout_data_dir=trainer.rollout_data_dir,
             validation_data_dir=trainer.validation_data_dir,
+            decode_tokens=lambda ids: str(tokenizer.decode(ids)),
+            stops=stop_token_ids(model.path or "", tokenizer),
         )
         with (
             reward,

@@ -74,11 +74,11 @@ def test_version_and_help(run: Run) -> None:
     assert run("--version") == (0, f"meshrl {meshrl.__version__}\n", "")
     code, out, _ = run("--help")
     assert code == 0
-    for command in ("train", "sft", "demo", "config", "report"):
+    for command in ("train", "sft", "demo", "config", "report", "watch"):
         assert f"    {command} " in out
 
 
-@pytest.mark.parametrize("words", [[], ["trian"], ["config", "--onyl", "x"], ["report"], ["report", "a", "b"]])
+@pytest.mark.parametrize("words", [[], ["trian"], ["config", "--onyl", "x"], ["report"], ["watch", "a", "b"]])
 def test_wrong_usage_is_2(run: Run, words: list[str]) -> None:
     code, out, err = run(*words)
     assert (code, out) == (2, "")
@@ -206,6 +206,31 @@ def test_report_says_where_it_is_or_what_is_missing(run: Run, tmp_path: Path, mo
 
     fake.write_report = fail  # type: ignore[attr-defined]
     assert run("report", "x") == (1, "", "meshrl: x has no steps\n")
+    code, _, err = run("report", "x", "--out", "y.html")
+    assert (code, "--out is for comparisons" in err) == (1, True)
+
+
+def test_several_runs_are_compared(run: Run, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text('{"step": 1, "critic/score/mean": 0.5}\n')
+    out = tmp_path / "both.html"
+    assert run("report", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(out))[0] == 0
+    assert "Comparison of 2 runs" in out.read_text()
+    code, _, err = run("report", str(tmp_path / "one"), str(tmp_path / "three"))
+    assert (code, "there is no run folder" in err) == (1, True)
+
+
+def test_watch_says_where_and_ends_when_interrupted(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(server: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("http.server.ThreadingHTTPServer.serve_forever", interrupted)
+    code, out, _ = run("watch", str(tmp_path / "not yet"), "--port", "0")
+    assert (code, "http://127.0.0.1:" in out) == (0, True)
+    code, _, err = run("watch", str(tmp_path), "--port", "99999")
+    assert (code, "choose another with --port" in err) == (1, True)
 
 
 # In a process of its own

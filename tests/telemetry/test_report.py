@@ -1,3 +1,6 @@
+import base64
+import hashlib
+import json
 import math
 import random
 import re
@@ -11,9 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from meshrl.telemetry import report_samples
 from meshrl.telemetry.curves_svg import HEIGHT, WIDTH, draw_panel, nice_ticks, sparkline
 from meshrl.telemetry.panels import Panel, Series, build_panels, merge_steps, smooth, thin
-from meshrl.telemetry.report import write_report
+from meshrl.telemetry.report import read_run, run_page, write_report
 from meshrl.telemetry.report_text import duration, number, visible
 from meshrl.telemetry.run_folder import RunFolder
 
@@ -66,6 +70,11 @@ def write_run(path, steps=40, config=None, sources=None, names=("sort",)):
     return run
 
 
+def html_of(folder):
+    """The report without the picture beside it, which takes most of the time."""
+    return run_page(read_run(folder))
+
+
 def test_a_report_has_curves_summary_timing_samples_and_config(tmp_path):
     sources = {"trainer.project_name": "recipe x.yaml", "actor.lr": "command line", "actor.clip": "default"}
     config = {"trainer": {"project_name": "p", "experiment_name": "e"}, "actor": {"clip": 0.2, "lr": 3e-4}}
@@ -77,29 +86,71 @@ def test_a_report_has_curves_summary_timing_samples_and_config(tmp_path):
     assert "Rollout vs. trainer log-probs" in page.text
     assert "Time of a step" in page.text
     assert page.tags.count("figure") == 9
+    for question in ("Is it learning?", "Is it healthy?", "Where does the time go?"):
+        assert page.text.count(question) == 2  # the verdict and the section
     assert "0.025 → 1" in page.text
     assert "validation, sort mean@1" in page.text
     assert "prompt 40" in page.text
     # Non-default values stand before the fold with defaults.
     html = run.report.read_text()
-    assert html.index("actor.lr") < html.index("<details>", html.index("<h2>Config")) < html.index("actor.clip")
+    assert html.index("actor.lr") < html.index("<details", html.index("<h2>Config")) < html.index("actor.clip")
     assert "command line" in html
     # update_actor takes 2.5 of 3.65 seconds.
-    rows = re.findall(r"<th>update_actor</th>.*?([\d.]+) %", html)
+    rows = re.findall(r"</i>update_actor</th>.*?([\d.]+) %", html)
     assert float(rows[0]) == pytest.approx(68.5, abs=2)
     assert run.curves.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_the_page_needs_nothing_from_outside_and_no_script(tmp_path):
+def test_the_page_needs_nothing_from_outside(tmp_path):
     write_run(tmp_path)
-    html = write_report(tmp_path).read_text()
+    html = html_of(tmp_path)
     page = Page(html)
-    assert not {"script", "img", "link", "iframe", "object", "embed"} & set(page.tags)
-    assert not [item for item in page.attributes if item[1] in ("src", "href", "xlink:href")]
+    assert not {"img", "link", "iframe", "object", "embed", "base"} & set(page.tags)
+    assert not [item for item in page.attributes if item[1] in ("src", "xlink:href", "action")]
+    assert all(value.startswith("#") for _, name, value in page.attributes if name == "href")
     assert "url(" not in html
     assert "@import" not in html
-    assert "prefers-color-scheme: dark" in html
+    assert not re.search(r"https?://", html)
+    # Both colour schemes, and a picture that follows them.
+    assert "color-scheme: light dark" in html
+
+
+def test_only_the_pages_own_script_may_run(tmp_path):
+    write_run(tmp_path)
+    html = html_of(tmp_path)
+    scripts = re.findall(r"<script>(.*?)</script>", html, flags=re.DOTALL)
+    assert len(scripts) == 1
+    digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
+    policy = next(value for tag, name, value in Page(html).attributes if (tag, name) == ("meta", "content"))
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy
+    assert "connect-src 'none'" in policy
+    # Data is read, not run, and cannot end its element.
+    assert html.count("</script>") == 2
+
+
+def data_of(html):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html).group(1))
+
+
+def test_samples_come_as_data_the_latest_first_and_within_bounds(tmp_path):
+    run = write_run(tmp_path, steps=3)
+    tokens = {"text": ["a", "</script>"], "log_prob": [-0.5, "nan"], "version": 3, "advantage": [1.0], "of": 9}
+    rows = [{"prompt": [{"role": "user", "content": "hi"}], "response": "x" * 9000, "score": "nan", "tokens": tokens}]
+    run.append_generations(rows, 4)
+    samples = data_of(html_of(tmp_path))["samples"]
+    assert [sample["step"] for sample in samples] == [4, 3, 2, 1]
+    assert samples[0]["prompt"] == "user: hi"
+    assert len(samples[0]["response"]) < 4100
+    assert samples[0]["score"] is None
+    # A column that does not fit its tokens is left out.
+    assert samples[0]["tokens"] == {"text": ["a", "</script>"], "log_prob": [-0.5, None], "version": 3, "of": 9}
+    many = [{"step": i, "prompt": "p", "response": "r", "tokens": {"text": ["t"] * 500}} for i in range(1000)]
+    chosen = report_samples.page_samples(many)
+    assert len(chosen) == 200
+    assert [sample["step"] for sample in chosen[:2]] == [999, 994]
+    assert sum(len(sample["tokens"]["text"]) for sample in chosen if "tokens" in sample) == 60_000
 
 
 def test_hostile_strings_are_text_everywhere(tmp_path):
@@ -109,11 +160,13 @@ def test_hostile_strings_are_text_everywhere(tmp_path):
     config = {"trainer": {"project_name": HOSTILE}, HOSTILE: HOSTILE}
     run = write_run(wild, config=config, sources={HOSTILE: HOSTILE}, names=(HOSTILE.replace("\n", ""),))
     run.append_generations([{"prompt": HOSTILE, "response": HOSTILE, "score": HOSTILE, HOSTILE: HOSTILE}], 41)
-    pages = [Page(write_report(folder).read_text(encoding="utf-8")) for folder in (tame, wild)]
+    pages = [Page(html_of(tame)), Page(write_report(wild).read_text(encoding="utf-8"))]
     # The same elements as with harmless text: nothing of the hostile text became markup.
     assert pages[1].tags == pages[0].tags
     assert not [item for item in pages[1].attributes if item[1].startswith("on")]
     assert pages[1].text.count("{{ 7*7 }}") >= 5
+    sample = data_of((wild / "report.html").read_text())["samples"][0]
+    assert sample["prompt"].startswith(HOSTILE[:40])
     assert not re.search("[\x00\x1b\u202e\x85]", pages[1].text)
     assert "\\u202e" in pages[1].text
     assert (wild / "curves.png").stat().st_size > 10_000
@@ -126,10 +179,9 @@ def test_a_page_that_did_not_escape_would_be_caught():
 def test_missing_series_leave_their_panels_out(tmp_path):
     run = RunFolder(tmp_path)
     run.append_metrics({"critic/score/mean": 0.5, "actor/entropy": math.nan}, 3)
-    html = write_report(tmp_path).read_text()
+    html = html_of(tmp_path)
     assert Page(html).tags.count("figure") == 1
     assert "Entropy</h3>" not in html
-    assert run.curves.exists()
 
 
 def test_a_run_without_a_step_says_so(tmp_path, caplog):
@@ -148,13 +200,27 @@ def test_folders_that_are_no_run_are_refused(tmp_path):
         write_report(tmp_path)
 
 
+def test_distributions_become_pictures(tmp_path):
+    run = write_run(tmp_path, steps=5)
+    before = Page(html_of(tmp_path)).tags.count("figure")
+    for step in range(1, 6):
+        lengths = {"low": 1.0, "high": 40.0, "counts": [step] * 24}
+        spread = {"score": {"values": [0.0, 1.0], "counts": [9, step]}, "response_length": lengths}
+        run.append_distributions({**spread, "finish": {"stop": 8, "length": 1 + step}}, step)
+    page = Page(html_of(tmp_path))
+    assert page.tags.count("figure") == before + 3
+    for words in ("Reward, every sample", "Response length, every sample", "How answers end"):
+        assert words in page.text
+
+
 def test_counted_problems_are_named_at_the_top(tmp_path):
     run = RunFolder(tmp_path)
     for step in (1, 2):
         run.append_metrics({"training/nonfinite_metrics": 2.0, "response_length/clip_ratio": 0.6}, step)
-    html = write_report(tmp_path).read_text()
-    assert "NaN or infinite: 4 (training/nonfinite_metrics)" in html
-    assert "60% of the last step&#39;s responses" in html
+    text = Page(html_of(tmp_path)).text
+    assert "NaN or infinite: 4" in text
+    assert "training/nonfinite_metrics" in text
+    assert "60% of the answers are cut" in text
 
 
 def test_steps_are_merged_and_a_resumed_run_overwrites():
@@ -172,17 +238,12 @@ def test_steps_are_merged_and_a_resumed_run_overwrites():
     assert merged[3]["a"] == 3.0
 
 
-def test_the_timing_panel_keeps_every_second_and_the_order_of_a_step():
-    phases = ["sync", "gen", "zeta", "reward", "ref", "a1", "a2", "a3", "a4", "update_actor", "other"]
-    records = [{"step": s, **{f"timing_s/{p}": i + s for i, p in enumerate(phases)}} for s in range(1, 6)]
-    records[2].pop("timing_s/sync")
-    panel = build_panels(records)[-1]
-    assert len(panel.series) == 8
-    assert panel.series[-1].label == "other"
-    drawn = [sum(curve.values[i] for curve in panel.series) for i in range(5)]
-    assert drawn == [sum(v for k, v in record.items() if k != "step") for record in records]
-    known = [curve.label for curve in panel.series if curve.label in ("gen", "reward", "update_actor")]
-    assert known == sorted(known, key=["gen", "reward", "update_actor"].index)
+def test_only_positive_values_far_apart_have_a_scale_by_powers_of_ten():
+    name = "training/rollout_log_prob_diff_mean"
+    for values, log in (([1e-7, 1e-2], True), ([1e-7, 2e-7], False), ([-1e-7, 1e-2], False), ([0.0, 1e-2], False)):
+        (panel,) = build_panels([{"step": i, name: value} for i, value in enumerate(values)])
+        assert panel.log_scale == log
+        ElementTree.fromstring(draw_panel(panel))
 
 
 def test_smoothing_and_thinning_against_plain_loops():
@@ -260,7 +321,8 @@ def test_a_long_run_is_reported_quickly(tmp_path):
 def test_importing_telemetry_loads_neither_torch_nor_matplotlib():
     script = (
         "import sys\n"
-        "from meshrl.telemetry import console, metrics, report, run_folder, timers, trackers\n"
+        "from meshrl.telemetry import command_line, compare, console, metrics, report\n"
+        "from meshrl.telemetry import run_folder, timers, trackers, watch\n"
         "heavy = {'torch', 'matplotlib', 'jinja2', 'wandb', 'mlflow', 'tensorboard', 'trackio'}\n"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
     )
