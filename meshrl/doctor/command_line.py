@@ -38,7 +38,7 @@ def examine(arguments: argparse.Namespace) -> list[Finding]:
     try:
         with links.LinkRun(arguments.ranks) as run:
             found += _of_machine(arguments)
-            found += links.judge_links(run.result())
+            found += links.judge_links(run.result(links.SECONDS))
     except ImportError as error:
         found.append(machine.Finding("device", "fail", f"torch cannot be imported: {error}", "pip install torch"))
     return [*found, *check_cluster(arguments.address)]

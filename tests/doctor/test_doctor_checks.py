@@ -17,9 +17,8 @@ from meshrl.doctor.findings import Finding, as_json, as_lines, judged, worst
 from meshrl.doctor.measure import Entry, _short_name, matmul_tflops, measure, write_entry
 from meshrl.doctor.versions import CONFLICTS, Conflict, check_python, check_versions, is_within
 
-KEYS = (
-    "memory_gib bf16_tflops fp32_tflops memory_gbs intra_node_gbs inter_node_gbs host_gbs latency_us measured".split()
-)
+LINKS = ["intra_node_gbs", "inter_node_gbs", "host_gbs", "latency_us"]
+KEYS = ["memory_gib", "bf16_tflops", "fp32_tflops", "memory_gbs", *LINKS, "measured"]
 Usage = namedtuple("Usage", "total used free")
 
 
