@@ -47,10 +47,11 @@ def examine(arguments: argparse.Namespace) -> list[Finding]:
 def _of_machine(arguments: argparse.Namespace) -> list[Finding]:
     from meshrl.doctor import machine
 
+    has_gpu = machine.NVIDIA_DRIVER.exists()
     return [
         *machine.check_devices(),
         machine.check_memory(),
-        machine.check_shared_memory(ranks=arguments.ranks),
+        machine.check_shared_memory(ranks=arguments.ranks, is_needed=has_gpu or bool(arguments.address)),
         machine.check_file_handles(arguments.ranks),
         machine.check_disk(arguments.disk),
         machine.check_host_name(),

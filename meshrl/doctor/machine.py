@@ -27,19 +27,23 @@ def check_memory() -> Finding:
     return Finding("memory", status, found, advice, {"available_bytes": memory.available, "total_bytes": memory.total})
 
 
-def check_shared_memory(path: Path = SHARED_MEMORY, ranks: int = 2) -> Finding:
-    """The file system in memory that NCCL and Ray's object store put their buffers in; containers often get 64 MiB."""
+def check_shared_memory(path: Path = SHARED_MEMORY, ranks: int = 2, is_needed: bool = True) -> Finding:
+    """The file system in memory that NCCL and Ray's object store put their buffers in; containers often get 64 MiB.
+
+    Local processes on CPUs do without it: then little of it only warns.
+    """
     if not path.is_dir():
         return Finding("shared memory", "warn", f"there is no {path}", "Ray and NCCL will use the disk and sockets")
     usage = shutil.disk_usage(path)
     needed = 64 * MIB * ranks
+    numbers = {"free_bytes": usage.free, "needed_bytes": needed}
     found = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free at {path}"
     if usage.free < needed:
         advice = "start the container with --shm-size=16g or --ipc=host; until then set NCCL_SHM_DISABLE=1"
-        return Finding("shared memory", "fail", found, advice, {"free_bytes": usage.free, "needed_bytes": needed})
+        return Finding("shared memory", "fail" if is_needed else "warn", found, advice, numbers)
     status = judged(usage.free / GIB, warn=1, fail=0)
     advice = "" if status == "ok" else "with Ray, batches over this size go by way of the disk: --shm-size=16g"
-    return Finding("shared memory", status, found, advice, {"free_bytes": usage.free, "needed_bytes": needed})
+    return Finding("shared memory", status, found, advice, numbers)
 
 
 def check_file_handles(ranks: int = 2) -> Finding:

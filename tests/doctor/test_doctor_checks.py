@@ -64,6 +64,7 @@ def test_shared_memory_by_its_free_bytes(monkeypatch, tmp_path, free, status):
     found = machine.check_shared_memory(tmp_path, ranks=1)
     assert found.status == status
     assert ("--shm-size" in found.advice) == (status != "ok")
+    assert machine.check_shared_memory(tmp_path, 1, is_needed=False).status == status.replace("fail", "warn")
 
 
 def test_shared_memory_of_this_machine_and_of_one_without(tmp_path):

@@ -2,7 +2,7 @@
 
 | language | what is done |
 |---|---|
-| python | executed, all blocks of a page in one namespace; `>>>` lines as a doctest; a first line `# name.py` also writes that file |
+| python | executed, a page's blocks in one namespace; `>>>` lines as a doctest; `# name.py` above also writes that file |
 | bash | every command, see `run_command` |
 | console | commands after `$`, whose output must be what stands below (`...` for lines or words left out) |
 | yaml | loaded as a recipe, or, where the first line names a file, written to it |
@@ -85,7 +85,7 @@ class Runner:
         getattr(self, f"run_{block.language}")(block.text)
 
     def run_text(self, text):
-        assert not re.search(r"^\s*(\$ )?(meshrl|python|pip|make) \w", text, re.M), "commands belong into bash or console"
+        assert not re.search(r"^(\$ )?(meshrl|python|pip|make) \w", text, re.M), "commands belong into bash or console"
 
     def run_json(self, text):
         json.loads(text)
@@ -169,7 +169,8 @@ class Runner:
     def _meshrl(self, words):
         place = words.index("...") if "..." in words else None
         if place is not None:
-            words[place : place + 1] = USUAL.split()
+            chosen = any(word.startswith(("reward.name=", "reward.functions=")) for word in words)
+            words[place : place + 1] = USUAL.split()[: 2 if chosen else 3]
         if words[0] in ("train", "sft") and "--dry-run" not in words:
             words.append("--dry-run")
         if words[0] == "doctor" and "--ranks" not in words:
@@ -212,5 +213,5 @@ class Runner:
 
 def commands_of(text):
     """The commands of a block: continued lines joined, comments and empty lines left out."""
-    joined = re.sub(r"\\\n\s*", " ", text)
+    joined = re.sub(r"\s*\\\n\s*", " ", text)
     return [line.strip() for line in joined.splitlines() if line.strip() and not line.strip().startswith("#")]

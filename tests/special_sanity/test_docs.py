@@ -19,14 +19,14 @@ from docs_runner import LANGUAGES, Runner, blocks_of, commands_of
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
 MOST_NOT_RUN = 8  # blocks that need what a test machine does not have
-REWARD = '''
+REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return float(solution_str.strip() == ground_truth)
 
 
 def brevity(data_source, solution_str, ground_truth, extra_info):
     return -float(len(solution_str))
-'''
+"""
 CAPS = ["trainer.total_training_steps=1", "trainer.val_before_train=false"]
 # The shape of Qwen3-1.7B: weight_sync.md plans with the real one.
 QWEN3_1_7B = {
@@ -85,7 +85,7 @@ def short_run(folder):
 
 @pytest.fixture
 def page_runner(scene, tmp_path, monkeypatch):
-    """A runner in a folder of its own, with what is in the scene; demos are cut to a step where the page says nothing."""
+    """A runner in a folder of its own, with what is in the scene; demos take a step where the page says nothing."""
     for thing in scene.iterdir():
         (tmp_path / thing.name).symlink_to(thing)
     monkeypatch.chdir(tmp_path)
