@@ -2,7 +2,7 @@
 
 | language | what is done |
 |---|---|
-| python | executed, a page's blocks in one namespace; `>>>` lines as a doctest; `# name.py` above also writes that file |
+| python | executed, a page's blocks in one scope; `>>>` lines as a doctest; `# name.py` above also writes that file |
 | bash | every command, see `run_command` |
 | console | commands after `$`, whose output must be what stands below (`...` for lines or words left out) |
 | yaml | loaded as a recipe, or, where the first line names a file, written to it |
