@@ -116,7 +116,7 @@ def draw_layout() -> None:
 def draw_versions() -> None:
     """Who has which version of the weights when, synchronous and one step off."""
     axes = canvas(8.2, 2.6)
-    for row, (title, begin) in enumerate([("together", (1.2, 2.35)), ("max_staleness=1", (1.2, 1.2))]):
+    for row, (title, begin) in enumerate([("together", (1.3, 2.35)), ("max_staleness\n= 1", (1.3, 1.2))]):
         y = 1.45 - row * 1.3
         axes.text(0.1, y + 0.55, title, va="center")
         lag = begin[1]
@@ -138,12 +138,12 @@ def draw_seconds(run: Path) -> None:
     _, axes = plt.subplots(figsize=(8.2, 2.6))
     floor = [0.0] * len(steps)
     for phase in PHASES:
-        seconds = [line.get(f"timing_s/{phase}", 0.0) for line in steps]
-        if sum(seconds) < 0.01 * sum(line["timing_s/step"] for line in steps):
+        seconds = [100 * line.get(f"timing_s/{phase}", 0.0) / line["timing_s/step"] for line in steps]
+        if sum(seconds) < len(steps):
             continue
         axes.bar([line["step"] for line in steps], seconds, bottom=floor, label=phase)
         floor = [below + own for below, own in zip(floor, seconds, strict=True)]
-    axes.set(xlabel="step", ylabel="seconds")
+    axes.set(xlabel="step", ylabel="% of the step", ylim=(0, 118))
     axes.legend(ncols=4, fontsize=8, frameon=False, loc="upper right")
     axes.spines[["top", "right"]].set_visible(False)
     save("seconds")
