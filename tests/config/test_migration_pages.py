@@ -69,7 +69,9 @@ def test_trl_rows():
         assert ours in KEYS, ours
 
 
-@pytest.mark.parametrize("page", ["migrate_verl.md", "migrate_trl.md", "troubleshooting.md", "tuning.md", "concepts.md"])
+@pytest.mark.parametrize(
+    "page", ["migrate_verl.md", "migrate_trl.md", "troubleshooting.md", "tuning.md", "concepts.md"]
+)
 def test_keys_in_running_text_exist(page):
     """Whatever looks like a dotted key of ours, in full or below its section, is one."""
     ends = {name.split(".", at)[-1] for name in [*KEYS, *leaves(SFTConfig)] for at in range(name.count(".") + 1)}

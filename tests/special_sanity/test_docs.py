@@ -1,15 +1,18 @@
 """The documentation does what it says: every fenced block of every page is run (docs_runner.py says how)."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
 import meshrl.trainer.calculator
 import meshrl.trainer.demo
 import meshrl.trainer.verify
+from meshrl.agents.calculator_task import make_calculator_model
 from meshrl.data.files import write_tables
 from meshrl.models.tiny import make_tiny_model
 
@@ -53,6 +56,8 @@ def scene(tmp_path_factory):
     """A folder with a tiny model, data, a reward function and a short run of the demo, under the pages' names."""
     folder = tmp_path_factory.mktemp("docs")
     make_tiny_model(folder / "MODEL", "0123456789abcdefghijklmnopqrstuvwxyz>+= ", max_position_embeddings=32768)
+    make_calculator_model(folder / "CHAT_MODEL", max_position_embeddings=32768)
+    (folder / "examples").symlink_to(ROOT / "examples", target_is_directory=True)
     for name in ("JUDGE_MODEL", "models/Qwen2.5-1.5B"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(folder / "MODEL", target_is_directory=True)
@@ -149,6 +154,27 @@ def test_blocks_have_a_language_and_few_are_not_run():
 def test_a_wrong_block_is_seen(page_runner, language, text):
     with pytest.raises((AssertionError, ValueError, NameError)):
         getattr(page_runner, f"run_{language}")(text)
+
+
+def test_every_page_has_its_place_in_the_site():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = set(re.findall(r"[\w/]+\.md", str(nav)))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    assert listed == pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"`{3}.*?`{3}", "", page.read_text(), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        assert not target.startswith("http") or "github.com/meshrl" not in target
+        if not target.startswith(("http", "#")):
+            path, _, anchor = target.partition("#")
+            file = page.parent / path
+            assert file.exists(), target
+            if anchor:
+                headings = re.findall(r"^#+ (.+)$", file.read_text(), re.M)
+                assert anchor in {re.sub(r"[^\w -]", "", h).lower().strip().replace(" ", "-") for h in headings}, target
 
 
 def test_commands_are_cut_right():
