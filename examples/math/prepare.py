@@ -13,13 +13,13 @@ from pathlib import Path
 ASK = "Solve the problem step by step and end with a line '#### answer'.\n\n{question}"
 STORIES = [
     (
-        "A box holds {a} pens. {b} boxes arrive and {c} pens are sold. How many pens are left?",
+        "A box holds {a} pens. {b} boxes arrive and {c} pens are sold. How many are left?",
         lambda a, b, c: a * b - c,
     ),
     ("Ida walks {a} km on each of {b} days and {c} km on one more. How far is that?", lambda a, b, c: a * b + c),
     ("{a} trays of {b} eggs are shared, and {c} eggs break. How many are whole?", lambda a, b, c: a * b - c),
     (
-        "A tank has {c} litres. A hose adds {a} litres a minute for {b} minutes. How many litres?",
+        "A tank has {c} litres. A hose adds {a} a minute for {b} minutes. How many are in it?",
         lambda a, b, c: a * b + c,
     ),
 ]
