@@ -1,4 +1,4 @@
-"""The pages for those who come from verl and TRL name keys that exist on both sides, and the defaults that they have."""
+"""The pages for those who come from verl and TRL name keys that exist on both sides, with the defaults they have."""
 
 import re
 from pathlib import Path
@@ -14,8 +14,7 @@ from meshrl.config.tree import leaves
 DOCS = Path(__file__).parents[2] / "docs"
 KEYS = leaves(PPOConfig)
 # The fields of TRL 1.16's GRPOConfig, and those it inherits from transformers' TrainingArguments that the page names.
-TRL_KEYS = set(
-    """learning_rate trust_remote_code num_generations num_generations_eval max_completion_length shuffle_dataset
+TRL_NAMES = """learning_rate trust_remote_code num_generations num_generations_eval max_completion_length shuffle_dataset
     generation_batch_size steps_per_generation temperature top_p top_k use_vllm vllm_mode vllm_enable_sleep_mode
     vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size beta num_iterations epsilon delta
     epsilon_high sapo_temperature_neg sapo_temperature_pos importance_sampling_level reward_weights
@@ -23,8 +22,8 @@ TRL_KEYS = set(
     ref_model_sync_steps top_entropy_quantile entropy_coef use_adaptive_entropy max_tool_calling_iterations
     vllm_importance_sampling_correction vllm_importance_sampling_clip_max log_completions gradient_checkpointing bf16
     max_steps num_train_epochs seed output_dir report_to save_steps save_total_limit eval_steps max_grad_norm
-    weight_decay warmup_steps lr_scheduler_type per_device_train_batch_size gradient_accumulation_steps""".split()
-)
+    weight_decay warmup_steps lr_scheduler_type per_device_train_batch_size gradient_accumulation_steps"""
+TRL_KEYS = set(TRL_NAMES.split())
 
 
 def shown(value):
@@ -69,15 +68,13 @@ def test_trl_rows():
         assert ours in KEYS, ours
 
 
-@pytest.mark.parametrize(
-    "page", ["migrate_verl.md", "migrate_trl.md", "troubleshooting.md", "tuning.md", "concepts.md"]
-)
+@pytest.mark.parametrize("page", ["migrate_verl", "migrate_trl", "troubleshooting", "tuning", "concepts"])
 def test_keys_in_running_text_exist(page):
     """Whatever looks like a dotted key of ours, in full or below its section, is one."""
     ends = {name.split(".", at)[-1] for name in [*KEYS, *leaves(SFTConfig)] for at in range(name.count(".") + 1)}
     sections = {end.rsplit(".", at)[0] for end in ends for at in range(end.count(".") + 1)}
     roots = {end.split(".")[0] for end in ends if "." in end}
-    named = re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`", (DOCS / page).read_text())
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`", (DOCS / f"{page}.md").read_text())
     wrong = [name for name in named if name.split(".")[0] in roots and canonical(name) not in ends | sections]
     assert not wrong
     assert named
