@@ -1,4 +1,4 @@
-"""The examples: those that fit on a CPU take a step, the launch scripts do what they say; test_docs.py does the rest."""
+"""The examples: those that fit on a CPU take a step, launch scripts do what they say; test_docs.py does the rest."""
 
 import json
 import os
