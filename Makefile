@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test test-vllm test-sglang lint types check clean
+.PHONY: demo test test-vllm test-sglang lint types docs check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/meshrl demo
@@ -37,7 +37,11 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-check: lint types test
+# The site, into site/; anything that mkdocs warns of is an error.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+check: lint types docs test
 
 # A stamp is written only after everything is in place. Without one, whatever a failed install left is thrown away.
 $(VENV)/.installed: $(INPUTS)
@@ -53,5 +57,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed $(INPUTS)
 	@$(PIP) -e '.[dev]'
 	@touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed $(INPUTS)
+	@echo "installing what the site needs"
+	@$(PIP) -e '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang outputs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf site $(VENV) .venv-vllm .venv-sglang outputs .mypy_cache .ruff_cache .pytest_cache .hypothesis

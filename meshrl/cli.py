@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import meshrl
+from meshrl.doctor.command_line import add_doctor_options
 from meshrl.rollout.command_line import add_generate_options, add_serve_options
 from meshrl.telemetry.command_line import add_report_options, add_timeline_options, add_watch_options
 from meshrl.weights.command_line import add_plan_options
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add_serve_options(add("serve", _serve, "serve a model over HTTP as OpenAI's API does"))
     add_generate_options(add("generate", _generate, "answer the prompts of a file; goes on where it was ended"))
     add_plan_options(add("plan-sync", _plan_sync, "show what a weight sync between two layouts moves"))
+    add_doctor_options(add("doctor", _doctor, "look whether this machine and its cluster are fit for a run"))
     _convert_options(
         add("convert", _convert, "turn a checkpoint into a Hugging Face folder, or such a folder into a checkpoint")
     )
@@ -263,6 +265,16 @@ def _plan_sync(arguments: argparse.Namespace) -> int | None:
         _complain(str(error))
         return CONFIG_PROBLEM
     return None
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from meshrl.doctor.command_line import doctor
+
+    try:
+        return doctor(arguments, _say)
+    except (OSError, ValueError) as error:
+        _complain(str(error))
+        return CONFIG_PROBLEM
 
 
 def _convert(arguments: argparse.Namespace) -> int | None:

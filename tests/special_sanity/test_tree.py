@@ -21,6 +21,7 @@ FLOORS = [
     {"controller"},
     {"workers"},
     {"trainer"},
+    {"doctor"},
     {"cli"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

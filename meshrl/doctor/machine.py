@@ -1,0 +1,118 @@
+"""The machine itself: devices, memory, shared memory, file handles, disk, its own name."""
+
+import os
+import resource
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from meshrl.doctor.findings import Finding, judged
+
+MIB, GIB = 2**20, 2**30
+SHARED_MEMORY = Path("/dev/shm")
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+# A worker group keeps a few sockets, pipes and shared blocks for each rank open; Ray far more.
+HANDLES, HANDLES_PER_RANK = 256, 16
+
+
+def check_memory() -> Finding:
+    """The host's memory."""
+    memory = psutil.virtual_memory()
+    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free, {os.cpu_count()} cores"
+    status = judged(memory.available / GIB, warn=4, fail=1)
+    advice = "" if status == "ok" else "end other programs; the host holds data, offloaded weights and checkpoints"
+    return Finding("memory", status, found, advice, {"available_bytes": memory.available, "total_bytes": memory.total})
+
+
+def check_shared_memory(path: Path = SHARED_MEMORY, ranks: int = 2, is_needed: bool = True) -> Finding:
+    """The file system in memory that NCCL and Ray's object store put their buffers in; containers often get 64 MiB.
+
+    Local processes on CPUs do without it: then little of it only warns.
+    """
+    if not path.is_dir():
+        return Finding("shared memory", "warn", f"there is no {path}", "Ray and NCCL will use the disk and sockets")
+    usage = shutil.disk_usage(path)
+    needed = 64 * MIB * ranks
+    numbers = {"free_bytes": usage.free, "needed_bytes": needed}
+    found = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free at {path}"
+    if usage.free < needed:
+        advice = "start the container with --shm-size=16g or --ipc=host; until then set NCCL_SHM_DISABLE=1"
+        return Finding("shared memory", "fail" if is_needed else "warn", found, advice, numbers)
+    status = judged(usage.free / GIB, warn=1, fail=0)
+    advice = "" if status == "ok" else "with Ray, batches over this size go by way of the disk: --shm-size=16g"
+    return Finding("shared memory", status, found, advice, numbers)
+
+
+def check_file_handles(ranks: int = 2) -> Finding:
+    """How many files this process, and so its workers, may have open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = float("inf") if soft == resource.RLIM_INFINITY else soft
+    needed = HANDLES + HANDLES_PER_RANK * ranks
+    status = judged(limit, warn=4096, fail=needed)
+    advice = ""
+    if status != "ok":
+        allowed = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+        advice = f"ulimit -n 65536 before the run (the hard limit is {allowed}); a run of {ranks} ranks needs {needed}"
+    shown = "unlimited" if limit == float("inf") else str(soft)
+    return Finding("file handles", status, f"{shown} open files allowed", advice, {"soft": soft, "needed": needed})
+
+
+def check_disk(folder: str | Path = ".") -> Finding:
+    """Room and the right to write where runs keep their checkpoints."""
+    where = Path(folder).absolute()
+    try:
+        with tempfile.TemporaryFile(dir=where) as file:
+            file.write(b"meshrl")
+    except OSError as error:
+        advice = "set trainer.default_local_dir to a folder that you may write to"
+        return Finding("disk", "fail", f"nothing can be written to {where}: {error.strerror}", advice)
+    usage = shutil.disk_usage(where)
+    status = judged(usage.free / GIB, warn=20, fail=1)
+    advice = "" if status == "ok" else "a checkpoint takes about 16 bytes a parameter: set trainer.default_local_dir"
+    found = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free at {where}"
+    return Finding("disk", status, found, advice, {"free_bytes": usage.free})
+
+
+def check_host_name(name: str | None = None) -> Finding:
+    """Whether the machine knows its own name: process groups ask for it."""
+    name = name or socket.gethostname()
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        advice = f"add '127.0.0.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        return Finding("host name", "warn", f"{name} has no address: {error}", advice)
+    return Finding("host name", "ok", f"{name} is {address}")
+
+
+def check_devices() -> list[Finding]:
+    """The accelerators that torch can use, and how much of their memory is free."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return [_no_device(torch.version.cuda, NVIDIA_DRIVER.exists())]
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        status = judged(free / total, warn=0.9, fail=0.2)
+        advice = "" if status == "ok" else "another process holds its memory: nvidia-smi shows which"
+        text = (
+            f"cuda:{index} {properties.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, "
+            f"compute {properties.major}.{properties.minor}, CUDA {torch.version.cuda}"
+        )
+        found.append(Finding("device", status, text, advice, {"free_bytes": free, "total_bytes": total}))
+    return found
+
+
+def _no_device(built_for: str | None, has_driver: bool) -> Finding:
+    """Why there is no GPU to use, which is a mistake only if there is one in the machine."""
+    if not has_driver:
+        return Finding("device", "ok", f"no GPU; runs use the CPU ({os.cpu_count()} cores)")
+    if built_for is None:
+        advice = "install torch's CUDA build: this one is for CPUs only"
+        return Finding("device", "fail", "the machine has an NVIDIA driver, torch was built without CUDA", advice)
+    advice = "see nvidia-smi: the driver may be older than torch's CUDA, or CUDA_VISIBLE_DEVICES may be empty"
+    return Finding("device", "fail", f"torch (CUDA {built_for}) cannot use the machine's NVIDIA driver", advice)
