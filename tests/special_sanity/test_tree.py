@@ -20,7 +20,7 @@ FLOORS = [
     {"agents"},
     {"controller"},
     {"workers"},
-    {"trainer"},
+    {"trainer", "plan"},
     {"cli"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
