@@ -1,4 +1,4 @@
-"""Devices as a small table of numbers, which a file may extend or replace (`meshrl doctor --measure` writes such a file).
+"""Devices as a small table of numbers, which a file may extend or replace (`meshrl doctor --measure` writes one).
 
     # hardware.yaml
     H200:
@@ -71,7 +71,10 @@ TABLE: dict[str, tuple[float, ...]] = {
 
 def hardware_table(file: str | Path | None = None) -> dict[str, Hardware]:
     """The built-in devices by name, with those of a YAML file added or changed."""
-    table = {name: Hardware(name, *numbers) for name, numbers in TABLE.items()}
+    table = {
+        name: Hardware(name, **dict(zip(NUMBERS, numbers, strict=True)), measured=False)
+        for name, numbers in TABLE.items()
+    }
     if file is None:
         return table
     content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
