@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
