@@ -249,10 +249,11 @@ def compiled_layer(layer: nn.Module, settings: LayerSettings) -> Iterator[None]:
         yield
         return
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def as_it_is(graph: Any, _: Any) -> Any:
-        return graph
+        return make_boxed_func(graph)
 
     backend = aot_autograd(
         fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=min_cut_rematerialization_partition
