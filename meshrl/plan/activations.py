@@ -238,7 +238,7 @@ def _drop(param: Tensor) -> None:
 
 
 def _width(module: nn.Module) -> int:
-    norm = getattr(module, "input_layernorm", module)
+    norm: Any = getattr(module, "input_layernorm", module)
     return int(norm.weight.shape[0])
 
 
@@ -255,15 +255,15 @@ def compiled_layer(layer: nn.Module, settings: LayerSettings) -> Iterator[None]:
     def as_it_is(graph: Any, _: Any) -> Any:
         return make_boxed_func(graph)
 
-    backend = aot_autograd(
-        fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=min_cut_rematerialization_partition
-    )
+    backend = aot_autograd(fw_compiler=as_it_is, bw_compiler=as_it_is, partition_fn=min_cut_rematerialization_partition)
+    # Other layers of the same class were compiled before, and there is a limit to how often.
+    torch._dynamo.reset()
     original = layer.forward
     budget = torch._functorch.config.activation_memory_budget
     torch._functorch.config.activation_memory_budget = settings.memory_budget
-    layer.forward = torch.compile(original, backend=backend, dynamic=False)  # type: ignore[method-assign]
+    layer.forward = torch.compile(original, backend=backend, dynamic=False)
     try:
         yield
     finally:
-        layer.forward = original  # type: ignore[method-assign]
+        layer.forward = original
         torch._functorch.config.activation_memory_budget = budget

@@ -41,9 +41,7 @@ class ModelTrace:
     def widest(self, layers: Sequence[int], tokens: int) -> LayerTrace:
         """The most that any of these layers takes, for each kind of bytes."""
         traces = [self.of_layer(layer, tokens) for layer in layers] or [LayerTrace(0, 0, 0)]
-        return LayerTrace(
-            max(t.kept for t in traces), max(t.forward for t in traces), max(t.backward for t in traces)
-        )
+        return LayerTrace(max(t.kept for t in traces), max(t.forward for t in traces), max(t.backward for t in traces))
 
 
 @dataclass(frozen=True)
@@ -122,8 +120,8 @@ def _spread_experts(modules: Any, config: Any, cut: Cut) -> None:
     rows = config.num_experts_per_tok * cut.etp / (cut.tp if cut.shares_sequence else 1)
     for layer in modules.base_model.layers:
         for owner in list(layer.modules()):
-            experts = getattr(owner, "experts", None)
+            experts: Any = getattr(owner, "experts", None)
             if isinstance(experts, nn.Module) and hasattr(experts, "gate_up_proj"):
-                inner = experts.gate_up_proj.shape[1] // 2
+                inner = int(experts.gate_up_proj.shape[1]) // 2  # type: ignore[index]
                 with torch.device("meta"):
                     owner.experts = EvenExperts(config.hidden_size, inner, rows, nn.functional.silu)

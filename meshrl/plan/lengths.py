@@ -1,4 +1,4 @@
-"""Lengths of prompts and responses: read from a file, or drawn as RL runs have them; and the micro-batches they make."""
+"""Lengths of prompts and responses: read from a file, or drawn as RL runs have them."""
 
 from __future__ import annotations
 
