@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,39 +53,19 @@ class Cut:
 
 
 def trace_model(model: PlannedModel, settings: LayerSettings, cut: Cut | None = None) -> ModelTrace:
-    """Meters one layer of each kind; `settings.tokens` is replaced, see `ModelTrace`."""
-    return _trace(_Key(model), settings, cut or Cut())
+    """Meters one layer of each kind, once a model; `settings.tokens` is replaced, see `ModelTrace`."""
+    key = (settings, cut or Cut())
+    if key not in model.notes:
+        model.notes[key] = _trace(model, *key)
+    return model.notes[key]
 
 
-class _Key:
-    """A model that is compared by identity, so that traces can be kept."""
-
-    def __init__(self, model: PlannedModel):
-        self.model = model
-
-    def __hash__(self) -> int:
-        return id(self.model)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and other.model is self.model
-
-
-@cache
-def _trace(key: _Key, settings: LayerSettings, cut: Cut) -> ModelTrace:
-    model = key.model
+def _trace(model: PlannedModel, settings: LayerSettings, cut: Cut) -> ModelTrace:
     kinds = tuple(is_sparse_layer(model.config, layer) for layer in range(model.num_layers))
     first = {kind: kinds.index(kind) for kind in set(kinds)}
     modules = small_model(model, max(first.values()) + 1, cut)
     shared_by = cut.tp if cut.shares_sequence else 1
-    how = LayerSettings(
-        TRACED_TOKENS,
-        settings.dtype,
-        settings.checkpointing,
-        settings.compiled,
-        settings.memory_budget,
-        settings.sp,
-        shared_by,
-    )
+    how = replace(settings, tokens=TRACED_TOKENS, shared_by=shared_by)
     traces = {kind: trace_layer(modules, layer, how) for kind, layer in first.items()}
     return ModelTrace(traces.get(False), traces.get(True), trace_norm(modules, how), kinds)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,8 @@ class PlannedModel:
     config: PretrainedConfig
     source: str
     lora: ModelConfig | None = None
+    # What others have counted of this model and need again.
+    notes: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def modules(self) -> Any:

@@ -76,8 +76,11 @@ class Role:
     @cached_property
     def units(self) -> list[Unit]:
         """FSDP's units, the root last."""
-        modules = self.model.modules if self.head == "lm" else self.model.build("value")
-        return fsdp_units(modules, self.engine.fsdp_config, self.trains)
+        key = ("units", self.head, self.trains, str(self.engine.fsdp_config.wrap_policy))
+        if key not in self.model.notes:
+            modules = self.model.modules if self.head == "lm" else self.model.build("value")
+            self.model.notes[key] = fsdp_units(modules, self.engine.fsdp_config, self.trains)
+        return self.model.notes[key]
 
     @cached_property
     def stages(self) -> list[list[range]]:
@@ -89,6 +92,17 @@ class Role:
 
     def states(self, stage: int = 0) -> States:
         """The fullest rank's states (of a pipeline stage)."""
+        shape = self.engine.megatron if self.is_megatron else (self.engine.fsdp_config, self._sequence_axes)
+        key = ("states", str(shape), self.engine.strategy, self.world_size, self.trains, self.head, stage)
+        if key not in self.model.notes:
+            self.model.notes[key] = self._count_states(stage)
+        return self.model.notes[key]
+
+    @property
+    def _sequence_axes(self) -> tuple[int, int]:
+        return self.engine.context_parallel_size, self.engine.ulysses_sequence_parallel_size
+
+    def _count_states(self, stage: int) -> States:
         if self.is_megatron:
             rank = stage * (self.world_size // len(self.stages))
             return megatron_states(self.model.config, self.engine, rank, self.world_size, self.trains, self.head)
@@ -97,6 +111,13 @@ class Role:
     @cached_property
     def trace(self) -> ModelTrace:
         """A rank's metered layers, as they are trained."""
+        return self._traced(self.trains and self.model_config.enable_gradient_checkpointing)
+
+    def kept_in_full(self, layers: Sequence[int], tokens: int) -> int:
+        """Bytes that layers would keep without checkpointing."""
+        return self._traced(False).kept(layers, tokens)
+
+    def _traced(self, checkpointing: bool) -> ModelTrace:
         config, cut = self.engine, Cut()
         if self.is_megatron:
             ranks = ranks_of(config.megatron, 0, self.world_size)
@@ -104,7 +125,7 @@ class Role:
         settings = LayerSettings(
             tokens=0,
             dtype=self.dtype,
-            checkpointing=self.trains and self.model_config.enable_gradient_checkpointing,
+            checkpointing=checkpointing,
             compiled=config.use_torch_compile and not self.is_megatron,
             memory_budget=config.activation_memory_budget,
             sp=1 if self.is_megatron else config.ulysses_sequence_parallel_size,
