@@ -237,7 +237,7 @@ class _Planner:
         self, role: Role, work: Work, budget: Budget, *, trains: bool, idle: float = 0.0, steps: int = 1
     ) -> tuple[float, list[AxisTraffic]]:
         mine = work.shared(role.world_size)
-        seconds = self.clock.compute(role, mine, trains) / (1.0 - idle)
+        seconds = self.clock.compute(role, mine, trains, budget.targets) / (1.0 - idle)
         # A tensor-parallel rank takes part in all of its group's tokens, a pipeline stage in all micro-batches.
         copies = dp_size(role.engine, role.world_size)
         count = budget.count * steps

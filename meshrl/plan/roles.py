@@ -221,6 +221,13 @@ class Role:
             return 0
         return int(self.model.config.vocab_size * self.model.config.hidden_size) * self.dtype.itemsize
 
+    def keeps_logits(self, targets: int) -> bool:
+        """Whether a micro-batch's logits wait for the backward pass; else they are computed twice."""
+        if self.is_megatron or self.head != "lm":
+            return False
+        whole = targets * self.vocabulary * self.dtype.itemsize
+        return self.dtype.itemsize == 2 and whole <= self.engine.keep_logits_megabytes << 20
+
     def _head(self, targets: int, trains: bool) -> Parts:
         """Logits and what their gradient takes, by how `log_probs` and `vocab_parallel` compute them on a GPU."""
         if self.head != "lm":
@@ -237,7 +244,7 @@ class Role:
             weight = 0
         if self.is_megatron:
             return {"logits": chunk, "gradient of the head": weight * (FLOAT + 2 * size) + grad_hidden}
-        if size == 2 and whole <= self.engine.keep_logits_megabytes << 20:
+        if self.keeps_logits(targets):
             return {"logits": whole, "gradient of the head": weight * size + grad_hidden}
         several = 2 if whole > CHUNK_ELEMENTS_ON_GPU * size else 1
         return {"logits": chunk, "gradient of the head": several * weight * FLOAT + grad_hidden}

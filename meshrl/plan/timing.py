@@ -27,15 +27,18 @@ from meshrl.telemetry.timeline import Span
 class Efficiency:
     """What of a data sheet's rate is reached. Measured rates of a device count as what they are."""
 
-    products: float = 0.735  # matrix products: 727 of 989 TFLOP/s
-    attention: float = 0.40  # equal lengths (cuDNN)
+    products: float = 0.726  # matrix products: 718 of 989 TFLOP/s
+    attention: float = 0.386  # equal lengths (cuDNN)
     ragged_attention: float = 0.16  # packed rows of unequal lengths (FlashAttention 2)
     memory: float = 0.80  # kernels that read and write
+    sums: float = 0.49  # adding gradients up, a tensor at a time
     decode: float = 0.56  # a decoding step against the bytes it must read
     link: float = 0.75
     host: float = 0.80
-    # Megatron-Core's own layers, uncompiled, against ours compiled: 31.5 of 46.2 thousand tokens/s.
-    megatron: float = 0.68
+    # Matrix products in Megatron-Core's own layers against ours.
+    megatron: float = 0.72
+    # Launches, gaps and what has no name, on top of all that is computed.
+    gaps: float = 1.08
     # The backward of attention takes this many forwards.
     attention_backward: float = 2.5
     # Reads and writes between the products, in bytes a byte that a layer keeps; compiled and not.
@@ -53,6 +56,7 @@ class Efficiency:
             attention=self.attention / sheet,
             ragged_attention=self.ragged_attention / sheet,
             memory=1.0,
+            sums=self.sums / 0.8,
             decode=self.decode / 0.8,
             link=1.0,
             host=1.0,
@@ -131,8 +135,8 @@ class Clock:
     def rates(self) -> Efficiency:
         return self.efficiency.on(self.cluster.hardware.measured)
 
-    def compute(self, role: Role, work: Work, trains: bool) -> float:
-        """Seconds in which one rank that does all of this work computes."""
+    def compute(self, role: Role, work: Work, trains: bool, micro_batch_targets: int = 0) -> float:
+        """Seconds in which one rank that does all of this work computes; logits that are not kept come twice."""
         hardware, rates = self.cluster.hardware, self.rates
         flops = model_flops(role.model)
         products, attention = flops.forward(work.tokens, work.targets, work.squares)
@@ -147,9 +151,11 @@ class Clock:
         peak = hardware.flops(8 * role.dtype.itemsize)
         slower = rates.megatron if role.is_megatron else 1.0
         how = rates.ragged_attention if work.is_ragged else rates.attention
-        seconds = product_passes * products / (peak * rates.products * slower)
-        seconds += attention_passes * attention / (peak * how)
-        return seconds + self._between(role, work, trains)
+        operations = product_passes * products
+        if trains and not role.keeps_logits(micro_batch_targets):
+            operations += flops.target * work.targets
+        seconds = operations / (peak * rates.products * slower) + attention_passes * attention / (peak * how)
+        return rates.gaps * (seconds + self._between(role, work, trains))
 
     def _between(self, role: Role, work: Work, trains: bool) -> float:
         """Norms, rotations, activations: limited by memory."""
@@ -172,8 +178,8 @@ class Clock:
 
     def accumulate(self, role: Role, micro_batches: int) -> float:
         """Adding up gradients of several micro-batches."""
-        states = role.states()
-        return micro_batches * 2.5 * states.grads / self._memory if role.trains else 0.0
+        rate = self.cluster.hardware.memory_gbs * 1e9 * self.rates.sums
+        return micro_batches * 2.5 * role.states().grads / rate if role.trains else 0.0
 
     @property
     def _memory(self) -> float:
