@@ -94,8 +94,10 @@ class Generation:
         if self.model.config.model_type not in FAMILIES:
             return self.model.num_params * self.itemsize // self.ranks
         one = RolloutLayout(self.layout.tp, max(1, self.ranks // self.layout.tp), self.layout.ep)
-        held = rollout(hf_tensors(self.model.config), self.model.config, one).elements_of_ranks()
-        return int(held.max()) * self.itemsize
+        if one not in self.model.notes:
+            held = rollout(hf_tensors(self.model.config), self.model.config, one).elements_of_ranks()
+            self.model.notes[one] = int(held.max())
+        return self.model.notes[one] * self.itemsize
 
     @cached_property
     def bytes_per_token(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,8 @@ class Lengths:
     prompts: np.ndarray
     responses: np.ndarray
     source: str
+    # Micro-batches that others have cut of these samples and need again.
+    notes: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def totals(self) -> np.ndarray:

@@ -271,11 +271,18 @@ def budget_of(
     engine: EngineConfig, lengths: Lengths, world_size: int, samples: int, how: Any, prefix: str = "ppo"
 ) -> Budget:
     """The micro-batches that a data-parallel rank makes of its part of `samples`; `how` has the recipe's keys."""
-    part = lengths.part(0, dp_size(engine, world_size), samples)
-    share = sequence_ranks(engine)
+    share, copies = sequence_ranks(engine), dp_size(engine, world_size)
     by_tokens = getattr(how, "use_dynamic_bsz" if prefix == "ppo" else f"{prefix}_use_dynamic_bsz")
     most = getattr(how, f"{prefix}_max_token_len_per_gpu") * share if by_tokens else None
     size = getattr(how, f"{prefix}_micro_batch_size_per_gpu")
+    key = (copies, samples, most, size, share)
+    if key not in lengths.notes:
+        lengths.notes[key] = _cut(lengths, *key)
+    return lengths.notes[key]
+
+
+def _cut(lengths: Lengths, copies: int, samples: int, most: int | None, size: int | None, share: int) -> Budget:
+    part = lengths.part(0, copies, samples)
     rows = split_into_micro_batches(part.totals, max_token_len=most, micro_batch_size=size, agree=lambda n: n)
     plan = [row for row in rows if row is not None]
     fullest = _fullest(part, plan, most)

@@ -30,8 +30,8 @@ class Sync:
     seconds: float
 
 
-def plan_sync(generation: Generation, clock: Clock) -> Sync:
-    """From the actor's layout to the rollout's."""
+def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync:
+    """From the actor's layout to the rollout's; `quick` tells no more than what a rank must receive at least."""
     actor, model = generation.actor, generation.model
     bucket = generation.rollout.update_weights_bucket_megabytes * MEGABYTE
     if generation.shares_weights:
@@ -42,6 +42,9 @@ def plan_sync(generation: Generation, clock: Clock) -> Sync:
         return _timed("a stream of whole tensors", received, received, whole, 2 * bucket, generation, clock)
     if actor.placement.startswith("whole"):
         return _timed("a copy on the device", 0, 0, whole, 2 * bucket, generation, clock)
+    if quick:
+        received = generation.weights
+        return _timed("at least", received, received, 0, 2 * bucket, generation, clock)
     source = _source(generation)
     layout = generation.layout
     if len(source.slices) + len(hf_tensors(model.config)) * layout.world_size > MOST_SLICES:
