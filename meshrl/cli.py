@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import meshrl
+from meshrl.plan.command_line import add_options as add_planner_options
 from meshrl.rollout.command_line import add_generate_options, add_serve_options
 from meshrl.weights.command_line import add_plan_options
 
@@ -122,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     add_serve_options(add("serve", _serve, "serve a model over HTTP as OpenAI's API does"))
     add_generate_options(add("generate", _generate, "answer the prompts of a file; goes on where it was ended"))
 
+    add_planner_options(add("plan", _plan, "show what a recipe will take on some devices: memory, traffic, time"))
     add_plan_options(add("plan-sync", _plan_sync, "show what a weight sync between two layouts moves"))
 
     convert = add(
@@ -246,6 +248,17 @@ def _generate(arguments: argparse.Namespace) -> int | None:
         _complain(str(error))
         return RUN_ERROR
     _say(report)
+    return None
+
+
+def _plan(arguments: argparse.Namespace) -> int | None:
+    from meshrl.plan.command_line import planned
+
+    try:
+        _say(planned(arguments))
+    except (OSError, ValueError) as error:
+        _complain(str(error))
+        return CONFIG_PROBLEM
     return None
 
 

@@ -198,14 +198,14 @@ class _Planner:
         held = [{} if self.generation.is_apart else self._held(stage) for stage in self._stages]
         own = self.rollout_memory | {"workspace": self.generation.workspace()}
         memory, stage = self._fullest([parts | own for parts in held])
-        return Phase("generate", memory, seconds, stage=stage)
+        return Phase("generate", memory, float(seconds), stage=stage)
 
     def _switch(self) -> Phase:
         own = {"rollout weights": self.generation.weights, "sync buffers": self.sync.buffers}
         if self.generation.is_apart:
             del own["rollout weights"]
         memory, stage = self._fullest([self._held(stage, "actor") | own for stage in self._stages])
-        return Phase("sync", memory, self.sync.seconds, stage=stage)
+        return Phase("sync", memory, float(self.sync.seconds), stage=stage)
 
     def _answer(self, name: str, role: Role, how: object, prefix: str) -> Phase:
         """Log-probs or values of all samples."""
@@ -214,7 +214,7 @@ class _Planner:
         parts = [self._held(stage, role.name) | role.forward_parts(budget, stage) | self._beside() for stage in stages]
         memory, stage = self._fullest(parts)
         seconds, traffic = self._pass(role, Work.of(self.lengths), budget, trains=False)
-        return Phase(name, memory, seconds, traffic, stage)
+        return Phase(name, memory, float(seconds), traffic, stage)
 
     def _update(self, name: str, role: Role, how: object, steps: int, samples: int) -> tuple[Phase, Bubble]:
         """All optimizer steps on the samples of a step."""
@@ -233,7 +233,7 @@ class _Planner:
         seconds += steps * (self.clock.optimizer(role) + self.clock.accumulate(role, budget.count))
         reduced = [t.times(steps) for t in step_traffic(role, self.cluster)]
         seconds += self.clock.exposed(reduced, 0.0)
-        return Phase(name, memory, seconds, traffic + reduced, stage), bubble
+        return Phase(name, memory, float(seconds), traffic + reduced, stage), bubble
 
     # Time
 

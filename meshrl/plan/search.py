@@ -35,6 +35,7 @@ MEGATRON_KEYS = {
     "ep": "expert_model_parallel_size",
     "etp": "expert_tensor_parallel_size",
 }
+LAYOUT = "pipeline_model_parallel_layout"
 Settings = dict[str, Any]
 MakePlan = Callable[[PPOConfig], Plan]
 
@@ -48,7 +49,14 @@ class Candidate:
 
     @property
     def overrides(self) -> list[str]:
-        return [f"{name}={_word(value)}" for name, value in self.settings.items()]
+        """As the command line takes them; of a section its keys."""
+        words = []
+        for name, value in self.settings.items():
+            parts = (
+                {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+            )
+            words += [f"{key}={_word(inner)}" for key, inner in parts.items()]
+        return words
 
 
 def _word(value: Any) -> str:
@@ -225,7 +233,7 @@ def layouts(config: PPOConfig, model: PlannedModel, cluster: Cluster) -> Iterato
         if world % (tp * pp * cp) or tp > node or heads % tp or pp > model.num_layers:
             continue
         for vpp, ep in product((1, 2, 4) if pp > 1 else (1,), POWERS if experts else (1,)):
-            if model.num_layers % (pp * vpp) or (ep > 1 and (experts % ep or world % (ep * pp))):
+            if pp * vpp > model.num_layers or (ep > 1 and (experts % ep or world % (ep * pp))):
                 continue
             sizes = {
                 "tp": tp,
@@ -237,4 +245,21 @@ def layouts(config: PPOConfig, model: PlannedModel, cluster: Cluster) -> Iterato
             }
             fsdp = {f"{ACTOR}.fsdp_config.fsdp_size": -1}
             named = {f"{ACTOR}.megatron.{MEGATRON_KEYS[axis]}": size for axis, size in sizes.items()}
-            yield pages | fsdp | named | {f"{ACTOR}.strategy": "megatron"}
+            yield pages | fsdp | named | _written(config, model, pp, vpp) | {f"{ACTOR}.strategy": "megatron"}
+
+
+def _written(config: PPOConfig, model: PlannedModel, pp: int, vpp: int) -> Settings:
+    """The stages written out, where layers do not divide evenly or the recipe has written out others."""
+    given = config.actor_rollout_ref.actor.megatron.override_transformer_config
+    if LAYOUT not in given and model.num_layers % (pp * vpp) == 0:
+        return {}
+    text = stages_in_letters(model.num_layers, pp * vpp) if pp > 1 else None
+    return {f"{ACTOR}.megatron.override_transformer_config": {**given, LAYOUT: text}}
+
+
+def stages_in_letters(layers: int, chunks: int) -> str:
+    """Layers over chunks as evenly as can be; where some get one less, the first and the last are among them."""
+    few, more = divmod(layers, chunks)
+    order = sorted(range(chunks), key=lambda chunk: min(chunk, chunks - 1 - chunk), reverse=True)
+    counts = [few + (chunk in order[:more]) for chunk in range(chunks)]
+    return "E" + "|".join("t" * count for count in counts) + "L"
