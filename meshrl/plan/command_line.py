@@ -36,7 +36,7 @@ def planned(arguments: argparse.Namespace) -> str:
     from meshrl.plan.show import candidate_json, change_lines, plan_json, plan_lines, search_lines
 
     plan, again, remarks = read_and_plan(arguments)
-    nearest, found = None, []
+    nearest, found = None, None
     if not plan.fits:
         from meshrl.plan.search import nearest_fit
 
@@ -45,20 +45,20 @@ def planned(arguments: argparse.Namespace) -> str:
         from meshrl.plan.search import search
 
         found = search(plan, again, BEST)
-        if arguments.out and found:
-            Path(arguments.out).write_text("".join(f"{word}\n" for word in found[0].overrides), encoding="utf-8")
+        if arguments.out and found.best:
+            Path(arguments.out).write_text("".join(f"{word}\n" for word in found.best[0].overrides), encoding="utf-8")
     if arguments.json:
         answer: dict[str, Any] = plan_json(plan) | {"remarks": remarks}
         answer |= {} if plan.fits else {"nearest": candidate_json(nearest)}
-        answer |= {"search": [candidate_json(candidate) for candidate in found]} if arguments.search else {}
+        answer |= {"search": [candidate_json(candidate) for candidate in found.best]} if found else {}
         return json.dumps(answer, indent=1)
     lines = [*plan_lines(plan), *(f"note: {remark}" for remark in remarks)]
     if not plan.fits:
         lines += ["", *change_lines(nearest)]
-    if arguments.search:
+    if found is not None:
         lines += ["", *search_lines(found)]
-        if found:
-            lines += ["", *_written(arguments.out, found[0].overrides)]
+        if found.best:
+            lines += ["", *_written(arguments.out, found.best[0].overrides)]
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.root import PPOConfig
-from meshrl.engines.megatron.weight_map import FAMILIES, expert_count, hf_tensors
+from meshrl.engines.megatron.weight_map import FAMILIES, expert_count
 from meshrl.models.loading import torch_dtype
 from meshrl.plan.hardware import Cluster
 from meshrl.plan.lengths import Lengths
@@ -95,8 +95,10 @@ class Generation:
             return self.model.num_params * self.itemsize // self.ranks
         one = RolloutLayout(self.layout.tp, max(1, self.ranks // self.layout.tp), self.layout.ep)
         if one not in self.model.notes:
-            held = rollout(hf_tensors(self.model.config), self.model.config, one).elements_of_ranks()
-            self.model.notes[one] = int(held.max())
+            # Experts are alike, so every rank has as much of them; only what is left needs its placement.
+            tensors = {name: shape for name, shape in self.model.tensors.items() if ".experts." not in name}
+            held = rollout(tensors, self.model.config, one).elements_of_ranks()
+            self.model.notes[one] = int(held.max()) + self.model.expert_params // (one.ep or one.tp)
         return self.model.notes[one] * self.itemsize
 
     @cached_property

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from meshrl.engines.megatron.weight_map import expert_count, is_sparse_layer
+from meshrl.engines.megatron.weight_map import expert_count
 from meshrl.plan.activations import EvenExperts, LayerSettings, LayerTrace, trace_layer, trace_norm
 from meshrl.plan.model import PlannedModel
 
@@ -61,7 +61,7 @@ def trace_model(model: PlannedModel, settings: LayerSettings, cut: Cut | None = 
 
 
 def _trace(model: PlannedModel, settings: LayerSettings, cut: Cut) -> ModelTrace:
-    kinds = tuple(is_sparse_layer(model.config, layer) for layer in range(model.num_layers))
+    kinds = model.layer_kinds
     first = {kind: kinds.index(kind) for kind in set(kinds)}
     modules = small_model(model, max(first.values()) + 1, cut)
     shared_by = cut.tp if cut.shares_sequence else 1

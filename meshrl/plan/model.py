@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
 
 from meshrl.config.model import ModelConfig
-from meshrl.engines.megatron.weight_map import expert_count, head_dim, is_sparse_layer
+from meshrl.engines.megatron.weight_map import expert_count, head_dim, hf_tensors, is_sparse_layer
 from meshrl.models.lora import add_adapters
 from meshrl.parallel.attention import ATTENTION_NAME
 
@@ -123,11 +123,30 @@ class PlannedModel:
         heads = int(self.config.num_attention_heads)
         return heads, int(getattr(self.config, "num_key_value_heads", None) or heads), int(head_dim(self.config))
 
+    @cached_property
+    def layer_kinds(self) -> tuple[bool, ...]:
+        """For every layer whether it has experts."""
+        return tuple(is_sparse_layer(self.config, layer) for layer in range(self.num_layers))
+
     def sparse_layers(self) -> int:
         """How many layers have experts."""
-        if not expert_count(self.config):
-            return 0
-        return sum(is_sparse_layer(self.config, layer) for layer in range(self.num_layers))
+        return sum(self.layer_kinds)
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of the model's files, one for each expert's matrix."""
+        return hf_tensors(self.config)
+
+    @cached_property
+    def expert_params(self) -> int:
+        """Of all parameters those of routed experts."""
+        named = self.modules.named_parameters()
+        return sum(p.numel() for name, p in named if ".experts." in name and expert_count(self.config))
+
+    @cached_property
+    def shape(self) -> dict[str, Any]:
+        """The config as a dict, as checks read it."""
+        return self.config.to_dict()
 
 
 def find_model(model: ModelConfig, config_file: str | None = None) -> PlannedModel:

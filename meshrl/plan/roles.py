@@ -93,10 +93,17 @@ class Role:
     def states(self, stage: int = 0) -> States:
         """The fullest rank's states (of a pipeline stage)."""
         shape = self.engine.megatron if self.is_megatron else (self.engine.fsdp_config, self._sequence_axes)
-        key = ("states", str(shape), self.engine.strategy, self.world_size, self.trains, self.head, stage)
+        alike = self._kinds_of(stage)
+        key = ("states", str(shape), self.engine.strategy, self.world_size, self.trains, self.head, alike)
         if key not in self.model.notes:
             self.model.notes[key] = self._count_states(stage)
         return self.model.notes[key]
+
+    def _kinds_of(self, stage: int) -> tuple[Any, ...]:
+        """What stages with equal states have in common: kinds of layers, the embedding, the head."""
+        kinds = self.model.layer_kinds
+        chunks = tuple(tuple(kinds[layer] for layer in chunk) for chunk in self.stages[stage])
+        return chunks, stage == 0, stage == len(self.stages) - 1
 
     @property
     def _sequence_axes(self) -> tuple[int, int]:

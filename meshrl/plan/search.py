@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -36,6 +37,8 @@ MEGATRON_KEYS = {
     "etp": "expert_tensor_parallel_size",
 }
 LAYOUT = "pipeline_model_parallel_layout"
+# A search ends after this long, with what it has.
+SEARCH_SECONDS = 60.0
 Settings = dict[str, Any]
 MakePlan = Callable[[PPOConfig], Plan]
 
@@ -77,9 +80,8 @@ def changed(config: PPOConfig, settings: Settings) -> PPOConfig:
 
 def problems_of(config: PPOConfig, model: PlannedModel) -> list[str]:
     """What the config's own checks say, with the model's shape in place of its folder."""
-    shape = model.config.to_dict()
     actor = config.actor_rollout_ref.actor
-    return [*unsupported(config), *check_config(config, check_files=False), *fit_problems(shape, actor, ACTOR)]
+    return [*unsupported(config), *check_config(config, check_files=False), *fit_problems(model.shape, actor, ACTOR)]
 
 
 def tried(config: PPOConfig, model: PlannedModel, settings: Settings, known: set[str], make: MakePlan) -> Plan | None:
@@ -165,17 +167,50 @@ def _larger_megatron(config: PPOConfig, plan: Plan) -> Iterator[Settings]:
             yield {f"{ACTOR}.megatron.tensor_model_parallel_size": size}
 
 
-def search(plan: Plan, make: MakePlan, best: int = 10) -> list[Candidate]:
-    """The fastest layouts that fit and that the config's checks allow."""
+@dataclass(frozen=True)
+class Found:
+    """What a search has found: the best, and how many of all layouts it had time to look at."""
+
+    best: list[Candidate]
+    seen: int
+    layouts: int
+
+
+def search(plan: Plan, make: MakePlan, best: int = 10, seconds: float = SEARCH_SECONDS) -> Found:
+    """The fastest layouts that fit and that the config's checks allow, as far as the search comes in its time."""
     config, model = plan.config, plan.model
     known = set(problems_of(config, model))
     found: list[Candidate] = []
-    for layout in layouts(config, model, plan.cluster):
+    todo = [layout for layout in layouts(config, model, plan.cluster) if least_bytes(layout, plan) <= plan.capacity]
+    ends = time.monotonic() + seconds
+    seen = 0
+    for layout in sorted(todo, key=_splits):
+        if time.monotonic() > ends:
+            break
+        seen += 1
         for checkpointing in (False, True):
             candidate = _first_fit(config, model, layout | {CHECKPOINTING: checkpointing}, known, make)
             if candidate is not None:
                 found.append(candidate)
-    return sorted(found, key=lambda candidate: candidate.plan.seconds)[:best]
+    return Found(sorted(found, key=lambda candidate: candidate.plan.seconds)[:best], seen, len(todo))
+
+
+def _splits(layout: Settings) -> int:
+    """Over how many ranks a layout cuts the work of one sample; few are mostly faster."""
+    names = ("tensor_model", "pipeline_model", "context", "ulysses_sequence", "virtual_pipeline_model")
+    return sum((value or 1) - 1 for key, value in layout.items() if any(f"{name}_parallel" in key for name in names))
+
+
+def least_bytes(layout: Settings, plan: Plan) -> float:
+    """What a rank holds of weights and gradients at the least, roughly: layouts far beyond the memory are left out."""
+    model, world = plan.model, plan.cluster.devices
+    if layout[f"{ACTOR}.strategy"] != "megatron":
+        return 12 * model.num_params / world
+    sizes = {axis: layout[f"{ACTOR}.megatron.{key}"] or 1 for axis, key in MEGATRON_KEYS.items()}
+    etp = sizes["etp"] if sizes["ep"] > 1 else sizes["tp"]
+    dense = (model.num_params - model.expert_params) / (sizes["tp"] * sizes["pp"])
+    sparse = model.expert_params / (sizes["ep"] * etp * sizes["pp"])
+    return 6 * 0.9 * (dense + sparse)
 
 
 def _first_fit(

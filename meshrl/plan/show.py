@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from meshrl.config.layout import layout_lines
-from meshrl.plan.planner import RESERVE, Plan
-from meshrl.plan.search import Candidate
+from meshrl.plan.planner import Plan
+from meshrl.plan.search import Candidate, Found
 from meshrl.plan.timing import EFFICIENCY
 from meshrl.weights.show import as_bytes
 
@@ -64,7 +64,8 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"{'on pipeline stage':>22}" + "".join(f"{phase.stage:>15}" for phase in plan.phases)
     room = plan.capacity / GIB
     yield f"{'left':>22}" + "".join(f"{room - phase.total / GIB:>15.2f}" for phase in plan.phases)
-    yield f"of {plan.cluster.hardware.memory_gib:.1f} GiB, {RESERVE / GIB:.0f} are left to driver, links and fragmentation"
+    reserved = plan.cluster.hardware.memory_gib - room
+    yield f"of {plan.cluster.hardware.memory_gib:.1f} GiB, {reserved:.0f} are left to driver, links and fragmentation"
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -127,12 +128,13 @@ def change_lines(candidate: Candidate | None) -> list[str]:
     ]
 
 
-def search_lines(found: Sequence[Candidate]) -> list[str]:
+def search_lines(found: Found) -> list[str]:
     """The best layouts, the fastest first."""
-    if not found:
-        return ["no layout of the search fits"]
-    lines = [f"{'':>4}{'s a step':>10}{'fullest, GiB':>14}  overrides"]
-    for number, candidate in enumerate(found, 1):
+    seen = f"looked at {found.seen} of {found.layouts} layouts"
+    if not found.best:
+        return [f"{seen}: none fits"]
+    lines = [f"{seen}; the best:", f"{'':>4}{'s a step':>10}{'fullest, GiB':>14}  overrides"]
+    for number, candidate in enumerate(found.best, 1):
         plan = candidate.plan
         words = " ".join(word.removeprefix("actor_rollout_ref.") for word in candidate.overrides) or "(as it is)"
         lines.append(f"{number:>3}.{plan.seconds:>10.2f}{plan.fullest.total / GIB:>14.1f}  {words}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from meshrl.config.layout import mesh_axes
 from meshrl.engines.megatron.ranks import ranks_of
-from meshrl.engines.megatron.weight_map import FAMILIES, hf_tensors, padded_vocab_size
+from meshrl.engines.megatron.weight_map import FAMILIES, padded_vocab_size
 from meshrl.parallel.layout import Layout
 from meshrl.plan.generation import EXTERNAL, Generation
 from meshrl.plan.timing import Clock
@@ -47,10 +47,10 @@ def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync
         return _timed("at least", received, received, 0, 2 * bucket, generation, clock)
     source = _source(generation)
     layout = generation.layout
-    if len(source.slices) + len(hf_tensors(model.config)) * layout.world_size > MOST_SLICES:
+    if len(source.slices) + len(model.tensors) * layout.world_size > MOST_SLICES:
         received = generation.weights
         return _timed("too many parts to plan here: at least", received, received, 0, 2 * bucket, generation, clock)
-    target = rollout(hf_tensors(model.config), model.config, layout)
+    target = rollout(model.tensors, model.config, layout)
     start = source.world_size if generation.is_apart else 0
     plan = plan_reshard(
         source,
