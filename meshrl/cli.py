@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import meshrl
 from meshrl.doctor.command_line import add_doctor_options
+from meshrl.plan.command_line import add_options as add_planner_options
 from meshrl.rollout.command_line import add_generate_options, add_serve_options
 from meshrl.telemetry.command_line import add_report_options, add_timeline_options, add_watch_options
 from meshrl.weights.command_line import add_plan_options
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     _verify_options(add("verify", _verify, "check that a layout computes what one process computes"))
     add_serve_options(add("serve", _serve, "serve a model over HTTP as OpenAI's API does"))
     add_generate_options(add("generate", _generate, "answer the prompts of a file; goes on where it was ended"))
+    add_planner_options(add("plan", _plan, "show what a recipe will take on some devices: memory, traffic, time"))
     add_plan_options(add("plan-sync", _plan_sync, "show what a weight sync between two layouts moves"))
     add_doctor_options(add("doctor", _doctor, "look whether this machine and its cluster are fit for a run"))
     _convert_options(
@@ -253,6 +255,17 @@ def _generate(arguments: argparse.Namespace) -> int | None:
         _complain(str(error))
         return RUN_ERROR
     _say(report)
+    return None
+
+
+def _plan(arguments: argparse.Namespace) -> int | None:
+    from meshrl.plan.command_line import planned
+
+    try:
+        _say(planned(arguments))
+    except (OSError, ValueError) as error:
+        _complain(str(error))
+        return CONFIG_PROBLEM
     return None
 
 

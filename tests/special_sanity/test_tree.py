@@ -20,7 +20,7 @@ FLOORS = [
     {"agents"},
     {"controller"},
     {"workers"},
-    {"trainer"},
+    {"trainer", "plan"},
     {"doctor"},
     {"cli"},
 ]

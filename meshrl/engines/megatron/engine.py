@@ -25,7 +25,8 @@ from meshrl.engines.megatron.module_names import as_module_params
 from meshrl.engines.megatron.moe import RouterPadding, auxiliary_tokens, balancing_losses, take_balancing_metrics
 from meshrl.engines.megatron.offload import move_gradients, move_states, move_weights
 from meshrl.engines.megatron.optimizer import build_optimizer, clip_and_step, with_gradients
-from meshrl.engines.megatron.parallel_state import enter_parallel_state, ranks_of
+from meshrl.engines.megatron.parallel_state import enter_parallel_state
+from meshrl.engines.megatron.ranks import ranks_of
 from meshrl.engines.megatron.rows import RowSharing, SharedRow
 from meshrl.engines.megatron.schedule import Answer, MicroBatch, Pass, choose_schedule, run_schedule
 from meshrl.engines.megatron.transformer_config import has_transformer_engine, transformer_config

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
+from meshrl.config.engine import MegatronConfig
 from meshrl.parallel.layout import Layout
 from meshrl.parallel.pipeline import PipelineSplit, layer_offsets
 
@@ -114,3 +116,35 @@ class ParallelRanks:
 
     def has_output(self, chunk: int) -> bool:
         return self.pp_rank == self.pp - 1 and chunk == self.vpp - 1
+
+
+def pipeline_split(override: dict[str, Any]) -> PipelineSplit:
+    """How layers are dealt to stages, as `override_transformer_config` says it."""
+    layout = override.get("pipeline_model_parallel_layout")
+    return PipelineSplit(
+        first=override.get("num_layers_in_first_pipeline_stage"),
+        last=override.get("num_layers_in_last_pipeline_stage"),
+        embedding=bool(override.get("account_for_embedding_in_pipeline_split", False)),
+        loss=bool(override.get("account_for_loss_in_pipeline_split", False)),
+        layout=layout if layout is None or isinstance(layout, str) else tuple(tuple(chunk) for chunk in layout),
+    )
+
+
+def ranks_of(config: MegatronConfig, rank: int, world_size: int) -> ParallelRanks:
+    """This rank's place on every axis of the configured layout."""
+    return ParallelRanks(
+        rank=rank,
+        world_size=world_size,
+        tp=config.tensor_model_parallel_size,
+        pp=config.pipeline_model_parallel_size,
+        vpp=config.virtual_pipeline_model_parallel_size or 1,
+        cp=config.context_parallel_size,
+        ep=config.expert_model_parallel_size,
+        etp=config.expert_tensor_parallel_size or 0,
+        split=pipeline_split(config.override_transformer_config),
+    )
+
+
+def uses_sequence_parallel(config: MegatronConfig) -> bool:
+    """Sequence parallelism is a way of tensor parallelism: with one tp rank there is none."""
+    return config.sequence_parallel and config.tensor_model_parallel_size > 1

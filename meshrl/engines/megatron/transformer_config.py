@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from meshrl.config.engine import MegatronConfig
 from meshrl.config.megatron_fields import override_problems
-from meshrl.engines.megatron.parallel_state import uses_sequence_parallel
+from meshrl.engines.megatron.ranks import uses_sequence_parallel
 from meshrl.engines.megatron.weight_map import check_family, expert_count, head_dim, is_sparse_layer
 from meshrl.models.loading import torch_dtype
 

@@ -1,0 +1,1 @@
+"""What a run will need before it starts: memory by rank and phase, traffic by axis, time by phase, and what fits."""

@@ -1,0 +1,106 @@
+"""`meshrl plan`: what a recipe will take on some devices, before any of them is there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshrl.config.root import PPOConfig
+    from meshrl.plan.lengths import Lengths
+    from meshrl.plan.planner import Plan
+
+BEST = 10
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("words", nargs="*", metavar="RECIPE key=value", help="a recipe, then overrides")
+    parser.add_argument("--gpus", required=True, metavar="8xH200", help="so many devices of a kind")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="devices in a machine (default: up to 8)")
+    parser.add_argument("--hardware", metavar="FILE", help="YAML with devices of your own, or measured ones")
+    parser.add_argument("--model-config", metavar="FILE", help="a config.json, where the model's folder is not here")
+    parser.add_argument("--lengths", metavar="FILE", help="lines of two numbers: tokens of prompt and response")
+    parser.add_argument("--mean-response", type=int, metavar="N", help="mean tokens of a response (default: half)")
+    parser.add_argument("--search", action="store_true", help="rank other layouts for the same devices")
+    parser.add_argument("--out", metavar="FILE", help="with --search: write the best one's overrides here")
+    parser.add_argument("--json", action="store_true", help="print numbers instead of text")
+
+
+def planned(arguments: argparse.Namespace) -> str:
+    """What the command prints."""
+    from meshrl.plan.show import candidate_json, change_lines, plan_json, plan_lines, search_lines
+
+    plan, again, remarks = read_and_plan(arguments)
+    nearest, found = None, None
+    if not plan.fits:
+        from meshrl.plan.search import nearest_fit
+
+        nearest = nearest_fit(plan, again)
+    if arguments.search:
+        from meshrl.plan.search import search
+
+        found = search(plan, again, BEST)
+        if arguments.out and found.best:
+            Path(arguments.out).write_text("".join(f"{word}\n" for word in found.best[0].overrides), encoding="utf-8")
+    if arguments.json:
+        answer: dict[str, Any] = plan_json(plan) | {"remarks": remarks}
+        answer |= {} if plan.fits else {"nearest": candidate_json(nearest)}
+        answer |= {"search": [candidate_json(candidate) for candidate in found.best]} if found else {}
+        return json.dumps(answer, indent=1)
+    lines = [*plan_lines(plan), *(f"note: {remark}" for remark in remarks)]
+    if not plan.fits:
+        lines += ["", *change_lines(nearest)]
+    if found is not None:
+        lines += ["", *search_lines(found)]
+        if found.best:
+            lines += ["", *_written(arguments.out, found.best[0].overrides)]
+    return "\n".join(lines)
+
+
+def _written(out: str | None, overrides: list[str]) -> list[str]:
+    if out:
+        return [f"the best one's overrides are in {out}"]
+    return ["the best one as overrides:", " ".join(f"'{word}'" if "|" in word else word for word in overrides)]
+
+
+def read_and_plan(arguments: argparse.Namespace) -> tuple[Plan, Callable[[PPOConfig], Plan], list[str]]:
+    """The plan, how to plan another config of the same run quickly, and what the config's own checks say."""
+    from meshrl.config import PPOConfig, load_config
+    from meshrl.plan.hardware import hardware_table, parse_cluster
+    from meshrl.plan.model import find_model
+    from meshrl.plan.planner import make_plan
+    from meshrl.plan.search import problems_of
+
+    cluster = parse_cluster(arguments.gpus, arguments.gpus_per_node, hardware_table(arguments.hardware))
+    words = list(arguments.words)
+    recipe = words.pop(0) if words and "=" not in words[0] else None
+    processes = [f"trainer.nnodes={cluster.nodes}", f"trainer.n_gpus_per_node={cluster.per_node}"]
+    if cluster.nodes > 1:
+        processes.append("trainer.backend=ray")
+    config = load_config(recipe, [*words, *processes], PPOConfig).config
+    model = find_model(config.actor_rollout_ref.model, arguments.model_config)
+    own = config.critic.model.path is not None
+    critic = find_model(config.critic.model) if own else None
+    lengths = _lengths(config, arguments)
+    make = partial(make_plan, model=model, cluster=cluster, lengths=lengths, critic_model=critic)
+    return make(config), partial(make, quick=True), problems_of(config, model)
+
+
+def _lengths(config: PPOConfig, arguments: argparse.Namespace) -> Lengths:
+    from meshrl.plan.lengths import MEAN_SHARE, drawn_lengths, read_lengths
+
+    data, n = config.data, config.actor_rollout_ref.rollout.n
+    samples = data.train_batch_size * n
+    if arguments.lengths:
+        return read_lengths(arguments.lengths, samples, data.max_prompt_length, data.max_response_length)
+    mean = arguments.mean_response or max(1, int(data.max_response_length * MEAN_SHARE))
+    if not 1 <= mean <= data.max_response_length:
+        raise ValueError(
+            f"--mean-response ({mean}) must lie between 1 and data.max_response_length ({data.max_response_length})"
+        )
+    return drawn_lengths(samples, n, data.max_prompt_length, data.max_response_length, mean)

@@ -1,0 +1,189 @@
+"""The model of a recipe as its real Hugging Face modules without memory: from its folder, a config file or a name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
+
+from meshrl.config.model import ModelConfig
+from meshrl.engines.megatron.weight_map import expert_count, head_dim, hf_tensors, is_sparse_layer
+from meshrl.models.lora import add_adapters
+from meshrl.parallel.attention import ATTENTION_NAME
+
+
+def _qwen2(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, tied: bool) -> dict:
+    return {
+        "model_type": "qwen2", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocabulary,
+        "tie_word_embeddings": tied, "max_position_embeddings": 32768,
+    }  # fmt: skip
+
+
+def _qwen3(hidden: int, inner: int, layers: int, heads: int, tied: bool, **others: Any) -> dict:
+    return {
+        "model_type": "qwen3", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "tie_word_embeddings": tied, "max_position_embeddings": 40960, **others,
+    }  # fmt: skip
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int) -> dict:
+    return {
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+        "max_position_embeddings": 131072,
+    }  # fmt: skip
+
+
+# Shapes by the names that recipes use, for planning before a model is downloaded.
+KNOWN: dict[str, dict[str, Any]] = {
+    "Qwen2.5-0.5B": _qwen2(896, 4864, 24, 14, 2, 151936, True),
+    "Qwen2.5-1.5B": _qwen2(1536, 8960, 28, 12, 2, 151936, True),
+    "Qwen2.5-3B": _qwen2(2048, 11008, 36, 16, 2, 151936, True),
+    "Qwen2.5-7B": _qwen2(3584, 18944, 28, 28, 4, 152064, False),
+    "Qwen2.5-14B": _qwen2(5120, 13824, 48, 40, 8, 152064, False),
+    "Qwen2.5-32B": _qwen2(5120, 27648, 64, 40, 8, 152064, False),
+    "Qwen2.5-72B": _qwen2(8192, 29568, 80, 64, 8, 152064, False),
+    "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, True),
+    "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, True),
+    "Qwen3-4B": _qwen3(2560, 9728, 36, 32, True),
+    "Qwen3-8B": _qwen3(4096, 12288, 36, 32, False),
+    "Qwen3-14B": _qwen3(5120, 17408, 40, 40, False),
+    "Qwen3-32B": _qwen3(5120, 25600, 64, 64, False),
+    "Qwen3-30B-A3B": _qwen3(
+        2048, 6144, 48, 32, False, model_type="qwen3_moe", num_key_value_heads=4,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
+    ),
+    "Qwen3-235B-A22B": _qwen3(
+        4096, 12288, 94, 64, False, model_type="qwen3_moe", num_key_value_heads=4,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536, norm_topk_prob=True,
+    ),
+    "Llama-3.1-8B": _llama(4096, 14336, 32, 32),
+    "Llama-3.3-70B": _llama(8192, 28672, 80, 64),
+    "DeepSeek-V3": {"model_type": "deepseek_v3"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model's config, where it comes from in words, and its modules on the meta device."""
+
+    config: PretrainedConfig
+    source: str
+    lora: ModelConfig | None = None
+    # What others have counted of this model and need again.
+    notes: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def modules(self) -> Any:
+        """The language model, with adapters if the recipe has any; no memory is taken."""
+        return self.build("lm")
+
+    def build(self, head: str) -> Any:
+        """The modules with a language model's or a critic's head."""
+        kind: Any = AutoModelForCausalLM if head == "lm" else AutoModelForTokenClassification
+        config = AutoConfig.for_model(**self.config.to_dict()) if head != "lm" else self.config
+        if head != "lm":
+            config.num_labels = 1
+        with torch.device("meta"):
+            made = kind.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+            made.tie_weights()
+            if self.lora is not None:
+                add_adapters(made, self.lora)
+        return made
+
+    @cached_property
+    def num_params(self) -> int:
+        """Parameters of the model itself, without adapters."""
+        return sum(p.numel() for name, p in self.modules.named_parameters() if ".lora_" not in name)
+
+    @cached_property
+    def layer_classes(self) -> list[nn.Module]:
+        """The decoder layers, in order."""
+        return list(self.modules.base_model.layers)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention keeps one latent vector a token instead of keys and values."""
+        return self.config.model_type == "deepseek_v3"
+
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, key-value heads and their dim."""
+        heads = int(self.config.num_attention_heads)
+        return heads, int(getattr(self.config, "num_key_value_heads", None) or heads), int(head_dim(self.config))
+
+    @cached_property
+    def layer_kinds(self) -> tuple[bool, ...]:
+        """For every layer whether it has experts."""
+        return tuple(is_sparse_layer(self.config, layer) for layer in range(self.num_layers))
+
+    def sparse_layers(self) -> int:
+        """How many layers have experts."""
+        return sum(self.layer_kinds)
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of the model's files, one for each expert's matrix."""
+        return hf_tensors(self.config)
+
+    @cached_property
+    def expert_params(self) -> int:
+        """Of all parameters those of routed experts."""
+        named = self.modules.named_parameters()
+        return sum(p.numel() for name, p in named if ".experts." in name and expert_count(self.config))
+
+    @cached_property
+    def shape(self) -> dict[str, Any]:
+        """The config as a dict, as checks read it."""
+        return self.config.to_dict()
+
+
+def find_model(model: ModelConfig, config_file: str | None = None) -> PlannedModel:
+    """The model of a recipe: `config_file` if given, its folder if it is there, else a known shape by its name."""
+    lora = model if model.lora_rank > 0 or model.lora_adapter_path else None
+    override = dict(model.override_config)
+    if config_file is not None:
+        fields = json.loads(Path(config_file).read_text(encoding="utf-8"))
+        return PlannedModel(_config(fields, override, config_file), config_file, lora)
+    file = Path(model.path or "") / "config.json"
+    if model.path and file.is_file():
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        return PlannedModel(_config(fields, override, str(file)), str(file), lora)
+    if not model.path:
+        raise ValueError("the recipe names no model: set actor_rollout_ref.model.path, or give --model-config FILE")
+    name = known_name(model.path)
+    if name is None:
+        raise ValueError(
+            f"there is no folder '{model.path}', and its name is none of {', '.join(KNOWN)}: give --model-config FILE"
+        )
+    words = f"the built-in shape of {name} (there is no folder '{model.path}')"
+    return PlannedModel(_config(KNOWN[name], override, name), words, lora)
+
+
+def known_name(path: str) -> str | None:
+    """The built-in shape that a path names: the longest that its last part begins with."""
+    last = Path(path).name.lower()
+    found = [name for name in KNOWN if last.startswith(name.lower())]
+    return max(found, key=len) if found else None
+
+
+def _config(fields: dict[str, Any], override: dict[str, Any], source: str) -> PretrainedConfig:
+    if "model_type" not in fields:
+        raise ValueError(f"{source} has no model_type: give a Hugging Face config.json")
+    config = AutoConfig.for_model(**fields)
+    for name, value in override.items():
+        if not hasattr(config, name):
+            raise ValueError(f"model.override_config.{name}: {type(config).__name__} has no field '{name}'")
+        setattr(config, name, value)
+    return config

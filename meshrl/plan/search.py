@@ -1,0 +1,300 @@
+"""Other layouts for the same recipe: the nearest change that fits, and the fastest ones of all."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from meshrl.config.checks import check_config
+from meshrl.config.engine import EngineConfig
+from meshrl.config.layout import sequence_ranks
+from meshrl.config.megatron_fields import is_installed
+from meshrl.config.model_folder import fit_problems
+from meshrl.config.root import PPOConfig
+from meshrl.config.tree import get_value, leaves, set_value
+from meshrl.config.values import unsupported
+from meshrl.engines.megatron.weight_map import FAMILIES, expert_count
+from meshrl.plan.hardware import Cluster
+from meshrl.plan.model import PlannedModel
+from meshrl.plan.planner import Plan
+
+ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+REF = "actor_rollout_ref.ref"
+TOKENS = f"{ACTOR}.ppo_max_token_len_per_gpu"
+CHECKPOINTING = f"{MODEL}.enable_gradient_checkpointing"
+POWERS = (1, 2, 4, 8, 16, 32, 64)
+MICRO_BATCHES = (32768, 16384, 8192, 4096, 2048)
+MEGATRON_KEYS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+LAYOUT = "pipeline_model_parallel_layout"
+# A search ends after this long, with what it has.
+SEARCH_SECONDS = 60.0
+Settings = dict[str, Any]
+MakePlan = Callable[[PPOConfig], Plan]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Overrides and the plan they make."""
+
+    settings: Settings
+    plan: Plan
+
+    @property
+    def overrides(self) -> list[str]:
+        """As the command line takes them; of a section its keys."""
+        words = []
+        for name, value in self.settings.items():
+            parts = (
+                {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+            )
+            words += [f"{key}={_word(inner)}" for key, inner in parts.items()]
+        return words
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def changed(config: PPOConfig, settings: Settings) -> PPOConfig:
+    """A copy with other values; keys that followed a changed one follow it still."""
+    made = copy.deepcopy(config)
+    for name, value in settings.items():
+        before = get_value(config, name)
+        set_value(made, name, value)
+        for leaf in leaves(PPOConfig).values():
+            if leaf.info.follows == name and leaf.name not in settings and get_value(config, leaf.name) == before:
+                set_value(made, leaf.name, value)
+    return made
+
+
+def problems_of(config: PPOConfig, model: PlannedModel) -> list[str]:
+    """What the config's own checks say, with the model's shape in place of its folder."""
+    actor = config.actor_rollout_ref.actor
+    return [*unsupported(config), *check_config(config, check_files=False), *fit_problems(model.shape, actor, ACTOR)]
+
+
+def tried(config: PPOConfig, model: PlannedModel, settings: Settings, known: set[str], make: MakePlan) -> Plan | None:
+    """The plan of a change, or None if the config's checks refuse it (beyond what they said before)."""
+    made = changed(config, settings)
+    if any(problem not in known for problem in problems_of(made, model)):
+        return None
+    try:
+        return make(made)
+    except ValueError:
+        return None  # a layout that the model cannot be cut into
+
+
+def nearest_fit(plan: Plan, make: MakePlan) -> Candidate | None:
+    """The first change that fits, the mildest first; then pairs of them."""
+    config, model = plan.config, plan.model
+    known = set(problems_of(config, model))
+    changes = list(_mild_changes(config, plan))
+    combined: list[Settings] = [*changes, *(first | second for first, second in product(changes, changes))]
+    whole: Settings = {}
+    for change in changes:
+        whole = whole | change
+    seen: list[Settings] = []
+    for settings in (*combined, whole):
+        if settings in seen:
+            continue
+        seen.append(settings)
+        found = tried(config, model, settings, known, make)
+        if found is not None and found.fits:
+            return Candidate(settings, found)
+    return None
+
+
+def _mild_changes(config: PPOConfig, plan: Plan) -> Iterator[Settings]:
+    """From what costs nothing to what costs most; only those that change something."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    place = f"{ACTOR}.megatron" if actor.strategy == "megatron" else f"{ACTOR}.fsdp_config"
+    engine: Any = actor.megatron if actor.strategy == "megatron" else actor.fsdp_config
+    for share in (0.4, 0.3, 0.2, 0.7, 0.85):
+        if (share < rollout.gpu_memory_utilization) == plan.has_cache:
+            yield {f"{ROLLOUT}.gpu_memory_utilization": share}
+    if not rollout.free_cache_engine:
+        yield {f"{ROLLOUT}.free_cache_engine": True}
+    if not config.actor_rollout_ref.model.enable_gradient_checkpointing:
+        yield {CHECKPOINTING: True}
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    tokens = actor.ppo_max_token_len_per_gpu
+    while actor.use_dynamic_bsz and tokens // 2 * sequence_ranks(actor) >= longest:
+        tokens //= 2
+        yield {TOKENS: tokens}
+    if any(name.startswith("ref ") for phase in plan.phases for name in phase.memory):
+        yield {f"{REF}.fsdp_config.param_offload": True}
+    if not engine.optimizer_offload:
+        yield {f"{place}.optimizer_offload": True} | ({f"{place}.grad_offload": True} if place.endswith("tron") else {})
+    if not engine.param_offload:
+        yield {f"{place}.param_offload": True}
+    if actor.strategy == "megatron":
+        yield from _larger_megatron(config, plan)
+    else:
+        for size in POWERS[1:4]:
+            if size > actor.ulysses_sequence_parallel_size:
+                yield {f"{ACTOR}.ulysses_sequence_parallel_size": size}
+        if actor.fsdp_config.fsdp_size != -1:
+            yield {f"{ACTOR}.fsdp_config.fsdp_size": -1}
+    for size in POWERS[1:4]:
+        if size > rollout.tensor_model_parallel_size and rollout.name == "embedded":
+            yield {f"{ROLLOUT}.tensor_model_parallel_size": size}
+    if actor.strategy == "fsdp2" and not actor.fsdp_config.offload_policy:
+        yield {f"{ACTOR}.fsdp_config.offload_policy": True}
+
+
+def _larger_megatron(config: PPOConfig, plan: Plan) -> Iterator[Settings]:
+    megatron = config.actor_rollout_ref.actor.megatron
+    experts = expert_count(plan.model.config)
+    for size in POWERS:
+        if experts and size > megatron.expert_model_parallel_size:
+            yield {
+                f"{ACTOR}.megatron.expert_model_parallel_size": size,
+                f"{ACTOR}.megatron.expert_tensor_parallel_size": 1,
+            }
+    for size in POWERS[1:4]:
+        if size > megatron.tensor_model_parallel_size:
+            yield {f"{ACTOR}.megatron.tensor_model_parallel_size": size}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found: the best, and how many of all layouts it had time to look at."""
+
+    best: list[Candidate]
+    seen: int
+    layouts: int
+
+
+def search(plan: Plan, make: MakePlan, best: int = 10, seconds: float = SEARCH_SECONDS) -> Found:
+    """The fastest layouts that fit and that the config's checks allow, as far as the search comes in its time."""
+    config, model = plan.config, plan.model
+    known = set(problems_of(config, model))
+    found: list[Candidate] = []
+    todo = [layout for layout in layouts(config, model, plan.cluster) if least_bytes(layout, plan) <= plan.capacity]
+    ends = time.monotonic() + seconds
+    seen = 0
+    for layout in sorted(todo, key=_splits):
+        if time.monotonic() > ends:
+            break
+        seen += 1
+        for checkpointing in (False, True):
+            candidate = _first_fit(config, model, layout | {CHECKPOINTING: checkpointing}, known, make)
+            if candidate is not None:
+                found.append(candidate)
+    return Found(sorted(found, key=lambda candidate: candidate.plan.seconds)[:best], seen, len(todo))
+
+
+def _splits(layout: Settings) -> int:
+    """Over how many ranks a layout cuts the work of one sample; few are mostly faster."""
+    names = ("tensor_model", "pipeline_model", "context", "ulysses_sequence", "virtual_pipeline_model")
+    return sum((value or 1) - 1 for key, value in layout.items() if any(f"{name}_parallel" in key for name in names))
+
+
+def least_bytes(layout: Settings, plan: Plan) -> float:
+    """What a rank holds of weights and gradients at the least, roughly: layouts far beyond the memory are left out."""
+    model, world = plan.model, plan.cluster.devices
+    if layout[f"{ACTOR}.strategy"] != "megatron":
+        return 12 * model.num_params / world
+    sizes = {axis: layout[f"{ACTOR}.megatron.{key}"] or 1 for axis, key in MEGATRON_KEYS.items()}
+    etp = sizes["etp"] if sizes["ep"] > 1 else sizes["tp"]
+    dense = (model.num_params - model.expert_params) / (sizes["tp"] * sizes["pp"])
+    sparse = model.expert_params / (sizes["ep"] * etp * sizes["pp"])
+    return 6 * 0.9 * (dense + sparse)
+
+
+def _first_fit(
+    config: PPOConfig, model: PlannedModel, layout: Settings, known: set[str], make: MakePlan
+) -> Candidate | None:
+    """The largest micro-batch that fits, with as little offloading as it needs."""
+    actor = config.actor_rollout_ref.actor
+    sizes: Sequence[int | None] = MICRO_BATCHES if actor.use_dynamic_bsz else (None,)
+    megatron = layout[f"{ACTOR}.strategy"] == "megatron"
+    place = f"{ACTOR}.{'megatron' if megatron else 'fsdp_config'}"
+    none = {f"{place}.optimizer_offload": False, f"{place}.param_offload": False}
+    for offload in (none, none | {f"{place}.optimizer_offload": True}):
+        for tokens in sizes:
+            settings = layout | offload | ({} if tokens is None else {TOKENS: tokens})
+            made = tried(config, model, settings, known, make)
+            if made is None:
+                if tokens == sizes[0]:
+                    return None  # the layout itself is refused
+                break  # a smaller budget no longer holds the longest sample
+            if made.fits:
+                return Candidate(_differing(config, settings), made)
+    return None
+
+
+def _differing(config: PPOConfig, settings: Settings) -> Settings:
+    """Only what is not so already."""
+    return {name: value for name, value in settings.items() if get_value(config, name) != value}
+
+
+def layouts(config: PPOConfig, model: PlannedModel, cluster: Cluster) -> Iterator[Settings]:
+    """Every way to lay the actor out on so many devices, as settings; what cannot divide is left out."""
+    heads, _, _ = model.heads()
+    world, node = cluster.devices, cluster.per_node
+    plain: Settings = {
+        f"{ACTOR}.megatron.{name}": EngineConfig().megatron.__dict__[name] for name in MEGATRON_KEYS.values()
+    }
+    pages: Settings = {f"{ACTOR}.ulysses_sequence_parallel_size": 1, f"{ACTOR}.context_parallel_size": 1}
+    for sp, cp in product(POWERS[:4], POWERS[:3]):
+        if world % (sp * cp) or heads % sp or sp * cp > node:
+            continue
+        data = world // (sp * cp)
+        for shards in dict.fromkeys((-1, min(node, data))):
+            if shards != -1 and (data % shards or shards in (data, 1)):
+                continue
+            yield plain | {
+                f"{ACTOR}.strategy": "fsdp2",
+                f"{ACTOR}.fsdp_config.fsdp_size": shards,
+                f"{ACTOR}.ulysses_sequence_parallel_size": sp,
+                f"{ACTOR}.context_parallel_size": cp,
+            }
+    if model.lora is not None or model.config.model_type not in FAMILIES or not is_installed():
+        return
+    experts = expert_count(model.config)
+    for tp, pp, cp in product(POWERS[:4], POWERS, POWERS[:2]):
+        if world % (tp * pp * cp) or tp > node or heads % tp or pp > model.num_layers:
+            continue
+        for vpp, ep in product((1, 2, 4) if pp > 1 else (1,), POWERS if experts else (1,)):
+            if pp * vpp > model.num_layers or (ep > 1 and (experts % ep or world % (ep * pp))):
+                continue
+            sizes = {
+                "tp": tp,
+                "pp": pp,
+                "vpp": vpp if vpp > 1 else None,
+                "cp": cp,
+                "ep": ep,
+                "etp": 1 if ep > 1 else None,
+            }
+            fsdp = {f"{ACTOR}.fsdp_config.fsdp_size": -1}
+            named = {f"{ACTOR}.megatron.{MEGATRON_KEYS[axis]}": size for axis, size in sizes.items()}
+            yield pages | fsdp | named | _written(config, model, pp, vpp) | {f"{ACTOR}.strategy": "megatron"}
+
+
+def _written(config: PPOConfig, model: PlannedModel, pp: int, vpp: int) -> Settings:
+    """The stages written out, where layers do not divide evenly or the recipe has written out others."""
+    given = config.actor_rollout_ref.actor.megatron.override_transformer_config
+    if LAYOUT not in given and model.num_layers % (pp * vpp) == 0:
+        return {}
+    text = stages_in_letters(model.num_layers, pp * vpp) if pp > 1 else None
+    return {f"{ACTOR}.megatron.override_transformer_config": {**given, LAYOUT: text}}
+
+
+def stages_in_letters(layers: int, chunks: int) -> str:
+    """Layers over chunks as evenly as can be; where some get one less, the first and the last are among them."""
+    few, more = divmod(layers, chunks)
+    order = sorted(range(chunks), key=lambda chunk: min(chunk, chunks - 1 - chunk), reverse=True)
+    counts = [few + (chunk in order[:more]) for chunk in range(chunks)]
+    return "E" + "|".join("t" * count for count in counts) + "L"

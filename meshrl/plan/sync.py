@@ -1,0 +1,89 @@
+"""The weight sync: bytes by the very plan that a run would make, or of a stream of whole tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshrl.config.layout import mesh_axes
+from meshrl.engines.megatron.ranks import ranks_of
+from meshrl.engines.megatron.weight_map import FAMILIES, padded_vocab_size
+from meshrl.parallel.layout import Layout
+from meshrl.plan.generation import EXTERNAL, Generation
+from meshrl.plan.timing import Clock
+from meshrl.weights.placement import Placement, fsdp2, megatron
+from meshrl.weights.plan import MEGABYTE, plan_reshard
+from meshrl.weights.rollout_placement import rollout
+
+# Rectangles of a placement beyond which a plan of all ranks would take too long; then its lower bound is told.
+MOST_SLICES = 400_000
+
+
+@dataclass(frozen=True)
+class Sync:
+    """What the busiest rank moves, in bytes and seconds, and which way the weights go."""
+
+    way: str
+    sent: int
+    received: int
+    copied: int
+    buffers: int
+    seconds: float
+
+
+def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync:
+    """From the actor's layout to the rollout's; `quick` tells no more than what a rank must receive at least."""
+    actor, model = generation.actor, generation.model
+    bucket = generation.rollout.update_weights_bucket_megabytes * MEGABYTE
+    if generation.shares_weights:
+        return Sync("none: the rollout generates with the trainer's own weights", 0, 0, 0, 0, 0.0)
+    whole = model.num_params * generation.itemsize
+    if generation.rollout.name in EXTERNAL or model.config.model_type not in FAMILIES or actor.placement == "fsdp":
+        received = whole * (actor.world_size - 1) // actor.world_size
+        return _timed("a stream of whole tensors", received, received, whole, 2 * bucket, generation, clock)
+    if actor.placement.startswith("whole"):
+        return _timed("a copy on the device", 0, 0, whole, 2 * bucket, generation, clock)
+    if quick:
+        received = generation.weights
+        return _timed("at least", received, received, 0, 2 * bucket, generation, clock)
+    source = _source(generation)
+    layout = generation.layout
+    if len(source.slices) + len(model.tensors) * layout.world_size > MOST_SLICES:
+        received = generation.weights
+        return _timed("too many parts to plan here: at least", received, received, 0, 2 * bucket, generation, clock)
+    target = rollout(model.tensors, model.config, layout)
+    start = source.world_size if generation.is_apart else 0
+    plan = plan_reshard(
+        source,
+        target,
+        itemsize=generation.itemsize,
+        bucket_bytes=bucket,
+        destination_ranks=range(start, start + target.world_size),
+    )
+    sent, received, copied = (int(column.max()) for column in (plan.sent(), plan.received(), plan.copied()))
+    buffers = 4 * min(plan.slot_bytes, int(plan.message_bytes.max(initial=0)))
+    return _timed(f"a plan, fed {plan.feed}", sent, received, copied, buffers, generation, clock)
+
+
+def _source(generation: Generation) -> Placement:
+    actor, config = generation.actor, generation.model.config
+    if actor.is_megatron:
+        ranks = ranks_of(actor.engine.megatron, 0, actor.world_size)
+        padded = padded_vocab_size(config.vocab_size, ranks.tp, actor.engine.megatron.make_vocab_size_divisible_by)
+        return megatron(config, ranks, vocab_size=padded)
+    params = {
+        name.replace(".base_layer.", "."): tuple(param.shape)
+        for name, param in generation.model.modules.named_parameters()
+        if ".lora_" not in name
+    }
+    return fsdp2(params, Layout.of(mesh_axes(actor.engine, actor.world_size)), config.model_type)
+
+
+def _timed(way: str, sent: int, received: int, copied: int, buffers: int, generation: Generation, clock: Clock) -> Sync:
+    hardware, rates = clock.cluster.hardware, clock.rates
+    crosses = generation.world_size > clock.cluster.per_node or generation.is_apart
+    link = hardware.link(crosses and clock.cluster.nodes > 1) * rates.link
+    memory = hardware.memory_gbs * 1e9 * rates.memory
+    seconds = max(sent, received) / link + 2 * (copied + sent + received) / memory
+    if generation.actor.rests[0]:
+        seconds += 2 * generation.actor.states().params / (hardware.host_gbs * 1e9 * rates.host)
+    return Sync(way, sent, received, copied, buffers, seconds)

@@ -1,0 +1,242 @@
+"""Seconds of each phase: operations, bytes of memory and bytes of links, each at its rate.
+
+The rates are the hardware table's times the efficiencies below. These were set once, so that a 1.7B step on an H200 is
+what `docs/performance.md` has measured of it; other rows of that page check them (`benchmarks/plan.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from torch import nn
+
+from meshrl.engines.megatron.weight_map import expert_count
+from meshrl.parallel.replay import bubble, ideal_bubble, replay
+from meshrl.plan.hardware import Cluster
+from meshrl.plan.lengths import Lengths
+from meshrl.plan.model import PlannedModel
+from meshrl.plan.roles import Budget, Role
+from meshrl.plan.traffic import AxisTraffic
+from meshrl.telemetry.timeline import Span
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What of a data sheet's rate is reached. Measured rates of a device count as what they are."""
+
+    products: float = 0.726  # matrix products: 718 of 989 TFLOP/s
+    attention: float = 0.386  # equal lengths (cuDNN)
+    ragged_attention: float = 0.16  # packed rows of unequal lengths (FlashAttention 2)
+    memory: float = 0.80  # kernels that read and write
+    sums: float = 0.49  # adding gradients up, a tensor at a time
+    decode: float = 0.56  # a decoding step against the bytes it must read
+    link: float = 0.75
+    host: float = 0.80
+    # Matrix products in Megatron-Core's own layers against ours.
+    megatron: float = 0.72
+    # Launches, gaps and what has no name, on top of all that is computed.
+    gaps: float = 1.08
+    # The backward of attention takes this many forwards.
+    attention_backward: float = 2.5
+    # Reads and writes between the products, in bytes a byte that a layer keeps; compiled and not.
+    traffic_compiled: float = 4.0
+    traffic_eager: float = 7.0
+
+    def on(self, measured: bool) -> Efficiency:
+        """Relative to measured rates: a device's own rate of large products is 0.8 of its sheet's, links are as is."""
+        if not measured:
+            return self
+        sheet = 0.8
+        return replace(
+            self,
+            products=self.products / sheet,
+            attention=self.attention / sheet,
+            ragged_attention=self.ragged_attention / sheet,
+            memory=1.0,
+            sums=self.sums / 0.8,
+            decode=self.decode / 0.8,
+            link=1.0,
+            host=1.0,
+        )
+
+
+EFFICIENCY = Efficiency()
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations of a forward: a token, a predicted token, and a pair of tokens that see each other."""
+
+    token: float
+    target: float
+    pair: float
+
+    def forward(self, tokens: float, targets: float, squares: float) -> tuple[float, float]:
+        """Of products and of attention; `squares` is the sum of the squared lengths."""
+        return self.token * tokens + self.target * targets, self.pair * squares / 2
+
+
+def model_flops(model: PlannedModel) -> Flops:
+    """From the shapes of all linear layers; of experts those that a token visits. Counted once a model."""
+    known: Flops | None = model.notes.get("flops")
+    if known is None:
+        known = model.notes["flops"] = _count_flops(model)
+    return known
+
+
+def _count_flops(model: PlannedModel) -> Flops:
+    config, base = model.config, model.modules.base_model
+    experts = expert_count(config)
+    visited = config.num_experts_per_tok / experts if experts else 1.0
+    weights = 0.0
+    for layer in base.layers:
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                weights += module.weight.numel()
+            elif hasattr(module, "gate_up_proj") and not isinstance(module.gate_up_proj, nn.Module):
+                weights += visited * (module.gate_up_proj.numel() + module.down_proj.numel())
+    heads, _, dim = model.heads()
+    both = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim if model.is_latent else 2 * dim
+    return Flops(2.0 * weights, 2.0 * config.vocab_size * config.hidden_size, 2.0 * heads * both * model.num_layers)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank computes in one pass over its part of the samples (a phase, or a mini-batch)."""
+
+    tokens: float
+    targets: float
+    squares: float
+    is_ragged: bool = True
+
+    @staticmethod
+    def of(lengths: Lengths) -> Work:
+        """The work of samples with these lengths."""
+        totals = lengths.totals.astype(np.float64)
+        ragged = len(set(lengths.totals.tolist())) > 1
+        return Work(float(totals.sum()), float(lengths.responses.sum()), float((totals**2).sum()), ragged)
+
+    def shared(self, ranks: float) -> Work:
+        """One of several ranks that share it equally."""
+        return Work(self.tokens / ranks, self.targets / ranks, self.squares / ranks, self.is_ragged)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Turns work and traffic into seconds on one kind of device."""
+
+    cluster: Cluster
+    efficiency: Efficiency = EFFICIENCY
+
+    @cached_property
+    def rates(self) -> Efficiency:
+        return self.efficiency.on(self.cluster.hardware.measured)
+
+    def compute(self, role: Role, work: Work, trains: bool, micro_batch_targets: int = 0) -> float:
+        """Seconds in which one rank that does all of this work computes; logits that are not kept come twice."""
+        hardware, rates = self.cluster.hardware, self.rates
+        flops = model_flops(role.model)
+        products, attention = flops.forward(work.tokens, work.targets, work.squares)
+        again = trains and role.model_config.enable_gradient_checkpointing
+        forwards = 1.0 + again
+        if trains:
+            # Frozen weights have no gradient: adapters cost one backward product instead of two.
+            backward = 1.0 if role.model.lora is not None else 2.0
+            product_passes, attention_passes = forwards + backward, forwards + rates.attention_backward
+        else:
+            product_passes = attention_passes = 1.0
+        peak = hardware.flops(8 * role.dtype.itemsize)
+        slower = rates.megatron if role.is_megatron else 1.0
+        how = rates.ragged_attention if work.is_ragged else rates.attention
+        operations = product_passes * products
+        if trains and not role.keeps_logits(micro_batch_targets):
+            operations += flops.target * work.targets
+        seconds = operations / (peak * rates.products * slower) + attention_passes * attention / (peak * how)
+        return rates.gaps * (seconds + self._between(role, work, trains))
+
+    def _between(self, role: Role, work: Work, trains: bool) -> float:
+        """Norms, rotations, activations: limited by memory."""
+        layers = range(role.model.num_layers)
+        kept = role.kept_in_full(layers, 4096) / 4096 * work.tokens
+        compiled = role.engine.use_torch_compile and not role.is_megatron
+        factor = self.rates.traffic_compiled if compiled else self.rates.traffic_eager
+        share = 1.0 if trains else 1 / 3
+        if trains and role.model_config.enable_gradient_checkpointing:
+            share = 4 / 3
+        return share * factor * kept / (self.cluster.hardware.memory_gbs * 1e9 * self.rates.memory)
+
+    def optimizer(self, role: Role, stage: int = 0) -> float:
+        """One optimizer step: states are read and written, gradients read twice (their norm comes first)."""
+        states = role.states(stage)
+        seconds = (2 * states.params + 2 * states.grads + 2 * states.optimizer) / self._memory
+        if role.rests[1]:
+            seconds += 2 * states.optimizer / (self.cluster.hardware.host_gbs * 1e9 * self.rates.host)
+        return seconds
+
+    def accumulate(self, role: Role, micro_batches: int) -> float:
+        """Adding up gradients of several micro-batches."""
+        rate = self.cluster.hardware.memory_gbs * 1e9 * self.rates.sums
+        return micro_batches * 2.5 * role.states().grads / rate if role.trains else 0.0
+
+    @property
+    def _memory(self) -> float:
+        return self.cluster.hardware.memory_gbs * 1e9 * self.rates.memory
+
+    def wire(self, traffic: AxisTraffic) -> float:
+        """Seconds on the axis's slowest link."""
+        link = self.cluster.hardware.link(traffic.crosses_nodes) * self.rates.link
+        return traffic.sent / link + traffic.calls * self.cluster.hardware.latency_us * 1e-6
+
+    def exposed(self, traffic: Sequence[AxisTraffic], compute: float) -> float:
+        """Seconds of traffic that computation does not hide."""
+        beside = sum(self.wire(t) for t in traffic if t.hidden)
+        return sum(self.wire(t) for t in traffic if not t.hidden) + max(0.0, beside - compute)
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """The idle share of a pipeline: by the formula for equal micro-batches, and replayed with these lengths."""
+
+    formula: float
+    replayed: float
+
+
+def pipeline_bubble(role: Role, budget: Budget, works: Sequence[float]) -> Bubble:
+    """Of one mini-batch; `works` are the forward times of its micro-batches, in any unit."""
+    pp, vpp = len(role.stages), len(role.stages[0])
+    if pp == 1:
+        return Bubble(0.0, 0.0)
+    count = max(1, len(works))
+    if vpp > 1:
+        count = -(-count // pp) * pp
+    padded = [*works, *[min(works)] * (count - len(works))]
+    spans = [_order(stage, pp, vpp, count) for stage in range(pp)]
+    layers = role.model.num_layers
+
+    def work(stage: int, span: Span) -> float:
+        share = len(role.stages[stage][span.chunk]) / layers * pp * vpp
+        return padded[span.micro_batch] * max(share, 0.05) * (2.0 if span.kind == "backward" else 1.0)
+
+    return Bubble(ideal_bubble(pp, vpp, count), float(bubble(replay(spans, work))))
+
+
+def _order(stage: int, pp: int, vpp: int, count: int) -> list[Span]:
+    """The order in which a stage works: one forward, one backward, after a warm-up that fills the pipeline."""
+    if vpp == 1:
+        forwards = [(0, micro) for micro in range(count)]
+        backwards = list(forwards)
+        warm = min(count, pp - stage - 1)
+    else:
+        groups = range(0, count, pp)
+        forwards = [(c, m) for g in groups for c in range(vpp) for m in range(g, min(g + pp, count))]
+        backwards = [(vpp - 1 - c, m) for c, m in forwards]
+        warm = min(len(forwards), 2 * (pp - stage - 1) + (vpp - 1) * pp)
+    made = [Span("forward", c, m, 0.0, 0.0) for c, m in forwards[:warm]]
+    for number, (chunk, micro) in enumerate(backwards):
+        if warm + number < len(forwards):
+            made.append(Span("forward", *forwards[warm + number], 0.0, 0.0))
+        made.append(Span("backward", chunk, micro, 0.0, 0.0))
+    return made
