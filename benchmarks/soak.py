@@ -81,7 +81,7 @@ def soak(folder: Path, steps: int, kill_every: int) -> dict[str, list[tuple[int,
         parent = subprocess.Popen(words, env=environment, stdout=output, stderr=subprocess.STDOUT)
         while parent.poll() is None:
             time.sleep(1.0)
-            step, alive = steps_of(out), processes(mark)
+            step, alive = steps_of(out), processes(mark, out)
             for kind, pids in alive.items():
                 # The nursery's pages are its children's too: what is its own depends on who lives.
                 if pids and step and kind != "other":
@@ -92,9 +92,9 @@ def soak(folder: Path, steps: int, kill_every: int) -> dict[str, list[tuple[int,
     if parent.returncode != 0:
         raise RuntimeError((out / "output.txt").read_text()[-3000:])
     until = time.monotonic() + 20
-    while any(processes(mark).values()) and time.monotonic() < until:
+    while any(processes(mark, out).values()) and time.monotonic() < until:
         time.sleep(0.5)
-    if any(left := list(processes(mark).values())):
+    if any(left := list(processes(mark, out).values())):
         raise RuntimeError(f"processes are left: {left}")
     return seen
 

@@ -28,6 +28,9 @@ class Backend(Protocol):
     def alive(self) -> list[bool]:
         """Which ranks' workers live."""
 
+    def pids(self) -> list[int]:
+        """The ranks' process ids, each on its own machine."""
+
     def stop(self, error: ControllerError, graceful: bool) -> None:
         """End the workers, letting them finish what is queued if `graceful`; later calls get `error`."""
 

@@ -78,6 +78,10 @@ class InProcessBackend:
         """Whether the group has not been shut down."""
         return [self._stopped is None]
 
+    def pids(self) -> list[int]:
+        """The controller's own."""
+        return [os.getpid()]
+
     def waits(self) -> list[str]:
         """Nothing: a call is a part of the controller's own stack."""
         return []

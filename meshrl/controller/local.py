@@ -228,6 +228,10 @@ class ProcessBackend:
         """Which ranks' processes live."""
         return [not record.gone for record in self._ranks]
 
+    def pids(self) -> list[int]:
+        """The ranks' process ids."""
+        return [record.pid for record in self._ranks]
+
     def waits(self) -> list[str]:
         """A line for every call that is under way."""
         return self._book.waits()

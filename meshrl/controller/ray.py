@@ -270,6 +270,10 @@ class RayBackend:
         """Which ranks' actors live, as far as is known."""
         return [rank not in self._gone for rank in range(self.world_size)]
 
+    def pids(self) -> list[int]:
+        """The ranks' process ids, each on its own machine."""
+        return [place.pid for place in self._places]
+
     def waits(self) -> list[str]:
         """A line for every call that is under way."""
         return self._book.waits()

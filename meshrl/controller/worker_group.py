@@ -110,6 +110,10 @@ class WorkerGroup:
             return False
         return all(self._backend.alive())
 
+    def pids(self) -> list[int]:
+        """The workers' process ids in rank order, each on its own machine."""
+        return self._backend.pids()
+
     def waits(self) -> list[str]:
         """A line for every call that is under way: which ranks have answered and which have not."""
         return self._backend.waits()

@@ -50,10 +50,13 @@ class Keeper:
             what = ", which is saved: the same command goes on from there" if self.saves else ""
             raise RunStoppedError(f"stopped by SIGTERM after step {trainer.step}{what}")
 
-    def fit(self, trainer: Any, found: Found | None) -> None:
-        """Runs a trainer to its end, from a checkpoint if there is one."""
+    def restore(self, trainer: Resumable, found: Found | None) -> None:
+        """Brings a trainer to where a checkpoint was written, if there is one."""
         if found is not None:
             self.checkpoints.restore(trainer, found)
+
+    def fit(self, trainer: Any) -> None:
+        """Runs a trainer to its end."""
         with self.stop.listening():
             trainer.fit()
             self.checkpoints.finish()

@@ -48,7 +48,15 @@ from meshrl.telemetry.samples import SampleLog
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracking
 from meshrl.trainer.batches import KeptBatches
-from meshrl.trainer.checkpoint import FOLDER, Checkpoints, Found, Part, checkpoint_to_resume, set_later_ones_aside
+from meshrl.trainer.checkpoint import (
+    FOLDER,
+    STATE,
+    Checkpoints,
+    Found,
+    Part,
+    checkpoint_to_resume,
+    set_later_ones_aside,
+)
 from meshrl.trainer.gates import Gates
 from meshrl.trainer.judging import GroupAsk
 from meshrl.trainer.keeper import Keeper
@@ -143,12 +151,13 @@ def train_once(
             gates = Gates(trainer.gates, run.path, say=screen.message, old_is_trainers=not bypasses)
             keeper = make_keeper(config, ppo_parts(config, groups), run, steps, screen)
             parts = (config, groups, train_data, order, reward, validator, tracker, samples, timer, keeper, gates)
-            note_restart(restarts, found, tracker)
             loop = make_loop(*parts)
             watch.step = lambda: loop.step
             if "rollout" in groups:
                 loop.rollout_care = RolloutCare(actor, rollouts, restarts)
-            keeper.fit(loop, found)
+            keeper.restore(loop, found)
+            note_restart(restarts, found, tracker)
+            keeper.fit(loop)
             if trainer.save_final_model and not trainer.val_only:
                 screen.message(f"model: {save_model(actor, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
@@ -241,8 +250,9 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
             keeper = make_keeper(config, parts, run, steps, screen)
             loop = SFTTrainer(config, group, train_data, order, val_data, tracker, timer, steps, keeper)
             watch.step = lambda: loop.step
+            keeper.restore(loop, found)
             note_restart(restarts, found, tracker)
-            keeper.fit(loop, found)
+            keeper.fit(loop)
             if trainer.save_final_model:
                 screen.message(f"model: {save_model(group, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
@@ -261,8 +271,9 @@ def phase_timer(screen: StepConsole, watch: StallWatch) -> PhaseTimer:
 
 def note_restart(restarts: Restarts, found: Found | None, tracker: Tracking) -> None:
     """Takes note of what a restart has cost, now that work begins."""
+    restarts.tell = tracker.constants.update
     if restarts.used:
-        kept_at = found.path.stat().st_mtime if found else restarts.since
+        kept_at = (found.path / STATE).stat().st_mtime if found else restarts.since
         restarts.resumed(found.step if found else 0, kept_at)
     tracker.constants |= restarts.metrics()
 
@@ -423,6 +434,7 @@ def worker_groups(
                 in_process=False if number else None,
             )
             group = stack.enter_context(started)
+            logger.info("workers of '%s': pids %s", role, group.pids())
             groups |= group.spawn() if len(pool.workers) > 1 else {role: group}
         for view in groups.values():
             view.init_model()
