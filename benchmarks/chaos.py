@@ -84,7 +84,7 @@ def command(folder: Path, out: Path, backend: str, steps: int, restarts: int, co
         "reward_manager.num_processes=2",
     ]
     if backend == "ray":
-        words += ["ray_init.num_cpus=8", "ray_init.object_store_memory=100000000"]
+        words += ["ray_init.num_cpus=4", "ray_init.object_store_memory=100000000"]
     if copies > 0:
         words.append(f"trainer.memory_copy_freq={copies}")
     return [sys.executable, "-m", "meshrl.cli", "train", "--supervise", *words]

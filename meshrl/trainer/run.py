@@ -54,12 +54,12 @@ from meshrl.trainer.checkpoint import (
     Checkpoints,
     Found,
     Part,
-    checkpoint_to_resume,
     set_later_ones_aside,
 )
 from meshrl.trainer.gates import Gates
 from meshrl.trainer.judging import GroupAsk
 from meshrl.trainer.keeper import Keeper
+from meshrl.trainer.memory_copies import MemoryCopies, copies_folder, held_copies, state_to_resume
 from meshrl.trainer.mirror import Mirror
 from meshrl.trainer.nonfinite import NonFiniteSteps
 from meshrl.trainer.ppo import PPOTrainer
@@ -94,8 +94,9 @@ def train(
     """
     restarts = Restarts.of(config.trainer)
     if make_loop is not PPOTrainer:
-        restarts.limit = 0
-    return surviving(lambda: train_once(config, restarts, sources, console, make_loop), restarts)
+        restarts.limit, config.trainer.memory_copy_freq = 0, -1
+    with held_copies(config.trainer):
+        return surviving(lambda: train_once(config, restarts, sources, console, make_loop), restarts)
 
 
 def train_once(
@@ -118,7 +119,7 @@ def train_once(
     steps = total_steps(config, len(train_data))
     pools = ppo_pools(config, units, steps)
     notes: list[str] = []
-    found = checkpoint_to_resume(trainer, notes.append, restarts.opened)
+    found = state_to_resume(trainer, notes.append, restarts.opened)
     first_step = found.step if found else 0
     with open_run(trainer, found, restarts) as run, StepConsole(steps, console, first_step=first_step) as screen:
         start_run(run, screen, config, sources, notes + units.lines())
@@ -211,7 +212,8 @@ def critic_worker(config: PPOConfig, settings: WorkerSettings, units: BatchUnits
 def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Console | None = None) -> Path:
     """Fine-tunes a model on demonstrations; writes it to `model/` in the run's folder, which it returns."""
     restarts = Restarts.of(config.trainer)
-    return surviving(lambda: sft_once(config, restarts, sources, console), restarts)
+    with held_copies(config.trainer):
+        return surviving(lambda: sft_once(config, restarts, sources, console), restarts)
 
 
 def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] | None, console: Console | None) -> Path:
@@ -226,7 +228,7 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
     order = batch_order(config.data, trainer, len(train_data))
     worker = ClassWithInitArgs(SFTWorker, config, steps)
     notes: list[str] = []
-    found = checkpoint_to_resume(trainer, notes.append, restarts.opened)
+    found = state_to_resume(trainer, notes.append, restarts.opened)
     first_step = found.step if found else 0
     with (
         open_run(trainer, found, restarts) as run,
@@ -282,7 +284,7 @@ def open_run(trainer: RunConfig, found: Found | None, restarts: Restarts) -> Run
     """The run's folder: its files go on where the checkpoint to go on from is one of its own."""
     again, restarts.opened = restarts.opened, True
     folder = Path(trainer.run_dir).resolve() / FOLDER
-    if found is None or found.path.resolve().parent != folder:
+    if found is None or found.path.resolve().parent not in (folder, copies_folder(trainer.run_dir)):
         # What an attempt before has written of steps that were not kept is written again.
         return RunFolder(trainer.run_dir, resume=again, last_step=-1 if again else None)
     set_later_ones_aside(folder, found.step)
@@ -325,11 +327,14 @@ def make_keeper(
     dumped = {role: replace(part, save_contents=contents, background=False) for role, part in parts.items()}
     dumps = Checkpoints(run.nonfinite, dumped, every=-1, **how)
     megabytes = getattr(trainer, "keep_batches_megabytes", 0)
+    memory = copies_folder(run.path) if trainer.memory_copy_freq > 0 else None
+    copies = Checkpoints(memory, dumped, every=trainer.memory_copy_freq, keep=1, **how) if memory else None
     return Keeper(
         checkpoints,
         KeptBatches(run.batches, megabytes),
         NonFiniteSteps(trainer.max_nan_steps, dumps, screen.message),
         StopRequest(trainer.deadlines.stop),
+        MemoryCopies(copies, screen.message),
     )
 
 

@@ -112,8 +112,10 @@ def test_what_a_restart_costs_is_counted_once(tmp_path, monkeypatch):
     now = 1030.0
     assert restarts.resumed(4, kept_at=1020.0) == 10
     # A trainer dies at 1040 and again in the start at 1050; work goes on at 1065.
-    for now in (1040.0, 1050.0):
-        restarts.failed("gone", "infrastructure")
+    now = 1040.0
+    restarts.failed("gone", "infrastructure")
+    now = 1050.0
+    restarts.failed("gone", "infrastructure")
     now = 1065.0
     restarts.resumed(4, kept_at=1010.0)
     last = restarts.records()[-1]
