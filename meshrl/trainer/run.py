@@ -154,6 +154,7 @@ def train_once(
             parts = (config, groups, train_data, order, reward, validator, tracker, samples, timer, keeper, gates)
             loop = make_loop(*parts)
             watch.step = lambda: loop.step
+            watch.waits.append(reward.waits)
             if "rollout" in groups:
                 loop.rollout_care = RolloutCare(actor, rollouts, restarts)
             keeper.restore(loop, found)
