@@ -65,7 +65,8 @@ def init_ray(
                 f"num_cpus and num_gpus belong to the cluster at {address}: leave them out with an address"
             )
     ray.init(
-        address=address,
+        # Without a word Ray would join whatever cluster somebody has last started on this machine.
+        address=address or os.environ.get("RAY_ADDRESS") or "local",
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         object_store_memory=object_store_memory,

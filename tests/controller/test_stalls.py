@@ -140,9 +140,11 @@ def second_node(ray_instance):
     taken = placement_group([{"CPU": 8}], strategy="STRICT_PACK")
     assert taken.wait(30)
     address = ray.get_runtime_context().gcs_address
-    words = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={address}", "--num-cpus=1", "--block"]
+    # Ray would write down for everybody on this machine that this is the cluster to join.
+    quiet = "import ray._private.utils as u; u.write_ray_address = lambda *_: None; import ray.scripts.scripts as s"
+    words = [sys.executable, "-c", f"{quiet}; s.main()", "start", f"--address={address}", "--num-cpus=1", "--block"]
     words += ["--object-store-memory=80000000", "--disable-usage-stats"]
-    node = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    node = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def children(pid):
         found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False)
