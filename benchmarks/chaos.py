@@ -5,6 +5,10 @@
 A run has a controller, two trainer ranks, two rollout ranks with processes of their own and two reward processes. A
 seeded killer picks one of these kinds and a moment, again and again, until the run ends. Then: exit code 0, weights
 equal to the bit, every step once in metrics.jsonl, the same samples trained at every step, no process left.
+
+Time lost, as the runs' own `restarts.jsonl` has it: the wall time of work that is done again (from when the state was
+kept to the failure) and that of the restart (from the failure to when work goes on). Its sum is printed beside what the
+killed runs took longer than the unkilled one.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +39,11 @@ from meshrl.trainer.demo import ALPHABET, write_data
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = ("controller", "trainer", "rollout", "reward")
 MARK = "MESHRL_CHAOS"
+LOST = (
+    ("time lost a restart, median / most", "seconds_lost"),
+    ("of it work thrown away", "thrown_away"),
+    ("of it the restart", "restart"),
+)
 
 
 @dataclass
@@ -47,7 +56,7 @@ class Outcome:
     records: list[dict] = field(default_factory=list)
 
 
-def command(folder: Path, out: Path, backend: str, steps: int, restarts: int) -> list[str]:
+def command(folder: Path, out: Path, backend: str, steps: int, restarts: int, copies: int = -1) -> list[str]:
     words = [
         "demo_grpo",
         f"data.train_files=[{folder / 'assets' / 'prompts.jsonl'}]",
@@ -75,14 +84,25 @@ def command(folder: Path, out: Path, backend: str, steps: int, restarts: int) ->
         "reward_manager.num_processes=2",
     ]
     if backend == "ray":
-        words.append("ray_init.num_cpus=8")
+        words += ["ray_init.num_cpus=4", "ray_init.object_store_memory=100000000"]
+    if copies > 0:
+        words.append(f"trainer.memory_copy_freq={copies}")
     return [sys.executable, "-m", "meshrl.cli", "train", "--supervise", *words]
 
 
-def processes(mark: str) -> dict[str, list[int]]:
+def ranks_of(out: Path) -> dict[str, list[int]]:
+    """The newest process ids of the trainers and the rollouts, as the run's log has them."""
+    found: dict[str, list[int]] = {}
+    with contextlib.suppress(OSError):
+        for role, numbers in re.findall(r"workers of '(\w+)': pids \[([\d, ]+)\]", (out / "log.txt").read_text()):
+            found[role] = [int(number) for number in numbers.split(",")]
+    return {"trainer": found.get("actor_rollout_ref", []), "rollout": found.get("rollout", [])}
+
+
+def processes(mark: str, out: Path) -> dict[str, list[int]]:
     """The living processes of a run by kind; every one has the mark in its environment."""
     found: dict[str, list[int]] = {kind: [] for kind in (*TARGETS, "supervisor", "other")}
-    ranks = []
+    ranks = ranks_of(out)
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -95,23 +115,16 @@ def processes(mark: str) -> dict[str, list[int]]:
             continue
         if stat[0] == "Z":
             continue
-        pid, parent = int(entry.name), int(stat[1])
+        pid = int(entry.name)
+        role = next((role for role, pids in ranks.items() if pid in pids), None)
         if "meshrl.rewards.worker" in words:
             found["reward"].append(pid)
-        elif "meshrl.controller.nursery" in words:
-            ranks.append((pid, parent))
-        elif words.startswith("ray::RayWorker"):
-            ranks.append((pid, -1))
+        elif role is not None and ("meshrl.controller.nursery" in words or words.startswith("ray::RayWorker")):
+            found[role].append(pid)
         elif "meshrl.cli train" in words:
             found["supervisor" if "--supervise" in words else "controller"].append(pid)
         else:
             found["other"].append(pid)
-    numbers = {pid for pid, _ in ranks}
-    # The nursery is no rank: the ranks are its children. The first pool's two are older than the second's.
-    workers = sorted(pid for pid, parent in ranks if parent == -1 or parent in numbers)
-    found["other"] += numbers - set(workers)
-    if len(workers) == 4:
-        found["trainer"], found["rollout"] = workers[:2], workers[2:]
     return found
 
 
@@ -134,13 +147,13 @@ def run(words: Sequence[str], out: Path, kills: int, rng: random.Random, limit: 
             if next_at is None or time.monotonic() < next_at or len(done) == kills:
                 continue
             # The kind is chosen before anybody looks who lives, so that a start is not hit more than its share.
-            if alive := processes(mark)[kind]:
+            if alive := processes(mark, out)[kind]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rng.choice(alive), signal.SIGKILL)
                     done.append(kind)
                     next_at, kind = time.monotonic() + rng.uniform(0.1, 2.0), rng.choice(TARGETS)
     until = time.monotonic() + 20
-    while any(left := list(processes(mark).values())) and time.monotonic() < until:
+    while any(left := list(processes(mark, out).values())) and time.monotonic() < until:
         time.sleep(0.2)
     if any(left):
         raise RuntimeError(f"processes are left: {left}")
@@ -169,18 +182,23 @@ def chaos(
     backend: str = "local",
     steps: int = 60,
     per_run: int = 10,
-    limit: float = 600.0,
+    limit: float = 900.0,
+    copies: int = -1,
 ) -> list[Outcome]:
-    """Runs until so many processes were killed; raises if a run does not end as the unkilled one did."""
+    """Runs until so many processes were killed; raises if a run does not end as the unkilled one did.
+
+    The first outcome is the unkilled run's.
+    """
     make_tiny_model(folder / "assets" / "model", ALPHABET)
     write_data(folder / "assets", seed=0)
-    rng, outcomes = random.Random(seed), []
-    whole = folder / "whole"
+    rng, whole = random.Random(seed), folder / "whole"
     first = run(command(folder, whole, backend, steps, 1), whole, 0, rng, limit)
     assert first.code == 0, (whole / "output.txt").read_text()[-3000:]
+    outcomes = [first]
     while (left := kills - sum(len(outcome.kills) for outcome in outcomes)) > 0:
         out = folder / f"run{len(outcomes)}"
-        outcome = run(command(folder, out, backend, steps, 4 * per_run), out, min(left, per_run), rng, limit)
+        words = command(folder, out, backend, steps, 4 * per_run, copies)
+        outcome = run(words, out, min(left, per_run), rng, limit)
         if outcome.code != 0:
             raise RuntimeError(f"{out} ended with {outcome.code}:\n" + (out / "output.txt").read_text()[-3000:])
         if problems := differences(out, whole, steps):
@@ -199,19 +217,31 @@ def phases(outcomes: Sequence[Outcome]) -> Counter[str]:
 
 
 def table(outcomes: Sequence[Outcome], backend: str) -> str:
-    """The result as Markdown."""
-    killed = Counter(kind for outcome in outcomes for kind in outcome.kills)
-    lost = [r["seconds_lost"] for outcome in outcomes for r in outcome.records if "seconds_lost" in r]
-    where = ", ".join(f"{name} {count}" for name, count in phases(outcomes).most_common())
+    """The result as Markdown; the first outcome is the unkilled run's."""
+    unkilled, killed_runs = outcomes[0], outcomes[1:]
+    killed = Counter(kind for outcome in killed_runs for kind in outcome.kills)
+    resumed = [record for outcome in killed_runs for record in outcome.records if record["event"] == "resumed"]
+    where = ", ".join(f"{name} {count}" for name, count in phases(killed_runs).most_common())
+    longer = sum(outcome.seconds - unkilled.seconds for outcome in killed_runs)
     rows = [
         ("backend", backend),
         ("kills", f"{sum(killed.values())} ({', '.join(f'{kind} {killed[kind]}' for kind in TARGETS)})"),
         ("restarts, by the call that was hit", where),
-        ("runs, all ended with 0", str(len(outcomes))),
+        ("runs, all ended with 0", str(len(killed_runs))),
         ("weights, and samples of every step, equal to the unkilled run's", "all"),
-        ("time lost a restart, median / most", f"{statistics.median(lost):.1f} / {max(lost):.1f} s" if lost else "-"),
+        *((name, _spread(record[key] for record in resumed)) for name, key in LOST),
+        ("all time lost, beside what the runs took longer", f"{_total(resumed):.0f} s of {longer:.0f} s"),
     ]
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def _spread(values: Iterable[float]) -> str:
+    found = list(values)
+    return f"{statistics.median(found):.1f} / {max(found):.1f} s" if found else "-"
+
+
+def _total(resumed: Sequence[dict]) -> float:
+    return sum(record["seconds_lost"] for record in resumed)
 
 
 def main() -> None:
@@ -220,9 +250,12 @@ def main() -> None:
     parser.add_argument("--backend", choices=("local", "ray"), default="local")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--per-run", type=int, default=10, help="kills a run")
+    parser.add_argument("--memory-copies", type=int, default=-1, help="trainer.memory_copy_freq of the killed runs")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="meshrl-chaos-") as folder:
-        outcomes = chaos(Path(folder), arguments.kills, arguments.seed, arguments.backend, arguments.steps)
+        how = {"per_run": arguments.per_run, "copies": arguments.memory_copies}
+        outcomes = chaos(Path(folder), arguments.kills, arguments.seed, arguments.backend, arguments.steps, **how)
     Console().print(table(outcomes, arguments.backend), markup=False, soft_wrap=True)
 
 

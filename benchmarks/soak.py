@@ -2,8 +2,8 @@
 
     python benchmarks/soak.py --steps 2000 [--kill-every 200]
 
-Prints the memory of every process after a tenth of the run and at its end, and what is left when it is over: processes,
-open files, shared memory, folders in /tmp.
+Prints the memory of every process after a warm-up (the first tenth of the run) and at its end, and what is left when it
+is over: processes, open files, shared memory, temporary files.
 """
 
 from __future__ import annotations
@@ -47,9 +47,23 @@ def files_of(pid: int) -> int:
 
 
 def left_behind() -> set[str]:
-    """What a run might leave on this machine."""
-    names = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
-    return names | {f"/tmp/{name}" for name in os.listdir("/tmp") if name.startswith("meshrl")}
+    """Shared memory that is there; the run's temporary files have a folder of their own."""
+    return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+
+
+def used_by_others(path: str) -> bool:
+    """Whether a living process has it open or mapped: then it is not what a run that is over has left."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            if path in (entry / "maps").read_text() or any(
+                os.readlink(file).startswith(path) for file in (entry / "fd").iterdir()
+            ):
+                return True
+        except OSError:
+            continue
+    return False
 
 
 def steps_of(out: Path) -> int:
@@ -70,6 +84,8 @@ def soak(folder: Path, steps: int, kill_every: int) -> dict[str, list[tuple[int,
     out.mkdir()
     mark = f"{os.getpid()}-{time.time_ns()}"
     environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment["TMPDIR"] = str(folder / "tmp")
+    (folder / "tmp").mkdir()
     words = [word for word in command(folder, out, "local", steps, 1000) if "rollout_data_dir" not in word]
     changed = ("save_freq", "test_freq")
     words = [word for word in words if not word.startswith(tuple(f"trainer.{name}=" for name in changed))]
@@ -81,7 +97,7 @@ def soak(folder: Path, steps: int, kill_every: int) -> dict[str, list[tuple[int,
         parent = subprocess.Popen(words, env=environment, stdout=output, stderr=subprocess.STDOUT)
         while parent.poll() is None:
             time.sleep(1.0)
-            step, alive = steps_of(out), processes(mark)
+            step, alive = steps_of(out), processes(mark, out)
             for kind, pids in alive.items():
                 # The nursery's pages are its children's too: what is its own depends on who lives.
                 if pids and step and kind != "other":
@@ -92,10 +108,12 @@ def soak(folder: Path, steps: int, kill_every: int) -> dict[str, list[tuple[int,
     if parent.returncode != 0:
         raise RuntimeError((out / "output.txt").read_text()[-3000:])
     until = time.monotonic() + 20
-    while any(processes(mark).values()) and time.monotonic() < until:
+    while any(processes(mark, out).values()) and time.monotonic() < until:
         time.sleep(0.5)
-    if any(left := list(processes(mark).values())):
+    if any(left := list(processes(mark, out).values())):
         raise RuntimeError(f"processes are left: {left}")
+    if files := list((folder / "tmp").iterdir()):
+        raise RuntimeError(f"temporary files are left: {files}")
     return seen
 
 
@@ -128,7 +146,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         seen = soak(Path(folder), arguments.steps, arguments.kill_every)
     text, flat = table(seen, arguments.steps)
-    left = sorted(left_behind() - before)
+    left = sorted(path for path in left_behind() - before if not used_by_others(path))
     Console().print(text, markup=False, soft_wrap=True)
     Console().print(f"{arguments.steps} steps in {time.monotonic() - began:.0f} s; left behind: {left or 'nothing'}")
     sys.exit(0 if flat and not left else 1)

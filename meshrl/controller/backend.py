@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from meshrl.controller.dispatch import RankCall
 from meshrl.controller.errors import ControllerError
+from meshrl.controller.flight_recorder import Collective
 from meshrl.controller.futures import Future
 
 
@@ -28,6 +29,9 @@ class Backend(Protocol):
     def alive(self) -> list[bool]:
         """Which ranks' workers live."""
 
+    def pids(self) -> list[int]:
+        """The ranks' process ids, each on its own machine."""
+
     def stop(self, error: ControllerError, graceful: bool) -> None:
         """End the workers, letting them finish what is queued if `graceful`; later calls get `error`."""
 
@@ -36,3 +40,9 @@ class Backend(Protocol):
 
     def stacks(self) -> str:
         """Where the ranks' processes are."""
+
+    def last_words(self) -> str:
+        """The ends of what the ranks have written to their standard error, where that is known."""
+
+    def collectives(self) -> dict[int, list[Collective]]:
+        """The newest collectives of the ranks that say so within a short time and whose torch records them."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshrl.controller.dispatch import RankCall
 from meshrl.controller.errors import ControllerError, GroupBrokenError, WorkerError
+from meshrl.controller.flight_recorder import Collective
 from meshrl.controller.futures import Future, SerialThread
 from meshrl.controller.resource_pool import ResourcePool
 from meshrl.controller.worker import (
@@ -79,6 +80,10 @@ class InProcessBackend:
         """Whether the group has not been shut down."""
         return [self._stopped is None]
 
+    def pids(self) -> list[int]:
+        """The controller's own."""
+        return [os.getpid()]
+
     def waits(self) -> list[str]:
         """Nothing: a call is a part of the controller's own stack."""
         return []
@@ -86,6 +91,14 @@ class InProcessBackend:
     def stacks(self) -> str:
         """The controller's own process has them."""
         return f"'{self._role}' lives in the controller's process"
+
+    def last_words(self) -> str:
+        """The controller's own standard error has them."""
+        return ""
+
+    def collectives(self) -> dict[int, list[Collective]]:
+        """A single rank waits for nobody."""
+        return {}
 
     def stop(self, error: ControllerError, graceful: bool) -> None:
         """Let go of the worker."""

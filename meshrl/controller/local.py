@@ -1,5 +1,6 @@
 """Workers as processes of this machine, each behind a socket of its own."""
 
+import contextlib
 import os
 import queue
 import select
@@ -19,14 +20,16 @@ from meshrl.controller.calls import CallBook, Deadlines
 from meshrl.controller.channel import MAX_FDS, Parcel, anonymous_file, receive_message, send_message
 from meshrl.controller.dispatch import RankCall
 from meshrl.controller.errors import ControllerError, GroupBrokenError
+from meshrl.controller.flight_recorder import Collective
 from meshrl.controller.futures import Future
 from meshrl.controller.in_process import LOOPBACK, InProcessBackend, device_indices, loopback_environment
 from meshrl.controller.nursery import get_nursery
 from meshrl.controller.resource_pool import ResourcePool
 from meshrl.controller.worker import ClassWithInitArgs, Failure, WorkerInfo, place_ranks
-from meshrl.controller.worker_process import BUILD, HELLO, BuildOrder, Request, Script
+from meshrl.controller.worker_process import BUILD, HELLO, RECORDED, RECORDED_NUMBER, BuildOrder, Request, Script
 
 _TICK = 0.2  # seconds between two looks at the clock
+_LAST_WORDS = 4096  # bytes of a rank's standard error that are remembered
 
 
 @dataclass
@@ -35,10 +38,14 @@ class _Rank:
 
     sock: socket.socket
     stacks: int  # the file that its stack dumps go to
+    stderr: int  # what it writes there is passed on to the controller's
     pid: int = 0
     send_lock: threading.Lock = field(default_factory=threading.Lock)
     gone: bool = False
     exitcode: int | None = None
+    last_words: bytes = b""
+    sending: tuple[str, float] | None = None  # what is being sent to it, and since when
+    collectives: list[Collective] | None = None
 
 
 class ProcessBackend:
@@ -85,8 +92,11 @@ class ProcessBackend:
             ours, theirs = socket.socketpair()
             seconds = max(1, int(self._deadlines.call))
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
-            record = _Rank(ours, anonymous_file())
-            socket.send_fds(ours, [os.getpid().to_bytes(4, "little")], [record.stacks])
+            stderr, its_stderr = os.pipe()
+            os.set_blocking(stderr, False)
+            record = _Rank(ours, anonymous_file(), stderr)
+            socket.send_fds(ours, [os.getpid().to_bytes(4, "little")], [record.stacks, its_stderr])
+            os.close(its_stderr)
             self._ranks.append(record)
             with theirs:
 
@@ -165,10 +175,13 @@ class ProcessBackend:
         record = self._ranks[rank]
         try:
             with record.send_lock:
+                record.sending = (request.method if request else "shutdown", time.monotonic())
                 send_message(record.sock, request, parcels)
         except OSError:
             # the process is gone or does not read; the pump sees its end, and the deadline its silence
             self._wake()
+        finally:
+            record.sending = None
 
     def _pump(self) -> None:
         """Read the answers and the ends of the workers, and watch the clock, until all workers are gone."""
@@ -176,10 +189,14 @@ class ProcessBackend:
             selector.register(self._wake_in, selectors.EVENT_READ, None)
             for rank, record in enumerate(self._ranks):
                 selector.register(record.sock, selectors.EVENT_READ, rank)
+                selector.register(record.stderr, selectors.EVENT_READ, record)
             while not all(record.gone for record in self._ranks):
                 for key, _ in selector.select(_TICK):
                     if key.data is None:
                         self._wake_in.recv(4096)
+                    elif isinstance(key.data, _Rank):
+                        if not _pass_on(key.data):
+                            selector.unregister(key.data.stderr)
                     elif not self._read_answer(key.data):
                         selector.unregister(self._ranks[key.data].sock)
                 while not self._exits.empty():
@@ -192,6 +209,7 @@ class ProcessBackend:
         for record in self._ranks:
             record.sock.close()
             os.close(record.stacks)
+            os.close(record.stderr)
         self._wake_in.close()
         self._wake_out.close()
 
@@ -207,7 +225,10 @@ class ProcessBackend:
             value = parcel.unpack()
         except Exception as error:
             value = Failure.of(error)
-        self._book.answer(number, rank, value)
+        if number == RECORDED_NUMBER:
+            self._ranks[rank].collectives = value if isinstance(value, list) else []
+        else:
+            self._book.answer(number, rank, value)
         return True
 
     def _note_exit(self, rank: int, exitcode: int | None) -> None:
@@ -216,9 +237,11 @@ class ProcessBackend:
             pass  # what it had sent before its end still counts
         record.gone, record.exitcode = True, exitcode
         if not self._stopping:
-            why = _how_it_ended(exitcode)
-            stack = self._read_stack(rank)
-            self._book.died(rank, record.pid, exitcode, f"{why}\n{stack}" if stack else why)
+            while _pass_on(record):
+                pass
+            words = record.last_words.decode(errors="replace").strip()
+            parts = [_how_it_ended(exitcode), self._read_stack(rank), f"Its last words:\n{words}" if words else ""]
+            self._book.died(rank, record.pid, exitcode, "\n".join(part for part in parts if part))
 
     def check(self) -> None:
         """Raise if the group is broken or was shut down."""
@@ -228,13 +251,42 @@ class ProcessBackend:
         """Which ranks' processes live."""
         return [not record.gone for record in self._ranks]
 
+    def pids(self) -> list[int]:
+        """The ranks' process ids."""
+        return [record.pid for record in self._ranks]
+
     def waits(self) -> list[str]:
-        """A line for every call that is under way."""
-        return self._book.waits()
+        """A line for every call that is under way, after one for every rank that takes no more calls."""
+        now, full = time.monotonic(), []
+        for rank, record in enumerate(self._ranks):
+            if (sending := record.sending) is not None and now - sending[1] > _TICK:
+                full.append(
+                    f"rank {rank} of '{self._role}' does not read and the queue of its calls is full: "
+                    f"the controller has been sending it {sending[0]} for {now - sending[1]:.1f} s"
+                )
+        return full + self._book.waits()
 
     def stacks(self) -> str:
         """Where the ranks' processes are."""
         return self._stacks_of(range(len(self._ranks)))
+
+    def last_words(self) -> str:
+        """The ends of what the ranks have written to their standard error."""
+        told = {rank: record.last_words.decode(errors="replace").strip() for rank, record in enumerate(self._ranks)}
+        return "\n".join(f"rank {rank}:\n{words}" for rank, words in told.items() if words)
+
+    def collectives(self) -> dict[int, list[Collective]]:
+        """The newest collectives of the ranks that answer within a second."""
+        asked = [record for record in self._ranks if not record.gone and record.sending is None]
+        for record in asked:
+            record.collectives = None
+        for rank, record in enumerate(self._ranks):
+            if record in asked:
+                self._send_parcels(rank, Request(RECORDED_NUMBER, RECORDED, 0, [], direct=True), [])
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until and any(record.collectives is None for record in asked):
+            time.sleep(0.02)
+        return {rank: record.collectives for rank, record in enumerate(self._ranks) if record.collectives}
 
     def stop(self, error: ControllerError, graceful: bool) -> None:
         """End the workers: in order if `graceful` and the group is whole, else at once."""
@@ -271,7 +323,16 @@ class ProcessBackend:
             os.lseek(self._ranks[rank].stacks, 0, os.SEEK_SET)  # the worker's end of the file has the same place in it
             os.kill(self._ranks[rank].pid, signal.SIGUSR1)
         time.sleep(0.2)
-        return "\n".join(f"rank {rank}:\n{self._read_stack(rank)}" for rank in asked)
+        return "\n".join(f"rank {rank}:\n{self._read_stack(rank) or self._no_stack(rank)}" for rank in asked)
+
+    def _no_stack(self, rank: int) -> str:
+        """Why a process has not said where it is."""
+        try:
+            with open(f"/proc/{self._ranks[rank].pid}/status") as status:
+                state = next(line.partition(":")[2].strip() for line in status if line.startswith("State"))
+        except (OSError, StopIteration):
+            return "it has not said where it is"
+        return f"it has not said where it is; the system says: {state}"
 
     def _read_stack(self, rank: int) -> str:
         return os.pread(self._ranks[rank].stacks, 65536, 0).decode(errors="replace").rstrip()
@@ -341,6 +402,19 @@ def _how_it_ended(exitcode: int | None) -> str:
     name = signal.Signals(-exitcode).name if -exitcode in signal.valid_signals() else "unknown"
     hint = " (often the kernel's out-of-memory killer: see dmesg)" if -exitcode == signal.SIGKILL else ""
     return f"ended by signal {-exitcode} ({name}){hint}"
+
+
+def _pass_on(record: _Rank) -> bool:
+    """Passes what a worker has written to its standard error on to ours and keeps the end of it; False at its end."""
+    try:
+        data = os.read(record.stderr, 65536)
+    except BlockingIOError:
+        return False
+    record.last_words = (record.last_words + data)[-_LAST_WORDS:]
+    if data:
+        with contextlib.suppress(OSError):  # ours may be closed
+            os.write(2, data)
+    return bool(data)
 
 
 def _kill_group(pid: int) -> None:

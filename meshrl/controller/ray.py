@@ -1,8 +1,10 @@
 """Workers as Ray actors, on one machine or a cluster. Imported only when this backend is asked for."""
 
+import contextlib
 import logging
 import os
 import queue
+import socket
 import sys
 import threading
 import traceback
@@ -14,6 +16,7 @@ from typing import Any
 from meshrl.controller.calls import CallBook, Deadlines
 from meshrl.controller.dispatch import RankCall
 from meshrl.controller.errors import ControllerError, GroupBrokenError
+from meshrl.controller.flight_recorder import Collective, recorded
 from meshrl.controller.futures import Future
 from meshrl.controller.resource_pool import ResourcePool
 from meshrl.controller.worker import (
@@ -53,21 +56,20 @@ def init_ray(
 ) -> None:
     """Connect to the cluster at `address`, or start Ray on this machine with these resources; nothing if connected.
 
-    With neither, Ray joins the cluster that was started here by `ray start`, if there is one.
+    `auto` is the cluster that `ray start` began on this machine.
     """
     if ray.is_initialized():
         return
-    if address is None and (num_cpus, num_gpus) != (None, None) and not os.environ.get("RAY_ADDRESS"):
-        address = "local"  # without it Ray would join a cluster that happens to be here and refuse the resources
     options.setdefault("include_dashboard", False)
-    if address not in (None, "local"):
+    if address is not None:
         options.pop("include_dashboard")
         if num_cpus is not None or num_gpus is not None:
             raise ValueError(
                 f"num_cpus and num_gpus belong to the cluster at {address}: leave them out with an address"
             )
     ray.init(
-        address=address,
+        # Without a word Ray would join whatever cluster somebody has last started on this machine.
+        address=address or os.environ.get("RAY_ADDRESS") or "local",
         num_cpus=num_cpus,
         num_gpus=num_gpus,
         object_store_memory=object_store_memory,
@@ -168,6 +170,10 @@ class RayWorker:
         """Where this process's threads are."""
         frames = sys._current_frames().items()
         return "\n".join("".join(traceback.format_stack(frame)[-8:]) for _, frame in frames)
+
+    def collectives(self) -> list[Collective] | None:
+        """The newest collectives of this process."""
+        return recorded()
 
     def close(self) -> None:
         """Let the worker free what outlives a process."""
@@ -275,9 +281,25 @@ class RayBackend:
         """Which ranks' actors live, as far as is known."""
         return [rank not in self._gone for rank in range(self.world_size)]
 
+    def pids(self) -> list[int]:
+        """The ranks' process ids, each on its own machine."""
+        return [place.pid for place in self._places]
+
     def waits(self) -> list[str]:
-        """A line for every call that is under way."""
-        return self._book.waits()
+        """A line for every call that is under way, after one for every node of ranks that cannot be reached."""
+        return self._lost_nodes() + self._book.waits()
+
+    def _lost_nodes(self) -> list[str]:
+        # Ray itself calls a node dead only after some failed health checks, half a minute later.
+        lines = []
+        for node in ray.nodes():
+            ranks = [rank for rank, place in enumerate(self._places) if place.node_id == node["NodeID"]]
+            if ranks and (why := _why_lost(node)):
+                lines.append(
+                    f"the Ray node {node['NodeManagerAddress']} ({node['NodeID'][:8]}), "
+                    f"which has ranks {ranks} of '{self._role}', is lost: {why}"
+                )
+        return lines
 
     def stacks(self) -> str:
         """Where the ranks' processes are."""
@@ -312,9 +334,40 @@ class RayBackend:
                 ray.kill(actor, no_restart=True)
 
     def _stacks_of(self, ranks: Sequence[int]) -> str:
-        asked = {rank: self._actors[rank].stacks.options(concurrency_group="watch").remote() for rank in ranks}
-        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=2.0)
-        return "\n".join(f"rank {rank}:\n{ray.get(ref)}" for rank, ref in asked.items() if ref in ready)
+        told = self._ask("stacks", ranks)
+        silent = "it has not said where it is: its process or its node is stopped or gone"
+        return "\n".join(f"rank {rank}:\n{told.get(rank, silent)}" for rank in ranks)
+
+    def last_words(self) -> str:
+        """Ray has them, in the logs of its session."""
+        return ""
+
+    def collectives(self) -> dict[int, list[Collective]]:
+        """The newest collectives of the ranks that answer in time."""
+        return {rank: found for rank, found in self._ask("collectives", range(len(self._actors))).items() if found}
+
+    def _ask(self, method: str, ranks: Sequence[int], seconds: float = 2.0) -> dict[int, Any]:
+        """What actors say beside their calls, without those that do not answer."""
+        methods = {rank: getattr(self._actors[rank], method) for rank in ranks}
+        asked = {rank: found.options(concurrency_group="watch").remote() for rank, found in methods.items()}
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)
+        told = {}
+        for rank, ref in asked.items():
+            if ref in ready:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    told[rank] = ray.get(ref, timeout=seconds)
+        return told
+
+
+def _why_lost(node: Mapping[str, Any]) -> str | None:
+    """Why a node cannot be reached; None for one that lives."""
+    if not node["Alive"]:
+        return f"Ray says that it is dead ({node.get('DeathReasonMessage') or 'no reason given'})"
+    try:
+        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=1.0).close()
+    except OSError as error:
+        return f"its raylet does not answer ({error})"
+    return None
 
 
 _placement_groups: dict[int, tuple[ResourcePool, list[PlacementGroup], int]] = {}

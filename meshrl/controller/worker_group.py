@@ -9,6 +9,7 @@ from meshrl.controller.backend import Backend
 from meshrl.controller.calls import Deadlines
 from meshrl.controller.dispatch import CallSpec, Execute, Plan, RankCall, call_spec
 from meshrl.controller.errors import GroupBrokenError
+from meshrl.controller.flight_recorder import Collective
 from meshrl.controller.futures import Future, SerialThread, has_pending, materialize
 from meshrl.controller.resource_pool import ResourcePool, Role
 from meshrl.controller.worker import ClassWithInitArgs, MeshEntry
@@ -118,6 +119,10 @@ class WorkerGroup:
             return False
         return all(self._backend.alive())
 
+    def pids(self) -> list[int]:
+        """The workers' process ids in rank order, each on its own machine."""
+        return self._backend.pids()
+
     def waits(self) -> list[str]:
         """A line for every call that is under way: which ranks have answered and which have not."""
         return self._backend.waits()
@@ -125,6 +130,14 @@ class WorkerGroup:
     def stacks(self) -> str:
         """Where the workers' processes are, as stacks."""
         return self._backend.stacks()
+
+    def last_words(self) -> str:
+        """The ends of what the workers have written to their standard error, where that is known."""
+        return self._backend.last_words()
+
+    def collectives(self) -> dict[int, list[Collective]]:
+        """The newest collectives of each rank, as torch's flight recorder has them; without those that cannot say."""
+        return self._backend.collectives()
 
     def restart(self) -> None:
         """End what is left of the workers and start all of them again, as new; what they held is gone."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshrl.controller.channel import Parcel, receive_message, send_message
+from meshrl.controller.flight_recorder import recorded
 from meshrl.controller.worker import (
     ClassWithInitArgs,
     Failure,
@@ -33,6 +34,9 @@ from meshrl.controller.worker import (
 logger = logging.getLogger(__name__)
 
 HELLO = "start"
+# Asked at any time, beside all calls; the answer has no number in the book of calls.
+RECORDED = "flight recorder"
+RECORDED_NUMBER = -1
 BUILD = "__init__"
 
 
@@ -117,6 +121,8 @@ class _Process:
     def run(self, request: Request, parcels: list[Parcel]) -> Any:
         if request.method == BUILD:
             return self.build(parcels)
+        if request.method == RECORDED:
+            return recorded()
         values = [_unpack(parcel) for parcel in parcels]
         args = tuple(values[: request.n_args])
         kwargs = dict(zip(request.keywords, values[request.n_args :], strict=True))
@@ -141,9 +147,12 @@ class _Process:
 def run_worker(sock: socket.socket) -> int:
     """The life of a worker's process; returns its exit code."""
     os.setpgid(0, 0)  # Ctrl-C in the terminal goes to the controller alone, and our children end with us
-    hello, stacks, _, _ = socket.recv_fds(sock, 4, 1)
+    hello, stacks, _, _ = socket.recv_fds(sock, 4, 2)
     controller_pid = int.from_bytes(hello, "little")
     stack_file = os.fdopen(stacks[0], "w")
+    # What libraries say on their way out is for the controller to pass on and to remember.
+    os.dup2(stacks[1], 2)
+    os.close(stacks[1])
     faulthandler.enable(stack_file)
     faulthandler.register(signal.SIGUSR1, stack_file)
     random.seed()

@@ -147,6 +147,10 @@ class RewardManager:
         kept = torch.where(tensors["response_mask"].bool(), tensors["responses"], self.tokenizer.pad_token_id)
         return self.tokenizer.batch_decode(kept, skip_special_tokens=True)
 
+    def waits(self) -> list[str]:
+        """What the pool of processes is waiting for, in words."""
+        return self._pool.waits() if self._pool is not None else []
+
     def close(self) -> None:
         """Ends the processes of the pool."""
         if self._pool is not None:

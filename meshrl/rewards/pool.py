@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -54,7 +56,8 @@ class _Worker:
             )
         finally:
             theirs.close()
-        self.ready = False
+        self.ready = self.sending = False
+        self.given_at = 0.0
         self.task: _Task | None = None
         self.deadline: float | None = time.monotonic() + START_SECONDS
         try:
@@ -64,7 +67,16 @@ class _Worker:
             raise
 
     def give(self, task: _Task, timeout: float) -> None:
-        self.connection.send((task.index, dict(task.sample)))
+        """Sends a sample; a process that does not read it in time is treated as lost."""
+        self.given_at = time.monotonic()
+        seconds = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6) + 1)
+        with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as its_end:
+            its_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+        self.sending = True
+        try:
+            self.connection.send((task.index, dict(task.sample)))
+        finally:
+            self.sending = False
         self.task, self.deadline = task, time.monotonic() + timeout
 
     def end(self) -> int:
@@ -106,6 +118,19 @@ class WorkerPool:
         self._wake.send_bytes(b"x")
         return task.future
 
+    def waits(self) -> list[str]:
+        """What is under way, in words; nothing where nothing is."""
+        now, lines = time.monotonic(), []
+        for worker in list(self._workers):
+            name, seconds = f"reward process {worker.process.pid}", f"{now - worker.given_at:.1f} of {self.timeout:g} s"
+            if worker.sending:
+                lines.append(f"{name} does not read its sample, its queue is full: {seconds}")
+            elif worker.task is not None:
+                lines.append(f"{name} has not returned from a sample: {seconds}")
+        if lines and self._tasks:
+            lines.append(f"{len(self._tasks)} samples wait for one of {self.size} reward processes")
+        return lines
+
     def close(self) -> None:
         """Ends all processes; what was not answered yet is cancelled."""
         with self._lock:
@@ -120,8 +145,8 @@ class WorkerPool:
         try:
             while not self._closing:
                 self._start_workers()
-                self._give_tasks()
-                self._wait()
+                if self._give_tasks():
+                    self._wait()
         except BaseException as error:
             self._broken = RewardError(f"the pool of reward processes failed: {type(error).__name__}: {error}")
         finally:
@@ -136,25 +161,32 @@ class WorkerPool:
             self._fail_all()
             return
         busy = sum(worker.task is not None for worker in self._workers)
-        while len(self._workers) < min(self.size, busy + len(self._tasks)):
-            self._workers.append(_Worker(self.specs))
+        while not self._broken and len(self._workers) < min(self.size, busy + len(self._tasks)):
+            try:
+                self._workers.append(_Worker(self.specs))
+            except ConnectionError:  # killed before it was told what to do
+                self._count_failed_start("before they are told what to do")
 
-    def _give_tasks(self) -> None:
+    def _give_tasks(self) -> bool:
+        """Gives every free process a sample; False if one was lost meanwhile, which has to be replaced first."""
+        nobody_lost = True
         for worker in list(self._workers):
             if not worker.ready or worker.task is not None:
                 continue
             with self._lock:
                 task = self._tasks.popleft() if self._tasks else None
             if task is None:
-                return
+                break
             try:
                 worker.give(task, self.timeout)
             except OSError:
                 with self._lock:
                     self._tasks.appendleft(task)
                 self._lost(worker)
+                nobody_lost = False
             except Exception as error:  # a sample that cannot be pickled
                 task.future.set_result(Failure("invalid", f"cannot send the sample to a process: {error}", error))
+        return nobody_lost
 
     def _wait(self) -> None:
         deadlines = [worker.deadline for worker in self._workers if worker.deadline is not None]
@@ -209,9 +241,12 @@ class WorkerPool:
         elif task is not None:
             task.future.set_result(Failure("died", f"its process ended with exit code {code}"))
         elif not ready:
-            self._failed_starts += 1
-            if self._failed_starts == MOST_FAILED_STARTS:
-                self._broken = RewardError(f"reward processes end as they start, with exit code {code}")
+            self._count_failed_start(f"with exit code {code}")
+
+    def _count_failed_start(self, how: str) -> None:
+        self._failed_starts += 1
+        if self._failed_starts == MOST_FAILED_STARTS:
+            self._broken = RewardError(f"reward processes end as they start, {how}")
 
     def _remove(self, worker: _Worker) -> int:
         self._workers.remove(worker)

@@ -149,17 +149,20 @@ class Checkpoints:
         files[-1].write_text(json.dumps(content, indent=1) + "\n")
         return [record_file(file, aside) for file in files]
 
-    def commit(self, wait: bool = False) -> None:
-        """Completes the checkpoint in the making once all ranks have written it: manifest, rename, keep-N."""
+    def commit(self, wait: bool = False) -> Path | None:
+        """Completes the checkpoint in the making once all ranks have written it: manifest, rename, keep-N; where it is.
+
+        None where there is nothing to complete, or not yet.
+        """
         pending = self._pending
         if pending is None:
-            return
+            return None
         try:
             for role, part in self.parts.items():
-                pending.written[role] = part.group.checkpoint_files(wait)
+                pending.written[role] = part.group.checkpoint_files(str(pending.aside.absolute()), wait)
             ranks = [written for ranks in pending.written.values() for written in ranks]
             if any(written is None for written in ranks):
-                return
+                return None
             files = pending.files + [record for written in ranks if written for record in written.files]
             path = self._put_in_place(pending, files)
         except (OSError, ControllerError) as error:
@@ -173,6 +176,7 @@ class Checkpoints:
         self._delete_old()
         if self.mirror is not None:
             self.mirror.push(path)
+        return path
 
     def finish(self) -> None:
         """Completes all that is under way, here and at the mirror."""

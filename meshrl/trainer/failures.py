@@ -73,6 +73,9 @@ _LOST_RANK = re.compile(
     re.IGNORECASE,
 )
 
+# Collectives that do not fit together do so each time.
+_RANKS_DIFFER = re.compile(r"doesn't match expected size|Detected mismatch between collectives")
+
 
 def kind_of(error: BaseException) -> Failure:
     """The kind of a failure: that of what caused it, where that is infrastructure."""
@@ -92,7 +95,7 @@ def _own_kind(error: BaseException) -> Failure:
     if "WorkerError" in names:  # what a worker's method raised
         names = {str(getattr(error, "error_type", "")).rpartition(".")[2]}
         message = message.partition("\nThe worker's traceback:")[0]
-    if names & _OF_USERS:
+    if names & _OF_USERS or _RANKS_DIFFER.search(message):
         return Failure.USER_CODE
     if names & _INFRASTRUCTURE_NAMES or ("RuntimeError" in names and _LOST_RANK.search(message)):
         return Failure.INFRASTRUCTURE

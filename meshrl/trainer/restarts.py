@@ -1,9 +1,10 @@
 """A run that infrastructure has ended begins again by itself, from its newest checkpoint, a limited number of times.
 
     restarts.jsonl     {"event": "failed", "kind": ..., "error": ...}
-                       {"event": "resumed", "step": ..., "seconds_lost": ...}
+                       {"event": "resumed", "step": ..., "thrown_away": ..., "restart": ..., "seconds_lost": ...}
 
-What is lost is the time since the newest checkpoint, and that of starting again. The count is that of one command: one
+What is lost is the wall time of work that is done again, from when the state was kept to the failure, and that of
+starting again, from the failure to when work goes on. No second is counted twice. The count is that of one command: one
 that supervises the run (`meshrl train --supervise`) and the run itself count together, by this file.
 """
 
@@ -13,7 +14,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,6 +42,8 @@ class Restarts:
     say: Callable[[str], None] = logger.warning
     # Whether an attempt has made the run's folder this run's own: the next one goes on with what is there.
     opened: bool = False
+    # Hears the new metrics whenever something was started again.
+    tell: Callable[[dict[str, float]], None] = lambda metrics: None
 
     @classmethod
     def of(cls, trainer: RunConfig) -> Restarts:
@@ -70,15 +73,27 @@ class Restarts:
         time.sleep(wait)
         return True
 
-    def resumed(self, step: int, since: float) -> float:
-        """Takes note that work goes on after a step that was kept at the time `since`; the seconds lost.
-
-        What an earlier restart has counted is not counted again.
-        """
-        counted = [record["time"] for record in self.records() if record["event"] == "resumed"]
-        lost = max(0.0, time.time() - max(since, self.since, *counted))
-        self._write({"event": "resumed", "step": step, "seconds_lost": round(lost, 3)})
-        return lost
+    def resumed(self, step: int, kept_at: float) -> float:
+        """Takes note that work goes on after a step whose state was kept at a time; the seconds lost."""
+        now, records = time.time(), self.records()
+        spans = [(record["since"], record["time"]) for record in records if record["event"] == "resumed"]
+        since, last = max(kept_at, self.since), max((end for _, end in spans), default=0.0)
+        # A start that fails as well belongs to the same restart.
+        failures = [record["time"] for record in records if record["event"] == "failed" and record["time"] >= last]
+        failed_at = min(failures, default=now)
+        thrown_away, restart = seconds_outside(since, failed_at, spans), seconds_outside(failed_at, now, spans)
+        self._write(
+            {
+                "event": "resumed",
+                "step": step,
+                "since": min(since, failed_at),
+                "thrown_away": round(thrown_away, 3),
+                "restart": round(restart, 3),
+                "seconds_lost": round(thrown_away + restart, 3),
+            }
+        )
+        self.tell(self.metrics())
+        return thrown_away + restart
 
     def metrics(self) -> dict[str, float]:
         """For the run's metrics; nothing where there are no restarts to count."""
@@ -91,6 +106,15 @@ class Restarts:
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / FILE, "a") as stream:
             stream.write(json.dumps({"time": time.time(), **record}) + "\n")
+
+
+def seconds_outside(begin: float, end: float, spans: Sequence[tuple[float, float]]) -> float:
+    """How much of the time from `begin` to `end` lies in none of the spans."""
+    seconds = 0.0
+    for low, high in sorted(spans):
+        seconds += max(0.0, min(low, end) - begin)
+        begin = max(begin, high)
+    return seconds + max(0.0, end - begin)
 
 
 def surviving(attempt: Callable[[], T], restarts: Restarts) -> T:

@@ -49,10 +49,18 @@ from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracking
 from meshrl.trainer.batches import KeptBatches
 from meshrl.trainer.bookkeeper import bookkeeping
-from meshrl.trainer.checkpoint import FOLDER, Checkpoints, Found, Part, checkpoint_to_resume, set_later_ones_aside
+from meshrl.trainer.checkpoint import (
+    FOLDER,
+    STATE,
+    Checkpoints,
+    Found,
+    Part,
+    set_later_ones_aside,
+)
 from meshrl.trainer.gates import Gates
 from meshrl.trainer.judging import GroupAsk
 from meshrl.trainer.keeper import Keeper
+from meshrl.trainer.memory_copies import MemoryCopies, copies_folder, held_copies, state_to_resume
 from meshrl.trainer.mirror import Mirror
 from meshrl.trainer.nonfinite import NonFiniteSteps
 from meshrl.trainer.ppo import PPOTrainer
@@ -88,8 +96,9 @@ def train(
     """
     restarts = Restarts.of(config.trainer)
     if make_loop is not PPOTrainer:
-        restarts.limit = 0
-    return surviving(lambda: train_once(config, restarts, sources, console, make_loop), restarts)
+        restarts.limit, config.trainer.memory_copy_freq = 0, -1
+    with held_copies(config.trainer):
+        return surviving(lambda: train_once(config, restarts, sources, console, make_loop), restarts)
 
 
 def train_once(
@@ -112,7 +121,7 @@ def train_once(
     steps = total_steps(config, len(train_data))
     pools = ppo_pools(config, units, steps)
     notes: list[str] = []
-    found = checkpoint_to_resume(trainer, notes.append, restarts.opened)
+    found = state_to_resume(trainer, notes.append, restarts.opened)
     first_step = found.step if found else 0
     with open_run(trainer, found, restarts) as run, StepConsole(steps, console, first_step=first_step) as screen:
         start_run(run, screen, config, sources, notes + units.lines())
@@ -147,16 +156,18 @@ def train_once(
             gates = Gates(trainer.gates, run.path, say=screen.message, old_is_trainers=not bypasses)
             keeper = make_keeper(config, ppo_parts(config, groups), run, steps, screen)
             parts = (config, groups, train_data, order, reward, validator, tracker, samples, timer, keeper, gates)
-            note_restart(restarts, found, tracker)
             loop = make_loop(*parts)
             watch.step = lambda: loop.step
+            watch.waits.append(reward.waits)
             if "rollout" in groups:
                 loop.rollout_care = RolloutCare(actor, rollouts, restarts)
+            keeper.restore(loop, found)
+            note_restart(restarts, found, tracker)
             with (
                 bookkeeping(trainer, groups, run, first_step) as loop.books,
                 step_profiler(config, groups, screen) as loop.profiler,
             ):
-                keeper.fit(loop, found)
+                keeper.fit(loop)
             if trainer.save_final_model and not trainer.val_only:
                 screen.message(f"model: {save_model(actor, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
@@ -210,7 +221,8 @@ def critic_worker(config: PPOConfig, settings: WorkerSettings, units: BatchUnits
 def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Console | None = None) -> Path:
     """Fine-tunes a model on demonstrations; writes it to `model/` in the run's folder, which it returns."""
     restarts = Restarts.of(config.trainer)
-    return surviving(lambda: sft_once(config, restarts, sources, console), restarts)
+    with held_copies(config.trainer):
+        return surviving(lambda: sft_once(config, restarts, sources, console), restarts)
 
 
 def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] | None, console: Console | None) -> Path:
@@ -225,7 +237,7 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
     order = batch_order(config.data, trainer, len(train_data))
     worker = ClassWithInitArgs(SFTWorker, config, steps)
     notes: list[str] = []
-    found = checkpoint_to_resume(trainer, notes.append, restarts.opened)
+    found = state_to_resume(trainer, notes.append, restarts.opened)
     first_step = found.step if found else 0
     with (
         open_run(trainer, found, restarts) as run,
@@ -249,9 +261,10 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
             keeper = make_keeper(config, parts, run, steps, screen)
             loop = SFTTrainer(config, group, train_data, order, val_data, tracker, timer, steps, keeper)
             watch.step = lambda: loop.step
+            keeper.restore(loop, found)
             note_restart(restarts, found, tracker)
             with bookkeeping(trainer, groups, run, first_step) as loop.books:
-                keeper.fit(loop, found)
+                keeper.fit(loop)
             if trainer.save_final_model:
                 screen.message(f"model: {save_model(group, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
@@ -270,8 +283,9 @@ def phase_timer(screen: StepConsole, watch: StallWatch) -> PhaseTimer:
 
 def note_restart(restarts: Restarts, found: Found | None, tracker: Tracking) -> None:
     """Takes note of what a restart has cost, now that work begins."""
+    restarts.tell = tracker.constants.update
     if restarts.used:
-        kept_at = found.path.stat().st_mtime if found else restarts.since
+        kept_at = (found.path / STATE).stat().st_mtime if found else restarts.since
         restarts.resumed(found.step if found else 0, kept_at)
     tracker.constants |= restarts.metrics()
 
@@ -280,7 +294,7 @@ def open_run(trainer: RunConfig, found: Found | None, restarts: Restarts) -> Run
     """The run's folder: its files go on where the checkpoint to go on from is one of its own."""
     again, restarts.opened = restarts.opened, True
     folder = Path(trainer.run_dir).resolve() / FOLDER
-    if found is None or found.path.resolve().parent != folder:
+    if found is None or found.path.resolve().parent not in (folder, copies_folder(trainer.run_dir)):
         # What an attempt before has written of steps that were not kept is written again.
         return RunFolder(trainer.run_dir, resume=again, last_step=-1 if again else None)
     set_later_ones_aside(folder, found.step)
@@ -323,11 +337,14 @@ def make_keeper(
     dumped = {role: replace(part, save_contents=contents, background=False) for role, part in parts.items()}
     dumps = Checkpoints(run.nonfinite, dumped, every=-1, **how)
     megabytes = getattr(trainer, "keep_batches_megabytes", 0)
+    memory = copies_folder(run.path) if trainer.memory_copy_freq > 0 else None
+    copies = Checkpoints(memory, dumped, every=trainer.memory_copy_freq, keep=1, **how) if memory else None
     return Keeper(
         checkpoints,
         KeptBatches(run.batches, megabytes),
         NonFiniteSteps(trainer.max_nan_steps, dumps, screen.message),
         StopRequest(trainer.deadlines.stop),
+        MemoryCopies(copies, screen.message),
     )
 
 
@@ -432,6 +449,7 @@ def worker_groups(
                 in_process=False if number else None,
             )
             group = stack.enter_context(started)
+            logger.info("workers of '%s': pids %s", role, group.pids())
             groups |= group.spawn() if len(pool.workers) > 1 else {role: group}
         for view in groups.values():
             view.init_model()

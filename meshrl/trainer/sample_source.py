@@ -6,6 +6,7 @@ Batches may be begun before they are needed, see `Schedule`; a rollout that dies
 from __future__ import annotations
 
 import copy
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -231,13 +232,15 @@ class SampleSource:
 
         What is not a lost rollout is raised again.
         """
-        if self.rollout_care is None or not self.rollout_care.replace(error, self.step):
+        if self.rollout_care is None or not self.rollout_care.replace(error):
             raise error
+        asked_at = min((begun.begun_at for begun in self.begun), default=time.time())
         self.meeting = None
         metrics = self.move_weights()
         for place, begun in enumerate(self.begun):
             if begun.answers is not None:
                 self.begun[place] = replace(begun, answers=self.rollout.begin_sequences(begun.request))
+        self.rollout_care.resumed(self.step, asked_at)
         return metrics
 
     def begin_step(self) -> None:

@@ -9,7 +9,8 @@ has in a synchronous run, long answers are not put off, and a sample is never ol
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,7 @@ class Begun:
     request: DataProto
     columns: dict[str, np.ndarray]
     answers: Future[DataProto] | DataProto | None
+    begun_at: float = field(default_factory=time.time)
 
     def finish(self) -> DataProto:
         """Waits for the answers."""

@@ -6,10 +6,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from meshrl.controller import WorkerGroup
+from meshrl.controller.flight_recorder import Collective, disagreements
 from meshrl.telemetry.run_folder import RunFolder
 
 LOG_LINES = 20
@@ -24,6 +25,8 @@ class StallWatch:
     ):
         self.seconds, self.run, self.groups, self.say = seconds, run, groups, say
         self.step: Callable[[], int] = lambda: 0
+        # Others than worker groups who can say what they wait for.
+        self.waits: list[Callable[[], list[str]]] = []
         self._phase, self._moved_at, self._reported = "the start", time.monotonic(), False
         self._ended = threading.Event()
         self._reports = 0
@@ -59,14 +62,19 @@ class StallWatch:
 
     def page(self, waited: float) -> str:
         """The whole report; its first line says the most."""
-        waits = [line for group in self._whole_groups() for line in group.waits()]
+        groups = self._whole_groups()
+        waits = [line for ask in (*(group.waits for group in groups), *self.waits) for line in ask()]
+        collectives = {group.role: group.collectives() for group in groups}
+        apart = [f"'{role}': {line}" for role, by_rank in collectives.items() for line in disagreements(by_rank)]
         who = waits[0] if waits else f"the controller waits in {_own_place()}"
         log = self.run.log.read_text(errors="replace").splitlines()[-LOG_LINES:] if self.run.log.exists() else []
         parts = [
-            f"step {self.step()}, {self._phase}, for {waited:.1f} s: {who}",
+            f"step {self.step()}, {self._phase}, for {waited:.1f} s: {'; '.join([who, *apart[:1]])}",
             "Who waits for whom\n" + "\n".join(f"  {line}" for line in waits or [who]),
+            "Collectives, by torch's flight recorder\n" + _collective_lines(groups, collectives, apart),
             "The controller\n" + _own_stacks(),
-            *(f"Workers of '{group.role}'\n{group.stacks()}" for group in self._whole_groups()),
+            *(f"Workers of '{group.role}'\n{group.stacks()}" for group in groups),
+            *(f"Last words of '{group.role}'\n{words}" for group in groups if (words := group.last_words())),
             "Last lines of the log\n" + "\n".join(log),
         ]
         return "\n\n".join(parts) + "\n"
@@ -74,6 +82,19 @@ class StallWatch:
     def _whole_groups(self) -> list[WorkerGroup]:
         """One for each set of processes: colocated roles are views over the same."""
         return list({id(group._backend): group for group in self.groups.values()}.values())
+
+
+def _collective_lines(
+    groups: Sequence[WorkerGroup], collectives: Mapping[str, Mapping[int, Sequence[Collective]]], apart: Sequence[str]
+) -> str:
+    lines = [f"  {line}" for line in apart]
+    for group in groups:
+        told = collectives[group.role]
+        for rank, entries in told.items():
+            lines.append(f"  rank {rank} of '{group.role}': the last is {entries[-1].number}, {entries[-1].words}")
+        if group.world_size > 1 and (silent := [rank for rank in range(group.world_size) if rank not in told]):
+            lines.append(f"  ranks {silent} of '{group.role}' have told nothing: stopped, or none recorded")
+    return "\n".join(lines or ["  none"])
 
 
 def _own_place() -> str:

@@ -9,6 +9,7 @@ from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from meshrl.config.model import ModelConfig
@@ -36,7 +37,10 @@ class Written:
 class CheckpointedWorker(Worker):
     """Adds `save_checkpoint`, `checkpoint_files` and `load_checkpoint` to a worker that has one trained engine."""
 
-    _writing: ThreadFuture[Written] | None = None
+    @cached_property
+    def _writings(self) -> dict[Path, ThreadFuture[Written]]:
+        """By the folder that has all checkpoints: one may go to the disk while another is copied to memory."""
+        return {}
 
     @abstractmethod
     def _checkpointed(self) -> tuple[Engine, ModelConfig]:
@@ -58,7 +62,8 @@ class CheckpointedWorker(Worker):
         In the background the state is copied to host memory and a thread writes it.
         """
         started = time.perf_counter()
-        if self._writing is not None and not self._writing.done():
+        place = Path(root).parent
+        if place in self._writings and not self._writings[place].done():
             raise ValueError("the checkpoint before is still being written: wait for its checkpoint_files")
         folder = Path(root) / role
         engine, _ = self._checkpointed()
@@ -74,11 +79,11 @@ class CheckpointedWorker(Worker):
         held = time.perf_counter() - started
         if background:
             pool = ThreadPoolExecutor(1, thread_name_prefix="meshrl-checkpoint")
-            self._writing = pool.submit(self._finish, snapshot, folder, Path(root), files, held)
+            self._writings[place] = pool.submit(self._finish, snapshot, folder, Path(root), files, held)
             pool.shutdown(wait=False)
         else:
-            self._writing = ThreadFuture()
-            self._writing.set_result(self._finish(None, folder, Path(root), files, held))
+            self._writings[place] = ThreadFuture()
+            self._writings[place].set_result(self._finish(None, folder, Path(root), files, held))
 
     def _write_hf_files(self, folder: Path, with_weights: bool) -> list[Path]:
         """Writes what Hugging Face needs to read the model: rank 0 writes, all ranks take part if there are weights."""
@@ -106,9 +111,9 @@ class CheckpointedWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("checkpoint")
-    def checkpoint_files(self, wait: bool = True) -> Written | None:
-        """What this rank wrote of the last `save_checkpoint`; None while it still writes, unless `wait`."""
-        writing = self._writing
+    def checkpoint_files(self, root: str, wait: bool = True) -> Written | None:
+        """What this rank wrote of the last checkpoint beside `root`; None while it still writes, unless `wait`."""
+        writing = self._writings.get(Path(root).parent)
         if writing is None:
             raise ValueError("no checkpoint was asked for: call save_checkpoint first")
         if not wait and not writing.done():

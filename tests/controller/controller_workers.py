@@ -170,6 +170,13 @@ class Probe(Worker):
     # --- faults ---
 
     @register(Dispatch.ONE_TO_ALL)
+    def reduce_sizes(self, sizes: list[int], warning: str = "") -> None:
+        dist.all_reduce(torch.ones(sizes[self.rank]))
+        if warning:
+            os.write(2, warning.encode())
+        dist.barrier()
+
+    @register(Dispatch.ONE_TO_ALL)
     def fail(self, ranks: list[int]) -> str:
         if self.rank in ranks:
             raise KeyError(f"missing on {self.rank}")

@@ -1,6 +1,8 @@
 """The pool of processes: order, time limits, and workers that hang or die and are replaced."""
 
 import os
+import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -106,6 +108,54 @@ def test_functions_that_cannot_be_loaded_there_are_an_error_at_once(data, tokeni
     local = [RewardFunctionSpec("lambda", function=lambda **_: 1.0)]
     with manager(tokenizer, specs=local) as made, pytest.raises(RewardError, match=r"[Pp]ickle"):
         made(with_infos(data, "score", "score", "score", "score"))
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_processes_killed_as_they_start_are_started_again(monkeypatch, times):
+    """Before they are told what to do; the third one in a row is one too many."""
+    killed, start = [], subprocess.Popen
+
+    def start_and_kill(*args, **kwargs):
+        process = start(*args, **kwargs)
+        if len(killed) < times:
+            process.kill()
+            process.wait(30)
+            killed.append(process.pid)
+        return process
+
+    monkeypatch.setattr("meshrl.rewards.pool.subprocess.Popen", start_and_kill)
+    pool = WorkerPool(SPECS, 1, timeout=60.0)
+    try:
+        answer = pool.submit(0, {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {"n": 3}})
+        if times == 2:
+            assert answer.result(60)["score"] == 3
+        else:
+            with pytest.raises(RewardError, match="end as they start, before they are told what to do"):
+                answer.result(60)
+    finally:
+        pool.close()
+
+
+def test_a_process_that_does_not_read_is_named_and_replaced():
+    """Its sample is larger than what the system keeps for a process that does not read."""
+    sample = {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {"n": 3}}
+    pool = WorkerPool(SPECS, 1, timeout=2.0)
+    try:
+        assert pool.submit(0, sample).result(60)["score"] == 3
+        assert pool.waits() == []
+        os.kill(pool._workers[0].process.pid, signal.SIGSTOP)
+        large = pool.submit(0, sample | {"solution_str": "x" * 5_000_000})
+        small = pool.submit(0, sample | {"extra_info": {"n": 4}})
+        deadline = time.monotonic() + 30
+        while not (lines := pool.waits()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert "does not read its sample, its queue is full" in lines[0]
+        assert lines[1] == "1 samples wait for one of 1 reward processes"
+        assert (large.result(60)["score"], small.result(60)["score"]) == (3, 4)
+        assert pool.replaced == 1
+    finally:
+        pool.close()
 
 
 def test_a_pool_needs_processes_and_time():

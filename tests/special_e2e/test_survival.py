@@ -57,6 +57,17 @@ def test_a_killed_trainer_rank_costs_nothing_but_time(task, data, unkilled, kill
     assert killed
 
 
+def test_a_copy_in_memory_is_gone_on_from(task, data, unkilled, kill_during, tmp_path):  # noqa: F811
+    """Copies after every step, no checkpoints but that of step 2: of step 4 no other step is taken again."""
+    killed = kill_during("update_actor", 4)
+    run = task.train(tmp_path / "run", *RUN, *data, *SURVIVES, "trainer.memory_copy_freq=1")
+    assert killed
+    log = (run.path / "restarts.jsonl").read_text()
+    assert [json.loads(line).get("step") for line in log.splitlines()] == [None, 3]
+    assert_survived(run, unkilled, 1)
+    assert not (run.path / "memory_copies.json").exists()
+
+
 def test_before_the_first_checkpoint_it_begins_anew(task, data, unkilled, kill_during, tmp_path):  # noqa: F811
     killed = kill_during("next_batch", 2)
     mode = "trainer.resume_mode=disable"

@@ -44,7 +44,7 @@ class PretendGroup:
             (self.root / role).mkdir(exist_ok=True)
             (self.root / role / f"{rank}.bin").write_bytes(bytes([rank]) * 100)
 
-    def checkpoint_files(self, wait):
+    def checkpoint_files(self, root, wait):
         found = [Written([record_file(file, self.root)], 0.1) for file in sorted(self.root.glob("*/*.bin"))]
         if self.late and not wait:
             self.late -= 1

@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -87,13 +88,41 @@ def test_waits_double_and_a_new_command_has_its_own_budget(tmp_path, monkeypatch
     while restarts.failed("gone", "infrastructure"):
         pass
     assert waits == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300]
-    assert restarts.resumed(3, since=restarts.since) < 60
+    assert restarts.resumed(3, kept_at=restarts.since) < 60
     assert restarts.metrics()["restarts/count"] == 12
     lost = restarts.metrics()["restarts/seconds_lost"]
-    assert restarts.resumed(3, since=restarts.since) + lost < time.time() - restarts.since + 0.01
+    assert restarts.resumed(3, kept_at=restarts.since) + lost < time.time() - restarts.since + 0.01
     last = json.loads((tmp_path / "restarts.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["step"]) == ("resumed", 3)
     assert Restarts(tmp_path, 12, 1.0).used == 0
     # A supervised run counts together with the command that supervises it.
     monkeypatch.setenv(SINCE, str(restarts.since))
     assert Restarts(tmp_path, 12, 1.0).used == 12
+
+
+def test_what_a_restart_costs_is_counted_once(tmp_path, monkeypatch):
+    """A rollout is replaced between a checkpoint and a death, and the start after it fails once: by hand."""
+    clock = SimpleNamespace(time=lambda: now, sleep=lambda seconds: None)
+    monkeypatch.setattr("meshrl.trainer.restarts.time", clock)
+    told, now = [], 1000.0
+    restarts = Restarts(tmp_path, 9, 0.0, since=1000.0, say=lambda text: None, tell=told.append)
+    # The checkpoint is of 1010; a batch begun at 1020 is lost at 1023, and asked again at 1030.
+    now = 1023.0
+    restarts.failed("gone", "rollout")
+    now = 1030.0
+    assert restarts.resumed(4, kept_at=1020.0) == 10
+    # A trainer dies at 1040 and again in the start at 1050; work goes on at 1065.
+    now = 1040.0
+    restarts.failed("gone", "infrastructure")
+    now = 1050.0
+    restarts.failed("gone", "infrastructure")
+    now = 1065.0
+    restarts.resumed(4, kept_at=1010.0)
+    last = restarts.records()[-1]
+    assert (last["thrown_away"], last["restart"]) == (20, 25)  # 1010 to 1020 and 1030 to 1040; 1040 to 1065
+    assert told[-1] == {"restarts/count": 3, "restarts/seconds_lost": 55}
+    # The next death: what was thrown away before 1065 is not lost again.
+    now = 1075.0
+    restarts.failed("gone", "infrastructure")
+    now = 1080.0
+    assert restarts.resumed(4, kept_at=1010.0) == 15

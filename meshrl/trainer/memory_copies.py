@@ -1,0 +1,163 @@
+"""Copies of a run's whole state in this machine's memory: a restart goes on from them where they are the newest.
+
+    /dev/shm/meshrl-copies-XXXX/global_step_17/    the files of a checkpoint, checksums included
+    RUN/memory_copies.json                         where they are
+
+No process of the run holds them, so any of them may be killed, the controller included; a small one of their own
+(`memory_warden`) removes them when the run has ended or was not taken up again. They do not survive the machine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshrl.config.trainer import RunConfig
+from meshrl.trainer import memory_warden
+from meshrl.trainer.checkpoint import (
+    FOLDER,
+    CheckpointError,
+    Checkpoints,
+    Found,
+    Resumable,
+    checkpoint_to_resume,
+    newest_complete,
+    problems_of,
+)
+from meshrl.trainer.failures import kind_of
+
+logger = logging.getLogger(__name__)
+
+LINK = "memory_copies.json"
+MEMORY = Path("/dev/shm")
+# How long copies that no process works with are kept: longer than the longest wait before a restart.
+HOLD_SECONDS = 900.0
+
+
+def copies_folder(run_dir: str | Path) -> Path | None:
+    """Where the copies of a run are; None where it has none."""
+    link = Path(run_dir) / LINK
+    if not link.is_file():
+        return None
+    folder = Path(json.loads(link.read_text())["folder"])
+    return folder if folder.is_dir() else None
+
+
+def newest_copy(run_dir: str | Path, say: Callable[[str], None] = logger.warning) -> Found | None:
+    """The newest whole copy in memory."""
+    folder = copies_folder(run_dir)
+    try:
+        return newest_complete(folder, say) if folder else None
+    except CheckpointError as error:
+        say(f"the copies in memory are passed over: {error}")
+        return None
+
+
+def state_to_resume(
+    trainer: RunConfig, say: Callable[[str], None] = logger.warning, again: bool = False
+) -> Found | None:
+    """Where a run goes on: the newest of its checkpoints and its copies in memory, see `checkpoint_to_resume`."""
+    own = trainer.resume_mode == "auto" or again
+    copy = newest_copy(trainer.run_dir, say) if own else None
+    try:
+        found = checkpoint_to_resume(trainer, say, again)
+    except CheckpointError as error:
+        if copy is None:
+            raise
+        say(f"{error}; the copy in memory is taken")
+        return copy
+    is_of_run = found is None or found.path.resolve().parent == (Path(trainer.run_dir) / FOLDER).resolve()
+    return copy if copy and (found is None or not is_of_run or copy.step > found.step) else found
+
+
+def remove_copies(run_dir: str | Path) -> None:
+    """Gives the memory back."""
+    if folder := copies_folder(run_dir):
+        shutil.rmtree(folder, ignore_errors=True)
+    (Path(run_dir) / LINK).unlink(missing_ok=True)
+
+
+@contextmanager
+def held_copies(trainer: RunConfig) -> Iterator[None]:
+    """Inside, a run with `trainer.memory_copy_freq` has a folder for its copies.
+
+    They are removed at the end, unless infrastructure has ended the run: then the same command may go on from them.
+    """
+    if trainer.resume_mode != "auto":
+        remove_copies(trainer.run_dir)  # of another run, which this one does not go on with
+    if trainer.memory_copy_freq < 0:
+        yield
+        return
+    folder = copies_folder(trainer.run_dir) or _new_folder(Path(trainer.run_dir))
+    with open(folder / memory_warden.LOCK, "wb+") as stream:
+        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Where the one of an earlier attempt still watches, this one ends at once.
+        words = [sys.executable, "-I", str(Path(memory_warden.__file__)), str(folder), str(HOLD_SECONDS)]
+        warden = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+        try:
+            yield
+        except BaseException as error:
+            if kind_of(error).may_be_tried_again:
+                raise
+            _end(trainer, warden)
+            raise
+        _end(trainer, warden)
+
+
+def _new_folder(run_dir: Path) -> Path:
+    if not MEMORY.is_dir():
+        raise ValueError(f"trainer.memory_copy_freq needs {MEMORY}, which this machine does not have: set it to -1")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="meshrl-copies-", dir=MEMORY))
+    (run_dir / LINK).write_text(json.dumps({"folder": str(folder)}) + "\n")
+    return folder
+
+
+def _end(trainer: RunConfig, warden: subprocess.Popen[bytes]) -> None:
+    remove_copies(trainer.run_dir)
+    warden.terminate()
+    warden.wait(10)
+
+
+class MemoryCopies:
+    """Writes the copies as checkpoints are written, and gives up where that fails: a run needs none of them."""
+
+    def __init__(self, writer: Checkpoints | None, say: Callable[[str], None]):
+        self.writer, self.say = writer, say
+
+    def copy_if_due(self, trainer: Resumable, beside: Checkpoints) -> None:
+        """Copies the state after a step, unless a checkpoint of it is written at once."""
+        writer = self.writer
+        if writer is None or trainer.step % writer.every:
+            return
+        at_once = not any(part.background for part in beside.parts.values())
+        if not (beside.is_due(trainer.step) and at_once):
+            self._try(lambda: writer.save(trainer))
+
+    def commit(self) -> None:
+        """Completes the copy of the step whose metrics are logged by now."""
+        writer = self.writer
+        if writer is not None:
+            self._try(lambda: self._complete(writer))
+
+    def _complete(self, writer: Checkpoints) -> None:
+        path = writer.commit(wait=True)
+        if path and (problems := problems_of(path, checksums=False)):
+            raise CheckpointError(f"{'; '.join(problems[:3])}: workers on another machine have another memory")
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except CheckpointError as error:
+            if kind_of(error).may_be_tried_again:
+                raise
+            self.writer = None
+            self.say(f"there are no more copies of the state in memory (trainer.memory_copy_freq): {error}")

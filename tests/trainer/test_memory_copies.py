@@ -1,0 +1,167 @@
+"""Copies of the state in memory: the newest of them and the checkpoints is taken, and none outlives its use."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_checkpoint import PretendGroup, PretendTrainer
+
+from meshrl.config.trainer import RunConfig
+from meshrl.controller import ControllerError, GroupBrokenError
+from meshrl.trainer import memory_copies, memory_warden
+from meshrl.trainer.checkpoint import FOLDER, CheckpointError, Checkpoints, Part
+from meshrl.trainer.memory_copies import MemoryCopies, copies_folder, held_copies, state_to_resume
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    """A folder instead of the machine's shared memory."""
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(memory_copies, "MEMORY", tmp_path / "shm")
+    return tmp_path / "shm"
+
+
+def settings(tmp_path, **options):
+    return RunConfig(default_local_dir=str(tmp_path / "run"), **({"memory_copy_freq": 1} | options))
+
+
+def writer(folder, every, group=None, background=False):
+    parts = {"actor": Part(group or PretendGroup(), ["model"], None, background)}
+    return Checkpoints(folder, parts, every=every, last_step=9, keep=1)
+
+
+def take_steps(copies, disk, *steps):
+    """As the loop does: state after the step, completed once its metrics are logged."""
+    trainer = PretendTrainer()
+    for trainer.step in steps:
+        disk.save_if_due(trainer)
+        copies.copy_if_due(trainer, disk)
+        disk.commit(wait=True)
+        copies.commit()
+
+
+def kept_steps(folder):
+    return sorted(path.name for path in folder.glob("global_step_*"))
+
+
+def test_the_newest_is_taken_and_all_is_given_back(tmp_path, memory):
+    trainer = settings(tmp_path)
+    with held_copies(trainer):
+        folder = copies_folder(trainer.run_dir)
+        assert folder.parent == memory
+        disk, copies = writer(tmp_path / "run" / FOLDER, 4), MemoryCopies(writer(folder, 1), print)
+        take_steps(copies, disk, 1, 2, 3)
+        assert state_to_resume(trainer).path == folder / "global_step_3"
+        assert kept_steps(folder) == ["global_step_3"]
+        take_steps(copies, disk, 4)  # on the disk already: no copy
+        assert kept_steps(folder) == ["global_step_3"]
+        assert state_to_resume(trainer).path == tmp_path / "run" / FOLDER / "global_step_4"
+        take_steps(copies, disk, 5)
+        assert state_to_resume(trainer).step == 5
+        # A copy that is damaged is passed over, with a word.
+        (folder / "global_step_5" / "actor" / "1.bin").write_bytes(b"x" * 100)
+        said = []
+        assert state_to_resume(trainer, said.append).step == 4
+        assert "1.bin has been changed" in said[0]
+    assert not list(memory.iterdir())
+    assert copies_folder(trainer.run_dir) is None
+
+
+def test_beside_a_checkpoint_in_the_background_there_is_a_copy(tmp_path, memory):
+    """Whoever dies before the file is complete loses nothing."""
+    trainer = settings(tmp_path)
+    with held_copies(trainer):
+        folder = copies_folder(trainer.run_dir)
+        take_steps(MemoryCopies(writer(folder, 2), print), writer(tmp_path / "run" / FOLDER, 4, None, True), 3, 4)
+        assert kept_steps(folder) == ["global_step_4"]
+
+
+@pytest.mark.parametrize(("error", "kept"), [(ValueError("a bug"), False), (GroupBrokenError("gone"), True)])
+def test_they_stay_where_a_run_may_be_taken_up_again(tmp_path, memory, error, kept):
+    trainer = settings(tmp_path)
+
+    def run():
+        with held_copies(trainer):
+            copies = MemoryCopies(writer(copies_folder(trainer.run_dir), 1), print)
+            take_steps(copies, writer(tmp_path / "run" / FOLDER, -1), 1)
+            raise error
+
+    with pytest.raises(type(error)):
+        run()
+    folder = copies_folder(trainer.run_dir)
+    assert bool(list(memory.iterdir())) == kept
+    if kept:  # the next command finds them, one that begins anew does not
+        with held_copies(trainer):
+            assert (copies_folder(trainer.run_dir), state_to_resume(trainer).step) == (folder, 1)
+            new = settings(tmp_path, resume_mode="disable")
+            assert state_to_resume(new) is None
+            assert state_to_resume(new, again=True).step == 1
+        with held_copies(new):
+            assert state_to_resume(new, again=True) is None
+
+
+class FullGroup(PretendGroup):
+    def save_checkpoint(self, root, role, contents, background):
+        raise ControllerError("rank 1: OSError: No space left on device")
+
+
+class LostGroup(PretendGroup):
+    def save_checkpoint(self, root, role, contents, background):
+        raise GroupBrokenError("gone")
+
+
+class FarGroup(PretendGroup):
+    """Writes where this process cannot look."""
+
+    def checkpoint_files(self, root, wait):
+        found = super().checkpoint_files(root, wait)
+        (self.root / "actor" / "1.bin").unlink()
+        return found
+
+
+@pytest.mark.parametrize(("group", "why"), [(FullGroup, "No space left"), (FarGroup, "1.bin is missing")])
+def test_what_cannot_be_copied_is_said_once_and_the_run_goes_on(tmp_path, group, why):
+    said = []
+    copies = MemoryCopies(writer(tmp_path / "copies", 1, group()), said.append)
+    take_steps(copies, writer(tmp_path / FOLDER, -1), 1, 2, 3)
+    (line,) = said
+    assert why in line
+
+
+def test_a_death_while_copying_is_no_reason_to_go_on(tmp_path):
+    copies = MemoryCopies(writer(tmp_path / "copies", 1, LostGroup()), print)
+    with pytest.raises(CheckpointError):
+        take_steps(copies, writer(tmp_path / FOLDER, -1), 1)
+
+
+def wait_for(condition, seconds=30.0):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_the_warden_waits_while_the_folder_is_in_use_and_then_removes_it(tmp_path):
+    """A process that holds it is killed; a second warden ends at once."""
+    folder = tmp_path / "copies"
+    folder.mkdir()
+    hold = f"import fcntl, time; f = open({str(folder / memory_warden.LOCK)!r}, 'wb+'); fcntl.lockf(f, fcntl.LOCK_EX)"
+    holder = subprocess.Popen(
+        [sys.executable, "-S", "-c", f"{hold}; print('held', flush=True); time.sleep(60)"], stdout=-1
+    )
+    assert holder.stdout.readline() == b"held\n"
+    words = [sys.executable, "-I", str(Path(memory_warden.__file__)), str(folder), "0.1"]
+    warden = subprocess.Popen(words)
+    wait_for((folder / memory_warden.OWN_LOCK).exists)
+    time.sleep(3 * memory_warden.LOOK_SECONDS)
+    assert subprocess.Popen(words).wait(30) == 0
+    assert folder.is_dir()
+    assert warden.poll() is None
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait(30)
+    wait_for(lambda: not folder.exists())
+    assert warden.wait(30) == 0
