@@ -149,6 +149,8 @@ class Ledger:
         """Keeps a block of the device's time, between two events that may not have happened yet."""
         with self._lock:
             self._device.append((name, start, end))
+            if len(self._device) > MOST_CHANGES:
+                del self._device[: MOST_CHANGES // 2]
 
     def take(self) -> Page:
         """What was noted since the last time; the ledger goes on from now."""
