@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import meshrl
 from meshrl.rollout.command_line import add_generate_options, add_serve_options
-from meshrl.telemetry.command_line import add_report_options, add_watch_options
+from meshrl.telemetry.report_command_line import add_report_options, add_watch_options
 from meshrl.weights.command_line import add_plan_options
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int | None:
-    from meshrl.telemetry.command_line import write_pages
+    from meshrl.telemetry.report_command_line import write_pages
 
     try:
         _say(write_pages(arguments))
@@ -303,7 +303,7 @@ def _report(arguments: argparse.Namespace) -> int | None:
 
 
 def _watch(arguments: argparse.Namespace) -> int | None:
-    from meshrl.telemetry.command_line import watch_run
+    from meshrl.telemetry.report_command_line import watch_run
 
     try:
         watch_run(arguments, _say)

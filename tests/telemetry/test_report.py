@@ -353,7 +353,7 @@ def test_a_long_run_is_reported_quickly(tmp_path):
 def test_importing_telemetry_loads_neither_torch_nor_matplotlib():
     script = (
         "import sys\n"
-        "from meshrl.telemetry import command_line, compare, console, metrics, report\n"
+        "from meshrl.telemetry import compare, console, metrics, report, report_command_line\n"
         "from meshrl.telemetry import run_folder, timers, trackers, watch\n"
         "heavy = {'torch', 'matplotlib', 'jinja2', 'wandb', 'mlflow', 'tensorboard', 'trackio'}\n"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
