@@ -84,13 +84,22 @@ def finish_shares(records: Sequence[Mapping[str, Any]]) -> list[dict[str, float]
     found = []
     for record in records:
         counts = record.get("finish")
-        if isinstance(counts, Mapping) and (whole := sum(counts.values())):
+        if isinstance(counts, Mapping) and _are_numbers(list(counts.values())) and (whole := sum(counts.values())) > 0:
             found.append({"step": record["step"], **{str(name): n / whole for name, n in counts.items()}})
     return found
 
 
 def _is_histogram(value: Any) -> bool:
-    return isinstance(value, Mapping) and sum(value.get("counts", ())) > 0 and ("values" in value or "low" in value)
+    if not isinstance(value, Mapping) or not _are_numbers(value.get("counts")) or not sum(value["counts"]) > 0:
+        return False
+    if "values" in value:
+        values = value["values"]
+        return _are_numbers(values) and len(values) == len(value["counts"]) and values == sorted(values)
+    return _are_numbers([value.get("low"), value.get("high")]) and value["low"] < value["high"]
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(v, int | float) and abs(v) < 1e100 for v in values)
 
 
 def _middle(part: Sequence[tuple[float, Histogram]]) -> float:

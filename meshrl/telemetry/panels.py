@@ -141,7 +141,7 @@ def merge_steps(records: Iterable[Record]) -> list[dict[str, float]]:
     """One record per step, in order: calls of one step together, and after a resume the later values."""
     steps: dict[float, dict[str, float]] = {}
     for record in records:
-        if isinstance(record.get("step"), int | float):
+        if finite(record.get("step")):
             steps.setdefault(record["step"], {}).update(record)
     return [steps[step] for step in sorted(steps)]
 

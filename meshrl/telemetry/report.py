@@ -21,6 +21,7 @@ from meshrl.telemetry.panels import (
     Record,
     Series,
     build_panels,
+    finite,
     merge_steps,
     series_of,
 )
@@ -79,7 +80,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> RunData:
 
 def latest_by_step(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """One record a step, in order; of a step that was taken twice the later one."""
-    steps = {record["step"]: record for record in records if isinstance(record.get("step"), int | float)}
+    steps = {record["step"]: record for record in records if finite(record.get("step"))}
     return [steps[step] for step in sorted(steps)]
 
 

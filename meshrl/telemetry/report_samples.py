@@ -1,9 +1,9 @@
 """The samples a page holds: some of every part of the run, as plain data that its script draws and filters."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshrl.telemetry.panels import finite
 from meshrl.telemetry.report_text import visible
 
 MAX_SAMPLES = 240
@@ -71,5 +71,7 @@ def _tokens(tokens: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, or nothing: JSON has no other."""
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
+    """A finite number, or nothing: JSON has no other, and a script takes no truth value for one."""
+    if isinstance(value, bool):
+        return int(value)
+    return value if finite(value) else None

@@ -189,8 +189,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(200, "application/json", json.dumps(self.watched.news(after), allow_nan=False))
             else:
                 self._answer(404, "text/plain", "there are / and /api/run")
-        except (OSError, ValueError) as error:
-            logger.warning("%s could not be answered", address.path, exc_info=True)
+        except ConnectionError:
+            logger.debug("who asked for %s is gone", address.path)
+        except Exception as error:  # whatever stands in the files: the next question may be answered
+            logger.exception("%s could not be answered", address.path)
             self._answer(500, "text/plain", f"{type(error).__name__}: {error}")
 
     def _answer(self, status: int, kind: str, text: str) -> None:

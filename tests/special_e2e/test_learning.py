@@ -1,6 +1,7 @@
 """RL raises the held-out accuracy, by the checker's rewards and by nothing else."""
 
 import json
+import re
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -55,5 +56,25 @@ def test_a_run_leaves_its_folder(task, tmp_path):
     assert len(samples) == 512
     checked = [s["score"] == float(s["response"] == "".join(sorted(s["prompt"][:-1]))) for s in samples]
     assert all(checked)
+    check_what_is_kept_of_samples(run, samples)
     phases = [value for name, value in last.items() if name.startswith("timing_s/") and name != "timing_s/step"]
     assert abs(sum(phases) - last["timing_s/step"]) < 1e-6
+
+
+def check_what_is_kept_of_samples(run, samples):
+    """The spread of the first step is that of all its samples; the few that are kept have their tokens."""
+    spread = json.loads((run.path / "distributions.jsonl").read_text().splitlines()[0])
+    right = sum(sample["score"] for sample in samples)
+    assert spread["score"] == {"values": [0.0, 1.0], "counts": [512 - right, right]}
+    # Six digits and the end fill the maximum of seven: by their length alone nearly all would look cut.
+    unended = [sample for sample in samples if sample["finish"] == "length"]
+    assert spread["finish"].get("length", 0) == len(unended) < 300
+    assert all(len(sample["response"]) <= 6 for sample in samples if sample["finish"] == "stop")
+    kept = [json.loads(line) for line in (run.path / "generations.jsonl").read_text().splitlines()]
+    for sample in kept:
+        tokens = sample["tokens"]
+        assert re.sub("<.*?>", "", "".join(tokens["text"])) == sample["response"]
+        assert (tokens["text"][-1] == "<eos>") == (sample["finish"] == "stop")
+        assert len(tokens["log_prob"]) == len(tokens["text"])
+        assert ("advantage" in tokens) == (sample["split"] == "train")
+    assert {sample["tokens"]["version"] for sample in kept if sample["split"] == "train"} == {0, 1}

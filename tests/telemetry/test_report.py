@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from meshrl.telemetry import report_samples
 from meshrl.telemetry.curves_svg import HEIGHT, WIDTH, draw_panel, nice_ticks, sparkline
 from meshrl.telemetry.panels import Panel, Series, build_panels, merge_steps, smooth, thin
-from meshrl.telemetry.report import read_run, run_page, write_report
+from meshrl.telemetry.report import RunData, latest_by_step, read_run, run_page, write_report
 from meshrl.telemetry.report_text import duration, number, visible
 from meshrl.telemetry.run_folder import RunFolder
 
@@ -146,6 +147,8 @@ def test_samples_come_as_data_the_latest_first_and_within_bounds(tmp_path):
     assert samples[0]["score"] is None
     # A column that does not fit its tokens is left out.
     assert samples[0]["tokens"] == {"text": ["a", "</script>"], "log_prob": [-0.5, None], "version": 3, "of": 9}
+    odd = report_samples.page_samples([{"step": 10**400, "score": True}, {"score": None}])
+    assert [(sample["step"], sample["score"]) for sample in odd] == [(None, None), (None, 1)]
     many = [{"step": i, "prompt": "p", "response": "r", "tokens": {"text": ["t"] * 500}} for i in range(1000)]
     chosen = report_samples.page_samples(many)
     assert len(chosen) == 200
@@ -211,6 +214,35 @@ def test_distributions_become_pictures(tmp_path):
     assert page.tags.count("figure") == before + 3
     for words in ("Reward, every sample", "Response length, every sample", "How answers end"):
         assert words in page.text
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = ["step", "time", "critic/score/mean", "timing_s/gen", "ledger_s/a/b", "global_seqlen/max", "global_seqlen/mean"]
+HISTOGRAM = st.fixed_dictionaries(
+    {"counts": st.lists(st.integers(-3, 9), max_size=3)},
+    optional={"values": st.lists(st.floats(), max_size=3), "low": st.floats(), "high": st.floats()},
+)
+TOKENS = st.fixed_dictionaries(
+    {"text": st.lists(ANYTHING, max_size=2)}, optional={"log_prob": ANYTHING, "of": ANYTHING}
+)
+SAMPLES = st.fixed_dictionaries(
+    {"step": ANYTHING | st.integers(0, 9)},
+    optional={"score": HISTOGRAM | ANYTHING, "finish": ANYTHING, "tokens": TOKENS | ANYTHING, "prompt": ANYTHING},
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.dictionaries(st.sampled_from(NAMES), ANYTHING | st.integers(0, 9), max_size=5), max_size=4),
+    st.lists(SAMPLES, max_size=4),
+)
+def test_whatever_stands_in_the_files_there_is_a_page(records, rows):
+    run = RunData(Path("run"), merge_steps(records), latest_by_step(rows), rows)
+    assert "Is it learning?" in run_page(run)
 
 
 def test_counted_problems_are_named_at_the_top(tmp_path):
@@ -321,7 +353,7 @@ def test_a_long_run_is_reported_quickly(tmp_path):
 def test_importing_telemetry_loads_neither_torch_nor_matplotlib():
     script = (
         "import sys\n"
-        "from meshrl.telemetry import command_line, compare, console, metrics, report\n"
+        "from meshrl.telemetry import compare, console, metrics, report, command_line\n"
         "from meshrl.telemetry import run_folder, timers, trackers, watch\n"
         "heavy = {'torch', 'matplotlib', 'jinja2', 'wandb', 'mlflow', 'tensorboard', 'trackio'}\n"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
