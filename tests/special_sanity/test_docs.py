@@ -2,11 +2,11 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from docs_runner import LANGUAGES, Runner, blocks_of, commands_of
 from rich.console import Console
 
 import meshrl.trainer.calculator
@@ -15,9 +15,6 @@ import meshrl.trainer.verify
 from meshrl.agents.calculator_task import make_calculator_model
 from meshrl.data.files import write_tables
 from meshrl.models.tiny import make_tiny_model
-
-sys.path.insert(0, str(Path(__file__).parent))
-from docs_runner import LANGUAGES, Runner, blocks_of, commands_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
