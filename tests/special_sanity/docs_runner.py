@@ -167,6 +167,9 @@ class Runner:
             return done.stdout
         if words[1] == "serve":
             return self._serve(words[1:], environment)
+        if words[1] == "watch":  # stays, as a server does
+            _parse(words[1:])
+            return ""
         return self._meshrl(words[1:])
 
     def _meshrl(self, words):

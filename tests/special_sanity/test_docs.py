@@ -2,22 +2,20 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from docs_runner import LANGUAGES, Runner, blocks_of, commands_of
 from rich.console import Console
 
+import meshrl.agents.calculator_task
 import meshrl.trainer.calculator
 import meshrl.trainer.demo
 import meshrl.trainer.verify
 from meshrl.agents.calculator_task import make_calculator_model
 from meshrl.data.files import write_tables
 from meshrl.models.tiny import make_tiny_model
-
-sys.path.insert(0, str(Path(__file__).parent))
-from docs_runner import LANGUAGES, Runner, blocks_of, commands_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
@@ -83,7 +81,7 @@ def short_run(folder):
     """Two steps of the demo with checkpoints and kept batches, as RUN_DIR."""
     keep = ["trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.keep_batches_megabytes=100"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meshrl.trainer.demo, "load_config", capped(meshrl.trainer.demo.load_config))
+        shorten_demos(patch)
         run = meshrl.trainer.demo.main(folder / "demo", overrides=keep, console=Console(quiet=True))
     (folder / "RUN_DIR").symlink_to(run, target_is_directory=True)
 
@@ -95,13 +93,21 @@ def page_runner(scene, tmp_path, monkeypatch):
         (tmp_path / thing.name).symlink_to(thing)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for module in (meshrl.trainer.demo, meshrl.trainer.calculator):
-        monkeypatch.setattr(module, "load_config", capped(module.load_config))
+    shorten_demos(monkeypatch)
     families = {"qwen3": meshrl.trainer.verify.FAMILIES["qwen3"]}
     monkeypatch.setattr(meshrl.trainer.verify, "FAMILIES", families)
     runner = Runner(ROOT)
     yield runner
     runner.close()
+
+
+def shorten_demos(patch):
+    """Demos on less data, and of a step or two."""
+    for module in (meshrl.trainer.demo, meshrl.trainer.calculator):
+        patch.setattr(module, "load_config", capped(module.load_config))
+    for module in (meshrl.trainer.demo, meshrl.agents.calculator_task):
+        patch.setattr(module, "PROMPTS", 640)
+        patch.setattr(module, "HELD_OUT", 32)
 
 
 def capped(load):
