@@ -3,8 +3,8 @@
     python benchmarks/plan.py [--only TEXT] [--out results.json]
 
 On a GPU every case of `CASES` runs in our FSDP engine and gives a row: peak memory and seconds of a training step,
-predicted and measured. Without one, the rows of `docs/performance.md` that were measured on an H200 are predicted again,
-and the bytes of parameters, gradients and optimizer are compared with engines on CPU processes.
+predicted and measured. Without one, the rows of `docs/performance.md` that were measured on an H200 are predicted
+again, and the bytes of parameters, gradients and optimizer are compared with engines on CPU processes.
 """
 
 from __future__ import annotations
@@ -231,7 +231,8 @@ def cpu_bytes(rank: int, world: int, folder: str, out: str) -> None:
     data.meta_info = {"temperature": 1.0, "use_dynamic_bsz": True, "max_token_len": 64}
 
     def loss_function(output: dict[str, torch.Tensor], part: Any) -> Any:
-        return output["log_probs"].sum(), {}
+        loss = output["log_probs"].sum()
+        return loss, {"loss": loss.detach()}
 
     engine.optimizer_zero_grad()
     engine.forward_backward_batch(data, loss_function)
