@@ -99,6 +99,15 @@ class Role:
             self.model.notes[key] = self._count_states(stage)
         return self.model.notes[key]
 
+    def states_of_ranks(self) -> list[States]:
+        """Every rank's states."""
+        if not self.is_megatron:
+            return fsdp_states(self.units, self.engine, self.world_size, self.trains)
+        return [
+            megatron_states(self.model.config, self.engine, rank, self.world_size, self.trains, self.head)
+            for rank in range(self.world_size)
+        ]
+
     def _kinds_of(self, stage: int) -> tuple[Any, ...]:
         """What stages with equal states have in common: kinds of layers, the embedding, the head."""
         kinds = self.model.layer_kinds
@@ -113,7 +122,7 @@ class Role:
         if self.is_megatron:
             rank = stage * (self.world_size // len(self.stages))
             return megatron_states(self.model.config, self.engine, rank, self.world_size, self.trains, self.head)
-        return max(fsdp_states(self.units, self.engine, self.world_size, self.trains), key=lambda s: s.total)
+        return max(self.states_of_ranks(), key=lambda states: states.total)
 
     @cached_property
     def trace(self) -> ModelTrace:

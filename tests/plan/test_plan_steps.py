@@ -1,0 +1,218 @@
+"""Whole plans: phases, verdicts, changes that fit, the search, the pipeline's bubble, and the command."""
+
+import json
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from meshrl.cli import main
+from meshrl.config import load_config
+from meshrl.config.checks import check_config
+from meshrl.config.root import PPOConfig
+from meshrl.parallel.replay import ideal_bubble
+from meshrl.plan.generation import _decoding
+from meshrl.plan.hardware import parse_cluster
+from meshrl.plan.lengths import drawn_lengths
+from meshrl.plan.model import KNOWN, find_model, known_name
+from meshrl.plan.planner import make_plan
+from meshrl.plan.roles import Budget, Role
+from meshrl.plan.search import changed, nearest_fit, search, stages_in_letters
+from meshrl.plan.timing import model_flops, pipeline_bubble
+
+BASE = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"]
+
+
+def load(gpus, *overrides, model="Qwen3-1.7B"):
+    cluster = parse_cluster(gpus)
+    processes = [f"trainer.nnodes={cluster.nodes}", f"trainer.n_gpus_per_node={cluster.per_node}"]
+    if cluster.nodes > 1:
+        processes.append("trainer.backend=ray")
+    config = load_config("grpo", [*BASE, f"actor_rollout_ref.model.path={model}", *overrides, *processes]).config
+    data, n = config.data, config.actor_rollout_ref.rollout.n
+    lengths = drawn_lengths(data.train_batch_size * n, n, data.max_prompt_length, data.max_response_length, 256)
+    found = find_model(config.actor_rollout_ref.model)
+
+    def make(config):
+        return make_plan(config, found, cluster, lengths, quick=True)
+
+    return config, make
+
+
+def phase(plan, name):
+    return next(phase for phase in plan.phases if phase.name == name)
+
+
+def test_one_device_shares_weights_and_needs_no_sync():
+    config, make = load("1xH200")
+    plan = make(config)
+    assert [p.name for p in plan.phases] == ["generate", "update_actor", "sync"]
+    assert plan.fits
+    numel = plan.model.num_params
+    update = phase(plan, "update_actor").memory
+    # bfloat16 weights, 16-bit remainders, float32 moments and gradients: 16 bytes a weight.
+    assert update["parameters"] + update["optimizer"] + update["gradients"] == pytest.approx(16 * numel, rel=1e-4)
+    assert "rollout weights" not in phase(plan, "generate").memory
+    assert plan.sync.received == 0
+
+
+def test_phases_follow_the_recipe():
+    config, make = load(
+        "8xH200", "algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.rollout.n=1", "actor_rollout_ref.actor.ppo_epochs=2",
+    )  # fmt: skip
+    plan = make(config)
+    names = ["generate", "old_log_prob", "ref", "values", "update_critic", "update_actor", "sync"]
+    assert [p.name for p in plan.phases] == names
+    assert {"ref parameters", "critic optimizer"} <= set(phase(plan, "update_actor").memory)
+    assert "critic gradients" in phase(plan, "update_critic").memory
+    assert "critic gradients" not in phase(plan, "update_actor").memory
+
+
+def test_more_shards_hold_less_and_offload_takes_it_away():
+    plans = [make(config) for config, make in (load(f"{n}xH200") for n in (2, 4, 8))]
+    held = [phase(plan, "update_actor").memory["optimizer"] for plan in plans]
+    assert held[0] > 1.9 * held[1] > 3.7 * held[2]
+    config, make = load("8xH200", "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true")
+    assert "optimizer" not in phase(make(config), "generate").memory
+    assert "optimizer" in phase(make(config), "update_actor").memory
+
+
+def test_checkpointing_trades_memory_for_time():
+    config, make = load("8xH200")
+    with_it, without = (
+        phase(make(changed(config, {"actor_rollout_ref.model.enable_gradient_checkpointing": on})), "update_actor")
+        for on in (True, False)
+    )
+    assert without.memory["activations"] > 4 * with_it.memory["activations"]
+    assert without.seconds < with_it.seconds
+
+
+def test_what_does_not_fit_says_what_would():
+    config, make = load("1xL40S", model="Qwen3-4B")
+    plan = make(config)
+    assert not plan.fits
+    nearest = nearest_fit(plan, make)
+    assert nearest is not None
+    assert nearest.plan.fits
+    # The overrides are words that the command line takes, and give that very plan.
+    again, make_again = load("1xL40S", *nearest.overrides, model="Qwen3-4B")
+    assert make_again(again).fullest.total == nearest.plan.fullest.total
+
+
+def test_changes_carry_their_followers():
+    config, _ = load("1xH200")
+    made = changed(config, {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 4096})
+    assert made.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu == 4096
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 16384
+
+
+def test_search_ranks_what_fits_and_what_the_config_allows():
+    config, make = load("2xH100", model="Qwen3-4B")
+    plan = make(config)
+    found = search(plan, make)
+    assert found.best
+    assert found.seen == found.layouts
+    for first, second in pairwise(found.best):
+        assert first.plan.seconds <= second.plan.seconds
+    known = set(check_config(config, check_files=False))
+    for candidate in found.best:
+        assert candidate.plan.fits
+        assert set(check_config(candidate.plan.config, check_files=False)) <= known
+    loaded, _ = load("2xH100", *found.best[0].overrides, model="Qwen3-4B")
+    assert isinstance(loaded, PPOConfig)
+    # With no time at all it looks at nothing.
+    assert search(plan, make, seconds=-1.0).seen == 0
+
+
+def test_stages_in_letters():
+    assert stages_in_letters(5, 2) in ("Ettt|ttL", "Ett|tttL")
+    text = stages_in_letters(61, 32)
+    assert text.count("t") == 61
+    assert text.count("|") == 31
+    assert {len(chunk.strip("EL")) for chunk in text.split("|")} == {1, 2}
+    assert text.startswith("Et|")
+    assert text.endswith("|tL")
+
+
+@pytest.mark.parametrize(("pp", "vpp", "count"), [(2, 1, 4), (4, 1, 8), (4, 2, 8), (2, 4, 6)])
+def test_equal_micro_batches_have_the_known_bubble(pp, vpp, count):
+    config, _ = load("8xH200", model="Qwen3-32B")
+    actor = config.actor_rollout_ref.actor
+    actor.strategy = "megatron"
+    actor.megatron.pipeline_model_parallel_size = pp
+    actor.megatron.virtual_pipeline_model_parallel_size = vpp if vpp > 1 else None
+    model = find_model(config.actor_rollout_ref.model)
+    role = Role("actor", model, config.actor_rollout_ref.model, actor, 8)
+    even = pipeline_bubble(role, Budget(1, 1, count), [1.0] * count)
+    assert even.replayed == pytest.approx(ideal_bubble(pp, vpp, count))
+    uneven = pipeline_bubble(role, Budget(1, 1, count), [1.0 + (number % 2) for number in range(count)])
+    assert uneven.replayed > even.replayed
+
+
+def test_decoding_steps_by_hand():
+    active, context = _decoding(np.array([3, 1, 2]), np.array([10, 20, 30]), slots=2)
+    # Step 0: samples 0 and 1; sample 2 takes the place of sample 1.
+    assert active.tolist() == [2, 2, 2]
+    assert context.tolist() == [30, 41, 43]
+
+
+def test_operations_by_hand(make_lm):
+    from meshrl.plan.model import PlannedModel
+
+    model = PlannedModel(make_lm("qwen3_moe").config, "test")
+    flops = model_flops(model)
+    attention = 32 * 8 * (4 + 2 + 2) + 32 * 32
+    experts = 2 * 3 * 32 * 16 + 0  # two of four are visited; the router is no linear layer here
+    assert flops.token == 2 * 2 * (attention + experts)
+    assert flops.target == 2 * 41 * 32
+    assert flops.pair == 2 * 2 * 4 * (8 + 8)
+
+
+def test_known_shapes_have_their_names_size():
+    assert known_name("models/Qwen2.5-7B-Instruct") == "Qwen2.5-7B"
+    assert known_name("nobody") is None
+    for name in ("Qwen2.5-7B", "Qwen3-30B-A3B", "Llama-3.3-70B"):
+        billions = float(name.split("-")[-1].rstrip("B")) if "A3B" not in name else 30.0
+        config, _ = load("8xH200", model=name)
+        assert find_model(config.actor_rollout_ref.model).num_params == pytest.approx(billions * 1e9, rel=0.1)
+    assert "DeepSeek-V3" in KNOWN
+
+
+def test_the_command_prints_and_writes(capsys, tmp_path):
+    out = tmp_path / "best.txt"
+    words = ["plan", "grpo", "actor_rollout_ref.model.path=Qwen3-0.6B", *BASE, "--gpus", "1xH200"]
+    assert main([*words, "--search", "--out", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert "built-in shape of Qwen3-0.6B" in text
+    assert "fits: " in text
+    assert out.read_text().count("=") == len(out.read_text().splitlines()) > 0
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"]
+    assert found["seconds"] == pytest.approx(sum(p["seconds"] for p in found["phases"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "8xH201"], "no device"),
+        (["--gpus", "1xH200", "--lengths", "no-such-file"], "no-such-file"),
+        (["--gpus", "1xH200", "--mean-response", "100000"], "max_response_length"),
+        (["actor_rollout_ref.model.path=unknown", "--gpus", "1xH200"], "--model-config"),
+    ],
+)
+def test_mistakes_are_told(capsys, words, message):
+    assert main(["plan", "grpo", "actor_rollout_ref.model.path=Qwen3-0.6B", *BASE, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_671b_is_planned_in_seconds(capsys):
+    started = time.process_time()
+    assert main(["plan", "deepseek_671b_megatron_128gpu", "--gpus", "128xH200", "--json"]) == 0
+    assert time.process_time() - started < 20  # about 5 where nothing else runs
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"]["parameters"] == pytest.approx(671e9, rel=0.001)
+    assert not found["fits"]
+    assert found["nearest"]["fits"]
