@@ -204,9 +204,8 @@ def chaos(
         if problems := differences(out, whole, steps):
             raise RuntimeError(f"{out}: {problems}")
         outcomes.append(outcome)
-        Console(stderr=True).print(
-            f"{out.name}: {outcome.seconds:.0f} s, killed {' '.join(outcome.kills)}", soft_wrap=True
-        )
+        told = f"{out.name}: {outcome.seconds:.0f} s, killed {' '.join(outcome.kills)}"
+        Console(stderr=True).print(told, soft_wrap=True)
     return outcomes
 
 
