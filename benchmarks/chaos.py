@@ -182,7 +182,7 @@ def chaos(
     backend: str = "local",
     steps: int = 60,
     per_run: int = 10,
-    limit: float = 900.0,
+    limit: float = 1500.0,
     copies: int = -1,
 ) -> list[Outcome]:
     """Runs until so many processes were killed; raises if a run does not end as the unkilled one did.
@@ -204,6 +204,8 @@ def chaos(
         if problems := differences(out, whole, steps):
             raise RuntimeError(f"{out}: {problems}")
         outcomes.append(outcome)
+        told = f"{out.name}: {outcome.seconds:.0f} s, killed {' '.join(outcome.kills)}"
+        Console(stderr=True).print(told, soft_wrap=True)
     return outcomes
 
 

@@ -47,6 +47,11 @@ class OpenCall:
     failed_at: float | None = None
 
     @property
+    def line(self) -> str:
+        """Where it queues: direct calls behind those of the same method alone, with which they share the worker."""
+        return self.method if self.direct else ""
+
+    @property
     def answered(self) -> list[int]:
         return sorted([*self.answers, *self.failures])
 
@@ -72,7 +77,7 @@ class CallBook:
         self._lock = threading.RLock()
         self._open: dict[int, OpenCall] = {}
         self._next_number = 0
-        self._turn_began = 0.0  # when the oldest queued call became the oldest
+        self._turn_began: dict[str, float] = {}  # by line: when the oldest call of it became the oldest
         self._broken: ControllerError | None = None
 
     @property
@@ -120,7 +125,7 @@ class CallBook:
             if call.silent:
                 return
             del self._open[number]
-            self._turn_began = time.monotonic()
+            self._turn_began[call.line] = time.monotonic()
         if call.failures:
             call.future.set_error(self._worker_error(call))
         else:
@@ -179,12 +184,12 @@ class CallBook:
     def _is_late(self, call: OpenCall, now: float) -> bool:
         if call.failed_at is not None:
             return now - call.failed_at > self._deadlines.release
-        if not call.direct and any(other.number < call.number and not other.direct for other in self._open.values()):
+        if any(other.number < call.number and other.line == call.line for other in self._open.values()):
             return False  # it still queues behind an older call, which has its own deadline
         return now - self._started(call) > call.limit
 
     def _started(self, call: OpenCall) -> float:
-        return call.opened_at if call.direct else max(call.opened_at, self._turn_began)
+        return max(call.opened_at, self._turn_began.get(call.line, 0.0))
 
     def _describe(self, call: OpenCall) -> str:
         with self._lock:

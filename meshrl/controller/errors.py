@@ -60,3 +60,7 @@ class DeadlineError(ControllerError, TimeoutError):
 
 class GroupBrokenError(ControllerError):
     """The group cannot be called any more; the message and `__cause__` say what happened first."""
+
+
+class RayStartError(ControllerError):
+    """Ray did not start, or its cluster cannot be reached."""

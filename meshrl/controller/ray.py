@@ -15,7 +15,7 @@ from typing import Any
 
 from meshrl.controller.calls import CallBook, Deadlines
 from meshrl.controller.dispatch import RankCall
-from meshrl.controller.errors import ControllerError, GroupBrokenError
+from meshrl.controller.errors import ControllerError, GroupBrokenError, RayStartError
 from meshrl.controller.flight_recorder import Collective, recorded
 from meshrl.controller.futures import Future
 from meshrl.controller.resource_pool import ResourcePool
@@ -67,15 +67,21 @@ def init_ray(
             raise ValueError(
                 f"num_cpus and num_gpus belong to the cluster at {address}: leave them out with an address"
             )
-    ray.init(
-        # Without a word Ray would join whatever cluster somebody has last started on this machine.
-        address=address or os.environ.get("RAY_ADDRESS") or "local",
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        object_store_memory=object_store_memory,
-        namespace=namespace,
-        **options,
-    )
+    try:
+        ray.init(
+            # Without a word Ray would join whatever cluster somebody has last started on this machine.
+            address=address or os.environ.get("RAY_ADDRESS") or "local",
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            object_store_memory=object_store_memory,
+            namespace=namespace,
+            **options,
+        )
+    except (ValueError, TypeError):  # what was asked for is wrong
+        raise
+    except Exception as error:
+        ray.shutdown()  # half of it may have started
+        raise RayStartError(f"Ray could not be started or reached: {type(error).__name__}: {error}") from error
 
 
 def devices_per_node(use_gpu: bool) -> list[int]:

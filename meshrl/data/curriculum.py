@@ -58,8 +58,12 @@ class SamplerOrder(RowOrder):
                 return np.array(batch)
         return None
 
+    @property
+    def learns(self) -> bool:
+        return hasattr(self.sampler, "update")
+
     def update(self, batch: DataProto) -> None:
-        if hasattr(self.sampler, "update"):
+        if self.learns:
             self.sampler.update(batch)
 
     def state_dict(self) -> dict[str, Any]:

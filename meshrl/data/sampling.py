@@ -26,6 +26,11 @@ class RowOrder(ABC):
     def batches_per_epoch(self) -> int:
         """How many batches an epoch has; 0: that is not known."""
 
+    @property
+    def learns(self) -> bool:
+        """Whether `update` changes what comes next."""
+        return False
+
     def update(self, batch: DataProto) -> None:
         """Hears of every batch that was trained on; most orders do not care."""
         del batch

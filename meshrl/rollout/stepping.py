@@ -153,6 +153,7 @@ class SteppingRollout(Rollout):
             wanted = list(self._left) if request_ids is None else [name for name in request_ids if name in self._left]
             if wanted:
                 self._hand_out(self.drop(wanted))
+                self.gaps.note(self.num_generated(), goes_on=bool(self._left))
             self._work.notify_all()
 
     def pause(self, mode: str = "keep") -> None:
@@ -212,7 +213,8 @@ class SteppingRollout(Rollout):
         if self.has_work():
             self._hand_out(self.step())
             self._num_steps += 1
-            self.gaps.note(self.num_generated(), goes_on=self.has_work())
+            # Not `has_work`: a step that was launched ahead for answers that have ended gives no token to anybody.
+            self.gaps.note(self.num_generated(), goes_on=bool(self._left))
 
     def _hand_out(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:

@@ -42,6 +42,7 @@ _INFRASTRUCTURE_NAMES = {
     "DistNetworkError",
     "DistStoreError",
     # of Ray
+    "RayStartError",
     "RayActorError",
     "ActorDiedError",
     "ActorUnavailableError",

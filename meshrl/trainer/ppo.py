@@ -94,6 +94,7 @@ class PPOTrainer(SampleSource):
             "nonfinite_steps": self.keeper.nonfinite.count,
             "gates": self.gates.state_dict() if self.gates else None,
             **waiting,
+            **(self.updates.state_dict() if self.begun else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -102,6 +103,7 @@ class PPOTrainer(SampleSource):
         self.step, self.version = state["step"], state["version"] - 1
         self.place = dict(state["data"])
         self.order.load_state_dict(self.place)
+        self.updates.load_state_dict(state)
         self.batches_begun = self.place["batches"]
         self.kl_controller.load_state_dict(state["kl_controller"])
         self.best, self.keeper.nonfinite.count = state["best"], state["nonfinite_steps"]
@@ -189,7 +191,7 @@ class PPOTrainer(SampleSource):
             self.refresh_reference_if_due()
             with self.phase("sync"):
                 metrics |= self.sync_weights()
-        self.order.update(batch)
+        self.updates.update(batch)
         self.samples.log_training(batch, self.reward.decode, self.step)
         return metrics | data_metrics(batch, self.config)
 

@@ -30,6 +30,7 @@ from meshrl.telemetry.timers import PhaseTimer
 from meshrl.trainer.bookkeeper import Bookkeeper
 from meshrl.trainer.dynamic_sampling import Scored
 from meshrl.trainer.greedy_baseline import GREEDY, add_greedy_baselines
+from meshrl.trainer.heard_updates import HeardUpdates
 from meshrl.trainer.joining import both, join_pools
 from meshrl.trainer.overlap import generate_beside_scoring
 from meshrl.trainer.profiling import StepProfiler
@@ -75,6 +76,8 @@ class SampleSource:
         self.meeting: MeetingPoint | None = None  # of the two pools; held as long as they talk
         # Where the data stood after the last batch trained on: what was begun later begins again when a run goes on.
         self.place = {"batches": 0, **order.state_dict()}
+        # What the order has learned since: it hears of it again when a run goes on.
+        self.updates = HeardUpdates(order)
         self._prompts = self.prompts()
 
     def prompts(self) -> Iterator[DataProto]:
@@ -95,6 +98,7 @@ class SampleSource:
             batch, metrics = self.finish(self.begun[0])
             begun = self.begun.popleft()
             self.place = {"batches": begun.number, **begun.data}
+            self.updates.forget_before(begun.heard)
             ages = self.schedule.drop_stale(batch, self.version)
             dropped += ages["training/stale_dropped"]
             if batch.batch["response_mask"].any() or not dropped:
@@ -118,7 +122,8 @@ class SampleSource:
             with self.phase("gen"):
                 answers = self.with_rollout(lambda: begin(request))
         data = copy.deepcopy(self.order.state_dict())  # a sampler of the user's own may go on changing it
-        return Begun(self.batches_begun, self.order.epoch, data, prompts, request, columns, answers)
+        heard = self.updates.count
+        return Begun(self.batches_begun, self.order.epoch, data, prompts, request, columns, answers, heard=heard)
 
     @property
     def scores_beside_generation(self) -> bool:

@@ -71,7 +71,8 @@ def correction_of(config: PPOConfig) -> RolloutCorrectionConfig:
 class Begun:
     """A batch whose answers are on their way: its prompts, what was asked, and where the data stood after it.
 
-    `columns` are what else is known of the samples. Without `answers` nothing was asked yet.
+    `columns` are what else is known of the samples. Without `answers` nothing was asked yet. `heard`: of how many
+    batches an order that learns had heard by then.
     """
 
     number: int
@@ -82,6 +83,7 @@ class Begun:
     columns: dict[str, np.ndarray]
     answers: Future[DataProto] | DataProto | None
     begun_at: float = field(default_factory=time.time)
+    heard: int = 0
 
     def finish(self) -> DataProto:
         """Waits for the answers."""

@@ -5,6 +5,8 @@ import threading
 import pytest
 
 from meshrl.rollout import token_gaps
+from meshrl.rollout.requests import Chunk, Request, SamplingParams
+from meshrl.rollout.stepping import SteppingRollout
 from meshrl.rollout.token_gaps import TokenGaps
 
 
@@ -67,3 +69,36 @@ def test_settle_waits_for_the_token():
     timer.join()
     assert 0.04 < found < 15
     assert gaps.settle(20.0) == found
+
+
+class Ahead(SteppingRollout):
+    """Has always launched one step more than anybody has asked for."""
+
+    release = update_weights = stats = None  # not asked for here
+
+    def add(self, request):
+        self.name = request.request_id
+
+    def has_work(self):
+        return True
+
+    def step(self):
+        return [Chunk(self.name, 0, [1], [0.0], [0], finish_reason="length")]
+
+    def drop(self, request_ids):
+        return [Chunk(name, 0, [], [], [], finish_reason="abort") for name in request_ids]
+
+
+def test_an_engine_that_nobody_waits_for_has_no_open_gap(monkeypatch):
+    """Neither after the last answer nor after the last request was taken back: there is no token to wait for."""
+    waits = []
+    monkeypatch.setattr(token_gaps.time, "sleep", waits.append)
+    rollout = Ahead()
+    rollout.complete([Request("a", [1], SamplingParams(1))])
+    assert rollout.longest_gap() == 0.0
+    rollout._enter([Request("b", [1], SamplingParams(1, n=2))], lambda chunk: None)
+    rollout._advance()
+    assert rollout.gaps.longest() > 0.0
+    rollout.abort()
+    assert rollout.longest_gap() == rollout.gaps._longest
+    assert not waits

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshrl.config.errors import ConfigError
-from meshrl.controller.errors import DeadlineError, GroupBrokenError, WorkerDied, WorkerError
+from meshrl.controller.errors import DeadlineError, GroupBrokenError, RayStartError, WorkerDied, WorkerError
 from meshrl.rewards.results import RewardError
 from meshrl.trainer.checkpoint import CheckpointError
 from meshrl.trainer.failures import Failure, kind_of
@@ -40,6 +40,8 @@ late = DeadlineError("late", role="actor", method="step", answered=[], silent=[0
         (died(), "infrastructure"),
         (late, "infrastructure"),
         (GroupBrokenError("broken"), "infrastructure"),
+        (RayStartError("Ray could not be started"), "infrastructure"),
+        (GroupBrokenError("rank 1 died: Received data size doesn't match expected size"), "user code"),
         (ConnectionResetError(), "infrastructure"),
         (SyncError("lost"), "infrastructure"),
         (worker_error("SyncError", "weight sync: rank 1 died"), "infrastructure"),
