@@ -79,77 +79,79 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=command)
         return added
 
-    for name, command, text in (
-        ("train", _train, "train a policy with reinforcement learning"),
-        ("sft", _sft, "fine-tune a model on demonstrations"),
-    ):
-        runner = add(name, command, text)
-        runner.add_argument("words", nargs="*", metavar="RECIPE key=value", help=OVERRIDES_HELP)
-        runner.add_argument(
-            "--dry-run", action="store_true", help="check everything, print layout and batch units, end"
-        )
-        runner.add_argument("--skip-files", action="store_true", help="with --dry-run: don't look for data and model")
-        runner.add_argument(
-            "--supervise",
-            action="store_true",
-            help="start the run again if it is killed (trainer.max_restarts)",
-        )
-        if name == "train":
-            half = runner.add_mutually_exclusive_group()
-            half.add_argument("--rollout-only", action="store_true", help="generate and score batches, train nothing")
-            half.add_argument("--train-only", metavar="BATCH", help="train on a kept batch (or a folder of them)")
-
-    demo = add("demo", _demo, "train a tiny model on a toy task, from nothing to a picture")
-    demo.add_argument("words", nargs="*", metavar="key=value", help="overrides for the demo's recipe")
-    demo.add_argument("--seed", type=int, default=0, help="seed of model, data and sampling")
-    demo.add_argument("--control", action="store_true", help="coin-toss rewards: must not learn")
-    demo.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="how to learn (default: grpo)")
-    demo.add_argument("--task", choices=("sort", "calculator"), default="sort", help="calculator: GRPO with a tool")
-    demo.add_argument("--out", default="outputs/demo", metavar="DIR", help="folder for the results")
-
-    config = add("config", _config, "print a resolved config, with where each value came from")
-    config.add_argument("words", nargs="*", metavar="RECIPE key=value", help=OVERRIDES_HELP)
-    config.add_argument("--sft", action="store_true", help="a config of meshrl sft")
-    config.add_argument("--only", default="", metavar="PREFIX", help="only keys below this one")
-    config.add_argument("--doc", action="store_true", help="with a line of documentation per key")
-
-    verify = add("verify", _verify, "check that a layout computes what one process computes")
-    verify.add_argument("words", nargs="*", metavar="key=value", help="engine keys, such as context_parallel_size=2")
-    verify.add_argument("--strategy", default="fsdp2", help="training engine (default: fsdp2)")
-    verify.add_argument("--world", type=int, default=2, help="number of processes (default: 2)")
-    verify.add_argument("--model", metavar="DIR", help="take the shape of this model; default: four tiny families")
-    verify.add_argument("--layers", type=int, default=2, help="with --model: keep this many layers (default: 2)")
-
+    _run_options(add("train", _train, "train a policy with reinforcement learning"), halves=True)
+    _run_options(add("sft", _sft, "fine-tune a model on demonstrations"), halves=False)
+    _demo_options(add("demo", _demo, "train a tiny model on a toy task, from nothing to a picture"))
+    _config_options(add("config", _config, "print a resolved config, with where each value came from"))
+    _verify_options(add("verify", _verify, "check that a layout computes what one process computes"))
     add_serve_options(add("serve", _serve, "serve a model over HTTP as OpenAI's API does"))
     add_generate_options(add("generate", _generate, "answer the prompts of a file; goes on where it was ended"))
-
     add_plan_options(add("plan-sync", _plan_sync, "show what a weight sync between two layouts moves"))
-
     add_doctor_options(add("doctor", _doctor, "look whether this machine and its cluster are fit for a run"))
-
-    convert = add(
-        "convert", _convert, "turn a checkpoint into a Hugging Face folder, or such a folder into a checkpoint"
+    _convert_options(
+        add("convert", _convert, "turn a checkpoint into a Hugging Face folder, or such a folder into a checkpoint")
     )
-    convert.add_argument(
-        "source", help="a run's folder, a checkpoint (global_step_N), a Hugging Face folder, or Megatron's torch_dist"
-    )
-    convert.add_argument("out", help="folder to write")
-    convert.add_argument("--role", choices=("actor", "critic", "model"), help="of a checkpoint (default: the policy)")
-    convert.add_argument("--dtype", help="of the weights, such as bf16 (default: as stored)")
-    convert.add_argument("--adapter", action="store_true", help="LoRA: peft's folder instead of merged weights")
-    convert.add_argument("--like", metavar="DIR", help="for Megatron's: a Hugging Face folder of the same model")
-    convert.add_argument("--shard-mb", type=int, default=4096, help="largest file (default: 4096)")
-    convert.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
-
-    replay = add("replay", _replay, "take a past step of a run again and compare its numbers; explain a token")
-    replay.add_argument("run_dir", help="folder of the run")
-    replay.add_argument("step", type=int, help="the step")
-    replay.add_argument("words", nargs="*", metavar="key=value", help="overrides of the run's config")
-    replay.add_argument("--token", metavar="SAMPLE,TOKEN", help="explain this token of this sample, both from 0")
-
+    _replay_options(add("replay", _replay, "take a past step of a run again and compare its numbers; explain a token"))
     report = add("report", _report, "draw the curves and the report of a run")
     report.add_argument("run_dir", help="folder of the run")
     return parser
+
+
+def _run_options(parser: argparse.ArgumentParser, halves: bool) -> None:
+    parser.add_argument("words", nargs="*", metavar="RECIPE key=value", help=OVERRIDES_HELP)
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print layout and batch units, end")
+    parser.add_argument("--skip-files", action="store_true", help="with --dry-run: don't look for data and model")
+    parser.add_argument(
+        "--supervise", action="store_true", help="start the run again if it is killed (trainer.max_restarts)"
+    )
+    if halves:
+        half = parser.add_mutually_exclusive_group()
+        half.add_argument("--rollout-only", action="store_true", help="generate and score batches, train nothing")
+        half.add_argument("--train-only", metavar="BATCH", help="train on a kept batch (or a folder of them)")
+
+
+def _demo_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="*", metavar="key=value", help="overrides for the demo's recipe")
+    parser.add_argument("--seed", type=int, default=0, help="seed of model, data and sampling")
+    parser.add_argument("--control", action="store_true", help="coin-toss rewards: must not learn")
+    parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="how to learn (default: grpo)")
+    parser.add_argument("--task", choices=("sort", "calculator"), default="sort", help="calculator: GRPO with a tool")
+    parser.add_argument("--out", default="outputs/demo", metavar="DIR", help="folder for the results")
+
+
+def _config_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="*", metavar="RECIPE key=value", help=OVERRIDES_HELP)
+    parser.add_argument("--sft", action="store_true", help="a config of meshrl sft")
+    parser.add_argument("--only", default="", metavar="PREFIX", help="only keys below this one")
+    parser.add_argument("--doc", action="store_true", help="with a line of documentation per key")
+
+
+def _verify_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="*", metavar="key=value", help="engine keys, such as context_parallel_size=2")
+    parser.add_argument("--strategy", default="fsdp2", help="training engine (default: fsdp2)")
+    parser.add_argument("--world", type=int, default=2, help="number of processes (default: 2)")
+    parser.add_argument("--model", metavar="DIR", help="take the shape of this model; default: four tiny families")
+    parser.add_argument("--layers", type=int, default=2, help="with --model: keep this many layers (default: 2)")
+
+
+def _convert_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", help="a run's folder, a checkpoint (global_step_N), a Hugging Face folder, or Megatron's torch_dist"
+    )
+    parser.add_argument("out", help="folder to write")
+    parser.add_argument("--role", choices=("actor", "critic", "model"), help="of a checkpoint (default: the policy)")
+    parser.add_argument("--dtype", help="of the weights, such as bf16 (default: as stored)")
+    parser.add_argument("--adapter", action="store_true", help="LoRA: peft's folder instead of merged weights")
+    parser.add_argument("--like", metavar="DIR", help="for Megatron's: a Hugging Face folder of the same model")
+    parser.add_argument("--shard-mb", type=int, default=4096, help="largest file (default: 4096)")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
+
+
+def _replay_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", help="folder of the run")
+    parser.add_argument("step", type=int, help="the step")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="overrides of the run's config")
+    parser.add_argument("--token", metavar="SAMPLE,TOKEN", help="explain this token of this sample, both from 0")
 
 
 def _train(arguments: argparse.Namespace) -> int | None:

@@ -121,20 +121,18 @@ def _gae(
     """Returns, advantages and the advantages' moments, in one pass over blocks of rows."""
     returns = torch.empty(values.shape, dtype=torch.float32, device=values.device)
     advantages, moments, may_have_gaps = torch.empty_like(returns), Moments(), has_gaps(mask)
-    for rows, (weight, targets) in row_blocks(returns, buffers=2):
-        tokens, block, own = TokenCompaction(mask[rows], may_have_gaps), returns[rows], values[rows].float()
+    for rows, (weight, own, targets) in row_blocks(returns, buffers=3):
+        tokens, block = TokenCompaction(mask[rows], may_have_gaps), returns[rows]
         own_rewards = tokens.compact_rewards(rewards[rows].float())
+        torch.mul(values[rows].float(), weight.copy_(tokens.flags), out=own)
         # The return of GAE is R_t = r_t + gamma ((1 - lam) V_{t+1} + lam R_{t+1}), and the advantage is R_t - V_t.
         steps = tokens.compact(own) if tokens.has_gaps else own
-        weight.copy_(mask_bytes(tokens.at_left))
-        next_share = gamma * (1.0 - lam)
-        torch.addcmul(own_rewards[:, :-1], steps[:, 1:], weight[:, 1:], value=next_share, out=targets[:, :-1])
+        torch.add(own_rewards[:, :-1], steps[:, 1:], alpha=gamma * (1.0 - lam), out=targets[:, :-1])
         targets[:, -1] = own_rewards[:, -1]
         discounted_suffix_sum(targets, gamma * lam, out=block)
         if tokens.has_gaps:
             block.copy_(tokens.spread(block))
-            weight.copy_(tokens.flags)
-        torch.addcmul(block, own, weight, value=-1.0, out=advantages[rows])
+        torch.sub(block, own, out=advantages[rows])
         moments.add(advantages[rows], weight, scratch=targets)
     return returns, advantages, moments
 

@@ -51,11 +51,16 @@ def init_ray(
     namespace: str = _NAMESPACE,
     **options: Any,
 ) -> None:
-    """Connect to the cluster at `address`, or start Ray on this machine with these resources; nothing if connected."""
+    """Connect to the cluster at `address`, or start Ray on this machine with these resources; nothing if connected.
+
+    With neither, Ray joins the cluster that was started here by `ray start`, if there is one.
+    """
     if ray.is_initialized():
         return
+    if address is None and (num_cpus, num_gpus) != (None, None) and not os.environ.get("RAY_ADDRESS"):
+        address = "local"  # without it Ray would join a cluster that happens to be here and refuse the resources
     options.setdefault("include_dashboard", False)
-    if address is not None:
+    if address not in (None, "local"):
         options.pop("include_dashboard")
         if num_cpus is not None or num_gpus is not None:
             raise ValueError(

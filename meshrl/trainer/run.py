@@ -54,9 +54,10 @@ from meshrl.trainer.judging import GroupAsk
 from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.mirror import Mirror
 from meshrl.trainer.nonfinite import NonFiniteSteps
-from meshrl.trainer.ppo import PPOTrainer, total_steps
+from meshrl.trainer.ppo import PPOTrainer
 from meshrl.trainer.restarts import Restarts, surviving
 from meshrl.trainer.rollout_care import RolloutCare
+from meshrl.trainer.sample_source import total_steps
 from meshrl.trainer.schedule import correction_of
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
 from meshrl.trainer.stall import StallWatch
@@ -107,30 +108,7 @@ def train_once(
     val_files = config.data.val_files
     val_data = PromptDataset(val_files, tokenizer, config.data, tools) if val_files else None
     steps = total_steps(config, len(train_data))
-    settings = WorkerSettings(
-        device=trainer.device,
-        collective_deadline=trainer.deadlines.collective,
-        mini_batches=units.mini_batches_per_epoch,
-        total_optimizer_steps=steps * units.optimizer_steps_per_step,
-        with_reference=uses_reference(config),
-        stop_on_nan_gradient=trainer.nan_gradient == "stop",
-        seed=trainer.seed,
-        with_rollout=config.actor_rollout_ref.hybrid_engine,
-        with_sum_pi_squared=config.algorithm.adv_estimator in TOKEN_BASELINES,
-        bypass=correction_of(config) if bypass_loss(config) else None,
-    )
-    workers = {"actor_rollout_ref": ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, settings)}
-    if uses_critic(config.critic, config.algorithm.adv_estimator):
-        workers["critic"] = critic_worker(config, settings, units, steps)
-    if config.reward_model.enable:
-        workers["reward_model"] = ClassWithInitArgs(RewardModelWorker, config.reward_model, settings)
-    if config.reward.judge.path is not None:
-        workers["judge"] = ClassWithInitArgs(JudgeWorker, config.reward.judge, settings)
-    pools = [Pool(trainer.processes, workers)]
-    if not config.actor_rollout_ref.hybrid_engine:
-        rollout = config.actor_rollout_ref.rollout
-        worker = ClassWithInitArgs(RolloutWorker, config.actor_rollout_ref, settings)
-        pools.append(Pool([rollout.n_gpus_per_node] * rollout.nnodes, {"rollout": worker}))
+    pools = ppo_pools(config, units, steps)
     notes: list[str] = []
     found = checkpoint_to_resume(trainer, notes.append, restarts.opened)
     first_step = found.step if found else 0
@@ -175,6 +153,36 @@ def train_once(
                 screen.message(f"model: {save_model(actor, run, tokenizer)}")
         screen.message(f"report: {write_report(run.path)}")
         return run.path
+
+
+def ppo_pools(config: PPOConfig, units: BatchUnits, steps: int) -> list[Pool]:
+    """Which workers a run needs and on which devices: all roles on the same, or the rollouts on their own."""
+    trainer = config.trainer
+    settings = WorkerSettings(
+        device=trainer.device,
+        collective_deadline=trainer.deadlines.collective,
+        mini_batches=units.mini_batches_per_epoch,
+        total_optimizer_steps=steps * units.optimizer_steps_per_step,
+        with_reference=uses_reference(config),
+        stop_on_nan_gradient=trainer.nan_gradient == "stop",
+        seed=trainer.seed,
+        with_rollout=config.actor_rollout_ref.hybrid_engine,
+        with_sum_pi_squared=config.algorithm.adv_estimator in TOKEN_BASELINES,
+        bypass=correction_of(config) if bypass_loss(config) else None,
+    )
+    workers = {"actor_rollout_ref": ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, settings)}
+    if uses_critic(config.critic, config.algorithm.adv_estimator):
+        workers["critic"] = critic_worker(config, settings, units, steps)
+    if config.reward_model.enable:
+        workers["reward_model"] = ClassWithInitArgs(RewardModelWorker, config.reward_model, settings)
+    if config.reward.judge.path is not None:
+        workers["judge"] = ClassWithInitArgs(JudgeWorker, config.reward.judge, settings)
+    pools = [Pool(trainer.processes, workers)]
+    if not config.actor_rollout_ref.hybrid_engine:
+        rollout = config.actor_rollout_ref.rollout
+        worker = ClassWithInitArgs(RolloutWorker, config.actor_rollout_ref, settings)
+        pools.append(Pool([rollout.n_gpus_per_node] * rollout.nnodes, {"rollout": worker}))
+    return pools
 
 
 def critic_worker(config: PPOConfig, settings: WorkerSettings, units: BatchUnits, steps: int) -> ClassWithInitArgs:

@@ -59,8 +59,9 @@ def check_workers_end(tmp_path, backend, address, sent, call):
     helper = None
     try:
         assert process.stdout.readline() == "running as __main__\n"
-        helper, *pids = [int(pid) for pid in process.stdout.readline().split()]
-        assert len(pids) == 3
+        told = process.stdout.readline().split()
+        assert len(told) == 4, f"the controller ended before its workers were there:\n{process.stderr.read()}"
+        helper, *pids = map(int, told)
         ours = pids if address else [*pids, psutil.Process(pids[0]).ppid()]
         if sent is not None:
             time.sleep(0.3)

@@ -1,0 +1,246 @@
+"""Where batches come from: prompts → generate → reward, by rollouts that always have the actor's newest weights.
+
+Batches may be begun before they are needed, see `Schedule`; a rollout that dies is asked again after it was replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from meshrl.agents.batch import SAMPLE_COLUMNS, agent_metrics
+from meshrl.balance import order_for_data_parallel
+from meshrl.config.root import PPOConfig
+from meshrl.config.units import BatchUnits
+from meshrl.controller import WorkerGroup
+from meshrl.data.prompts import PromptDataset
+from meshrl.data.proto import DataProto
+from meshrl.data.sampling import RowOrder
+from meshrl.data.stream import PromptStream
+from meshrl.rewards.manager import RewardManager
+from meshrl.rollout.seeds import TRAINING, sample_seeds
+from meshrl.telemetry.timers import PhaseTimer
+from meshrl.trainer.dynamic_sampling import Scored
+from meshrl.trainer.greedy_baseline import GREEDY, add_greedy_baselines
+from meshrl.trainer.joining import both, join_pools
+from meshrl.trainer.overlap import generate_beside_scoring
+from meshrl.trainer.reward_components import RM_SCORE
+from meshrl.trainer.rollout_care import RolloutCare
+from meshrl.trainer.schedule import NUMBER, Begun, Schedule
+from meshrl.weights.colocated import over_ranks
+from meshrl.weights.pools import MeetingPoint
+
+T = TypeVar("T")
+
+
+class SampleSource:
+    """Brings scored batches, one a step, and gives the rollouts the weights they are generated with."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        groups: Mapping[str, WorkerGroup],
+        train_data: PromptDataset | PromptStream,
+        order: RowOrder,
+        reward: RewardManager,
+        timer: PhaseTimer,
+    ):
+        self.config, self.train_data, self.order = config, train_data, order
+        self.reward, self.timer = reward, timer
+        self.actor = groups["actor_rollout_ref"]
+        # Where the rollout has no devices of its own, the actor's workers generate.
+        self.rollout = groups.get("rollout", self.actor)
+        self.reward_model = groups.get("reward_model")
+        # Set where rollouts that die can be started again.
+        self.rollout_care: RolloutCare | None = None
+        self.units = BatchUnits.from_config(config)
+        self.total_steps = total_steps(config, len(train_data))
+        self.step = 0
+        self.version = -1
+        self.batches_begun = 0
+        self.schedule = Schedule.of(config)
+        self.begun = deque[Begun]()
+        self.meeting: MeetingPoint | None = None  # of the two pools; held as long as they talk
+        # Where the data stood after the last batch trained on: what was begun later begins again when a run goes on.
+        self.place = {"batches": 0, **order.state_dict()}
+        self._prompts = self.prompts()
+
+    def prompts(self) -> Iterator[DataProto]:
+        """Batches of prompts in the order of the data's epochs."""
+        endless = self.config.trainer.total_training_steps is not None
+        for rows in self.order:
+            if not endless and self.order.epoch >= self.config.trainer.total_epochs:
+                return
+            yield self.train_data.batch(rows)
+
+    def next_batch(self) -> Scored | None:
+        """The oldest batch begun, answered and scored; what has become too old is dropped and counted."""
+        dropped = 0.0
+        while True:
+            self.begin_batches()
+            if not self.begun:
+                return None
+            batch, metrics = self.finish(self.begun[0])
+            begun = self.begun.popleft()
+            self.place = {"batches": begun.number, **begun.data}
+            ages = self.schedule.drop_stale(batch, self.version)
+            dropped += ages["training/stale_dropped"]
+            if batch.batch["response_mask"].any() or not dropped:
+                news = {"training/stale_dropped": dropped, "training/epoch": begun.epoch}
+                return batch, metrics | ages | news
+
+    def begin_batches(self) -> None:
+        """Begins the batch of this step, and as many of the next steps as the schedule allows."""
+        wanted = min(1 + self.schedule.batches_ahead, self.total_steps - self.step + 1)
+        while len(self.begun) < wanted and (prompts := next(self._prompts, None)) is not None:
+            self.begun.append(self.begin(prompts))
+
+    def begin(self, prompts: DataProto) -> Begun:
+        """Asks for `rollout.n` answers to every prompt; where they are scored as they end, only `finish` does."""
+        self.batches_begun += 1
+        prompts.meta_info[NUMBER] = self.batches_begun
+        request, columns = self.request(prompts, self.config.actor_rollout_ref.rollout.n)
+        answers = None
+        if not self.scores_beside_generation:
+            begin = self.actor.generate_sequences if self.rollout is self.actor else self.rollout.begin_sequences
+            with self.phase("gen"):
+                answers = self.with_rollout(lambda: begin(request))
+        data = copy.deepcopy(self.order.state_dict())  # a sampler of the user's own may go on changing it
+        return Begun(self.batches_begun, self.order.epoch, data, prompts, request, columns, answers)
+
+    @property
+    def scores_beside_generation(self) -> bool:
+        """Whether samples are scored as they end; batches that are begun early are scored while others generate."""
+        return self.config.reward_manager.overlap and self.schedule.batches_ahead == 0
+
+    def finish(self, begun: Begun) -> Scored:
+        """A batch's answers with their rewards."""
+        if begun.answers is None:
+            batch, metrics = self.generate_beside_scoring(begun)
+        else:
+            with self.phase("gen"):
+                # A rollout that was started again has been asked for this batch anew.
+                batch = self.with_rollout(lambda: self.begun[0].finish() if self.begun else begun.finish())
+            with self.phase("reward"):
+                metrics = self.score(batch)
+        metrics |= agent_metrics(batch)
+        if self.config.algorithm.adv_estimator == "remax":
+            with self.phase("gen_max"):
+                n = self.config.actor_rollout_ref.rollout.n
+                metrics |= add_greedy_baselines(batch, begun.prompts, n, self.generate, self.score)
+        return batch, metrics
+
+    def generate_beside_scoring(self, begun: Begun) -> Scored:
+        """Answers, scored while others are still generated."""
+        deadline = self.config.trainer.deadlines.call
+        with self.phase("gen"):
+            asked = self.rollout, begun.request, begun.columns, self.reward, deadline
+            batch, parts, metrics = self.with_rollout(lambda: generate_beside_scoring(*asked))
+        with self.phase("reward"):
+            return batch, metrics | parts.add_scores(batch, deadline) | self.add_model_scores(batch)
+
+    def generate(self, prompts: DataProto, n: int = 1) -> DataProto:
+        """`n` answers to every prompt, at once."""
+        request, columns = self.request(prompts, n)
+        answers = self.with_rollout(lambda: self.rollout.generate_sequences(request))
+        return DataProto(answers.batch, {**columns, **answers.non_tensor_batch}, answers.meta_info)
+
+    def request(self, prompts: DataProto, n: int) -> tuple[DataProto, dict[str, np.ndarray]]:
+        """Every prompt `n` times, each with a seed of its own, and what else is known of them."""
+        repeated = prompts.repeat(n, interleave=True)
+        number = prompts.meta_info[NUMBER]
+        repeated.batch["seeds"] = sample_seeds(self.config.trainer.seed, TRAINING, number, len(repeated))
+        request = repeated.pop(batch_keys=["input_ids", "attention_mask", "seeds"])
+        request.meta_info[GREEDY] = prompts.meta_info.get(GREEDY, False)
+        if self.config.actor_rollout_ref.rollout.multi_turn.enable:
+            request.non_tensor_batch = {name: repeated.non_tensor_batch[name] for name in SAMPLE_COLUMNS}
+        return request, repeated.non_tensor_batch
+
+    def score(self, batch: DataProto) -> dict[str, float]:
+        """Adds `token_level_scores`, and what else the reward function said of each sample."""
+        return self.reward.add_scores(batch) | self.add_model_scores(batch)
+
+    def add_model_scores(self, batch: DataProto) -> dict[str, float]:
+        """Adds a reward model's score to the functions'."""
+        metrics: dict[str, float] = {}
+        if self.reward_model is not None:
+            dp_size = self.units.reward_model_dp_size
+            rm_scores = self.call_balanced(self.reward_model.compute_rm_score, batch, dp_size).batch["rm_scores"]
+            metrics["reward/rm_score_mean"] = float(rm_scores.sum(1).mean())
+            batch.batch["token_level_scores"] += self.config.reward_model.weight * rm_scores
+            batch.non_tensor_batch[RM_SCORE] = rm_scores.sum(1).double().numpy()
+        return metrics
+
+    def call_balanced(self, method: Any, batch: DataProto, dp_size: int | None = None) -> DataProto:
+        """Calls a per-sample method with the samples spread so that all ranks get about the same number of tokens."""
+        order = self.balanced_order(batch.batch["attention_mask"].sum(1).numpy(), 1, dp_size or self.units.dp_size)
+        request = DataProto(batch.batch.select("input_ids", "attention_mask", "response_mask"), {}, {})
+        request.reorder(order)
+        answer = method(request)
+        answer.reorder(np.argsort(order))
+        return answer
+
+    def balanced_order(self, work: np.ndarray, mini_batches: int, dp_size: int) -> np.ndarray:
+        """The order in which samples go to the ranks; see `order_for_data_parallel`."""
+        if self.config.trainer.balance_batch:
+            return order_for_data_parallel(work, dp_size, mini_batches)
+        by_mini_batch_and_rank = np.arange(len(work)).reshape(mini_batches, dp_size, -1)
+        return by_mini_batch_and_rank.swapaxes(0, 1).ravel()
+
+    def sync_weights(self) -> dict[str, float]:
+        """Gives the rollout the actor's weights as the next version; what that took."""
+        self.version += 1
+        if self.rollout is self.actor:
+            return over_ranks(self.actor.sync_weights(self.version))
+        try:
+            return self.move_weights()
+        except Exception as error:
+            return self.heal_rollout(error)
+
+    def move_weights(self) -> dict[str, float]:
+        """Sends the actor's weights to rollouts on devices of their own."""
+        if self.meeting is None:
+            # Not before a checkpoint is loaded: what never changes travels now.
+            self.meeting = join_pools(self.actor, self.rollout, self.config.trainer)
+        if not self.config.async_training.partial_rollout:
+            self.rollout.finish_answers()
+        sent = self.actor.send_weights(self.version)
+        return over_ranks([*both(lambda: self.rollout.receive_weights(self.version), sent), *sent.get()])
+
+    def with_rollout(self, ask: Callable[[], T]) -> T:
+        """What `ask` asks of the rollout, asked again where that had to be started again meanwhile."""
+        while True:
+            try:
+                return ask()
+            except Exception as error:
+                self.heal_rollout(error)
+
+    def heal_rollout(self, error: Exception) -> dict[str, float]:
+        """Starts lost rollouts again with the current weights and asks for the batches under way anew: the same seeds.
+
+        What is not a lost rollout is raised again.
+        """
+        if self.rollout_care is None or not self.rollout_care.replace(error, self.step):
+            raise error
+        self.meeting = None
+        metrics = self.move_weights()
+        for place, begun in enumerate(self.begun):
+            if begun.answers is not None:
+                self.begun[place] = replace(begun, answers=self.rollout.begin_sequences(begun.request))
+        return metrics
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Charges the time of a block to a phase of the step."""
+        return self.timer.phase(name)
+
+
+def total_steps(config: PPOConfig, rows: int) -> int:
+    """How many steps the run has: as configured, or as the epochs over the data give."""
+    per_epoch = rows // config.data.train_batch_size
+    return config.trainer.total_training_steps or per_epoch * config.trainer.total_epochs
