@@ -122,9 +122,9 @@ def _new_folder(run_dir: Path) -> Path:
 
 
 def _end(trainer: RunConfig, warden: subprocess.Popen[bytes]) -> None:
-    remove_copies(trainer.run_dir)
-    warden.terminate()
+    warden.terminate()  # first: one that only just starts makes a file in the folder
     warden.wait(10)
+    remove_copies(trainer.run_dir)
 
 
 class MemoryCopies:
