@@ -81,7 +81,8 @@ def state_to_resume(
 def remove_copies(run_dir: str | Path) -> None:
     """Gives the memory back."""
     if folder := copies_folder(run_dir):
-        shutil.rmtree(folder, ignore_errors=True)
+        # Under another name first: a warden that only just starts may be about to make a file in it.
+        shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.gone")), ignore_errors=True)
     (Path(run_dir) / LINK).unlink(missing_ok=True)
 
 
@@ -122,9 +123,9 @@ def _new_folder(run_dir: Path) -> Path:
 
 
 def _end(trainer: RunConfig, warden: subprocess.Popen[bytes]) -> None:
-    warden.terminate()  # first: one that only just starts makes a file in the folder
-    warden.wait(10)
     remove_copies(trainer.run_dir)
+    warden.terminate()
+    warden.wait(10)
 
 
 class MemoryCopies:
