@@ -27,6 +27,8 @@ from meshrl.trainer.demo import ALPHABET, write_data
 
 # Each kind's memory may grow by this share between a tenth of the run and its end.
 ALLOWED = 0.05
+# Seconds that shared memory which is not ours has to go away again.
+GRACE = 120.0
 
 
 def memory_of(pid: int) -> float:
@@ -146,7 +148,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         seen = soak(Path(folder), arguments.steps, arguments.kill_every)
     text, flat = table(seen, arguments.steps)
-    left = sorted(path for path in left_behind() - before if not used_by_others(path))
+    until = time.monotonic() + GRACE
+    # Others on this machine come and go; what this run has left stays.
+    while (
+        left := sorted(path for path in left_behind() - before if not used_by_others(path))
+    ) and time.monotonic() < until:
+        time.sleep(5.0)
     Console().print(text, markup=False, soft_wrap=True)
     Console().print(f"{arguments.steps} steps in {time.monotonic() - began:.0f} s; left behind: {left or 'nothing'}")
     sys.exit(0 if flat and not left else 1)

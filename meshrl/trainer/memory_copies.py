@@ -81,7 +81,8 @@ def state_to_resume(
 def remove_copies(run_dir: str | Path) -> None:
     """Gives the memory back."""
     if folder := copies_folder(run_dir):
-        shutil.rmtree(folder, ignore_errors=True)
+        # Under another name first: a warden that only just starts may be about to make a file in it.
+        shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.gone")), ignore_errors=True)
     (Path(run_dir) / LINK).unlink(missing_ok=True)
 
 
@@ -143,13 +144,13 @@ class MemoryCopies:
             self._try(lambda: writer.save(trainer))
 
     def commit(self) -> None:
-        """Completes the copy of the step whose metrics are logged by now."""
+        """Completes the copy of a step whose metrics are logged by now; one that is still being written, later."""
         writer = self.writer
         if writer is not None:
             self._try(lambda: self._complete(writer))
 
     def _complete(self, writer: Checkpoints) -> None:
-        path = writer.commit(wait=True)
+        path = writer.commit(wait=False)
         if path and (problems := problems_of(path, checksums=False)):
             raise CheckpointError(f"{'; '.join(problems[:3])}: workers on another machine have another memory")
 

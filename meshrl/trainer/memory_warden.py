@@ -33,12 +33,12 @@ def is_held(folder: Path) -> bool:
 
 def watch(folder: Path, seconds: float) -> None:
     """Waits until the folder is gone or has not been in use for so long; one such process is enough."""
-    with open(folder / OWN_LOCK, "wb") as stream:
-        try:
+    try:
+        with open(folder / OWN_LOCK, "wb") as stream:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        _watch(folder, seconds)
+            _watch(folder, seconds)
+    except (BlockingIOError, FileNotFoundError):
+        return
 
 
 def _watch(folder: Path, seconds: float) -> None:

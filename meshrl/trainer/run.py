@@ -338,7 +338,8 @@ def make_keeper(
     dumps = Checkpoints(run.nonfinite, dumped, every=-1, **how)
     megabytes = getattr(trainer, "keep_batches_megabytes", 0)
     memory = copies_folder(run.path) if trainer.memory_copy_freq > 0 else None
-    copies = Checkpoints(memory, dumped, every=trainer.memory_copy_freq, keep=1, **how) if memory else None
+    copied = {role: replace(part, save_contents=contents) for role, part in parts.items()}
+    copies = Checkpoints(memory, copied, every=trainer.memory_copy_freq, keep=1, **how) if memory else None
     return Keeper(
         checkpoints,
         KeptBatches(run.batches, megabytes),

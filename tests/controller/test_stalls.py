@@ -80,6 +80,16 @@ def test_a_full_queue_of_calls(local_pair, watched):
     watch.moved("")
 
 
+def test_one_rank_sleeps_before_a_collective(local_pair, watched):
+    local_pair.all_reduce()
+    watched(local_pair)
+    local_pair.execute_all_async("stuck_in_collective")
+    page = watched.page()
+    place = "collective 2 of default_pg: ranks [1] wait in barrier; not there, after their last one: rank 0 (all_reduce"
+    assert place in page.splitlines()[0]
+    assert "in stuck_in_collective" in page
+
+
 def test_one_rank_has_another_shape(local_pair, watched):
     """Rank 1 brings nothing to the sum, goes on and waits in the next collective, while rank 0 waits in this one."""
     local_pair.all_reduce()

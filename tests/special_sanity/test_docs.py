@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,12 +79,13 @@ def scene(tmp_path_factory):
 
 
 def short_run(folder):
-    """Two steps of the demo with checkpoints and kept batches, as RUN_DIR."""
+    """Two steps of the demo with checkpoints and kept batches, as RUN_DIR; RUN_DIR2 is its like."""
     keep = ["trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.keep_batches_megabytes=100"]
     with pytest.MonkeyPatch.context() as patch:
         shorten_demos(patch)
         run = meshrl.trainer.demo.main(folder / "demo", overrides=keep, console=Console(quiet=True))
     (folder / "RUN_DIR").symlink_to(run, target_is_directory=True)
+    shutil.copytree(run, folder / "RUN_DIR2")
 
 
 @pytest.fixture

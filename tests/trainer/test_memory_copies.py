@@ -76,7 +76,11 @@ def test_beside_a_checkpoint_in_the_background_there_is_a_copy(tmp_path, memory)
     trainer = settings(tmp_path)
     with held_copies(trainer):
         folder = copies_folder(trainer.run_dir)
-        take_steps(MemoryCopies(writer(folder, 2), print), writer(tmp_path / "run" / FOLDER, 4, None, True), 3, 4)
+        late = PretendGroup(late=1)
+        copies, disk = MemoryCopies(writer(folder, 2, late), print), writer(tmp_path / "run" / FOLDER, 4, None, True)
+        take_steps(copies, disk, 3, 4)
+        assert kept_steps(folder) == []  # a rank still writes
+        take_steps(copies, disk, 5)
         assert kept_steps(folder) == ["global_step_4"]
 
 
