@@ -63,7 +63,7 @@ class TimelineFile:
                 tracks.setdefault(span.track, []).append((span.start, span.end, span.name))
             for track, found in tracks.items():
                 events += self._track(key, track, sorted(found), step)
-        with gzip.open(self.path, "at", encoding="utf-8") as file:
+        with gzip.open(self.path, "at", 3, encoding="utf-8") as file:
             file.write(_lines(events))
 
     def _track(
@@ -87,7 +87,7 @@ class TimelineFile:
 
     def close(self) -> None:
         """Ends the file."""
-        with gzip.open(self.path, "at", encoding="utf-8") as file:
+        with gzip.open(self.path, "at", 3, encoding="utf-8") as file:
             file.write("{}\n]\n")
 
 
