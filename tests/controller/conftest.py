@@ -13,6 +13,7 @@ def ray_instance():
 
     from meshrl.controller.ray import init_ray
 
+    ray.shutdown()  # a run before may have left a smaller one in this process
     init_ray(num_cpus=8, object_store_memory=400 * 2**20, log_to_driver=False)
     yield
     ray.shutdown()

@@ -187,6 +187,11 @@ def test_two_buckets_are_all_the_memory(tmp_path):
     warm = plan_reshard(*sides, itemsize=4, bucket_bytes=64 << 10)
     assert plan.received().min() == 96 << 20  # what a way that gathers first would hold
     plans = SimpleNamespace(warm=warm, measured=plan, ranks=plan.ranks)
-    for growth, held in run_ranks(peak_growth, "process_group", tmp_path, plans):
-        assert held == 2 * bucket
-        assert bucket < growth < 2 * bucket + bucket // 2
+    least = [float("inf")] * 2
+    for turn in range(4):  # where freed memory is used again, the allocator adds to what the sync itself takes
+        folder = tmp_path / str(turn)
+        folder.mkdir()
+        answers = run_ranks(peak_growth, "process_group", folder, plans)
+        assert [held for _, held in answers] == [2 * bucket] * 2
+        least = [min(known, growth) for known, (growth, _) in zip(least, answers, strict=True)]
+    assert all(bucket < growth < 2 * bucket + bucket // 2 for growth in least), least
