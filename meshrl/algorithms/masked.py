@@ -8,7 +8,7 @@ import torch
 
 from meshrl.algorithms.checks import check_not_empty
 
-BLOCK_ELEMENTS = 2**18  # a megabyte of float32
+BLOCK_ELEMENTS = 2**18  # a megabyte of float32 for each thread
 
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
@@ -57,7 +57,8 @@ def row_blocks(matrix: torch.Tensor, buffers: int = 0) -> Iterator[tuple[slice, 
     devices all rows at once. With each come float32 `buffers` of its shape, the same memory every time: new memory
     costs a CPU more than the arithmetic on it."""
     rows, columns = matrix.shape
-    step = max(BLOCK_ELEMENTS // max(columns, 1), 1) if matrix.device.type == "cpu" else max(rows, 1)
+    elements = BLOCK_ELEMENTS * torch.get_num_threads()
+    step = max(elements // max(columns, 1), 1) if matrix.device.type == "cpu" else max(rows, 1)
     memory = torch.empty((buffers, min(step, rows), columns), dtype=torch.float32, device=matrix.device)
     block = list(memory)
     for start in range(0, rows, step):
