@@ -10,8 +10,8 @@ INPUTS := pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/meshrl demo
 
-# Files of tests run side by side; `make test TEST_WORKERS=0` runs one after the other.
-TEST_WORKERS ?= 2
+# `make test TEST_WORKERS=2` runs files of tests side by side: quicker, but tests of memory and of Ray then share the machine.
+TEST_WORKERS ?= 0
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=20

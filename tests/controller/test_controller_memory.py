@@ -1,6 +1,7 @@
 """Large batches go through controller and workers many times and leave nothing behind, on both backends."""
 
 import re
+import time
 
 import psutil
 import torch
@@ -36,7 +37,7 @@ def test_memory_stays_flat(make_group, backend):
     me = psutil.Process()
     group = make_group(Probe)
     workers = [psutil.Process(told["pid"]) for told in group.about()]
-    sizes, fds, worker_sizes, stores = [], [], [], []
+    sizes, fds, worker_sizes = [], [], []
     for step in range(STEPS[backend]):
         result = group.first_field(source)
         assert result.batch["x"].shape == (rows, 131_072)
@@ -45,10 +46,13 @@ def test_memory_stays_flat(make_group, backend):
             sizes.append(private_mib(me))
             fds.append(me.num_fds())
             worker_sizes.append(max(private_mib(worker) for worker in workers))
-            stores.append(object_store_mib() if backend == "ray" else 0)
     # A look may catch a batch in flight; what leaks stays, and is in each of the last looks.
     assert min(sizes[-3:]) - sizes[0] < 50, sizes
     assert min(worker_sizes[-3:]) - worker_sizes[0] < 50, worker_sizes
     assert max(fds[1:]) - fds[0] <= 2, fds
-    # The store frees late, but frees: what a step leaves behind would fill it for good.
-    assert min(stores[1:]) <= 160, stores
+    if backend == "ray":
+        # The store frees late, but frees: what steps leave behind would stay.
+        deadline = time.monotonic() + 60
+        while (held := object_store_mib()) > 160 and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert held <= 160
