@@ -85,6 +85,11 @@ def hardware_table(file: str | Path | None = None) -> dict[str, Hardware]:
     return table
 
 
+def known_peak(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU at best, by its own name, such as `NVIDIA H200`; None if it is not in the table."""
+    return next((found.flops(16) for name, found in hardware_table().items() if name in device_name), None)
+
+
 def _entry(name: str, numbers: Any, known: Hardware | None, file: str | Path) -> Hardware:
     """A device from its mapping in a file; one that is known already may be given in part."""
     if not isinstance(numbers, Mapping):

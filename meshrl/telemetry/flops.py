@@ -15,8 +15,6 @@ import numpy as np
 from meshrl.telemetry.accounts import Key
 from meshrl.telemetry.ledger import current_ledger, served_method
 
-# Dense bf16 FLOP/s of one device at best, as its maker says.
-PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12}
 # The phase that a worker's method is a part of.
 PHASES = {
     "generate_sequences": "gen",
@@ -111,11 +109,6 @@ def _pairs(lengths: np.ndarray, window: int | None) -> np.ndarray:
         return lengths * (lengths + 1) / 2
     within = np.minimum(lengths, window)
     return within * (within + 1) / 2 + (lengths - within) * window
-
-
-def known_peak(device_name: str) -> float | None:
-    """The peak of a device by its name, such as `NVIDIA H200`; None if it is not in the table."""
-    return next((peak for name, peak in PEAKS.items() if name in device_name), None)
 
 
 def utilisation(flops: float, seconds: float, devices: int, peak: float) -> float:

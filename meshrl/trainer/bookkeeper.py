@@ -11,7 +11,7 @@ from meshrl.config.trainer import RunConfig
 from meshrl.controller import ControllerError, Future, WorkerGroup
 from meshrl.telemetry.accounts import Key, Track, account, ledger_metrics, seconds_by_name
 from meshrl.telemetry.clocks import ClockOffset
-from meshrl.telemetry.flops import known_peak, utilisation_metrics
+from meshrl.telemetry.flops import utilisation_metrics
 from meshrl.telemetry.ledger import OTHER, Ledger, Page, seconds_of_a_block
 from meshrl.telemetry.run_folder import RunFolder
 from meshrl.telemetry.trace import CONTROLLER, TimelineFile
@@ -132,6 +132,8 @@ def device_peak(trainer: RunConfig) -> float | None:
     if trainer.peak_tflops is not None:
         return trainer.peak_tflops * 1e12
     import torch
+
+    from meshrl.plan.hardware import known_peak
 
     if trainer.device == "cpu" or not torch.cuda.is_available():
         return None

@@ -6,7 +6,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DeepseekV3Config, Qwen2MoeConfig, Qwen3Config
 
-from meshrl.telemetry.flops import ModelShape, known_peak, utilisation, utilisation_metrics
+from meshrl.plan.hardware import known_peak
+from meshrl.telemetry.flops import ModelShape, utilisation, utilisation_metrics
 
 LENGTH = 11
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_mixed", "qwen3_moe"]
