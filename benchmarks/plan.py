@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -172,10 +173,13 @@ def training_step(case: Case) -> Callable[[], None]:
     return step
 
 
-def compare(cases: list[Case], measure: Callable[[Case], tuple[float, float]]) -> list[dict[str, Any]]:
-    """A row for each case; running out of memory is a result too."""
+def compare(
+    cases: list[Case], measure: Callable[[Case], tuple[float, float]], out: Path | None = None
+) -> list[dict[str, Any]]:
+    """A row for each case, written down as it is found; running out of memory is a result too."""
     rows = []
-    for case in cases:
+    for number, case in enumerate(cases, 1):
+        print(f"{number}/{len(cases)} {case.label}", file=sys.stderr, flush=True)
         row: dict[str, Any] = {"case": case.label}
         row["predicted_gib"], row["predicted_s"] = predicted(case)
         try:
@@ -183,6 +187,8 @@ def compare(cases: list[Case], measure: Callable[[Case], tuple[float, float]]) -
         except torch.OutOfMemoryError:
             row["failed"] = "out of memory"
         rows.append(row)
+        if out is not None:
+            out.write_text(json.dumps(rows, indent=1))
         gc.collect()
         if torch.cuda.is_available():
             torch._dynamo.reset()
@@ -280,15 +286,13 @@ def main() -> None:
     args = parser.parse_args()
     if torch.cuda.is_available():
         cases = [case for case in CASES if args.only in case.label]
-        rows, title = compare(cases, measured), f"meshrl plan on one {torch.cuda.get_device_name()}"
+        rows, title = compare(cases, measured, args.out), f"meshrl plan on one {torch.cuda.get_device_name()}"
     else:
         cases = [case for case in MEASURED if args.only in case.label]
         title = "meshrl plan beside the H200 rows of docs/performance.md"
-        rows = compare(cases, lambda case: (case.seen[0], case.lengths.sum() / case.seen[1]))  # type: ignore[index]
+        rows = compare(cases, lambda case: (case.seen[0], case.lengths.sum() / case.seen[1]), args.out)  # type: ignore[index]
         show_cpu_bytes()
     show(rows, title)
-    if args.out:
-        args.out.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -46,21 +46,34 @@ def pack(input_ids: Tensor, attention_mask: Tensor, target_mask: Tensor) -> Pack
     batch, columns = _check_shapes(input_ids, attention_mask, target_mask)
     keep = attention_mask.bool()
     lengths = keep.sum(1)
-    # Sorted, documents of equal length become neighbours, which attention handles in one call.
-    order = torch.argsort(lengths, descending=True, stable=True)
-    keep, wanted = keep[order], target_mask[order].bool()
-    row_ids = input_ids[order][keep]
-    place = (keep.flatten().cumsum(0) - 1).view(keep.shape)
-    wanted = wanted & keep[:, -columns:]
-    places = place[:, -columns:][wanted]
-    first = place.gather(1, keep.int().argmax(1, keepdim=True))
-    if bool((place[:, -columns:] == first).logical_and(wanted).any()):
-        raise ValueError("a document's first token cannot be predicted: every prompt needs at least one token")
-    slots = (order[:, None] * columns + torch.arange(columns, device=order.device))[wanted]
-    sorted_lengths = lengths[order].tolist()
-    if sorted_lengths and sorted_lengths[-1] == 0:
+    if len(lengths) and int(lengths.min()) == 0:
         raise ValueError("a sample without any token cannot be packed: its attention_mask is all zeros")
-    return PackedRow(row_ids, sorted_lengths, places - 1, row_ids[places], slots, (batch, columns))
+    # Sorted, documents of equal length become neighbours, which attention handles in one call.
+    order = None
+    if bool((lengths[1:] > lengths[:-1]).any()):
+        order = torch.argsort(lengths, descending=True, stable=True)
+        lengths, keep, input_ids, target_mask = (x[order] for x in (lengths, keep, input_ids, target_mask))
+    wanted = target_mask.bool() & keep[:, -columns:]
+    _check_first_tokens(keep, wanted)
+    slots = wanted.flatten().nonzero()[:, 0]
+    rows = slots.div(columns, rounding_mode="floor")
+    if int(lengths.sum()) == keep.numel():
+        row_ids, places = input_ids.flatten(), slots + (rows + 1) * (keep.shape[1] - columns)
+    else:
+        row_ids = input_ids[keep]
+        place = (keep.flatten().cumsum(0) - 1).view(keep.shape)
+        places = place[:, -columns:][wanted]
+    if order is not None:
+        slots += (order[rows] - rows) * columns
+    return PackedRow(row_ids, lengths.tolist(), places - 1, row_ids[places], slots, (batch, columns))
+
+
+def _check_first_tokens(keep: Tensor, wanted: Tensor) -> None:
+    """Nothing predicts a document's first token."""
+    first = keep.int().argmax(1) - (keep.shape[1] - wanted.shape[1])
+    inside = (first >= 0).nonzero()[:, 0]
+    if bool(wanted[inside, first[inside]].any()):
+        raise ValueError("a document's first token cannot be predicted: every prompt needs at least one token")
 
 
 def keep_padding(input_ids: Tensor, attention_mask: Tensor, target_mask: Tensor) -> PackedRow:

@@ -48,7 +48,7 @@ class DeltaExchange(Exchange):
 
     def _device(self) -> torch.device:
         assert self.source is not None
-        return next(iter(self.source.tensors.values())).device
+        return self.source.device
 
     def _size(self, message: int) -> int:
         return self.sizes[message]

@@ -7,8 +7,9 @@ local copies are done in between. Memory beyond the two models: two outgoing and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from meshrl.weights.checksum import checksum
 from meshrl.weights.plan import RankPlan, ReshardPlan
 from meshrl.weights.shards import Shards
 from meshrl.weights.transport import Carrier, Incoming, SyncError
+
+if TYPE_CHECKING:  # needs Triton
+    from meshrl.weights.grouped import Tables
 
 IN_FLIGHT = 2
 # Local copies that are handed to torch at once.
@@ -46,6 +50,7 @@ class Exchange:
     dtypes: Mapping[str, torch.dtype]
     verify: bool = True
     first_tag: int = 1
+    tables: Tables | None = None  # where local copies and sums go through one kernel
     traffic: Traffic = field(default_factory=Traffic)
 
     def __post_init__(self) -> None:
@@ -55,7 +60,7 @@ class Exchange:
         self._sent: deque[int] = deque([0] * IN_FLIGHT, IN_FLIGHT)  # tags
         # Sums of pieces: by piece where sent from here, by destination slice where expected here.
         self.sent_sums: dict[int, Tensor] = {}
-        self.copied_sums: list[tuple[int, Tensor]] = []
+        self.copied_sums: list[tuple[Sequence[int], Tensor]] = []
 
     @torch.no_grad()
     def run(self) -> None:
@@ -154,6 +159,9 @@ class Exchange:
     def _copies(self) -> Iterator[None]:
         """Copies within this rank, some at a time; what already shares its memory is left alone."""
         part = self.part
+        if self._copied_at_once():
+            yield
+            return
         targets: list[Tensor] = []
         origins: list[Tensor] = []
         for box, ours, theirs in zip(part.copies, part.copy_source, part.copy_destination, strict=True):
@@ -170,7 +178,7 @@ class Exchange:
                 origins.append(region)
             if self.verify:
                 dtype = self.dtype_of[box["tensor"]]
-                self.copied_sums.append((int(theirs), checksum(region, box["row"], box["col"], dtype)))
+                self.copied_sums.append(([int(theirs)], checksum(region, box["row"], box["col"], dtype)[None]))
             if len(targets) == COPIES_AT_ONCE:
                 torch._foreach_copy_(targets, origins)
                 targets, origins = [], []
@@ -178,6 +186,20 @@ class Exchange:
         if targets:
             torch._foreach_copy_(targets, origins)
         yield
+
+    def _copied_at_once(self) -> bool:
+        """All copies by one kernel, where there is one for them."""
+        if self.tables is None or self.source is None or self.destination is None or not len(self.part.copies):
+            return False
+        made = self.tables.copies(self.plan, self.part, self.source, self.destination)
+        if made is None:
+            return False
+        sums = made.moves.run(self.verify)
+        self.traffic.copied += made.copied
+        self.traffic.shared += made.shared
+        if self.verify:
+            self.copied_sums.append((self.part.copy_destination.tolist(), sums))
+        return True
 
     def sums_for(self, rank: int) -> Tensor:
         """The sums of the pieces that this rank sent to another, in the plan's order."""
@@ -195,14 +217,22 @@ class Exchange:
             for number, value in zip(self.part.kept[origin]["slice"].tolist(), sums.tolist(), strict=True):
                 expected[number] += value
         if self.copied_sums:
-            values = torch.stack([value for _, value in self.copied_sums]).tolist()
-            for (number, _), value in zip(self.copied_sums, values, strict=True):
+            numbers = [number for part, _ in self.copied_sums for number in part]
+            for number, value in zip(numbers, torch.cat([v for _, v in self.copied_sums]).tolist(), strict=True):
                 expected[number] += value
-        found = [checksum(self.destination.region(s), s["row"], s["col"]) for s in slices[mine]]
-        for number, value in zip(mine.tolist(), torch.stack(found).tolist() if found else [], strict=True):
+        for number, value in zip(mine.tolist(), self._sums_of(slices[mine]), strict=True):
             if (value - expected[number]) % (1 << 64):
                 return self._complaint(number, list(told))
         return None
+
+    def _sums_of(self, slices: np.ndarray) -> list[int]:
+        """The sums of slices as they now lie in the destination."""
+        assert self.destination is not None
+        made = self.tables.sums(self.destination, slices) if self.tables is not None else None
+        if made is not None:
+            return made.run().tolist()
+        found = [checksum(self.destination.region(s), s["row"], s["col"]) for s in slices]
+        return torch.stack(found).tolist() if found else []
 
     def _complaint(self, number: int, senders: list[int]) -> str:
         held = self.plan.destination.slices[number]

@@ -32,6 +32,11 @@ class Shards:
                     "piece"
                 )
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's parameters are."""
+        return next(iter(self.tensors.values())).device
+
     def region(self, held: np.ndarray, box: np.ndarray | None = None) -> Tensor:
         """The rectangle `box` (by default all) of a slice, as a view of the local parameter."""
         tensor = self.tensors[self.placement.parameters[held["parameter"]]]

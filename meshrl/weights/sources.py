@@ -113,6 +113,8 @@ class FSDP2Source(Source):
             local = {name: _local(param) for name, param in params.items()}
         if self.engine.has_adapters and self.adapters == "merged":
             return self._merged(params, local)
+        if isinstance(local, Lazy):  # exact values are made one at a time: all of them would be a second model
+            return Lazy({self._name(n): partial(local.__getitem__, n) for n in params if self._is_sent(n)})
         return {self._name(name): local[name] for name in params if self._is_sent(name)}
 
     def _merged(self, params: Mapping[str, nn.Parameter], local: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

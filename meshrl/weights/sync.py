@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ from meshrl.weights.exchange import Exchange, Traffic
 from meshrl.weights.plan import ReshardPlan
 from meshrl.weights.shards import Shards
 from meshrl.weights.transport import Carrier, Deadline, SyncRefusedError
+
+if TYPE_CHECKING:  # needs Triton
+    from meshrl.weights.grouped import Tables
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +120,11 @@ class WeightSync:
         # The next version while it arrives; with `delta` it stays, as what the next changes are laid upon.
         self._stage: dict[str, Tensor] | None = None
         self._tag = 1
+        self._tables: Tables | None = None
+        if destination is not None and destination.tensors and destination.device.type == "cuda":
+            from meshrl.weights.grouped import Tables
+
+            self._tables = Tables()
 
     def run(self, version: int, rollout: Rollout | None = None) -> SyncReport:
         """Brings `version` to the destination; `rollout` is the engine that generates with it on this rank.
@@ -164,7 +173,7 @@ class WeightSync:
             self._has_last = False
             exchange.prepare(self._sent, is_known=knows)
             self._announce(exchange)
-        exchange.first_tag = self._tag
+        exchange.first_tag, exchange.tables = self._tag, self._tables
         self._tag += len(self.plan.hops)
         return exchange
 

@@ -37,7 +37,7 @@ def test_parts_add_up_to_the_whole(rows, cols, row, col, cut, dtype):
 
 def test_equals_a_plain_loop():
     values = torch.randn(5, 7)
-    by_row, by_col = _weights(5, 11, module._ROWS, values.device), _weights(7, 3, module._COLS, values.device)
+    by_row, by_col = _weights(5, 11, module.ROW_SEED, values.device), _weights(7, 3, module.COL_SEED, values.device)
     bits = values.view(torch.int32)
     total = 0
     for i in range(5):

@@ -187,11 +187,11 @@ class FSDPEngine(Engine):
         metrics_of: list[dict[str, Tensor]] = []
         places: list[np.ndarray | None] = []
         with self.eval_mode() if forward_only else self.train_mode(), torch.set_grad_enabled(not forward_only):
-            for part in self._prepare(data):
+            for part in self._prepare(data, loss_function is not None):
                 places.append(part.rows)
                 with nullcontext() if forward_only else booked("update_forward"), self._activations():
                     output = self._run_model(part, data.meta_info)
-                    if loss_function is None:
+                    if loss_function is None or part.data is None:
                         outputs.append(output)
                         continue
                     loss, metrics = loss_function(output, part.data)
@@ -207,9 +207,12 @@ class FSDPEngine(Engine):
         tensors = in_batch_order(places, outputs) if forward_only else {}
         return BatchOutput(tensors, add_metrics(metrics_of, self.data_group) if metrics_of else {})
 
-    def _prepare(self, data: DataProto) -> Iterator[MicroBatch]:
-        """Packs and sends one micro-batch after the other, each while the device still works on those before."""
-        on_device = DataProto(data.batch.to(self.device), {}, {})
+    def _prepare(self, data: DataProto, with_data: bool) -> Iterator[MicroBatch]:
+        """Packs and sends one micro-batch after the other, each while the device still works on those before.
+
+        The batch itself goes along only where a loss will ask for it.
+        """
+        on_device = DataProto(data.batch.to(self.device), {}, {}) if with_data else None
         make_row = pack if self.packs else keep_padding
         for rows in self._micro_batches(data):
             picked = np.zeros(1, dtype=np.int64) if rows is None else rows
@@ -218,7 +221,7 @@ class FSDPEngine(Engine):
             shard = None
             if self.packs:
                 shard = self.sequence.shard(PackedSequences.of(row.lengths, self.device).ready())
-            yield MicroBatch(rows, row, shard, on_device.select_idxs(picked))
+            yield MicroBatch(rows, row, shard, on_device.select_idxs(picked) if on_device is not None else None)
 
     def _activations(self) -> AbstractContextManager[Any]:
         """Where activations wait for the backward pass."""
@@ -309,12 +312,12 @@ class FSDPEngine(Engine):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch, ready on the device: its rows in the batch (None: a stand-in), packed, and for the loss."""
+    """One micro-batch, ready on the device: its rows in the batch (None: a stand-in), packed; whole for a loss."""
 
     rows: np.ndarray | None
     row: PackedRow
     shard: SequenceShard | None
-    data: DataProto
+    data: DataProto | None
 
 
 def move_params(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

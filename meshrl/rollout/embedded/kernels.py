@@ -12,6 +12,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Whether kernels are set up while the one before them ends (programmatic dependent launch, from Hopper on): they wait
+# for its results where they first need them. None: where the device can.
+OVERLAP: bool | None = None
+
+
+def overlaps() -> bool:
+    """Whether kernels are launched that way."""
+    return torch.cuda.get_device_capability()[0] >= 9 if OVERLAP is None else OVERLAP
+
+
+@triton.jit
+def _await_results(OVERLAP: tl.constexpr):
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 # Partial results of a row are worth computing apart when rows alone do not fill the processor.
 WANTED_PROGRAMS = 512
 MOST_SPLITS = 16
@@ -21,8 +38,9 @@ MOST_SPLITS = 16
 def _decode_kernel(
     Q, KP, VP, OUT, PART, STAT, TABLE, ORDER, POSITION, scale, q_row, table_row, window,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr,
-    GP: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
+    GP: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    _await_results(OVERLAP)
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = H // HK
     length = tl.load(POSITION + b).to(tl.int32) + 1
@@ -97,7 +115,7 @@ def paged_decode(
         query, keys, values, out, part, stat, table, order, positions, scale, query.stride(0), table.stride(0), window,
         H=heads, HK=kv_heads, D=dim, BS=block_size, SPLITS=splits,
         GP=max(16, triton.next_power_of_2(heads // kv_heads)), DP=max(16, triton.next_power_of_2(dim)), N=tile,
-        num_warps=DECODE["num_warps"], num_stages=DECODE["num_stages"],
+        num_warps=DECODE["num_warps"], num_stages=DECODE["num_stages"], OVERLAP=overlaps(), launch_pdl=overlaps(),
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(rows * heads,)](part, stat, out, D=dim, SPLITS=splits, DP=triton.next_power_of_2(dim))
@@ -133,8 +151,9 @@ def _turn(at, norm, cos, sin, d, inside, eps, D: tl.constexpr, NORM: tl.constexp
 def _new_token_kernel(
     QKV, QN, KN, COS, SIN, ANGLE, KP, VP, OUT, PART, STAT, TABLE, ORDER, POSITION, scale, eps, qkv_row, table_row,
     window, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr,
-    GP: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr,
+    GP: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    _await_results(OVERLAP)
     b, h, s = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = H // HK
     position = tl.load(POSITION + b).to(tl.int32)
@@ -204,7 +223,7 @@ def attend_new_token(
         H=heads, HK=kv_heads, D=dim, BS=block_size, SPLITS=splits,
         GP=max(16, triton.next_power_of_2(heads // kv_heads)), N=min(block_size, DECODE["N"]),
         NORM=norms is not None,
-        num_warps=DECODE["num_warps"], num_stages=DECODE["num_stages"],
+        num_warps=DECODE["num_warps"], num_stages=DECODE["num_stages"], OVERLAP=overlaps(), launch_pdl=overlaps(),
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(rows * heads,)](part, stat, out, D=dim, SPLITS=splits, DP=triton.next_power_of_2(dim))
@@ -244,8 +263,9 @@ def _turn_halves(at, norm, cos, sin, d, inside, eps, D: tl.constexpr, NORM: tl.c
 def _rotate_store_kernel(
     QKV, QN, KN, COS, SIN, ANGLE, KP, VP, SLOT, eps, row,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, HP: tl.constexpr, HKP: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    _await_results(OVERLAP)
     n = tl.program_id(0).to(tl.int64)
     slot = tl.load(SLOT + n)
     angle = tl.load(ANGLE + n) * D
@@ -283,6 +303,7 @@ def rotate_and_store(
         qkv, first, second, cos, sin, angles, keys, values, slots, eps, qkv.stride(0),
         H=heads, HK=kv_heads, D=dim, BS=block_size, HP=triton.next_power_of_2(heads),
         HKP=triton.next_power_of_2(kv_heads), NORM=norms is not None, num_warps=4,
+        OVERLAP=overlaps(), launch_pdl=overlaps(),
     )  # fmt: skip
 
 
@@ -296,7 +317,9 @@ def store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tenso
 @triton.jit
 def _add_norm_kernel(
     X, RESIDUAL, WEIGHT, OUT, eps, part, C: tl.constexpr, CP: tl.constexpr, PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    _await_results(OVERLAP)
     n = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CP)
     inside = c < C
@@ -321,13 +344,14 @@ def add_and_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float)
     _add_norm_kernel[(rows,)](
         residual if x is None else x, residual, weight, out, eps, rows * width,
         C=width, CP=triton.next_power_of_2(width), PARTS=parts,
-        num_warps=4 if width <= 4096 else 8,
+        num_warps=4 if width <= 4096 else 8, OVERLAP=overlaps(), launch_pdl=overlaps(),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(X, OUT, C, BLOCK: tl.constexpr):
+def _silu_mul_kernel(X, OUT, C, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    _await_results(OVERLAP)
     n, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < C
     gate = tl.load(X + n * 2 * C + c, mask=inside, other=0.0).to(tl.float32)
@@ -342,7 +366,7 @@ def silu_and_multiply(x: Tensor) -> Tensor:
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     block = min(1024, triton.next_power_of_2(width))
     _silu_mul_kernel[(rows, triton.cdiv(width, block))](
-        x, out, width, BLOCK=block, num_warps=4
+        x, out, width, BLOCK=block, num_warps=4, OVERLAP=overlaps(), launch_pdl=overlaps(),
     )  # fmt: skip
     return out
 
