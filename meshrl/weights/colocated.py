@@ -87,12 +87,12 @@ class Shared:
 
     def __init__(self, engine: Engine):
         self.engine = engine
+        self.size = sum(p.numel() * p.element_size() for p in engine.module.parameters())
 
     def __call__(self, rollout: Rollout, version: int) -> SyncReport:
         started = time.perf_counter()
         sync_weights(self.engine, rollout, version)
-        size = sum(p.numel() * p.element_size() for p in self.engine.module.parameters())
-        return SyncReport(version, time.perf_counter() - started, Traffic(copied=size, shared=size), 0)
+        return SyncReport(version, time.perf_counter() - started, Traffic(copied=self.size, shared=self.size), 0)
 
     def forget(self) -> None:
         """Nothing is remembered."""

@@ -20,7 +20,7 @@ from meshrl.weights.checksum import COL_SEED, ROW_SEED, weight_table
 from meshrl.weights.plan import RankPlan, ReshardPlan
 from meshrl.weights.shards import Shards
 
-TILE_ROWS, TILE_COLS = 32, 512
+TILE_ROWS, TILE_COLS = 16, 1024
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 # The table's columns: where a rectangle is read and written (0: only summed), its size, row strides, and its place.
 FROM, TO, ROWS, COLS, FROM_STRIDE, TO_STRIDE, ROW, COL = range(8)
@@ -34,33 +34,37 @@ def _move(  # type: ignore[no-untyped-def]
     from_type: tl.constexpr, to_type: tl.constexpr, with_sums: tl.constexpr,
     tile_rows: tl.constexpr, tile_cols: tl.constexpr, fields: tl.constexpr,
 ):  # fmt: skip
-    """One tile a program: read once, written if there is somewhere to write, and summed by its bits."""
+    """One tile a program, row after row: read once, written if there is somewhere to write, and summed by its bits.
+
+    Every thread keeps sums of its own columns; only the last step brings them together.
+    """
     tile = tl.program_id(0)
-    number = tl.load(tiles + 3 * tile).to(tl.int64)
-    entry = table + number * fields
-    rows = tl.load(tiles + 3 * tile + 1) + tl.arange(0, tile_rows)
+    number = tl.load(tiles + 3 * tile)
+    first = tl.load(tiles + 3 * tile + 1)
     cols = tl.load(tiles + 3 * tile + 2) + tl.arange(0, tile_cols)
-    in_rows = rows < tl.load(entry + 2)
-    in_cols = cols < tl.load(entry + 3)
-    inside = in_rows[:, None] & in_cols[None, :]
-    origin = tl.load(entry).to(tl.pointer_type(from_type))
-    places = rows.to(tl.int64)[:, None] * tl.load(entry + 4) + cols[None, :]
-    values = tl.load(origin + places, mask=inside, other=0.0).to(to_type)
+    entry = table + number.to(tl.int64) * fields
+    rows = tl.load(entry + 2)
+    inside = cols < tl.load(entry + 3)
+    origin = tl.load(entry).to(tl.pointer_type(from_type)) + first * tl.load(entry + 4)
     target = tl.load(entry + 1)
-    if target != 0:
-        places = rows.to(tl.int64)[:, None] * tl.load(entry + 5) + cols[None, :]
-        tl.store(target.to(tl.pointer_type(to_type)) + places, values, mask=inside)
+    place = target.to(tl.pointer_type(to_type)) + first * tl.load(entry + 5)
+    from_stride, to_stride = tl.load(entry + 4), tl.load(entry + 5)
+    of_rows = row_weights + tl.load(entry + 6) + first
+    of_cols = tl.load(col_weights + tl.load(entry + 7) + cols, mask=inside, other=0)
+    total = tl.zeros((tile_cols,), tl.int64)
+    for row in tl.static_range(tile_rows):
+        there = inside & (first + row < rows)
+        values = tl.load(origin + row * from_stride + cols, mask=there, other=0.0).to(to_type)
+        if target != 0:
+            tl.store(place + row * to_stride + cols, values, mask=there)
+        if with_sums:
+            if to_type.primitive_bitwidth == 16:
+                bits = values.to(tl.int16, bitcast=True).to(tl.int64)
+            else:
+                bits = values.to(tl.int32, bitcast=True).to(tl.int64)
+            total += bits * (of_cols + tl.load(of_rows + row, mask=first + row < rows, other=0))
     if with_sums:
-        # A tile's sums of 16 bits fit into 32; the weights of rows and columns need 64.
-        if to_type.primitive_bitwidth == 16:
-            bits = values.to(tl.int16, bitcast=True).to(tl.int32)
-        else:
-            bits = values.to(tl.int32, bitcast=True).to(tl.int64)
-        of_rows = tl.load(row_weights + tl.load(entry + 6) + rows, mask=in_rows, other=0)
-        of_cols = tl.load(col_weights + tl.load(entry + 7) + cols, mask=in_cols, other=0)
-        by_row = tl.sum(tl.sum(bits, 1).to(tl.int64) * of_rows, 0)
-        by_col = tl.sum(tl.sum(bits, 0).to(tl.int64) * of_cols, 0)
-        tl.atomic_add(sums + number, by_row + by_col)
+        tl.atomic_add(sums + number, tl.sum(total, 0))
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class Grouped:
         for batch in self.batches:
             _move[(len(batch.tiles),)](
                 self.table, batch.tiles, *self.weights, sums, TYPES[batch.from_type], TYPES[batch.to_type],
-                with_sums, TILE_ROWS, TILE_COLS, FIELDS, num_warps=8,
+                with_sums, TILE_ROWS, TILE_COLS, FIELDS, num_warps=4,
             )  # fmt: skip
         return sums
 

@@ -80,6 +80,9 @@ class FSDP2Source(Source):
         if adapters not in ("merged", "base", "only"):
             raise ValueError(f"adapters must be merged, base or only, got '{adapters}'")
         self.engine, self.adapters, self.master = engine, adapters, master
+        # Walking through all modules takes longer than moving small models; an unsharded one keeps its parameters.
+        self._units = [part for part in engine.module.modules() if isinstance(part, FSDPModule)]
+        self._named: list[tuple[str, nn.Parameter]] | None = None
         shapes = {self._name(name): tuple(param.shape) for name, param in self._params() if self._is_sent(name)}
         self.model_type = str(engine.hf_model.config.model_type)
         if isinstance(engine.sharding, Whole):
@@ -87,13 +90,17 @@ class FSDP2Source(Source):
         else:
             self.placement = fsdp2(shapes, engine.layout, self.model_type)
 
-    def _params(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for part in self.engine.module.modules():
-            if isinstance(part, FSDPModule):
-                # A forward pass may leave units whole.
-                part.reshard()
-        for name, param in self.engine.module.named_parameters():
-            yield name.removeprefix(self.engine.prefix), param
+    def _params(self) -> list[tuple[str, nn.Parameter]]:
+        if self._named is not None:
+            return self._named
+        for part in self._units:
+            # A forward pass may leave units whole.
+            part.reshard()
+        prefix = self.engine.prefix
+        named = [(name.removeprefix(prefix), param) for name, param in self.engine.module.named_parameters()]
+        if not self._units:
+            self._named = named
+        return named
 
     def _is_sent(self, name: str) -> bool:
         is_adapter = DOWN in name or UP in name
@@ -180,20 +187,23 @@ class MegatronSource(Source):
         self.placement = megatron(
             engine.hf_config, engine.ranks, names, vocab_size=vocabulary, value_head=engine.head == "value"
         )
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        self.engine._finish_param_gather()
-        found: dict[str, Tensor] = {}
-        for number, chunk in enumerate(self.engine.model):
+        self._params: dict[str, nn.Parameter] = {}
+        self._biases: list[tuple[str, Any]] = []
+        for number, chunk in enumerate(engine.model):
             module = chunk
             while isinstance(inner := getattr(module, "module", None), nn.Module):
                 module = inner
-            for name, param in module.named_parameters():
-                found[f"{number}/{name}"] = param.detach()
-            for name, buffer in module.named_buffers():
-                if name.endswith("router.expert_bias"):
-                    found[f"{number}/{name}"] = buffer.float()
-        return found
+            self._params |= {f"{number}/{name}": param for name, param in module.named_parameters()}
+            self._biases += [
+                (f"{number}/{name}.expert_bias", part)
+                for name, part in module.named_modules()
+                if name.endswith("router") and getattr(part, "expert_bias", None) is not None
+            ]
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        self.engine._finish_param_gather()
+        found = {name: param.detach() for name, param in self._params.items()}
+        return found | {name: part.expert_bias.float() for name, part in self._biases}
 
 
 def _local(param: nn.Parameter) -> Tensor:

@@ -77,41 +77,6 @@ def test_rotating_and_storing(norms):
     assert int((keys != 0).any(-1).sum()) == tokens * kv_heads
 
 
-@pytest.mark.parametrize("window", [1 << 30, 9])
-@pytest.mark.parametrize(("norms", "programs"), [(True, 1), (False, 40)])
-def test_a_new_token_is_the_two_steps_in_one(monkeypatch, norms, programs, window):
-    monkeypatch.setattr(kernels, "WANTED_PROGRAMS", programs)
-    rows, heads, kv_heads, dim, size, most = 5, 4, 2, 16, 16, 3
-    before = [normal(rows * most, kv_heads, size, dim, seed=s) for s in (1, 2)]
-    qkv = normal(rows, heads + 2 * kv_heads, dim, seed=3)
-    weights = (normal(dim, seed=4), normal(dim, seed=5)) if norms else None
-    rotations = [normal(100, dim, seed=s) for s in (6, 7)]
-    generator = torch.Generator().manual_seed(8)
-    table = torch.randperm(rows * most, generator=generator).view(rows, most)
-    order = torch.randperm(rows, generator=generator)
-    positions = torch.randint(0, size * most, (rows,), generator=generator)
-    positions[0], positions[1] = 0, -1
-    places = positions.clamp(min=0)
-    slots = table[order, places // size] * size + places % size
-    table, order, positions, places, slots = (x.to(DEVICE) for x in (table.int(), order, positions, places, slots))
-    first = [x.clone() for x in before]
-    alive = positions >= 0
-    two = qkv.clone()
-    # the row that takes no part stores nothing
-    part = two[alive]
-    kernels.rotate_and_store(part, weights, *rotations, places[alive], *first, slots[alive], heads, 1e-6)
-    two[alive] = part
-    wanted = kernels.paged_decode(two[:, :heads].contiguous(), *first, table, order, positions, 0.3, window)
-    second = [x.clone() for x in before]
-    found = kernels.attend_new_token(
-        qkv.clone(), weights, *rotations, places, *second, table, order, positions, heads, 0.3, 1e-6, window
-    )
-    tolerance = 3e-2 if HALF else 1e-5
-    torch.testing.assert_close(found.float(), wanted.float(), rtol=1e-2, atol=tolerance)
-    for mine, theirs in zip(second, first, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-2 if HALF else 1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("width", [32, 48])
 def test_adding_and_norming(width):
     x, residual, weight = normal(5, width), normal(5, width, seed=1), normal(width, seed=2)

@@ -7,12 +7,14 @@ nobody uses it any more it stays findable until its memory is needed (the longes
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 # The block before (its serial number; 0: none) and the tokens. Serial numbers are never used twice, so a key names
 # one exact prefix: nothing is hashed away and no two prefixes can be mistaken for each other.
-Key = tuple[int, tuple[int, ...]]
+Key = tuple[int, bytes]
 ROOT = 0
 
 
@@ -84,34 +86,40 @@ class BlockManager:
                 else:
                     self._free.append(block)
 
-    def match(self, tokens: Sequence[int], most: int) -> Match:
+    def match(self, tokens: Sequence[int] | np.ndarray, most: int) -> Match:
         """The longest cached prefix of `tokens` within its first `most` tokens; takes no block."""
         blocks: list[int] = []
         serial, missing = ROOT, None
-        for start in range(0, len(tokens) - self.block_size + 1, self.block_size):
-            key = (serial, tuple(tokens[start : start + self.block_size]))
+        for place, content in enumerate(self._contents(tokens)):
+            key = (serial, content)
             found = self._found.get(key)
-            if found is None or start + self.block_size > most:
+            if found is None or (place + 1) * self.block_size > most:
                 missing = key if found is None else None
                 break
             blocks.append(found[0])
             serial = found[1]
         return Match(blocks, serial, missing)
 
-    def register(self, tokens: Sequence[int], blocks: Sequence[int]) -> list[int]:
+    def register(self, tokens: Sequence[int] | np.ndarray, blocks: Sequence[int]) -> list[int]:
         """Makes the full blocks of `tokens` findable; returns the places in `blocks` of those that are new."""
         serial, new = ROOT, []
-        for place in range(len(tokens) // self.block_size):
-            key = (serial, tuple(tokens[place * self.block_size : (place + 1) * self.block_size]))
-            if key not in self._found:
+        for place, content in enumerate(self._contents(tokens)):
+            key = (serial, content)
+            found = self._found.get(key)
+            if found is None:
                 if blocks[place] in self._key_of:
                     break  # registered after a prefix that has been evicted since: cannot be reached again
                 self._serial += 1
-                self._found[key] = (blocks[place], self._serial)
+                found = self._found[key] = (blocks[place], self._serial)
                 self._key_of[blocks[place]] = key
                 new.append(place)
-            serial = self._found[key][1]
+            serial = found[1]
         return new
+
+    def _contents(self, tokens: Sequence[int] | np.ndarray) -> Iterator[bytes]:
+        """The tokens of each full block."""
+        data, width = np.asarray(tokens, np.int64).tobytes(), 8 * self.block_size
+        return (data[start : start + width] for start in range(0, len(data) - width + 1, width))
 
     def flush(self) -> None:
         """Forgets all contents, as after new weights."""

@@ -108,6 +108,7 @@ class EmbeddedRollout(SteppingRollout):
             vocabulary=self.vocabulary,
             parallel=self.parallel,
         )
+        self._own = dict(hf_model.named_parameters())
         self._launched: deque[Launch] = deque()
         self._watched = 0  # running answers that are looked at token by token
         self._released: set[str] = set()
@@ -376,11 +377,12 @@ class EmbeddedRollout(SteppingRollout):
             self._work.notify_all()
 
     def _copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        own = dict(self.hf_model.named_parameters())
+        own = self._own
         if self.parallel is not None:
             weights = self._parts(weights, own, self.parallel)
         for name, value in checked(weights, {name: p.shape for name, p in own.items()}):
-            own[name].copy_(value)
+            if value is not own[name]:  # a sync may have put it in its place already
+                own[name].copy_(value)
 
     @staticmethod
     def _parts(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshrl.rollout.embedded.kernels import add_and_norm, attend_new_token, rotate_and_store, silu_and_multiply
+from meshrl.rollout.embedded.kernels import add_and_norm, rotate_and_store, silu_and_multiply
 from meshrl.rollout.embedded.layers import Layer, PlainLayers, Projection
-from meshrl.rollout.embedded.paged import NO_WINDOW, PagedDecode, PagedPrefill
+from meshrl.rollout.embedded.paged import PagedDecode, PagedPrefill
 
 
 def can_fuse(plain: PlainLayers | None) -> bool:
@@ -30,10 +30,6 @@ def product(projection: Projection, x: Tensor) -> Tensor:
     return torch.bmm(*halves, out_dtype=torch.float32)
 
 
-# Whether a new token's attention is one kernel instead of two.
-ONE_KERNEL = False
-
-
 def _attend(
     plain: PlainLayers,
     index: int,
@@ -43,15 +39,8 @@ def _attend(
     context: PagedPrefill | PagedDecode,
 ) -> Tensor:
     """Attention from qkv [tokens, heads + 2 kv_heads, dim] to [tokens, heads * dim]; keys and values are stored."""
-    norms = (layer.head_norm[0], layer.head_norm[-1]) if layer.head_norm is not None else None
     keys, values = context.cache.of(index)
-    if ONE_KERNEL and isinstance(context, PagedDecode):
-        out = attend_new_token(
-            qkv, norms, *rotations, keys, values, context.table, context.order, context.positions,
-            plain.heads, plain.scaling, plain.eps, layer.window or NO_WINDOW,
-        )  # fmt: skip
-        return out.flatten(1)
-    rotate_and_store(qkv, norms, *rotations, keys, values, context.slots, plain.heads, plain.eps)
+    rotate_and_store(qkv, layer.norms, *rotations, keys, values, context.slots, plain.heads, plain.eps)
     rotated = plain.heads + plain.kv_heads
     parts = qkv[:, : plain.heads], qkv[:, plain.heads : rotated], qkv[:, rotated:]
     one_each = isinstance(context, PagedDecode)

@@ -12,23 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Whether kernels are set up while the one before them ends (programmatic dependent launch, from Hopper on): they wait
-# for its results where they first need them. None: where the device can.
-OVERLAP: bool | None = None
-
-
-def overlaps() -> bool:
-    """Whether kernels are launched that way."""
-    return torch.cuda.get_device_capability()[0] >= 9 if OVERLAP is None else OVERLAP
-
-
-@triton.jit
-def _await_results(OVERLAP: tl.constexpr):
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
 # Partial results of a row are worth computing apart when rows alone do not fill the processor.
 WANTED_PROGRAMS = 512
 MOST_SPLITS = 16
@@ -38,9 +21,8 @@ MOST_SPLITS = 16
 def _decode_kernel(
     Q, KP, VP, OUT, PART, STAT, TABLE, ORDER, POSITION, scale, q_row, table_row, window,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr,
-    GP: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, OVERLAP: tl.constexpr,
+    GP: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    _await_results(OVERLAP)
     b, h, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = H // HK
     length = tl.load(POSITION + b).to(tl.int32) + 1
@@ -115,7 +97,7 @@ def paged_decode(
         query, keys, values, out, part, stat, table, order, positions, scale, query.stride(0), table.stride(0), window,
         H=heads, HK=kv_heads, D=dim, BS=block_size, SPLITS=splits,
         GP=max(16, triton.next_power_of_2(heads // kv_heads)), DP=max(16, triton.next_power_of_2(dim)), N=tile,
-        num_warps=DECODE["num_warps"], num_stages=DECODE["num_stages"], OVERLAP=overlaps(), launch_pdl=overlaps(),
+        num_warps=DECODE["num_warps"], num_stages=DECODE["num_stages"],
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(rows * heads,)](part, stat, out, D=dim, SPLITS=splits, DP=triton.next_power_of_2(dim))
@@ -129,105 +111,6 @@ def _(query: Tensor, keys: Tensor, values: Tensor, table: Tensor, order: Tensor,
 
 # The fastest on an H200 of tiles of 16 to 64 tokens, 1 to 8 warps and 1 to 4 stages (4.0 TB/s).
 DECODE = {"N": 32, "num_warps": 1, "num_stages": 3}
-
-
-@triton.jit
-def _turn(at, norm, cos, sin, d, inside, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Heads at `at` [heads, 1], normalised and rotated, [heads, D] in the memory's type."""
-    kind = at.dtype.element_ty
-    other = (d + D // 2) % D  # what each element is turned with
-    x = tl.load(at + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(at + other[None, :], mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        r = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-        x = (x * r).to(kind).to(tl.float32) * tl.load(norm + d)[None, :].to(tl.float32)
-        y = (y * r).to(kind).to(tl.float32) * tl.load(norm + other)[None, :].to(tl.float32)
-    sign = tl.where(d < D // 2, -1.0, 1.0)
-    turned = y * (sign * tl.load(sin + d).to(tl.float32))[None, :]
-    return (x * tl.load(cos + d)[None, :].to(tl.float32) + turned).to(kind)
-
-
-@triton.jit
-def _new_token_kernel(
-    QKV, QN, KN, COS, SIN, ANGLE, KP, VP, OUT, PART, STAT, TABLE, ORDER, POSITION, scale, eps, qkv_row, table_row,
-    window, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr,
-    GP: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    _await_results(OVERLAP)
-    b, h, s = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    group: tl.constexpr = H // HK
-    position = tl.load(POSITION + b).to(tl.int32)
-    lives = position >= 0
-    angle = tl.load(ANGLE + b) * D
-    table = TABLE + tl.load(ORDER + b) * table_row
-    g, d, j, one = tl.arange(0, GP), tl.arange(0, D), tl.arange(0, N), tl.arange(0, 1)
-    mine = (g < group)[:, None]
-    own = QKV + b * qkv_row
-    q = _turn(own + (h * group + g)[:, None] * D, QN, COS + angle, SIN + angle, d, mine, eps, D, NORM)
-    k = _turn(own + (H + h + one)[:, None] * D, KN, COS + angle, SIN + angle, d, (one < 1)[:, None], eps, D, NORM)
-    v = tl.load(own + (H + HK + h) * D + d)
-    if (s == 0) & lives:
-        block = tl.load(table + position // BS).to(tl.int64)
-        to = ((block * HK + h) * BS + position % BS) * D
-        tl.store(KP + to + d[None, :] + one[:, None], k)
-        tl.store(VP + to + d, v)
-    heat = scale * 1.4426950408889634
-    first = tl.maximum(position + 1 - window, 0)
-    tiles = tl.cdiv(tl.maximum(position, 0), N)
-    each = tl.cdiv(tiles - first // N, SPLITS)
-    begin = first // N + s * each
-    end = tl.minimum(begin + each, tiles)
-    # The new token itself is counted by the first part; the others start from nothing.
-    counts = (s == 0) & lives
-    top = tl.where(counts, tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * heat, -1e30)
-    total = tl.where(counts, 1.0, 0.0) + tl.zeros((GP,), tl.float32)
-    acc = tl.where(counts, 1.0, 0.0) * (v.to(tl.float32)[None, :] + tl.zeros((GP, D), tl.float32))
-    for tile in range(begin, end):
-        place = tile * N
-        block = tl.load(table + place // BS).to(tl.int64)
-        base = ((block * HK + h) * BS + place % BS) * D
-        seen = (place + j < position) & (place + j >= first)
-        keys = tl.load(KP + base + j[:, None] * D + d[None, :], mask=seen[:, None], other=0.0)
-        values = tl.load(VP + base + j[:, None] * D + d[None, :], mask=seen[:, None], other=0.0)
-        score = tl.dot(q, tl.trans(keys), input_precision="ieee") * heat
-        score = tl.where(seen[None, :], score, -1e30)
-        new = tl.maximum(top, tl.max(score, 1))
-        p = tl.exp2(score - new[:, None])
-        faded = tl.exp2(top - new)
-        acc = acc * faded[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
-        total = total * faded + tl.sum(p, 1)
-        top = new
-    if SPLITS == 1:
-        out = acc / tl.maximum(total, 1e-30)[:, None]
-        at_out = (b * H + h * group + g)[:, None] * D + d[None, :]
-        tl.store(OUT + at_out, out.to(OUT.dtype.element_ty), mask=mine)
-    else:
-        row = (b * H + h * group + g) * SPLITS + s
-        tl.store(PART + row[:, None] * D + d[None, :], acc, mask=mine)
-        tl.store(STAT + row * 2, top, mask=g < group)
-        tl.store(STAT + row * 2 + 1, total, mask=g < group)
-
-
-def attend_new_token(
-    qkv: Tensor, norms: tuple[Tensor, Tensor] | None, cos: Tensor, sin: Tensor, angles: Tensor, keys: Tensor,
-    values: Tensor, table: Tensor, order: Tensor, positions: Tensor, heads: int, scale: float, eps: float, window: int,
-) -> Tensor:  # fmt: skip
-    """All of a new token's attention: `rotate_and_store` and `paged_decode` in one."""
-    rows, _, dim = qkv.shape
-    kv_heads, block_size = keys.shape[1], keys.shape[2]
-    first, second = norms if norms is not None else (qkv, qkv)
-    out, part, stat, splits = _room_for_parts(rows, heads, kv_heads, dim, qkv)
-    _new_token_kernel[(rows, kv_heads, splits)](
-        qkv, first, second, cos, sin, angles, keys, values, out, part, stat, table, order, positions, scale, eps,
-        qkv.stride(0), table.stride(0), window,
-        H=heads, HK=kv_heads, D=dim, BS=block_size, SPLITS=splits,
-        GP=max(16, triton.next_power_of_2(heads // kv_heads)), N=min(block_size, DECODE["N"]),
-        NORM=norms is not None,
-        num_warps=DECODE["num_warps"], num_stages=DECODE["num_stages"], OVERLAP=overlaps(), launch_pdl=overlaps(),
-    )  # fmt: skip
-    if splits > 1:
-        _merge_kernel[(rows * heads,)](part, stat, out, D=dim, SPLITS=splits, DP=triton.next_power_of_2(dim))
-    return out
 
 
 def _room_for_parts(rows: int, heads: int, kv_heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -245,7 +128,10 @@ def _room_for_parts(rows: int, heads: int, kv_heads: int, dim: int, like: Tensor
 
 @triton.jit
 def _turn_halves(at, norm, cos, sin, d, inside, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """The same as two halves [heads, D / 2]: each element is read once, so that it may be written in place."""
+    """Heads at `at` [heads, 1], normalised and rotated, as two halves [heads, D / 2] in the memory's type.
+
+    Each element is read once, so that it may be written in place.
+    """
     half: tl.constexpr = D // 2
     kind = at.dtype.element_ty
     x = tl.load(at + d[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -263,9 +149,8 @@ def _turn_halves(at, norm, cos, sin, d, inside, eps, D: tl.constexpr, NORM: tl.c
 def _rotate_store_kernel(
     QKV, QN, KN, COS, SIN, ANGLE, KP, VP, SLOT, eps, row,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, HP: tl.constexpr, HKP: tl.constexpr,
-    NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    NORM: tl.constexpr,
 ):  # fmt: skip
-    _await_results(OVERLAP)
     n = tl.program_id(0).to(tl.int64)
     slot = tl.load(SLOT + n)
     angle = tl.load(ANGLE + n) * D
@@ -303,7 +188,6 @@ def rotate_and_store(
         qkv, first, second, cos, sin, angles, keys, values, slots, eps, qkv.stride(0),
         H=heads, HK=kv_heads, D=dim, BS=block_size, HP=triton.next_power_of_2(heads),
         HKP=triton.next_power_of_2(kv_heads), NORM=norms is not None, num_warps=4,
-        OVERLAP=overlaps(), launch_pdl=overlaps(),
     )  # fmt: skip
 
 
@@ -317,9 +201,7 @@ def store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tenso
 @triton.jit
 def _add_norm_kernel(
     X, RESIDUAL, WEIGHT, OUT, eps, part, C: tl.constexpr, CP: tl.constexpr, PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    _await_results(OVERLAP)
     n = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CP)
     inside = c < C
@@ -344,14 +226,13 @@ def add_and_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float)
     _add_norm_kernel[(rows,)](
         residual if x is None else x, residual, weight, out, eps, rows * width,
         C=width, CP=triton.next_power_of_2(width), PARTS=parts,
-        num_warps=4 if width <= 4096 else 8, OVERLAP=overlaps(), launch_pdl=overlaps(),
+        num_warps=4 if width <= 4096 else 8,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(X, OUT, C, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    _await_results(OVERLAP)
+def _silu_mul_kernel(X, OUT, C, BLOCK: tl.constexpr):
     n, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < C
     gate = tl.load(X + n * 2 * C + c, mask=inside, other=0.0).to(tl.float32)
@@ -366,7 +247,7 @@ def silu_and_multiply(x: Tensor) -> Tensor:
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     block = min(1024, triton.next_power_of_2(width))
     _silu_mul_kernel[(rows, triton.cdiv(width, block))](
-        x, out, width, BLOCK=block, num_warps=4, OVERLAP=overlaps(), launch_pdl=overlaps(),
+        x, out, width, BLOCK=block, num_warps=4
     )  # fmt: skip
     return out
 

@@ -88,7 +88,7 @@ class Layer:
 
     norm_1: Tensor
     qkv: Projection
-    head_norm: Tensor | None  # [heads + kv_heads, dim]: Qwen3 normalises each query and key
+    norms: tuple[Tensor, Tensor] | None  # Qwen3 normalises each query and key
     out: Projection
     norm_2: Tensor
     gate_up: Projection
@@ -114,23 +114,34 @@ class PlainLayers:
                 join_in_memory([layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj])
                 join_in_memory([layer.mlp.gate_proj, layer.mlp.up_proj])
         self.layers: list[Layer] = []
+        self._params = list(hf_model.parameters())
         self._pointers: tuple[int, ...] = ()
         self._rotations: tuple[Tensor, Tensor] | None = None
+        self._head_norms: list[Tensor | None] | None = None
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> bool:
         """Looks the weights up again; says whether any of them lies elsewhere than before."""
-        pointers = tuple(p.data_ptr() for p in self.hf_model.parameters())
+        pointers = tuple(p.data_ptr() for p in self._params)
         moved = pointers != self._pointers
         if moved:
             self._pointers = pointers
             self.layers = [self._layer(layer) for layer in self.hf_model.model.layers]
-        else:
-            for mine, layer in zip(self.layers, self.hf_model.model.layers, strict=True):
-                if mine.head_norm is not None:
-                    mine.head_norm.copy_(self._head_norm(layer.self_attn))
+        self._head_norms = None
         return moved
+
+    def head_norms(self) -> list[Tensor | None]:
+        """The weights of each layer's norms of queries and keys as one [heads + kv_heads, dim]."""
+        if self._head_norms is None:
+            counts = (self.heads, self.kv_heads)
+            self._head_norms = [
+                None
+                if layer.norms is None
+                else torch.cat([w.expand(count, -1) for w, count in zip(layer.norms, counts, strict=True)])
+                for layer in self.layers
+            ]
+        return self._head_norms
 
     def embedded(self, ids: Tensor) -> Tensor:
         """The embeddings of tokens."""
@@ -153,10 +164,6 @@ class PlainLayers:
             self._rotations = cos[0].contiguous(), sin[0].contiguous()
         return *self._rotations, positions
 
-    def _head_norm(self, attention: Any) -> Tensor:
-        norms = (attention.q_norm.weight, self.heads), (attention.k_norm.weight, self.kv_heads)
-        return torch.cat([weight.detach().expand(count, -1) for weight, count in norms])
-
     def _layer(self, layer: Any) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
         # Of results that are added up over ranks, one has the bias.
@@ -164,7 +171,9 @@ class PlainLayers:
         return Layer(
             layer.input_layernorm.weight.detach(),
             Projection([attention.q_proj, attention.k_proj, attention.v_proj]),
-            self._head_norm(attention) if hasattr(attention, "q_norm") else None,
+            (attention.q_norm.weight.detach(), attention.k_norm.weight.detach())
+            if hasattr(attention, "q_norm")
+            else None,
             Projection([attention.o_proj], has_bias=has_bias),
             layer.post_attention_layernorm.weight.detach(),
             Projection([mlp.gate_proj, mlp.up_proj]),
@@ -187,12 +196,12 @@ class PlainLayers:
         sin = torch.cat([-sin[..., : self.dim // 2], sin[..., self.dim // 2 :]], -1)
         rotated = self.heads + self.kv_heads
         hidden = x.shape[-1:]
-        for index, layer in enumerate(self.layers):
+        for index, (layer, head_norm) in enumerate(zip(self.layers, self.head_norms(), strict=True)):
             h = F.rms_norm(x, hidden, layer.norm_1, self.eps)
             qkv = layer.qkv(h).view(len(x), -1, self.dim)
             qk = qkv[:, :rotated]
-            if layer.head_norm is not None:
-                qk = F.rms_norm(qk, (self.dim,), None, self.eps) * layer.head_norm
+            if head_norm is not None:
+                qk = F.rms_norm(qk, (self.dim,), None, self.eps) * head_norm
             qk = qk * cos + qk.roll(self.dim // 2, -1) * sin
             parts = qk[:, : self.heads], qk[:, self.heads :], qkv[:, rotated:]
             q, k, v = (p.unsqueeze(2) if one_each else p.transpose(0, 1)[None] for p in parts)

@@ -143,7 +143,7 @@ class Scheduler:
         # At least the last token is computed again: the next one is sampled from its logits.
         if not self.caching or len(tokens) <= self.blocks.block_size or not self._wants_cache(sequence):
             return Match([], 0, None)
-        return self.blocks.match(tokens.tolist(), len(tokens) - 1)
+        return self.blocks.match(tokens, len(tokens) - 1)
 
     def _wants_cache(self, sequence: Sequence) -> bool:
         """A batch for training finds nothing in the cache but its own prompts: those of split or restarted groups."""
@@ -185,7 +185,7 @@ class Scheduler:
         """Makes the first `length` tokens findable; returns the places of blocks that were not."""
         if not self.caching or length < self.blocks.block_size:
             return []
-        return self.blocks.register(tokens[:length].tolist(), sequence.blocks)
+        return self.blocks.register(tokens[:length], sequence.blocks)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes row and blocks back."""
