@@ -1,6 +1,6 @@
 """Predicted against measured: `meshrl plan`'s memory and seconds beside those of our engines.
 
-    python benchmarks/plan.py [--only TEXT] [--out results.json]
+    python benchmarks/plan.py [--only TEXT ...] [--out results.json]
 
 On a GPU every case of `CASES` runs in our FSDP engine and gives a row: peak memory and seconds of a training step,
 predicted and measured. Without one, the rows of `docs/performance.md` that were measured on an H200 are predicted
@@ -118,7 +118,7 @@ def predicted(case: Case, device: str = "H200") -> tuple[float, float]:
     found = role.update_parts(budget) if case.trains else role.forward_parts(budget)
     clock = Clock(Cluster(hardware_table()[device], 1, 1))
     work = Work.of(Lengths(np.ones_like(lengths), lengths - 1, "benchmark"))
-    seconds = clock.compute(role, work, case.trains, budget.targets)
+    seconds = clock.compute(role, work, case.trains, budget)
     if case.trains:
         seconds += clock.optimizer(role) + clock.accumulate(role, budget.count)
     return (role.states().total + sum(found.values())) / GIB, seconds
@@ -281,14 +281,14 @@ def show_cpu_bytes() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="only cases whose label contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="only cases whose label contains one of these")
     parser.add_argument("--out", type=Path, help="also write the rows here, as JSON")
     args = parser.parse_args()
     if torch.cuda.is_available():
-        cases = [case for case in CASES if args.only in case.label]
+        cases = [case for case in CASES if any(text in case.label for text in args.only)]
         rows, title = compare(cases, measured, args.out), f"meshrl plan on one {torch.cuda.get_device_name()}"
     else:
-        cases = [case for case in MEASURED if args.only in case.label]
+        cases = [case for case in MEASURED if any(text in case.label for text in args.only)]
         title = "meshrl plan beside the H200 rows of docs/performance.md"
         rows = compare(cases, lambda case: (case.seen[0], case.lengths.sum() / case.seen[1]), args.out)  # type: ignore[index]
         show_cpu_bytes()

@@ -86,6 +86,7 @@ def make_model(shape: str, attention: str, device: str) -> Any:
 def embedded(shape: str, device: str, **settings: Any) -> Callable[[Work], list[int]]:
     """Our engine; answers with the number of tokens of each request."""
     import meshrl.parallel.attention
+    from meshrl.data.proto import DataProto
     from meshrl.rollout.embedded.engine import EmbeddedRollout
     from meshrl.rollout.requests import Request, SamplingParams
 
@@ -101,7 +102,14 @@ def embedded(shape: str, device: str, **settings: Any) -> Callable[[Work], list[
         rollout.blocks.flush()  # rounds must not find each other's prompts
         return [len(answer.token_ids) for answer in rollout.complete(requests)]
 
-    run.rollout = rollout  # type: ignore[attr-defined]
+    def run_batch(work: Work) -> list[int]:
+        """The same as one batch of prompts for training, which takes answers of one length only."""
+        ids = torch.tensor(work.prompts)
+        fields = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "seeds": torch.arange(len(ids))}
+        output = rollout.generate_sequences(DataProto.from_dict(fields), SamplingParams(work.new_tokens[0]))
+        return output.batch["response_mask"].sum(1).tolist()
+
+    run.rollout, run.batch = rollout, run_batch  # type: ignore[attr-defined]
     return run
 
 
@@ -266,6 +274,9 @@ def gpu(shapes: list[str], with_profile: bool, others: bool, rounds: int) -> Non
             speed, seconds = measured(run, work, "cuda", rounds)
             bound = limit(shape, work)
             console.print(f"{shape} {work.name}: {speed:,.0f} tok/s in {seconds:.3f} s; bytes allow {bound:,.0f}")
+            if work is even:
+                speed, seconds = measured(run.batch, work, "cuda", rounds)  # type: ignore[attr-defined]
+                console.print(f"{shape} {work.name} as a batch for training: {speed:,.0f} tok/s in {seconds:.3f} s")
         if with_profile:
             profile(run, even)
         del run

@@ -107,14 +107,20 @@ class Engine(ABC):
     @contextmanager
     def train_mode(self) -> Iterator[None]:
         """Inside, the model trains (dropout on, gradients recorded)."""
-        self.module.train()
+        self._switch(training=True)
         yield
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
         """Inside, the model only answers."""
-        self.module.eval()
+        self._switch(training=False)
         yield
+
+    def _switch(self, *, training: bool) -> None:
+        # Walking through all modules takes a millisecond; a rollout may have switched the inner model alone.
+        inner = getattr(self, "hf_model", self.module)
+        if self.module.training != training or inner.training != training:
+            self.module.train(training)
 
     @abstractmethod
     def forward_backward_batch(

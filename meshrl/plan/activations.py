@@ -150,7 +150,7 @@ def trace_layer(model: Any, number: int, settings: LayerSettings) -> LayerTrace:
     """Meters layer `number` of a model on the meta device."""
     layer = model.base_model.layers[number]
     layer.to(settings.dtype).train()
-    run = _layer_call(model, layer, settings)
+    run = layer_call(model, layer, settings)
     hidden_size = model.config.hidden_size
 
     def share(tensor: Tensor) -> float:
@@ -172,7 +172,8 @@ def trace_norm(model: Any, settings: LayerSettings) -> LayerTrace:
     return LayerTrace(kept, kept, backward)
 
 
-def _layer_call(model: Any, layer: nn.Module, settings: LayerSettings) -> Callable[[Tensor], Tensor]:
+def layer_call(model: Any, layer: nn.Module, settings: LayerSettings) -> Callable[[Tensor], Tensor]:
+    """A layer's forward of hidden states, with positions and attention that take memory and compute nothing."""
     meta = torch.device("meta")
     positions = torch.zeros(1, settings.tokens, dtype=torch.long, device=meta)
     hidden = torch.empty(1, settings.tokens, model.config.hidden_size, dtype=settings.dtype, device=meta)

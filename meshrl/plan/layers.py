@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from meshrl.engines.megatron.weight_map import expert_count
 from meshrl.plan.activations import EvenExperts, LayerSettings, LayerTrace, trace_layer, trace_norm
 from meshrl.plan.model import PlannedModel
+from meshrl.plan.moving import LayerMoves, Moved, trace_moves
 
 # Bytes grow in proportion to the tokens: a trace of so many serves all numbers of tokens.
 TRACED_TOKENS = 4096
@@ -26,6 +27,7 @@ class ModelTrace:
     sparse: LayerTrace | None
     norm: LayerTrace
     is_sparse: tuple[bool, ...]
+    moved: dict[bool, LayerMoves]  # of a dense and of a sparse layer
 
     def of_layer(self, layer: int, tokens: int) -> LayerTrace:
         """One layer at so many tokens."""
@@ -36,6 +38,11 @@ class ModelTrace:
     def kept(self, layers: Sequence[int], tokens: int) -> int:
         """Bytes that these layers keep for their backward passes."""
         return sum(self.of_layer(layer, tokens).kept for layer in layers)
+
+    def moves(self, layers: Sequence[int], tokens: float, trains: bool, again: bool) -> Moved:
+        """What these layers move for so many tokens; see `LayerMoves.of_pass`."""
+        found = [self.moved[self.is_sparse[layer]].of_pass(trains, again) for layer in layers]
+        return sum(found, Moved()).times(tokens / TRACED_TOKENS)
 
     def widest(self, layers: Sequence[int], tokens: int) -> LayerTrace:
         """The most that any of these layers takes, for each kind of bytes."""
@@ -67,7 +74,8 @@ def _trace(model: PlannedModel, settings: LayerSettings, cut: Cut) -> ModelTrace
     shared_by = cut.tp if cut.shares_sequence else 1
     how = replace(settings, tokens=TRACED_TOKENS, shared_by=shared_by)
     traces = {kind: trace_layer(modules, layer, how) for kind, layer in first.items()}
-    return ModelTrace(traces.get(False), traces.get(True), trace_norm(modules, how), kinds)
+    moved = {kind: trace_moves(modules, layer, how) for kind, layer in first.items()}
+    return ModelTrace(traces.get(False), traces.get(True), trace_norm(modules, how), kinds, moved)
 
 
 def small_model(model: PlannedModel, layers: int, cut: Cut) -> Any:

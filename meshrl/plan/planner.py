@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -241,7 +241,8 @@ class _Planner:
         self, role: Role, work: Work, budget: Budget, *, trains: bool, idle: float = 0.0, steps: int = 1
     ) -> tuple[float, list[AxisTraffic]]:
         mine = work.shared(role.world_size)
-        seconds = self.clock.compute(role, mine, trains, budget.targets) / (1.0 - idle)
+        all_of_it = replace(budget, count=budget.count * steps)
+        seconds = self.clock.compute(role, mine, trains, all_of_it) / (1.0 - idle)
         # A tensor-parallel rank takes part in all of its group's tokens, a pipeline stage in all micro-batches.
         copies = dp_size(role.engine, role.world_size)
         count = budget.count * steps

@@ -129,10 +129,6 @@ class Role:
         """A rank's metered layers, as they are trained."""
         return self._traced(self.trains and self.model_config.enable_gradient_checkpointing)
 
-    def kept_in_full(self, layers: Sequence[int], tokens: int) -> int:
-        """Bytes that layers would keep without checkpointing."""
-        return self._traced(False).kept(layers, tokens)
-
     def _traced(self, checkpointing: bool) -> ModelTrace:
         config, cut = self.engine, Cut()
         if self.is_megatron:

@@ -28,7 +28,8 @@ class Efficiency:
     """What of a data sheet's rate is reached. Measured rates of a device count as what they are."""
 
     products: float = 0.726  # matrix products: 718 of 989 TFLOP/s
-    attention: float = 0.386  # equal lengths (cuDNN)
+    attention: float = 0.54  # equal lengths (cuDNN), where sequences are long
+    attention_half: float = 815.0  # the length at which half of that is reached
     ragged_attention: float = 0.16  # packed rows of unequal lengths (FlashAttention 2)
     memory: float = 0.80  # kernels that read and write
     sums: float = 0.49  # adding gradients up, a tensor at a time
@@ -36,14 +37,17 @@ class Efficiency:
     link: float = 0.75
     host: float = 0.80
     # Matrix products in Megatron-Core's own layers against ours.
-    megatron: float = 0.72
+    megatron: float = 0.95
     # Launches, gaps and what has no name, on top of all that is computed.
     gaps: float = 1.08
     # The backward of attention takes this many forwards.
     attention_backward: float = 2.5
-    # Reads and writes between the products, in bytes a byte that a layer keeps; compiled and not.
-    traffic_compiled: float = 4.0
-    traffic_eager: float = 7.0
+    # What a compiler leaves of the reads and writes between the products by fusing them.
+    fused: float = 0.27
+    # Without one, every operation takes this long to start and to end.
+    operation: float = 4e-6
+    # Thin products against other reads and writes.
+    thin: float = 0.5
 
     def on(self, measured: bool) -> Efficiency:
         """Relative to measured rates: a device's own rate of large products is 0.8 of its sheet's, links are as is."""
@@ -135,7 +139,7 @@ class Clock:
     def rates(self) -> Efficiency:
         return self.efficiency.on(self.cluster.hardware.measured)
 
-    def compute(self, role: Role, work: Work, trains: bool, micro_batch_targets: int = 0) -> float:
+    def compute(self, role: Role, work: Work, trains: bool, budget: Budget) -> float:
         """Seconds in which one rank that does all of this work computes; logits that are not kept come twice."""
         hardware, rates = self.cluster.hardware, self.rates
         flops = model_flops(role.model)
@@ -150,23 +154,24 @@ class Clock:
             product_passes = attention_passes = 1.0
         peak = hardware.flops(8 * role.dtype.itemsize)
         slower = rates.megatron if role.is_megatron else 1.0
-        how = rates.ragged_attention if work.is_ragged else rates.attention
+        how = rates.ragged_attention
+        if not work.is_ragged and work.tokens:
+            length = work.squares / work.tokens
+            how = rates.attention * length / (length + rates.attention_half)
         operations = product_passes * products
-        if trains and not role.keeps_logits(micro_batch_targets):
+        if trains and not role.keeps_logits(budget.targets):
             operations += flops.target * work.targets
         seconds = operations / (peak * rates.products * slower) + attention_passes * attention / (peak * how)
-        return rates.gaps * (seconds + self._between(role, work, trains))
+        return rates.gaps * (seconds + self._between(role, work, trains, budget.count))
 
-    def _between(self, role: Role, work: Work, trains: bool) -> float:
-        """Norms, rotations, activations: limited by memory."""
-        layers = range(role.model.num_layers)
-        kept = role.kept_in_full(layers, 4096) / 4096 * work.tokens
-        compiled = role.engine.use_torch_compile and not role.is_megatron
-        factor = self.rates.traffic_compiled if compiled else self.rates.traffic_eager
-        share = 1.0 if trains else 1 / 3
-        if trains and role.model_config.enable_gradient_checkpointing:
-            share = 4 / 3
-        return share * factor * kept / (self.cluster.hardware.memory_gbs * 1e9 * self.rates.memory)
+    def _between(self, role: Role, work: Work, trains: bool, micro_batches: int) -> float:
+        """Norms, rotations, activations and thin products: limited by memory."""
+        again = trains and role.model_config.enable_gradient_checkpointing
+        moved = role.trace.moves(range(role.model.num_layers), work.tokens, trains, again)
+        thin = moved.thin / (self._memory * self.rates.thin)
+        if role.engine.use_torch_compile and not role.is_megatron:
+            return self.rates.fused * moved.between / self._memory + thin
+        return moved.between / self._memory + thin + micro_batches * moved.operations * self.rates.operation
 
     def optimizer(self, role: Role, stage: int = 0) -> float:
         """One optimizer step: states are read and written, gradients read twice (their norm comes first)."""

@@ -114,11 +114,9 @@ def _filled(param: nn.Parameter, name: str, read: ReadRows, device: torch.device
         raise ValueError(f"parameter '{name}' is not sharded: it cannot be filled by slices")
     start, stop = local_rows(value)
     rows = read(name, start, stop)
-    local = torch.empty_like(value.to_local(), device=device)
-    local.copy_(rows)
-    whole = DTensor.from_local(
-        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
-    )
+    # Not `DTensor.from_local`, which brings everything to the mesh's kind of device: it may have to stay on the host.
+    whole: Any = torch.empty_like(value, device=device)
+    whole.to_local().copy_(rows)
     return nn.Parameter(whole, requires_grad=param.requires_grad)
 
 
