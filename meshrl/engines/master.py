@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshrl.engines.offload import HostMemory
+
 
 def join(high: Tensor, remainder: Tensor) -> Tensor:
     """The float32 master weights of bfloat16 parameters and their remainders."""
@@ -81,6 +83,8 @@ class MasterAdamW(torch.optim.Optimizer):
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.steps, self.scale = 0, 1.0
+        self._host = HostMemory()
+        self._is_spent = True  # whether the gradients have been applied
         (group,) = self.param_groups
         self.trained: list[nn.Parameter] = group["params"]
         self.offsets: list[int] = []
@@ -125,9 +129,14 @@ class MasterAdamW(torch.optim.Optimizer):
 
     def move(self, device: torch.device, *, params: bool, states: bool) -> None:
         """Brings the parameters, or the states, or both to a device."""
-        names = ["param"] * params + ["remainder", "exp_avg", "exp_avg_sq", "grad"] * states
-        for name in names:
-            self.flat[name] = self.flat[name].to(device)
+        for name in ["param"] * params + ["remainder", "exp_avg", "exp_avg_sq"] * states:
+            self.flat[name] = self._host.move(name, self.flat[name], device)
+        if states and self._is_spent:  # nobody needs gradients that have been applied
+            self.flat["grad"] = torch.zeros_like(self.flat["grad"], device=device)
+        elif states:
+            self.flat["grad"] = self._host.move("grad", self.flat["grad"], device)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self._point()
 
     def master(self, param: nn.Parameter) -> Tensor:
@@ -147,6 +156,7 @@ class MasterAdamW(torch.optim.Optimizer):
         assert param.grad is not None
         self.grads[number].add_(param.grad)
         param.grad = None
+        self._is_spent = False
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> float:
@@ -170,10 +180,12 @@ class MasterAdamW(torch.optim.Optimizer):
         for parts in zip(*(self.flat[name].split(SLICE) for name in names), strict=True):
             update(*parts, scalars)  # type: ignore[call-arg]
         self.scale = 1.0
+        self._is_spent = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients; the buffer they add up in stays."""
         self.flat["grad"].zero_()
+        self._is_spent = False
 
 
 def _hook(accumulate: weakref.WeakMethod, number: int) -> Callable[[Tensor], None]:

@@ -161,6 +161,9 @@ def test_balancing_loss_weighs_the_same_on_every_layout(megatron_ranks, folders,
 def go_away_and_come_back(trial):
     """Frees the memory of weights, gradients and optimizer states and takes it again between two steps."""
     from meshrl.engines.megatron.offload import move_gradients, move_states, move_weights
+    from meshrl.engines.offload import HostMemory
+
+    host = HostMemory()
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
     from meshrl.workers import verification
 
@@ -171,7 +174,7 @@ def go_away_and_come_back(trial):
         for where in (torch.device("cpu"), torch.device("cuda")):
             move_weights(engine.model, where)
             move_gradients(engine.model, where)
-            move_states(engine.optimizer, where, engine.transformer.bf16)
+            move_states(engine.optimizer, where, engine.transformer.bf16, host)
             if where.type == "cpu":
                 data = [x for b in buffers for x in (b.param_data, b.grad_data) if x is not None]
                 freed.append(sum(x.untyped_storage().size() for x in data))

@@ -27,7 +27,7 @@ from meshrl.engines.fsdp.sharding import FSDP2, Sharding, Whole, precision_polic
 from meshrl.engines.gathering import add_metrics, in_batch_order
 from meshrl.engines.master import MasterAdamW
 from meshrl.engines.micro_batches import split_into_micro_batches
-from meshrl.engines.offload import move_optimizer
+from meshrl.engines.offload import HostMemory, move_optimizer
 from meshrl.engines.optim import LearningRate, build_master_optimizer, build_optimizer
 from meshrl.engines.packed_lm import PackedCausalLM, PackedModel, PackedValueModel
 from meshrl.engines.stored_state import Snapshot
@@ -66,6 +66,7 @@ class FSDPEngine(Engine):
                 "set ulysses_sequence_parallel_size and context_parallel_size to 1"
             )
         self.has_adapters = model.lora_rank > 0 or model.lora_adapter_path is not None
+        self._host = HostMemory()
 
     def initialize(self) -> None:
         model = self.model_config
@@ -285,7 +286,7 @@ class FSDPEngine(Engine):
             held.move(device, params=model, states=optimizer)
             model = model and any(not p.requires_grad for p in self.module.parameters())
         elif optimizer and held is not None:
-            move_optimizer(held, device)
+            move_optimizer(held, device, self._host)
         if model:
             self.sharding.move(device)
         if device.type == "cpu" and self.device.type == "cuda":

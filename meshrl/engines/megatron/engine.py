@@ -32,6 +32,7 @@ from meshrl.engines.megatron.schedule import Answer, MicroBatch, Pass, choose_sc
 from meshrl.engines.megatron.transformer_config import has_transformer_engine, transformer_config
 from meshrl.engines.megatron.weight_map import expert_count, padded_vocab_size
 from meshrl.engines.megatron.weights import export_hf_weights, load_hf_weights
+from meshrl.engines.offload import HostMemory
 from meshrl.engines.optim import LearningRate
 from meshrl.engines.stored_state import Snapshot
 from meshrl.models.loading import empty_model, torch_dtype
@@ -45,6 +46,7 @@ class MegatronEngine(Engine):
 
     def lay_out(self) -> None:
         model, self.megatron = self.model_config, self.engine_config.megatron
+        self._host = HostMemory()
         # Without memory: its config, its class and the names of its parameters are what others ask for.
         self.hf_model = empty_model(
             model.path or "",
@@ -242,7 +244,7 @@ class MegatronEngine(Engine):
         if model:
             move_weights(self.model, device)
         if optimizer and self.optim_config is not None:
-            move_states(self.optimizer, device, self.transformer.bf16)
+            move_states(self.optimizer, device, self.transformer.bf16, self._host)
             if self.megatron.grad_offload:
                 move_gradients(self.model, device)
         torch.cuda.synchronize()

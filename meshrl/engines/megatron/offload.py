@@ -9,7 +9,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import nn
 
-from meshrl.engines.offload import move_optimizer
+from meshrl.engines.offload import HostMemory, move_optimizer
 
 
 def move_weights(model: Sequence[nn.Module], device: torch.device) -> None:
@@ -36,13 +36,13 @@ def move_gradients(model: Sequence[nn.Module], device: torch.device) -> None:
                 move(move_params=False, move_grads=True)
 
 
-def move_states(optimizer: Any, device: torch.device, separate_masters: bool) -> None:
+def move_states(optimizer: Any, device: torch.device, separate_masters: bool, host: HostMemory) -> None:
     """Brings the optimizer's states to a device, and its float32 weights where they are not the model's own memory."""
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False) or part.optimizer is None:
             continue
-        move_optimizer(part.optimizer, device)
+        move_optimizer(part.optimizer, device, host)
         if separate_masters:
             for group in part.optimizer.param_groups:
                 for param in group["params"]:
-                    param.data = param.data.to(device, non_blocking=True)
+                    param.data = host.move(id(param), param.data, device)

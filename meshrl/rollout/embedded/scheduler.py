@@ -19,7 +19,7 @@ from meshrl.rollout.embedded.rows import Rows, Sequence
 # Of every so many running rows, one free block is kept back when a new sequence wants in.
 ROWS_PER_SPARE_BLOCK = 4
 # Prefill is launched as soon as this many tokens have come together.
-LAUNCH_TOKENS = 8192
+LAUNCH_TOKENS = 16384
 # How far admission looks past sequences that wait for a block of another.
 MOST_SKIPPED = 1024
 
