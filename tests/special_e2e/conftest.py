@@ -1,9 +1,11 @@
 """Runs of the demo task, small enough for a test, that share one set of data and one warmed-up model."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Task:
-    """The demo's data and warmed-up model."""
+    """The demo's data, cut short, and its warmed-up model; `all_prompts` and `all_held_out` are the whole files."""
 
     folder: Path
     files: dict[str, str]
@@ -52,9 +54,10 @@ class Task:
         ensure_runnable(loaded.config)
         return loaded.config
 
-    def train(self, out: Path, *overrides: str) -> Run:
-        """Trains and reads back what the run wrote."""
-        path = train(self.config(out, *overrides), console=Console(quiet=True))
+    def train(self, out: Path, *overrides: str, curves: bool = False) -> Run:
+        """Trains and reads back what the run wrote. Its picture takes longer to draw than a short run to train."""
+        with nullcontext() if curves else patch("meshrl.telemetry.report.write_curves"):
+            path = train(self.config(out, *overrides), console=Console(quiet=True))
         metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         return Run(path, metrics, load_file(path / "model" / "model.safetensors"))
 
@@ -64,4 +67,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     folder = tmp_path_factory.mktemp("task")
     make_tiny_model(folder / "assets" / "model", ALPHABET)
     files = write_data(folder / "assets", seed=0)
+    for name, rows in (("prompts", 640), ("held_out", 150)):
+        whole = Path(files[name]).rename(folder / f"all_{name}.jsonl")
+        Path(files[name]).write_text("".join(whole.read_text().splitlines(keepends=True)[:rows]))
+        files[f"all_{name}"] = str(whole)
     return Task(folder, files, sft_run(folder, files, 0, Console(quiet=True)))
