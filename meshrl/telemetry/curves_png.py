@@ -18,7 +18,18 @@ _LEFT, _RIGHT, _ABOVE, _BELOW = 0.95, 0.2, 0.55, 0.6
 
 
 def write_curves(panels: list[Panel], title: str, path: Path) -> None:
-    """Draws the panels, two or three in a row, into a PNG."""
+    """Draws the panels into a PNG."""
+    figure = curves_figure(panels, title)
+    aside = path.with_name(path.name + ".part")
+    with warnings.catch_warnings():
+        # A name in a script that the built-in font lacks is drawn with boxes; that is no concern of the run.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        figure.savefig(aside, format="png")
+    aside.replace(path)
+
+
+def curves_figure(panels: list[Panel], title: str) -> Any:
+    """The panels, two or three in a row, as a matplotlib figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -33,12 +44,7 @@ def write_curves(panels: list[Panel], title: str, path: Path) -> None:
         _draw(axes, panel)
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_axis_off()
-    aside = path.with_name(path.name + ".part")
-    with warnings.catch_warnings():
-        # A name in a script that the built-in font lacks is drawn with boxes; that is no concern of the run.
-        warnings.filterwarnings("ignore", message="Glyph .* missing")
-        figure.savefig(aside, format="png")
-    aside.replace(path)
+    return figure
 
 
 def _margins(columns: int, rows: int) -> dict[str, float]:
