@@ -1,7 +1,7 @@
 """Runs of the demo task, small enough for a test, that share one set of data and one warmed-up model."""
 
 import json
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import load_config
 from meshrl.config.root import PPOConfig
 from meshrl.models.tiny import make_tiny_model
+from meshrl.telemetry.curves_png import write_curves
 from meshrl.trainer.demo import ALPHABET, sft_run, write_data
 from meshrl.trainer.run import train
 
@@ -54,12 +55,24 @@ class Task:
         ensure_runnable(loaded.config)
         return loaded.config
 
-    def train(self, out: Path, *overrides: str, curves: bool = False) -> Run:
-        """Trains and reads back what the run wrote. Its picture takes longer to draw than a short run to train."""
-        with nullcontext() if curves else patch("meshrl.telemetry.report.write_curves"):
-            path = train(self.config(out, *overrides), console=Console(quiet=True))
+    def train(self, out: Path, *overrides: str) -> Run:
+        """Trains and reads back what the run wrote."""
+        path = train(self.config(out, *overrides), console=Console(quiet=True))
         metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         return Run(path, metrics, load_file(path / "model" / "model.safetensors"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures() -> Iterator[None]:
+    """A run's picture takes longer to draw than a short run to train; who wants it asks for `pictures`."""
+    with patch("meshrl.telemetry.report.write_curves"):
+        yield
+
+
+@pytest.fixture
+def pictures() -> Iterator[None]:
+    with patch("meshrl.telemetry.report.write_curves", write_curves):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -71,4 +84,5 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
         whole = Path(files[name]).rename(folder / f"all_{name}.jsonl")
         Path(files[name]).write_text("".join(whole.read_text().splitlines(keepends=True)[:rows]))
         files[f"all_{name}"] = str(whole)
-    return Task(folder, files, sft_run(folder, files, 0, Console(quiet=True)))
+    with patch("meshrl.telemetry.report.write_curves"):
+        return Task(folder, files, sft_run(folder, files, 0, Console(quiet=True)))

@@ -38,7 +38,7 @@ def test_grpo_learns_and_coin_tosses_do_not(task, tmp_path):
     assert abs(sum(right) / len(right) - after) < 0.01
 
 
-def test_a_run_leaves_its_folder(task, tmp_path):
+def test_a_run_leaves_its_folder(task, pictures, tmp_path):
     run = task.train(
         tmp_path / "run",
         "trainer.total_training_steps=2",
@@ -47,7 +47,6 @@ def test_a_run_leaves_its_folder(task, tmp_path):
         "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
         f"trainer.rollout_data_dir={tmp_path / 'samples'}",
         "trainer.test_freq=2",
-        curves=True,
     )
     for name in ("config.yaml", "metrics.jsonl", "generations.jsonl", "report.html", "curves.png", "log.txt", "model"):
         assert (run.path / name).exists(), name
