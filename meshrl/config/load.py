@@ -57,7 +57,7 @@ def load_config(
         except ConfigError as error:
             problems += error.problems
 
-    tree: DictConfig = pickle.loads(_defaults(root))
+    tree = _defaults(root)
     sources = dict.fromkeys(leaves(root), "default")
     for setting in settings:
         name = canonical(setting.name)
@@ -71,9 +71,14 @@ def load_config(
     return Loaded(*_to_object(tree, sources), notes)
 
 
+def _defaults(root: type) -> DictConfig:
+    """The tree before any setting."""
+    return pickle.loads(_pickled_defaults(root))
+
+
 @cache
-def _defaults(root: type) -> bytes:
-    """The tree before any setting, pickled: to read it is thirty times as fast as to make it of its dataclasses."""
+def _pickled_defaults(root: type) -> bytes:
+    # To read a pickle is thirty times as fast as to make the tree of its dataclasses.
     return pickle.dumps(OmegaConf.structured(root))
 
 

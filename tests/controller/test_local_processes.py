@@ -229,7 +229,7 @@ if __name__ == "__main__":
 
 
 def test_a_class_of_the_users_script_is_found(tmp_path):
-    out, err = run_script(tmp_path, SCRIPT).communicate(timeout=60)
+    out, err = run_script(tmp_path, SCRIPT).communicate(timeout=180)
     assert "['hello from 0', 'hello from 1']" in out, err
     assert out.count("the script runs as __mp_main__") == 2
 
@@ -259,7 +259,7 @@ def test_an_interactive_class_and_the_absence_of_ray_are_explained():
         capture_output=True,
         text=True,
         env=script_environment(),
-        timeout=60,
+        timeout=180,
     )
     assert "ValueError: worker class Mine is defined in an interactive session" in done.stderr
     assert "ImportError: the Ray backend needs Ray: pip install 'meshrl[ray]'" in done.stderr
