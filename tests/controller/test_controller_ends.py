@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
         init_ray(log_to_driver=False, **({"address": address} if address else {"num_cpus": 2}))
     pool = ResourcePool([2], use_gpu=False)
-    deadlines = Deadlines(start=120)
+    deadlines = Deadlines(start=240)
     group = create_worker_group(pool, ClassWithInitArgs(Probe), backend=backend, deadlines=deadlines)
     group.all_reduce()
     # holds a copy of every socket of ours

@@ -16,7 +16,7 @@ def pids_of(group):
 
 
 def test_an_error_on_one_rank_releases_those_that_wait_for_it(make_group):
-    group = make_group(Probe, deadlines=Deadlines(start=120, call=60, release=1))
+    group = make_group(Probe, deadlines=Deadlines(start=240, call=60, release=1))
     group.all_reduce()
     pids = pids_of(group)
     began = time.monotonic()
@@ -62,7 +62,7 @@ def test_a_worker_killed_between_calls_is_noticed(make_group):
 
 
 def test_the_deadline_of_a_call_names_the_silent_ranks_and_their_stacks(make_group):
-    group = make_group(Probe, deadlines=Deadlines(start=120, call=1.5))
+    group = make_group(Probe, deadlines=Deadlines(start=240, call=1.5))
     pids = pids_of(group)
     first, second = group.sleep_later(1.0), group.sleep_later(1.0)  # queued: each has its own 1.5 s
     second.get(20)

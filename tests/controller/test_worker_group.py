@@ -29,7 +29,7 @@ def group(request):
     pool = ResourcePool([1] if request.param == "in_process" else [2, 2], use_gpu=False)
     spec = ClassWithInitArgs(Probe, base=5)
     env = {"TEST_EXTRA": "more"}
-    with create_worker_group(pool, spec, backend=backend, env=env, deadlines=Deadlines(start=120, call=60)) as made:
+    with create_worker_group(pool, spec, backend=backend, env=env, deadlines=Deadlines(start=240, call=60)) as made:
         yield made
 
 
