@@ -10,11 +10,13 @@ INPUTS := pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/meshrl demo
 
-# `make test TEST_WORKERS=2` runs files of tests side by side: quicker, but tests of memory and of Ray then share the machine.
-TEST_WORKERS ?= 0
+# Files of tests run side by side, the slow ones first; `make test TEST_WORKERS=0` runs one after the other. Bytecode is kept, even
+# where the environment forbids it: many of the tests start processes, and each would compile the package again.
+TEST_WORKERS ?= 2
 
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=20
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
+		-n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 # The real engines, each in an environment of its own. What they compile and how they bind threads would cost minutes.
 ENGINE_TESTS := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 torch.set_num_threads(1)
 
+# Most of a whole run goes into these: whoever shares it begins with them, and all end at about the same time.
+SLOW_FIRST = ("special_e2e", "controller", "special_distributed", "special_sanity")
+SLOWEST = ("test_chaos.py", "test_resume.py", "test_learning.py", "test_tool_learning.py", "test_layouts.py")
+
 ALPHABET = "0123456789abc>+= \n"
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
@@ -61,6 +65,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
     ),
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slow folders first, in them the slowest files; what is left keeps its order."""
+
+    def turn(item: pytest.Item) -> tuple[int, int]:
+        folder, file = item.path.parent.name, item.path.name
+        place = SLOW_FIRST.index(folder) if folder in SLOW_FIRST else len(SLOW_FIRST)
+        return place, SLOWEST.index(file) if file in SLOWEST else len(SLOWEST)
+
+    items.sort(key=turn)
 
 
 @pytest.fixture(scope="session")

@@ -12,24 +12,14 @@ COLORS = (
     *("#6b8e23", "#7a5230", "#5560a4", "#b0a08c", "#c9ced6"),
 )
 _INK, _MUTED, _GRID = "#1c2430", "#5d6775", "#e6e9ee"
+# Inches. Fixed ones: a layout that looks for them draws everything twice, longer than a short run trains.
+_WIDTH, _HEIGHT, _HEAD = 5.2, 3.5, 0.55
+_LEFT, _RIGHT, _ABOVE, _BELOW = 0.95, 0.2, 0.55, 0.6
 
 
 def write_curves(panels: list[Panel], title: str, path: Path) -> None:
-    """Draws the panels, two or three in a row, into a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    columns = min(len(panels), 2 if len(panels) <= 4 else 3)
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(5.2 * columns, 3.5 * rows + 0.7), dpi=110, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)  # type: ignore[union-attr,call-arg]
-    figure.suptitle(_safe(title), fontsize=15, fontweight="bold", color=_INK)
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for axes, panel in zip(grid.flat, panels, strict=False):
-        _draw(axes, panel)
-    for axes in list(grid.flat)[len(panels) :]:
-        axes.set_axis_off()
+    """Draws the panels into a PNG."""
+    figure = curves_figure(panels, title)
     aside = path.with_name(path.name + ".part")
     with warnings.catch_warnings():
         # A name in a script that the built-in font lacks is drawn with boxes; that is no concern of the run.
@@ -38,8 +28,40 @@ def write_curves(panels: list[Panel], title: str, path: Path) -> None:
     aside.replace(path)
 
 
+def curves_figure(panels: list[Panel], title: str) -> Any:
+    """The panels, two or three in a row, as a matplotlib figure."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(len(panels), 2 if len(panels) <= 4 else 3)
+    rows = -(-len(panels) // columns)
+    width, height = _WIDTH * columns, _HEIGHT * rows + _HEAD
+    figure = Figure(figsize=(width, height), dpi=110, facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle(_safe(title), y=1 - 0.15 / height, va="top", fontsize=15, fontweight="bold", color=_INK)
+    grid = figure.subplots(rows, columns, squeeze=False, gridspec_kw=_margins(columns, rows))
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        _draw(axes, panel)
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_axis_off()
+    return figure
+
+
+def _margins(columns: int, rows: int) -> dict[str, float]:
+    """What matplotlib wants to know of the room around and between the panels, each in shares of its own."""
+    width, height = _WIDTH * columns, _HEIGHT * rows + _HEAD
+    return {
+        "left": _LEFT / width,
+        "right": 1 - _RIGHT / width,
+        "bottom": _BELOW / height,
+        "top": 1 - (_HEAD + _ABOVE) / height,
+        "wspace": (_LEFT + _RIGHT) / (_WIDTH - _LEFT - _RIGHT),
+        "hspace": (_ABOVE + _BELOW) / (_HEIGHT - _ABOVE - _BELOW),
+    }
+
+
 def _draw(axes: Any, panel: Panel) -> None:
-    axes.set_title(_safe(panel.title), loc="left", fontsize=12, fontweight="bold", color=_INK, pad=18)
+    axes.set_title(_safe(panel.title), loc="left", y=1, pad=18, fontsize=12, fontweight="bold", color=_INK)
     if panel.note:
         axes.text(0, 1.03, _safe(panel.note), transform=axes.transAxes, fontsize=8.5, color=_MUTED)
     if panel.stacked:

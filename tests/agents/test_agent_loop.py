@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 from scripted import END, TOKENIZER, ScriptedRollout, call_text, ids_of, make_agent, run_loop, sample
@@ -21,13 +20,6 @@ P, G, T, I, D = State.PENDING, State.GENERATING, State.TOOL_CALLING, State.INTER
 def add(a: int, b: int) -> ToolResult:
     """Adds."""
     return ToolResult(str(a + b), reward=0.1)
-
-
-@tool
-async def wait(seconds: float) -> str:
-    """Waits."""
-    await asyncio.sleep(seconds)
-    return f"waited {seconds}"
 
 
 def says(*turns):
@@ -73,12 +65,19 @@ def test_a_call_and_an_answer():
 
 
 def test_parallel_calls_are_run_at_once_and_answered_in_order():
-    calls = call_text("wait", seconds=1.0) + call_text("wait", seconds=0.0) + call_text("wait", seconds=0.9)
-    started = time.perf_counter()
-    _, found = run_loop(make_agent([wait], max_parallel_calls=3), ScriptedRollout(says(calls, "ok")))
-    assert time.perf_counter() - started < 1.8
+    everyone = asyncio.Barrier(3)
+
+    @tool
+    async def meet(seconds: float) -> str:
+        """Waits for the others, then a while."""
+        await asyncio.wait_for(everyone.wait(), 20)
+        await asyncio.sleep(seconds)
+        return f"waited {seconds}"
+
+    calls = call_text("meet", seconds=0.3) + call_text("meet", seconds=0.0) + call_text("meet", seconds=0.2)
+    _, found = run_loop(make_agent([meet], max_parallel_calls=3), ScriptedRollout(says(calls, "ok")))
     answers = [m["content"] for m in found.messages if m["role"] == "tool"]
-    assert answers == ["waited 1.0", "waited 0.0", "waited 0.9"]
+    assert answers == ["waited 0.3", "waited 0.0", "waited 0.2"]
     assert found.tool_calls == 3
 
 

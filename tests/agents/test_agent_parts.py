@@ -25,6 +25,18 @@ def rollout():
     made.close()
 
 
+@pytest.fixture
+def in_no_hurry(rollout, monkeypatch):
+    """A step takes a while: on a busy machine all answers would else be there before anybody has looked."""
+    advance = rollout._advance
+
+    def advance_late():
+        time.sleep(0.02)
+        advance()
+
+    monkeypatch.setattr(rollout, "_advance", advance_late)
+
+
 def all_parts(generation):
     rows, parts, until = [], [], time.monotonic() + 60
     while generation.left and time.monotonic() < until:
@@ -44,6 +56,7 @@ def same(ours, theirs):
     assert difference.abs().max() < 1e-5
 
 
+@pytest.mark.usefixtures("in_no_hurry")
 @pytest.mark.parametrize("padding", [0, 3])
 def test_conversations_are_those_of_the_whole_batch(rollout, padding):
     agents = AgentRollout(rollout, letters_agent())
@@ -58,6 +71,7 @@ def test_conversations_are_those_of_the_whole_batch(rollout, padding):
         assert list(batch.non_tensor_batch[name]) == list(whole.non_tensor_batch[name])
 
 
+@pytest.mark.usefixtures("in_no_hurry")
 def test_single_answers_too(rollout):
     whole = rollout.generate_sequences(prompts(), PARAMS)
     batch, parts = all_parts(start_generation(rollout, None, prompts(), PARAMS))

@@ -286,3 +286,14 @@ def test_sft_root() -> None:
     assert isinstance(loaded.config, SFTConfig)
     assert (loaded.config.data.max_length, loaded.config.engine.grad_clip, loaded.config.optim.lr) == (64, 0.5, 1e-5)
     assert problems_of("algorithm.gamma=1", root=SFTConfig)
+
+
+def test_what_is_done_to_one_config_is_not_in_the_next() -> None:
+    first = load_config(None, ["trainer.logger=[file]"]).config
+    first.trainer.logger.append("wandb")
+    first.data.train_files.append("mine.jsonl")
+    first.actor_rollout_ref.actor.optim.lr = 3.0
+    second = load_config(None, []).config
+    assert second == load_config(None, []).config != first
+    assert second.data.train_files == PPOConfig().data.train_files
+    assert second.trainer.logger == PPOConfig().trainer.logger

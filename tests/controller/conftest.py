@@ -35,7 +35,7 @@ def make_group(backend):
         pool = pool or ResourcePool([world_size], use_gpu=False)
         spec = cls if isinstance(cls, ClassWithInitArgs) else ClassWithInitArgs(cls, *args, **kwargs)
         options = {"in_process": False} if backend == "local" else {}
-        deadlines = deadlines or Deadlines(start=120, call=60)
+        deadlines = deadlines or Deadlines(start=240, call=60)
         group = create_worker_group(pool, spec, backend=backend, role=role, deadlines=deadlines, **options)
         groups.append(group)
         return group

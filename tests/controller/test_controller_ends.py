@@ -24,9 +24,9 @@ if __name__ == "__main__":
     if backend == "ray":
         from meshrl.controller.ray import init_ray
 
-        init_ray(log_to_driver=False, **({"address": address} if address else {"num_cpus": 3}))
-    pool = ResourcePool([3], use_gpu=False)
-    deadlines = Deadlines(start=120)
+        init_ray(log_to_driver=False, **({"address": address} if address else {"num_cpus": 2}))
+    pool = ResourcePool([2], use_gpu=False)
+    deadlines = Deadlines(start=240)
     group = create_worker_group(pool, ClassWithInitArgs(Probe), backend=backend, deadlines=deadlines)
     group.all_reduce()
     # holds a copy of every socket of ours
@@ -60,7 +60,7 @@ def check_workers_end(tmp_path, backend, address, sent, call):
     try:
         assert process.stdout.readline() == "running as __main__\n"
         told = process.stdout.readline().split()
-        assert len(told) == 4, f"the controller ended before its workers were there:\n{process.stderr.read()}"
+        assert len(told) == 3, f"the controller ended before its workers were there:\n{process.stderr.read()}"
         helper, *pids = map(int, told)
         ours = pids if address else [*pids, psutil.Process(pids[0]).ppid()]
         if sent is not None:

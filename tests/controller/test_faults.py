@@ -16,13 +16,13 @@ def pids_of(group):
 
 
 def test_an_error_on_one_rank_releases_those_that_wait_for_it(make_group):
-    group = make_group(Probe, deadlines=Deadlines(start=120, call=60, release=1))
+    group = make_group(Probe, deadlines=Deadlines(start=240, call=60, release=1))
     group.all_reduce()
     pids = pids_of(group)
     began = time.monotonic()
     with pytest.raises(WorkerError, match="bad sample 17") as caught:
         group.fail_before_collective(1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
     assert caught.value.rank == 1
     assert "ranks [0] had not returned 1 s later; the group was ended" in str(caught.value)
     with pytest.raises(GroupBrokenError, match="can no longer be called: fail_before_collective failed on rank 1"):
@@ -39,7 +39,7 @@ def test_a_killed_worker_is_reported_at_once(make_group):
     began = time.monotonic()
     with pytest.raises(WorkerDied) as caught:
         running.get(20)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
     error = caught.value
     assert (error.rank, error.role, error.method, error.pid) == (1, "actor", "sleep_later", pids[1])
     assert "while it ran sleep_later" in str(error)
@@ -62,7 +62,7 @@ def test_a_worker_killed_between_calls_is_noticed(make_group):
 
 
 def test_the_deadline_of_a_call_names_the_silent_ranks_and_their_stacks(make_group):
-    group = make_group(Probe, deadlines=Deadlines(start=120, call=1.5))
+    group = make_group(Probe, deadlines=Deadlines(start=240, call=1.5))
     pids = pids_of(group)
     first, second = group.sleep_later(1.0), group.sleep_later(1.0)  # queued: each has its own 1.5 s
     second.get(20)
@@ -70,7 +70,7 @@ def test_the_deadline_of_a_call_names_the_silent_ranks_and_their_stacks(make_gro
     began = time.monotonic()
     with pytest.raises(DeadlineError) as caught:
         group.sleep(60, ranks=[0])
-    assert 1.4 < time.monotonic() - began < 6
+    assert 1.4 < time.monotonic() - began < 10
     error = caught.value
     assert (error.method, error.answered, error.silent) == ("sleep", [1], [0])
     assert error.waited >= 1.5

@@ -1,10 +1,13 @@
 """What only the local backend promises: how workers are started, how they end, and that nothing is left of them."""
 
+import contextlib
 import gc
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -46,15 +49,43 @@ def run_script(tmp_path, text, **options):
     )
 
 
-def test_nothing_is_left_in_shared_memory_or_on_disk_when_all_is_killed(tmp_path):
-    before = set(os.listdir("/dev/shm"))
+def named_shared_memory(pids):
+    """The files in /dev/shm that these processes hold open or have mapped; those of others on the machine are not."""
+    found = set()
+    for pid in pids:
+        names = [line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                names.append(os.readlink(fd))
+        found |= {name for name in names if name.startswith("/dev/shm/")}
+    return found
+
+
+def test_nothing_is_left_in_shared_memory_when_all_is_killed():
+    before = named_shared_memory([os.getpid()])
     with start(2) as group:
         future = group.slow_shard(DataProto.from_dict({"x": torch.zeros(4, 1_000_000)}), 30)
-        for told_pid in [rank.pid for rank in group._backend._ranks]:
-            os.kill(told_pid, signal.SIGKILL)
+        until = time.monotonic() + 30
+        while group._backend.stacks().count("in slow_shard") < 2:  # both have their batch
+            assert time.monotonic() < until
+        pids = [rank.pid for rank in group._backend._ranks]
+        held = named_shared_memory([os.getpid(), *pids]) - before
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
             future.get(10)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not [name for name in held if os.path.exists(name)]
+
+
+def test_shared_memory_with_a_name_would_be_seen():
+    file = tempfile.NamedTemporaryFile(dir="/dev/shm")  # noqa: SIM115
+    file.truncate(1)
+    assert file.name in named_shared_memory([os.getpid()])
+    with mmap.mmap(file.fileno(), 1):
+        name = file.name
+        file.close()
+        assert f"{name} (deleted)" in named_shared_memory([os.getpid()])
+    assert not [found for found in named_shared_memory([os.getpid()]) if name in found]
 
 
 def test_a_death_tells_how(tmp_path):
@@ -81,7 +112,7 @@ def test_a_kill_is_reported_within_seconds():
         os.kill(pids[2], signal.SIGKILL)
         with pytest.raises(WorkerDied, match=r"rank 2 .*signal 9 \(SIGKILL\).*out-of-memory"):
             waiting.get(10)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 10
 
 
 def test_a_worker_whose_socket_is_held_by_its_child_is_still_found_dead():
@@ -157,7 +188,7 @@ def test_starting_again_is_quick_and_survives_the_loss_of_the_nursery():
     began = time.monotonic()
     with start(4) as group:
         assert group.world_size == 4
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
     nursery = get_nursery()
     with start(2) as group:
         os.kill(nursery._process.pid, signal.SIGKILL)
@@ -198,7 +229,7 @@ if __name__ == "__main__":
 
 
 def test_a_class_of_the_users_script_is_found(tmp_path):
-    out, err = run_script(tmp_path, SCRIPT).communicate(timeout=60)
+    out, err = run_script(tmp_path, SCRIPT).communicate(timeout=180)
     assert "['hello from 0', 'hello from 1']" in out, err
     assert out.count("the script runs as __mp_main__") == 2
 
@@ -228,7 +259,7 @@ def test_an_interactive_class_and_the_absence_of_ray_are_explained():
         capture_output=True,
         text=True,
         env=script_environment(),
-        timeout=60,
+        timeout=180,
     )
     assert "ValueError: worker class Mine is defined in an interactive session" in done.stderr
     assert "ImportError: the Ray backend needs Ray: pip install 'meshrl[ray]'" in done.stderr

@@ -39,7 +39,7 @@ def test_a_detached_group_is_found_by_its_name_and_gives_everything_back():
         backend="ray",
         name="keeper",
         detached=True,
-        deadlines=Deadlines(start=120),
+        deadlines=Deadlines(start=240),
     )
     pid = group.about()[0]["pid"]
     del group

@@ -50,7 +50,7 @@ def watched(tmp_path):
 @pytest.fixture
 def local_pair():
     pool = ResourcePool([2], use_gpu=False)
-    deadlines = Deadlines(start=120, call=60, shutdown=1)  # some are left in a collective that never ends
+    deadlines = Deadlines(start=240, call=60, shutdown=1)  # some are left in a collective that never ends
     with create_worker_group(pool, ClassWithInitArgs(Probe), deadlines=deadlines) as group:
         yield group
 
@@ -184,7 +184,7 @@ def test_a_dead_ray_node(second_node, watched):
         ClassWithInitArgs(Probe),
         backend="ray",
         role="rollout",
-        deadlines=Deadlines(start=120, call=120, shutdown=1),
+        deadlines=Deadlines(start=240, call=120, shutdown=1),
     )
     with group:
         future = group.execute_all_async("sleep", 60)

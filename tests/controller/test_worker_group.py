@@ -29,7 +29,7 @@ def group(request):
     pool = ResourcePool([1] if request.param == "in_process" else [2, 2], use_gpu=False)
     spec = ClassWithInitArgs(Probe, base=5)
     env = {"TEST_EXTRA": "more"}
-    with create_worker_group(pool, spec, backend=backend, env=env, deadlines=Deadlines(start=120, call=60)) as made:
+    with create_worker_group(pool, spec, backend=backend, env=env, deadlines=Deadlines(start=240, call=60)) as made:
         yield made
 
 
@@ -127,14 +127,12 @@ def test_short_form_of_registering_a_mesh(group):
 
 
 def test_futures(group):
-    began = time.monotonic()
     future = group.slow_shard(batch(6), 2.0)
-    assert time.monotonic() - began < 1.5
     assert not future.done()
     with pytest.raises(TimeoutError, match="slow_shard"):
         future.get(timeout=0.01)
     passed_on = group.slow_shard(future, 0.1)  # before it is ready
-    assert time.monotonic() - began < 1.5
+    assert not future.done()
     assert group.shard.__doc__.startswith("Scale x")
     assert torch.equal(passed_on.get(30).batch["x"], torch.arange(6) + 200)
     assert future.done()
@@ -265,14 +263,14 @@ def test_mistakes_in_creating():
 
 
 def test_a_pool_takes_no_more_groups_than_it_says(make_group):
-    pool = ResourcePool([3], use_gpu=False, max_colocate_count=2)
-    left, right = pool.split([1, 2])
+    pool = ResourcePool([2], use_gpu=False, max_colocate_count=2)
+    left, right = pool.split([1, 1])
     groups = [make_group(Counter, 1, pool=pool), make_group(Counter, 2, pool=left)]
     full = r"process 0 of node 0 of the pool holds 2 worker groups and max_colocate_count is 2: shut one down"
     for full_pool in (pool, left):
         with pytest.raises(ValueError, match=full):
             make_group(Counter, 3, pool=full_pool)
-    assert [count for count, _, _ in make_group(Counter, 4, pool=right).add(1)] == [5, 5]
+    assert [count for count, _, _ in make_group(Counter, 4, pool=right).add(1)] == [5]
     groups[0].shutdown()
     assert [count for count, _, _ in make_group(Counter, 5, pool=left).add(1)] == [6]
     os.kill(groups[1].add(0)[0][2], signal.SIGKILL)  # a group that died makes room, too

@@ -47,7 +47,11 @@ def import_without_fusion() -> None:
 class CudaIsCpu(TorchFunctionMode):
     """Sends what is made for CUDA to the CPU, and names the types of CPU tensors as CUDA's."""
 
+    OF_INTEREST = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.to, torch.Tensor.type})
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and func not in self.OF_INTEREST:
+            return func(*args)  # nearly all: tens of thousands in a step
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]

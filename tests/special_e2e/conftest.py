@@ -1,9 +1,11 @@
 """Runs of the demo task, small enough for a test, that share one set of data and one warmed-up model."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import load_config
 from meshrl.config.root import PPOConfig
 from meshrl.models.tiny import make_tiny_model
+from meshrl.telemetry.curves_png import write_curves
 from meshrl.trainer.demo import ALPHABET, sft_run, write_data
 from meshrl.trainer.run import train
 
@@ -29,7 +32,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Task:
-    """The demo's data and warmed-up model."""
+    """The demo's data, cut short, and its warmed-up model; `all_prompts` and `all_held_out` are the whole files."""
 
     folder: Path
     files: dict[str, str]
@@ -59,9 +62,27 @@ class Task:
         return Run(path, metrics, load_file(path / "model" / "model.safetensors"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures() -> Iterator[None]:
+    """A run's picture takes longer to draw than a short run to train; who wants it asks for `pictures`."""
+    with patch("meshrl.telemetry.report.write_curves"):
+        yield
+
+
+@pytest.fixture
+def pictures() -> Iterator[None]:
+    with patch("meshrl.telemetry.report.write_curves", write_curves):
+        yield
+
+
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     folder = tmp_path_factory.mktemp("task")
     make_tiny_model(folder / "assets" / "model", ALPHABET)
     files = write_data(folder / "assets", seed=0)
-    return Task(folder, files, sft_run(folder, files, 0, Console(quiet=True)))
+    for name, rows in (("prompts", 640), ("held_out", 150)):
+        whole = Path(files[name]).rename(folder / f"all_{name}.jsonl")
+        Path(files[name]).write_text("".join(whole.read_text().splitlines(keepends=True)[:rows]))
+        files[f"all_{name}"] = str(whole)
+    with patch("meshrl.telemetry.report.write_curves"):
+        return Task(folder, files, sft_run(folder, files, 0, Console(quiet=True)))

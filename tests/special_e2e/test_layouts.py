@@ -93,7 +93,9 @@ def test_every_policy_loss_gives_the_same_step_on_two_ranks(task, tmp_path, loss
     "estimator", ["grpo_passk", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg"]
 )
 def test_every_estimator_without_a_critic_trains(task, tmp_path, estimator):
-    run = task.train(tmp_path / "run", *SHORT, f"algorithm.adv_estimator={estimator}")
+    # Hot, so that the answers of a group differ: pass@k learns from groups with a single right one.
+    hot = "actor_rollout_ref.rollout.temperature=1.5"
+    run = task.train(tmp_path / "run", *SHORT, hot, f"algorithm.adv_estimator={estimator}")
     assert run.metrics[-1]["actor/grad_norm"] > 0
     assert run.metrics[-1]["actor/skipped_steps"] == 0
 

@@ -14,7 +14,8 @@ def accuracies(run):
 
 
 def test_grpo_learns_and_coin_tosses_do_not(task, tmp_path):
-    steps = ("trainer.total_training_steps=70", "trainer.test_freq=70")
+    data = (f"data.train_files=[{task.files['all_prompts']}]", f"data.val_files=[{task.files['all_held_out']}]")
+    steps = ("trainer.total_training_steps=70", "trainer.test_freq=70", *data)
     learned = task.train(tmp_path / "grpo", *steps)
     before, after = accuracies(learned)
     assert before < 0.45
@@ -28,7 +29,7 @@ def test_grpo_learns_and_coin_tosses_do_not(task, tmp_path):
     # The model it wrote is the one that was validated: plain transformers finds the same accuracy.
     model = AutoModelForCausalLM.from_pretrained(learned.path / "model")
     tokenizer = AutoTokenizer.from_pretrained(learned.path / "model")
-    with open(task.files["held_out"]) as lines:
+    with open(task.files["all_held_out"]) as lines:
         rows = [json.loads(line) for line in lines]
     ids = torch.tensor([tokenizer(row["prompt"])["input_ids"] for row in rows])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=7, do_sample=False)
@@ -37,7 +38,7 @@ def test_grpo_learns_and_coin_tosses_do_not(task, tmp_path):
     assert abs(sum(right) / len(right) - after) < 0.01
 
 
-def test_a_run_leaves_its_folder(task, tmp_path):
+def test_a_run_leaves_its_folder(task, pictures, tmp_path):
     run = task.train(
         tmp_path / "run",
         "trainer.total_training_steps=2",

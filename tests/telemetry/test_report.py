@@ -16,6 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshrl.telemetry import report_samples
+from meshrl.telemetry.curves_png import curves_figure
 from meshrl.telemetry.curves_svg import HEIGHT, WIDTH, draw_panel, nice_ticks, sparkline
 from meshrl.telemetry.panels import Panel, Series, build_panels, merge_steps, smooth, thin
 from meshrl.telemetry.report import RunData, latest_by_step, read_run, run_page, write_report
@@ -173,6 +174,26 @@ def test_hostile_strings_are_text_everywhere(tmp_path):
     assert not re.search("[\x00\x1b\u202e\x85]", pages[1].text)
     assert "\\u202e" in pages[1].text
     assert (wild / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_nothing_in_the_picture_lies_over_its_neighbour_or_the_edge(count):
+    """The margins are fixed: the widest ticks must find room in them."""
+    widest = [[0.0, 1.23e-6, 2.5e-6], [123_456.0, 123_500.0, 130_000.0], [-0.00125, 0.0, 0.0075], [1e-9, 1.0, 1e9]]
+    panels = [
+        Panel("A title", "norm before clipping", [Series("a", [1, 2, 3], widest[i % 4])], log_scale=i == 3, note="why")
+        for i in range(count)
+    ]
+    figure = curves_figure(panels, "a run")
+    figure.canvas.draw()
+    boxes = [axes.get_tightbbox() for axes in figure.axes[:count]]
+    edge = figure.bbox
+    for box in boxes:
+        assert edge.x0 <= box.x0 < box.x1 <= edge.x1
+        assert edge.y0 <= box.y0 < box.y1 <= edge.y1
+    everything = [*boxes, figure._suptitle.get_window_extent()]
+    for i, one in enumerate(everything):
+        assert not any(one.overlaps(other) for other in everything[i + 1 :])
 
 
 def test_a_page_that_did_not_escape_would_be_caught():
