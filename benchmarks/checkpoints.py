@@ -30,9 +30,10 @@ from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.optim import OptimConfig
 from meshrl.engines.fsdp.engine import FSDPEngine
-from meshrl.engines.stored_state import record_file, write_snapshot
+from meshrl.engines.stored_state import record_file, write_index, write_snapshot
 from meshrl.models.saving import save_configs
 from meshrl.parallel.mesh import init_process_group
+from meshrl.trainer.checkpoint import FORMAT
 from meshrl.trainer.convert import to_hf
 
 MIB = 1 << 20
@@ -72,7 +73,8 @@ def ours(engine: FSDPEngine, folder: Path, background: bool) -> tuple[float, flo
     if background:
         snapshot = snapshot.copied()
     held = time.perf_counter() - started
-    for file in write_snapshot(snapshot, folder, 0):
+    part = write_snapshot(snapshot, folder, 0)
+    for file in (*part.files, write_index(folder, [part.entries])):
         record_file(file, folder)
     written = time.perf_counter() - started
     return (held if background else written), written
@@ -171,11 +173,12 @@ def write_checkpoint(engine: FSDPEngine, path: Path) -> None:
     import json
     from dataclasses import asdict
 
-    files = write_snapshot(engine.snapshot(("model",)), path / "actor", 0)
+    part = write_snapshot(engine.snapshot(("model",)), path / "actor", 0)
+    files = [*part.files, write_index(path / "actor", [part.entries])]
     save_configs(path / "actor" / "huggingface", engine.hf_model)
     files += list((path / "actor" / "huggingface").iterdir())
     records = [asdict(record_file(file, path)) for file in files]
-    (path / "manifest.json").write_text(json.dumps({"format": 1, "step": 1, "files": records}))
+    (path / "manifest.json").write_text(json.dumps({"format": FORMAT, "step": 1, "files": records}))
 
 
 def main() -> None:
@@ -186,6 +189,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--shard", type=int, default=32, help="MiB of a shard in conversions")
     arguments = parser.parse_args()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541"}.items():
+        os.environ.setdefault(name, value)
     init_process_group(torch.device(arguments.device), 60.0)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)

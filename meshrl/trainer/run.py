@@ -43,7 +43,7 @@ from meshrl.rewards.loading import load_reward_manager
 from meshrl.telemetry.bar import counting_bar
 from meshrl.telemetry.console import SFT_COLUMNS, StepConsole
 from meshrl.telemetry.report import write_report
-from meshrl.telemetry.run_folder import RunFolder
+from meshrl.telemetry.run_folder import RunFiles, RunFolder
 from meshrl.telemetry.samples import SampleLog
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracking
@@ -292,7 +292,7 @@ def note_restart(restarts: Restarts, found: Found | None, tracker: Tracking) -> 
 
 def open_run(trainer: RunConfig, found: Found | None, restarts: Restarts) -> RunFolder:
     """The run's folder: its files go on where the checkpoint to go on from is one of its own."""
-    again, restarts.opened = restarts.opened, True
+    again, restarts.opened = restarts.opened or restarts.is_since(RunFiles(trainer.run_dir).config), True
     folder = Path(trainer.run_dir).resolve() / FOLDER
     if found is None or found.path.resolve().parent not in (folder, copies_folder(trainer.run_dir)):
         # What an attempt before has written of steps that were not kept is written again.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.controller import Dispatch, Worker, register
 from meshrl.engines.base import CONTENTS, Engine
 from meshrl.engines.fsdp.engine import FSDPEngine
-from meshrl.engines.stored_state import FileRecord, Snapshot, record_file, write_snapshot
+from meshrl.engines.stored_state import Entry, FileRecord, Part, Snapshot, record_file, write_snapshot
 from meshrl.models.loading import load_tokenizer
 from meshrl.models.lora import save_adapter_config
 from meshrl.models.saving import save_configs, save_hf_folder
@@ -28,10 +28,11 @@ HF_FOLDER = "huggingface"
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote of a checkpoint, and how long it took."""
+    """What one rank wrote of a checkpoint, how long it took, and by folder where its tensors lie."""
 
     files: list[FileRecord]
     seconds: float
+    entries: dict[str, list[Entry]] = field(default_factory=dict)
 
 
 class CheckpointedWorker(Worker):
@@ -69,21 +70,22 @@ class CheckpointedWorker(Worker):
         engine, _ = self._checkpointed()
         with self._engine_awake():
             files = self._write_hf_files(folder, with_weights="hf_model" in contents)
-            for name, other in self._saved_beside().items():
-                files += write_snapshot(other.snapshot(("model",)), folder / name, self.rank)
+            beside = {f"{role}/{name}": other.snapshot(("model",)) for name, other in self._saved_beside().items()}
+            parts = {name: write_snapshot(state, Path(root) / name, self.rank) for name, state in beside.items()}
             snapshot = engine.snapshot([name for name in contents if name in CONTENTS])
             if background:
                 snapshot = snapshot.copied()
             else:
-                files += write_snapshot(snapshot, folder, self.rank)
+                parts[role] = write_snapshot(snapshot, folder, self.rank)
         held = time.perf_counter() - started
+        left = (role, snapshot) if background else None
         if background:
             pool = ThreadPoolExecutor(1, thread_name_prefix="meshrl-checkpoint")
-            self._writings[place] = pool.submit(self._finish, snapshot, folder, Path(root), files, held)
+            self._writings[place] = pool.submit(self._finish, left, Path(root), files, parts, held)
             pool.shutdown(wait=False)
         else:
             self._writings[place] = ThreadFuture()
-            self._writings[place].set_result(self._finish(None, folder, Path(root), files, held))
+            self._writings[place].set_result(self._finish(left, Path(root), files, parts, held))
 
     def _write_hf_files(self, folder: Path, with_weights: bool) -> list[Path]:
         """Writes what Hugging Face needs to read the model: rank 0 writes, all ranks take part if there are weights."""
@@ -102,12 +104,17 @@ class CheckpointedWorker(Worker):
             files += save_adapter_config(folder, engine.hf_model, engine.adapter_scaling, model.path or "")
         return files
 
-    def _finish(self, left: Snapshot | None, folder: Path, root: Path, files: list[Path], seconds: float) -> Written:
+    def _finish(
+        self, left: tuple[str, Snapshot] | None, root: Path, files: list[Path], parts: dict[str, Part], seconds: float
+    ) -> Written:
         started = time.perf_counter()
         if left is not None:
-            files = files + write_snapshot(left, folder, self.rank)
+            role, snapshot = left
+            parts = parts | {role: write_snapshot(snapshot, root / role, self.rank)}
+        files = files + [file for part in parts.values() for file in part.files]
         records = [record_file(file, root) for file in files]
-        return Written(records, seconds + time.perf_counter() - started)
+        entries = {folder: part.entries for folder, part in parts.items()}
+        return Written(records, seconds + time.perf_counter() - started, entries)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("checkpoint")
