@@ -135,7 +135,7 @@ def _alone(tensor: Tensor) -> Tensor:
 
 def write_index(folder: Path, parts: Iterable[Iterable[Entry]]) -> Path:
     """Completes a folder: what all ranks have written, as torch's index of it."""
-    tensors: dict[str, TensorStorageMetadata] = {}
+    tensors: dict[str, Any] = {}
     paths: dict[str, tuple[str, ...]] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
     for entry in (entry for part in parts for entry in part):
