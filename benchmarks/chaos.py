@@ -4,9 +4,10 @@
 
 A run has a controller, two trainer ranks (policy, reference and critic), two rollout ranks with processes of their own
 and two reward processes. A killer takes all pairs of who and phase in a seeded order, again and again, until there were
-so many kills: it waits for the phase, lets a seeded part of it go by, stops the controller's clock (SIGSTOP), looks
-that the phase is still the same, kills -9 a process of that kind, and lets the controller go on. Then: exit code 0,
-weights equal to the bit, every step once in metrics.jsonl, the same samples trained at every step, no process left.
+so many kills: it waits for a phase of the next few pairs, lets a seeded part of it go by, stops the controller
+(SIGSTOP), looks that the phase is still the same, kills -9 a process of that kind, and lets the controller go on. Then:
+exit code 0, weights equal to the bit, every step once in metrics.jsonl, the same samples trained at every step, no
+process left.
 
 Time lost, as the runs' own `restarts.jsonl` has it: the wall time of work that is done again (from when the state was
 kept to the failure) and that of the restart (from the failure to when work goes on). Its sum is printed beside what the
@@ -48,8 +49,8 @@ PHASES = (
 )  # fmt: skip
 MARK = "MESHRL_CHAOS"
 PROBE = Path(__file__).parent / "phase_probe"
-# Seconds for which a pair of who and phase is waited for before the next one is tried.
-PATIENCE = 45.0
+# So many pairs of who and phase are waited for at once: some phases are rare, and a start comes once an attempt.
+WINDOW = 8
 Aim = tuple[str, str]
 LOST = (
     ("time lost a restart, median / most", "seconds_lost"),
@@ -183,17 +184,17 @@ class Killer:
     """Kills one process of a run after the other, each in a phase of the controller that was chosen before."""
 
     def __init__(self, out: Path, mark: str, plan: Iterator[Aim], limit: int, rng: random.Random):
-        self.out, self.mark, self.plan, self.limit, self.rng = out, mark, plan, limit, rng
+        self.out, self.mark, self.limit, self.rng = out, mark, limit, rng
+        self.plan, self.aims = plan, list(itertools.islice(plan, WINDOW)) if limit else []
         self.file, self.done = out / "phase.txt", list[Aim]()
-        self._aim = next(plan) if limit else ("", "")
-        self._put_off: deque[Aim] = deque()
-        self._rest_until, self._aimed_at = 0.0, time.monotonic()
-        self._seen, self._since, self._tried = None, 0.0, None
+        self._rest_until = self._since = 0.0
+        self._seen: Seen | None = None
+        self._tried: Seen | None = None
         self._lengths: dict[str, deque[float]] = {}
         self._part = rng.random()
 
     def strike(self) -> None:
-        """Looks where the run is, and kills if it is where it was waited for."""
+        """Looks where the run is, and kills if it is where somebody was waited for."""
         now, seen = time.monotonic(), look(self.file)
         if seen is None or len(self.done) >= self.limit:
             return
@@ -201,30 +202,24 @@ class Killer:
             if self._seen is not None and seen.pid == self._seen.pid and seen.number == self._seen.number + 1:
                 self._lengths.setdefault(self._seen.phase, deque(maxlen=20)).append(now - self._since)
             self._seen, self._since = seen, now
-        if now < self._rest_until or seen == self._tried:
+        if now < self._rest_until or seen == self._tried or now - self._since < self._part * self._usual(seen.phase):
             return
-        if now - self._aimed_at > PATIENCE:  # such as a reward process at a start: there may be none
-            self._put_off.append(self._aim)
-            self._next_aim()
-        if seen.phase == self._aim[1] and now - self._since >= self._part * self._usual(seen.phase):
-            if self._kill(seen):
-                self._rest_until = time.monotonic() + self.rng.uniform(0.1, 2.0)
-                self._next_aim()
-            elif seen.phase != "start":
-                self._tried = seen
-
-    def left_over(self) -> list[Aim]:
-        """What was waited for in vain."""
-        return [*self._put_off, *([self._aim] if len(self.done) < self.limit else [])]
-
-    def _next_aim(self) -> None:
-        self._aim, self._aimed_at, self._part = next(self.plan), time.monotonic(), self.rng.random()
+        wanted = [aim for aim in self.aims if aim[1] == seen.phase]
+        aim = next((aim for aim in wanted if self._kill(seen, aim)), None)
+        if aim is not None:
+            self.aims.remove(aim)
+            self.aims.append(next(self.plan))
+            self._rest_until, self._part = time.monotonic() + self.rng.uniform(0.1, 2.0), self.rng.random()
+        elif seen.phase == "start":
+            self._rest_until = now + 0.2  # who was waited for may not be there yet
+        else:
+            self._tried = seen
 
     def _usual(self, phase: str) -> float:
         found = self._lengths.get(phase)
         return statistics.median(found) if found else 0.0
 
-    def _kill(self, seen: Seen) -> bool:
+    def _kill(self, seen: Seen, aim: Aim) -> bool:
         alive = processes(self.mark, self.out)
         if seen.pid not in alive["controller"]:
             return False
@@ -234,15 +229,15 @@ class Killer:
                 until = time.monotonic() + 1.0
                 while not is_stopped(seen.pid) and time.monotonic() < until:
                     time.sleep(0.0005)
-                targets = [pid for pid in alive[self._aim[0]] if Path(f"/proc/{pid}").exists()]
+                targets = [pid for pid in alive[aim[0]] if Path(f"/proc/{pid}").exists()]
                 if look(self.file) != seen or not targets:
                     return False
                 os.kill(self.rng.choice(targets), signal.SIGKILL)
-                self.done.append(self._aim)
+                self.done.append(aim)
                 return True
             finally:
                 os.kill(seen.pid, signal.SIGCONT)
-        return self.done[-1:] == [self._aim]  # the controller was the target, and is gone
+        return self.done[-1:] == [aim]  # the controller was the target, and is gone
 
 
 def run(
@@ -269,7 +264,7 @@ def run(
         raise RuntimeError(f"processes are left: {left}")
     file = out / "restarts.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return Outcome(parent.returncode, time.monotonic() - began, killer.done, records), killer.left_over()
+    return Outcome(parent.returncode, time.monotonic() - began, killer.done, records), killer.aims
 
 
 def differences(out: Path, whole: Path, steps: int) -> list[str]:
