@@ -69,9 +69,20 @@ class Outcome:
     records: list[dict] = field(default_factory=list)
 
 
-def command(folder: Path, out: Path, backend: str, steps: int, restarts: int, copies: int = -1) -> list[str]:
+# A run that has every phase.
+ALL_PHASES = (
+    "trainer.critic_warmup=0",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "algorithm.rollout_correction.bypass_mode=false",
+)
+
+
+def command(
+    folder: Path, out: Path, backend: str, steps: int, restarts: int, copies: int = -1, recipe: str = "demo_ppo"
+) -> list[str]:
     words = [
-        "demo_ppo",
+        recipe,
         f"data.train_files=[{folder / 'assets' / 'prompts.jsonl'}]",
         f"data.val_files=[{folder / 'assets' / 'held_out.jsonl'}]",
         f"actor_rollout_ref.model.path={folder / 'assets' / 'model'}",
@@ -86,13 +97,10 @@ def command(folder: Path, out: Path, backend: str, steps: int, restarts: int, co
         "trainer.save_freq=4",
         "trainer.max_ckpt_to_keep=2",
         "trainer.test_freq=4",
-        "trainer.critic_warmup=0",
         "trainer.val_before_train=false",
         "trainer.n_gpus_per_node=2",
         "data.train_batch_size=16",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        "actor_rollout_ref.actor.use_kl_loss=true",
-        "algorithm.rollout_correction.bypass_mode=false",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.hybrid_engine=false",
         "actor_rollout_ref.rollout.nnodes=1",
@@ -100,6 +108,8 @@ def command(folder: Path, out: Path, backend: str, steps: int, restarts: int, co
         "reward_manager.name=prime",
         "reward_manager.num_processes=2",
     ]
+    if recipe == "demo_ppo":
+        words += ALL_PHASES
     if backend == "ray":
         words += ["ray_init.num_cpus=4", "ray_init.object_store_memory=100000000"]
     if copies > 0:

@@ -104,13 +104,12 @@ def soak(folder: Path, steps: int, kill_every: int) -> dict[str, list[tuple[int,
     environment = {**os.environ, MARK: mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment["TMPDIR"] = str(folder / "tmp")
     (folder / "tmp").mkdir()
-    words = [word for word in command(folder, out, "local", steps, 1000) if "rollout_data_dir" not in word]
+    words = command(folder, out, "local", steps, 1000, recipe="demo_grpo")
+    words = [word for word in words if "rollout_data_dir" not in word]
     changed = ("save_freq", "test_freq")
     words = [word for word in words if not word.startswith(tuple(f"trainer.{name}=" for name in changed))]
     words += [f"trainer.save_freq={max(1, steps // 20)}", f"trainer.test_freq={max(1, steps // 10)}"]
-    # Short steps: without critic and reference.
-    words += ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=false"]
-    words += ["algorithm.rollout_correction.bypass_mode=true", "actor_rollout_ref.rollout.n=2"]
+    words.append("actor_rollout_ref.rollout.n=2")
     seen: dict[str, list[tuple[int, float, int]]] = {}
     killed_at = 0
     with open(out / "output.txt", "wb") as output:
