@@ -26,12 +26,13 @@ from typing import Any, Protocol
 import meshrl
 from meshrl.config.trainer import RunConfig
 from meshrl.controller import ControllerError, WorkerGroup
+from meshrl.controller.shelves import Shelves
 from meshrl.data.proto import DataProto
 from meshrl.engines.stored_state import FileRecord, checksum, record_file, write_index
 from meshrl.telemetry.run_folder import flatten_config
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.trainer.mirror import MANIFEST, Mirror
-from meshrl.workers.checkpointing import Written
+from meshrl.workers.checkpointing import Shelved, Written
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class Checkpoints:
     ):
         self.folder, self.parts, self.every, self.last_step, self.keep = folder, parts, every, last_step, keep
         self.config, self.mirror, self.say = dict(config or {}), mirror, say
+        self.shelves: Shelves | None = None  # where the workers' files go instead of the folder
         self._pending: _Pending | None = None
 
     def is_due(self, step: int) -> bool:
@@ -127,8 +129,10 @@ class Checkpoints:
             try:
                 aside.mkdir(parents=True)
                 self._pending = _Pending(trainer.step, aside, self._write_state(aside, trainer))
+                where = [] if self.shelves is None else [Shelved(self.shelves, trainer.step)]
                 for role, part in self.parts.items():
-                    part.group.save_checkpoint(str(aside.absolute()), role, list(part.save_contents), part.background)
+                    what = str(aside.absolute()), role, list(part.save_contents), part.background
+                    part.group.save_checkpoint(*what, *where)
             except (OSError, ControllerError) as error:
                 raise self._failed(trainer.step, aside, error) from error
 
@@ -185,6 +189,8 @@ class Checkpoints:
         """Completes the folders of the sharded state, now that all ranks have said where their tensors lie."""
         folders = dict.fromkeys(name for written in ranks for name in written.entries)
         parts = {name: [written.entries.get(name, []) for written in ranks] for name in folders}
+        for name in folders:
+            (aside / name).mkdir(parents=True, exist_ok=True)
         return [record_file(write_index(aside / name, entries), aside) for name, entries in parts.items()]
 
     def finish(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -14,6 +17,7 @@ from pathlib import Path
 
 from meshrl.config.model import ModelConfig
 from meshrl.controller import Dispatch, Worker, register
+from meshrl.controller.shelves import Shelves
 from meshrl.engines.base import CONTENTS, Engine
 from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.engines.stored_state import Entry, FileRecord, Part, Snapshot, record_file, write_snapshot
@@ -24,6 +28,7 @@ from meshrl.telemetry.ledger import booked
 
 # The role's Hugging Face files lie here: configs and tokenizer always, the weights with `hf_model`.
 HF_FOLDER = "huggingface"
+MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,21 @@ class Written:
     files: list[FileRecord]
     seconds: float
     entries: dict[str, list[Entry]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Shelved:
+    """Where the files of a step go that is copied to the memory of other nodes."""
+
+    shelves: Shelves
+    step: int
+
+    def new_folder(self) -> Path:
+        """A folder of this process's in memory; those that killed processes have left there go."""
+        for folder in MEMORY.glob(f"{self.shelves.key}-pid-*"):
+            if not Path("/proc", folder.name.split("-")[-2]).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=f"{self.shelves.key}-pid-{os.getpid()}-", dir=MEMORY))
 
 
 class CheckpointedWorker(Worker):
@@ -57,21 +77,25 @@ class CheckpointedWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("checkpoint")
-    def save_checkpoint(self, root: str, role: str, contents: list[str], background: bool = False) -> None:
+    def save_checkpoint(
+        self, root: str, role: str, contents: list[str], background: bool = False, shelved: Shelved | None = None
+    ) -> None:
         """Writes this rank's files into `root/role`; `checkpoint_files` says which.
 
-        In the background the state is copied to host memory and a thread writes it.
+        In the background the state is copied to host memory and a thread writes it. With `shelved` the files go into
+        the memory of this and of another node instead.
         """
         started = time.perf_counter()
         place = Path(root).parent
         if place in self._writings and not self._writings[place].done():
             raise ValueError("the checkpoint before is still being written: wait for its checkpoint_files")
-        folder = Path(root) / role
+        own = Path(root) if shelved is None else shelved.new_folder()
+        folder = own / role
         engine, _ = self._checkpointed()
         with self._engine_awake():
             files = self._write_hf_files(folder, with_weights="hf_model" in contents)
             beside = {f"{role}/{name}": other.snapshot(("model",)) for name, other in self._saved_beside().items()}
-            parts = {name: write_snapshot(state, Path(root) / name, self.rank) for name, state in beside.items()}
+            parts = {name: write_snapshot(state, own / name, self.rank) for name, state in beside.items()}
             snapshot = engine.snapshot([name for name in contents if name in CONTENTS])
             if background:
                 snapshot = snapshot.copied()
@@ -81,11 +105,11 @@ class CheckpointedWorker(Worker):
         left = (role, snapshot) if background else None
         if background:
             pool = ThreadPoolExecutor(1, thread_name_prefix="meshrl-checkpoint")
-            self._writings[place] = pool.submit(self._finish, left, Path(root), files, parts, held)
+            self._writings[place] = pool.submit(self._finish, left, own, files, parts, held, shelved)
             pool.shutdown(wait=False)
         else:
             self._writings[place] = ThreadFuture()
-            self._writings[place].set_result(self._finish(left, Path(root), files, parts, held))
+            self._writings[place].set_result(self._finish(left, own, files, parts, held, shelved))
 
     def _write_hf_files(self, folder: Path, with_weights: bool) -> list[Path]:
         """Writes what Hugging Face needs to read the model: rank 0 writes, all ranks take part if there are weights."""
@@ -105,7 +129,13 @@ class CheckpointedWorker(Worker):
         return files
 
     def _finish(
-        self, left: tuple[str, Snapshot] | None, root: Path, files: list[Path], parts: dict[str, Part], seconds: float
+        self,
+        left: tuple[str, Snapshot] | None,
+        root: Path,
+        files: list[Path],
+        parts: dict[str, Part],
+        seconds: float,
+        shelved: Shelved | None,
     ) -> Written:
         started = time.perf_counter()
         if left is not None:
@@ -114,6 +144,9 @@ class CheckpointedWorker(Worker):
         files = files + [file for part in parts.values() for file in part.files]
         records = [record_file(file, root) for file in files]
         entries = {folder: part.entries for folder, part in parts.items()}
+        if shelved is not None:
+            shelved.shelves.put(shelved.step, {record.name: root / record.name for record in records})
+            shutil.rmtree(root)
         return Written(records, seconds + time.perf_counter() - started, entries)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
