@@ -3,7 +3,7 @@
     python benchmarks/checkpoints.py [--hidden 512] [--layers 12] [--device cpu] [--repeats 3]
 
 One process, weights and AdamW's two moments. `held` is how long training stands still, `written` when the files are
-complete (ours with checksums and fsync, torch's without). Memory of conversions is anonymous memory above the start, in
+complete (ours with checksums and fsync, torch's without), `CPU` what it took of the process's time. Memory of conversions is anonymous memory above the start, in
 a process of its own.
 """
 
@@ -74,8 +74,8 @@ def ours(engine: FSDPEngine, folder: Path, background: bool) -> tuple[float, flo
         snapshot = snapshot.copied()
     held = time.perf_counter() - started
     part = write_snapshot(snapshot, folder, 0)
-    for file in (*part.files, write_index(folder, [part.entries])):
-        record_file(file, folder)
+    part.records(folder)
+    record_file(write_index(folder, [part.entries]), folder)
     written = time.perf_counter() - started
     return (held if background else written), written
 
@@ -116,19 +116,21 @@ def time_saves(engine: FSDPEngine, root: Path, repeats: int) -> None:
         "ours, async_save": lambda folder: ours(engine, folder, True),
         "ours, in memory": lambda folder: in_memory(engine, folder),
     }
-    found: dict[str, list[tuple[float, float, int]]] = {}
+    found: dict[str, list[tuple[float, float, float, int]]] = {}
     for _ in range(repeats):
         for name, way in ways.items():
             folder = root / "save"
             folder.mkdir()
+            before = time.process_time()
             held, written = way(folder)
+            used = time.process_time() - before
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            found.setdefault(name, []).append((held, written, size))
+            found.setdefault(name, []).append((held, written, used, size))
             shutil.rmtree(folder)
-    print(f"{'way':<18}{'held s':>9}{'written s':>11}{'MiB':>8}")
+    print(f"{'way':<18}{'held s':>9}{'written s':>11}{'CPU s':>8}{'MiB':>8}")
     for name, runs in found.items():
-        held, written, size = (statistics.median(column) for column in zip(*runs, strict=True))
-        print(f"{name:<18}{held:>9.3f}{written:>11.3f}{size / MIB:>8.0f}")
+        held, written, used, size = (statistics.median(column) for column in zip(*runs, strict=True))
+        print(f"{name:<18}{held:>9.3f}{written:>11.3f}{used:>8.2f}{size / MIB:>8.0f}")
 
 
 def peak_of(work: Callable[..., None], *arguments: Any) -> tuple[float, float]:

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -84,10 +84,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has written into a folder; `write_index` completes the folder with those of all ranks."""
+    """What one rank has written into a folder; `write_index` completes the folder with those of all ranks.
+
+    `sums` has the checksums that were taken while writing.
+    """
 
     files: list[Path] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
+    sums: dict[Path, int] = field(default_factory=dict)
+
+    def records(self, root: Path) -> list[FileRecord]:
+        """The files as they must be found again."""
+        return [record_file(file, root, self.sums.get(file)) for file in self.files]
 
 
 @dataclass(frozen=True)
@@ -108,22 +116,39 @@ def write_snapshot(snapshot: Snapshot, folder: Path, rank: int) -> Part:
     """Writes a rank's files; of rectangles that come as a stream, one is in memory at a time."""
     folder.mkdir(parents=True, exist_ok=True)
     part, file = Part(), folder / f"__{rank}_0.distcp"
-    with file.open("wb") as stream:
+    with file.open("wb") as plain:
+        stream = _Summed(plain)
         for rectangle in snapshot.rectangles:
-            stream.write(bytes(-stream.tell() % ALIGNMENT))
-            offset = stream.tell()
-            torch.save(_alone(rectangle.tensor), stream)
+            stream.write(bytes(-stream.written % ALIGNMENT))
+            offset = stream.written
+            torch.save(_alone(rectangle.tensor), stream)  # type: ignore[arg-type]
             size, dtype = tuple(rectangle.tensor.shape), rectangle.tensor.dtype
             place = rectangle.kind, rectangle.name, rectangle.shape, rectangle.start, size
-            part.entries.append(Entry(*place, dtype, file.name, offset, stream.tell() - offset))
+            part.entries.append(Entry(*place, dtype, file.name, offset, stream.written - offset))
     if part.entries:
         part.files.append(file)
+        part.sums[file] = stream.sum
     else:
         file.unlink()
     if snapshot.extra is not None:
         part.files.append(folder / f"extra-{rank}.pt")
         torch.save(snapshot.extra, part.files[-1])
     return part
+
+
+class _Summed:
+    """A file that takes its checksum while it is written: reading it again would cost as much as writing it."""
+
+    def __init__(self, stream: BinaryIO):
+        self._stream, self.written, self.sum = stream, 0, 0
+
+    def write(self, data: bytes) -> int:
+        self.sum = zlib.crc32(data, self.sum)
+        self.written += len(data)
+        return self._stream.write(data)
+
+    def flush(self) -> None:
+        self._stream.flush()
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -152,11 +177,11 @@ def write_index(folder: Path, parts: Iterable[Iterable[Entry]]) -> Path:
     return folder / INDEX
 
 
-def record_file(file: Path, root: Path) -> FileRecord:
-    """Size and checksum of a file that has just been written; it is on the disk afterwards."""
+def record_file(file: Path, root: Path, crc32: int | None = None) -> FileRecord:
+    """Size and checksum (unless it is known) of a file that has just been written; it is on the disk afterwards."""
     with file.open("rb+") as stream:
         os.fsync(stream.fileno())
-    return FileRecord(str(file.relative_to(root)), file.stat().st_size, checksum(file))
+    return FileRecord(str(file.relative_to(root)), file.stat().st_size, checksum(file) if crc32 is None else crc32)
 
 
 def checksum(file: Path) -> int:

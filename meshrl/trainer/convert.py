@@ -270,7 +270,7 @@ def from_hf(folder: str | Path, out: str | Path, *, role: str = "actor", overwri
     expected = expected_tensors(model)
     with new_folder(out) as aside:
         part = write_snapshot(Snapshot(_rectangles(source, model)), aside / role, 0)
-        files = [*part.files, write_index(aside / role, [part.entries])]
+        files = [write_index(aside / role, [part.entries])]
         stored = Stored(aside / role)
         _check_names(source, stored, expected)
         for name, shape in expected.items():
@@ -282,7 +282,8 @@ def from_hf(folder: str | Path, out: str | Path, *, role: str = "actor", overwri
         state = aside / STATE
         content = {"step": 0, "state": None, "contents": {role: ["model"]}, "ranks": {role: 1}, "config": {}}
         state.write_text(json.dumps(content, indent=1) + "\n")
-        records = [asdict(record_file(file, aside)) for file in (*files, state)]
+        records = [asdict(record) for record in part.records(aside)]
+        records += [asdict(record_file(file, aside)) for file in (*files, state)]
         manifest = {"format": FORMAT, "meshrl": meshrl.__version__, "step": 0, "files": records}
         (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
     return Converted(out, len(expected), sum(record["size"] for record in records))

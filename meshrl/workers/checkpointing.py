@@ -141,8 +141,8 @@ class CheckpointedWorker(Worker):
         if left is not None:
             role, snapshot = left
             parts = parts | {role: write_snapshot(snapshot, root / role, self.rank)}
-        files = files + [file for part in parts.values() for file in part.files]
         records = [record_file(file, root) for file in files]
+        records += [record for part in parts.values() for record in part.records(root)]
         entries = {folder: part.entries for folder, part in parts.items()}
         if shelved is not None:
             shelved.shelves.put(shelved.step, {record.name: root / record.name for record in records})
