@@ -3,8 +3,8 @@
     python benchmarks/checkpoints.py [--hidden 512] [--layers 12] [--device cpu] [--repeats 3]
 
 One process, weights and AdamW's two moments. `held` is how long training stands still, `written` when the files are
-complete (ours with checksums and fsync, torch's without), `CPU` what it took of the process's time. Memory of conversions is anonymous memory above the start, in
-a process of its own.
+complete (ours with checksums and fsync, torch's without), `CPU` what both took of the process's time. Memory of
+conversions is anonymous memory above the start, in a process of its own.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ The nodes are real raylets on this machine, as Ray's own tests have them; a node
 
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -53,23 +52,15 @@ def steps_of(out):
     return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def lose_node_of_rank(cluster, out, rank):
-    """Kills the raylet that has started a rank's process, and so the rank and the node's shelf."""
-    pids = re.findall(r"workers of '[\w+]+': pids \[([\d, ]+)\]", (out / "log.txt").read_text())[-1].split(",")
-    parent = int(Path(f"/proc/{int(pids[rank])}/stat").read_text().rpartition(")")[2].split()[1])
+def children(cluster, kind):
+    """The processes of a kind that the nodes' raylets have, and the node of each."""
     raylets = {node.all_processes["raylet"][0].process.pid: node for node in cluster.workers}
-    cluster.remove_node(raylets[parent], allow_graceful=False)
-
-
-def shelves_on(cluster):
-    """The processes of shelves that this cluster's raylets have."""
-    raylets = {node.all_processes["raylet"][0].process.pid for node in cluster.workers}
-    found = []
+    found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent in raylets and (entry / "cmdline").read_bytes().startswith(b"ray::Shelf"):
-                found.append(entry.name)
+            if parent in raylets and (entry / "cmdline").read_bytes().startswith(f"ray::{kind}".encode()):
+                found[int(entry.name)] = raylets[parent]
         except (OSError, IndexError):
             continue
     return found
@@ -88,8 +79,11 @@ def test_a_lost_node_is_restored_from_the_next_one(task, data, cluster, tmp_path
         run = subprocess.Popen(words, env=environment, stdout=output, stderr=output)
         try:
             wait_for(lambda: len(steps_of(out)) >= 3 or run.poll() is not None, "three steps")
-            assert len(shelves_on(cluster)) == 3
-            lose_node_of_rank(cluster, out, 1)
+            assert len(children(cluster, "Shelf")) == 3
+            ranks = children(cluster, "RayWorker")
+            assert len(ranks) == 2, said.read_text()[-3000:]
+            # Its raylet dies, and with it the rank and the shelf of the node.
+            cluster.remove_node(ranks[max(ranks)], allow_graceful=False)
             code = run.wait(LIMIT)
         finally:
             run.kill()
@@ -99,6 +93,6 @@ def test_a_lost_node_is_restored_from_the_next_one(task, data, cluster, tmp_path
     assert records[1]["step"] >= 2
     assert "the copy in the nodes' memory was written to" in (out / "log.txt").read_text() + said.read_text()
     assert steps_of(out) == steps_of(whole.path)
-    assert not shelves_on(cluster)
+    assert not children(cluster, "Shelf")
     weights = load_file(out / "model" / "model.safetensors")
     assert all(weights[name].equal(expected) for name, expected in whole.weights.items())
