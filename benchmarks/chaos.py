@@ -182,10 +182,10 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def aims(rng: random.Random) -> Iterator[Aim]:
+def aims(rng: random.Random, phases: Sequence[str] = PHASES) -> Iterator[Aim]:
     """All pairs of who and phase in a random order, and again in another."""
     while True:
-        pairs = list(itertools.product(TARGETS, PHASES))
+        pairs = list(itertools.product(TARGETS, phases))
         rng.shuffle(pairs)
         yield from pairs
 
@@ -299,6 +299,7 @@ def chaos(
     per_run: int = 10,
     limit: float = 1500.0,
     copies: int = -1,
+    phases: Sequence[str] = PHASES,
 ) -> list[Outcome]:
     """Runs until so many processes were killed; raises if a run does not end as the unkilled one did.
 
@@ -307,7 +308,7 @@ def chaos(
     make_tiny_model(folder / "assets" / "model", ALPHABET)
     write_data(folder / "assets", seed=0)
     rng, whole = random.Random(seed), folder / "whole"
-    plan = aims(rng)
+    plan = aims(rng, phases)
     first, _ = run(command(folder, whole, backend, steps, 1), whole, 0, plan, rng, limit)
     assert first.code == 0, (whole / "output.txt").read_text()[-3000:]
     outcomes = [first]
@@ -384,11 +385,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--per-run", type=int, default=10, help="kills a run")
     parser.add_argument("--memory-copies", type=int, default=-1, help="trainer.memory_copy_freq of the killed runs")
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES, help="kill only in these")
     parser.add_argument("--out", type=Path, help="where the runs' folders stay; otherwise they are deleted")
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = arguments.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshrl-chaos-")))
-        how = {"per_run": arguments.per_run, "copies": arguments.memory_copies}
+        how = {"per_run": arguments.per_run, "copies": arguments.memory_copies, "phases": arguments.phases}
         outcomes = chaos(folder, arguments.kills, arguments.seed, arguments.backend, arguments.steps, **how)
     Console().print(table(outcomes, arguments.backend), markup=False, soft_wrap=True)
 
