@@ -54,7 +54,8 @@ def steps_of(out):
 
 def children(cluster, kind):
     """The processes of a kind that the nodes' raylets have, and the node of each."""
-    raylets = {node.all_processes["raylet"][0].process.pid: node for node in cluster.workers}
+    living = [node for node in cluster.workers if "raylet" in node.all_processes]
+    raylets = {node.all_processes["raylet"][0].process.pid: node for node in living}
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
