@@ -3,8 +3,8 @@
     python benchmarks/checkpoints.py [--hidden 512] [--layers 12] [--device cpu] [--repeats 3]
 
 One process, weights and AdamW's two moments. `held` is how long training stands still, `written` when the files are
-complete (ours with checksums and fsync, torch's without). Memory of conversions is anonymous memory above the start, in
-a process of its own.
+complete (ours with checksums and fsync, torch's without), `CPU` what both took of the process's time. Memory of
+conversions is anonymous memory above the start, in a process of its own.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.optim import OptimConfig
 from meshrl.engines.fsdp.engine import FSDPEngine
-from meshrl.engines.stored_state import record_file, write_snapshot
+from meshrl.engines.stored_state import record_file, write_index, write_snapshot
 from meshrl.models.saving import save_configs
 from meshrl.parallel.mesh import init_process_group
+from meshrl.trainer.checkpoint import FORMAT
 from meshrl.trainer.convert import to_hf
 
 MIB = 1 << 20
@@ -72,8 +73,9 @@ def ours(engine: FSDPEngine, folder: Path, background: bool) -> tuple[float, flo
     if background:
         snapshot = snapshot.copied()
     held = time.perf_counter() - started
-    for file in write_snapshot(snapshot, folder, 0):
-        record_file(file, folder)
+    part = write_snapshot(snapshot, folder, 0)
+    part.records(folder)
+    record_file(write_index(folder, [part.entries]), folder)
     written = time.perf_counter() - started
     return (held if background else written), written
 
@@ -114,19 +116,21 @@ def time_saves(engine: FSDPEngine, root: Path, repeats: int) -> None:
         "ours, async_save": lambda folder: ours(engine, folder, True),
         "ours, in memory": lambda folder: in_memory(engine, folder),
     }
-    found: dict[str, list[tuple[float, float, int]]] = {}
+    found: dict[str, list[tuple[float, float, float, int]]] = {}
     for _ in range(repeats):
         for name, way in ways.items():
             folder = root / "save"
             folder.mkdir()
+            before = time.process_time()
             held, written = way(folder)
+            used = time.process_time() - before
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            found.setdefault(name, []).append((held, written, size))
+            found.setdefault(name, []).append((held, written, used, size))
             shutil.rmtree(folder)
-    print(f"{'way':<18}{'held s':>9}{'written s':>11}{'MiB':>8}")
+    print(f"{'way':<18}{'held s':>9}{'written s':>11}{'CPU s':>8}{'MiB':>8}")
     for name, runs in found.items():
-        held, written, size = (statistics.median(column) for column in zip(*runs, strict=True))
-        print(f"{name:<18}{held:>9.3f}{written:>11.3f}{size / MIB:>8.0f}")
+        held, written, used, size = (statistics.median(column) for column in zip(*runs, strict=True))
+        print(f"{name:<18}{held:>9.3f}{written:>11.3f}{used:>8.2f}{size / MIB:>8.0f}")
 
 
 def peak_of(work: Callable[..., None], *arguments: Any) -> tuple[float, float]:
@@ -171,11 +175,12 @@ def write_checkpoint(engine: FSDPEngine, path: Path) -> None:
     import json
     from dataclasses import asdict
 
-    files = write_snapshot(engine.snapshot(("model",)), path / "actor", 0)
+    part = write_snapshot(engine.snapshot(("model",)), path / "actor", 0)
+    files = [*part.files, write_index(path / "actor", [part.entries])]
     save_configs(path / "actor" / "huggingface", engine.hf_model)
     files += list((path / "actor" / "huggingface").iterdir())
     records = [asdict(record_file(file, path)) for file in files]
-    (path / "manifest.json").write_text(json.dumps({"format": 1, "step": 1, "files": records}))
+    (path / "manifest.json").write_text(json.dumps({"format": FORMAT, "step": 1, "files": records}))
 
 
 def main() -> None:
@@ -186,6 +191,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--shard", type=int, default=32, help="MiB of a shard in conversions")
     arguments = parser.parse_args()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541"}.items():
+        os.environ.setdefault(name, value)
     init_process_group(torch.device(arguments.device), 60.0)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)

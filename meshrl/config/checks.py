@@ -359,11 +359,6 @@ def _run_problems(trainer: RunConfig) -> list[str]:
     for name in ("test_freq", "save_freq", "memory_copy_freq"):
         if getattr(trainer, name) == 0:
             problems.append(f"trainer.{name}=0 must be -1 (never) or a number of steps")
-    if trainer.memory_copy_freq > 0 and trainer.nnodes > 1:
-        problems.append(
-            f"trainer.memory_copy_freq={trainer.memory_copy_freq} copies to the memory of one machine, "
-            f"and trainer.nnodes={trainer.nnodes}: set it to -1 and save more often (trainer.save_freq)"
-        )
     return problems
 
 

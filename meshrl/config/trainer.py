@@ -59,7 +59,9 @@ class RunConfig:
     )
     restart_wait: float = key(1.0, "Seconds before the first restart; before each next one twice as many.", low=0)
     memory_copy_freq: int = key(
-        -1, "Copy the whole state to this machine's memory every so many steps, for restarts; -1: never.", low=-1
+        -1,
+        "Copy the whole state to memory every so many steps, for restarts; with several nodes to two. -1: never.",
+        low=-1,
     )
     stall_timeout: float | None = key(
         1800.0, "Seconds without a finished phase after which a report of the stall is written; null: never.", low=0.1

@@ -17,7 +17,7 @@ from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.optim import OptimConfig
 from meshrl.data.proto import DataProto
-from meshrl.engines.stored_state import Snapshot, write_snapshot
+from meshrl.engines.stored_state import Entry, Snapshot, write_index, write_snapshot
 from meshrl.telemetry.flops import ModelShape, count_flops
 from meshrl.telemetry.ledger import current_ledger
 
@@ -192,7 +192,10 @@ class Engine(ABC):
 
     def save_checkpoint(self, folder: Path, contents: Sequence[str] = CONTENTS) -> None:
         """Writes this model's sharded state; all ranks take part and the folder is shared by them."""
-        write_snapshot(self.snapshot(contents), folder, dist.get_rank())
+        entries: list[list[Entry]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(entries, write_snapshot(self.snapshot(contents), folder, dist.get_rank()).entries)
+        if dist.get_rank() == 0:
+            write_index(folder, entries)
         dist.barrier()
 
     @abstractmethod

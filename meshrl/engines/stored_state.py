@@ -1,35 +1,46 @@
-"""An engine's state in files that any layout and either engine can read: rectangles of tensors under module names.
+"""An engine's state in a folder of torch's distributed checkpoints (DCP), which any layout and either engine can read.
 
-    tensors-<rank>.json                  what a rank wrote: names, places, and what they are
-    tensors-<rank>-<n>.safetensors       the rectangles themselves
-    extra-<rank>.pt                      schedule and random states
+    .metadata               the index: names, shapes, and where each rectangle lies
+    __<rank>_0.distcp       the rectangles a rank wrote, one after the other, each as `torch.save` writes it
+    extra-<rank>.pt         schedule and random states, beside it
 
-A rank writes the rectangles that no rank before it holds, and reads, of all files, only what overlaps its own. Kinds
-are `param` (float32 masters where there are any) and AdamW's two moments. No collective is needed once the state is a
-`Snapshot`, so that a thread can write it.
+Tensors are `model.<name>` (float32 masters where there are any) and `optimizer.state.<name>.<kind>` (AdamW's moments
+and `step`) under the modules' names. A rank writes the rectangles that no rank before it holds, and nobody waits for
+anybody: what each rank says of its file (`Part`) makes the index. torch's own planners are not used: they know
+DTensors, not parts of Megatron's packed parameters, and agree over collectives.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-
-from meshrl.models.tensor_files import open_tensors, save_tensors
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 Shape = tuple[int, ...]
-FILE_BYTES = 2 << 30
+INDEX = ".metadata"
+# Of the index, as torch numbers it.
+VERSION = "1.0.0"
+PARAM = "param"
+STEP = "step"
 READ_BYTES = 8 << 20
-# For all parameters that have no number of steps of their own.
-ALL = "*"
+# Every tensor's bytes begin at a multiple of this, so that they can be used where they lie.
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -48,13 +59,43 @@ class Snapshot:
     """What one rank writes. The tensors may be the engine's own: `copied` makes them independent of it."""
 
     rectangles: Iterable[Rectangle] = ()
-    steps: dict[str, int] = field(default_factory=dict)
     extra: dict[str, Any] | None = None
 
     def copied(self) -> Snapshot:
         """The same in host memory of its own."""
         kept = [replace(r, tensor=r.tensor.detach().to("cpu", copy=True)) for r in self.rectangles]
         return replace(self, rectangles=kept)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a rectangle lies: `length` bytes of a file of its folder."""
+
+    kind: str
+    name: str
+    shape: Shape
+    start: Shape
+    size: Shape
+    dtype: torch.dtype
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has written into a folder; `write_index` completes the folder with those of all ranks.
+
+    `sums` has the checksums that were taken while writing.
+    """
+
+    files: list[Path] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    sums: dict[Path, int] = field(default_factory=dict)
+
+    def records(self, root: Path) -> list[FileRecord]:
+        """The files as they must be found again."""
+        return [record_file(file, root, self.sums.get(file)) for file in self.files]
 
 
 @dataclass(frozen=True)
@@ -66,60 +107,81 @@ class FileRecord:
     crc32: int
 
 
-def write_snapshot(snapshot: Snapshot, folder: Path, rank: int) -> list[Path]:
-    """Writes a rank's files; of rectangles that come as a stream, one file's are in memory at a time."""
+def path_in_state(kind: str, name: str) -> tuple[str, ...]:
+    """Where a tensor is in the nested dict that the folder stands for."""
+    return ("model", name) if kind == PARAM else ("optimizer", "state", name, kind)
+
+
+def write_snapshot(snapshot: Snapshot, folder: Path, rank: int) -> Part:
+    """Writes a rank's files; of rectangles that come as a stream, one is in memory at a time."""
     folder.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
-    index: list[dict[str, Any]] = []
-    for number, part in enumerate(_parts(snapshot.rectangles)):
-        file = folder / f"tensors-{rank}-{number}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        for rectangle in part:
-            entry = str(len(index))
-            tensors[entry] = rectangle.tensor
-            index.append(
-                {
-                    "kind": rectangle.kind,
-                    "name": rectangle.name,
-                    "shape": rectangle.shape,
-                    "start": rectangle.start,
-                    "size": tuple(rectangle.tensor.shape),
-                    "file": file.name,
-                    "entry": entry,
-                }
-            )
-        save_tensors(tensors, file)
-        written.append(file)
-        part.clear()
-        tensors.clear()
-    listing = folder / f"tensors-{rank}.json"
-    listing.write_text(json.dumps({"steps": snapshot.steps, "tensors": index}))
-    written.append(listing)
+    part, file = Part(), folder / f"__{rank}_0.distcp"
+    with file.open("wb") as plain:
+        stream = _Summed(plain)
+        for rectangle in snapshot.rectangles:
+            stream.write(bytes(-stream.written % ALIGNMENT))
+            offset = stream.written
+            torch.save(_alone(rectangle.tensor), stream)  # type: ignore[arg-type]
+            size, dtype = tuple(rectangle.tensor.shape), rectangle.tensor.dtype
+            place = rectangle.kind, rectangle.name, rectangle.shape, rectangle.start, size
+            part.entries.append(Entry(*place, dtype, file.name, offset, stream.written - offset))
+    if part.entries:
+        part.files.append(file)
+        part.sums[file] = stream.sum
+    else:
+        file.unlink()
     if snapshot.extra is not None:
-        torch.save(snapshot.extra, folder / f"extra-{rank}.pt")
-        written.append(folder / f"extra-{rank}.pt")
-    return written
+        part.files.append(folder / f"extra-{rank}.pt")
+        torch.save(snapshot.extra, part.files[-1])
+    return part
 
 
-def _parts(rectangles: Iterable[Rectangle]) -> Iterator[list[Rectangle]]:
-    part: list[Rectangle] = []
-    held = 0
-    for rectangle in rectangles:
-        size = rectangle.tensor.numel() * rectangle.tensor.element_size()
-        if part and held + size > FILE_BYTES:
-            yield part
-            part, held = [], 0
-        part.append(rectangle)
-        held += size
-    if part:
-        yield part
+class _Summed:
+    """A file that takes its checksum while it is written: reading it again would cost as much as writing it."""
+
+    def __init__(self, stream: BinaryIO):
+        self._stream, self.written, self.sum = stream, 0, 0
+
+    def write(self, data: bytes) -> int:
+        self.sum = zlib.crc32(data, self.sum)
+        self.written += len(data)
+        return self._stream.write(data)
+
+    def flush(self) -> None:
+        self._stream.flush()
 
 
-def record_file(file: Path, root: Path) -> FileRecord:
-    """Size and checksum of a file that has just been written; it is on the disk afterwards."""
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor in host memory that holds nothing else: `torch.save` writes all of the memory a view is of."""
+    dense = tensor.detach().to("cpu").contiguous()
+    is_alone = dense.untyped_storage().nbytes() == dense.numel() * dense.element_size()
+    return dense if is_alone else dense.clone()
+
+
+def write_index(folder: Path, parts: Iterable[Iterable[Entry]]) -> Path:
+    """Completes a folder: what all ranks have written, as torch's index of it."""
+    tensors: dict[str, Any] = {}
+    paths: dict[str, tuple[str, ...]] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for entry in (entry for part in parts for entry in part):
+        path = path_in_state(entry.kind, entry.name)
+        key = ".".join(path)
+        whole = TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), [])
+        chunks = tensors.setdefault(key, whole).chunks
+        where = MetadataIndex(key, entry.start, len(chunks))
+        places[where] = _StorageInfo(entry.file, entry.offset, entry.length)
+        chunks.append(ChunkStorageMetadata(torch.Size(entry.start), torch.Size(entry.size)))
+        paths[key] = path
+    with (folder / INDEX).open("wb") as stream:
+        pickle.dump(Metadata(tensors, paths, places, StorageMeta(), VERSION), stream)
+    return folder / INDEX
+
+
+def record_file(file: Path, root: Path, crc32: int | None = None) -> FileRecord:
+    """Size and checksum (unless it is known) of a file that has just been written; it is on the disk afterwards."""
     with file.open("rb+") as stream:
         os.fsync(stream.fileno())
-    return FileRecord(str(file.relative_to(root)), file.stat().st_size, checksum(file))
+    return FileRecord(str(file.relative_to(root)), file.stat().st_size, checksum(file) if crc32 is None else crc32)
 
 
 def checksum(file: Path) -> int:
@@ -129,92 +191,3 @@ def checksum(file: Path) -> int:
         while block := stream.read(READ_BYTES):
             value = zlib.crc32(block, value)
     return value
-
-
-class Stored:
-    """All rectangles of a role's checkpoint, wherever they lie."""
-
-    def __init__(self, folder: Path):
-        self.folder = Path(folder)
-        self.shapes: dict[tuple[str, str], Shape] = {}
-        self.steps: dict[str, int] = {}
-        self._where: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        self._open: dict[str, Any] = {}
-        if not self.folder.is_dir():
-            raise FileNotFoundError(f"no checkpoint at '{folder}'")
-        listings = sorted(self.folder.glob("tensors-*.json"))
-        if not listings:
-            raise FileNotFoundError(f"'{folder}' is no checkpoint: it has no tensors-*.json")
-        for listing in listings:
-            content = json.loads(listing.read_text())
-            for name, steps in content["steps"].items():
-                self.steps[name] = max(steps, self.steps.get(name, 0))
-            for entry in content["tensors"]:
-                key = (entry["kind"], entry["name"])
-                self.shapes[key] = tuple(entry["shape"])
-                self._where.setdefault(key, []).append(entry)
-
-    def steps_of(self, name: str) -> int:
-        """How many optimizer steps a parameter has had."""
-        return self.steps.get(name, max(self.steps.values(), default=0))
-
-    def names(self, kind: str = "param") -> list[str]:
-        """The tensors of a kind, in the order they were written in."""
-        return [name for found, name in self._where if found == kind]
-
-    def dtype(self, name: str, kind: str = "param") -> str:
-        """The type a tensor is stored in, as safetensors calls it."""
-        return str(self._view(self._where[kind, name][0]).get_dtype())
-
-    def check(self, name: str, shape: Shape, kind: str = "param") -> None:
-        """A `ValueError` unless all of a tensor of this shape is there."""
-        held = sum(prod(entry["size"]) for entry in self._where.get((kind, name), []))
-        if held != prod(shape) or self.shapes.get((kind, name)) != shape:
-            raise ValueError(f"'{self.folder}' holds {held} of {prod(shape)} elements of '{name}' ({kind})")
-
-    def whole(self, name: str, kind: str = "param", dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor, put together."""
-        if (kind, name) not in self.shapes:
-            raise ValueError(f"the checkpoint at '{self.folder}' has no '{name}' ({kind})")
-        entry, shape = self._where[kind, name][0], self.shapes[kind, name]
-        first = self._view(entry)
-        if tuple(entry["size"]) == shape:
-            found: Tensor = first[tuple(slice(0, length) for length in shape)]
-            return found if dtype is None else found.to(dtype)
-        target = torch.empty(shape, dtype=dtype or first[tuple(slice(0, 0) for _ in shape)].dtype)
-        self.fill(kind, name, tuple(0 for _ in shape), target)
-        return target
-
-    def fill(self, kind: str, name: str, start: Shape, target: Tensor) -> None:
-        """Copies all that is stored of a rectangle into `target`, which has its shape."""
-        filled = 0
-        shape = self.shapes.get((kind, name), ())
-        ends = [begin + length for begin, length in zip(start, target.shape, strict=True)]
-        if shape and (len(shape) != target.dim() or any(a > b for a, b in zip(ends, shape, strict=True))):
-            raise ValueError(
-                f"'{name}' is {list(shape)} in the checkpoint, the model wants it up to {ends}: it is of another model"
-            )
-        for entry in self._where.get((kind, name), []):
-            low = [max(a, b) for a, b in zip(start, entry["start"], strict=True)]
-            high = [min(a, b + n) for a, b, n in zip(ends, entry["start"], entry["size"], strict=True)]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
-                continue
-            stored = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, entry["start"], strict=True))
-            own = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
-            part = self._view(entry)[stored]
-            target[own] = part.to(target.device)
-            filled += prod(b - a for a, b in zip(low, high, strict=True))
-        if filled != target.numel():
-            raise ValueError(
-                f"the checkpoint holds {filled} of {target.numel()} elements of '{name}' "
-                f"({kind}, from {list(start)} on): it is of another model, or incomplete"
-            )
-
-    def _view(self, entry: dict[str, Any]) -> Any:
-        file = entry["file"]
-        if file not in self._open:
-            path = self.folder / file
-            if not path.is_file():
-                raise FileNotFoundError(f"the checkpoint lacks '{path}', which holds '{entry['name']}'")
-            self._open[file] = open_tensors(path)
-        return self._open[file].get_slice(entry["entry"])

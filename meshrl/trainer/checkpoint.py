@@ -26,19 +26,22 @@ from typing import Any, Protocol
 import meshrl
 from meshrl.config.trainer import RunConfig
 from meshrl.controller import ControllerError, WorkerGroup
+from meshrl.controller.shelves import Shelves
 from meshrl.data.proto import DataProto
-from meshrl.engines.stored_state import FileRecord, checksum, record_file
+from meshrl.engines.stored_state import FileRecord, checksum, record_file, write_index
 from meshrl.telemetry.run_folder import flatten_config
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.trainer.mirror import MANIFEST, Mirror
-from meshrl.workers.checkpointing import Written
+from meshrl.workers.checkpointing import Shelved, Written
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 STATE = "trainer.json"
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
-FORMAT = 1
+FORMAT = 2
+# Format 1 had safetensors and listings of its own for the sharded state.
+READABLE = (1, FORMAT)
 
 
 class CheckpointError(RuntimeError):
@@ -104,6 +107,7 @@ class Checkpoints:
     ):
         self.folder, self.parts, self.every, self.last_step, self.keep = folder, parts, every, last_step, keep
         self.config, self.mirror, self.say = dict(config or {}), mirror, say
+        self.shelves: Shelves | None = None  # where the workers' files go instead of the folder
         self._pending: _Pending | None = None
 
     def is_due(self, step: int) -> bool:
@@ -125,8 +129,10 @@ class Checkpoints:
             try:
                 aside.mkdir(parents=True)
                 self._pending = _Pending(trainer.step, aside, self._write_state(aside, trainer))
+                where = [] if self.shelves is None else [Shelved(self.shelves, trainer.step)]
                 for role, part in self.parts.items():
-                    part.group.save_checkpoint(str(aside.absolute()), role, list(part.save_contents), part.background)
+                    what = str(aside.absolute()), role, list(part.save_contents), part.background
+                    part.group.save_checkpoint(*what, *where)
             except (OSError, ControllerError) as error:
                 raise self._failed(trainer.step, aside, error) from error
 
@@ -164,6 +170,7 @@ class Checkpoints:
             if any(written is None for written in ranks):
                 return None
             files = pending.files + [record for written in ranks if written for record in written.files]
+            files += self._write_indexes(pending.aside, [written for written in ranks if written])
             path = self._put_in_place(pending, files)
         except (OSError, ControllerError) as error:
             raise self._failed(pending.step, pending.aside, error) from error
@@ -177,6 +184,14 @@ class Checkpoints:
         if self.mirror is not None:
             self.mirror.push(path)
         return path
+
+    def _write_indexes(self, aside: Path, ranks: Sequence[Written]) -> list[FileRecord]:
+        """Completes the folders of the sharded state, now that all ranks have said where their tensors lie."""
+        folders = dict.fromkeys(name for written in ranks for name in written.entries)
+        parts = {name: [written.entries.get(name, []) for written in ranks] for name in folders}
+        for name in folders:
+            (aside / name).mkdir(parents=True, exist_ok=True)
+        return [record_file(write_index(aside / name, entries), aside) for name, entries in parts.items()]
 
     def finish(self) -> None:
         """Completes all that is under way, here and at the mirror."""
@@ -261,8 +276,8 @@ def problems_of(path: Path, checksums: bool = True) -> list[str]:
         records = [FileRecord(**record) for record in content["files"]]
     except (ValueError, TypeError, KeyError) as error:
         return [f"its {MANIFEST} cannot be read: {error}"]
-    if content.get("format") != FORMAT:
-        return [f"it has format {content.get('format')}, this version reads {FORMAT}"]
+    if content.get("format") not in READABLE:
+        return [f"it has format {content.get('format')}, this version reads {' and '.join(map(str, READABLE))}"]
     problems = [problem for record in records if (problem := _size_problem(path, record))]
     if problems or not checksums:
         return problems

@@ -17,7 +17,8 @@ import meshrl
 from meshrl.engines.megatron.dist_checkpoint import read_hf_tensors
 from meshrl.engines.megatron.module_names import module_place
 from meshrl.engines.megatron.weight_map import expert_count, hf_tensors
-from meshrl.engines.stored_state import Rectangle, Snapshot, Stored, record_file, write_snapshot
+from meshrl.engines.stored_reading import Stored
+from meshrl.engines.stored_state import INDEX, Rectangle, Snapshot, record_file, write_index, write_snapshot
 from meshrl.models.loading import empty_model, load_model_config, load_tokenizer, torch_dtype
 from meshrl.models.lora import ADAPTER, ADAPTER_CONFIG, SCALING_FILE, merged_params
 from meshrl.models.saving import SHARD_BYTES, as_file_tensors, new_folder, save_configs, write_shards
@@ -42,7 +43,7 @@ class Converted:
 def convert(arguments: Namespace) -> str:
     """`meshrl convert`: the direction follows from the source. Returns what to say."""
     source, out = Path(arguments.source), Path(arguments.out)
-    if arguments.like or (source / ".metadata").is_file():
+    if arguments.like or ((source / INDEX).is_file() and not (source.parent / MANIFEST).is_file()):
         if arguments.like is None:
             raise ValueError(
                 f"{source} is a distributed checkpoint: name a Hugging Face folder of its model with --like"
@@ -114,7 +115,7 @@ def _role_folder(path: Path, role: str | None) -> Path:
         path = found.path
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
-    if list(path.glob("tensors-*.json")):
+    if (path / INDEX).is_file() or list(path.glob("tensors-*.json")):
         path, role = path.parent, path.name
     if problems := problems_of(path):
         raise CheckpointError(f"the checkpoint {path} cannot be used: {'; '.join(problems[:3])}")
@@ -268,7 +269,8 @@ def from_hf(folder: str | Path, out: str | Path, *, role: str = "actor", overwri
     model = empty_model(source, "eager", "value" if role == "critic" else "lm")
     expected = expected_tensors(model)
     with new_folder(out) as aside:
-        files = write_snapshot(Snapshot(_rectangles(source, model)), aside / role, 0)
+        part = write_snapshot(Snapshot(_rectangles(source, model)), aside / role, 0)
+        files = [write_index(aside / role, [part.entries])]
         stored = Stored(aside / role)
         _check_names(source, stored, expected)
         for name, shape in expected.items():
@@ -280,7 +282,8 @@ def from_hf(folder: str | Path, out: str | Path, *, role: str = "actor", overwri
         state = aside / STATE
         content = {"step": 0, "state": None, "contents": {role: ["model"]}, "ranks": {role: 1}, "config": {}}
         state.write_text(json.dumps(content, indent=1) + "\n")
-        records = [asdict(record_file(file, aside)) for file in (*files, state)]
+        records = [asdict(record) for record in part.records(aside)]
+        records += [asdict(record_file(file, aside)) for file in (*files, state)]
         manifest = {"format": FORMAT, "meshrl": meshrl.__version__, "step": 0, "files": records}
         (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
     return Converted(out, len(expected), sum(record["size"] for record in records))

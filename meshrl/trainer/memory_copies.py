@@ -1,10 +1,13 @@
-"""Copies of a run's whole state in this machine's memory: a restart goes on from them where they are the newest.
+"""Copies of a run's whole state in memory: a restart goes on from them where they are the newest.
 
     /dev/shm/meshrl-copies-XXXX/global_step_17/    the files of a checkpoint, checksums included
     RUN/memory_copies.json                         where they are
 
 No process of the run holds them, so any of them may be killed, the controller included; a small one of their own
-(`memory_warden`) removes them when the run has ended or was not taken up again. They do not survive the machine.
+(`memory_warden`) removes them when the run has ended or was not taken up again. On one machine they do not survive it.
+
+With several nodes the files of a rank lie on shelves (`meshrl.controller.shelves`): on its own node and on the next, so
+that a node may be lost. What the living nodes hold together is then written to the run's checkpoints and gone on from.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
-from meshrl.config.trainer import RunConfig
+from meshrl.config.trainer import RayInitConfig, RunConfig
+from meshrl.controller.shelves import Shelves, end_shelves, write_newest
 from meshrl.trainer import memory_warden
 from meshrl.trainer.checkpoint import (
     FOLDER,
@@ -31,6 +36,7 @@ from meshrl.trainer.checkpoint import (
     checkpoint_to_resume,
     newest_complete,
     problems_of,
+    step_folders,
 )
 from meshrl.trainer.failures import kind_of
 
@@ -65,7 +71,7 @@ def state_to_resume(
     trainer: RunConfig, say: Callable[[str], None] = logger.warning, again: bool = False
 ) -> Found | None:
     """Where a run goes on: the newest of its checkpoints and its copies in memory, see `checkpoint_to_resume`."""
-    own = trainer.resume_mode == "auto" or again
+    own = (trainer.resume_mode == "auto" or again) and trainer.nnodes == 1
     copy = newest_copy(trainer.run_dir, say) if own else None
     try:
         found = checkpoint_to_resume(trainer, say, again)
@@ -78,9 +84,34 @@ def state_to_resume(
     return copy if copy and (found is None or not is_of_run or copy.step > found.step) else found
 
 
+def fetch_shelved(trainer: RunConfig, ray_init: RayInitConfig, say: Callable[[str], None], again: bool) -> None:
+    """Writes what the nodes hold in memory to the run's checkpoints, where it is newer than these."""
+    link = copies_folder(trainer.run_dir)
+    if trainer.nnodes == 1 or link is None or not (trainer.resume_mode == "auto" or again):
+        return
+    from meshrl.controller.ray import init_ray
+
+    init_ray(**asdict(ray_init))
+    folder = Path(trainer.run_dir).absolute() / FOLDER
+    there = max((int(p.name.rpartition("_")[2]) for p in step_folders(folder) if not problems_of(p)), default=-1)
+    aside = write_newest(link.name, there, lambda step: folder / f".global_step_{step}.fetched", trainer.deadlines.call)
+    if aside is None:
+        return
+    if problems := problems_of(aside):
+        say(f"the copy in the nodes' memory is passed over: {'; '.join(problems[:3])}")
+        return
+    path = aside.with_name(aside.name.removeprefix(".").removesuffix(".fetched"))
+    if path.exists():
+        path.rename(path.with_name(f"{path.name}.damaged"))
+    aside.rename(path)
+    say(f"the copy in the nodes' memory was written to {path}")
+
+
 def remove_copies(run_dir: str | Path) -> None:
     """Gives the memory back."""
     if folder := copies_folder(run_dir):
+        if "ray" in sys.modules:
+            end_shelves(folder.name)
         # Under another name first: a warden that only just starts may be about to make a file in it.
         shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.gone")), ignore_errors=True)
     (Path(run_dir) / LINK).unlink(missing_ok=True)
@@ -97,6 +128,9 @@ def held_copies(trainer: RunConfig) -> Iterator[None]:
     if trainer.memory_copy_freq < 0:
         yield
         return
+    if trainer.nnodes > 1 and (link := Path(trainer.run_dir) / LINK).is_file():
+        # Its name leads to the shelves, also from another machine, and after the warden's time.
+        Path(json.loads(link.read_text())["folder"]).mkdir(exist_ok=True)
     folder = copies_folder(trainer.run_dir) or _new_folder(Path(trainer.run_dir))
     with open(folder / memory_warden.LOCK, "wb+") as stream:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,8 +165,10 @@ def _end(trainer: RunConfig, warden: subprocess.Popen[bytes]) -> None:
 class MemoryCopies:
     """Writes the copies as checkpoints are written, and gives up where that fails: a run needs none of them."""
 
-    def __init__(self, writer: Checkpoints | None, say: Callable[[str], None]):
-        self.writer, self.say = writer, say
+    def __init__(
+        self, writer: Checkpoints | None, say: Callable[[str], None], shelves: Callable[[], Shelves] | None = None
+    ):
+        self.writer, self.say, self._start_shelves = writer, say, shelves
 
     def copy_if_due(self, trainer: Resumable, beside: Checkpoints) -> None:
         """Copies the state after a step, unless a checkpoint of it is written at once."""
@@ -141,7 +177,7 @@ class MemoryCopies:
             return
         at_once = not any(part.background for part in beside.parts.values())
         if not (beside.is_due(trainer.step) and at_once):
-            self._try(lambda: writer.save(trainer))
+            self._try(lambda: self._save(writer, trainer))
 
     def commit(self) -> None:
         """Completes the copy of a step whose metrics are logged by now; one that is still being written, later."""
@@ -149,9 +185,24 @@ class MemoryCopies:
         if writer is not None:
             self._try(lambda: self._complete(writer))
 
+    def _save(self, writer: Checkpoints, trainer: Resumable) -> None:
+        if self._start_shelves is not None and writer.shelves is None:
+            try:
+                writer.shelves = self._start_shelves()
+            except Exception as error:
+                raise CheckpointError(f"{type(error).__name__}: {error}") from error
+        writer.save(trainer)
+
     def _complete(self, writer: Checkpoints) -> None:
         path = writer.commit(wait=False)
-        if path and (problems := problems_of(path, checksums=False)):
+        if path and writer.shelves is not None:
+            files = {str(file.relative_to(path)): file for file in path.rglob("*") if file.is_file()}
+            try:
+                writer.shelves.complete(int(path.name.rpartition("_")[2]), files)
+            except Exception as error:
+                raise CheckpointError(f"{type(error).__name__}: {error}") from error
+            shutil.rmtree(path)
+        elif path and (problems := problems_of(path, checksums=False)):
             raise CheckpointError(f"{'; '.join(problems[:3])}: workers on another machine have another memory")
 
     def _try(self, work: Callable[[], None]) -> None:

@@ -61,6 +61,10 @@ class Restarts:
         """How often something was started again."""
         return sum(record["event"] == "failed" for record in self.records())
 
+    def is_since(self, file: Path) -> bool:
+        """Whether a file was written by this command, maybe by an attempt that was killed."""
+        return file.is_file() and file.stat().st_mtime >= self.since
+
     def failed(self, what: str, kind: str) -> bool:
         """Takes note of a failure and waits before the next start; False where there is to be none."""
         used = self.used

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from meshrl.controller import (
     create_colocated_worker_cls,
     create_worker_group,
 )
+from meshrl.controller.shelves import start_shelves
 from meshrl.data.curriculum import SamplerOrder
 from meshrl.data.demonstrations import DemonstrationDataset
 from meshrl.data.mixing import MixedOrder
@@ -43,7 +45,7 @@ from meshrl.rewards.loading import load_reward_manager
 from meshrl.telemetry.bar import counting_bar
 from meshrl.telemetry.console import SFT_COLUMNS, StepConsole
 from meshrl.telemetry.report import write_report
-from meshrl.telemetry.run_folder import RunFolder
+from meshrl.telemetry.run_folder import RunFiles, RunFolder
 from meshrl.telemetry.samples import SampleLog
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracking
@@ -60,7 +62,7 @@ from meshrl.trainer.checkpoint import (
 from meshrl.trainer.gates import Gates
 from meshrl.trainer.judging import GroupAsk
 from meshrl.trainer.keeper import Keeper
-from meshrl.trainer.memory_copies import MemoryCopies, copies_folder, held_copies, state_to_resume
+from meshrl.trainer.memory_copies import MemoryCopies, copies_folder, fetch_shelved, held_copies, state_to_resume
 from meshrl.trainer.mirror import Mirror
 from meshrl.trainer.nonfinite import NonFiniteSteps
 from meshrl.trainer.ppo import PPOTrainer
@@ -121,6 +123,7 @@ def train_once(
     steps = total_steps(config, len(train_data))
     pools = ppo_pools(config, units, steps)
     notes: list[str] = []
+    fetch_shelved(trainer, config.ray_init, notes.append, restarts.opened)
     found = state_to_resume(trainer, notes.append, restarts.opened)
     first_step = found.step if found else 0
     with open_run(trainer, found, restarts) as run, StepConsole(steps, console, first_step=first_step) as screen:
@@ -237,6 +240,7 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
     order = batch_order(config.data, trainer, len(train_data))
     worker = ClassWithInitArgs(SFTWorker, config, steps)
     notes: list[str] = []
+    fetch_shelved(trainer, config.ray_init, notes.append, restarts.opened)
     found = state_to_resume(trainer, notes.append, restarts.opened)
     first_step = found.step if found else 0
     with (
@@ -292,7 +296,7 @@ def note_restart(restarts: Restarts, found: Found | None, tracker: Tracking) -> 
 
 def open_run(trainer: RunConfig, found: Found | None, restarts: Restarts) -> RunFolder:
     """The run's folder: its files go on where the checkpoint to go on from is one of its own."""
-    again, restarts.opened = restarts.opened, True
+    again, restarts.opened = restarts.opened or restarts.is_since(RunFiles(trainer.run_dir).config), True
     folder = Path(trainer.run_dir).resolve() / FOLDER
     if found is None or found.path.resolve().parent not in (folder, copies_folder(trainer.run_dir)):
         # What an attempt before has written of steps that were not kept is written again.
@@ -340,12 +344,13 @@ def make_keeper(
     memory = copies_folder(run.path) if trainer.memory_copy_freq > 0 else None
     copied = {role: replace(part, save_contents=contents) for role, part in parts.items()}
     copies = Checkpoints(memory, copied, every=trainer.memory_copy_freq, keep=1, **how) if memory else None
+    shelves = partial(start_shelves, memory.name, trainer.deadlines.call) if memory and trainer.nnodes > 1 else None
     return Keeper(
         checkpoints,
         KeptBatches(run.batches, megabytes),
         NonFiniteSteps(trainer.max_nan_steps, dumps, screen.message),
         StopRequest(trainer.deadlines.stop),
-        MemoryCopies(copies, screen.message),
+        MemoryCopies(copies, screen.message, shelves),
     )
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from meshrl.config.model import ModelConfig
 from meshrl.controller import Dispatch, Worker, register
+from meshrl.controller.shelves import Shelves
 from meshrl.engines.base import CONTENTS, Engine
 from meshrl.engines.fsdp.engine import FSDPEngine
-from meshrl.engines.stored_state import FileRecord, Snapshot, record_file, write_snapshot
+from meshrl.engines.stored_state import Entry, FileRecord, Part, Snapshot, record_file, write_snapshot
 from meshrl.models.loading import load_tokenizer
 from meshrl.models.lora import save_adapter_config
 from meshrl.models.saving import save_configs, save_hf_folder
@@ -24,14 +28,31 @@ from meshrl.telemetry.ledger import booked
 
 # The role's Hugging Face files lie here: configs and tokenizer always, the weights with `hf_model`.
 HF_FOLDER = "huggingface"
+MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote of a checkpoint, and how long it took."""
+    """What one rank wrote of a checkpoint, how long it took, and by folder where its tensors lie."""
 
     files: list[FileRecord]
     seconds: float
+    entries: dict[str, list[Entry]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Shelved:
+    """Where the files of a step go that is copied to the memory of other nodes."""
+
+    shelves: Shelves
+    step: int
+
+    def new_folder(self) -> Path:
+        """A folder of this process's in memory; those that killed processes have left there go."""
+        for folder in MEMORY.glob(f"{self.shelves.key}-pid-*"):
+            if not Path("/proc", folder.name.split("-")[-2]).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=f"{self.shelves.key}-pid-{os.getpid()}-", dir=MEMORY))
 
 
 class CheckpointedWorker(Worker):
@@ -56,34 +77,39 @@ class CheckpointedWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("checkpoint")
-    def save_checkpoint(self, root: str, role: str, contents: list[str], background: bool = False) -> None:
+    def save_checkpoint(
+        self, root: str, role: str, contents: list[str], background: bool = False, shelved: Shelved | None = None
+    ) -> None:
         """Writes this rank's files into `root/role`; `checkpoint_files` says which.
 
-        In the background the state is copied to host memory and a thread writes it.
+        In the background the state is copied to host memory and a thread writes it. With `shelved` the files go into
+        the memory of this and of another node instead.
         """
         started = time.perf_counter()
         place = Path(root).parent
         if place in self._writings and not self._writings[place].done():
             raise ValueError("the checkpoint before is still being written: wait for its checkpoint_files")
-        folder = Path(root) / role
+        own = Path(root) if shelved is None else shelved.new_folder()
+        folder = own / role
         engine, _ = self._checkpointed()
         with self._engine_awake():
             files = self._write_hf_files(folder, with_weights="hf_model" in contents)
-            for name, other in self._saved_beside().items():
-                files += write_snapshot(other.snapshot(("model",)), folder / name, self.rank)
+            beside = {f"{role}/{name}": other.snapshot(("model",)) for name, other in self._saved_beside().items()}
+            parts = {name: write_snapshot(state, own / name, self.rank) for name, state in beside.items()}
             snapshot = engine.snapshot([name for name in contents if name in CONTENTS])
             if background:
                 snapshot = snapshot.copied()
             else:
-                files += write_snapshot(snapshot, folder, self.rank)
+                parts[role] = write_snapshot(snapshot, folder, self.rank)
         held = time.perf_counter() - started
+        left = (role, snapshot) if background else None
         if background:
             pool = ThreadPoolExecutor(1, thread_name_prefix="meshrl-checkpoint")
-            self._writings[place] = pool.submit(self._finish, snapshot, folder, Path(root), files, held)
+            self._writings[place] = pool.submit(self._finish, left, own, files, parts, held, shelved)
             pool.shutdown(wait=False)
         else:
             self._writings[place] = ThreadFuture()
-            self._writings[place].set_result(self._finish(None, folder, Path(root), files, held))
+            self._writings[place].set_result(self._finish(left, own, files, parts, held, shelved))
 
     def _write_hf_files(self, folder: Path, with_weights: bool) -> list[Path]:
         """Writes what Hugging Face needs to read the model: rank 0 writes, all ranks take part if there are weights."""
@@ -102,12 +128,26 @@ class CheckpointedWorker(Worker):
             files += save_adapter_config(folder, engine.hf_model, engine.adapter_scaling, model.path or "")
         return files
 
-    def _finish(self, left: Snapshot | None, folder: Path, root: Path, files: list[Path], seconds: float) -> Written:
+    def _finish(
+        self,
+        left: tuple[str, Snapshot] | None,
+        root: Path,
+        files: list[Path],
+        parts: dict[str, Part],
+        seconds: float,
+        shelved: Shelved | None,
+    ) -> Written:
         started = time.perf_counter()
         if left is not None:
-            files = files + write_snapshot(left, folder, self.rank)
+            role, snapshot = left
+            parts = parts | {role: write_snapshot(snapshot, root / role, self.rank)}
         records = [record_file(file, root) for file in files]
-        return Written(records, seconds + time.perf_counter() - started)
+        records += [record for part in parts.values() for record in part.records(root)]
+        entries = {folder: part.entries for folder, part in parts.items()}
+        if shelved is not None:
+            shelved.shelves.put(shelved.step, {record.name: root / record.name for record in records})
+            shutil.rmtree(root)
+        return Written(records, seconds + time.perf_counter() - started, entries)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("checkpoint")

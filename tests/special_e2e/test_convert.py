@@ -159,12 +159,12 @@ def copied(run, tmp_path):
 
 
 def damage_shard(checkpoint):
-    file = next((checkpoint / "model").glob("*.safetensors"))
+    file = next((checkpoint / "model").glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-100])
 
 
 def remove_shard(checkpoint):
-    next((checkpoint / "model").glob("*.safetensors")).unlink()
+    next((checkpoint / "model").glob("*.distcp")).unlink()
 
 
 def change_config(checkpoint, manifest=True, **fields):

@@ -2,16 +2,20 @@
 
 import errno
 import json
+import os
+import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from meshrl.config.trainer import RunConfig
 from meshrl.controller import ControllerError
 from meshrl.data.proto import DataProto
-from meshrl.engines.stored_state import Rectangle, Snapshot, Stored, record_file, write_snapshot
+from meshrl.engines.stored_reading import Stored
+from meshrl.engines.stored_state import Rectangle, Snapshot, record_file, write_index, write_snapshot
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.trainer.checkpoint import (
     CheckpointError,
@@ -179,27 +183,76 @@ def test_a_checkpoint_of_another_format_is_named(tmp_path):
     take(checkpoints(tmp_path), PretendTrainer(), 2)
     manifest = tmp_path / "global_step_2" / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
-    assert problems_of(tmp_path / "global_step_2") == ["it has format 99, this version reads 1"]
+    assert problems_of(tmp_path / "global_step_2") == ["it has format 99, this version reads 1 and 2"]
 
 
 def test_rectangles_are_put_together_from_other_cuts(tmp_path):
     whole = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
     cuts = [(0, 0, 3, 5), (3, 0, 4, 2), (3, 2, 4, 3)]
+    written = []
     for rank, (r, c, h, w) in enumerate(cuts):
-        part = Rectangle("param", "w", (7, 5), (r, c), whole[r : r + h, c : c + w])
-        write_snapshot(Snapshot([part], {"*": 4}), tmp_path, rank)
+        parts = [Rectangle("param", "w", (7, 5), (r, c), whole[r : r + h, c : c + w])]
+        parts += [Rectangle("step", "w", (), (), torch.tensor(4.0))] if rank == 1 else []
+        written.append(write_snapshot(Snapshot(parts), tmp_path, rank).entries)
+    write_index(tmp_path, written)
     stored = Stored(tmp_path)
     assert torch.equal(stored.whole("w"), whole)
-    assert stored.steps_of("w") == 4
+    assert stored.steps_of("w") == stored.steps_of("of no other number") == stored.steps_of() == 4
     for r, c, h, w in ((2, 1, 3, 3), (0, 0, 7, 1), (6, 4, 1, 1)):
         target = torch.zeros(h, w, dtype=torch.float64)
         stored.fill("param", "w", (r, c), target)
         assert torch.equal(target.float(), whole[r : r + h, c : c + w])
     with pytest.raises(ValueError, match=r"'w' is \[7, 5\] in the checkpoint, the model wants it up to \[8, 5\]"):
         stored.fill("param", "w", (5, 0), torch.zeros(3, 5))
-    (tmp_path / "tensors-2.json").unlink()
+    write_index(tmp_path, written[:2])
     with pytest.raises(ValueError, match="holds 23 of 35 elements of 'w'"):
         Stored(tmp_path).whole("w")
+    write_index(tmp_path, written)
+    (tmp_path / "__2_0.distcp").write_bytes((tmp_path / "__2_0.distcp").read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"'w' ends at \d+: it is truncated"):
+        Stored(tmp_path).whole("w")
+    (tmp_path / "__2_0.distcp").unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks '.*__2_0.distcp', which holds 'w'"):
+        Stored(tmp_path).whole("w")
+
+
+def test_files_of_format_1_are_read(tmp_path):
+    """Safetensors with a listing a rank, as they were written then."""
+    whole, moment = torch.randn(6, 3), torch.randn(5).bfloat16()
+    parts = [(0, whole[:4]), (1, whole[4:])]
+    for rank, part in parts:
+        tensors = {"0": part.clone()} | ({"1": moment} if rank else {})
+        save_file(tensors, tmp_path / f"tensors-{rank}-0.safetensors")
+        place = {"file": f"tensors-{rank}-0.safetensors"}
+        listed = [
+            {"kind": "param", "name": "w", "shape": [6, 3], "start": [4 * rank, 0], "size": list(part.shape)},
+            {"kind": "exp_avg", "name": "b", "shape": [5], "start": [0], "size": [5]},
+        ]
+        entries = [entry | place | {"entry": str(n)} for n, entry in enumerate(listed[: 1 + rank])]
+        (tmp_path / f"tensors-{rank}.json").write_text(json.dumps({"steps": {"*": 7 + rank}, "tensors": entries}))
+    stored = Stored(tmp_path)
+    assert stored.names() == ["w"]
+    assert torch.equal(stored.whole("w"), whole)
+    assert torch.equal(stored.whole("b", "exp_avg"), moment)
+    target = torch.zeros(2, 2)
+    stored.fill("param", "w", (3, 1), target)
+    assert torch.equal(target, whole[3:5, 1:])
+    assert stored.steps_of("w") == 8
+
+
+class Runs:
+    """A pickle of it runs something when it is read."""
+
+    def __reduce__(self):
+        return os.mkdir, ("here-it-was-run",)
+
+
+def test_reading_an_index_runs_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Runs()))
+    with pytest.raises(ValueError, match="mkdir is no part of an index"):
+        Stored(tmp_path)
+    assert not (tmp_path / "here-it-was-run").exists()
 
 
 def test_a_mirror_gets_every_checkpoint_and_gives_the_newest_back(tmp_path):

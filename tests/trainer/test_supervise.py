@@ -11,9 +11,11 @@ import pytest
 
 from meshrl.config.errors import ConfigError
 from meshrl.config.trainer import RunConfig
+from meshrl.telemetry.samples import SampleLog
 from meshrl.trainer import supervise as module
 from meshrl.trainer.failures import INFRASTRUCTURE_EXIT
-from meshrl.trainer.restarts import SINCE
+from meshrl.trainer.restarts import SINCE, Restarts
+from meshrl.trainer.run import open_run
 from meshrl.trainer.supervise import supervise
 
 
@@ -84,3 +86,24 @@ def test_signals_go_to_the_run_and_its_end_is_not_a_failure(script):
 def test_what_cannot_be_supervised_is_refused(options, tmp_path):
     with pytest.raises(ConfigError, match="--supervise"):
         supervise(["train"], RunConfig(default_local_dir=str(tmp_path), **options), lambda text: None)
+
+
+def test_what_a_killed_attempt_of_the_same_command_wrote_is_written_anew(tmp_path):
+    """Before its first checkpoint: its samples would stand there twice; those of another command move aside."""
+
+    def attempt(since):
+        trainer = RunConfig(default_local_dir=str(tmp_path / "run"))
+        with open_run(trainer, None, Restarts(tmp_path / "run", 3, 0.0, since)) as run:
+            run.write_config({})
+            SampleLog(run, rollout_data_dir=str(tmp_path / "samples"))
+            return run.moved_to
+
+    began = time.time() - 1
+    assert attempt(began) is None
+    (tmp_path / "samples").mkdir(exist_ok=True)
+    (tmp_path / "samples" / "1.jsonl").write_text("of an attempt that was killed\n")
+    assert attempt(began) is None
+    assert not list((tmp_path / "samples").iterdir())
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    os.utime(tmp_path / "run" / "config.yaml", (began, began))
+    assert attempt(time.time()) is not None

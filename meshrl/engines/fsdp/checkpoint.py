@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 from meshrl.engines.extra_state import extra_state, load_extra
 from meshrl.engines.fsdp.reading import local_rows
 from meshrl.engines.master import MasterAdamW
-from meshrl.engines.stored_state import ALL, Rectangle, Shape, Snapshot, Stored
+from meshrl.engines.stored_reading import Stored
+from meshrl.engines.stored_state import STEP, Rectangle, Shape, Snapshot
 
 if TYPE_CHECKING:
     from meshrl.engines.fsdp.engine import FSDPEngine
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
-STEP = "step"
 # A tensor of the state by its kind and its parameter's name.
 State = dict[tuple[str, str], Any]
 
@@ -35,17 +35,11 @@ State = dict[tuple[str, str], Any]
 def take_snapshot(engine: FSDPEngine, contents: Sequence[str]) -> Snapshot:
     """What this rank has to write of what `contents` names; all ranks take part."""
     rectangles: list[Rectangle] = []
-    steps: dict[str, int] = {}
     for (kind, name), value in _state(engine, contents).items():
-        if kind == STEP:
-            steps[name] = int(value)
-        else:
-            local, start, shape = _local(value)
-            rectangles.append(Rectangle(kind, name, shape, start, local))
-    if len(set(steps.values())) == 1:
-        steps = {ALL: next(iter(steps.values()))}
+        local, start, shape = _local(value)
+        rectangles.append(Rectangle(kind, name, shape, start, local))
     extra = extra_state(engine.device, getattr(engine, "learning_rate", None)) if "extra" in contents else None
-    return Snapshot(_own(rectangles, engine), steps, extra)
+    return Snapshot(_own(rectangles, engine), extra)
 
 
 def load_state(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
@@ -66,9 +60,9 @@ def load_state(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> Non
 
 
 def _local(value: Tensor) -> tuple[Tensor, Shape, Shape]:
-    """This rank's part of a tensor as a view, where it starts, and the whole's shape; a number is a row of one."""
+    """This rank's part of a tensor as a view, where it starts, and the whole's shape."""
     if not isinstance(value, DTensor):
-        value = value.detach().reshape(1) if value.dim() == 0 else value.detach()
+        value = value.detach()
         return value, (0,) * value.dim(), tuple(value.shape)
     first, _ = local_rows(value)
     return value.to_local().detach(), (first, *(0 for _ in value.shape[1:])), tuple(value.shape)

@@ -22,7 +22,8 @@ from meshrl.engines.megatron.optimizer import ensure_states
 from meshrl.engines.megatron.states import MOMENTS, set_state, set_steps, steps_of, stretches, whole_state
 from meshrl.engines.megatron.weight_map import Slice, describe, expert_count
 from meshrl.engines.megatron.weights import module_names, piece_owners
-from meshrl.engines.stored_state import ALL, Rectangle, Snapshot, Stored
+from meshrl.engines.stored_reading import Stored
+from meshrl.engines.stored_state import STEP, Rectangle, Snapshot
 
 if TYPE_CHECKING:
     from meshrl.engines.megatron.engine import MegatronEngine
@@ -38,6 +39,8 @@ def take_snapshot(engine: MegatronEngine, contents: Sequence[str]) -> Snapshot:
         if owner == rank
     }
     rectangles: list[Rectangle] = []
+    has_states = "optimizer" in contents and engine.optim_config is not None
+    steps = torch.tensor(float(steps_of(engine.optimizer)) if has_states else 0.0)
     for kind, key, whole in _states(engine, _kinds(engine, contents)):
         for piece in _pieces(engine, key):
             if (piece.chunk, piece.parameter, piece.name, piece.start) in owned:
@@ -46,15 +49,15 @@ def take_snapshot(engine: MegatronEngine, contents: Sequence[str]) -> Snapshot:
                 if len(shape) > tensor.dim():
                     tensor = tensor[None]
                 rectangles.append(Rectangle(kind, name, shape, start, tensor))
-    has_states = "optimizer" in contents and engine.optim_config is not None
-    steps = {ALL: steps_of(engine.optimizer)} if has_states else {}
+                if kind == MOMENTS[0] and not any(start):
+                    rectangles.append(Rectangle(STEP, name, (), (), steps))
     extra = None
     if "extra" in contents:
         extra = extra_state(engine.device, getattr(engine, "learning_rate", None))
         # The generators of Megatron-Core's own dropout.
         tracked = get_cuda_rng_tracker().get_states()
         extra["megatron_random"] = {n: s for n, s in tracked.items() if isinstance(s, Tensor)}
-    return Snapshot(rectangles, steps, extra)
+    return Snapshot(rectangles, extra)
 
 
 @torch.no_grad()
@@ -66,7 +69,7 @@ def load_state(engine: MegatronEngine, folder: Path, contents: Sequence[str]) ->
         ensure_states(engine.optimizer)
         held = stretches(engine.optimizer)
         if "optimizer" in contents:
-            set_steps(engine.optimizer, stored.steps_of(ALL))
+            set_steps(engine.optimizer, stored.steps_of())
     for key, param in _parameters(engine).items():
         for kind in kinds:
             if kind != "param" and not isinstance(param, nn.Parameter):
