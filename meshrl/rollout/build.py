@@ -35,7 +35,7 @@ def build_rollout(
     `tensor_parallel_group`.
     """
     if config.name == "vllm":
-        return _vllm(config, model, tokenizer, device)
+        return _vllm(config, model, tokenizer, device, tensor_parallel_group)
     if config.name == "sglang":
         return _sglang(config, model, tokenizer)
     dtype = torch_dtype(config.dtype)
@@ -73,7 +73,13 @@ def build_rollout(
     )
 
 
-def _vllm(config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer, device: torch.device) -> Rollout:
+def _vllm(
+    config: RolloutConfig,
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    tensor_parallel_group: dist.ProcessGroup | None,
+) -> Rollout:
     from meshrl.rollout.vllm.engine import VllmRollout
 
     wanted: dict[str, Any] = {
@@ -94,6 +100,7 @@ def _vllm(config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer, devic
         pad_token_id=int(tokenizer.pad_token_id),
         bucket_bytes=config.update_weights_bucket_megabytes * MEBIBYTE,
         trust_remote_code=model.trust_remote_code,
+        tensor_parallel_group=tensor_parallel_group,
         **(wanted | dict(config.engine_kwargs.vllm)),
     )
 
