@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from meshrl.rollout.sglang.client import SglangClient
@@ -30,9 +31,7 @@ class SglangEngine(SglangClient):
     Closing it ends every child of this process: SGLang's own shutdown does so.
     """
 
-    def __init__(
-        self, path: Any, *, arguments: Mapping[str, Any] | None = None, start_seconds: float = 600.0
-    ):  # fmt: skip
+    def __init__(self, path: str | Path, *, arguments: Mapping[str, Any] | None = None, start_seconds: float = 600.0):
         super().__init__(path, arguments, start_seconds)
         self._engine: Any = None
 

@@ -58,6 +58,7 @@ class VllmRollout(SteppingRollout):
         self._shapes, self.vocabulary = expected_shapes(hf_config), int(hf_config.vocab_size)
         self._folder = Path(memory_folder())
         self._file = SharedFile(self._folder / "weights")
+        self._is_guest = dist.is_initialized()
         if tensor_parallel_group is not None:
             arguments |= {
                 "tensor_parallel_size": dist.get_world_size(tensor_parallel_group),
@@ -237,7 +238,11 @@ class VllmRollout(SteppingRollout):
         super().close()
         with self.lock:
             if self._folder.exists():
-                self.engine.engine_core.shutdown()
+                if self._is_guest:
+                    # Its own shutdown would end the trainer's process group as well.
+                    self.engine.model_executor.shutdown()
+                else:
+                    self.engine.engine_core.shutdown()
                 shutil.rmtree(self._folder, ignore_errors=True)
 
 
