@@ -1,6 +1,6 @@
 """SGLang's `Engine` inside this process; its schedulers are processes of their own, children of this one.
 
-The engine's blocking methods cannot run on an event loop, so its `tokenizer_manager` is called, as its HTTP server does.
+The engine's blocking methods cannot run on an event loop, so its `tokenizer_manager` is called, as by its HTTP server.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SglangEngine(SglangClient):
             raise ImportError("rollout.name=sglang needs SGLang: pip install 'meshrl[sglang]'") from error
         method = multiprocessing.get_start_method(allow_none=True)
         try:
-            # On this loop, which is its own from here on; not in the main thread, so that no signal changes its meaning.
+            # On this loop, which is its own from here on; not in the main thread, so that no signal gets a new meaning.
             self._engine = Engine(model_path=str(self._path), **self._arguments)
         finally:
             multiprocessing.set_start_method(method, force=True)

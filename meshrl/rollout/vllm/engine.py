@@ -1,8 +1,8 @@
 """vLLM inside this process: its `LLMEngine`, stepped by us between weight updates.
 
-With tensor parallelism the engine still steps here. Its workers are processes of their own, or, in a group of ranks that
-all make the same calls, each rank holds its part itself. Only vLLM's public interfaces are used: the step loop, a logits
-processor, a weight-transfer backend, sleep and wake, LoRA requests.
+With tensor parallelism the engine still steps here. Its workers are processes of their own, or, in a group of ranks
+that all make the same calls, each rank holds its part itself. Only vLLM's public interfaces are used: the step loop, a
+logits processor, a weight-transfer backend, sleep and wake, LoRA requests.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class VllmRollout(SteppingRollout):
     """Generation by an in-process vLLM, from a folder with config and tokenizer (and weights, unless they are dummies).
 
     `arguments` are vLLM's own (`EngineArgs`): tensor_parallel_size, max_model_len, enforce_eager, enable_lora,
-    enable_sleep_mode and so on. The ranks of a `tensor_parallel_group` (neighbours, as many in every group of the world)
-    are one engine: all of them must make the same calls, and have the same answers.
+    enable_sleep_mode and so on. The ranks of a `tensor_parallel_group` (neighbours, as many in every group) are one
+    engine: all of them must make the same calls, and have the same answers.
     """
 
     def __init__(
