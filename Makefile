@@ -17,8 +17,11 @@ test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --durations=20
 
 # The real engines, each in an environment of its own; SKIPPED where one cannot be installed.
-test-vllm test-sglang: test-%:
-	@PYTHON=$(PYTHON) tests/special_standalone/run.sh $*
+test-vllm:
+	@PYTHON=$(PYTHON) tests/special_standalone/run.sh vllm
+
+test-sglang:
+	@PYTHON=$(PYTHON) tests/special_standalone/run.sh sglang
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -25,7 +25,7 @@ class TestSglangEngine(RolloutContract):
     def make(self, folder, hf_model):
         before = multiprocessing.get_start_method(allow_none=True), signal.getsignal(signal.SIGQUIT)
         made = RemoteRollout(
-            SglangEngine(folder, arguments=ARGUMENTS, start_seconds=280),
+            SglangEngine(folder, arguments=ARGUMENTS, start_seconds=560),
             pad_token_id=0,
             bucket_bytes=100_000,
             deadline=60,
