@@ -14,5 +14,7 @@ fi
 installed=$SECONDS
 # What the engines compile and how they bind threads would cost minutes.
 export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR
+# The engines are large and every process of theirs imports all of them: compiled files are kept.
+unset PYTHONDONTWRITEBYTECODE
 "$venv/bin/python" -m pytest tests/special_standalone -k "$engine" --durations=5
 echo "$engine: installed in $installed s, tested in $((SECONDS - installed)) s"
