@@ -20,6 +20,7 @@ from meshrl.models.loading import load_model_config, load_tokenizer, stop_token_
 from meshrl.rollout.remote.client import EngineClient, ModelFacts, Piece
 from meshrl.rollout.requests import Request
 from meshrl.rollout.sglang.sampling import as_piece, cut_at_stop, sampling_fields, sglang_refusal
+from meshrl.rollout.shared_file import as_one_segment
 from meshrl.rollout.weight_stream import expected_shapes
 
 
@@ -92,12 +93,12 @@ class SglangClient(EngineClient):
 
     async def update(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         with shared_by_name():
-            # Every rank opens the same memory and takes its part of it.
-            shared = [(name, tensor.detach().cpu().contiguous().clone().share_memory_()) for name, tensor in bucket]
-            handles = bytes(ForkingPickler.dumps(shared))
+            # Every rank opens the same memory, by a handle of its own, and takes its part of it.
+            shared = as_one_segment(bucket)
+            handles = [bytes(ForkingPickler.dumps(shared)) for _ in range(self._ranks)]
         await self._ask(
             "update_weights_from_tensor",
-            serialized_named_tensors=[handles] * self._ranks,
+            serialized_named_tensors=handles,
             flush_cache=False,
             abort_all_requests=False,
         )

@@ -1,4 +1,4 @@
-"""SGLang's real engine keeps the contract, inside this process."""
+"""SGLang's real engine keeps the contract, inside this process; the last of its tests, since its end ends all children."""
 
 from __future__ import annotations
 
