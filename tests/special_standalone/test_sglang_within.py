@@ -1,4 +1,4 @@
-"""SGLang's real engine keeps the contract, inside this process; the last of its tests, since its end ends all children."""
+"""SGLang's real engine keeps the contract, inside this process. The last of its tests: its end ends all children."""
 
 from __future__ import annotations
 
