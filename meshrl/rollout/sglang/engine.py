@@ -5,6 +5,7 @@ The engine's blocking methods cannot run on an event loop, so its `tokenizer_man
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ CALLS = {
     "release_memory_occupation": "ReleaseMemoryOccupationReqInput",
     "resume_memory_occupation": "ResumeMemoryOccupationReqInput",
 }
+# How long a cancelled task may take to end.
+TASK_SECONDS = 5.0
 
 
 class SglangEngine(SglangClient):
@@ -70,3 +73,9 @@ class SglangEngine(SglangClient):
         if self._engine is not None:
             self._engine.shutdown()
             self._engine = None
+            # It leaves tasks behind that would wait for its processes for ever.
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            if left:
+                await asyncio.wait(left, timeout=TASK_SECONDS)
