@@ -18,19 +18,12 @@ test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
 		-n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
-# The real engines, each in an environment of its own. What they compile and how they bind threads would cost minutes.
-ENGINE_TESTS := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR
-
+# The real engines, each in an environment of its own; SKIPPED where one cannot be installed.
 test-vllm:
-	@PYTHON=$(PYTHON) tests/special_standalone/install.sh vllm .venv-vllm
-	$(ENGINE_TESTS) .venv-vllm/bin/python -m pytest tests/special_standalone -k vllm
+	@PYTHON=$(PYTHON) tests/special_standalone/run.sh vllm
 
 test-sglang:
-	@if PYTHON=$(PYTHON) tests/special_standalone/install.sh sglang .venv-sglang; then \
-		$(ENGINE_TESTS) .venv-sglang/bin/python -m pytest tests/special_standalone -k sglang; \
-	else \
-		echo "SKIPPED: SGLang 0.5.23 cannot be installed on this machine, see the lines above"; \
-	fi
+	@PYTHON=$(PYTHON) tests/special_standalone/run.sh sglang
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -65,4 +58,4 @@ $(VENV)/.installed-docs: $(VENV)/.installed $(INPUTS)
 	@touch $@
 
 clean:
-	rm -rf site $(VENV) .venv-vllm .venv-sglang outputs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf site $(VENV) .venv-vllm* .venv-sglang* outputs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,11 +1,14 @@
 """Generation speed: the embedded rollout beside transformers' generate, its continuous batching, and vLLM if installed.
 
-    python benchmarks/rollout.py                          CPU: tiny and 33 M models, one thread
+    python benchmarks/rollout.py                          CPU: tiny and 33 M models on one thread, 64 to 4,096 requests
     python benchmarks/rollout.py --gpu [--shapes 0.6B 1.7B] [--profile]
-    python benchmarks/rollout.py --growth                 64 to 4,096 requests
+    python benchmarks/rollout.py --growth [--gpu]         64 to 4,096 requests alone
+
+With vLLM beside it: `make test-vllm` once, then `.venv-vllm/bin/python benchmarks/rollout.py --rounds 5`.
 
 The same random weights, prompts and lengths on all sides, log-probs on. On the CPU a figure is tokens per second of the
-process's own time on one thread, with oneDNN off (it slows small matrices down on all sides); the best of the rounds.
+process's own time on one thread, with oneDNN off (it slows small matrices down on all sides); the best of the
+rounds, in which the sides take turns.
 `generate` takes the requests in batches of 256, padded, and runs each batch to its longest answer, as it must.
 """
 
@@ -14,15 +17,19 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Read when vLLM is imported: everything in this process, on any core, nothing compiled.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import numpy as np
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -162,7 +169,6 @@ def vllm(shape: str, device: str) -> Callable[[Work], list[int]]:
     """vLLM in this process, from the same weights in a folder."""
     import tempfile
 
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     from vllm import LLM
     from vllm import SamplingParams as Params
@@ -189,50 +195,72 @@ def vllm(shape: str, device: str) -> Callable[[Work], list[int]]:
     return run
 
 
-def measured(run: Callable[[Work], list[int]], work: Work, device: str, rounds: int) -> tuple[float, float]:
-    """Tokens a second (of the process on a CPU) and seconds of the best round, after one to warm up."""
+def seconds_of(run: Callable[[Work], list[int]], work: Work, device: str) -> float:
+    """Seconds (of the process on a CPU) that a side takes for all requests."""
     clock = time.process_time if device == "cpu" else time.perf_counter
+    if device == "cuda":
+        torch.cuda.synchronize()
+    started = clock()
+    lengths = run(work)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert lengths == work.new_tokens
+    return clock() - started
+
+
+def measured(run: Callable[[Work], list[int]], work: Work, device: str, rounds: int) -> tuple[float, float]:
+    """Tokens a second and seconds of the best round, after one to warm up."""
     run(work)
-    best = float("inf")
-    for _ in range(rounds):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        started = clock()
-        lengths = run(work)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, clock() - started)
-        assert lengths == work.new_tokens
+    best = min(seconds_of(run, work, device) for _ in range(rounds))
     return work.tokens / best, best
 
 
+def held_memory(device: str) -> float:
+    """GiB that are in use: the most so far on a GPU, at present on a CPU."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return psutil.Process().memory_info().rss / 2**30
+
+
 def compare(title: str, shape: str, works: list[Work], device: str, sides: dict[str, Any], rounds: int) -> None:
-    """One table: a row for each side, a column for each kind of work."""
+    """One table: a row for each side, a column for each kind of work. On a CPU the sides take turns."""
     table = Table(title=title, title_justify="left")
-    for column in ("", *(f"{work.name}\ntok/s" for work in works), "ms a token", "peak GiB"):
+    for column in ("", *(f"{work.name}\ntok/s" for work in works), "ms a token", "GiB", "against first"):
         table.add_column(column, justify="right" if column else "left")
+    best: dict[str, list[float]] = {}
+    memory: dict[str, float] = {}
+    runs: dict[str, Callable[[Work], list[int]]] = {}
+
+    def take_turns() -> None:
+        for _ in range(rounds):
+            for name, run in runs.items():
+                seconds = [seconds_of(run, work, device) for work in works]
+                best[name] = [min(pair) for pair in zip(best.get(name, seconds), seconds, strict=True)]
+
     for name, side in sides.items():
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        before = held_memory(device)
         try:
-            run = side(shape, device)
+            runs[name] = side(shape, device)
         except ImportError as error:
-            table.add_row(name, *(["not installed"] * len(works)), str(error)[:30], "")
+            table.add_row(name, *(["not installed"] * len(works)), str(error)[:30], "", "")
             continue
-        cells, last = [], (0.0, 0.0)
         for work in works:
-            last = measured(run, work, device, rounds)
-            cells.append(f"{last[0]:,.0f}")
-        memory = (
-            torch.cuda.max_memory_allocated() / 2**30
-            if device == "cuda"
-            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        )
-        table.add_row(name, *cells, f"{1e3 * last[1] / max(works[-1].new_tokens):.2f}", f"{memory:.1f}")
-        del run
-        gc.collect()
-        if device == "cuda":
+            runs[name](work)
+        memory[name] = held_memory(device) - (before if device == "cpu" else 0)
+        if device == "cuda":  # one at a time has the memory
+            take_turns()
+            del runs[name]
+            gc.collect()
             torch.cuda.empty_cache()
+    take_turns()
+    first = next(iter(best.values()))
+    for name, seconds in best.items():
+        speeds = [f"{work.tokens / took:,.0f}" for work, took in zip(works, seconds, strict=True)]
+        ratios = " ".join(f"{own / this:.2f}x" for own, this in zip(first, seconds, strict=True))
+        gap = 1e3 * seconds[-1] / max(works[-1].new_tokens)
+        table.add_row(name, *speeds, f"{gap:.2f}", f"{memory[name]:.2f}", ratios)
     console.print(table)
 
 
@@ -316,6 +344,7 @@ def cpu(rounds: int, with_continuous: bool) -> None:
     compare("tiny (0.6 M)", "tiny", works, "cpu", sides, rounds)
     works = [make_work("64 x (4-32 + 8-64)", 64, (4, 32), (8, 64), 8192)]
     compare("33 M", "33M", works, "cpu", sides, max(1, rounds - 2))
+    growth("cpu")
 
 
 def main() -> None:

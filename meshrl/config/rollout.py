@@ -15,6 +15,7 @@ READERS = {
     "enforce_eager": ("vllm", "sglang"),
     "enable_chunked_prefill": ("vllm",),
     "enable_prefix_caching": ("embedded", "vllm", "sglang"),
+    "as_server": ("vllm", "sglang"),
     "load_format": ("vllm", "sglang"),
     "free_cache_engine": ("embedded", "hf", "vllm"),
     "update_weights_verify": ("embedded", "hf"),
@@ -75,6 +76,10 @@ class RolloutConfig:
         "Rollout engine; embedded generates with the trainer's own modules.",
         choices=ROLLOUTS,
     )
+    as_server: bool | None = key(
+        None,
+        "The engine as a server beside each rank (true) or inside its process (false); null: only SGLang is a server.",
+    )
     mode: str = key(
         "sync",
         "Generate between updates, or beside them.",
@@ -105,7 +110,7 @@ class RolloutConfig:
         None, "Most tokens of such a micro-batch.", low=1, follows=f"{ACTOR}.ppo_max_token_len_per_gpu"
     )
     tensor_model_parallel_size: int = key(
-        1, "Neighbouring ranks that are one rollout and hold a part of every matrix each (embedded).", low=1
+        1, "Neighbouring ranks that are one rollout and hold a part of every matrix each (embedded, vllm).", low=1
     )
     data_parallel_size: int = key(1, "Data-parallel ranks of one rollout.", low=1, pending=SPLIT)
     gpu_memory_utilization: float = key(0.5, "Share of the GPU's memory a rollout takes.", low=0, high=1)

@@ -18,6 +18,8 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from meshrl.models.empty import without_memory
+
 # What Transformers calls the head of its token classifiers.
 VALUE_HEAD = "score"
 DTYPES: dict[str, torch.dtype] = {
@@ -108,9 +110,7 @@ def empty_causal_lm(config: PretrainedConfig, attention: str, dtype: torch.dtype
 def _without_memory(
     auto_class: Any, config: PretrainedConfig, attention: str, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
+    with without_memory():
         model = auto_class.from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )

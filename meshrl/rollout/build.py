@@ -14,6 +14,7 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.models.loading import empty_causal_lm, new_causal_lm, torch_dtype
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.rollout.base import Rollout
+from meshrl.rollout.remote.client import EngineClient
 
 MEBIBYTE = 1 << 20
 
@@ -35,7 +36,7 @@ def build_rollout(
     `tensor_parallel_group`.
     """
     if config.name == "vllm":
-        return _vllm(config, model, tokenizer, device)
+        return _vllm(config, model, tokenizer, device, tensor_parallel_group)
     if config.name == "sglang":
         return _sglang(config, model, tokenizer)
     dtype = torch_dtype(config.dtype)
@@ -73,9 +74,13 @@ def build_rollout(
     )
 
 
-def _vllm(config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer, device: torch.device) -> Rollout:
-    from meshrl.rollout.vllm.engine import VllmRollout
-
+def _vllm(
+    config: RolloutConfig,
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    tensor_parallel_group: dist.ProcessGroup | None,
+) -> Rollout:
     wanted: dict[str, Any] = {
         "dtype": str(torch_dtype(config.dtype)).removeprefix("torch."),
         "load_format": config.load_format,
@@ -89,19 +94,23 @@ def _vllm(config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer, devic
         # vLLM can give memory up on GPUs only.
         "enable_sleep_mode": config.free_cache_engine and device.type == "cuda",
     }
+    wanted |= {"trust_remote_code": model.trust_remote_code} | dict(config.engine_kwargs.vllm)
+    if config.as_server:
+        from meshrl.rollout.vllm.server import VllmServer
+
+        return _remote(VllmServer(model.path or "", arguments=wanted), config, tokenizer)
+    from meshrl.rollout.vllm.engine import VllmRollout
+
     return VllmRollout(
         model.path or "",
         pad_token_id=int(tokenizer.pad_token_id),
         bucket_bytes=config.update_weights_bucket_megabytes * MEBIBYTE,
-        trust_remote_code=model.trust_remote_code,
-        **(wanted | dict(config.engine_kwargs.vllm)),
+        tensor_parallel_group=tensor_parallel_group,
+        **wanted,
     )
 
 
 def _sglang(config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer) -> Rollout:
-    from meshrl.rollout.remote.rollout import RemoteRollout
-    from meshrl.rollout.sglang.server import SglangServer
-
     wanted: dict[str, Any] = {
         "dtype": str(torch_dtype(config.dtype)).removeprefix("torch."),
         "load_format": config.load_format,
@@ -113,8 +122,21 @@ def _sglang(config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer) -> 
         "disable_radix_cache": not config.enable_prefix_caching,
         "trust_remote_code": model.trust_remote_code,
     }
+    wanted |= dict(config.engine_kwargs.sglang)
+    if config.as_server is False:
+        from meshrl.rollout.sglang.engine import SglangEngine
+
+        return _remote(SglangEngine(model.path or "", arguments=wanted), config, tokenizer)
+    from meshrl.rollout.sglang.server import SglangServer
+
+    return _remote(SglangServer(model.path or "", arguments=wanted), config, tokenizer)
+
+
+def _remote(client: EngineClient, config: RolloutConfig, tokenizer: Tokenizer) -> Rollout:
+    from meshrl.rollout.remote.rollout import RemoteRollout
+
     return RemoteRollout(
-        SglangServer(model.path or "", arguments=wanted | dict(config.engine_kwargs.sglang)),
+        client,
         pad_token_id=int(tokenizer.pad_token_id),
         bucket_bytes=config.update_weights_bucket_megabytes * MEBIBYTE,
         max_concurrency=config.max_num_seqs,

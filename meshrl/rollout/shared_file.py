@@ -32,11 +32,7 @@ class SharedFile:
 
     def write(self, tensors: Sequence[tuple[str, Tensor]]) -> list[Entry]:
         """Lays the tensors down and says where."""
-        entries: list[Entry] = []
-        end = 0
-        for name, tensor in tensors:
-            entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
-            end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        entries, end = _laid_out(tensors)
         if end > len(self._buffer):
             with open(self.path, "ab") as file:
                 file.truncate(end)
@@ -50,6 +46,26 @@ def read_tensors(path: str, entries: Sequence[Entry]) -> Iterator[tuple[str, Ten
     """The tensors of such a file, as views of its memory: to be copied before the next filling."""
     buffer = torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8)
     return _views(buffer, entries)
+
+
+def as_one_segment(tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Copies of tensors as views of a single segment of shared memory, which lives as long as they do."""
+    entries, end = _laid_out(tensors)
+    buffer = torch.empty(end, dtype=torch.uint8).share_memory_()
+    views = list(_views(buffer, entries))
+    for (_, tensor), (_, place) in zip(tensors, views, strict=True):
+        place.copy_(tensor.detach())
+    return views
+
+
+def _laid_out(tensors: Sequence[tuple[str, Tensor]]) -> tuple[list[Entry], int]:
+    """Where each tensor goes, and where the last one ends."""
+    entries: list[Entry] = []
+    end = 0
+    for name, tensor in tensors:
+        entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
+        end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+    return entries, end
 
 
 def _views(buffer: Tensor, entries: Sequence[Entry]) -> Iterator[tuple[str, Tensor]]:

@@ -22,6 +22,8 @@ TEMPLATES = {
     "qwen2_72b_megatron_64gpu": (64, 2, 8, 80, 64, f"{ACTOR}.megatron.context_parallel_size=3"),
     "deepseek_671b_megatron_128gpu": (128, 2, 4, 61, 128, "trainer.nnodes=15"),
 }
+# They want data-parallel ranks inside one rollout.
+REFUSED = {"qwen2_32b_megatron_32gpu", "llama_70b_megatron_32gpu", "deepseek_671b_megatron_128gpu"}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -75,10 +77,10 @@ def test_every_recipe_opens_with_a_comment_that_says_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_every_recipe_loads_and_small_ones_are_supported(name: str) -> None:
+def test_every_recipe_loads_and_most_are_supported(name: str) -> None:
     config = load_config(name, root=SFTConfig if "sft" in name else PPOConfig).config
     assert check_config(config, check_files=False) == []
-    assert (unsupported(config) == []) is ("gpu" not in name)
+    assert (unsupported(config) == []) is (name not in REFUSED)
 
 
 def test_the_recipe_in_the_docs_is_fine(tmp_path: Path) -> None:

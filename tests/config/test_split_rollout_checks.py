@@ -16,6 +16,7 @@ BROKEN = [
     ([f"{SIZE}=4"], {"num_key_value_heads": 6}, "num_key_value_heads (6)", "(4)"),
     ([f"{SIZE}=4"], {"vocab_size": 9}, "vocab_size (9)", "4 ranks"),
     ([f"{SIZE}=2"], {"model_type": "qwen3_moe"}, "a qwen3_moe model cannot be cut", "set it to 1"),
+    ([f"{SIZE}=8", f"{ROLLOUT}.name=vllm"], {"vocab_size": 64}, "num_attention_heads (12)", "(8)"),
     ([f"{SIZE}=2", "actor_rollout_ref.model.lora_rank=4"], {}, "update_weights_adapters=merged", "not alone"),
     (
         [f"{SIZE}=2", f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.tools=[math:sqrt]"],
@@ -50,6 +51,8 @@ def test_one_thing_wrong_gives_one_line(fine, make_model, overrides, fields, fir
         [f"{SIZE}=4"],
         [f"{SIZE}=4", f"{ROLLOUT}.update_weights_adapters=merged", "actor_rollout_ref.model.lora_rank=4"],
         [f"{SIZE}=2", *APART, f"{ROLLOUT}.n_gpus_per_node=4"],
+        [f"{SIZE}=4", f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.lora_rank=4"],
+        [f"{SIZE}=2", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.as_server=false"],
     ],
     ids=str,
 )
@@ -59,7 +62,7 @@ def test_what_can_be_cut_is_fine(fine, make_model, overrides):
     ensure_runnable(config)
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang", "hf"])
+@pytest.mark.parametrize("name", ["sglang", "hf"])
 def test_other_engines_over_ranks_are_refused(fine, name):
     config = fine(f"{SIZE}=2", f"{ROLLOUT}.name={name}")
     (line,) = unsupported(config)
@@ -67,3 +70,13 @@ def test_other_engines_over_ranks_are_refused(fine, name):
     assert name in line
     with pytest.raises(ConfigError):
         ensure_runnable(config)
+
+
+def test_servers_are_not_cut_over_ranks(fine):
+    (line,) = unsupported(fine(f"{SIZE}=2", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.as_server=true"))
+    assert f"{SIZE}=2 does not go with {ROLLOUT}.as_server=true" in line
+
+
+def test_only_external_engines_can_be_servers(fine):
+    problems = check_config(fine(f"{ROLLOUT}.as_server=true"))
+    assert any("as_server" in line and "vllm" in line for line in problems), problems

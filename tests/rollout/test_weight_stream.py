@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3Config
 
 from meshrl.rollout.fair_lock import FairLock
-from meshrl.rollout.shared_file import SharedFile, read_tensors
+from meshrl.rollout.shared_file import SharedFile, as_one_segment, read_tensors
 from meshrl.rollout.weight_stream import buckets, checked, expected_shapes
 
 
@@ -146,3 +146,22 @@ def test_a_condition_on_a_fair_lock_gives_it_up_wholly():
         condition.notify_all()
     thread.join(10)
     assert seen == ["waits", "woken"]
+
+
+def test_one_segment_holds_copies_of_all_types():
+    sent = [
+        ("a", torch.randn(3, 5).t()),
+        ("b", torch.randn(7).bfloat16()),
+        ("c", torch.tensor(4)),
+        ("d", torch.empty(0)),
+    ]
+    shared = as_one_segment(sent)
+    assert [name for name, _ in shared] == ["a", "b", "c", "d"]
+    for (_, tensor), (_, copy) in zip(sent, shared, strict=True):
+        assert copy.dtype == tensor.dtype
+        assert torch.equal(copy, tensor)
+        assert copy.is_shared()
+    assert len({copy.untyped_storage().data_ptr() for _, copy in shared}) == 1
+    shared[0][1].zero_()
+    assert sent[0][1].abs().sum() > 0
+    assert torch.equal(shared[1][1], sent[1][1])

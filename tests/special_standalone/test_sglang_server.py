@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("sglang", reason="SGLang has an environment of its own: make test-sglang")
@@ -26,11 +23,6 @@ ARGUMENTS = {
     "mem_fraction_static": 0.3,
     "skip_server_warmup": True,
 }
-SHIMS = str(Path(__file__).parent / "sglang_shims")
-ENVIRONMENT = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "PYTHONPATH": os.pathsep.join(filter(None, [SHIMS, os.environ.get("PYTHONPATH")])),
-}
 
 
 class TestSglangServer(RolloutContract):
@@ -41,7 +33,7 @@ class TestSglangServer(RolloutContract):
     spare_tokens = 2
 
     def make(self, folder, hf_model):
-        client = SglangServer(folder, arguments=ARGUMENTS, environment=ENVIRONMENT, start_seconds=280)
+        client = SglangServer(folder, arguments=ARGUMENTS, start_seconds=280)
         return RemoteRollout(client, pad_token_id=0, bucket_bytes=100_000, deadline=60)
 
     def test_streams_are_labelled_as_the_engine_says_in_the_end(self, engine):

@@ -82,3 +82,7 @@ def test_exact_for_every_version_and_silent_between(engine):
         assert {v for answer in answers for v in answer.versions} == {2}
     finally:
         rollout.close()
+    # The trainer's process group outlives the engine.
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 1

@@ -70,12 +70,14 @@ class Scheduler:
         # Long prompts must get on even when the decoding rows alone use up the budget.
         budget = max(self.max_tokens - int(self.rows.alive.sum()), 1)
         group: list[Piece] = []
+        size = 0
         in_work: set[Key] = set()
         for piece in self._pieces(budget, in_work):
             group.append(piece)
-            if sum(len(p.tokens) for p in group) >= LAUNCH_TOKENS:
+            size += len(piece.tokens)
+            if size >= LAUNCH_TOKENS:
                 yield group
-                group = []
+                group, size = [], 0
                 in_work.clear()
         if group:
             yield group

@@ -1,7 +1,8 @@
 """vLLM inside this process: its `LLMEngine`, stepped by us between weight updates.
 
-With tensor parallelism the engine still steps here and its workers are processes of their own. Only vLLM's public
-interfaces are used: the step loop, a logits processor, a weight-transfer backend, sleep and wake, LoRA requests.
+With tensor parallelism the engine still steps here. Its workers are processes of their own, or, in a group of ranks
+that all make the same calls, each rank holds its part itself. Only vLLM's public interfaces are used: the step loop, a
+logits processor, a weight-transfer backend, sleep and wake, LoRA requests.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -35,12 +37,13 @@ class VllmRollout(SteppingRollout):
     """Generation by an in-process vLLM, from a folder with config and tokenizer (and weights, unless they are dummies).
 
     `arguments` are vLLM's own (`EngineArgs`): tensor_parallel_size, max_model_len, enforce_eager, enable_lora,
-    enable_sleep_mode and so on.
+    enable_sleep_mode and so on. The ranks of a `tensor_parallel_group` (neighbours, as many in every group) are one
+    engine: all of them must make the same calls, and have the same answers.
     """
 
     def __init__(
         self, path: str | Path, *, pad_token_id: int, bucket_bytes: int = 512 << 20, trust_remote_code: bool = False,
-        **arguments: Any,
+        tensor_parallel_group: dist.ProcessGroup | None = None, **arguments: Any,
     ):  # fmt: skip
         super().__init__()
         try:
@@ -55,6 +58,12 @@ class VllmRollout(SteppingRollout):
         self._shapes, self.vocabulary = expected_shapes(hf_config), int(hf_config.vocab_size)
         self._folder = Path(memory_folder())
         self._file = SharedFile(self._folder / "weights")
+        self._is_guest = dist.is_initialized()
+        if tensor_parallel_group is not None:
+            arguments |= {
+                "tensor_parallel_size": dist.get_world_size(tensor_parallel_group),
+                "distributed_executor_backend": "external_launcher",
+            }
         try:
             with contained():
                 config = EngineArgs(
@@ -62,8 +71,8 @@ class VllmRollout(SteppingRollout):
                     weight_transfer_config=WeightTransferConfig(backend=BACKEND),
                 ).create_engine_config()
                 parallel = config.parallel_config
-                self._tensors_pass = parallel.world_size == 1
-                if self._tensors_pass:
+                self._tensors_pass = parallel.world_size == 1 or tensor_parallel_group is not None
+                if parallel.world_size == 1:
                     # On a CPU vLLM prefers a worker process even for a single rank.
                     parallel.distributed_executor_backend = "uni"
                 self.engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
@@ -229,7 +238,11 @@ class VllmRollout(SteppingRollout):
         super().close()
         with self.lock:
             if self._folder.exists():
-                self.engine.engine_core.shutdown()
+                if self._is_guest:
+                    # Its own shutdown would end the trainer's process group as well.
+                    self.engine.model_executor.shutdown()
+                else:
+                    self.engine.engine_core.shutdown()
                 shutil.rmtree(self._folder, ignore_errors=True)
 
 

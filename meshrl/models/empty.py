@@ -1,0 +1,55 @@
+"""Modules built without memory for their parameters, but with real buffers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+
+META = torch.device("meta")
+# Buffers are smaller than this, and a parameter that is not is never allocated, not even for a moment.
+LARGE = 1 << 24
+FACTORIES: frozenset[Callable[..., Any]] = frozenset(
+    {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
+)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Modules that this thread makes inside have parameters on the meta device and buffers on the CPU.
+
+    Rotary frequencies and other buffers are computed by the modules themselves and in no file, so they must be real.
+    """
+    thread = threading.get_ident()
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.device == META or threading.get_ident() != thread:
+            return None  # as it is
+        return nn.Parameter(parameter.to(META), requires_grad=parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
+    try:
+        with _LargeOnMeta():
+            yield
+    finally:
+        hook.remove()
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes new tensors of `LARGE` elements and more on the meta device, where the caller names no other."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in FACTORIES and kwargs.get("device") is None:
+            shape_only = func(*args, **(kwargs | {"device": META}))
+            if shape_only.numel() >= LARGE:
+                return shape_only
+        return func(*args, **kwargs)

@@ -1,0 +1,81 @@
+"""SGLang's `Engine` inside this process; its schedulers are processes of their own, children of this one.
+
+The engine's blocking methods cannot run on an event loop, so its `tokenizer_manager` is called, as by its HTTP server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from meshrl.rollout.sglang.client import SglangClient
+
+# The type of SGLang's that holds the fields of a call; the others take their fields as they are.
+CALLS = {
+    "pause_generation": "PauseGenerationReqInput",
+    "continue_generation": "ContinueGenerationReqInput",
+    "begin_weight_update": "BeginWeightUpdateReqInput",
+    "update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
+    "end_weight_update": "EndWeightUpdateReqInput",
+    "update_weight_version": "UpdateWeightVersionReqInput",
+    "release_memory_occupation": "ReleaseMemoryOccupationReqInput",
+    "resume_memory_occupation": "ResumeMemoryOccupationReqInput",
+}
+# How long a cancelled task may take to end.
+TASK_SECONDS = 5.0
+
+
+class SglangEngine(SglangClient):
+    """SGLang without a server, with `arguments` of its own (`ServerArgs`); one in a process.
+
+    Closing it ends every child of this process: SGLang's own shutdown does so.
+    """
+
+    def __init__(self, path: str | Path, *, arguments: Mapping[str, Any] | None = None, start_seconds: float = 600.0):
+        super().__init__(path, arguments, start_seconds)
+        self._engine: Any = None
+
+    async def start(self) -> None:
+        try:
+            from sglang.srt.entrypoints.engine import Engine
+        except ImportError as error:
+            raise ImportError("rollout.name=sglang needs SGLang: pip install 'meshrl[sglang]'") from error
+        method = multiprocessing.get_start_method(allow_none=True)
+        try:
+            # On this loop, which is its own from here on; not in the main thread, so that no signal gets a new meaning.
+            self._engine = Engine(model_path=str(self._path), **self._arguments)
+        finally:
+            multiprocessing.set_start_method(method, force=True)
+
+    async def _ask(self, call: str, **fields: Any) -> None:
+        from sglang.srt.managers import io_struct
+
+        method = getattr(self._engine.tokenizer_manager, call)
+        answer = method(getattr(io_struct, CALLS[call])(**fields)) if call in CALLS else method(**fields)
+        if hasattr(answer, "__await__"):
+            answer = await answer
+        # Either nothing, or (success, message), or an object with these two.
+        if isinstance(answer, tuple):
+            success, message = answer[:2]
+        else:
+            success, message = getattr(answer, "success", True), getattr(answer, "message", "")
+        if not success:
+            raise RuntimeError(f"{call}: {message}")
+
+    async def _events(self, fields: dict[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
+        async for event in await self._engine.async_generate(**fields):
+            yield event
+
+    async def close(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None
+            # It leaves tasks behind that would wait for its processes for ever.
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            if left:
+                await asyncio.wait(left, timeout=TASK_SECONDS)

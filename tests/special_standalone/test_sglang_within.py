@@ -1,0 +1,38 @@
+"""SGLang's real engine keeps the contract, inside this process. The last of its tests: its end ends all children."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+
+import pytest
+
+pytest.importorskip("sglang", reason="SGLang has an environment of its own: make test-sglang")
+
+from contract import RolloutContract
+from test_sglang_server import ARGUMENTS
+
+from meshrl.rollout.remote.rollout import RemoteRollout
+from meshrl.rollout.sglang.engine import SglangEngine
+
+
+class TestSglangEngine(RolloutContract):
+    seeded = False
+    adjusts = False
+    top_p_within_top_k = False
+    spare_tokens = 2
+
+    def make(self, folder, hf_model):
+        before = multiprocessing.get_start_method(allow_none=True), signal.getsignal(signal.SIGQUIT)
+        made = RemoteRollout(
+            SglangEngine(folder, arguments=ARGUMENTS, start_seconds=560),
+            pad_token_id=0,
+            bucket_bytes=100_000,
+            deadline=60,
+        )
+        assert (multiprocessing.get_start_method(allow_none=True), signal.getsignal(signal.SIGQUIT)) == before
+        return made
+
+    def test_streams_are_labelled_as_the_engine_says_in_the_end(self, engine):
+        """Runs last: over all tests no token of a stream was handed out under a version that it did not have."""
+        assert engine.stats()["relabelled_tokens"] == 0
