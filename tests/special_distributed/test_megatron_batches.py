@@ -161,12 +161,11 @@ def test_balancing_loss_weighs_the_same_on_every_layout(megatron_ranks, folders,
 def go_away_and_come_back(trial):
     """Frees the memory of weights, gradients and optimizer states and takes it again between two steps."""
     from meshrl.engines.megatron.offload import move_gradients, move_states, move_weights
-    from meshrl.engines.offload import HostMemory
-
-    host = HostMemory()
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
+    from meshrl.engines.offload import HostMemory
     from meshrl.workers import verification
 
+    host = HostMemory()
     freed = []
 
     def away_and_back(engine, trial, device):
