@@ -10,13 +10,17 @@ INPUTS := pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/meshrl demo
 
-# Files of tests run side by side, the slow ones first; `make test TEST_WORKERS=0` runs one after the other. Bytecode is kept, even
-# where the environment forbids it: many of the tests start processes, and each would compile the package again.
+# Files of tests run side by side, the slow ones first; `make test TEST_WORKERS=0` runs one after the other. What fails beside others
+# runs once more, alone: it has to pass then. Bytecode is kept, even where the environment forbids it: many tests start processes.
 TEST_WORKERS ?= 2
+RESULTS := $(VENV)/test-results
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -o addopts="-q --strict-markers" -o cache_dir=$(RESULTS)
 
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest \
-		-n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
+	@rm -rf $(RESULTS)
+	@$(PYTEST) -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=20 || { \
+		echo "Once more, alone, what failed:"; \
+		$(PYTEST) --last-failed --last-failed-no-failures none; }
 
 # The real engines, each in an environment of its own; SKIPPED where one cannot be installed.
 test-vllm:

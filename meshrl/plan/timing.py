@@ -30,7 +30,7 @@ class Efficiency:
     products: float = 0.726  # matrix products: 718 of 989 TFLOP/s
     attention: float = 0.54  # equal lengths (cuDNN), where sequences are long
     attention_half: float = 815.0  # the length at which half of that is reached
-    ragged_attention: float = 0.16  # packed rows of unequal lengths (FlashAttention 2)
+    ragged_attention: float = 0.18  # packed rows of unequal lengths (FlashAttention 2)
     memory: float = 0.80  # kernels that read and write
     sums: float = 0.49  # adding gradients up, a tensor at a time
     decode: float = 0.56  # a decoding step against the bytes it must read
@@ -47,7 +47,7 @@ class Efficiency:
     # Without one, every operation takes this long to start and to end.
     operation: float = 4e-6
     # Thin products against other reads and writes.
-    thin: float = 0.5
+    thin: float = 0.6
 
     def on(self, measured: bool) -> Efficiency:
         """Relative to measured rates: a device's own rate of large products is 0.8 of its sheet's, links are as is."""

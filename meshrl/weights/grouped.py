@@ -36,41 +36,35 @@ def _move(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One tile a program, row after row: read once, written if there is somewhere to write, and summed by its bits.
 
-    A thread's columns are neighbours [lanes, 8]: it adds its part of a row up, and each of its columns, in few steps;
-    the weights, which need 64 bits, come in once a row and once a column.
+    Every thread keeps sums of its own columns; only the last step brings them together.
     """
     tile = tl.program_id(0)
     number = tl.load(tiles + 3 * tile)
     first = tl.load(tiles + 3 * tile + 1)
-    lane, within = tl.arange(0, tile_cols // 8), tl.arange(0, 8)
-    cols = tl.load(tiles + 3 * tile + 2) + lane[:, None] * 8 + within[None, :]
+    cols = tl.load(tiles + 3 * tile + 2) + tl.arange(0, tile_cols)
     entry = table + number.to(tl.int64) * fields
     rows = tl.load(entry + 2)
     inside = cols < tl.load(entry + 3)
-    from_stride, to_stride = tl.load(entry + 4), tl.load(entry + 5)
-    origin = tl.load(entry).to(tl.pointer_type(from_type)) + first * from_stride
+    origin = tl.load(entry).to(tl.pointer_type(from_type)) + first * tl.load(entry + 4)
     target = tl.load(entry + 1)
-    place = target.to(tl.pointer_type(to_type)) + first * to_stride
+    place = target.to(tl.pointer_type(to_type)) + first * tl.load(entry + 5)
+    from_stride, to_stride = tl.load(entry + 4), tl.load(entry + 5)
     of_rows = row_weights + tl.load(entry + 6) + first
-    # A tile's sums of 16 bits fit into 32.
-    narrow: tl.constexpr = to_type.primitive_bitwidth == 16
-    kind: tl.constexpr = tl.int32 if narrow else tl.int64
-    by_row = tl.zeros((tile_cols // 8,), tl.int64)
-    by_col = tl.zeros((tile_cols // 8, 8), kind)
+    of_cols = tl.load(col_weights + tl.load(entry + 7) + cols, mask=inside, other=0)
+    total = tl.zeros((tile_cols,), tl.int64)
     for row in tl.static_range(tile_rows):
         there = inside & (first + row < rows)
         values = tl.load(origin + row * from_stride + cols, mask=there, other=0.0).to(to_type)
         if target != 0:
             tl.store(place + row * to_stride + cols, values, mask=there)
         if with_sums:
-            bits = values.to(tl.int16 if narrow else tl.int32, bitcast=True).to(kind)
-            weight = tl.load(of_rows + row, mask=first + row < rows, other=0)
-            by_row += tl.sum(bits, 1).to(tl.int64) * weight
-            by_col += bits
+            if to_type.primitive_bitwidth == 16:
+                bits = values.to(tl.int16, bitcast=True).to(tl.int64)
+            else:
+                bits = values.to(tl.int32, bitcast=True).to(tl.int64)
+            total += bits * (of_cols + tl.load(of_rows + row, mask=first + row < rows, other=0))
     if with_sums:
-        of_cols = tl.load(col_weights + tl.load(entry + 7) + cols, mask=inside, other=0)
-        total = tl.sum(by_row, 0) + tl.sum(tl.sum(by_col.to(tl.int64) * of_cols, 1), 0)
-        tl.atomic_add(sums + number, total)
+        tl.atomic_add(sums + number, tl.sum(total, 0))
 
 
 @dataclass(frozen=True)
