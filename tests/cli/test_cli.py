@@ -148,9 +148,11 @@ def test_missing_recipe_is_2(run: Run) -> None:
 
 
 def test_dry_run_shows_units_also_when_something_is_not_supported(run: Run) -> None:
-    code, out, err = run("train", "qwen2_7b_fsdp_8gpu", "--dry-run", "--skip-files")
+    key = "actor_rollout_ref.rollout.data_parallel_size=2"
+    code, out, err = run("train", "qwen2_7b_fsdp_8gpu", "--dry-run", "--skip-files", key)
     assert code == 2
     assert "actor: fsdp2 on 8 ranks = ddp 1 * fsdp 2 * cp 1 * sp 4" in out
+    assert err.splitlines()
     assert all(line.startswith("meshrl: not supported yet: ") for line in err.splitlines())
 
 
