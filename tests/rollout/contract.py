@@ -136,13 +136,17 @@ class RolloutContract:
         lengths = [LONG // 3, 2, 40, 7]
         params = [SamplingParams(max_tokens=n, temperature=1.0, n=1 + (n == 7)) for n in lengths]
         requests = [request(prompt, p, seed) for seed, (prompt, p) in enumerate(zip(PROMPTS, params, strict=True))]
-        ended = list(rollout.as_they_end(requests))
+
+        async def take() -> list[Completion]:
+            return list(rollout.as_they_end(requests))
+
+        # A server is free to begin with any of them, and a busy machine may hold a short one back.
+        ended = in_the_middle(take, lambda answers: len(answers[-1].token_ids) == LONG // 3)
         name_of = {r.request_id: r for r in requests}
         assert sorted((a.request_id, a.index) for a in ended) == sorted(
             (r.request_id, i) for r in requests for i in range(r.params.n)
         )
         assert sorted(len(a.token_ids) for a in ended) == [2, 7, 7, 40, LONG // 3]
-        assert len(ended[-1].token_ids) == LONG // 3
         for answer in ended:
             assert answer.finish_reason == "length"
             assert len(answer.versions) == len(answer.token_ids)
@@ -633,7 +637,7 @@ async def collect_whole(rollout: Rollout, requests: list[Request]) -> list[Compl
 def in_the_middle(
     scenario: Callable[[], Coroutine[Any, Any, list[Completion]]], hit: Callable[[list[Completion]], bool]
 ) -> list[Completion]:
-    """Runs a scenario; again if a busy machine let everything finish before it could interfere."""
+    """Runs a scenario; again if a busy machine let everything finish before the moment that it is about."""
     for _ in range(5):
         answers = asyncio.run(scenario())
         if hit(answers):

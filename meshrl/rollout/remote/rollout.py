@@ -7,9 +7,10 @@ streams the buckets, drops the caches and lets the running answers go on under t
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
@@ -99,16 +100,21 @@ class RemoteRollout(Rollout):
                 asyncio.run_coroutine_threadsafe(self._ended(request.request_id, final), self._loop): request
                 for request in requests
             }
+            ended: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
+            for future in waiting:
+                future.add_done_callback(ended.put)
             while waiting:
-                done, _ = wait(waiting, POLL_SECONDS, FIRST_COMPLETED)
-                if not done and self._closed:
-                    raise RuntimeError("the rollout was closed while requests were running")
-                for future in done:
-                    request = waiting.pop(future)
-                    future.result()
-                    for answer in gather([request], chunks.pop(request.request_id)):
-                        answer.versions = final.get((answer.request_id, answer.index), answer.versions)
-                        yield answer
+                try:
+                    future = ended.get(timeout=POLL_SECONDS)
+                except queue.Empty:
+                    if self._closed:
+                        raise RuntimeError("the rollout was closed while requests were running") from None
+                    continue
+                request = waiting.pop(future)
+                future.result()
+                for answer in gather([request], chunks.pop(request.request_id)):
+                    answer.versions = final.get((answer.request_id, answer.index), answer.versions)
+                    yield answer
         finally:
             self.abort([request.request_id for request in requests])
 
@@ -123,18 +129,18 @@ class RemoteRollout(Rollout):
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[Chunk] = asyncio.Queue()
+        arrived: asyncio.Queue[Chunk] = asyncio.Queue()
         unfinished = sum(request.params.n for request in requests)
 
         def deliver(chunk: Chunk) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, chunk)
+            loop.call_soon_threadsafe(arrived.put_nowait, chunk)
 
         submitted = asyncio.run_coroutine_threadsafe(self._submit(requests, deliver), self._loop)
         try:
             await asyncio.wrap_future(submitted)
             while unfinished:
                 try:
-                    chunk = await asyncio.wait_for(queue.get(), POLL_SECONDS)
+                    chunk = await asyncio.wait_for(arrived.get(), POLL_SECONDS)
                 except TimeoutError:
                     if self._closed:
                         raise RuntimeError("the rollout was closed while requests were running") from None
