@@ -329,12 +329,13 @@ class _Answer:
                         reason, error = piece.finish_reason, piece.error or ""
                     self._hand_out(piece)
         except asyncio.CancelledError:
-            reason, error = "abort", ""
+            self.aborted = True
         except Exception as problem:  # the others go on; this one says why it could not
             reason, error = "error", f"{type(problem).__name__}: {problem}"
         finally:
             del self.rollout._answers[self.request.request_id, self.index]
-        if self.aborted:
+        # What had come to its end before the abort reached it has not been cut.
+        if self.aborted and reason not in ("stop", "length"):
             reason, error = "abort", ""
         tops: list[dict[int, float]] | None = [] if self.request.params.top_log_probs else None
         self.deliver(Chunk(self.request.request_id, self.index, [], [], [], reason, error or None, tops))
