@@ -373,9 +373,10 @@ def _idle_problems(config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: 
         changed += changed_keys(config, f"{prefix}.fsdp_config.{IDLE_FSDP_KEYS[engine.strategy]}")
     problems = [f"{name} has no effect with {prefix}.strategy={engine.strategy}" for name in changed]
     if isinstance(config, SFTConfig):
-        names = ("param_offload", "optimizer_offload")
-        offload = [name for key in names for name in changed_keys(config, f"{prefix}.fsdp_config.{key}")]
-        problems += [f"{name} has no effect in sft, which has no phases: use offload_policy" for name in offload]
+        used, instead = ("megatron", "") if engine.strategy == "megatron" else ("fsdp_config", ": use offload_policy")
+        names = ("param_offload", "optimizer_offload", "grad_offload")
+        offload = [name for key in names for name in changed_keys(config, f"{prefix}.{used}.{key}")]
+        problems += [f"{name} has no effect in sft, which has no phases{instead}" for name in offload]
     if config.ray_init.address is not None:
         started = [f"ray_init.{name}" for name in ("num_cpus", "num_gpus", "object_store_memory")]
         given = [name for name in started if get_value(config, name) is not None]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshrl.config.root import PPOConfig
+    from meshrl.config.sft import SFTConfig
     from meshrl.plan.lengths import Lengths
     from meshrl.plan.planner import Plan
 
@@ -20,6 +21,7 @@ BEST = 10
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.add_argument("words", nargs="*", metavar="RECIPE key=value", help="a recipe, then overrides")
+    parser.add_argument("--sft", action="store_true", help="a recipe of meshrl sft")
     parser.add_argument("--gpus", required=True, metavar="8xH200", help="so many devices of a kind")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="devices in a machine (default: up to 8)")
     parser.add_argument("--hardware", metavar="FILE", help="YAML with devices of your own, or measured ones")
@@ -63,26 +65,33 @@ def planned(arguments: argparse.Namespace) -> str:
 
 
 def _written(out: str | None, overrides: list[str]) -> list[str]:
+    if not overrides:
+        return ["the best one is the recipe as it is"]
     if out:
         return [f"the best one's overrides are in {out}"]
     return ["the best one as overrides:", " ".join(f"'{word}'" if "|" in word else word for word in overrides)]
 
 
-def read_and_plan(arguments: argparse.Namespace) -> tuple[Plan, Callable[[PPOConfig], Plan], list[str]]:
+def read_and_plan(arguments: argparse.Namespace) -> tuple[Plan, Callable[[Any], Plan], list[str]]:
     """The plan, how to plan another config of the same run quickly, and what the config's own checks say."""
-    from meshrl.config import PPOConfig, load_config
+    from meshrl.config import PPOConfig, SFTConfig, load_config
     from meshrl.plan.hardware import hardware_table, parse_cluster
     from meshrl.plan.model import find_model
-    from meshrl.plan.planner import make_plan
+    from meshrl.plan.planner import make_plan, make_sft_plan
     from meshrl.plan.search import problems_of
 
     cluster = parse_cluster(arguments.gpus, arguments.gpus_per_node, hardware_table(arguments.hardware))
     words = list(arguments.words)
     recipe = words.pop(0) if words and "=" not in words[0] else None
-    processes = [f"trainer.nnodes={cluster.nodes}", f"trainer.n_gpus_per_node={cluster.per_node}"]
+    words += [f"trainer.nnodes={cluster.nodes}", f"trainer.n_gpus_per_node={cluster.per_node}"]
     if cluster.nodes > 1:
-        processes.append("trainer.backend=ray")
-    config = load_config(recipe, [*words, *processes], PPOConfig).config
+        words.append("trainer.backend=ray")
+    if arguments.sft:
+        demonstrations = load_config(recipe, words, SFTConfig).config
+        model = find_model(demonstrations.model, arguments.model_config)
+        make_one = partial(make_sft_plan, model=model, cluster=cluster, lengths=_sft_lengths(demonstrations, arguments))
+        return make_one(demonstrations), make_one, problems_of(demonstrations, model)
+    config = load_config(recipe, words, PPOConfig).config
     model = find_model(config.actor_rollout_ref.model, arguments.model_config)
     own = config.critic.model.path is not None
     critic = find_model(config.critic.model) if own else None
@@ -92,15 +101,35 @@ def read_and_plan(arguments: argparse.Namespace) -> tuple[Plan, Callable[[PPOCon
 
 
 def _lengths(config: PPOConfig, arguments: argparse.Namespace) -> Lengths:
-    from meshrl.plan.lengths import MEAN_SHARE, drawn_lengths, read_lengths
+    from meshrl.plan.lengths import drawn_lengths, read_lengths
 
     data, n = config.data, config.actor_rollout_ref.rollout.n
     samples = data.train_batch_size * n
     if arguments.lengths:
         return read_lengths(arguments.lengths, samples, data.max_prompt_length, data.max_response_length)
-    mean = arguments.mean_response or max(1, int(data.max_response_length * MEAN_SHARE))
-    if not 1 <= mean <= data.max_response_length:
-        raise ValueError(
-            f"--mean-response ({mean}) must lie between 1 and data.max_response_length ({data.max_response_length})"
-        )
+    mean = _mean(arguments, data.max_response_length, "data.max_response_length")
     return drawn_lengths(samples, n, data.max_prompt_length, data.max_response_length, mean)
+
+
+def _sft_lengths(config: SFTConfig, arguments: argparse.Namespace) -> Lengths:
+    """A quarter of the longest sequence is left to the prompt, unless a file says what there is."""
+    from meshrl.plan.lengths import drawn_lengths, read_lengths
+
+    data = config.data
+    if arguments.lengths:
+        return read_lengths(arguments.lengths, data.train_batch_size, data.max_length, data.max_length).cut(
+            data.max_length
+        )
+    prompt = data.max_length // 4
+    response = data.max_length - prompt
+    mean = _mean(arguments, response, "three quarters of data.max_length")
+    return drawn_lengths(data.train_batch_size, 1, max(prompt, 1), response, mean).cut(data.max_length)
+
+
+def _mean(arguments: argparse.Namespace, longest: int, name: str) -> int:
+    from meshrl.plan.lengths import MEAN_SHARE
+
+    mean = arguments.mean_response or max(1, int(longest * MEAN_SHARE))
+    if not 1 <= mean <= longest:
+        raise ValueError(f"--mean-response ({mean}) must lie between 1 and {name} ({longest})")
+    return mean

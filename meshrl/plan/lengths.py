@@ -37,6 +37,11 @@ class Lengths:
         rows = slice(number, samples, parts)
         return Lengths(self.prompts[rows], self.responses[rows], self.source)
 
+    def cut(self, longest: int) -> Lengths:
+        """Samples end after `longest` tokens, and at least one of them is the response's."""
+        prompts = np.minimum(self.prompts, max(longest - 1, 0))
+        return Lengths(prompts, np.minimum(self.responses, longest - prompts), self.source)
+
 
 def drawn_lengths(samples: int, per_prompt: int, longest_prompt: int, longest_response: int, mean: int) -> Lengths:
     """Prompts uniform in the upper half, responses log-normal around `mean` and cut; equal prompts are neighbours."""

@@ -40,6 +40,21 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Cutting:
+    """What makes a micro-batch of a rank: so many tokens, or so many samples."""
+
+    tokens: int | None
+    samples: int | None
+
+    @classmethod
+    def of(cls, how: Any, prefix: str = "ppo") -> Cutting:
+        """As a section of an RL recipe says it."""
+        by_tokens = getattr(how, "use_dynamic_bsz" if prefix == "ppo" else f"{prefix}_use_dynamic_bsz")
+        tokens = getattr(how, f"{prefix}_max_token_len_per_gpu") if by_tokens else None
+        return cls(tokens, getattr(how, f"{prefix}_micro_batch_size_per_gpu"))
+
+
+@dataclass(frozen=True)
 class Role:
     """A model that an engine holds: the actor, its reference, or the critic."""
 
@@ -50,6 +65,8 @@ class Role:
     world_size: int
     trains: bool = True
     head: str = "lm"
+    # Whether its weights wait in host memory, where another key than the engine's says so.
+    offloads: bool | None = None
 
     @property
     def is_megatron(self) -> bool:
@@ -71,7 +88,8 @@ class Role:
     def rests(self) -> tuple[bool, bool]:
         """Whether weights, and whether optimizer states, wait in host memory between phases."""
         config = self.engine.megatron if self.is_megatron else self.engine.fsdp_config
-        return config.param_offload, config.optimizer_offload and self.trains
+        params = config.param_offload if self.offloads is None else self.offloads
+        return params, config.optimizer_offload and self.trains
 
     @cached_property
     def units(self) -> list[Unit]:
@@ -268,7 +286,8 @@ def roles_of(config: PPOConfig, model: PlannedModel, critic_model: PlannedModel 
     found = [Role("actor", model, policy.model, policy.actor, world)]
     if uses_reference(config) and (model.lora is None or policy.ref.model.path is not None):
         plain = PlannedModel(model.config, model.source)
-        found.append(Role("ref", plain, policy.model, policy.actor, world, trains=False))
+        offloads = policy.ref.fsdp_config.param_offload
+        found.append(Role("ref", plain, policy.model, policy.actor, world, trains=False, offloads=offloads))
     if uses_critic(config.critic, config.algorithm.adv_estimator):
         found.append(Role("critic", critic_model or model, config.critic.model, config.critic, world, head="value"))
     return found
@@ -279,15 +298,11 @@ def uses_reference(config: PPOConfig) -> bool:
     return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
-def budget_of(
-    engine: EngineConfig, lengths: Lengths, world_size: int, samples: int, how: Any, prefix: str = "ppo"
-) -> Budget:
-    """The micro-batches that a data-parallel rank makes of its part of `samples`; `how` has the recipe's keys."""
-    share, copies = sequence_ranks(engine), dp_size(engine, world_size)
-    by_tokens = getattr(how, "use_dynamic_bsz" if prefix == "ppo" else f"{prefix}_use_dynamic_bsz")
-    most = getattr(how, f"{prefix}_max_token_len_per_gpu") * share if by_tokens else None
-    size = getattr(how, f"{prefix}_micro_batch_size_per_gpu")
-    key = (copies, samples, most, size, share)
+def budget_of(role: Role, lengths: Lengths, samples: int, cutting: Cutting) -> Budget:
+    """The micro-batches that a data-parallel rank makes of its part of the first `samples`."""
+    share, copies = sequence_ranks(role.engine), dp_size(role.engine, role.world_size)
+    most = cutting.tokens * share if cutting.tokens is not None else None
+    key = (copies, samples, most, cutting.samples, share)
     if key not in lengths.notes:
         lengths.notes[key] = _cut(lengths, *key)
     return lengths.notes[key]

@@ -15,6 +15,7 @@ from meshrl.config.layout import sequence_ranks
 from meshrl.config.megatron_fields import is_installed
 from meshrl.config.model_folder import fit_problems
 from meshrl.config.root import PPOConfig
+from meshrl.config.sft import SFTConfig, SFTDataConfig
 from meshrl.config.tree import get_value, leaves, set_value
 from meshrl.config.values import unsupported
 from meshrl.engines.megatron.weight_map import FAMILIES, expert_count
@@ -22,10 +23,8 @@ from meshrl.plan.hardware import Cluster
 from meshrl.plan.model import PlannedModel
 from meshrl.plan.planner import Plan
 
-ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+ROLLOUT = "actor_rollout_ref.rollout"
 REF = "actor_rollout_ref.ref"
-TOKENS = f"{ACTOR}.ppo_max_token_len_per_gpu"
-CHECKPOINTING = f"{MODEL}.enable_gradient_checkpointing"
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 MICRO_BATCHES = (32768, 16384, 8192, 4096, 2048)
 MEGATRON_KEYS = {
@@ -40,7 +39,56 @@ LAYOUT = "pipeline_model_parallel_layout"
 # A search ends after this long, with what it has.
 SEARCH_SECONDS = 60.0
 Settings = dict[str, Any]
-MakePlan = Callable[[PPOConfig], Plan]
+Config = PPOConfig | SFTConfig
+MakePlan = Callable[[Any], Plan]
+
+
+@dataclass(frozen=True)
+class Names:
+    """Where a kind of config has what a search changes."""
+
+    engine: str
+    checkpointing: str
+    tokens: str
+
+    @property
+    def megatron(self) -> str:
+        return f"{self.engine}.megatron"
+
+    @property
+    def fsdp(self) -> str:
+        return f"{self.engine}.fsdp_config"
+
+
+RL = Names(
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.model.enable_gradient_checkpointing",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+)
+DEMONSTRATIONS = Names("engine", "model.enable_gradient_checkpointing", "data.max_token_len_per_gpu")
+
+
+def names_of(config: Config) -> Names:
+    """The names in a config of this kind."""
+    return DEMONSTRATIONS if isinstance(config, SFTConfig) else RL
+
+
+def engine_of(config: Config) -> EngineConfig:
+    """How the model that learns is sharded."""
+    return config.engine if isinstance(config, SFTConfig) else config.actor_rollout_ref.actor
+
+
+def cuts_by_tokens(config: Config) -> bool:
+    """Whether micro-batches of training have a budget of tokens."""
+    if isinstance(config, SFTConfig):
+        return config.data.micro_batch_size_per_gpu is None
+    return config.actor_rollout_ref.actor.use_dynamic_bsz
+
+
+def longest_sample(config: Config) -> int:
+    """Most tokens of one sample."""
+    data = config.data
+    return data.max_length if isinstance(data, SFTDataConfig) else data.max_prompt_length + data.max_response_length
 
 
 @dataclass(frozen=True)
@@ -66,25 +114,25 @@ def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
-def changed(config: PPOConfig, settings: Settings) -> PPOConfig:
+def changed(config: Config, settings: Settings) -> Config:
     """A copy with other values; keys that followed a changed one follow it still."""
     made = copy.deepcopy(config)
     for name, value in settings.items():
         before = get_value(config, name)
         set_value(made, name, value)
-        for leaf in leaves(PPOConfig).values():
+        for leaf in leaves(type(config)).values():
             if leaf.info.follows == name and leaf.name not in settings and get_value(config, leaf.name) == before:
                 set_value(made, leaf.name, value)
     return made
 
 
-def problems_of(config: PPOConfig, model: PlannedModel) -> list[str]:
+def problems_of(config: Config, model: PlannedModel) -> list[str]:
     """What the config's own checks say, with the model's shape in place of its folder."""
-    actor = config.actor_rollout_ref.actor
-    return [*unsupported(config), *check_config(config, check_files=False), *fit_problems(model.shape, actor, ACTOR)]
+    fit = fit_problems(model.shape, engine_of(config), names_of(config).engine)
+    return [*unsupported(config), *check_config(config, check_files=False), *fit]
 
 
-def tried(config: PPOConfig, model: PlannedModel, settings: Settings, known: set[str], make: MakePlan) -> Plan | None:
+def tried(config: Config, model: PlannedModel, settings: Settings, known: set[str], make: MakePlan) -> Plan | None:
     """The plan of a change, or None if the config's checks refuse it (beyond what they said before)."""
     made = changed(config, settings)
     if any(problem not in known for problem in problems_of(made, model)):
@@ -115,56 +163,63 @@ def nearest_fit(plan: Plan, make: MakePlan) -> Candidate | None:
     return None
 
 
-def _mild_changes(config: PPOConfig, plan: Plan) -> Iterator[Settings]:
+def _mild_changes(config: Config, plan: Plan) -> Iterator[Settings]:
     """From what costs nothing to what costs most; only those that change something."""
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    place = f"{ACTOR}.megatron" if actor.strategy == "megatron" else f"{ACTOR}.fsdp_config"
-    engine: Any = actor.megatron if actor.strategy == "megatron" else actor.fsdp_config
+    engine, names = engine_of(config), names_of(config)
+    is_megatron = engine.strategy == "megatron"
+    place, own = (names.megatron, engine.megatron) if is_megatron else (names.fsdp, engine.fsdp_config)
+    if isinstance(config, PPOConfig):
+        yield from _milder_rollout(config, plan)
+    if not get_value(config, names.checkpointing):
+        yield {names.checkpointing: True}
+    tokens = get_value(config, names.tokens)
+    while cuts_by_tokens(config) and tokens // 2 * sequence_ranks(engine) >= longest_sample(config):
+        tokens //= 2
+        yield {names.tokens: tokens}
+    if any(name.startswith("ref ") for phase in plan.phases for name in phase.memory):
+        yield {f"{REF}.fsdp_config.param_offload": True}
+    # Demonstrations have no phase in which the optimizer could rest.
+    if isinstance(config, PPOConfig):
+        if not own.optimizer_offload:
+            yield {f"{place}.optimizer_offload": True} | ({f"{place}.grad_offload": True} if is_megatron else {})
+        if not own.param_offload:
+            yield {f"{place}.param_offload": True}
+    if is_megatron:
+        yield from _larger_megatron(engine, names, plan)
+    else:
+        for size in POWERS[1:4]:
+            if size > engine.ulysses_sequence_parallel_size:
+                yield {f"{names.engine}.ulysses_sequence_parallel_size": size}
+        if engine.fsdp_config.fsdp_size != -1:
+            yield {f"{names.fsdp}.fsdp_size": -1}
+    if isinstance(config, PPOConfig) and config.actor_rollout_ref.rollout.name == "embedded":
+        for size in POWERS[1:4]:
+            if size > config.actor_rollout_ref.rollout.tensor_model_parallel_size:
+                yield {f"{ROLLOUT}.tensor_model_parallel_size": size}
+    if engine.strategy == "fsdp2" and not engine.fsdp_config.offload_policy:
+        yield {f"{names.fsdp}.offload_policy": True}
+
+
+def _milder_rollout(config: PPOConfig, plan: Plan) -> Iterator[Settings]:
+    rollout, has_cache = config.actor_rollout_ref.rollout, plan.rollout is None or plan.rollout.has_cache
     for share in (0.4, 0.3, 0.2, 0.7, 0.85):
-        if (share < rollout.gpu_memory_utilization) == plan.has_cache:
+        if (share < rollout.gpu_memory_utilization) == has_cache:
             yield {f"{ROLLOUT}.gpu_memory_utilization": share}
     if not rollout.free_cache_engine:
         yield {f"{ROLLOUT}.free_cache_engine": True}
-    if not config.actor_rollout_ref.model.enable_gradient_checkpointing:
-        yield {CHECKPOINTING: True}
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    tokens = actor.ppo_max_token_len_per_gpu
-    while actor.use_dynamic_bsz and tokens // 2 * sequence_ranks(actor) >= longest:
-        tokens //= 2
-        yield {TOKENS: tokens}
-    if any(name.startswith("ref ") for phase in plan.phases for name in phase.memory):
-        yield {f"{REF}.fsdp_config.param_offload": True}
-    if not engine.optimizer_offload:
-        yield {f"{place}.optimizer_offload": True} | ({f"{place}.grad_offload": True} if place.endswith("tron") else {})
-    if not engine.param_offload:
-        yield {f"{place}.param_offload": True}
-    if actor.strategy == "megatron":
-        yield from _larger_megatron(config, plan)
-    else:
-        for size in POWERS[1:4]:
-            if size > actor.ulysses_sequence_parallel_size:
-                yield {f"{ACTOR}.ulysses_sequence_parallel_size": size}
-        if actor.fsdp_config.fsdp_size != -1:
-            yield {f"{ACTOR}.fsdp_config.fsdp_size": -1}
-    for size in POWERS[1:4]:
-        if size > rollout.tensor_model_parallel_size and rollout.name == "embedded":
-            yield {f"{ROLLOUT}.tensor_model_parallel_size": size}
-    if actor.strategy == "fsdp2" and not actor.fsdp_config.offload_policy:
-        yield {f"{ACTOR}.fsdp_config.offload_policy": True}
 
 
-def _larger_megatron(config: PPOConfig, plan: Plan) -> Iterator[Settings]:
-    megatron = config.actor_rollout_ref.actor.megatron
+def _larger_megatron(engine: EngineConfig, names: Names, plan: Plan) -> Iterator[Settings]:
     experts = expert_count(plan.model.config)
     for size in POWERS:
-        if experts and size > megatron.expert_model_parallel_size:
+        if experts and size > engine.megatron.expert_model_parallel_size:
             yield {
-                f"{ACTOR}.megatron.expert_model_parallel_size": size,
-                f"{ACTOR}.megatron.expert_tensor_parallel_size": 1,
+                f"{names.megatron}.expert_model_parallel_size": size,
+                f"{names.megatron}.expert_tensor_parallel_size": 1,
             }
     for size in POWERS[1:4]:
-        if size > megatron.tensor_model_parallel_size:
-            yield {f"{ACTOR}.megatron.tensor_model_parallel_size": size}
+        if size > engine.megatron.tensor_model_parallel_size:
+            yield {f"{names.megatron}.tensor_model_parallel_size": size}
 
 
 @dataclass(frozen=True)
@@ -189,7 +244,7 @@ def search(plan: Plan, make: MakePlan, best: int = 10, seconds: float = SEARCH_S
             break
         seen += 1
         for checkpointing in (False, True):
-            candidate = _first_fit(config, model, layout | {CHECKPOINTING: checkpointing}, known, make)
+            candidate = _first_fit(config, model, layout | {names_of(config).checkpointing: checkpointing}, known, make)
             if candidate is not None:
                 found.append(candidate)
     return Found(sorted(found, key=lambda candidate: candidate.plan.seconds)[:best], seen, len(todo))
@@ -203,10 +258,10 @@ def _splits(layout: Settings) -> int:
 
 def least_bytes(layout: Settings, plan: Plan) -> float:
     """What a rank holds of weights and gradients at the least, roughly: layouts far beyond the memory are left out."""
-    model, world = plan.model, plan.cluster.devices
-    if layout[f"{ACTOR}.strategy"] != "megatron":
+    model, world, names = plan.model, plan.cluster.devices, names_of(plan.config)
+    if layout[f"{names.engine}.strategy"] != "megatron":
         return 12 * model.num_params / world
-    sizes = {axis: layout[f"{ACTOR}.megatron.{key}"] or 1 for axis, key in MEGATRON_KEYS.items()}
+    sizes = {axis: layout[f"{names.megatron}.{key}"] or 1 for axis, key in MEGATRON_KEYS.items()}
     etp = sizes["etp"] if sizes["ep"] > 1 else sizes["tp"]
     dense = (model.num_params - model.expert_params) / (sizes["tp"] * sizes["pp"])
     sparse = model.expert_params / (sizes["ep"] * etp * sizes["pp"])
@@ -214,17 +269,17 @@ def least_bytes(layout: Settings, plan: Plan) -> float:
 
 
 def _first_fit(
-    config: PPOConfig, model: PlannedModel, layout: Settings, known: set[str], make: MakePlan
+    config: Config, model: PlannedModel, layout: Settings, known: set[str], make: MakePlan
 ) -> Candidate | None:
     """The largest micro-batch that fits, with as little offloading as it needs."""
-    actor = config.actor_rollout_ref.actor
-    sizes: Sequence[int | None] = MICRO_BATCHES if actor.use_dynamic_bsz else (None,)
-    megatron = layout[f"{ACTOR}.strategy"] == "megatron"
-    place = f"{ACTOR}.{'megatron' if megatron else 'fsdp_config'}"
+    names = names_of(config)
+    sizes: Sequence[int | None] = MICRO_BATCHES if cuts_by_tokens(config) else (None,)
+    place = names.megatron if layout[f"{names.engine}.strategy"] == "megatron" else names.fsdp
     none = {f"{place}.optimizer_offload": False, f"{place}.param_offload": False}
-    for offload in (none, none | {f"{place}.optimizer_offload": True}):
+    offloads = (none, none | {f"{place}.optimizer_offload": True}) if isinstance(config, PPOConfig) else ({},)
+    for offload in offloads:
         for tokens in sizes:
-            settings = layout | offload | ({} if tokens is None else {TOKENS: tokens})
+            settings = layout | offload | ({} if tokens is None else {names.tokens: tokens})
             made = tried(config, model, settings, known, make)
             if made is None:
                 if tokens == sizes[0]:
@@ -235,19 +290,19 @@ def _first_fit(
     return None
 
 
-def _differing(config: PPOConfig, settings: Settings) -> Settings:
+def _differing(config: Config, settings: Settings) -> Settings:
     """Only what is not so already."""
     return {name: value for name, value in settings.items() if get_value(config, name) != value}
 
 
-def layouts(config: PPOConfig, model: PlannedModel, cluster: Cluster) -> Iterator[Settings]:
-    """Every way to lay the actor out on so many devices, as settings; what cannot divide is left out."""
+def layouts(config: Config, model: PlannedModel, cluster: Cluster) -> Iterator[Settings]:
+    """Every way to lay the model that learns out on so many devices, as settings; what cannot divide is left out."""
     heads, _, _ = model.heads()
-    world, node = cluster.devices, cluster.per_node
+    world, node, names = cluster.devices, cluster.per_node, names_of(config)
     plain: Settings = {
-        f"{ACTOR}.megatron.{name}": EngineConfig().megatron.__dict__[name] for name in MEGATRON_KEYS.values()
+        f"{names.megatron}.{name}": EngineConfig().megatron.__dict__[name] for name in MEGATRON_KEYS.values()
     }
-    pages: Settings = {f"{ACTOR}.ulysses_sequence_parallel_size": 1, f"{ACTOR}.context_parallel_size": 1}
+    pages: Settings = {f"{names.engine}.ulysses_sequence_parallel_size": 1, f"{names.engine}.context_parallel_size": 1}
     for sp, cp in product(POWERS[:4], POWERS[:3]):
         if world % (sp * cp) or heads % sp or sp * cp > node:
             continue
@@ -256,10 +311,10 @@ def layouts(config: PPOConfig, model: PlannedModel, cluster: Cluster) -> Iterato
             if shards != -1 and (data % shards or shards in (data, 1)):
                 continue
             yield plain | {
-                f"{ACTOR}.strategy": "fsdp2",
-                f"{ACTOR}.fsdp_config.fsdp_size": shards,
-                f"{ACTOR}.ulysses_sequence_parallel_size": sp,
-                f"{ACTOR}.context_parallel_size": cp,
+                f"{names.engine}.strategy": "fsdp2",
+                f"{names.fsdp}.fsdp_size": shards,
+                f"{names.engine}.ulysses_sequence_parallel_size": sp,
+                f"{names.engine}.context_parallel_size": cp,
             }
     if model.lora is not None or model.config.model_type not in FAMILIES or not is_installed():
         return
@@ -278,18 +333,18 @@ def layouts(config: PPOConfig, model: PlannedModel, cluster: Cluster) -> Iterato
                 "ep": ep,
                 "etp": 1 if ep > 1 else None,
             }
-            fsdp = {f"{ACTOR}.fsdp_config.fsdp_size": -1}
-            named = {f"{ACTOR}.megatron.{MEGATRON_KEYS[axis]}": size for axis, size in sizes.items()}
-            yield pages | fsdp | named | _written(config, model, pp, vpp) | {f"{ACTOR}.strategy": "megatron"}
+            fsdp = {f"{names.fsdp}.fsdp_size": -1}
+            named = {f"{names.megatron}.{MEGATRON_KEYS[axis]}": size for axis, size in sizes.items()}
+            yield pages | fsdp | named | _written(config, model, pp, vpp) | {f"{names.engine}.strategy": "megatron"}
 
 
-def _written(config: PPOConfig, model: PlannedModel, pp: int, vpp: int) -> Settings:
+def _written(config: Config, model: PlannedModel, pp: int, vpp: int) -> Settings:
     """The stages written out, where layers do not divide evenly or the recipe has written out others."""
-    given = config.actor_rollout_ref.actor.megatron.override_transformer_config
+    given = engine_of(config).megatron.override_transformer_config
     if LAYOUT not in given and model.num_layers % (pp * vpp) == 0:
         return {}
     text = stages_in_letters(model.num_layers, pp * vpp) if pp > 1 else None
-    return {f"{ACTOR}.megatron.override_transformer_config": {**given, LAYOUT: text}}
+    return {f"{names_of(config).megatron}.override_transformer_config": {**given, LAYOUT: text}}
 
 
 def stages_in_letters(layers: int, chunks: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from meshrl.config.layout import layout_lines
-from meshrl.plan.planner import Plan
+from meshrl.plan.planner import Plan, RolloutPlan
 from meshrl.plan.search import Candidate, Found
 from meshrl.plan.timing import EFFICIENCY
 from meshrl.weights.show import as_bytes
@@ -33,18 +33,19 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    config, cluster, lengths = plan.config, plan.cluster, plan.lengths
+    cluster, lengths, role, rollout = plan.cluster, plan.lengths, plan.role, plan.rollout
     rates = "measured" if cluster.hardware.measured else "data-sheet rates times calibrated efficiencies"
     yield f"model: {plan.model.num_params / 1e9:.2f}B parameters, from {plan.model.source}"
     yield (
         f"devices: {cluster.devices} x {cluster.hardware.name}, {cluster.per_node} in a machine, "
         f"{cluster.hardware.memory_gib:.1f} GiB each; {rates}"
     )
-    yield from layout_lines("actor", config.actor_rollout_ref.actor, config.trainer.world_size)
-    yield (
-        f"rollout: {config.actor_rollout_ref.rollout.name}, {plan.replicas} replicas, {plan.at_once} sequences at once "
-        f"in each; KV cache {as_bytes(plan.cache_bytes)} a rank"
-    )
+    yield from layout_lines(role.name, role.engine, role.world_size)
+    if rollout is not None:
+        yield (
+            f"rollout: {rollout.name}, {rollout.replicas} replicas, {rollout.at_once} sequences at once "
+            f"in each; KV cache {as_bytes(rollout.cache_bytes)} a rank"
+        )
     yield (
         f"a step: {len(lengths.prompts)} samples, {int(lengths.totals.sum()):,} tokens ({lengths.source}; "
         f"{lengths.response_share:.0%} predicted)"
@@ -89,7 +90,9 @@ def _traffic(plan: Plan) -> Iterator[str]:
                 f"{phase.name:>22}{traffic.axis:>15}{traffic.ranks:>15}{as_bytes(traffic.sent):>15}"
                 f"{traffic.calls:>15,}  {where}"
             )
-    sync = plan.sync
+    if plan.rollout is None:
+        return
+    sync = plan.rollout.sync
     yield (
         f"weight sync ({sync.way}): the busiest rank sends {as_bytes(sync.sent)}, receives {as_bytes(sync.received)}, "
         f"copies {as_bytes(sync.copied)}, in {sync.seconds:.2f} s; buffers {as_bytes(sync.buffers)}"
@@ -108,10 +111,10 @@ def _verdict(plan: Plan) -> Iterator[str]:
                 f"does not fit: {phase.name} needs {phase.total / GIB:.1f} GiB, {(phase.total - room) / GIB:.1f} more "
                 f"than the {room / GIB:.1f} there are; the largest part is {most[0]} with {most[1] / GIB:.1f}"
             )
-    if not plan.has_cache:
+    if plan.rollout is not None and not plan.rollout.has_cache:
         yield (
-            f"does not fit: the KV cache has {as_bytes(plan.cache_bytes)}, one sequence of full length needs "
-            f"{as_bytes(plan.smallest_cache)}"
+            f"does not fit: the KV cache has {as_bytes(plan.rollout.cache_bytes)}, one sequence of full length needs "
+            f"{as_bytes(plan.rollout.smallest_cache)}"
         )
 
 
@@ -150,11 +153,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "tokens": int(plan.lengths.totals.sum()),
         "fits": plan.fits,
         "capacity_bytes": plan.capacity,
-        "kv_cache_bytes": plan.cache_bytes,
-        "sequences_at_once": plan.at_once,
         "seconds": plan.seconds,
         "bubble": asdict(plan.bubble),
-        "sync": asdict(plan.sync),
+        **({} if plan.rollout is None else _rollout_json(plan.rollout)),
         "phases": [
             {
                 "name": phase.name,
@@ -167,6 +168,14 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             for phase in plan.phases
         ],
         "efficiencies": asdict(EFFICIENCY),
+    }
+
+
+def _rollout_json(rollout: RolloutPlan) -> dict[str, Any]:
+    return {
+        "kv_cache_bytes": rollout.cache_bytes,
+        "sequences_at_once": rollout.at_once,
+        "sync": asdict(rollout.sync),
     }
 
 

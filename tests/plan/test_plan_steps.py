@@ -54,7 +54,7 @@ def test_one_device_shares_weights_and_needs_no_sync():
     # bfloat16 weights, 16-bit remainders, float32 moments and gradients: 16 bytes a weight.
     assert update["parameters"] + update["optimizer"] + update["gradients"] == pytest.approx(16 * numel, rel=1e-4)
     assert "rollout weights" not in phase(plan, "generate").memory
-    assert plan.sync.received == 0
+    assert plan.rollout.sync.received == 0
 
 
 def test_phases_follow_the_recipe():
