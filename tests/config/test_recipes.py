@@ -47,8 +47,8 @@ def test_template_with_a_size_that_does_not_divide(name: str) -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_template_fits_its_model(name: str, make_model: Callable[..., Path], tmp_path: Path) -> None:
     _, _, _, layers, heads, _ = TEMPLATES[name]
-    (tmp_path / "train.parquet").touch()
-    overrides = [f"data.train_files={tmp_path}/train.parquet", "reward.name=exact_match"]
+    (tmp_path / "train.jsonl").write_text('{"prompt": "6 * 7"}\n' * 1024)
+    overrides = [f"data.train_files={tmp_path}/train.jsonl", "reward.name=exact_match"]
     shape = {"num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": 32768}
     overrides.append(f"actor_rollout_ref.model.path={make_model(**shape)}")
     config = load_config(name, overrides).config
