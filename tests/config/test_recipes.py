@@ -91,3 +91,13 @@ def test_the_recipe_in_the_docs_is_fine(tmp_path: Path) -> None:
     assert check_config(config, check_files=False) == []
     assert unsupported(config) == []
     assert config.trainer.experiment_name == "8-samples"
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "grpo"])
+def test_the_docs_say_which_recipes_are_refused(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+    said = row.strip("|").split("|")[-1].strip()
+    refused = [line.split(": ")[1].partition("=")[0] for line in unsupported(load_config(name).config)]
+    assert bool(said) == bool(refused)
+    assert all(f"`{key.removeprefix('actor_rollout_ref.')}`" in said for key in refused)
