@@ -139,7 +139,7 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", default="fsdp2", help="training engine (default: fsdp2)")
     parser.add_argument("--world", type=int, default=2, help="number of processes (default: 2)")
     parser.add_argument("--model", metavar="DIR", help="take the shape of this model; default: four tiny families")
-    parser.add_argument("--layers", type=int, default=2, help="with --model: keep this many layers (default: 2)")
+    parser.add_argument("--layers", type=int, help="with --model: keep this many layers (default: 2)")
 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:
@@ -220,8 +220,13 @@ def _demo(arguments: argparse.Namespace) -> None:
 def _verify(arguments: argparse.Namespace) -> int:
     from meshrl.trainer.verify import verify
 
+    if arguments.layers is not None and arguments.model is None:
+        from meshrl.config.errors import ConfigError
+
+        raise ConfigError([f"--layers {arguments.layers} is for the shape of your own model: give it with --model DIR"])
     overrides = [f"strategy={arguments.strategy}", *arguments.words]
-    same = verify(arguments.world, overrides, model=arguments.model, layers=arguments.layers)
+    layers = {} if arguments.layers is None else {"layers": arguments.layers}
+    same = verify(arguments.world, overrides, model=arguments.model, **layers)
     return 0 if same else RUN_ERROR
 
 
