@@ -37,6 +37,7 @@ def _rows_and_problems(config: PPOConfig | SFTConfig, name: str, enough: int) ->
     for entry in getattr(config.data, name):
         if Path(entry).is_dir():
             rows += enough  # a saved data set is not opened here
+            problems += [f"data.{name}: {problem}" for problem in _folder_problems(Path(entry))]
             continue
         try:
             seen = glance(Path(entry), enough)
@@ -57,13 +58,23 @@ def prompts_of_a_batch(config: PPOConfig | SFTConfig) -> int:
 def glance(path: Path, enough: int) -> Glance:
     """Looks at a file's first row and counts its rows, lines only up to `enough`; a `ValueError` says what is wrong."""
     if not path.exists():
-        raise ValueError(f"there is no {path}")
+        hint = f"; write several as [{path}]" if "," in str(path) else ""
+        raise ValueError(f"there is no {path}{hint}")
     if path.suffix not in (*LINES, TABLE):
         raise ValueError(f"{path} is none of {', '.join((TABLE, *LINES))}, nor a folder")
     seen = _glance_at_table(path) if path.suffix == TABLE else _glance_at_lines(path, enough)
     if not seen.rows:
         raise ValueError(f"{path} has no rows")
     return seen
+
+
+def _folder_problems(path: Path) -> list[str]:
+    """What `save_to_disk` has written has a state; where it is one of several splits, one must be named."""
+    if (path / "dataset_dict.json").is_file():
+        return [f"{path} holds several splits: name one, such as {path / 'train'}"]
+    return (
+        [] if (path / "state.json").is_file() else [f"{path} is a folder, but none that datasets' save_to_disk wrote"]
+    )
 
 
 def _glance_at_table(path: Path) -> Glance:

@@ -244,6 +244,7 @@ def test_override_config_counts(fine: MakePPO) -> None:
 def test_data_of_an_unknown_kind(fine: MakePPO, tmp_path: Path) -> None:
     (tmp_path / "x.csv").touch()
     (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").touch()
     (problem,) = check_config(fine(f"data.val_files=[{tmp_path}/x.csv,{tmp_path}/saved]"))
     assert "x.csv is none of .parquet, .jsonl, .json" in problem
 

@@ -56,8 +56,20 @@ def test_fewer_rows_than_a_batch(fine: MakePPO, tmp_path: Path) -> None:
     (problem,) = check_config(fine(f"data.train_files={first}"))
     assert "1000 rows together, fewer than one batch of 1024" in problem
     assert check_config(fine(f"data.train_files=[{first},{second}]")) == []
-    (tmp_path / "saved").mkdir()  # what is not counted is not too little
-    assert check_config(fine(f"data.train_files={tmp_path / 'saved'}")) == []
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "state.json").touch()  # what is not counted is not too little
+    assert check_config(fine(f"data.train_files={saved}")) == []
+
+
+def test_folders_and_lists_that_are_none(fine: MakePPO, tmp_path: Path) -> None:
+    (problem,) = check_config(fine(f"data.train_files={tmp_path}"))
+    assert problem.endswith("is a folder, but none that datasets' save_to_disk wrote")
+    (tmp_path / "dataset_dict.json").touch()
+    (problem,) = check_config(fine(f"data.train_files={tmp_path}"))
+    assert "holds several splits: name one, such as" in problem
+    (problem,) = check_config(fine("data.val_files='a.jsonl,b.jsonl'"))
+    assert problem == "data.val_files: there is no a.jsonl,b.jsonl; write several as [a.jsonl,b.jsonl]"
 
 
 def test_columns_of_demonstrations(fine_sft: MakeSFT, tmp_path: Path) -> None:
