@@ -63,7 +63,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # argparse takes positionals only in one piece; overrides may also stand after an option.
     stray = [word for word in rest if word.startswith("-") or not hasattr(arguments, "words")]
     if stray:
-        parser.error(f"unrecognized arguments: {' '.join(stray)}")
+        dashed = next((word for word in stray if "." in word and hasattr(arguments, "words")), None)
+        hint = f"; keys are set without dashes: {dashed.lstrip('-').partition('=')[0]}=VALUE" if dashed else ""
+        parser.error(f"unrecognized arguments: {' '.join(stray)}{hint}")
     if rest:
         arguments.words += rest
     return arguments
@@ -104,7 +106,9 @@ def _parser() -> argparse.ArgumentParser:
 def _run_options(parser: argparse.ArgumentParser, halves: bool) -> None:
     parser.add_argument("words", nargs="*", metavar="RECIPE key=value", help=OVERRIDES_HELP)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print layout and batch units, end")
-    parser.add_argument("--skip-files", action="store_true", help="with --dry-run: don't look for data and model")
+    parser.add_argument(
+        "--skip-files", action="store_true", help="with --dry-run: don't look for data, model and packages"
+    )
     parser.add_argument(
         "--supervise", action="store_true", help="start the run again if it is killed (trainer.max_restarts)"
     )
@@ -135,7 +139,7 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", default="fsdp2", help="training engine (default: fsdp2)")
     parser.add_argument("--world", type=int, default=2, help="number of processes (default: 2)")
     parser.add_argument("--model", metavar="DIR", help="take the shape of this model; default: four tiny families")
-    parser.add_argument("--layers", type=int, default=2, help="with --model: keep this many layers (default: 2)")
+    parser.add_argument("--layers", type=int, help="with --model: keep this many layers (default: 2)")
 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +151,7 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="of the weights, such as bf16 (default: as stored)")
     parser.add_argument("--adapter", action="store_true", help="LoRA: peft's folder instead of merged weights")
     parser.add_argument("--like", metavar="DIR", help="for Megatron's: a Hugging Face folder of the same model")
-    parser.add_argument("--shard-mb", type=int, default=4096, help="largest file (default: 4096)")
+    parser.add_argument("--shard-mb", type=int, help="largest file (default: 4096)")
     parser.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
 
 
@@ -216,8 +220,13 @@ def _demo(arguments: argparse.Namespace) -> None:
 def _verify(arguments: argparse.Namespace) -> int:
     from meshrl.trainer.verify import verify
 
+    if arguments.layers is not None and arguments.model is None:
+        from meshrl.config.errors import ConfigError
+
+        raise ConfigError([f"--layers {arguments.layers} is for the shape of your own model: give it with --model DIR"])
     overrides = [f"strategy={arguments.strategy}", *arguments.words]
-    same = verify(arguments.world, overrides, model=arguments.model, layers=arguments.layers)
+    layers = {} if arguments.layers is None else {"layers": arguments.layers}
+    same = verify(arguments.world, overrides, model=arguments.model, **layers)
     return 0 if same else RUN_ERROR
 
 
@@ -264,7 +273,8 @@ def _plan(arguments: argparse.Namespace) -> int | None:
     try:
         _say(planned(arguments))
     except (OSError, ValueError) as error:
-        _complain(str(error))
+        for line in str(error).splitlines():
+            _complain(line)
         return CONFIG_PROBLEM
     return None
 
@@ -307,14 +317,20 @@ def _replay(arguments: argparse.Namespace) -> int:
     from meshrl.trainer.replay import replay, show
 
     try:
-        row, column = (int(part) for part in arguments.token.split(",")) if arguments.token else (-1, -1)
-        token = (row, column) if arguments.token else None
+        token = _sample_and_token(arguments.token) if arguments.token else None
         replayed = replay(arguments.run_dir, arguments.step, token, arguments.words)
         show(replayed, token, Console())
     except (OSError, ValueError, IndexError) as error:
         _complain(str(error))
         return RUN_ERROR
     return RUN_ERROR if replayed.differences else 0
+
+
+def _sample_and_token(text: str) -> tuple[int, int]:
+    sample, comma, token = text.partition(",")
+    if not (comma and sample.isdecimal() and token.isdecimal()):
+        raise ValueError(f"--token {text!r} must be two numbers from 0, SAMPLE,TOKEN, such as 3,17")
+    return int(sample), int(token)
 
 
 def _report(arguments: argparse.Namespace) -> int | None:
@@ -370,6 +386,10 @@ def _ready(loaded: "Loaded[PPOConfig] | Loaded[SFTConfig]", arguments: argparse.
     from meshrl.config.show import summary_lines
 
     if not arguments.dry_run:
+        if arguments.skip_files:
+            from meshrl.config.errors import ConfigError
+
+            raise ConfigError(["--skip-files is for --dry-run: a run needs its data, model and packages"])
         ensure_runnable(loaded.config)
         return True
     if not check_config(loaded.config, check_files=False):

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from meshrl.agents.messages import Message
 
 logger = logging.getLogger(__name__)
-CHECK_MODES = ("strict", "ignore_strippable", "disable")
 MARK = "MESHRL0TURN0MARK"
 OPENING: tuple[Message, ...] = ({"role": "user", "content": "12 and 34?"},)
 WORDS = ("It is 5.", "Then 67", "8 or 9")

@@ -20,7 +20,6 @@ from meshrl.config.functions import load_function
 from meshrl.config.rollout import MultiTurnConfig
 
 logger = logging.getLogger(__name__)
-TRUNCATE_SIDES = ("left", "right", "middle")
 GAP = "..."
 ENTRY_KEYS = ("path", "class_name", "config", "name", "timeout")
 

@@ -3,7 +3,6 @@
 import copy
 import importlib.util
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from meshrl.config.algorithm import GROUP_ESTIMATORS
@@ -18,6 +17,7 @@ from meshrl.config.asynchronous import async_problems
 from meshrl.config.checkpoint_checks import checkpoint_problems
 from meshrl.config.critic import uses_critic
 from meshrl.config.data_checks import data_problems, sampler_file_problems
+from meshrl.config.data_files import data_file_problems
 from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError
 from meshrl.config.gates import gate_problems
@@ -26,6 +26,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import fit_problems, folder_problems, read_model_config
 from meshrl.config.multi_turn import multi_turn_file_problems, multi_turn_problems
 from meshrl.config.optim import OptimConfig
+from meshrl.config.packages import package_problems
 from meshrl.config.reward import reward_file_problems, reward_problems
 from meshrl.config.rollout import READERS
 from meshrl.config.root import PPOConfig
@@ -40,7 +41,6 @@ from meshrl.config.values import unsupported, value_problems
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
-DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
 # What the other kind of FSDP reads.
 FSDP_ONLY_KEYS = (
     "ulysses_sequence_parallel_size",
@@ -53,8 +53,9 @@ IDLE_FSDP_KEYS = {"fsdp2": "use_orig_params", "fsdp": "reshard_after_forward"}
 
 
 def ensure_runnable(config: PPOConfig | SFTConfig, check_files: bool = True) -> None:
-    """Raise one `ConfigError` with all that is unsupported or wrong in the config."""
+    """Raise one `ConfigError` with all that is unsupported, wrong in the config or, with its files, not installed."""
     problems = unsupported(config) + check_config(config, check_files)
+    problems += package_problems(config) if check_files else []
     if problems:
         raise ConfigError(problems)
 
@@ -400,14 +401,7 @@ def _file_problems(config: PPOConfig | SFTConfig) -> list[str]:
         problems.append(f"trainer.test_freq={config.trainer.test_freq} needs data.val_files")
     if isinstance(config, PPOConfig) and config.trainer.val_only and not config.data.val_files:
         problems.append("trainer.val_only=true needs data.val_files")
-    for name in ("train_files", "val_files"):
-        for entry in getattr(config.data, name):
-            path = Path(entry)
-            if not path.exists():
-                problems.append(f"data.{name}: there is no {entry}")
-            elif path.is_file() and path.suffix not in DATA_SUFFIXES:
-                problems.append(f"data.{name}: {entry} is none of {', '.join(DATA_SUFFIXES)}, nor a folder")
-    return problems
+    return problems + data_file_problems(config)
 
 
 def _model_problems(

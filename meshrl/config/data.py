@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from meshrl.config.key import key, section
 
 TRUNCATIONS = ("error", "left", "right", "middle")
+CUSTOM = "custom dataset classes; write a file, and order its rows with data.sampler"
 
 
 @dataclass
 class CustomDatasetConfig:
-    path: str | None = key(None, "Python file that defines a dataset class.", pending="custom dataset classes")
-    name: str | None = key(None, "Name of the class in that file.", pending="custom dataset classes")
+    path: str | None = key(None, "Python file that defines a dataset class.", pending=CUSTOM)
+    name: str | None = key(None, "Name of the class in that file.", pending=CUSTOM)
 
 
 @dataclass
@@ -46,6 +47,9 @@ class DataConfig:
         "error", "What to do with a prompt over max_prompt_length; left keeps its end.", choices=TRUNCATIONS
     )
     dataloader_num_workers: int = key(
-        0, "Processes that read data beside the controller.", low=0, pending="the controller reads the data itself"
+        0,
+        "Processes that read data beside the controller.",
+        low=0,
+        pending="the controller reads the data itself; leave it at 0",
     )
     custom_cls: CustomDatasetConfig = section(CustomDatasetConfig, "A dataset class of your own.")

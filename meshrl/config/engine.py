@@ -66,7 +66,7 @@ class MegatronConfig:
     use_dist_checkpointing: bool = key(
         False,
         "Load weights from a Megatron distributed checkpoint.",
-        pending="weights are read from Hugging Face files",
+        pending="weights are read from Hugging Face files; meshrl convert makes them",
     )
     make_vocab_size_divisible_by: int = key(128, "Pad the vocabulary to a multiple of this on each tp rank.", low=1)
     use_transformer_engine: bool | None = key(

@@ -1,6 +1,7 @@
 """The one error of configs: everything that is wrong, a line each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
@@ -12,3 +13,14 @@ class ConfigError(ValueError):
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[list[str]]]:
         return ConfigError, (self.problems,)
+
+
+@contextmanager
+def told_without_traceback(key: str = "") -> Iterator[None]:
+    """What is refused inside (data, a package, a folder) is the user's to change: it becomes a `ConfigError`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, OSError, ImportError) as error:
+        raise ConfigError([f"{key}: {error}" if key else str(error)]) from error

@@ -15,6 +15,7 @@ from meshrl.config.aliases import RETIRED, canonical, nearest
 from meshrl.config.errors import ConfigError
 from meshrl.config.recipe import read_recipes
 from meshrl.config.root import PPOConfig
+from meshrl.config.sft import SFTConfig
 from meshrl.config.tree import Leaf, fill_followers, leaves, sections, type_name
 from meshrl.config.values import value_problems
 
@@ -67,8 +68,20 @@ def load_config(
         if problem:
             problems.append(f"{problem} ({setting.source})")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(_of_the_other_command(recipe, settings, root) or problems)
     return Loaded(*_to_object(tree, sources), notes)
+
+
+def _of_the_other_command(recipe: str | Path | None, settings: Sequence[Setting], root: type) -> list[str]:
+    """Says so, if a recipe of `meshrl sft` was given to `meshrl train` or the other way round."""
+    others = {PPOConfig: (SFTConfig, "sft", "with"), SFTConfig: (PPOConfig, "train", "without")}
+    names = [canonical(setting.name) for setting in settings if setting.source != COMMAND_LINE]
+    if recipe is None or root not in others or all(_leaf_of(name, root) for name in names):
+        return []
+    other, command, how = others[root]
+    if not all(_leaf_of(name, other) for name in names):
+        return []
+    return [f"{recipe} is a recipe of meshrl {command}: use that command (or meshrl config {how} --sft)"]
 
 
 def _defaults(root: type) -> DictConfig:
@@ -86,7 +99,8 @@ def _to_object(tree: DictConfig, sources: dict[str, str]) -> tuple[Any, dict[str
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
-        raise ConfigError([f"{error.full_key}: {_first_line(error)}"]) from error
+        where = f" ({sources[error.full_key]})" if error.full_key in sources else ""
+        raise ConfigError([f"{error.full_key}: {_first_line(error)}{where}"]) from error
     problems = [f"{problem} ({sources[name]})" for name, problem in value_problems(config)]
     if problems:
         raise ConfigError(problems)
@@ -116,7 +130,9 @@ def _parse_override(text: str, root: type) -> list[Setting]:
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError([f"cannot read the value of {text!r}: {_first_line(error)}"]) from error
+        problem = getattr(error, "problem", None) or _first_line(error)
+        hint = "close its brackets, and quote the whole for the shell"
+        raise ConfigError([f"cannot read the value of {text!r}: {problem}; {hint}"]) from error
     assert isinstance(parsed, dict)
     if isinstance(parsed["value"], dict) and canonical(name) in sections(root):
         return [Setting(key, v, COMMAND_LINE) for key, v in _flatten(parsed["value"], f"{name}.", root)]

@@ -11,14 +11,20 @@ class ModelConfig:
     path: str | None = key(None, "Folder with the Hugging Face model: config.json, weights, tokenizer.")
     tokenizer_path: str | None = key(None, "Folder with the tokenizer; null: the model's folder.")
     trust_remote_code: bool = key(False, "Run model or tokenizer code found in the folder.")
-    external_lib: str | None = key(None, "Python module imported before the model.", pending="external libraries")
+    external_lib: str | None = key(
+        None, "Python module imported before the model.", pending="nothing is imported before the model; leave it out"
+    )
     random_init: bool = key(False, "Start from random weights of this shape; only config.json is read (benchmarks).")
     override_config: dict[str, Any] = key({}, "Fields of the model's config.json to change.")
     enable_gradient_checkpointing: bool = key(True, "Recompute activations in backward to save memory.")
     enable_activation_offload: bool = key(False, "Move activations to host memory until their backward.")
     use_remove_padding: bool = key(True, "Pack sequences without padding; false: padded, by the model's own attention.")
-    use_fused_kernels: bool = key(False, "Fused log-prob kernels.", pending="fused kernels")
-    use_liger: bool = key(False, "Liger kernels.", pending="Liger kernels")
+    use_fused_kernels: bool = key(
+        False, "Fused log-prob kernels.", pending="the engine always uses its own log-prob kernels; leave it false"
+    )
+    use_liger: bool = key(
+        False, "Liger kernels.", pending="Liger kernels; use_torch_compile fuses a layer's operations instead"
+    )
     lora_rank: int = key(0, "Rank of the LoRA adapter; 0: train all weights.", low=0)
     lora_alpha: float = key(16, "Scale of the LoRA adapter, over its rank.", low=0)
     target_modules: list[str] = key(["all-linear"], "Modules that get an adapter.")

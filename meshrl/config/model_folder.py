@@ -18,7 +18,12 @@ def folder_problems(model: ModelConfig, prefix: str) -> list[str]:
         return [f"set {prefix}.path to the folder of a Hugging Face model"]
     folder = Path(model.path)
     if not folder.is_dir():
-        return [f"{prefix}.path={model.path} is not a folder; download the model there first"]
+        return [
+            f"{prefix}.path={model.path} is not a folder; download the model there first: "
+            f"hf download {model.path.strip('/')} --local-dir {model.path}"
+            if re.fullmatch(r"[\w.-]+/[\w.-]+", model.path)
+            else f"{prefix}.path={model.path} is not a folder; download the model there first"
+        ]
     problems = []
     if not (folder / "config.json").is_file():
         problems.append(f"{prefix}.path={model.path} has no config.json")

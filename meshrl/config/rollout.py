@@ -8,7 +8,7 @@ from meshrl.config.key import key, section
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUTS = ("embedded", "vllm", "sglang", "hf")
-SPLIT = "the ranks that tensor_model_parallel_size leaves are rollouts of their own already"
+SPLIT = "the ranks that tensor_model_parallel_size leaves are rollouts of their own already; leave it at 1"
 # Who reads a key that not every rollout reads.
 READERS = {
     "gpu_memory_utilization": ("embedded", "vllm", "sglang"),
@@ -84,7 +84,7 @@ class RolloutConfig:
         "sync",
         "Generate between updates, or beside them.",
         choices=("sync", "async"),
-        pending={"async": "asynchronous rollouts"},
+        pending={"async": "turns and servers work without it; to generate beside updates see async_training"},
     )
     nnodes: int = key(0, "Machines of the rollout's own, with actor_rollout_ref.hybrid_engine=false.", low=0)
     n_gpus_per_node: int = key(0, "Rollout processes on each of them.", low=0)
@@ -121,7 +121,9 @@ class RolloutConfig:
     enable_prefix_caching: bool = key(True, "Share the KV cache of equal prefixes.")
     load_format: str = key("dummy", "How the rollout gets its first weights.")
     layered_summon: bool = key(
-        False, "Gather the weights layer by layer.", pending="nothing is gathered whole, weights go in buckets anyway"
+        False,
+        "Gather the weights layer by layer.",
+        pending="nothing is gathered whole, weights go in buckets anyway; leave it false",
     )
     update_weights_bucket_megabytes: int = key(512, "Size of a weight-sync bucket.", low=1)
     update_weights_verify: bool = key(True, "Compare sums of all weights on both sides after every sync.")

@@ -26,10 +26,6 @@ class Leaf:
         options = [option for option in _options(self.type) if option is not types.NoneType]
         return typing.get_origin(options[0]) or options[0]
 
-    @property
-    def may_be_null(self) -> bool:
-        return types.NoneType in _options(self.type)
-
 
 def _options(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

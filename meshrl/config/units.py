@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from meshrl.config.actor import ActorConfig
 from meshrl.config.critic import CriticConfig, uses_critic
+from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError
 from meshrl.config.layout import dp_size
 from meshrl.config.root import PPOConfig
@@ -151,7 +152,7 @@ def _update_problems(config: PPOConfig, role: ActorConfig | CriticConfig, prefix
     if mini * n % ranks:
         problems.append(
             f"{prefix}.ppo_mini_batch_size * rollout.n ({mini} * {n} = {mini * n} samples) must be divisible by "
-            f"the data-parallel size ({ranks})"
+            f"the data-parallel size ({_ranks_words(role, config.trainer.world_size)})"
         )
     by_tokens = actor.use_dynamic_bsz if role.use_dynamic_bsz is None else role.use_dynamic_bsz
     micro = role.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
@@ -167,13 +168,20 @@ def _update_problems(config: PPOConfig, role: ActorConfig | CriticConfig, prefix
     return problems
 
 
+def _ranks_words(engine: EngineConfig, world_size: int) -> str:
+    """`3`, or `3 = 6 processes / 2 that share a sample`: where the number comes from."""
+    ranks = max(1, dp_size(engine, world_size))
+    told = f"{world_size} = trainer.nnodes * n_gpus_per_node"
+    return told if ranks == world_size else f"{ranks}: {told}, less what shares a sample"
+
+
 def _sft_problems(config: SFTConfig) -> list[str]:
     data, ranks = config.data, max(1, dp_size(config.engine, config.trainer.world_size))
     micro = data.micro_batch_size_per_gpu
     if data.train_batch_size % ranks:
         return [
             f"data.train_batch_size ({data.train_batch_size} sequences) must be divisible by the data-parallel size "
-            f"({ranks})"
+            f"({_ranks_words(config.engine, config.trainer.world_size)})"
         ]
     if micro is not None and data.train_batch_size // ranks % micro:
         return [

@@ -24,7 +24,6 @@ class Future(Generic[T]):
         self._raw: Any = None
         self._error: BaseException | None = None
         self._transform: Callable[[Any], T] | None = None
-        self._callbacks: list[Callable[[Future[T]], None]] = []
         self.describe: Callable[[], str] = lambda: "the call has not been sent yet: it waits for its arguments"
 
     def done(self) -> bool:
@@ -49,14 +48,6 @@ class Future(Generic[T]):
                     raise
             return self._raw
 
-    def on_done(self, callback: Callable[["Future[T]"], None]) -> None:
-        """Call `callback(self)` when the workers have answered (at once if they have), in whatever thread that is."""
-        with self._lock:
-            if not self._settled.is_set():
-                self._callbacks.append(callback)
-                return
-        callback(self)
-
     def set_transform(self, transform: Callable[[Any], T]) -> None:
         """Say how the raw answers become the result (by whoever makes the future)."""
         self._transform = transform
@@ -76,9 +67,6 @@ class Future(Generic[T]):
             self._raw, self._error = raw, error
             self.describe = _answered  # the call's own leads back here: such a circle would keep the answers in memory
             self._settled.set()
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback(self)
 
 
 def _answered() -> str:

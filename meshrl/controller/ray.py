@@ -43,6 +43,7 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 _TICK = 0.2
+REACH_SECONDS = 10.0  # for a cluster's address to answer
 _NAMESPACE = "meshrl"
 
 
@@ -67,6 +68,7 @@ def init_ray(
             raise ValueError(
                 f"num_cpus and num_gpus belong to the cluster at {address}: leave them out with an address"
             )
+    _check_reachable(address or os.environ.get("RAY_ADDRESS") or "local")
     try:
         ray.init(
             # Without a word Ray would join whatever cluster somebody has last started on this machine.
@@ -82,6 +84,19 @@ def init_ray(
     except Exception as error:
         ray.shutdown()  # half of it may have started
         raise RayStartError(f"Ray could not be started or reached: {type(error).__name__}: {error}") from error
+
+
+def _check_reachable(address: str) -> None:
+    """Somebody must listen at `host:port`: Ray itself tries for many minutes, whatever the reason."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal() or "//" in address:  # auto, local, or Ray's client
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise RayStartError(
+            f"nobody listens at {address} ({error}): start Ray there (ray start --head), or change ray_init.address"
+        ) from error
 
 
 def devices_per_node(use_gpu: bool) -> list[int]:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def doctor(arguments: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Run the command; the exit code is 1 if anything failed."""
     from meshrl.doctor.findings import as_json, as_lines, worst
 
+    if arguments.measure and not Path(arguments.measure).resolve().parent.is_dir():
+        raise ValueError(f"--measure: there is no folder to write {arguments.measure} into")
     findings = examine(arguments)
     answer = as_json(findings)
     if arguments.measure:

@@ -37,6 +37,8 @@ def planned(arguments: argparse.Namespace) -> str:
     """What the command prints."""
     from meshrl.plan.show import candidate_json, change_lines, plan_json, plan_lines, search_lines
 
+    if arguments.out and not arguments.search:
+        raise ValueError(f"--out {arguments.out} is for what --search finds: add --search")
     plan, again, remarks = read_and_plan(arguments)
     nearest, found = None, None
     if not plan.fits:

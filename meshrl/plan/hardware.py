@@ -77,6 +77,8 @@ def hardware_table(file: str | Path | None = None) -> dict[str, Hardware]:
     }
     if file is None:
         return table
+    if not Path(file).is_file():
+        raise ValueError(f"--hardware: there is no file {file}")
     content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     if not isinstance(content, Mapping):
         raise ValueError(f"{file} must map names of devices to their numbers ({', '.join(NUMBERS)})")

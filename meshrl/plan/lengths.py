@@ -58,6 +58,8 @@ def drawn_lengths(samples: int, per_prompt: int, longest_prompt: int, longest_re
 def read_lengths(file: str, samples: int, longest_prompt: int, longest_response: int) -> Lengths:
     """Lines of `prompt response` tokens, repeated until there are enough."""
     rows = []
+    if not Path(file).is_file():
+        raise ValueError(f"--lengths: there is no file {file}")
     for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
         words = line.replace(",", " ").split()
         if not words:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
 
 from meshrl.config.model import ModelConfig
@@ -104,11 +103,6 @@ class PlannedModel:
         """Parameters of the model itself, without adapters."""
         return sum(p.numel() for name, p in self.modules.named_parameters() if ".lora_" not in name)
 
-    @cached_property
-    def layer_classes(self) -> list[nn.Module]:
-        """The decoder layers, in order."""
-        return list(self.modules.base_model.layers)
-
     @property
     def num_layers(self) -> int:
         return int(self.config.num_hidden_layers)
@@ -154,6 +148,8 @@ def find_model(model: ModelConfig, config_file: str | None = None) -> PlannedMod
     lora = model if model.lora_rank > 0 or model.lora_adapter_path else None
     override = dict(model.override_config)
     if config_file is not None:
+        if not Path(config_file).is_file():
+            raise ValueError(f"--model-config: there is no file {config_file}")
         fields = json.loads(Path(config_file).read_text(encoding="utf-8"))
         return PlannedModel(_config(fields, override, config_file), config_file, lora)
     file = Path(model.path or "") / "config.json"

@@ -135,9 +135,12 @@ def tied_names(config: PretrainedConfig) -> set[str]:
 def _device(name: str) -> torch.device:
     if name != "auto":
         try:
-            return torch.device(name)
+            device = torch.device(name)
         except RuntimeError as error:
             raise ValueError(f"unknown device '{name}': use auto, cpu or cuda") from error
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device '{name}': torch sees no GPU here (meshrl doctor says why); use auto or cpu")
+        return device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
-
 
 @dataclass(frozen=True)
 class SamplingParams:

@@ -43,6 +43,9 @@ class Converted:
 def convert(arguments: Namespace) -> str:
     """`meshrl convert`: the direction follows from the source. Returns what to say."""
     source, out = Path(arguments.source), Path(arguments.out)
+    if arguments.shard_mb is not None and arguments.shard_mb < 1:
+        raise ValueError(f"--shard-mb ({arguments.shard_mb}) must be at least 1")
+    shard_bytes = SHARD_BYTES if arguments.shard_mb is None else arguments.shard_mb << 20
     if arguments.like or ((source / INDEX).is_file() and not (source.parent / MANIFEST).is_file()):
         if arguments.like is None:
             raise ValueError(
@@ -54,13 +57,13 @@ def convert(arguments: Namespace) -> str:
             arguments.like,
             out,
             dtype=dtype,
-            shard_bytes=arguments.shard_mb << 20,
+            shard_bytes=shard_bytes,
             overwrite=arguments.overwrite,
         )
     elif (source / "config.json").is_file():
-        for name in ("dtype", "adapter"):
+        for name in ("dtype", "adapter", "shard_mb"):
             if getattr(arguments, name):
-                raise ValueError(f"--{name} is for checkpoints; {source} is a Hugging Face folder")
+                raise ValueError(f"--{name.replace('_', '-')} is for checkpoints; {source} is a Hugging Face folder")
         made = from_hf(source, out, role=arguments.role or "actor", overwrite=arguments.overwrite)
     else:
         made = to_hf(
@@ -69,7 +72,7 @@ def convert(arguments: Namespace) -> str:
             role=arguments.role,
             dtype=torch_dtype(arguments.dtype) if arguments.dtype else None,
             adapter=arguments.adapter,
-            shard_bytes=arguments.shard_mb << 20,
+            shard_bytes=shard_bytes,
             overwrite=arguments.overwrite,
         )
     return f"wrote {made.path}: {made.tensors} tensors, {made.bytes / 1e6:.1f} MB"

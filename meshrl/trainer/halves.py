@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from meshrl.config.errors import ConfigError
 from meshrl.config.root import PPOConfig
 from meshrl.data.proto import DataProto
 from meshrl.telemetry.run_folder import RunFiles
@@ -108,7 +109,7 @@ def train_only(
     path = Path(batches)
     files = list(batch_files(path).values()) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
-        raise ValueError(f"--train-only: there are no batches at {path}; trainer.keep_batches_megabytes keeps some")
+        raise ConfigError([f"--train-only: there are no batches at {path}; trainer.keep_batches_megabytes keeps some"])
 
     def make_loop(*parts: Any) -> TrainOnly:
         loop = TrainOnly(*parts)

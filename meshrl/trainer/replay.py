@@ -47,6 +47,8 @@ class Replayed:
 
 def replay(run_dir: str | Path, step: int, token: tuple[int, int] | None = None, words: Sequence[str] = ()) -> Replayed:
     """Takes a step of a run again, from the checkpoint before it and the batches kept since; `words` are overrides."""
+    if not Path(run_dir).is_dir():
+        raise ValueError(f"there is no run folder {run_dir}")
     run = RunFiles(run_dir)
     recorded = next((row for row in run.read_metrics() if row["step"] == step and "actor/lr" in row), None)
     start, files = starting_point(run, step)

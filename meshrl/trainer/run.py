@@ -20,6 +20,7 @@ from meshrl.agents.toolbox import tool_schemas
 from meshrl.config.algorithm import TOKEN_BASELINES
 from meshrl.config.algorithm_checks import bypass_loss, uses_reference
 from meshrl.config.critic import uses_critic
+from meshrl.config.errors import ConfigError, told_without_traceback
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig, SFTDataConfig
 from meshrl.config.show import to_yaml
@@ -119,7 +120,8 @@ def train_once(
     tools = tool_schemas(config.actor_rollout_ref.rollout.multi_turn)
     train_data, order = training_prompts(config, tokenizer, tools, console)
     val_files = config.data.val_files
-    val_data = PromptDataset(val_files, tokenizer, config.data, tools) if val_files else None
+    with told_without_traceback("data.val_files"):
+        val_data = PromptDataset(val_files, tokenizer, config.data, tools) if val_files else None
     steps = total_steps(config, len(train_data))
     pools = ppo_pools(config, units, steps)
     notes: list[str] = []
@@ -234,10 +236,12 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
     units = SFTBatchUnits.from_config(config)
     path = config.model.path or ""
     tokenizer = load_tokenizer(config.model.tokenizer_path or path, config.model.trust_remote_code)
-    train_data = DemonstrationDataset(config.data.train_files, tokenizer, config.data)
-    val_data = DemonstrationDataset(config.data.val_files, tokenizer, config.data) if config.data.val_files else None
+    val_files = config.data.val_files
+    with told_without_traceback():
+        train_data = DemonstrationDataset(config.data.train_files, tokenizer, config.data)
+        val_data = DemonstrationDataset(val_files, tokenizer, config.data) if val_files else None
+        order = batch_order(config.data, trainer, len(train_data))
     steps = total_sft_steps(config, len(train_data))
-    order = batch_order(config.data, trainer, len(train_data))
     worker = ClassWithInitArgs(SFTWorker, config, steps)
     notes: list[str] = []
     fetch_shelved(trainer, config.ray_init, notes.append, restarts.opened)
@@ -300,7 +304,8 @@ def open_run(trainer: RunConfig, found: Found | None, restarts: Restarts) -> Run
     folder = Path(trainer.run_dir).resolve() / FOLDER
     if found is None or found.path.resolve().parent not in (folder, copies_folder(trainer.run_dir)):
         # What an attempt before has written of steps that were not kept is written again.
-        return RunFolder(trainer.run_dir, resume=again, last_step=-1 if again else None)
+        with told_without_traceback("trainer.default_local_dir"):
+            return RunFolder(trainer.run_dir, resume=again, last_step=-1 if again else None)
     set_later_ones_aside(folder, found.step)
     return RunFolder(trainer.run_dir, resume=True, last_step=found.step)
 
@@ -364,13 +369,14 @@ def training_prompts(
     if data.streaming:
         stream = PromptStream(data.train_files, tokenizer, data, size, seed, tools)
         return stream, stream
-    with counting_bar("tokenizing prompts", console) as on_progress:
+    with told_without_traceback(), counting_bar("tokenizing prompts", console) as on_progress:
         prompts = PromptDataset(data.train_files, tokenizer, data, tools, on_progress)
     if data.sampler.class_path is not None:
         return prompts, SamplerOrder(prompts, data, size)
     if data.train_weights:
         return prompts, MixedOrder(prompts.source_of_row, data.train_weights, size, data.shuffle, seed)
-    return prompts, BatchOrder(len(prompts), size, data.shuffle, seed)
+    with told_without_traceback():
+        return prompts, BatchOrder(len(prompts), size, data.shuffle, seed)
 
 
 def batch_order(data: SFTDataConfig, trainer: RunConfig, rows: int) -> BatchOrder:
@@ -382,7 +388,8 @@ def batch_order(data: SFTDataConfig, trainer: RunConfig, rows: int) -> BatchOrde
 def tracking(config: PPOConfig | SFTConfig, run: RunFolder, screen: StepConsole) -> Tracking:
     """The loggers, opened before any worker starts: one that cannot be used is found at once."""
     names = config.trainer.logger, run, config.trainer.project_name, config.trainer.experiment_name
-    return Tracking(*names, asdict(config), console=screen)
+    with told_without_traceback():
+        return Tracking(*names, asdict(config), console=screen)
 
 
 def save_model(group: WorkerGroup, run: RunFolder, tokenizer: Tokenizer) -> Path:
@@ -432,6 +439,7 @@ def worker_groups(
     A single worker of the first pool lives in this process, where it costs least; those of others never do: they are
     there to work at the same time.
     """
+    check_devices(sum(pool.processes[0] for pool in pools), trainer)
     if trainer.backend == "ray":
         from meshrl.controller.ray import init_ray
 
@@ -469,3 +477,19 @@ def uses_gpu(trainer: RunConfig) -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def check_devices(processes: int, trainer: RunConfig) -> None:
+    """As many GPUs as local processes, before any of them starts; of a cluster Ray knows."""
+    if trainer.backend != "local" or not uses_gpu(trainer):
+        return
+    import torch
+
+    if (count := torch.cuda.device_count()) < processes:
+        raise ConfigError(
+            [
+                f"the run needs {processes} GPUs (trainer.n_gpus_per_node={trainer.n_gpus_per_node}), but torch sees "
+                f"{count} on this machine: change trainer.n_gpus_per_node, or set trainer.device=cpu; "
+                "meshrl doctor says what is there"
+            ]
+        )

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from meshrl.config.checks import ensure_runnable
+from meshrl.config.errors import ConfigError
 from meshrl.config.load import load_config
 from meshrl.config.sft import SFTConfig
 from meshrl.controller import ClassWithInitArgs, Deadlines, ResourcePool, create_worker_group
@@ -67,6 +68,10 @@ def small_configs(overrides: Sequence[str]) -> dict[str, PretrainedConfig]:
 
 def shape_of(path: str, layers: int) -> PretrainedConfig:
     """The config of the user's own model, with fewer layers."""
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError([f"--model {path}: there is no such folder with a config.json"])
+    if layers < 1:
+        raise ConfigError([f"--layers ({layers}) must be at least 1"])
     config = AutoConfig.from_pretrained(path)
     config.num_hidden_layers = min(layers, config.num_hidden_layers)
     if getattr(config, "layer_types", None):

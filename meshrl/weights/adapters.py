@@ -7,7 +7,7 @@ amount to: `connect(engine, ..., adapters="merged")`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,14 +23,6 @@ from meshrl.weights.sources import BASE, DOWN, UP, FSDP2Source
 from meshrl.weights.sync import SyncReport, WeightSync
 
 PEFT_PREFIX = "base_model.model."
-
-
-class TakesAdapters(Protocol):
-    """A rollout that computes with adapters beside its weights."""
-
-    version: int
-
-    def update_adapter(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None: ...
 
 
 class AdapterSync:

@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.config import PPOConfig, SFTConfig, load_config
+from meshrl.config import PPOConfig, SFTConfig, load_config, packages
 
 MakeModel = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configs are judged alike wherever the tests run, with vLLM and SGLang or without."""
+    monkeypatch.setattr(packages, "is_installed", lambda package: True)
 
 
 @pytest.fixture
@@ -29,8 +35,8 @@ def make_model(tmp_path: Path) -> MakeModel:
 @pytest.fixture
 def fine(tmp_path: Path, make_model: MakeModel) -> Callable[..., PPOConfig]:
     """A `PPOConfig` without any problem, plus overrides."""
-    data = tmp_path / "train.parquet"
-    data.touch()
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "6 * 7"}\n' * 1024)
 
     def make(*overrides: str) -> PPOConfig:
         settings = [
@@ -47,8 +53,8 @@ def fine(tmp_path: Path, make_model: MakeModel) -> Callable[..., PPOConfig]:
 @pytest.fixture
 def fine_sft(tmp_path: Path, make_model: MakeModel) -> Callable[..., SFTConfig]:
     """An `SFTConfig` without any problem, plus overrides."""
-    data = tmp_path / "train.jsonl"
-    data.touch()
+    data = tmp_path / "demonstrations.jsonl"
+    data.write_text('{"prompt": "6 * 7", "response": "42"}\n' * 256)
 
     def make(*overrides: str) -> SFTConfig:
         return load_config(

@@ -110,7 +110,7 @@ def test_sft_units() -> None:
     config.data.micro_batch_size_per_gpu = 4
     assert SFTBatchUnits.from_config(config).sequences_per_micro_batch == 4
     config.data.train_batch_size = 25
-    with pytest.raises(ConfigError, match=r"25 sequences.*\(3\)"):
+    with pytest.raises(ConfigError, match=r"25 sequences.*\(3 = trainer.nnodes \* n_gpus_per_node\)"):
         SFTBatchUnits.from_config(config)
 
 

@@ -72,7 +72,11 @@ BROKEN = [
     # batches
     (["data.train_batch_size=1000"], "data.train_batch_size (1000 prompts)", "ppo_mini_batch_size (256 prompts)"),
     (["data.train_batch_size=128"], "data.train_batch_size (128 prompts)", "ppo_mini_batch_size (256 prompts)"),
-    ([f"{ROLLOUT}.n=3", f"{ACTOR}.ppo_mini_batch_size=1"], "(1 * 3 = 3 samples)", "data-parallel size (8)"),
+    (
+        [f"{ROLLOUT}.n=3", f"{ACTOR}.ppo_mini_batch_size=1"],
+        "(1 * 3 = 3 samples)",
+        "data-parallel size (8 = trainer.nn",
+    ),
     ([f"{ACTOR}.use_dynamic_bsz=false"], "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz=true"),
     (
         [f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=7"],
@@ -154,7 +158,11 @@ def test_one_thing_wrong_gives_one_line(fine: MakePPO, overrides: list[str], fir
 
 
 BROKEN_SFT = [
-    (["data.train_batch_size=12"], "data.train_batch_size (12 sequences)", "data-parallel size (8)"),
+    (
+        ["data.train_batch_size=12"],
+        "data.train_batch_size (12 sequences)",
+        "data-parallel size (8 = trainer.nn",
+    ),
     (["data.micro_batch_size_per_gpu=5"], "(256 / 8 = 32)", "data.micro_batch_size_per_gpu (5)"),
     (["data.max_token_len_per_gpu=1000"], "data.max_token_len_per_gpu (1000)", "data.max_length (1024)"),
     (["engine.fsdp_config.fsdp_size=3"], "the 8 data-parallel ranks", "engine.fsdp_config.fsdp_size (3)"),
@@ -236,6 +244,7 @@ def test_override_config_counts(fine: MakePPO) -> None:
 def test_data_of_an_unknown_kind(fine: MakePPO, tmp_path: Path) -> None:
     (tmp_path / "x.csv").touch()
     (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").touch()
     (problem,) = check_config(fine(f"data.val_files=[{tmp_path}/x.csv,{tmp_path}/saved]"))
     assert "x.csv is none of .parquet, .jsonl, .json" in problem
 

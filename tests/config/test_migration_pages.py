@@ -50,11 +50,12 @@ VERL_ROWS = [(group, cells) for group, cells in rows_of(DOCS / "migrate_verl.md"
 
 @pytest.mark.parametrize(("group", "cells"), VERL_ROWS, ids=lambda value: value if isinstance(value, str) else value[0])
 def test_verl_rows(group, cells):
-    name, ours, default, own_default, _ = cells
+    name, ours, default, own_default, remark = cells
     theirs = f"{group}.{name}"
     assert default == VERL_KEYS[theirs]
     assert (theirs if ours == "same" else ours) == canonical(theirs)
     assert own_default == shown(KEYS[canonical(theirs)].default)
+    assert ("refused" in remark) == bool(KEYS[canonical(theirs)].pending)
 
 
 def test_every_verl_key_has_its_row():

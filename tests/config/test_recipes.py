@@ -47,8 +47,8 @@ def test_template_with_a_size_that_does_not_divide(name: str) -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_template_fits_its_model(name: str, make_model: Callable[..., Path], tmp_path: Path) -> None:
     _, _, _, layers, heads, _ = TEMPLATES[name]
-    (tmp_path / "train.parquet").touch()
-    overrides = [f"data.train_files={tmp_path}/train.parquet", "reward.name=exact_match"]
+    (tmp_path / "train.jsonl").write_text('{"prompt": "6 * 7"}\n' * 1024)
+    overrides = [f"data.train_files={tmp_path}/train.jsonl", "reward.name=exact_match"]
     shape = {"num_hidden_layers": layers, "num_attention_heads": heads, "max_position_embeddings": 32768}
     overrides.append(f"actor_rollout_ref.model.path={make_model(**shape)}")
     config = load_config(name, overrides).config
@@ -91,3 +91,13 @@ def test_the_recipe_in_the_docs_is_fine(tmp_path: Path) -> None:
     assert check_config(config, check_files=False) == []
     assert unsupported(config) == []
     assert config.trainer.experiment_name == "8-samples"
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "grpo"])
+def test_the_docs_say_which_recipes_are_refused(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+    said = row.strip("|").split("|")[-1].strip()
+    refused = [line.split(": ")[1].partition("=")[0] for line in unsupported(load_config(name).config)]
+    assert bool(said) == bool(refused)
+    assert all(f"`{key.removeprefix('actor_rollout_ref.')}`" in said for key in refused)

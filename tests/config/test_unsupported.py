@@ -98,5 +98,7 @@ def test_refusals_come_as_one_error(fine: Callable[..., PPOConfig]) -> None:
     with pytest.raises(ConfigError) as error:
         ensure_runnable(fine("actor_rollout_ref.rollout.mode=async", "actor_rollout_ref.model.use_liger=true"))
     assert len(error.value.problems) == 2
-    assert error.value.problems[0] == "not supported yet: actor_rollout_ref.model.use_liger=True: Liger kernels"
+    assert error.value.problems[0].startswith(
+        "not supported yet: actor_rollout_ref.model.use_liger=True: Liger kernels"
+    )
     assert error.value.problems[1].startswith("not supported yet: actor_rollout_ref.rollout.mode=async: ")

@@ -137,6 +137,15 @@ def test_an_interrupted_run_goes_on_where_it_was(tiny_model_folder, tmp_path, qu
     assert read_rows(broken.out) == read_rows(whole.out)
 
 
+def test_a_job_that_failed_before_its_first_answer_is_not_in_the_way(tiny_model_folder, tmp_path, quiet):
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": "1"}])
+    with pytest.raises(OSError, match="no model at"):
+        generate(make_job(tmp_path / "mistyped", prompts, "out.jsonl"), SMALL, quiet)
+    assert (tmp_path / "out.jsonl.partial").exists()
+    generate(make_job(tiny_model_folder, prompts, "out.jsonl"), SMALL, quiet)
+    assert len(read_rows(tmp_path / "out.jsonl")) == 1
+
+
 def test_results_of_another_job_are_not_mixed_in(tiny_model_folder, tmp_path, quiet):
     prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": "1"}])
     job = make_job(tiny_model_folder, prompts, "out.jsonl")

@@ -15,6 +15,7 @@ import meshrl.trainer.calculator
 import meshrl.trainer.demo
 import meshrl.trainer.verify
 from meshrl.agents.calculator_task import make_calculator_model
+from meshrl.config import packages
 from meshrl.data.files import write_tables
 from meshrl.models.tiny import make_tiny_model
 
@@ -50,6 +51,12 @@ def name_of(page):
     return str(page.relative_to(ROOT))
 
 
+@pytest.fixture(autouse=True)
+def all_packages(monkeypatch):
+    """Dry runs of the pages pass without vLLM and SGLang, whose keys they show."""
+    monkeypatch.setattr(packages, "is_installed", lambda package: True)
+
+
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory):
     """A folder with a tiny model, data, a reward function and a short run of the demo, under the pages' names."""
@@ -62,10 +69,10 @@ def scene(tmp_path_factory):
         (folder / name).symlink_to(folder / "MODEL", target_is_directory=True)
     rows = [
         {"prompt": f"{a}+{a}=", "ground_truth": str(2 * a), "data_source": "sums", "extra_info": {"level": a}}
-        for a in range(64)
+        for a in range(1024)  # a batch of the recipes
     ]
-    demos = [{"prompt": f"{a}+{a}=", "response": str(2 * a)} for a in range(64)]
-    write_tables(folder, {"train": rows, "test": rows, "demos": demos, "math": rows})
+    demos = [{"prompt": f"{a}+{a}=", "response": str(2 * a)} for a in range(256)]
+    write_tables(folder, {"train": rows, "test": rows[:64], "demos": demos, "math": rows})
     (folder / "data").mkdir()
     import pandas
 

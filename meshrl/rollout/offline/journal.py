@@ -18,7 +18,7 @@ class Journal:
     def __init__(self, path: Path, fingerprint: str):
         self.path = path
         self.results: dict[int, Result] = {}
-        good = self._read(fingerprint) if path.exists() else 0
+        good = self._read(fingerprint) if path.exists() and _has_results(path) else 0
         self._file = path.open("r+b" if path.exists() else "w+b")
         # A kill may have cut the last line short.
         self._file.truncate(good)
@@ -68,6 +68,12 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
+
+
+def _has_results(path: Path) -> bool:
+    """A run that failed before its first answer (a mistyped model, say) leaves only the line that says what it was."""
+    with path.open("rb") as lines:
+        return sum(1 for _, _ in zip(lines, range(2), strict=False)) > 1
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:

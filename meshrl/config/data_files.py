@@ -1,0 +1,126 @@
+"""What the data files say that a config must fit: their columns and how many rows they have. Reads little of them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshrl.config.root import PPOConfig
+from meshrl.config.sft import SFTConfig
+
+LINES, TABLE = (".jsonl", ".json"), ".parquet"
+
+
+@dataclass(frozen=True)
+class Glance:
+    """The columns of a file's first row, and how many rows there are (at least: counting stops where it may)."""
+
+    columns: tuple[str, ...]
+    rows: int
+
+
+def data_file_problems(config: PPOConfig | SFTConfig) -> list[str]:
+    """Files that are not there or cannot be read, that have no rows, too few, or not the columns asked for."""
+    batch = prompts_of_a_batch(config)
+    trained, problems = _rows_and_problems(config, "train_files", batch)
+    problems += _rows_and_problems(config, "val_files", 1)[1]
+    if config.data.train_files and not problems and trained < batch:
+        problems.append(
+            f"data.train_files have {trained} rows together, fewer than one batch of {batch}: "
+            "add data or lower data.train_batch_size"
+        )
+    return problems
+
+
+def _rows_and_problems(config: PPOConfig | SFTConfig, name: str, enough: int) -> tuple[int, list[str]]:
+    rows, problems = 0, []
+    for entry in getattr(config.data, name):
+        if Path(entry).is_dir():
+            rows += enough  # a saved data set is not opened here
+            problems += [f"data.{name}: {problem}" for problem in _folder_problems(Path(entry))]
+            continue
+        try:
+            seen = glance(Path(entry), enough)
+        except ValueError as error:
+            problems.append(f"data.{name}: {error}")
+            continue
+        problems += [f"data.{name}: {entry} {problem}" for problem in _column_problems(config, seen)]
+        rows += seen.rows
+    return rows, problems
+
+
+def prompts_of_a_batch(config: PPOConfig | SFTConfig) -> int:
+    """The rows that one batch takes."""
+    given = config.data.gen_batch_size if isinstance(config, PPOConfig) else None
+    return given or config.data.train_batch_size
+
+
+def glance(path: Path, enough: int) -> Glance:
+    """Looks at a file's first row and counts its rows, lines only up to `enough`; a `ValueError` says what is wrong."""
+    if not path.exists():
+        hint = f"; write several as [{path}]" if "," in str(path) else ""
+        raise ValueError(f"there is no {path}{hint}")
+    if path.suffix not in (*LINES, TABLE):
+        raise ValueError(f"{path} is none of {', '.join((TABLE, *LINES))}, nor a folder")
+    seen = _glance_at_table(path) if path.suffix == TABLE else _glance_at_lines(path, enough)
+    if not seen.rows:
+        raise ValueError(f"{path} has no rows")
+    return seen
+
+
+def _folder_problems(path: Path) -> list[str]:
+    """What `save_to_disk` has written has a state; where it is one of several splits, one must be named."""
+    if (path / "dataset_dict.json").is_file():
+        return [f"{path} holds several splits: name one, such as {path / 'train'}"]
+    return (
+        [] if (path / "state.json").is_file() else [f"{path} is a folder, but none that datasets' save_to_disk wrote"]
+    )
+
+
+def _glance_at_table(path: Path) -> Glance:
+    import pyarrow.parquet as pq
+    from pyarrow import ArrowException
+
+    try:
+        with pq.ParquetFile(path) as table:
+            return Glance(tuple(table.schema_arrow.names), table.metadata.num_rows)
+    except ArrowException as error:
+        raise ValueError(f"{path} is not a readable parquet file: {error}") from error
+
+
+def _glance_at_lines(path: Path, enough: int) -> Glance:
+    columns: tuple[str, ...] = ()
+    rows = 0
+    with path.open("rb") as lines:
+        for line in filter(bytes.strip, lines):
+            if not rows:
+                columns = _columns_of(path, line)
+            rows += 1
+            if rows >= enough:
+                break
+    return Glance(columns, rows)
+
+
+def _columns_of(path: Path, line: bytes) -> tuple[str, ...]:
+    try:
+        row = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:
+        raise ValueError(f"the first line of {path} is not valid JSON, one object a line: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"the first line of {path} is a {type(row).__name__}: each line must be a JSON object")
+    return tuple(row)
+
+
+def _column_problems(config: PPOConfig | SFTConfig, seen: Glance) -> list[str]:
+    there = f"it has: {', '.join(seen.columns) or 'nothing'}"
+    return [
+        f"has no column {getattr(config.data, key)!r} ({there}): name the right one with data.{key}"
+        for key in _column_keys(config)
+        if getattr(config.data, key) not in seen.columns
+    ]
+
+
+def _column_keys(config: PPOConfig | SFTConfig) -> Sequence[str]:
+    if isinstance(config, PPOConfig):
+        return ("prompt_key",)
+    return ("prompt_key", "response_key") if config.data.messages_key is None else ("messages_key",)

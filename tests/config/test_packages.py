@@ -1,0 +1,52 @@
+"""A config that asks for a package that is not installed is told so before anything starts."""
+
+from collections.abc import Callable
+
+import pytest
+
+from meshrl.config import ConfigError, PPOConfig, SFTConfig, ensure_runnable, packages
+from meshrl.config.packages import is_installed
+
+MakePPO = Callable[..., PPOConfig]
+MakeSFT = Callable[..., SFTConfig]
+VLLM = "actor_rollout_ref.rollout.name=vllm"
+
+
+@pytest.fixture
+def missing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Packages that are not installed, for this test."""
+    names: set[str] = set()
+    monkeypatch.setattr(packages, "is_installed", lambda package: package not in names)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("override", "package", "extra"),
+    [
+        (VLLM, "vllm", "vllm"),
+        ("actor_rollout_ref.rollout.name=sglang", "sglang", "sglang"),
+        ("trainer.logger=[console,wandb]", "wandb", "wandb"),
+        ("actor_rollout_ref.model.lora_rank=8", "peft", "lora"),
+    ],
+)
+def test_what_is_missing_is_named(fine: MakePPO, missing: set[str], override: str, package: str, extra: str) -> None:
+    config = fine(override)
+    ensure_runnable(config)
+    missing.add(package)
+    with pytest.raises(ConfigError) as caught:
+        ensure_runnable(config)
+    (problem,) = caught.value.problems
+    assert problem.endswith(f"needs the package {package}: pip install 'meshrl[{extra}]'")
+    ensure_runnable(config, check_files=False)
+
+
+def test_sft_and_clusters(fine: MakePPO, fine_sft: MakeSFT, missing: set[str]) -> None:
+    missing |= {"peft", "vllm"}
+    with pytest.raises(ConfigError, match=r"model\.lora_rank=4 needs the package peft"):
+        ensure_runnable(fine_sft("model.lora_rank=4"))
+    ensure_runnable(fine(VLLM, "trainer.backend=ray"))  # its workers may have it
+
+
+def test_a_package_is_found_without_an_import() -> None:
+    assert is_installed("json")
+    assert not is_installed("no_such_package_at_all")

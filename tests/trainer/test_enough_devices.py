@@ -1,0 +1,32 @@
+"""A run that asks for more GPUs than there are is told so before any worker starts."""
+
+import pytest
+import torch
+
+from meshrl.config.errors import ConfigError
+from meshrl.config.trainer import TrainerConfig
+from meshrl.rollout.opened import EngineOptions, open_rollout
+from meshrl.trainer.run import check_devices
+
+
+def gpus(monkeypatch, count):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+def test_fewer_gpus_than_processes(monkeypatch):
+    gpus(monkeypatch, 2)
+    check_devices(2, TrainerConfig(n_gpus_per_node=2))
+    with pytest.raises(ConfigError, match=r"needs 8 GPUs \(trainer\.n_gpus_per_node=8\), but torch sees 2"):
+        check_devices(8, TrainerConfig(n_gpus_per_node=8))
+    check_devices(8, TrainerConfig(n_gpus_per_node=8, device="cpu"))
+    check_devices(8, TrainerConfig(n_gpus_per_node=8, backend="ray"))
+
+
+def test_no_gpu(monkeypatch):
+    gpus(monkeypatch, 0)
+    check_devices(8, TrainerConfig(n_gpus_per_node=8))  # auto: processes on the CPU
+    with pytest.raises(ConfigError, match="needs 1 GPUs"):
+        check_devices(1, TrainerConfig(n_gpus_per_node=1, device="cuda"))
+    with pytest.raises(ValueError, match="torch sees no GPU here"):
+        open_rollout("nowhere", EngineOptions(device="cuda"))
