@@ -210,9 +210,14 @@ def test_mistakes_are_told(capsys, words, message):
 
 def test_671b_is_planned_in_seconds(capsys):
     started = time.process_time()
-    assert main(["plan", "deepseek_671b_megatron_128gpu", "--gpus", "128xH200", "--json"]) == 0
+    words = ["plan", "deepseek_671b_megatron_128gpu", "--gpus", "128xH200", "--json"]
+    offload = "actor_rollout_ref.actor.megatron.optimizer_offload"
+    assert main([*words, f"{offload}=false"]) == 0
     assert time.process_time() - started < 20  # about 5 where nothing else runs
     found = json.loads(capsys.readouterr().out)
     assert found["model"]["parameters"] == pytest.approx(671e9, rel=0.001)
     assert not found["fits"]
     assert found["nearest"]["fits"]
+    assert f"{offload}=true" in found["nearest"]["overrides"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["fits"]
