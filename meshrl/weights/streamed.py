@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -78,12 +78,14 @@ class StreamedSync:
         stood = 0.0
         self._is_open = True
         try:
-            arrivals = self._arrivals(version, held, traffic)
-            first = next(arrivals, None)
-            if rollout is not None and first is not None and version != held:
-                stood = self._hand_over(rollout, chain([first], arrivals), version)
-            for _ in arrivals:  # a trainer has none; a rollout that has this version needs none, but passes them on
-                pass
+            parts = self._arrivals(version, held, traffic)
+            arrivals = chain([next(parts)], parts)  # the first while the rollout still generates
+            if rollout is not None and version != held:
+                stood = self._hand_over(rollout, _one_by_one(arrivals), version)
+            for (
+                tensors
+            ) in arrivals:  # a trainer's are empty; a rollout that has the version already only passes them on
+                tensors.clear()
         except BaseException as error:
             if self._is_open and not isinstance(error, SyncRefusedError):
                 self.carrier.abort(f"{type(error).__name__}: {error}")
@@ -98,15 +100,17 @@ class StreamedSync:
     def _hand_over(self, rollout: Rollout, weights: Iterator[tuple[str, Tensor]], version: int) -> float:
         """The engine takes the version; for how long answers stood still meanwhile."""
         started, runs = time.perf_counter(), rollout.stats()["running"] > 0
-        if self.is_mixed:
+        if (
+            rollout.version < 0
+        ):  # it may have given its weights up after a sync that failed, of this connection or another
             rollout.resume(("weights",))
         self.is_mixed = True
         rollout.update_weights(weights, version)
         self.is_mixed = False
         return time.perf_counter() - started if runs else 0.0
 
-    def _arrivals(self, version: int, held: int, traffic: Traffic) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of the rollout, once all ranks agree that its part is right."""
+    def _arrivals(self, version: int, held: int, traffic: Traffic) -> Iterator[dict[str, Tensor]]:
+        """The rollout's parameters of each part, once all ranks agree that they are right."""
         for part in self.parts:
             part.version, part.may_repeat, part.tag = held, self.may_repeat, self._tag
             tensors = self._blank_tensors(part)
@@ -116,9 +120,7 @@ class StreamedSync:
                 self._tag, part.destination = part.tag, None
             traffic.add(moved)
             self._is_open = part is not self.parts[-1]
-            # Each is let go as it is handed on: nobody else knows when the engine needs it no more.
-            for name in list(tensors):
-                yield name, tensors.pop(name)
+            yield tensors
 
     def _blank_tensors(self, part: WeightSync) -> dict[str, Tensor]:
         """New memory for a part on a rollout: an engine may keep what it got last until a layer is complete."""
@@ -138,6 +140,13 @@ class StreamedSync:
     def _buffer_bytes(self) -> int:
         """Memory for messages, and on a rollout for the two largest parts."""
         return self.carrier.memory_bytes() + sum(self._part_bytes[-2:])
+
+
+def _one_by_one(parts: Iterable[dict[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """All tensors; each is let go as it is handed on, since only the engine knows how long it needs it."""
+    for tensors in parts:
+        for name in list(tensors):
+            yield name, tensors.pop(name)
 
 
 def names_of_parts(target: Placement, blanks: Mapping[str, Blank], bucket_bytes: int) -> list[list[str]]:
