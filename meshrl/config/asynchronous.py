@@ -44,9 +44,10 @@ def async_problems(config: "PPOConfig") -> list[str]:
         )
     if rollout.nnodes > 1 and config.trainer.backend != "ray":
         problems.append(f"actor_rollout_ref.rollout.nnodes={rollout.nnodes} needs trainer.backend=ray")
-    if rollout.name not in ("embedded", "hf"):
+    if rollout.name == "vllm" and rollout.tensor_model_parallel_size > 1:
         problems.append(
-            f"actor_rollout_ref.rollout.name={rollout.name} cannot have devices of its own yet: use embedded or hf"
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with name=vllm "
+            f"on devices of its own: every one of the {ranks} ranks must be an engine, set it to 1; or use embedded"
         )
     ahead = how.max_staleness if how.batches_ahead is None else how.batches_ahead
     problems += _combination_problems(config, ahead)
