@@ -10,7 +10,7 @@ from meshrl.engines.megatron.weight_map import FAMILIES, padded_vocab_size
 from meshrl.parallel.layout import Layout
 from meshrl.plan.generation import EXTERNAL, Generation
 from meshrl.plan.timing import Clock
-from meshrl.weights.placement import Placement, fsdp2, megatron
+from meshrl.weights.placement import Placement, fsdp2, megatron, replicas
 from meshrl.weights.plan import MEGABYTE, plan_reshard
 from meshrl.weights.rollout_placement import rollout
 
@@ -37,12 +37,13 @@ def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync
     if generation.shares_weights:
         return Sync("none: the rollout generates with the trainer's own weights", 0, 0, 0, 0, 0.0)
     whole = model.num_params * generation.itemsize
-    if generation.rollout.name in EXTERNAL or model.config.model_type not in FAMILIES or actor.placement == "fsdp":
+    has_no_plan = model.config.model_type not in FAMILIES or actor.placement == "fsdp"
+    if not generation.is_apart and (has_no_plan or generation.rollout.name in EXTERNAL):
         received = whole * (actor.world_size - 1) // actor.world_size
         return _timed("a stream of whole tensors", received, received, whole, 2 * bucket, generation, clock)
-    if actor.placement.startswith("whole"):
+    if not generation.is_apart and actor.placement.startswith("whole"):
         return _timed("a copy on the device", 0, 0, whole, 2 * bucket, generation, clock)
-    if quick:
+    if quick or has_no_plan:
         received = generation.weights
         return _timed("at least", received, received, 0, 2 * bucket, generation, clock)
     source = _source(generation)
@@ -61,7 +62,8 @@ def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync
     )
     sent, received, copied = (int(column.max()) for column in (plan.sent(), plan.received(), plan.copied()))
     buffers = 4 * min(plan.slot_bytes, int(plan.message_bytes.max(initial=0)))
-    return _timed(f"a plan, fed {plan.feed}", sent, received, copied, buffers, generation, clock)
+    way = "a plan" if generation.rollout.name not in EXTERNAL else "whole tensors by a plan for each bucket"
+    return _timed(f"{way}, fed {plan.feed}", sent, received, copied, buffers, generation, clock)
 
 
 def _source(generation: Generation) -> Placement:
@@ -75,6 +77,8 @@ def _source(generation: Generation) -> Placement:
         for name, param in generation.model.modules.named_parameters()
         if ".lora_" not in name
     }
+    if actor.placement.startswith("whole"):
+        return replicas(params, 1, config.model_type, "one rank")
     return fsdp2(params, Layout.of(mesh_axes(actor.engine, actor.world_size)), config.model_type)
 
 
