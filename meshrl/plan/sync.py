@@ -61,6 +61,8 @@ def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync
         destination_ranks=range(start, start + target.world_size),
     )
     sent, received, copied = (int(column.max()) for column in (plan.sent(), plan.received(), plan.copied()))
+    if generation.is_apart:  # what arrives beside the engine is taken over by it
+        copied += generation.weights
     buffers = 4 * min(plan.slot_bytes, int(plan.message_bytes.max(initial=0)))
     way = "a plan" if generation.rollout.name not in EXTERNAL else "whole tensors by a plan for each bucket"
     return _timed(f"{way}, fed {plan.feed}", sent, received, copied, buffers, generation, clock)
