@@ -75,6 +75,9 @@ class VllmRollout(SteppingRollout):
                 if parallel.world_size == 1:
                     # On a CPU vLLM prefers a worker process even for a single rank.
                     parallel.distributed_executor_backend = "uni"
+                    if config.device_config.device_type == "cuda":
+                        # It would take the first GPU that this process sees, which may be another rank's.
+                        config.device_config.device = torch.device("cuda", torch.cuda.current_device())
                 self.engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
