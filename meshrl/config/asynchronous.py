@@ -44,11 +44,6 @@ def async_problems(config: "PPOConfig") -> list[str]:
         )
     if rollout.nnodes > 1 and config.trainer.backend != "ray":
         problems.append(f"actor_rollout_ref.rollout.nnodes={rollout.nnodes} needs trainer.backend=ray")
-    if rollout.name == "vllm" and rollout.tensor_model_parallel_size > 1:
-        problems.append(
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with name=vllm "
-            f"on devices of its own: every one of the {ranks} ranks must be an engine, set it to 1; or use embedded"
-        )
     ahead = how.max_staleness if how.batches_ahead is None else how.batches_ahead
     problems += _combination_problems(config, ahead)
     if ahead and not rollout.calculate_log_probs:

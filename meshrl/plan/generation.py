@@ -144,7 +144,7 @@ class Generation:
             return self.weights
         bucket = self.rollout.update_weights_bucket_megabytes * MEGABYTE
         largest = max((param.numel() for param in self.model.modules.parameters()), default=0) * self.itemsize
-        return min(self.weights, 2 * max(bucket, largest))
+        return min(self.model.num_params * self.itemsize, 2 * max(bucket, largest))
 
     def workspace(self) -> int:
         """One engine step's hidden states and the logits of its last tokens."""

@@ -12,7 +12,7 @@ from meshrl.plan.generation import EXTERNAL, Generation
 from meshrl.plan.timing import Clock
 from meshrl.weights.placement import Placement, fsdp2, megatron, replicas
 from meshrl.weights.plan import MEGABYTE, plan_reshard
-from meshrl.weights.rollout_placement import rollout
+from meshrl.weights.rollout_placement import RolloutLayout, rollout
 
 # Rectangles of a placement beyond which a plan of all ranks would take too long; then its lower bound is told.
 MOST_SLICES = 400_000
@@ -43,13 +43,16 @@ def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync
         return _timed("a stream of whole tensors", received, received, whole, 2 * bucket, generation, clock)
     if not generation.is_apart and actor.placement.startswith("whole"):
         return _timed("a copy on the device", 0, 0, whole, 2 * bucket, generation, clock)
+    least = whole if generation.is_apart and generation.rollout.name in EXTERNAL else generation.weights
     if quick or has_no_plan:
-        received = generation.weights
+        received = least
         return _timed("at least", received, received, 0, 2 * bucket, generation, clock)
     source = _source(generation)
     layout = generation.layout
+    if generation.rollout.name in EXTERNAL:  # its own loaders cut out each rank's part
+        layout = RolloutLayout(dp=generation.world_size)
     if len(source.slices) + len(model.tensors) * layout.world_size > MOST_SLICES:
-        received = generation.weights
+        received = least
         return _timed("too many parts to plan here: at least", received, received, 0, 2 * bucket, generation, clock)
     target = rollout(model.tensors, model.config, layout)
     start = source.world_size if generation.is_apart else 0

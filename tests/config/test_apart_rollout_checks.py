@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshrl.config import check_config, ensure_runnable
+from meshrl.config import check_config, ensure_runnable, unsupported
 
 ROLLOUT = "actor_rollout_ref.rollout"
 APART = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=4")
@@ -15,6 +15,7 @@ AHEAD = "async_training.max_staleness=2"
         [f"{ROLLOUT}.name=vllm"],
         [f"{ROLLOUT}.name=vllm", AHEAD],
         [f"{ROLLOUT}.name=vllm", AHEAD, "async_training.partial_rollout=false", f"{ROLLOUT}.as_server=true"],
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"],
         [f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.lora_rank=4"],
         [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.update_weights_verify=false"],
         [f"{ROLLOUT}.name=sglang", AHEAD],
@@ -30,7 +31,11 @@ def test_every_engine_may_have_devices_of_its_own(fine, overrides):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"], ["=2", "of the 4 ranks", "set it to 1"]),
+        ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=3"], ["n_gpus_per_node (4)", "3 * 1 = 3"]),
+        (
+            [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2", AHEAD],
+            ["does not go with async_training (max_staleness 2", "set one back"],
+        ),
         ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.update_weights_delta=true"], ["delta", "embedded or hf"]),
         ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.update_weights_adapters=merged"], ["adapters", "embedded or hf"]),
         (
@@ -44,6 +49,11 @@ def test_what_cannot_be_is_said_in_one_line(fine, overrides, words):
     problems = check_config(fine(*APART, *overrides))
     assert len(problems) == 1, problems
     assert all(word in problems[0] for word in words), problems
+
+
+def test_sglang_over_ranks_is_refused(fine):
+    (problem,) = unsupported(fine(*APART, f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.tensor_model_parallel_size=2"))
+    assert "sglang over several ranks" in problem
 
 
 def test_on_shared_devices_the_stream_has_no_sums_to_turn_off(fine):

@@ -28,6 +28,18 @@ def test_all_weights_travel_to_every_rollout(monkeypatch, gpus, name):
     assert "by a plan" in sync.way or sync.way.startswith("a plan")
 
 
+def test_every_rank_of_a_vllm_that_is_cut_gets_whole_tensors_and_ours_gets_its_part(monkeypatch):
+    cut = f"{ROLLOUT}.tensor_model_parallel_size=2"
+    found = {
+        name: planned(monkeypatch, "2xH200", *APART, cut, f"{ROLLOUT}.name={name}") for name in ("embedded", "vllm")
+    }
+    size = 2 * found["vllm"].model.num_params
+    assert found["vllm"].rollout.sync.received == size
+    assert found["embedded"].rollout.sync.received < 0.51 * size
+    for plan in found.values():
+        assert phase(plan, "generate").memory["rollout weights"] < 0.51 * size
+
+
 def test_engines_outside_need_room_for_two_buckets_and_ours_for_a_second_copy(monkeypatch):
     found = {}
     for name, megabytes in (("embedded", 64), ("vllm", 64), ("vllm", 1024)):

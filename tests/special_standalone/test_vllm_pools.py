@@ -97,7 +97,9 @@ def task(tmp_path_factory):
 
 @pytest.mark.timeout(600)
 def test_a_run_has_the_newest_weights_in_every_step(task, tmp_path):
-    rows, samples = task(tmp_path / "run", "reward_manager.overlap=true")
+    # Two ranks that are one vLLM, and samples that are scored as they end.
+    cut = ("actor_rollout_ref.rollout.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+    rows, samples = task(tmp_path / "run", *cut, "reward_manager.overlap=true")
     assert [row["training/staleness_max"] for row in rows] == [0.0] * 4
     assert {(sample["step"], sample["tokens"]["version"]) for sample in samples} == {(n + 1, n) for n in range(4)}
     assert max(row["training/rollout_log_prob_diff_max"] for row in rows) < 1e-4
