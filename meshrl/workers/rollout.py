@@ -20,7 +20,7 @@ from meshrl.workers.settings import WorkerSettings
 class RolloutWorker(Worker):
     """One rank of the rollouts: a whole copy of the model, or its part of one that is cut over neighbouring ranks.
 
-    Its weights come from the actor's workers.
+    Its weights come from the actor's workers, into any engine; vLLM and SGLang get whole tensors, a bucket at a time.
     """
 
     def __init__(self, config: ActorRolloutRefConfig, settings: WorkerSettings):
@@ -48,6 +48,11 @@ class RolloutWorker(Worker):
         )
         self.rollout = self.answering.rollout
         self.register_mesh("rollout", self.rank // split, self.world_size // split, is_collect=self.rank % split == 0)
+
+    def close(self) -> None:
+        """Ends the engine, and what it may have started beside this process."""
+        if hasattr(self, "rollout"):
+            self.rollout.close()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def join_pool(self, address: str, num_trainers: int) -> None:
