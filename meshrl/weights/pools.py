@@ -397,6 +397,10 @@ class _Plans:
 
     def stream(self, described: Mapping[str, Any], placement: Placement, source: Shards | None = None) -> StreamedSync:
         """A plan for every bucket of whole parameters, in their order."""
+        if self.settings["delta"]:
+            raise ValueError(
+                "changes alone need the last version in place, which whole tensors are not: set delta=False"
+            )
         sent = _sent(described, placement)
         target, dtypes = self._target(sent)
         blanks = {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in sent.items()}

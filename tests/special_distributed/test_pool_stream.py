@@ -218,6 +218,20 @@ def test_adapters_arrive_merged(ranks, pool_ranks, sync_folders):
         assert (logits[0] - logits[1]).abs().max() > 1e-2
 
 
+def refused(begin, *arguments):
+    with pytest.raises(ValueError, match="set delta=False"):
+        begin(*arguments)
+
+
+def test_changes_alone_are_refused(ranks, pool_ranks, sync_folders):
+    folder, point = sync_folders["qwen2"], meet()
+    both(
+        (ranks(1), refused, begin_fsdp, folder, point.address, 1, {}, {"delta": True}),
+        (pool_ranks(1), refused, begin_engine, folder, point.address, 1),
+    )
+    both((ranks(1), leave), (pool_ranks(1), leave))
+
+
 @pytest.fixture
 def connected(ranks, pool_ranks, sync_folders):
     """One trainer and two engines that have version 1, and a way to meet again."""
