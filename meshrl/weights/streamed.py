@@ -82,9 +82,8 @@ class StreamedSync:
             arrivals = chain([next(parts)], parts)  # the first while the rollout still generates
             if rollout is not None and version != held:
                 stood = self._hand_over(rollout, _one_by_one(arrivals), version)
-            for (
-                tensors
-            ) in arrivals:  # a trainer's are empty; a rollout that has the version already only passes them on
+            # A trainer's are empty; a rollout that has the version already only passes them on.
+            for tensors in arrivals:
                 tensors.clear()
         except BaseException as error:
             if self._is_open and not isinstance(error, SyncRefusedError):
@@ -100,9 +99,8 @@ class StreamedSync:
     def _hand_over(self, rollout: Rollout, weights: Iterator[tuple[str, Tensor]], version: int) -> float:
         """The engine takes the version; for how long answers stood still meanwhile."""
         started, runs = time.perf_counter(), rollout.stats()["running"] > 0
-        if (
-            rollout.version < 0
-        ):  # it may have given its weights up after a sync that failed, of this connection or another
+        # After a sync that failed, of this connection or an earlier one, it has given its weights up.
+        if rollout.version < 0:
             rollout.resume(("weights",))
         self.is_mixed = True
         rollout.update_weights(weights, version)
