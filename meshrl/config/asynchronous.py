@@ -44,10 +44,6 @@ def async_problems(config: "PPOConfig") -> list[str]:
         )
     if rollout.nnodes > 1 and config.trainer.backend != "ray":
         problems.append(f"actor_rollout_ref.rollout.nnodes={rollout.nnodes} needs trainer.backend=ray")
-    if rollout.name not in ("embedded", "hf"):
-        problems.append(
-            f"actor_rollout_ref.rollout.name={rollout.name} cannot have devices of its own yet: use embedded or hf"
-        )
     ahead = how.max_staleness if how.batches_ahead is None else how.batches_ahead
     problems += _combination_problems(config, ahead)
     if ahead and not rollout.calculate_log_probs:

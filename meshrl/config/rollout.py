@@ -25,6 +25,8 @@ READERS = {
     "engine_kwargs.vllm": ("vllm",),
     "engine_kwargs.sglang": ("sglang",),
 }
+# What more is read by a rollout on devices of its own, which gets its weights by a plan whatever its engine.
+READERS_APART = {"update_weights_verify": ROLLOUTS}
 TOOL_FORMATS = ("hermes", "qwen", "llama3_json", "code")
 
 

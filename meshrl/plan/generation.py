@@ -18,6 +18,7 @@ from meshrl.plan.model import PlannedModel
 from meshrl.plan.roles import Role
 from meshrl.plan.timing import Clock, model_flops
 from meshrl.rollout.embedded.build import CUDA_BLOCK
+from meshrl.weights.plan import MEGABYTE
 from meshrl.weights.rollout_placement import RolloutLayout, rollout
 
 # Host work and launches of one decoding step that graphs do not hide, seconds.
@@ -134,6 +135,16 @@ class Generation:
     def smallest_cache(self) -> int:
         """One sequence of full length must fit."""
         return -(-self.longest // CUDA_BLOCK) * CUDA_BLOCK * self.bytes_per_token
+
+    def arriving(self) -> int:
+        """What a new version takes beside the engine on devices of its own: all of it, or two buckets of tensors."""
+        if not self.is_apart:
+            return 0
+        if self.rollout.name not in EXTERNAL:
+            return self.weights
+        bucket = self.rollout.update_weights_bucket_megabytes * MEGABYTE
+        largest = max((param.numel() for param in self.model.modules.parameters()), default=0) * self.itemsize
+        return min(self.model.num_params * self.itemsize, 2 * max(bucket, largest))
 
     def workspace(self) -> int:
         """One engine step's hidden states and the logits of its last tokens."""

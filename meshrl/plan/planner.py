@@ -181,9 +181,13 @@ class _Planner:
 
     def _generate(self, seconds: float) -> Phase:
         held = [{} if self.generation.is_apart else self.training.held(stage) for stage in self._stages]
-        own = self.rollout_memory | {"workspace": self.generation.workspace()}
+        own = self.rollout_memory | {"workspace": self.generation.workspace(), "arriving weights": self._arriving()}
         memory, stage = fullest([parts | own for parts in held])
         return Phase("generate", memory, float(seconds), stage=stage)
+
+    def _arriving(self) -> int:
+        """On devices of its own a rollout generates while a version comes, with messages on their way."""
+        return self.generation.arriving() + self.sync.buffers if self.generation.is_apart else 0
 
     def _switch(self) -> Phase:
         own = {"rollout weights": self.generation.weights, "sync buffers": self.sync.buffers}

@@ -10,9 +10,9 @@ from meshrl.engines.megatron.weight_map import FAMILIES, padded_vocab_size
 from meshrl.parallel.layout import Layout
 from meshrl.plan.generation import EXTERNAL, Generation
 from meshrl.plan.timing import Clock
-from meshrl.weights.placement import Placement, fsdp2, megatron
+from meshrl.weights.placement import Placement, fsdp2, megatron, replicas
 from meshrl.weights.plan import MEGABYTE, plan_reshard
-from meshrl.weights.rollout_placement import rollout
+from meshrl.weights.rollout_placement import RolloutLayout, rollout
 
 # Rectangles of a placement beyond which a plan of all ranks would take too long; then its lower bound is told.
 MOST_SLICES = 400_000
@@ -37,18 +37,22 @@ def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync
     if generation.shares_weights:
         return Sync("none: the rollout generates with the trainer's own weights", 0, 0, 0, 0, 0.0)
     whole = model.num_params * generation.itemsize
-    if generation.rollout.name in EXTERNAL or model.config.model_type not in FAMILIES or actor.placement == "fsdp":
+    has_no_plan = model.config.model_type not in FAMILIES or actor.placement == "fsdp"
+    if not generation.is_apart and (has_no_plan or generation.rollout.name in EXTERNAL):
         received = whole * (actor.world_size - 1) // actor.world_size
         return _timed("a stream of whole tensors", received, received, whole, 2 * bucket, generation, clock)
-    if actor.placement.startswith("whole"):
+    if not generation.is_apart and actor.placement.startswith("whole"):
         return _timed("a copy on the device", 0, 0, whole, 2 * bucket, generation, clock)
-    if quick:
-        received = generation.weights
+    least = whole if generation.is_apart and generation.rollout.name in EXTERNAL else generation.weights
+    if quick or has_no_plan:
+        received = least
         return _timed("at least", received, received, 0, 2 * bucket, generation, clock)
     source = _source(generation)
     layout = generation.layout
+    if generation.rollout.name in EXTERNAL:  # its own loaders cut out each rank's part
+        layout = RolloutLayout(dp=generation.world_size)
     if len(source.slices) + len(model.tensors) * layout.world_size > MOST_SLICES:
-        received = generation.weights
+        received = least
         return _timed("too many parts to plan here: at least", received, received, 0, 2 * bucket, generation, clock)
     target = rollout(model.tensors, model.config, layout)
     start = source.world_size if generation.is_apart else 0
@@ -60,8 +64,11 @@ def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync
         destination_ranks=range(start, start + target.world_size),
     )
     sent, received, copied = (int(column.max()) for column in (plan.sent(), plan.received(), plan.copied()))
+    if generation.is_apart:  # what arrives beside the engine is taken over by it
+        copied += generation.weights
     buffers = 4 * min(plan.slot_bytes, int(plan.message_bytes.max(initial=0)))
-    return _timed(f"a plan, fed {plan.feed}", sent, received, copied, buffers, generation, clock)
+    way = "a plan" if generation.rollout.name not in EXTERNAL else "whole tensors by a plan for each bucket"
+    return _timed(f"{way}, fed {plan.feed}", sent, received, copied, buffers, generation, clock)
 
 
 def _source(generation: Generation) -> Placement:
@@ -75,6 +82,8 @@ def _source(generation: Generation) -> Placement:
         for name, param in generation.model.modules.named_parameters()
         if ".lora_" not in name
     }
+    if actor.placement.startswith("whole"):
+        return replicas(params, 1, config.model_type, "one rank")
     return fsdp2(params, Layout.of(mesh_axes(actor.engine, actor.world_size)), config.model_type)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def build_rollout(
     if config.name == "vllm":
         return _vllm(config, model, tokenizer, device, tensor_parallel_group)
     if config.name == "sglang":
-        return _sglang(config, model, tokenizer)
+        return _sglang(config, model, tokenizer, device)
     dtype = torch_dtype(config.dtype)
     pad = int(tokenizer.pad_token_id)
     if config.name == "hf":
@@ -98,7 +99,8 @@ def _vllm(
     if config.as_server:
         from meshrl.rollout.vllm.server import VllmServer
 
-        return _remote(VllmServer(model.path or "", arguments=wanted), config, tokenizer)
+        seen = own_gpus(device, int(wanted.get("tensor_parallel_size", 1)))
+        return _remote(VllmServer(model.path or "", arguments=wanted, environment=seen), config, tokenizer)
     from meshrl.rollout.vllm.engine import VllmRollout
 
     return VllmRollout(
@@ -110,7 +112,7 @@ def _vllm(
     )
 
 
-def _sglang(config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer) -> Rollout:
+def _sglang(config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer, device: torch.device) -> Rollout:
     wanted: dict[str, Any] = {
         "dtype": str(torch_dtype(config.dtype)).removeprefix("torch."),
         "load_format": config.load_format,
@@ -122,6 +124,8 @@ def _sglang(config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer) -> 
         "disable_radix_cache": not config.enable_prefix_caching,
         "trust_remote_code": model.trust_remote_code,
     }
+    if config.as_server is False and device.type == "cuda":
+        wanted["base_gpu_id"] = device.index or 0
     wanted |= dict(config.engine_kwargs.sglang)
     if config.as_server is False:
         from meshrl.rollout.sglang.engine import SglangEngine
@@ -129,7 +133,26 @@ def _sglang(config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer) -> 
         return _remote(SglangEngine(model.path or "", arguments=wanted), config, tokenizer)
     from meshrl.rollout.sglang.server import SglangServer
 
-    return _remote(SglangServer(model.path or "", arguments=wanted), config, tokenizer)
+    seen = own_gpus(device, int(wanted.get("tp_size", 1)))
+    return _remote(SglangServer(model.path or "", arguments=wanted, environment=seen), config, tokenizer)
+
+
+def own_gpus(device: torch.device, count: int) -> dict[str, str]:
+    """The environment in which a server sees this rank's GPU, and those after it that it needs, not the first ones.
+
+    A rank itself sees the GPUs of all ranks of its node.
+    """
+    if device.type != "cuda":
+        return {}
+    first = device.index or 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(index) for index in range(first + count)]
+    if first + count > len(names):
+        raise ValueError(
+            f"the engine of the rank with GPU {first} needs {count} GPUs, but CUDA_VISIBLE_DEVICES={visible} shows "
+            f"{len(names)}: lower its tensor parallelism, or start fewer ranks on the node"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + count])}
 
 
 def _remote(client: EngineClient, config: RolloutConfig, tokenizer: Tokenizer) -> Rollout:

@@ -36,14 +36,18 @@ def checked(weights: Iterable[Named], expected: Mapping[str, Iterable[int]]) -> 
 
 
 def buckets(weights: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:
-    """Gathers neighbouring tensors up to `max_bytes`; a larger tensor is a bucket of its own."""
+    """Gathers neighbouring tensors up to `max_bytes`; a larger tensor is a bucket of its own.
+
+    A bucket is emptied when the next one is asked for: whoever asks still has it in a variable.
+    """
     bucket: list[Named] = []
     held = 0
     for name, tensor in weights:
         size = tensor.numel() * tensor.element_size()
         if bucket and held + size > max_bytes:
             yield bucket
-            bucket, held = [], 0
+            bucket.clear()
+            held = 0
         bucket.append((name, tensor))
         held += size
     if bucket:

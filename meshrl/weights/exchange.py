@@ -37,6 +37,11 @@ class Traffic:
     copied: int = 0
     shared: int = 0  # of the copied ones: those that already lay in the destination's own storage
 
+    def add(self, other: Traffic) -> None:
+        """Counts what another exchange moved as well."""
+        for name, amount in vars(other).items():
+            setattr(self, name, getattr(self, name) + amount)
+
 
 @dataclass
 class Exchange:

@@ -81,8 +81,8 @@ class MergingSync:
         made = merged(self.params, self.base, adapters, self.engine.adapter_scaling, is_there=self._is_there)
         rollout.update_weights(made, version)
         self._is_there = True
-        both = Traffic(**{name: getattr(traffic, name) + amount for name, amount in vars(report.traffic).items()})
-        return SyncReport(version, seconds + report.seconds, both, report.buffer_bytes)
+        traffic.add(report.traffic)
+        return SyncReport(version, seconds + report.seconds, traffic, report.buffer_bytes)
 
     def _bring_base(self) -> SyncReport:
         dtypes = base_dtypes(FSDP2Source(self.engine, "base"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.engines.megatron.weight_map import ModuleNames, describe
 from meshrl.engines.megatron.weight_map import Slice as MegatronSlice
 from meshrl.parallel.layout import Layout
+from meshrl.weights.boxes import ranges
 from meshrl.weights.key_map import Part, Shape, convert_weight_keys, matrix
 
 FIELDS = ("rank", "tensor", "row", "rows", "col", "cols", "parameter", "offset", "row_stride", "col_stride")
@@ -54,6 +55,18 @@ class Placement:
             tuple(fields["parameters"]),
             np.frombuffer(zlib.decompress(base64.b64decode(fields["slices"])), SLICE),
         )
+
+    def only(self, names: Iterable[str]) -> Placement:
+        """The same placement of some tensors alone; parameters keep their numbers."""
+        wanted = set(names)
+        kept = np.array([place for place, name in enumerate(self.tensors) if name in wanted], np.int64)
+        known = list(self.tensors)
+        # Slices are sorted by tensor.
+        start, end = (np.searchsorted(self.slices["tensor"], kept, side) for side in ("left", "right"))
+        slices = self.slices[ranges(start, end - start)]
+        slices["tensor"] = np.repeat(np.arange(len(kept)), end - start)
+        tensors = {known[place]: self.tensors[known[place]] for place in kept.tolist()}
+        return replace(self, tensors=tensors, slices=slices)
 
     def elements(self) -> int:
         """How many elements the tensors have together, each counted once."""

@@ -7,7 +7,8 @@
 The two meet at a store in one process (`MeetingPoint`); either side may have a default process group of its own, or
 none. A rollout is a whole copy of the model, or one that is cut over neighbouring ranks; copies feed each other. A
 whole one goes on generating while a version arrives beside its weights (`staged`), and stops only to take it over; one
-that is cut must not generate meanwhile, since its ranks would take the version over at different steps.
+that is cut must not generate meanwhile, since its ranks would take the version over at different steps. An engine that
+has no module of ours, such as vLLM, gets whole tensors, a bucket at a time (`streamed`).
 
 A connection is good until a rank of it dies. Whoever is left then meets the newcomer at a new address, and the first
 sync there may bring the version that is current: those who have it already are not disturbed.
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshrl.engines.base import Engine
 from meshrl.engines.megatron.weight_map import head_dim
@@ -46,6 +47,7 @@ from meshrl.weights.rollout_placement import rollout as rollout_placement
 from meshrl.weights.shards import Shards
 from meshrl.weights.shared_memory import SharedMemoryCarrier, open_together
 from meshrl.weights.sources import FSDP2Source, Source, source_of
+from meshrl.weights.streamed import StreamedSync, names_of_parts
 from meshrl.weights.sync import WORD_BYTES, SyncReport, WeightSync
 from meshrl.weights.transport import Carrier, Deadline, SyncError, SyncTimeoutError
 
@@ -140,18 +142,14 @@ class PoolGroup:
 class PoolSync:
     """One rank's end of a connection between the pools: `sync(rollout, version)`, on all ranks together."""
 
-    def __init__(self, sync: WeightSync, group: PoolGroup, source: Source | None = None):
+    def __init__(self, sync: WeightSync | StreamedSync, group: PoolGroup, source: Source | None = None):
         self.sync, self.group, self.source = sync, group, source
-
-    @property
-    def plan(self) -> ReshardPlan:
-        return self.sync.plan
 
     def __call__(self, rollout: Rollout | None, version: int) -> SyncReport:
         """Brings the trainers' weights to all rollouts as `version`; trainers give no rollout.
 
         A rollout may generate in other threads meanwhile. Raises on all ranks if it failed on any; rollouts then still
-        have the version they had.
+        have the version they had, or refuse to generate (`streamed`).
         """
         if self.source is not None and self.sync.source is not None:
             # Offloading and optimizers may have moved them.
@@ -187,7 +185,8 @@ def connect_trainer(
         raise ValueError(f"unknown carrier '{carrier}': use one of {', '.join(CARRIERS)}")
     rollouts = group.gather(None, "to describe their weights")[trainers:]
     is_float32 = any(entry[1] == "float32" for entry in rollouts[0]["params"].values())
-    alone = engine.has_adapters and adapters == "alone"
+    # Engines with weights of their own form have nothing to merge into.
+    alone = engine.has_adapters and adapters == "alone" and not rollouts[0]["streams"]
     source = source_of(engine, adapters="base" if alone else "merged", master=is_float32)
     if source.placement.world_size > trainers:
         raise ValueError(f"'{source.placement.title}' has more ranks than the group's {trainers} trainers")
@@ -213,6 +212,8 @@ def connect_trainer(
     def shards(side: Source) -> Shards | None:
         return Shards(side.placement, group.rank, side.tensors()) if has_part else None
 
+    if rollouts[0]["streams"]:
+        return PoolSync(plans.stream(described, source.placement, shards(source)), group, source)
     if only is None:
         return PoolSync(plans.sync(described, source.placement, shards(source)), group, source)
     plans.bring_base(described, source.placement, shards(source))
@@ -225,15 +226,28 @@ def connect_rollout(
     num_trainers: int,
     *,
     staged: bool = True,
+    model: nn.Module | None = None,
+    device: torch.device | None = None,
 ) -> PoolSync:
-    """A rollout rank's end, for one that generates with a Hugging Face module (`rollout.hf_model`), whole or cut.
+    """A rollout rank's end: of one that generates with a Hugging Face module (`rollout.hf_model`), whole or cut.
 
     `staged` takes a second copy of the weights while a sync runs; without it generation stops for the whole sync.
+    An engine that has no such module gets whole tensors by the names of `model`, which needs no memory, on `device`.
     """
     trainers = _checked_split(group, num_trainers)
     if getattr(rollout, "shares_weights", False):
         raise ValueError("a rollout of another pool must have weights of its own")
-    params, parallel = rollout_params(rollout.hf_model), getattr(rollout, "parallel", None)
+    streams = getattr(rollout, "hf_model", None) is None
+    if streams:
+        if model is None:
+            raise ValueError(f"{type(rollout).__name__} has no Hugging Face module: give the `model` it generates with")
+        params: dict[str, Tensor] = dict(model.named_parameters())
+        # An engine elsewhere takes its weights from host memory.
+        device = device if device is not None and isinstance(rollout, SteppingRollout) else torch.device("cpu")
+    else:
+        params = rollout_params(rollout.hf_model)
+        device = next(iter(params.values())).device
+    parallel = getattr(rollout, "parallel", None)
     shapes = {name: p.shape for name, p in params.items()} if parallel is None else parallel.shapes
     described = {name: [list(shapes[name]), str(p.dtype).removeprefix("torch.")] for name, p in params.items()}
     cut = None if parallel is None else {"tp": parallel.size} | _heads(rollout.hf_model.config)
@@ -242,12 +256,14 @@ def connect_rollout(
             f"rank {group.rank - trainers} of the rollouts has part {parallel.rank} of {parallel.size}: the ranks of a "
             "rollout must be neighbours, in order"
         )
-    rollouts = group.gather({"params": described, "cut": cut}, "to describe their weights")[trainers:]
-    device = next(iter(params.values())).device
+    own = {"params": described, "cut": cut, "streams": streams}
+    rollouts = group.gather(own, "to describe their weights")[trainers:]
     told = group.gather({"device": device.type}, "to plan")
     plans = _Plans(group, trainers, told, device, cut)
     settings, described = plans.settings, _same_everywhere(rollouts, trainers)
     placement = Placement.from_json(settings["placement"])
+    if streams:
+        return PoolSync(plans.stream(described, placement), group)
     if settings["adapters"] is None:
         return PoolSync(plans.sync(described, placement, params=params, staged=staged), group)
     if cut is not None:
@@ -262,6 +278,8 @@ def connect_rollout(
 
 class MergingPoolSync(PoolSync):
     """A rollout's end where adapters travel alone: they are merged here with the base, which waits in host memory."""
+
+    sync: WeightSync
 
     def __init__(
         self,
@@ -306,6 +324,11 @@ def _heads(hf_config: Any) -> dict[str, int]:
         "num_key_value_heads": getattr(hf_config, "num_key_value_heads", None) or heads,
         "head_dim": head_dim(hf_config),
     }
+
+
+def _sent(described: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
+    """Of the rollouts' parameters those that travel; buffers of weights that the trainer does not train stay."""
+    return {n: e for n, e in described.items() if not n.endswith(WEIGHT_BUFFERS) or n in placement.tensors}
 
 
 def _adapters(placement: Placement) -> dict[str, Any]:
@@ -353,49 +376,87 @@ class _Plans:
         staged: bool = False,
     ) -> WeightSync:
         """`described`: shape and type of every parameter of the rollouts; `params`: those of this one."""
-        group, settings, rollouts = self.group, self.settings, self.group.world - self.trainers
-        # Buffers of weights that the trainer does not train stay as they were loaded.
-        sent = {n: e for n, e in described.items() if not n.endswith(WEIGHT_BUFFERS) or n in placement.tensors}
+        sent = _sent(described, placement)
+        target, dtypes = self._target(sent)
+        plan = self._plan(placement, target, dtypes)
+        place = self.group.rank - self.trainers
+        own = {name: params[name] for name in sent} if params is not None and place >= 0 else None
+        return WeightSync(
+            plan,
+            self.group.rank,
+            source=source,
+            destination=Shards(target, place, own) if own is not None else None,
+            dtypes=dtypes,
+            carrier=self._carrier([plan]),
+            verify=self.settings["verify"],
+            staged=staged,
+            delta=self.settings["delta"],
+            deadline=self.settings["deadline"],
+            may_repeat=True,
+        )
+
+    def stream(self, described: Mapping[str, Any], placement: Placement, source: Shards | None = None) -> StreamedSync:
+        """A plan for every bucket of whole parameters, in their order."""
+        if self.settings["delta"]:
+            raise ValueError(
+                "changes alone need the last version in place, which whole tensors are not: set delta=False"
+            )
+        sent = _sent(described, placement)
+        target, dtypes = self._target(sent)
+        blanks = {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in sent.items()}
+        parts_of_names = names_of_parts(target, blanks, self.settings["bucket_megabytes"] * MEGABYTE)
+        plans = [self._plan(placement.only(names), target.only(names), dtypes) for names in parts_of_names]
+        carrier = self._carrier(plans)
+        parts = [
+            WeightSync(
+                plan,
+                self.group.rank,
+                source=source,
+                destination=None,
+                dtypes=dtypes,
+                carrier=carrier,
+                verify=self.settings["verify"],
+                deadline=self.settings["deadline"],
+            )
+            for plan in plans
+        ]
+        place = self.group.rank - self.trainers
+        return StreamedSync(parts, carrier, place=place, blanks=blanks if place >= 0 else None, device=self.device)
+
+    def _target(self, sent: Mapping[str, Any]) -> tuple[Placement, dict[str, torch.dtype]]:
+        """Where the rollouts want what is sent, and the type of each tensor there."""
+        rollouts = self.group.world - self.trainers
         shapes = {name: tuple(shape) for name, (shape, _) in sent.items()}
         if self.cut is None:
-            target = replicas(shapes, rollouts, settings["model_type"], f"{rollouts} rollouts")
+            target = replicas(shapes, rollouts, self.settings["model_type"], f"{rollouts} rollouts")
         else:
             layout = RolloutLayout(tp=self.cut["tp"], dp=rollouts // self.cut["tp"])
             target = rollout_placement(shapes, SimpleNamespace(**self.cut), layout)
         kinds = {name: torch.empty(0, dtype=getattr(torch, dtype)) for name, (_, dtype) in sent.items()}
-        dtypes = tensor_dtypes(target, 0, kinds, asks=False)
-        plan = plan_reshard(
+        return target, tensor_dtypes(target, 0, kinds, asks=False)
+
+    def _plan(self, placement: Placement, target: Placement, dtypes: Mapping[str, torch.dtype]) -> ReshardPlan:
+        return plan_reshard(
             placement,
             target,
             itemsize={name: dtype.itemsize for name, dtype in dtypes.items()},
-            bucket_bytes=settings["bucket_megabytes"] * MEGABYTE,
+            bucket_bytes=self.settings["bucket_megabytes"] * MEGABYTE,
             source_ranks=range(placement.world_size),
-            destination_ranks=range(self.trainers, group.world),
-            hosts=group.hosts,
-            feed=settings["feed"],
+            destination_ranks=range(self.trainers, self.group.world),
+            hosts=self.group.hosts,
+            feed=self.settings["feed"],
         )
-        place = group.rank - self.trainers
-        own = {name: params[name] for name in sent} if params is not None and place >= 0 else None
-        return WeightSync(
-            plan,
-            group.rank,
-            source=source,
-            destination=Shards(target, place, own) if own is not None else None,
-            dtypes=dtypes,
-            carrier=carrier_between(group, plan, self.device, [r["device"] for r in self.told], settings["carrier"]),
-            verify=settings["verify"],
-            staged=staged,
-            delta=settings["delta"],
-            deadline=settings["deadline"],
-            may_repeat=True,
-        )
+
+    def _carrier(self, plans: Sequence[ReshardPlan]) -> Carrier:
+        slot = max(WORD_BYTES, *(int(plan.message_bytes.max(initial=0)) for plan in plans))
+        devices = [told["device"] for told in self.told]
+        return carrier_between(self.group, slot, self.device, devices, self.settings["carrier"])
 
 
 def carrier_between(
-    group: PoolGroup, plan: ReshardPlan, device: torch.device, devices: Sequence[str], kind: str = "auto"
+    group: PoolGroup, slot: int, device: torch.device, devices: Sequence[str], kind: str = "auto"
 ) -> Carrier:
-    """The carrier that fits where the ranks are; `devices` are the types of all of them."""
-    slot = max(int(plan.message_bytes.max(initial=0)), WORD_BYTES)
+    """The carrier of messages up to `slot` bytes that fits where the ranks are; `devices` are the types of them all."""
     on_gpus = set(devices) == {"cuda"}
     if kind == "auto":
         kind = "process_group" if len(set(group.hosts)) > 1 else "cuda_ipc" if on_gpus else "shared_memory"
@@ -429,6 +490,8 @@ def _same_everywhere(rollouts: Sequence[Mapping[str, Any]], trainers: int) -> di
     for number, other in enumerate(rollouts[1:], trainers + 1):
         if other.get("cut") != rollouts[0].get("cut"):
             raise ValueError(f"rollouts must be cut alike: ranks {trainers} and {number} differ")
+        if other["streams"] != rollouts[0]["streams"]:
+            raise ValueError(f"rollouts must be of one kind: ranks {trainers} and {number} differ")
         wrong = [name for name in first.keys() | other["params"].keys() if first.get(name) != other["params"].get(name)]
         if wrong:
             name = min(wrong)

@@ -119,7 +119,7 @@ class WeightSync:
         self._is_open = False  # whether ranks may still wait for this one's messages
         # The next version while it arrives; with `delta` it stays, as what the next changes are laid upon.
         self._stage: dict[str, Tensor] | None = None
-        self._tag = 1
+        self.tag = 1  # of the next message; all ranks count alike
         self._tables: Tables | None = None
         if destination is not None and destination.tensors and destination.device.type == "cuda":
             from meshrl.weights.grouped import Tables
@@ -173,8 +173,8 @@ class WeightSync:
             self._has_last = False
             exchange.prepare(self._sent, is_known=knows)
             self._announce(exchange)
-        exchange.first_tag, exchange.tables = self._tag, self._tables
-        self._tag += len(self.plan.hops)
+        exchange.first_tag, exchange.tables = self.tag, self._tables
+        self.tag += len(self.plan.hops)
         return exchange
 
     def _target(self) -> Shards | None:
@@ -231,7 +231,7 @@ class WeightSync:
                 messages = np.unique(self.part.kept[origin]["message"])
                 exchange.learn(messages, self._hear(origin, 8 * count).view(torch.int64))
             else:
-                self._tag += self._parts(8 * count)
+                self.tag += self._parts(8 * count)
 
     def _compare(self, exchange: Exchange) -> str:
         """Sends the sums of what was sent after it, and compares those that come in; a problem in words."""
@@ -242,7 +242,7 @@ class WeightSync:
             elif to == self.rank:
                 told[origin] = self._hear(origin, 8 * count).view(torch.int64)
             else:
-                self._tag += self._parts(8 * count)
+                self.tag += self._parts(8 * count)
         return exchange.check(told) or ""
 
     def _parts(self, nbytes: int) -> int:
@@ -252,17 +252,17 @@ class WeightSync:
         assert self.carrier is not None
         for part in data.split(self.carrier.slot_bytes):
             self.carrier.outgoing(len(part)).copy_(part)
-            self.carrier.send(len(part), to, self._tag)
-            self._tag += 1
+            self.carrier.send(len(part), to, self.tag)
+            self.tag += 1
 
     def _hear(self, origin: int, nbytes: int) -> Tensor:
         assert self.carrier is not None
         found: list[Tensor] = []
         while (left := nbytes - sum(map(len, found))) > 0:
-            incoming = self.carrier.receive(origin, min(left, self.carrier.slot_bytes), self._tag)
+            incoming = self.carrier.receive(origin, min(left, self.carrier.slot_bytes), self.tag)
             found.append(incoming.wait().cpu().clone())
             incoming.release()
-            self._tag += 1
+            self.tag += 1
         return torch.cat(found)
 
     def _agree(self, problem: str, version: int) -> bool:
@@ -283,7 +283,7 @@ class WeightSync:
             elif self.rank == root:
                 words[rank] = _read(self._hear(rank, WORD_BYTES))
             else:
-                self._tag += self._parts(WORD_BYTES)
+                self.tag += self._parts(WORD_BYTES)
         if self.rank == root:
             verdict, known = _verdict(words), all(word[3] for word in words.values())
         for rank in others:
@@ -292,7 +292,7 @@ class WeightSync:
             elif self.rank == rank:
                 _, _, verdict, known = _read(self._hear(root, WORD_BYTES))
             else:
-                self._tag += self._parts(WORD_BYTES)
+                self.tag += self._parts(WORD_BYTES)
         self.carrier.flush()
         if verdict:
             raise SyncRefusedError(f"weight sync: {verdict}")

@@ -20,7 +20,7 @@ from meshrl.workers.settings import WorkerSettings
 class RolloutWorker(Worker):
     """One rank of the rollouts: a whole copy of the model, or its part of one that is cut over neighbouring ranks.
 
-    Its weights come from the actor's workers.
+    Its weights come from the actor's workers, into any engine; vLLM and SGLang get whole tensors, a bucket at a time.
     """
 
     def __init__(self, config: ActorRolloutRefConfig, settings: WorkerSettings):
@@ -36,7 +36,7 @@ class RolloutWorker(Worker):
             group = contiguous_group(split, deadline)
         else:
             self.device = prepare_device(self.settings.device, self.local_rank)
-        hf_model = empty_model(
+        self.hf_model = empty_model(
             model.path or "",
             ATTENTION_NAME,
             dtype=torch_dtype(rollout.dtype),
@@ -44,17 +44,22 @@ class RolloutWorker(Worker):
             trust_remote_code=model.trust_remote_code,
         )
         self.answering = Answering(
-            rollout, model, hf_model, device=self.device, can_share=False, tensor_parallel_group=group
+            rollout, model, self.hf_model, device=self.device, can_share=False, tensor_parallel_group=group
         )
         self.rollout = self.answering.rollout
         self.register_mesh("rollout", self.rank // split, self.world_size // split, is_collect=self.rank % split == 0)
+
+    def close(self) -> None:
+        """Ends the engine, and what it may have started beside this process."""
+        if hasattr(self, "rollout"):
+            self.rollout.close()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def join_pool(self, address: str, num_trainers: int) -> None:
         """Connects with the trainers, who join at the same time."""
         deadline = self.settings.collective_deadline
         group = PoolGroup.join(address, num_trainers + self.rank, num_trainers + self.world_size, deadline)
-        self.pool_sync = connect_rollout(self.rollout, group, num_trainers)
+        self.pool_sync = connect_rollout(self.rollout, group, num_trainers, model=self.hf_model, device=self.device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("generate")

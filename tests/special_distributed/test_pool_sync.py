@@ -56,7 +56,7 @@ def train(engine, address, rollouts, versions, **options):
         reports.append(sync(None, version).metrics())
         multiply(engine, 1 / factor(version))
     sync.close()
-    return reports, sync.plan.feed, sync.plan.received().tolist()
+    return reports, sync.sync.plan.feed, sync.sync.plan.received().tolist()
 
 
 def train_fsdp(folder, address, rollouts, versions, options, settings):

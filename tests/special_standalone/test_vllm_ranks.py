@@ -13,10 +13,9 @@ import torch.multiprocessing
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
 
 from contract import CHARACTERS, CONTEXT, PROMPTS, chosen, log_probs_of, make_model, request
+from pool_trials import fsdp_engine, set_weights
 
-from meshrl.config.engine import EngineConfig, FSDPConfig, MixedPrecisionConfig
 from meshrl.config.model import ModelConfig
-from meshrl.config.optim import OptimConfig
 from meshrl.config.rollout import EngineKwargs, RolloutConfig
 from meshrl.models.loading import load_tokenizer
 from meshrl.models.saving import save_hf_folder
@@ -41,20 +40,12 @@ def run(rank: int, folder: str, results: str, split: int) -> None:
 
 
 def work(rank: int, folder: str, split: int) -> list[tuple[int, list[list[int]], list[list[float]]]]:
-    from meshrl.engines.fsdp.engine import FSDPEngine
     from meshrl.rollout.build import build_rollout
     from meshrl.weights.colocated import policy_sync
     from meshrl.weights.hybrid import HybridEngine
 
     model = ModelConfig(path=folder, enable_gradient_checkpointing=False)
-    precision = MixedPrecisionConfig(param_dtype="fp32", reduce_dtype="fp32", buffer_dtype="fp32")
-    engine = FSDPEngine(
-        model,
-        EngineConfig(fsdp_config=FSDPConfig(fsdp_size=RANKS, model_dtype="fp32", mixed_precision=precision)),
-        OptimConfig(lr=1e-3),
-        device=torch.device("cpu"),
-    )
-    engine.initialize()
+    engine = fsdp_engine(folder, RANKS)
     more = {"kv_cache_memory_bytes": 32 << 20, "block_size": 32}
     config = RolloutConfig(
         name="vllm", dtype="float32", max_model_len=CONTEXT, enforce_eager=True, tensor_model_parallel_size=split,
@@ -81,15 +72,6 @@ def work(rank: int, folder: str, split: int) -> list[tuple[int, list[list[int]],
     dist.all_reduce(total)  # the trainer's group is as it was
     assert total == RANKS
     return found
-
-
-@torch.no_grad()
-def set_weights(engine, seed: int) -> None:
-    from torch.distributed.tensor import distribute_tensor
-
-    wanted = dict(make_model(seed).named_parameters())
-    for name, parameter in engine.hf_model.named_parameters():
-        parameter.copy_(distribute_tensor(wanted[name], parameter.device_mesh, parameter.placements))
 
 
 @pytest.mark.timeout(600)

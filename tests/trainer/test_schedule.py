@@ -96,7 +96,6 @@ def adapters_on_fsdp1(config):
         (lambda c: setattr(c.actor_rollout_ref.rollout, "nnodes", 0), "needs processes for the rollout"),
         (lambda c: setattr(c.actor_rollout_ref.rollout, "nnodes", 2), "needs trainer.backend=ray"),
         (lambda c: setattr(c.actor_rollout_ref.rollout, "calculate_log_probs", False), "calculate_log_probs=true"),
-        (lambda c: setattr(c.actor_rollout_ref.rollout, "name", "vllm"), "use embedded or hf"),
         (lambda c: setattr(c.reward_manager, "overlap", True), "scored while others generate anyway"),
         (lambda c: setattr(c.data, "gen_batch_size", c.data.train_batch_size * 2), "lets what is begun early grow old"),
         (conversations_finished_first, "cannot hold for conversations"),

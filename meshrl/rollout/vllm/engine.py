@@ -25,7 +25,7 @@ from meshrl.models.loading import load_model_config
 from meshrl.rollout.admission import NO_WEIGHTS, known_tags
 from meshrl.rollout.base import TAGS
 from meshrl.rollout.requests import Chunk, Request
-from meshrl.rollout.shared_file import SharedFile, memory_folder
+from meshrl.rollout.shared_file import MEMORY, SharedFile, memory_folder
 from meshrl.rollout.stepping import SteppingRollout
 from meshrl.rollout.vllm.arguments import BACKEND, engine_arguments
 from meshrl.rollout.weight_stream import buckets, checked, expected_shapes
@@ -75,7 +75,12 @@ class VllmRollout(SteppingRollout):
                 if parallel.world_size == 1:
                     # On a CPU vLLM prefers a worker process even for a single rank.
                     parallel.distributed_executor_backend = "uni"
+                    if config.device_config.device_type == "cuda":
+                        # It would take the first GPU that this process sees, which may be another rank's.
+                        config.device_config.device = torch.device("cuda", torch.cuda.current_device())
                 self.engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+                if tensor_parallel_group is not None and config.device_config.device_type == "cpu":
+                    unname_shared_memory()
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
@@ -244,6 +249,20 @@ class VllmRollout(SteppingRollout):
                 else:
                     self.engine.engine_core.shutdown()
                 shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def unname_shared_memory() -> None:
+    """Takes the name off the memory that vLLM's ranks share on CPUs, once all of them have it.
+
+    The name is the same for every engine whose ranks are ours: left behind by a process that was killed, or that ended
+    without its destructors, it would keep the next engine from starting.
+    """
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    name = getattr(getattr(group.device_communicator, "dist_module", None), "group_name", None)
+    if name is not None:
+        (MEMORY / f"{name.lstrip('/')}_{group.rank_in_group}").unlink(missing_ok=True)
 
 
 @contextmanager

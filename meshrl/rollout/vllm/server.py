@@ -40,6 +40,7 @@ class VllmServer(EngineClient):
         *,
         url: str | None = None,
         arguments: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
         start_seconds: float = 600.0,
         exchange: str | Path | None = None,
     ):
@@ -47,7 +48,7 @@ class VllmServer(EngineClient):
         context = int((arguments or {}).get("max_model_len") or config.max_position_embeddings)
         self.facts = ModelFacts(int(config.vocab_size), context, expected_shapes(config))
         self.start_seconds, self._arguments, self._path = start_seconds, dict(arguments or {}), path
-        self._exchange = exchange
+        self._exchange, self._environment = exchange, ENVIRONMENT | dict(environment or {})
         self._folder: Path | None = None
         self._process: ServerProcess | None = None
         self._url = url
@@ -60,7 +61,7 @@ class VllmServer(EngineClient):
             self._url = f"http://127.0.0.1:{port}"
             command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
             command += ["--host", "127.0.0.1", "--port", str(port), *command_line(self._path, self._arguments)]
-            self._process = ServerProcess(command, ENVIRONMENT, self._folder / "server.log")
+            self._process = ServerProcess(command, self._environment, self._folder / "server.log")
         self._http = Http(self._url)
         if self._process is not None:
             await self._process.until(lambda: self._http.is_up("/health"), self.start_seconds)

@@ -1,0 +1,61 @@
+"""Plans of rollouts on devices of their own: how weights get there, and the room that they need on arrival."""
+
+import pytest
+from test_plan_steps import load, phase
+
+from meshrl.plan.planner import make_plan
+
+ROLLOUT = "actor_rollout_ref.rollout"
+APART = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=2")
+MEBIBYTE = 1 << 20
+
+
+def planned(monkeypatch, gpus, *overrides):
+    monkeypatch.setattr("test_plan_steps.make_plan", lambda *given, quick: make_plan(*given))
+    config, make = load(gpus, *overrides)
+    return make(config)
+
+
+@pytest.mark.parametrize("name", ["embedded", "vllm", "sglang", "hf"])
+@pytest.mark.parametrize("gpus", ["1xH200", "2xH200"])
+def test_all_weights_travel_to_every_rollout(monkeypatch, gpus, name):
+    plan = planned(monkeypatch, gpus, *APART, f"{ROLLOUT}.name={name}")
+    sync, size = plan.rollout.sync, 2 * plan.model.num_params
+    assert sync.received == size
+    assert sync.sent == size  # a trainer feeds two rollouts in a chain, or each of two feeds one half of both
+    assert sync.copied == size  # from where it arrived into the engine
+    assert ("whole tensors" in sync.way) == (name in ("vllm", "sglang"))
+    assert "by a plan" in sync.way or sync.way.startswith("a plan")
+
+
+def test_every_rank_of_a_vllm_that_is_cut_gets_whole_tensors_and_ours_gets_its_part(monkeypatch):
+    cut = f"{ROLLOUT}.tensor_model_parallel_size=2"
+    found = {
+        name: planned(monkeypatch, "2xH200", *APART, cut, f"{ROLLOUT}.name={name}") for name in ("embedded", "vllm")
+    }
+    size = 2 * found["vllm"].model.num_params
+    assert found["vllm"].rollout.sync.received == size
+    assert found["embedded"].rollout.sync.received < 0.51 * size
+    for plan in found.values():
+        assert phase(plan, "generate").memory["rollout weights"] < 0.51 * size
+
+
+def test_engines_outside_need_room_for_two_buckets_and_ours_for_a_second_copy(monkeypatch):
+    found = {}
+    for name, megabytes in (("embedded", 64), ("vllm", 64), ("vllm", 1024)):
+        more = f"{ROLLOUT}.update_weights_bucket_megabytes={megabytes}"
+        plan = planned(monkeypatch, "2xH200", *APART, f"{ROLLOUT}.name={name}", more)
+        memory = phase(plan, "generate").memory
+        assert "parameters" not in memory  # the trainer's are elsewhere
+        found[name, megabytes] = memory["arriving weights"] - plan.rollout.sync.buffers
+        weights = memory["rollout weights"]
+    largest = 2 * 151936 * 2048  # the embedding is more than a small bucket
+    assert found["embedded", 64] == weights
+    assert found["vllm", 64] == 2 * largest
+    assert found["vllm", 1024] == 2 * 1024 * MEBIBYTE
+
+
+def test_on_shared_devices_nothing_arrives_beside(monkeypatch):
+    plan = planned(monkeypatch, "2xH200", f"{ROLLOUT}.name=vllm")
+    assert "arriving weights" not in phase(plan, "generate").memory
+    assert plan.rollout.sync.way == "a stream of whole tensors"

@@ -1,0 +1,33 @@
+"""Which GPUs an engine in processes of its own gets to see."""
+
+import pytest
+import torch
+
+from meshrl.rollout.build import own_gpus
+
+
+@pytest.mark.parametrize(
+    ("visible", "index", "count", "expected"),
+    [
+        (None, 0, 1, "0"),
+        (None, 2, 1, "2"),
+        (None, 2, 2, "2,3"),
+        ("5,6,7", 1, 1, "6"),
+        ("GPU-a,GPU-b", 0, 2, "GPU-a,GPU-b"),
+    ],
+)
+def test_a_server_sees_the_gpu_of_its_own_rank(monkeypatch, visible, index, count, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert own_gpus(torch.device("cuda", index), count) == {"CUDA_VISIBLE_DEVICES": expected}
+
+
+def test_gpus_that_are_not_there_are_counted(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(ValueError, match=r"GPU 1 needs 2 GPUs, but CUDA_VISIBLE_DEVICES=4,5 shows 2"):
+        own_gpus(torch.device("cuda", 1), 2)
+
+
+def test_on_cpus_nothing_is_hidden():
+    assert own_gpus(torch.device("cpu"), 1) == {}
