@@ -1,8 +1,8 @@
 """DeepSeek-V3's latent attention from Megatron-Core's modules, where there is no TransformerEngine.
 
 Its local spec names such a layer, but 0.16.1 cannot build it. Nor would its gradients be right: it cuts the down
-projections over tensor-parallel ranks and takes back only a rank's own part of their gradient, while the rotated part of
-the key is one for all heads, of which each rank has some: their sum over the ranks is missing. Here, as with
+projections over tensor-parallel ranks and takes back only a rank's own part of their gradient, while the rotated part
+of the key is one for all heads, of which each rank has some: their sum over the ranks is missing. Here, as with
 TransformerEngine, the down projections are whole on every rank, which applies them to its own tokens; gathering the
 tokens sums the gradients. They are small, and no size has to divide by the ranks.
 """
