@@ -13,3 +13,8 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
             if name not in part._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer
     return found
+
+
+def named_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Everything that a model's files hold: parameters, tied ones once, and the buffers that belong to its state."""
+    return {name: param.detach() for name, param in module.named_parameters()} | persistent_buffers(module)

@@ -35,7 +35,7 @@ from meshrl.engines.megatron.weight_map import head_dim
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.shared_file import memory_folder
 from meshrl.rollout.stepping import SteppingRollout
-from meshrl.weights.connect import WEIGHT_BUFFERS, rollout_params, tensor_dtypes
+from meshrl.weights.connect import rollout_params, tensor_dtypes
 from meshrl.weights.cuda_ipc import CudaIpcCarrier
 from meshrl.weights.merging import base_dtypes, merged
 from meshrl.weights.placement import Placement, replicas
@@ -354,15 +354,13 @@ class _Plans:
     ) -> WeightSync:
         """`described`: shape and type of every parameter of the rollouts; `params`: those of this one."""
         group, settings, rollouts = self.group, self.settings, self.group.world - self.trainers
-        # Buffers of weights that the trainer does not train stay as they were loaded.
-        sent = {n: e for n, e in described.items() if not n.endswith(WEIGHT_BUFFERS) or n in placement.tensors}
-        shapes = {name: tuple(shape) for name, (shape, _) in sent.items()}
+        shapes = {name: tuple(shape) for name, (shape, _) in described.items()}
         if self.cut is None:
             target = replicas(shapes, rollouts, settings["model_type"], f"{rollouts} rollouts")
         else:
             layout = RolloutLayout(tp=self.cut["tp"], dp=rollouts // self.cut["tp"])
             target = rollout_placement(shapes, SimpleNamespace(**self.cut), layout)
-        kinds = {name: torch.empty(0, dtype=getattr(torch, dtype)) for name, (_, dtype) in sent.items()}
+        kinds = {name: torch.empty(0, dtype=getattr(torch, dtype)) for name, (_, dtype) in described.items()}
         dtypes = tensor_dtypes(target, 0, kinds, asks=False)
         plan = plan_reshard(
             placement,
@@ -375,7 +373,7 @@ class _Plans:
             feed=settings["feed"],
         )
         place = group.rank - self.trainers
-        own = {name: params[name] for name in sent} if params is not None and place >= 0 else None
+        own = {name: params[name] for name in described} if params is not None and place >= 0 else None
         return WeightSync(
             plan,
             group.rank,
