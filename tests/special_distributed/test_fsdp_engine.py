@@ -59,10 +59,9 @@ GRID = [
     ("qwen2", "fsdp2", "lora"),  # its biases come between a weight and its adapters
     ("qwen3_moe", "sp4", "checkpointing"),
     # Weights in buffers, queries and values of unequal sizes.
-    *[("deepseek_v3", layout, "plain") for layout in ("one", "fsdp2", "ddp2-fsdp2", "sp2-cp2")],
+    *[("deepseek_v3", layout, "plain") for layout in ("one", "fsdp2", "sp2-cp2")],
     ("deepseek_yarn", "fsdp2", "checkpointing"),
     ("deepseek_v3", "fsdp2", "lora-latent"),
-    ("deepseek_v3", "fsdp2", "cpu-policy"),
 ]
 LATENT = ("deepseek_v3", "deepseek_yarn")
 

@@ -63,10 +63,8 @@ CASES = [
     ("qwen3_moe", 4, {TP: 2, EP: 2, ETP: 2}, "fp32"),
     ("qwen3_moe", 8, {TP: 2, PP: 2, VPP: 2, CP: 2, EP: 2, ETP: 2}, "fp32"),
     ("mixtral", 4, {PP: 2, EP: 2}, "fp32"),
-    ("deepseek_v3", 1, {}, "bf16"),
     ("deepseek_v3", 4, {TP: 2, PP: 2, VPP: 2, EP: 2, ETP: 1}, "bf16"),
     ("deepseek_whole_queries", 4, {TP: 4, EP: 2, ETP: 2}, "fp32"),
-    ("deepseek_whole_queries", 2, {CP: 2}, "fp32"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Weights that are no parameters (the bias of DeepSeek-V3's routers), in both engines: loaded, sent, kept and resumed."""
+"""Weights that are no parameters (the bias of DeepSeek-V3's routers): both engines load, send, keep and resume them."""
 
 from pathlib import Path
 
@@ -100,13 +100,12 @@ def resumed(folder: Path, axes: dict | None, checkpoint: Path):
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("ep2", "fsdp2"), ("fsdp2", "pp2")])
-def test_sync_checkpoint_and_folder_carry_them(ranks, megatron_ranks, folder, tmp_path, writer, reader):
+def test_sync_checkpoint_and_folder_carry_them(megatron_ranks, folder, tmp_path, writer, reader):
     reference = changed(folder)
     expected = named_weights(reference)
     biases = [name for name in expected if name.endswith(BIAS)]
     assert len(biases) == 3
-    group = megatron_ranks if writer in LAYOUTS else ranks
-    for logits, weights in group(2).run(save_and_send, folder, LAYOUTS.get(writer), tmp_path):
+    for logits, weights in megatron_ranks(2).run(save_and_send, folder, LAYOUTS.get(writer), tmp_path):
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
         with torch.no_grad():
@@ -118,8 +117,7 @@ def test_sync_checkpoint_and_folder_carry_them(ranks, megatron_ranks, folder, tm
 
     written = load_model(tmp_path / "hf", "eager")
     assert all(torch.equal(weight, expected[name]) for name, weight in named_weights(written).items())
-    group = megatron_ranks if reader in LAYOUTS else ranks
-    for before, after in group(2).run(resumed, folder, LAYOUTS.get(reader), tmp_path / "checkpoint"):
+    for before, after in megatron_ranks(2).run(resumed, folder, LAYOUTS.get(reader), tmp_path / "checkpoint"):
         assert after.keys() == expected.keys()
         assert all(torch.equal(after[name], expected[name]) for name in expected)
         assert not any(torch.equal(before[name], expected[name]) for name in biases)
@@ -138,9 +136,9 @@ def bf16_biases(folder: Path):
     return {name: value.clone() for name, value in engine.per_tensor_params() if name.endswith(BIAS)}
 
 
-def test_half_precision_does_not_round_them(ranks, folder):
+def test_half_precision_does_not_round_them(megatron_ranks, folder):
     weights = load_file(folder / "model.safetensors")
-    for found in ranks(2).run(bf16_biases, folder):
+    for found in megatron_ranks(2).run(bf16_biases, folder):
         assert len(found) == 3
         for name, bias in found.items():
             assert torch.equal(bias, weights[name])
@@ -154,7 +152,7 @@ def fsdp1(folder: Path):
         fsdp_engine(folder, strategy="fsdp")
 
 
-def test_refused_where_they_would_be_lost(ranks, folder):
-    ranks(2).run(fsdp1, folder)
-    with pytest.raises(ValueError, match="deepseek_v3's latent attention: set rollout.name to vllm, sglang or hf"):
+def test_refused_where_they_would_be_lost(megatron_ranks, folder):
+    megatron_ranks(2).run(fsdp1, folder)
+    with pytest.raises(ValueError, match=r"deepseek_v3's latent attention: set rollout\.name to vllm, sglang or hf"):
         cache_shape(load_model(folder, "eager"), None)
