@@ -43,6 +43,7 @@ LATENT = {
     "topk_group": 1,
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
+    "initializer_range": 0.1,  # scores of a size at which their scale matters
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_hidden_layers": 4},
