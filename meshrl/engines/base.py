@@ -18,6 +18,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.optim import OptimConfig
 from meshrl.data.proto import DataProto
 from meshrl.engines.stored_state import Entry, Snapshot, write_index, write_snapshot
+from meshrl.models.buffers import named_weights
 from meshrl.telemetry.flops import ModelShape, count_flops
 from meshrl.telemetry.ledger import current_ledger
 
@@ -180,7 +181,7 @@ class Engine(ABC):
     @torch.no_grad()
     def copy_weights_from(self, other: Engine) -> None:
         """Takes the weights of an engine of the same kind and layout, rank by rank; nothing travels."""
-        pairs = zip(self.module.named_parameters(), other.module.named_parameters(), strict=True)
+        pairs = zip(named_weights(self.module).items(), named_weights(other.module).items(), strict=True)
         for (name, mine), (_, theirs) in pairs:
             if mine.shape != theirs.shape:
                 raise ValueError(f"cannot copy {name}: it is {tuple(mine.shape)} here and {tuple(theirs.shape)} there")

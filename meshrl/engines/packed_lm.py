@@ -25,14 +25,6 @@ LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "fi
 MOST_NODES = 0.9
 
 
-def check_no_persistent_buffers(hf_model: PreTrainedModel) -> None:
-    """Refuses models that keep state in buffers: loading, sync and saving carry parameters only."""
-    params = {name for name, _ in hf_model.named_parameters(remove_duplicate=False)}
-    buffers = sorted(hf_model.state_dict().keys() - params)
-    if buffers:
-        raise ValueError(f"{type(hf_model).__name__} keeps state in buffers, such as '{buffers[0]}': not supported yet")
-
-
 @dataclass(frozen=True)
 class Wanted:
     """What a model is asked for beside log-probs (or values)."""
@@ -50,7 +42,6 @@ class PackedModel(nn.Module):
 
     def __init__(self, hf_model: PreTrainedModel):
         super().__init__()
-        check_no_persistent_buffers(hf_model)
         self.hf_model = hf_model
         # With dropout, equal prefixes get unequal states: each place draws its own.
         self.drops_out = any(isinstance(m, nn.Dropout) and m.p > 0 for m in hf_model.base_model.modules())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def empty_model(
 
 def empty_causal_lm(config: PretrainedConfig, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A causal language model of this shape without memory for its parameters."""
-    return _without_memory(AutoModelForCausalLM, config, attention, dtype)
+    return _without_memory(AutoModelForCausalLM, copy.deepcopy(config), attention, dtype)
 
 
 def _without_memory(
@@ -140,7 +141,8 @@ def is_value_head(name: str) -> bool:
 
 def new_causal_lm(config: PretrainedConfig, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A causal language model of this shape with fresh random weights."""
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    # A copy: Transformers notes the attention in the config, where the layers of another model of it would read it.
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokenizer:

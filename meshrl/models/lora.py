@@ -43,6 +43,12 @@ def add_adapters(hf_model: PreTrainedModel, config: ModelConfig) -> None:
     if config.lora_adapter_path is not None:
         set_peft_model_state_dict(hf_model, load_peft_weights(config.lora_adapter_path), adapter_name=ADAPTER)
     for name, param in hf_model.named_parameters():
+        # For some models peft takes the names of an MLP's projections for those of the experts.
+        if ".experts." in name and ".lora_" in name:
+            raise ValueError(
+                f"model.target_modules puts an adapter on fused experts ('{name.split('.lora_')[0]}'), which cannot be "
+                f"merged: name the attention's projections of {type(hf_model).__name__} instead"
+            )
         param.requires_grad_("lora_" in name)
 
 

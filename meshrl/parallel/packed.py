@@ -125,6 +125,10 @@ def attend_packed(
 
     # Older releases share key heads among query heads without being told to.
     told = {"enable_gqa": query.shape[1] != key.shape[1]} if takes_gqa_flag() else {}
+    dim = value.shape[-1]
+    if dim < query.shape[-1]:
+        # The kernel wants values of the queries' size; what zeros add is cut off again.
+        value = F.pad(value, (0, query.shape[-1] - dim))
     out = varlen_attn(
         query,
         key,
@@ -138,7 +142,7 @@ def attend_packed(
         **told,  # type: ignore[arg-type]
     )
     assert isinstance(out, Tensor)  # a pair only where auxiliary results are asked for
-    return out
+    return out[..., :dim]
 
 
 def fastest_attention(query: Tensor) -> AbstractContextManager[Any]:

@@ -18,7 +18,7 @@ from meshrl.config.engine import EngineConfig, FSDPConfig
 from meshrl.engines.fsdp.units import units_to_shard
 from meshrl.engines.master import ALIGNMENT
 from meshrl.engines.megatron.ranks import ParallelRanks, ranks_of
-from meshrl.engines.megatron.weight_map import ModuleNames, describe, padded_vocab_size
+from meshrl.engines.megatron.weight_map import describe, padded_vocab_size
 from meshrl.models.loading import torch_dtype
 from meshrl.parallel.layout import fsdp_layout
 
@@ -162,8 +162,9 @@ class MegatronParameter:
 
 # The order in which Megatron-Core registers a layer's modules: it decides where each parameter lies in a buffer.
 LAYER_ORDER = (
-    "input_layernorm", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm", "pre_mlp_layernorm", "router",
-    "experts", "shared_experts", "linear_fc1", "linear_fc2",
+    "input_layernorm", "linear_proj", "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
+    "q_layernorm", "linear_kv_down_proj", "linear_kv_up_proj", "k_layernorm", "kv_layernorm", "pre_mlp_layernorm",
+    "router", "experts", "shared_experts", "linear_fc1", "linear_fc2",
 )  # fmt: skip
 
 
@@ -171,9 +172,8 @@ def megatron_params(hf_config: Any, engine: EngineConfig, rank: int, world_size:
     """A rank's Megatron parameters in the order in which their modules have them."""
     ranks = ranks_of(engine.megatron, rank, world_size)
     padded = padded_vocab_size(hf_config.vocab_size, ranks.tp, engine.megatron.make_vocab_size_divisible_by)
-    names = ModuleNames(transformer_engine=hf_config.model_type == "deepseek_v3")
     found: dict[tuple[int, str], int] = {}
-    for piece in describe(hf_config, ranks, names, vocab_size=padded, value_head=head == "value"):
+    for piece in describe(hf_config, ranks, vocab_size=padded, value_head=head == "value"):
         if not piece.parameter.endswith("expert_bias"):
             found[piece.chunk, piece.parameter] = math.prod(piece.parameter_shape)
     params = [MegatronParameter(chunk, name, numel) for (chunk, name), numel in found.items()]

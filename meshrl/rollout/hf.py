@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from meshrl.models.buffers import named_weights
 from meshrl.rollout.admission import NO_WEIGHTS, known_tags, refusal, room
 from meshrl.rollout.base import TAGS
 from meshrl.rollout.embedded.sampler import derived_seed
@@ -233,7 +234,7 @@ class HFRollout(SteppingRollout):
             if "weights" in self._released:
                 raise RuntimeError("the rollout has released its weights: resume(['weights']) before an update")
             if not self.shares_weights:
-                own = dict(self.hf_model.named_parameters())
+                own = named_weights(self.hf_model)
                 self._lacks_weights = True  # until all of them are in
                 for name, value in checked(weights, {name: param.shape for name, param in own.items()}):
                     own[name].copy_(value)

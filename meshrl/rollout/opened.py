@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import ROLLOUTS, EngineKwargs, RolloutConfig
+from meshrl.models.buffers import named_weights
 from meshrl.models.loading import load_model, load_model_config, load_tokenizer, stop_token_ids, torch_dtype
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.build import build_rollout
@@ -111,7 +112,7 @@ def _build(path: str | Path, options: EngineOptions, device: torch.device, dtype
     model = ModelConfig(path=str(path), trust_remote_code=options.trust_remote_code)
     rollout = build_rollout(config, model, hf_model, tokenizer, device=device, can_share=False)
     try:
-        rollout.update_weights(hf_model.named_parameters(), 0)
+        rollout.update_weights(named_weights(hf_model).items(), 0)
     except BaseException:
         rollout.close()
         raise
@@ -121,15 +122,15 @@ def _build(path: str | Path, options: EngineOptions, device: torch.device, dtype
 def folder_weights(path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> dict[str, Tensor]:
     """The weights of a model folder by Hugging Face name, on the CPU."""
     hf_model = load_model(path, PLAIN_ATTENTION, dtype=dtype, trust_remote_code=trust_remote_code)
-    return {name: parameter.detach() for name, parameter in hf_model.named_parameters()}
+    return named_weights(hf_model)
 
 
 def tied_names(config: PretrainedConfig) -> set[str]:
-    """Names under which a model's file may hold what is another parameter or no parameter: they can be left out."""
+    """Names under which a model's file may hold what is another parameter: they can be left out."""
     with torch.device("meta"):
         hf_model = AutoModelForCausalLM.from_config(config)
     hf_model.tie_weights()
-    return set(hf_model.state_dict()) - {name for name, _ in hf_model.named_parameters()}
+    return set(hf_model.state_dict()) - named_weights(hf_model).keys()
 
 
 def _device(name: str) -> torch.device:

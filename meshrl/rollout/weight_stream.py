@@ -12,13 +12,15 @@ Named = tuple[str, Tensor]
 
 
 def expected_shapes(config: Any) -> dict[str, list[int]]:
-    """The Hugging Face names and shapes of the parameters of a model with this config; nothing is allocated."""
+    """The Hugging Face names and shapes of the weights of a model with this config; nothing is allocated."""
     from transformers import AutoModelForCausalLM
+
+    from meshrl.models.buffers import named_weights
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
-    return {name: list(param.shape) for name, param in model.named_parameters()}
+    return {name: list(weight.shape) for name, weight in named_weights(model).items()}
 
 
 def checked(weights: Iterable[Named], expected: Mapping[str, Iterable[int]]) -> Iterator[Named]:

@@ -18,6 +18,7 @@ from meshrl.config.errors import ConfigError
 from meshrl.config.load import load_config
 from meshrl.config.sft import SFTConfig
 from meshrl.controller import ClassWithInitArgs, Deadlines, ResourcePool, create_worker_group
+from meshrl.models.buffers import persistent_buffers
 from meshrl.workers.verification import Trial, VerificationWorker, differences, run_reference
 
 TOLERANCE = 1e-5
@@ -83,7 +84,10 @@ def write_model(config: PretrainedConfig, folder: Path) -> Path:
     """A model of this shape with random weights, which both sides load."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for buffer in persistent_buffers(model).values():
+            buffer.normal_(std=0.1)  # a fresh router's bias is zero, which would say nothing
+        model.save_pretrained(folder)
     return folder
 
 

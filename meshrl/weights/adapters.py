@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshrl.engines.fsdp.engine import FSDPEngine
+from meshrl.models.buffers import persistent_buffers
 from meshrl.rollout.base import Rollout
 from meshrl.weights.connect import carrier_for, hosts_of_ranks, rank_and_world
 from meshrl.weights.placement import replicas
@@ -126,6 +127,7 @@ def base_params(engine: FSDPEngine) -> Iterator[tuple[str, Tensor]]:
         value = param.detach()
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         yield name.removeprefix(engine.prefix).replace(BASE, "."), whole
+    yield from persistent_buffers(engine.hf_model).items()
 
 
 def peft_name(name: str) -> str:

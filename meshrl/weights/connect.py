@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshrl.engines.base import Engine
+from meshrl.models.buffers import persistent_buffers
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.shared_file import memory_folder
 from meshrl.weights.placement import Placement, replicas
@@ -28,8 +29,6 @@ from meshrl.weights.sync import WORD_BYTES, SyncReport, WeightSync
 from meshrl.weights.transport import Carrier, Deadline
 
 CARRIERS = ("auto", "shared_memory", "process_group")
-# Buffers that are weights: they are trained, though not by gradients.
-WEIGHT_BUFFERS = ("e_score_correction_bias",)
 
 
 class EngineSync:
@@ -86,9 +85,6 @@ def connect(
     has_part = layout is None or rank < layout.world_size
     is_float32 = any(param.dtype == torch.float32 for param in params.values())
     source = source_of(engine, adapters=adapters, master=is_float32)
-    # Buffers of weights that the trainer does not train stay as they were loaded.
-    known = source.placement.tensors
-    params = {name: p for name, p in params.items() if not name.endswith(WEIGHT_BUFFERS) or name in known}
     if layout is None:
         target = replicas({name: tuple(p.shape) for name, p in params.items()}, world, source.model_type)
     elif layout.world_size > world:
@@ -121,8 +117,7 @@ def rollout_params(hf_model: nn.Module) -> dict[str, Tensor]:
 
     Not their data: a rollout that gives its memory back and takes it again keeps the parameters.
     """
-    found: dict[str, Tensor] = dict(hf_model.named_parameters())
-    return found | {name: b for name, b in hf_model.named_buffers() if name.endswith(WEIGHT_BUFFERS)}
+    return dict(hf_model.named_parameters()) | persistent_buffers(hf_model)
 
 
 def tensor_dtypes(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.rollout.base import Rollout
@@ -39,7 +39,7 @@ def merged(
             own = base[name].to(param.device)
             change = adapters[up].to(param.device).float() @ adapters[down].to(param.device).float()
             yield name, (own.float() + change * scaling[layer]).to(own.dtype)
-        elif isinstance(param, nn.Parameter):
+        else:
             yield name, param if is_there else base[name]
 
 

@@ -33,10 +33,11 @@ from torch import Tensor, nn
 
 from meshrl.engines.base import Engine
 from meshrl.engines.megatron.weight_map import head_dim
+from meshrl.models.buffers import named_weights
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.shared_file import memory_folder
 from meshrl.rollout.stepping import SteppingRollout
-from meshrl.weights.connect import WEIGHT_BUFFERS, rollout_params, tensor_dtypes
+from meshrl.weights.connect import rollout_params, tensor_dtypes
 from meshrl.weights.cuda_ipc import CudaIpcCarrier
 from meshrl.weights.merging import base_dtypes, merged
 from meshrl.weights.placement import Placement, replicas
@@ -241,7 +242,7 @@ def connect_rollout(
     if streams:
         if model is None:
             raise ValueError(f"{type(rollout).__name__} has no Hugging Face module: give the `model` it generates with")
-        params: dict[str, Tensor] = dict(model.named_parameters())
+        params = named_weights(model)
         # An engine elsewhere takes its weights from host memory.
         device = device if device is not None and isinstance(rollout, SteppingRollout) else torch.device("cpu")
     else:
@@ -326,11 +327,6 @@ def _heads(hf_config: Any) -> dict[str, int]:
     }
 
 
-def _sent(described: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
-    """Of the rollouts' parameters those that travel; buffers of weights that the trainer does not train stay."""
-    return {n: e for n, e in described.items() if not n.endswith(WEIGHT_BUFFERS) or n in placement.tensors}
-
-
 def _adapters(placement: Placement) -> dict[str, Any]:
     """Adapters travel exactly."""
     return {name: [list(shape), "float32"] for name, shape in placement.tensors.items()}
@@ -376,11 +372,10 @@ class _Plans:
         staged: bool = False,
     ) -> WeightSync:
         """`described`: shape and type of every parameter of the rollouts; `params`: those of this one."""
-        sent = _sent(described, placement)
-        target, dtypes = self._target(sent)
+        target, dtypes = self._target(described)
         plan = self._plan(placement, target, dtypes)
         place = self.group.rank - self.trainers
-        own = {name: params[name] for name in sent} if params is not None and place >= 0 else None
+        own = {name: params[name] for name in described} if params is not None and place >= 0 else None
         return WeightSync(
             plan,
             self.group.rank,
@@ -401,9 +396,8 @@ class _Plans:
             raise ValueError(
                 "changes alone need the last version in place, which whole tensors are not: set delta=False"
             )
-        sent = _sent(described, placement)
-        target, dtypes = self._target(sent)
-        blanks = {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in sent.items()}
+        target, dtypes = self._target(described)
+        blanks = {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in described.items()}
         parts_of_names = names_of_parts(target, blanks, self.settings["bucket_megabytes"] * MEGABYTE)
         plans = [self._plan(placement.only(names), target.only(names), dtypes) for names in parts_of_names]
         carrier = self._carrier(plans)
@@ -423,16 +417,16 @@ class _Plans:
         place = self.group.rank - self.trainers
         return StreamedSync(parts, carrier, place=place, blanks=blanks if place >= 0 else None, device=self.device)
 
-    def _target(self, sent: Mapping[str, Any]) -> tuple[Placement, dict[str, torch.dtype]]:
+    def _target(self, described: Mapping[str, Any]) -> tuple[Placement, dict[str, torch.dtype]]:
         """Where the rollouts want what is sent, and the type of each tensor there."""
         rollouts = self.group.world - self.trainers
-        shapes = {name: tuple(shape) for name, (shape, _) in sent.items()}
+        shapes = {name: tuple(shape) for name, (shape, _) in described.items()}
         if self.cut is None:
             target = replicas(shapes, rollouts, self.settings["model_type"], f"{rollouts} rollouts")
         else:
             layout = RolloutLayout(tp=self.cut["tp"], dp=rollouts // self.cut["tp"])
             target = rollout_placement(shapes, SimpleNamespace(**self.cut), layout)
-        kinds = {name: torch.empty(0, dtype=getattr(torch, dtype)) for name, (_, dtype) in sent.items()}
+        kinds = {name: torch.empty(0, dtype=getattr(torch, dtype)) for name, (_, dtype) in described.items()}
         return target, tensor_dtypes(target, 0, kinds, asks=False)
 
     def _plan(self, placement: Placement, target: Placement, dtypes: Mapping[str, torch.dtype]) -> ReshardPlan:

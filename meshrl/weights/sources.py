@@ -16,6 +16,7 @@ from meshrl.engines.base import Engine
 from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.engines.fsdp.sharding import Whole
 from meshrl.engines.master import MasterAdamW
+from meshrl.models.buffers import persistent_buffers
 from meshrl.weights.key_map import Shape
 from meshrl.weights.placement import Placement, fsdp1, fsdp2, megatron, replicas
 
@@ -84,6 +85,7 @@ class FSDP2Source(Source):
         self._units = [part for part in engine.module.modules() if isinstance(part, FSDPModule)]
         self._named: list[tuple[str, nn.Parameter]] | None = None
         shapes = {self._name(name): tuple(param.shape) for name, param in self._params() if self._is_sent(name)}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in self._buffers().items()}
         self.model_type = str(engine.hf_model.config.model_type)
         if isinstance(engine.sharding, Whole):
             self.placement = replicas(shapes, 1, self.model_type, title="one rank")
@@ -102,6 +104,17 @@ class FSDP2Source(Source):
             self._named = named
         return named
 
+    def _buffers(self) -> dict[str, Tensor]:
+        """Weights that are no parameters; every rank has them whole."""
+        return {} if self.adapters == "only" else persistent_buffers(self.engine.hf_model)
+
+    def _own_rows(self, buffer: Tensor) -> Tensor:
+        """The rows that would be this rank's if the buffer were sharded: what the placement takes from it."""
+        layout = self.engine.layout
+        step = -(-len(buffer) // layout.size("fsdp"))
+        place = 0 if isinstance(self.engine.sharding, Whole) else layout.index(self.engine.rank, "fsdp")
+        return buffer[place * step : (place + 1) * step]
+
     def _is_sent(self, name: str) -> bool:
         is_adapter = DOWN in name or UP in name
         return is_adapter == (self.adapters == "only")
@@ -111,6 +124,13 @@ class FSDP2Source(Source):
         return name.replace(BASE, ".")
 
     def tensors(self) -> Mapping[str, Tensor]:
+        found = self._param_tensors()
+        if not (buffers := self._buffers()):
+            return found
+        makers = {name: partial(found.__getitem__, name) for name in found}
+        return Lazy(makers | {name: partial(self._own_rows, buffer) for name, buffer in buffers.items()})
+
+    def _param_tensors(self) -> Mapping[str, Tensor]:
         params = dict(self._params())
         optimizer = getattr(self.engine, "optimizer", None)
         if self.master and isinstance(optimizer, MasterAdamW):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshrl.engines.base import Engine
 from meshrl.rollout.base import Rollout
@@ -213,9 +213,7 @@ class WeightSync:
             if exchange.destination is not self.destination:
                 new, old = exchange.destination.tensors, self.destination.tensors
                 torch._foreach_copy_([tensor.data for tensor in old.values()], [new[name] for name in old])
-            for name, tensor in self.destination.tensors.items():
-                if isinstance(tensor, nn.Parameter):  # rollouts know their buffers by no name
-                    yield name, tensor
+            yield from self.destination.tensors.items()
         self.is_mixed, self.version, self._has_last = False, version, True
 
     def forget(self) -> None:

@@ -24,6 +24,7 @@ from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine, LossFunction
 from meshrl.engines.build import engine_class
 from meshrl.engines.fsdp.engine import WRAPPER_PREFIX, FSDPEngine
+from meshrl.models.buffers import persistent_buffers
 from meshrl.models.loading import load_model_config
 from meshrl.models.lora import adapter_init, adapter_scaling, add_adapters, merged_params
 from meshrl.parallel.mesh import init_process_group, prepare_device
@@ -130,6 +131,7 @@ def run_reference(trial: Trial, perturb: float = 0.0) -> Outcome:
         optimizer.step()
     params = ((name, p.detach()) for name, p in model.named_parameters())
     outcome.weights = dict(merged_params(params, adapter_scaling(model)) if trial.model.lora_rank else params)
+    outcome.weights |= persistent_buffers(model)
     outcome.moments = {n: optimizer.state[p]["exp_avg"] for n, p in trained.items()}
     return outcome
 

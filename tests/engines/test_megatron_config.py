@@ -2,6 +2,7 @@
 
 import pytest
 from transformers import AutoConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 pytest.importorskip("megatron.core")
 
@@ -64,12 +65,30 @@ def test_overrides_win_and_unknown_ones_are_refused():
         ("llama", {"attention_bias": True}, "biases"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
-        ("deepseek_v3", {}, "needs TransformerEngine"),
+        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ("deepseek_v3", {"num_experts_per_tok": 1}, "the model chooses 1"),
+        ("deepseek_v3", {"topk_group": 2}, r"8 // 2 = 4, the model by their best 2"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=false"),
     ],
 )
 def test_what_cannot_be_expressed_is_refused(family, fields, message):
     with pytest.raises(ValueError, match=message):
         transformer_config(hf(family, **fields), MegatronConfig(), recompute=False)
+
+
+def test_latent_attention_is_passed_on():
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    config = hf("deepseek_v3", rope_parameters=yarn | {"original_max_position_embeddings": 4096})
+    made = transformer_config(config, MegatronConfig(tensor_model_parallel_size=2), recompute=False)
+    assert (made.q_lora_rank, made.kv_lora_rank, made.qk_head_dim, made.v_head_dim) == (1536, 512, 128, 128)
+    assert made.softmax_scale == pytest.approx(DeepseekV3Attention(config, 0).scaling)
+    assert made.softmax_scale > 1.8 * 192**-0.5
+    # The routers' bias is loaded and used, never moved.
+    assert made.moe_router_enable_expert_bias
+    assert made.moe_router_bias_update_rate == 0.0
+    alone = MegatronConfig(tensor_model_parallel_size=2, sequence_parallel=False)
+    with pytest.raises(ValueError, match=r"latent attention on 2 tensor-parallel ranks needs .*sequence_parallel=true"):
+        transformer_config(config, alone, recompute=False)
 
 
 def test_windows_follow_the_layers():

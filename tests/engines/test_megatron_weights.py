@@ -161,8 +161,7 @@ def expected_chunks(config, weights, ranks, names, layers):
             out[a + "linear_proj.weight"] = weights[b + "o_proj.weight"].chunk(tp, 1)[r]
             if latent:
                 for kind, down in (("q", "q_a_proj"), ("kv", "kv_a_proj_with_mqa")):
-                    whole = weights[f"{b}{down}.weight"]
-                    out[f"{a}linear_{kind}_down_proj.weight"] = whole if te else whole.chunk(tp)[r]
+                    out[f"{a}linear_{kind}_down_proj.weight"] = weights[f"{b}{down}.weight"]
                     norm = f"linear_{kind}_up_proj.layer_norm_weight" if te else f"{kind}_layernorm.weight"
                     out[a + norm] = weights[f"{b}{kind}_a_layernorm.weight"]
                     out[f"{a}linear_{kind}_up_proj.weight"] = weights[f"{b}{kind}_b_proj.weight"].chunk(tp)[r]

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from meshrl.models.loading import (
+    empty_causal_lm,
     load_model,
     load_model_config,
     load_tokenizer,
@@ -29,6 +30,15 @@ def folder(tiny_model_folder, tmp_path):
 def change_json(file, **fields):
     content = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(content | fields))
+
+
+def test_a_second_model_of_a_config_leaves_the_first_ones_attention_alone(tiny_model_folder):
+    """Layers read it from the config at every call: packed documents would see each other."""
+    first = load_model(tiny_model_folder, ATTENTION_NAME)
+    for make in (new_causal_lm, empty_causal_lm):
+        second = make(first.config, "sdpa")
+        assert second.config._attn_implementation == "sdpa"
+        assert first.config._attn_implementation == ATTENTION_NAME
 
 
 def test_the_loaded_model_is_the_saved_one_with_our_attention(tiny_model_folder):

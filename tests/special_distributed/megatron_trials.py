@@ -25,6 +25,26 @@ AXES = {
     "distopt": "use_distributed_optimizer",
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# Sizes of latent attention that no number of ranks divides, heads of unequal sizes, two groups of experts of which
+# one is chosen, a first layer without experts.
+LATENT = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 21,
+    "kv_lora_rank": 19,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 5,
+    "v_head_dim": 9,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "initializer_range": 0.1,  # scores of a size at which their scale matters
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_hidden_layers": 4},
     "qwen2": {"model_type": "qwen2", "num_hidden_layers": 4},
@@ -50,6 +70,21 @@ MODELS: dict[str, dict[str, Any]] = {
             "rope_type": "yarn",
             "rope_theta": 10000.0,
             "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "deepseek_v3": LATENT,
+    # Queries without a latent vector, yarn with its factors on angles and scores, a norm of another epsilon.
+    "deepseek_yarn": LATENT
+    | {
+        "q_lora_rank": None,
+        "rms_norm_eps": 1e-3,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
             "original_max_position_embeddings": 16,
         },
     },

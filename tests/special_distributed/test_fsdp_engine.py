@@ -5,6 +5,7 @@ import os
 import psutil
 import pytest
 import torch
+from megatron_trials import write_small_model
 
 from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
@@ -37,6 +38,7 @@ EXTRAS = {
     "checkpointing": {"checkpointing": True},
     "activations": {"activation_offload": True},
     "lora": {"lora_rank": 4},
+    "lora-latent": {"lora_rank": 4, "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]},
     "by-size": {"min_num_params": 3000},
     "one-unit": {"disable": True},
     "prefetch": {"forward_prefetch": True, "reshard_after_forward": False},
@@ -56,13 +58,19 @@ GRID = [
     ("qwen3_moe", "fsdp2", "lora"),
     ("qwen2", "fsdp2", "lora"),  # its biases come between a weight and its adapters
     ("qwen3_moe", "sp4", "checkpointing"),
+    # Weights in buffers, queries and values of unequal sizes.
+    *[("deepseek_v3", layout, "plain") for layout in ("one", "fsdp2", "sp2-cp2")],
+    ("deepseek_yarn", "fsdp2", "checkpointing"),
+    ("deepseek_v3", "fsdp2", "lora-latent"),
 ]
+LATENT = ("deepseek_v3", "deepseek_yarn")
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
-    return {family: write_model(small_config(family), root / family) for family in FAMILIES}
+    small = {family: write_model(small_config(family), root / family) for family in FAMILIES}
+    return small | {family: write_small_model(family, root / family) for family in LATENT}
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +111,7 @@ def test_same_numbers_as_one_process(ranks, folders, references, family, layout,
 def test_every_axis_and_pair_is_in_the_grid():
     assert {layout for _, layout, _ in GRID} == set(LAYOUTS)
     assert {extra for _, _, extra in GRID} == set(EXTRAS)
-    assert {family for family, _, _ in GRID} == set(FAMILIES)
+    assert {family for family, _, _ in GRID} == {*FAMILIES, *LATENT}
 
 
 def test_micro_batches_really_accumulate(folders):

@@ -19,6 +19,8 @@ LAYOUTS = {
     "one": (1, "qwen3", {}),
     "moe-ep2": (2, "qwen3_moe", {"ep": 2}),
     "moe-pp2": (2, "qwen3_moe", {"pp": 2}),
+    "latent-tp2": (2, "deepseek_v3", {"tp": 2, "ep": 2, "etp": 1}),
+    "latent-pp2": (2, "deepseek_v3", {"pp": 2}),
 }
 PAIRS = [
     ("tp2", "tp2"),
@@ -27,6 +29,7 @@ PAIRS = [
     ("dp2-overlap", "one"),
     ("dp2-plain", "tp2"),
     ("moe-ep2", "moe-pp2"),
+    ("latent-tp2", "latent-pp2"),
 ]
 
 
@@ -64,7 +67,7 @@ def steps(trial, start, stop, load, save, wreck=False):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("megatron-checkpoint-models")
-    return {name: write_small_model(name, root / name) for name in ("qwen3", "qwen3_moe")}
+    return {name: write_small_model(name, root / name) for name in ("qwen3", "qwen3_moe", "deepseek_v3")}
 
 
 def cosine_trial(folders, layout):

@@ -38,6 +38,14 @@ LAYOUTS = {
     "ep2-etp2": (4, "qwen3_moe", {"tp": 2, "ep": 2, "etp": 2}),
     "tp2-pp2-ep2": (4, "mixtral", {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
     "tp2-pp2-cp2-ep4": (8, "qwen3_moe", {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "etp": 1, "vpp": 2}),
+    "latent": (1, "deepseek_v3", {}),
+    "latent-yarn": (1, "deepseek_yarn", {"recompute": True}),
+    "latent-tp2": (2, "deepseek_v3", {"tp": 2}),
+    "latent-pp2": (2, "deepseek_v3", {"pp": 2}),
+    "latent-cp2": (2, "deepseek_yarn", {"cp": 2}),
+    "latent-ep2": (2, "deepseek_v3", {"ep": 2}),
+    "latent-tp2-pp2-ep2": (4, "deepseek_v3", {"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 1}),
+    "latent-tp2-cp2": (4, "deepseek_yarn", {"tp": 2, "cp": 2, "ep": 4, "etp": 1}),
 }
 
 

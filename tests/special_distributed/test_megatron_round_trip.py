@@ -8,6 +8,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     MixtralConfig,
     Qwen2Config,
     Qwen3Config,
@@ -28,11 +29,26 @@ BASE = {
     "tie_word_embeddings": False,
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+LATENT = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 7,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 3,
+    "v_head_dim": 5,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 3,
+}
 CONFIGS = {
     "qwen2": Qwen2Config(**BASE | {"tie_word_embeddings": True, "num_key_value_heads": 8}),
     "qwen3": Qwen3Config(**BASE, head_dim=6),
     "qwen3_moe": Qwen3MoeConfig(**BASE, **MOE, head_dim=6, mlp_only_layers=[0, 5]),
     "mixtral": MixtralConfig(**BASE, num_local_experts=4, head_dim=6),
+    "deepseek_v3": DeepseekV3Config(**BASE | LATENT, q_lora_rank=13),
+    "deepseek_whole_queries": DeepseekV3Config(**BASE | LATENT, q_lora_rank=None),
 }
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 CP, EP, ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
@@ -47,6 +63,8 @@ CASES = [
     ("qwen3_moe", 4, {TP: 2, EP: 2, ETP: 2}, "fp32"),
     ("qwen3_moe", 8, {TP: 2, PP: 2, VPP: 2, CP: 2, EP: 2, ETP: 2}, "fp32"),
     ("mixtral", 4, {PP: 2, EP: 2}, "fp32"),
+    ("deepseek_v3", 4, {TP: 2, PP: 2, VPP: 2, EP: 2, ETP: 1}, "bf16"),
+    ("deepseek_whole_queries", 4, {TP: 4, EP: 2, ETP: 2}, "fp32"),
 ]
 
 

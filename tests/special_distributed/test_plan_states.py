@@ -47,6 +47,8 @@ MEGATRON = {
     "pp2-dp2": (4, "qwen3", {"pp": 2}),
     "ep2-dp2": (4, "qwen3_moe", {"ep": 2}),
     "tp2-pp2-ep2": (4, "mixtral", {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
+    "latent-tp2-ep2": (2, "deepseek_v3", {"tp": 2, "ep": 2, "etp": 1}),
+    "latent-pp2-dp2": (4, "deepseek_yarn", {"pp": 2}),
 }
 
 

@@ -23,6 +23,7 @@ from meshrl.engines.fsdp.reading import local_rows
 from meshrl.engines.master import MasterAdamW
 from meshrl.engines.stored_reading import Stored
 from meshrl.engines.stored_state import STEP, Rectangle, Shape, Snapshot
+from meshrl.models.buffers import persistent_buffers
 
 if TYPE_CHECKING:
     from meshrl.engines.fsdp.engine import FSDPEngine
@@ -91,13 +92,13 @@ def _state(engine: FSDPEngine, contents: Sequence[str]) -> State:
 
 
 def _weights(engine: FSDPEngine) -> dict[str, Any]:
-    optimizer = getattr(engine, "optimizer", None)
+    optimizer, buffers = getattr(engine, "optimizer", None), persistent_buffers(engine.hf_model)
     if isinstance(optimizer, MasterAdamW):
         params = engine.hf_model.named_parameters()
-        return {name: optimizer.master(p) if p.requires_grad else p.detach() for name, p in params}
+        return {name: optimizer.master(p) if p.requires_grad else p.detach() for name, p in params} | buffers
     # Tied weights appear once.
     found = get_model_state_dict(engine.module)
-    return {name: found[engine.prefix + name] for name in engine.param_names}
+    return {name: found[engine.prefix + name] for name in engine.param_names} | buffers
 
 
 def _moments(engine: FSDPEngine, optimizer: torch.optim.Optimizer) -> State:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from meshrl.engines.offload import HostMemory, move_optimizer
 from meshrl.engines.optim import LearningRate, build_master_optimizer, build_optimizer
 from meshrl.engines.packed_lm import PackedCausalLM, PackedModel, PackedValueModel
 from meshrl.engines.stored_state import Snapshot
+from meshrl.models.buffers import persistent_buffers
 from meshrl.models.loading import empty_model, load_model, torch_dtype
 from meshrl.models.lora import adapter_init, adapter_scaling, adapters_off, add_adapters, merged_params
 from meshrl.parallel.attention import ATTENTION_NAME
@@ -145,6 +147,12 @@ class FSDPEngine(Engine):
             return Whole(module)
         if how == "fsdp":
             from meshrl.engines.fsdp.fsdp1 import FSDP1
+
+            if buffers := persistent_buffers(self.hf_model):
+                raise ValueError(
+                    f"{type(self.hf_model).__name__} keeps weights in {len(buffers)} buffers, such as "
+                    f"'{next(iter(buffers))}', which strategy=fsdp does not carry: use fsdp2"
+                )
 
             return FSDP1(module.to(self.device), self.hf_model, self.layout, self.device, config)
         if self.has_adapters and not config.offload_policy:
@@ -294,7 +302,8 @@ class FSDPEngine(Engine):
 
     def per_tensor_params(self) -> Iterator[tuple[str, Tensor]]:
         params = ((name.removeprefix(WRAPPER_PREFIX), value) for name, value in self._full_params())
-        return merged_params(params, self.adapter_scaling) if self.has_adapters else params
+        merged = merged_params(params, self.adapter_scaling) if self.has_adapters else params
+        return chain(merged, persistent_buffers(self.hf_model).items())
 
     def _full_params(self) -> Iterator[tuple[str, Tensor]]:
         optimizer = getattr(self, "optimizer", None)
@@ -328,11 +337,15 @@ def move_params(module: nn.Module, device: torch.device, dtype: torch.dtype | No
 
 
 def move_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Brings buffers to a device and those of real numbers to a type (rounded rotary frequencies shift positions)."""
+    """Brings buffers to a device and those of real numbers to a type (rounded rotary frequencies shift positions).
+
+    Buffers that are weights keep their own type.
+    """
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None:
-                owner._buffers[name] = buffer.to(device, dtype if buffer.is_floating_point() else buffer.dtype)
+                changes = buffer.is_floating_point() and name in owner._non_persistent_buffers_set
+                owner._buffers[name] = buffer.to(device, dtype if changes else buffer.dtype)
 
 
 def compile_layers(hf_model: PreTrainedModel, memory_budget: float) -> None:

@@ -1,6 +1,6 @@
-"""Filling a sharded model: every rank reads only its own slices of the safetensors files.
+"""Filling a sharded model: every rank reads only its own slices of the safetensors files, and whole buffers.
 
-The model is built without memory (its buffers are real, as they are in no file), sharded, and only then filled. Where
+The model is built without memory (but for its buffers, most of which are in no file), sharded, and then filled. Where
 a checkpoint's tensors are not the model's own (renamed or fused on loading), rank 0 loads the model as Transformers
 does and the others get their parts of one tensor after the other.
 """
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
+from meshrl.models.buffers import named_weights, persistent_buffers
 from meshrl.models.loading import is_value_head
 from meshrl.models.tensor_files import tensor_files
 
@@ -49,12 +50,12 @@ class SliceReader:
 def fill(
     module: nn.Module, prefix: str, folder: Path, load_whole: Callable[[], PreTrainedModel], device: torch.device
 ) -> None:
-    """Gives every parameter of a sharded module without memory its values, on a device.
+    """Gives every parameter of a sharded module without memory its values, on a device, and every buffer of its state.
 
     `prefix` comes before the files' names.
     """
     files = tensor_files(folder)
-    shapes = {name.removeprefix(prefix): tuple(p.shape) for name, p in module.named_parameters()}
+    shapes = {name.removeprefix(prefix): tuple(value.shape) for name, value in named_weights(module).items()}
     reader = SliceReader(files)
 
     def rows(name: str, start: int, stop: int) -> Tensor:
@@ -63,9 +64,13 @@ def fill(
 
     known = {name: shape for name, shape in shapes.items() if name in files or not is_value_head(name)}
     if all(name in files and reader.shape(name) == shape for name, shape in known.items()):
-        _fill_rows(module, prefix, rows, device)
+        read: ReadRows = rows
     else:
-        _fill_rows(module, prefix, _rows_from_rank_zero(shapes, load_whole), device)
+        read = _rows_from_rank_zero(shapes, load_whole)
+    _fill_rows(module, prefix, read, device)
+    for name, buffer in persistent_buffers(module).items():
+        # In place, but for the type: whatever the model's, a router's bias is float32.
+        buffer.data = read(name.removeprefix(prefix), 0, len(buffer)).float()
 
 
 def fill_randomly(module: nn.Module, device: torch.device) -> None:
@@ -83,7 +88,7 @@ def fill_randomly(module: nn.Module, device: torch.device) -> None:
 
 
 def _rows_from_rank_zero(shapes: dict[str, tuple[int, ...]], load_whole: Callable[[], PreTrainedModel]) -> ReadRows:
-    whole = dict(load_whole().named_parameters()) if dist.get_rank() == 0 else {}
+    whole = named_weights(load_whole()) if dist.get_rank() == 0 else {}
     if whole and (missing := shapes.keys() - whole.keys()):
         raise ValueError(f"the loaded model lacks {len(missing)} parameters, first of all '{min(missing)}'")
 

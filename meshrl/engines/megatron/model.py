@@ -19,7 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from meshrl.engines.megatron.modules import use_own_modules
+from meshrl.engines.megatron.latent import FixedRotary
+from meshrl.engines.megatron.layer_spec import use_own_modules
 from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.engines.megatron.rows import Question
 from meshrl.engines.megatron.transformer_config import rope_frequencies
@@ -143,6 +144,11 @@ def build_chunks(
 
 def use_rope_of(model: GPTModel, hf: PretrainedConfig) -> None:
     """Hugging Face's own frequencies, so that every kind of rotary scaling is the model's."""
-    if hf.model_type == "deepseek_v3":
+    frequencies, scale = rope_frequencies(hf)
+    frequencies = frequencies.to(torch.cuda.current_device())
+    if not model.config.multi_latent_attention:
+        model.rotary_pos_emb.inv_freq = frequencies
         return
-    model.rotary_pos_emb.inv_freq = rope_frequencies(hf)[0].to(torch.cuda.current_device())
+    rotary = FixedRotary(frequencies, scale)
+    for layer in model.decoder.layers:
+        layer.self_attention.rotary_pos_emb = rotary

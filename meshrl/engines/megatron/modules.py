@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
@@ -80,17 +79,3 @@ class PackedAttention(nn.Module):
             )
             out = zigzag.attend(query, key, value, scaling, self.window)
         return out.reshape(len(out), -1)
-
-
-def use_own_modules(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """Puts the two modules into a block's specification, wherever Megatron's own stand."""
-    for layer in {id(spec): spec for spec in block.layer_specs}.values():
-        parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-        attention = parts.self_attention.submodules
-        attention.core_attention = PackedAttention
-        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-            if "Identity" not in getattr(getattr(attention, name, None), "__name__", "Identity"):
-                setattr(attention, name, RMSNorm)
-    block.layer_norm = RMSNorm
-    return block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -23,8 +24,6 @@ QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
 def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recompute: bool) -> TransformerConfig:
     """The model's shape, this layout and how to compute, with `override_transformer_config` on top."""
     check_expressible(hf)
-    if hf.model_type == "deepseek_v3" and not has_transformer_engine(config):
-        raise ValueError("deepseek_v3 needs TransformerEngine: Megatron-Core has its latent attention only there")
     values = {
         **_shape(hf),
         **_layout(config),
@@ -46,6 +45,11 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
     known = {field.name for field in fields(kind)}
     made = kind(**{name: value for name, value in (values | override).items() if name in known})
     check_point_to_point(made)
+    if made.multi_latent_attention and made.tensor_model_parallel_size > 1 and not made.sequence_parallel:
+        raise ValueError(
+            f"latent attention on {made.tensor_model_parallel_size} tensor-parallel ranks needs "
+            "megatron.sequence_parallel=true"
+        )
     return made
 
 
@@ -58,6 +62,25 @@ def check_expressible(hf: PretrainedConfig) -> None:
         raise ValueError(f"strategy=megatron computes SwiGLU only, the model has hidden_act={hf.hidden_act}: use fsdp2")
     if getattr(hf, "attention_dropout", 0.0):
         raise ValueError(f"the model's attention_dropout={hf.attention_dropout} is not supported: override it with 0")
+    if hf.model_type == "deepseek_v3":
+        _check_deepseek(hf)
+
+
+def _check_deepseek(hf: PretrainedConfig) -> None:
+    """What Megatron-Core's router and latent attention fix, and Hugging Face's model leaves open."""
+    chosen, groups = hf.num_experts_per_tok, hf.topk_group
+    if not hf.norm_topk_prob or chosen < 2:
+        raise ValueError(
+            f"strategy=megatron makes the weights of 2 or more chosen experts sum to one; the model chooses {chosen} "
+            f"with norm_topk_prob={hf.norm_topk_prob}: use fsdp2"
+        )
+    if hf.n_group > 1 and chosen // groups != 2:
+        raise ValueError(
+            f"strategy=megatron ranks groups of experts by their best num_experts_per_tok // topk_group = {chosen} // "
+            f"{groups} = {chosen // groups}, the model by their best 2: use fsdp2"
+        )
+    if not hf.rope_interleave:
+        raise ValueError("strategy=megatron rotates interleaved pairs, the model has rope_interleave=false: use fsdp2")
 
 
 def check_point_to_point(config: TransformerConfig) -> None:
@@ -187,32 +210,26 @@ def _experts(hf: PretrainedConfig) -> dict[str, Any]:
 
 def _latent_attention(hf: PretrainedConfig) -> dict[str, Any]:
     rope = rope_parameters(hf)
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "yarn"):
-        raise ValueError(f"strategy=megatron knows rope types default and yarn for deepseek_v3, not '{kind}'")
-    values = {
+    factor = rope["factor"] if rope.get("rope_type", "default") != "default" else 1.0
+    for_scores = rope.get("mscale_all_dim") or 0.0
+    scale = 1.0 if factor <= 1 else 1.0 + 0.1 * for_scores * math.log(factor)
+    return {
         "multi_latent_attention": True,
         "q_lora_rank": hf.q_lora_rank,
         "kv_lora_rank": hf.kv_lora_rank,
         "qk_head_dim": hf.qk_nope_head_dim,
         "qk_pos_emb_head_dim": hf.qk_rope_head_dim,
         "v_head_dim": hf.v_head_dim,
+        "kv_channels": hf.v_head_dim,
         "qk_layernorm": True,
-        "softmax_scale": None,
+        "softmax_scale": scale**2 / (hf.qk_nope_head_dim + hf.qk_rope_head_dim) ** 0.5,
         "apply_rope_fusion": False,
-        "rope_type": "rope" if kind == "default" else "yarn",
-        "rotary_base": rope["rope_theta"],
+        # The kind of which the attention expects a factor beside the angles; both are then replaced by Hugging Face's
+        # own. TransformerEngine's attention computes the scale of its scores from the two numbers.
+        "rope_type": "yarn",
+        "rotary_scaling_factor": factor,
+        "mscale_all_dim": for_scores,
     }
-    if kind == "yarn":
-        values |= {
-            "rotary_scaling_factor": rope["factor"],
-            "original_max_position_embeddings": rope["original_max_position_embeddings"],
-            "beta_fast": rope.get("beta_fast", 32),
-            "beta_slow": rope.get("beta_slow", 1),
-            "mscale": rope.get("mscale", 1.0),
-            "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
-        }
-    return values
 
 
 def rope_parameters(hf: PretrainedConfig) -> dict[str, Any]:

@@ -249,10 +249,7 @@ class _RankChunk:
         for letters, (name, size) in down.items():
             rank, outputs = up[letters]
             tensor = HfTensor(f"{theirs}{name}.weight", (size, config.hidden_size))
-            parameter = f"{ours}linear_{letters}_down_proj.weight"
-            # TransformerEngine's spec keeps the whole projection on every rank, the local one cuts it.
-            runs = [whole(tensor)] if fused else cut([whole(tensor)], self.tp_rank, self.tp)
-            yield from self._placed(parameter, runs)
+            yield from self._placed(f"{ours}linear_{letters}_down_proj.weight", [whole(tensor)])
             norm = f"linear_{letters}_up_proj.layer_norm_weight" if fused else f"{letters}_layernorm.weight"
             yield self._replicated(ours + norm, f"{theirs}{letters}_a_layernorm.weight", rank)
             yield from self._rows(

@@ -21,6 +21,11 @@ CPU_SHARE = 0.25
 def cache_shape(hf_model: PreTrainedModel, parallel: TensorParallel | None) -> tuple[int, int, int]:
     """Layers, key heads of this rank and their dim."""
     config: Any = hf_model.config.get_text_config()
+    if getattr(config, "kv_lora_rank", None):
+        raise ValueError(
+            f"the embedded rollout caches keys and values of one size, not those of {config.model_type}'s latent "
+            "attention: set rollout.name to vllm, sglang or hf"
+        )
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

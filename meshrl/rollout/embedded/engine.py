@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.data.proto import DataProto
+from meshrl.models.buffers import persistent_buffers
 from meshrl.rollout.base import TAGS, SamplingParams, check_no_empty_prompt
 from meshrl.rollout.embedded.answers import AnswerBatch, as_chunk
 from meshrl.rollout.embedded.blocks import BlockManager
@@ -108,7 +109,7 @@ class EmbeddedRollout(SteppingRollout):
             vocabulary=self.vocabulary,
             parallel=self.parallel,
         )
-        self._own = dict(hf_model.named_parameters())
+        self._own = dict(hf_model.named_parameters()) | persistent_buffers(hf_model)
         self._launched: deque[Launch] = deque()
         self._watched = 0  # running answers that are looked at token by token
         self._released: set[str] = set()

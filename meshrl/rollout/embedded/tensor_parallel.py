@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from meshrl.models.buffers import named_weights
 from meshrl.rollout.embedded.layers import is_plain
 
 
@@ -27,7 +28,7 @@ class TensorParallel:
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.inner, self.vocabulary = config.intermediate_size, config.vocab_size
         self._check(hf_model)
-        self.shapes = {name: p.shape for name, p in hf_model.named_parameters()}
+        self.shapes = {name: weight.shape for name, weight in named_weights(hf_model).items()}
 
     def _check(self, hf_model: PreTrainedModel) -> None:
         if not is_plain(hf_model):
