@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import torch
 
 from meshrl.config.engine import EngineConfig, FSDPConfig, MixedPrecisionConfig
@@ -49,6 +51,19 @@ def multiply(engine, factor):
     with torch.no_grad():
         for param in engine.module.parameters():
             param.mul_(factor)
+
+
+@contextmanager
+def multiplied(engine, factor):
+    """Other weights inside; afterwards the same as before to the bit, which dividing would not give."""
+    before = [param.detach().clone() for param in engine.module.parameters()]
+    multiply(engine, factor)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for param, value in zip(engine.module.parameters(), before, strict=True):
+                param.copy_(value)
 
 
 def blank_lm(folder):

@@ -5,12 +5,13 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from process_group import ProcessGroup
-from sync_trials import BUCKET, IDS, PlainRollout, blank_lm, fsdp_engine, multiply, one_process_logits
+from sync_trials import BUCKET, IDS, PlainRollout, blank_lm, fsdp_engine, multiplied, one_process_logits
 
 from meshrl.weights.transport import SyncError, SyncTimeoutError
 
@@ -52,9 +53,8 @@ def train(engine, address, rollouts, versions, **options):
     sync = connect_trainer(engine, group, rollouts, bucket_megabytes=1, deadline=DEADLINE, **options)
     reports = []
     for version in versions:
-        multiply(engine, factor(version))
-        reports.append(sync(None, version).metrics())
-        multiply(engine, 1 / factor(version))
+        with multiplied(engine, factor(version)):
+            reports.append(sync(None, version).metrics())
     sync.close()
     return reports, sync.sync.plan.feed, sync.sync.plan.received().tolist()
 
@@ -324,17 +324,13 @@ def sync_one(version, dies=False):
     engine, rollout = kept.get("engine"), kept.get("rollout")
     if dies:
         Exchange._unpack = lambda *_: os._exit(9)
-    if engine is not None:
-        multiply(engine, factor(version))
     started = time.monotonic()
     try:
-        kept["sync"](rollout, version)
+        with multiplied(engine, factor(version)) if engine is not None else nullcontext():
+            kept["sync"](rollout, version)
         text = ""
     except SyncError as error:
         text = str(error)
-    finally:
-        if engine is not None:
-            multiply(engine, 1 / factor(version))
     seconds = time.monotonic() - started
     return text, seconds, None if rollout is None else (rollout.version, rollout.logits())
 
