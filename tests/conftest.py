@@ -55,6 +55,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": True}),
     "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    # Keys and values of unequal size, chosen experts of one group, a latent query.
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            "q_lora_rank": 12,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 7,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "head_dim": 4,  # of what is rotated
+        },
+    ),
     # One layer looks back over all of the document, the other over a window.
     "qwen3_mixed": (
         "Qwen3Config",

@@ -11,7 +11,7 @@ from meshrl.rollout.embedded import slots as slots_module
 from meshrl.rollout.embedded.engine import EmbeddedRollout
 from meshrl.rollout.embedded.slots import SlotCache
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_mixed", "qwen3_moe"]
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_mixed", "qwen3_moe", "deepseek_v3"]
 PAD, VOCABULARY = 0, 41
 RAGGED = [5, 1, 9, 2, 2, 7]
 

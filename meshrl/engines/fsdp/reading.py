@@ -69,8 +69,9 @@ def fill(
         read = _rows_from_rank_zero(shapes, load_whole)
     _fill_rows(module, prefix, read, device)
     for name, buffer in persistent_buffers(module).items():
-        # In place, but for the type: whatever the model's, a router's bias is float32.
-        buffer.data = read(name.removeprefix(prefix), 0, len(buffer)).float()
+        # In place, but for the type of real numbers: whatever the model's, a router's bias is float32.
+        value = read(name.removeprefix(prefix), 0, len(buffer))
+        buffer.data = value.float() if value.is_floating_point() else value
 
 
 def fill_randomly(module: nn.Module, device: torch.device) -> None:

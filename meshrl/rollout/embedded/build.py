@@ -18,24 +18,22 @@ CPU_BLOCK, CUDA_BLOCK = 16, 32
 CPU_SHARE = 0.25
 
 
-def cache_shape(hf_model: PreTrainedModel, parallel: TensorParallel | None) -> tuple[int, int, int]:
-    """Layers, key heads of this rank and their dim."""
+def cache_shape(hf_model: PreTrainedModel, parallel: TensorParallel | None) -> tuple[int, int, int, int]:
+    """Layers, key heads of this rank, and the dims of a key and of a value."""
     config: Any = hf_model.config.get_text_config()
-    if getattr(config, "kv_lora_rank", None):
-        raise ValueError(
-            f"the embedded rollout caches keys and values of one size, not those of {config.model_type}'s latent "
-            "attention: set rollout.name to vllm, sglang or hf"
-        )
     heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):  # latent attention: what is cached are keys and values of all heads
+        dims = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+        return config.num_hidden_layers, heads, *dims
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return config.num_hidden_layers, parallel.local_kv_heads if parallel is not None else kv_heads, dim
+    return config.num_hidden_layers, parallel.local_kv_heads if parallel is not None else kv_heads, dim, dim
 
 
 def bytes_per_token(hf_model: PreTrainedModel, parallel: TensorParallel | None) -> int:
     """Memory of one token's keys and values over all layers."""
-    layers, kv_heads, dim = cache_shape(hf_model, parallel)
-    return 2 * layers * kv_heads * dim * hf_model.dtype.itemsize
+    layers, kv_heads, key_dim, value_dim = cache_shape(hf_model, parallel)
+    return layers * kv_heads * (key_dim + value_dim) * hf_model.dtype.itemsize
 
 
 def context_length(hf_model: PreTrainedModel) -> int | None:
@@ -82,7 +80,12 @@ def build_runner(
         from meshrl.rollout.embedded.cuda_runner import PagedRunner
         from meshrl.rollout.embedded.paged import PagedCache
 
-        layers, kv_heads, dim = cache_shape(hf_model, parallel)
+        layers, kv_heads, dim, value_dim = cache_shape(hf_model, parallel)
+        if dim != value_dim:
+            raise ValueError(
+                f"on a GPU the embedded rollout caches keys and values of one size, and those of "
+                f"{hf_model.config.model_type} have {dim} and {value_dim}: set rollout.name to vllm, sglang or hf"
+            )
         device = next(hf_model.parameters()).device
         pages = PagedCache(num_blocks, block_size, layers, kv_heads, dim, hf_model.dtype, device)
         return PagedRunner(hf_model, rows, pages, max_length=max_model_len, **options)
