@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +31,7 @@ class ProcessGroupCarrier(Carrier):
         self._in_use: deque[_FromGroup | None] = deque([None, None])
 
     def _post(self, slot: Tensor, nbytes: int, to: int, tag: int) -> tuple[dist.Work | None, int]:
-        return self.group.send([slot[:nbytes]], to, 0), to
+        return self.posted(lambda: self.group.send([slot[:nbytes]], to, 0), to), to
 
     def _finish(self, ticket: tuple[dist.Work | None, int]) -> None:
         work, to = ticket
@@ -45,6 +46,13 @@ class ProcessGroupCarrier(Carrier):
         asked = _FromGroup(self, slot[:nbytes], origin)
         self._in_use.append(asked)
         return asked
+
+    def posted(self, post: Callable[[], dist.Work | None], peer: int) -> dist.Work | None:
+        """Begins a send or receive; a peer that is gone already is seen here."""
+        try:
+            return post()
+        except RuntimeError as error:
+            raise SyncError(f"weight sync: rank {self.rank} lost rank {peer} before a message: {error}") from error
 
     def wait_for(self, work: dist.Work | None, peer: int, what: str) -> None:
         """Waits for a send or receive until the deadline; gloo's own errors become ours."""
@@ -67,7 +75,7 @@ class _FromGroup(Incoming):
     def __init__(self, carrier: ProcessGroupCarrier, buffer: Tensor, origin: int):
         self.carrier, self.buffer, self.origin = carrier, buffer, origin
         self.released = self.arrived = False
-        self.work = carrier.group.recv([buffer], origin, 0)
+        self.work = carrier.posted(lambda: carrier.group.recv([buffer], origin, 0), origin)
 
     def wait(self) -> Tensor:
         if not self.arrived:

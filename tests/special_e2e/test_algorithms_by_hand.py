@@ -135,8 +135,9 @@ def test_three_steps_are_those_of_plain_loops(task, tmp_path, recorder, case):
     run = task.train(tmp_path, *SETTING, *(() if overrides[-3:] == TWO_REWARDS else DENSE), *overrides)
     assert [batch["step"] for batch in recorder.batches] == [1, 2, 3]
     assert len(recorder.mini_batches) == 3 * 2 * 2
+    # Unequal lengths, though not in every batch: what is sampled differs between processors.
+    assert len({length for batch in recorder.batches for length in batch["response_mask"].sum(1).tolist()}) > 1
     for batch in recorder.batches:
-        assert len(set(batch["response_mask"].sum(1).tolist())) > 1
         expected = torch.tensor(advantages(name, batch))
         torch.testing.assert_close(batch["advantages"], expected, rtol=1e-3, atol=1e-4)
         assert expected.abs().max() > 0.1

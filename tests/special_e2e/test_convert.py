@@ -205,6 +205,7 @@ def test_what_cannot_be_converted_is_said_and_leaves_the_old_alone(copied, tmp_p
 
 def test_a_full_disk(copied, tmp_path, capsys, monkeypatch):
     from meshrl.models import saving
+    from meshrl.trainer import convert
 
     written = []
 
@@ -215,9 +216,10 @@ def test_a_full_disk(copied, tmp_path, capsys, monkeypatch):
         file.write_bytes(b"")
 
     monkeypatch.setattr(saving, "save_tensors", full_at_the_third)
+    monkeypatch.setattr(convert, "SHARD_BYTES", 1)  # a file for each tensor
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "old.txt").write_text("old")
-    assert main(["convert", str(copied), str(tmp_path / "hf"), "--overwrite", "--shard-mb", "0"]) == 1
+    assert main(["convert", str(copied), str(tmp_path / "hf"), "--overwrite"]) == 1
     assert "No space left" in capsys.readouterr().err
     assert [p.name for p in (tmp_path / "hf").iterdir()] == ["old.txt"]
     assert not list(tmp_path.glob("*.partial"))
