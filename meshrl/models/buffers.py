@@ -5,14 +5,22 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 
+def buffer_homes(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """The buffers that belong to the module's state, as name, owner and the owner's name for it.
+
+    Those that a module computes for itself are left out. Walking through all modules takes longer than looking up.
+    """
+    return [
+        (f"{prefix}.{name}" if prefix else name, part, name)
+        for prefix, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    ]
+
+
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to the module's state, by name; those it computes for itself are left out."""
-    found: dict[str, Tensor] = {}
-    for prefix, part in module.named_modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+    """The buffers that belong to the module's state, by name."""
+    return {name: owner.get_buffer(own) for name, owner, own in buffer_homes(module)}
 
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:

@@ -25,13 +25,14 @@ def expected_shapes(config: Any) -> dict[str, list[int]]:
 
 def checked(weights: Iterable[Named], expected: Mapping[str, Iterable[int]]) -> Iterator[Named]:
     """Passes the stream on; raises for an unknown, repeated or misshapen tensor, and at the end for missing ones."""
-    left = {name: list(shape) for name, shape in expected.items()}
+    left = dict(expected)
     for name, tensor in weights:
         shape = left.pop(name, None)
         if shape is None:
             raise ValueError(f"weight sync: the rollout has no parameter '{name}', or got it twice")
-        if shape != list(tensor.shape):
-            raise ValueError(f"weight sync: '{name}' has shape {shape} here, but was sent as {list(tensor.shape)}")
+        if tuple(shape) != tensor.shape:
+            sizes = f"has shape {list(shape)} here, but was sent as {list(tensor.shape)}"
+            raise ValueError(f"weight sync: '{name}' {sizes}")
         yield name, tensor
     if left:
         raise ValueError(f"weight sync: {len(left)} parameters were never sent, such as '{next(iter(left))}'")

@@ -7,7 +7,7 @@ local copies are done in between. Memory beyond the two models: two outgoing and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -65,7 +65,7 @@ class Exchange:
         self._sent: deque[int] = deque([0] * IN_FLIGHT, IN_FLIGHT)  # tags
         # Sums of pieces: by piece where sent from here, by destination slice where expected here.
         self.sent_sums: dict[int, Tensor] = {}
-        self.copied_sums: list[tuple[Sequence[int], Tensor]] = []
+        self.copied_sums: list[tuple[np.ndarray | list[int], Tensor]] = []
 
     @torch.no_grad()
     def run(self) -> None:
@@ -203,7 +203,7 @@ class Exchange:
         self.traffic.copied += made.copied
         self.traffic.shared += made.shared
         if self.verify:
-            self.copied_sums.append((self.part.copy_destination.tolist(), sums))
+            self.copied_sums.append((self.part.copy_destination, sums))
         return True
 
     def sums_for(self, rank: int) -> Tensor:
@@ -217,27 +217,25 @@ class Exchange:
             return None
         slices = self.plan.destination.slices
         mine = np.flatnonzero(self.plan.destination_ranks[slices["rank"]] == self.rank)
-        expected = dict.fromkeys(mine.tolist(), 0)
+        # Asked for first: a device adds up what is there while the host adds up what should be.
+        found = self._sums_of(slices[mine])
+        expected = np.zeros(len(slices), dtype=np.int64)
         for origin, sums in told.items():
-            for number, value in zip(self.part.kept[origin]["slice"].tolist(), sums.tolist(), strict=True):
-                expected[number] += value
+            np.add.at(expected, self.part.kept[origin]["slice"], sums.numpy())
         if self.copied_sums:
-            numbers = [number for part, _ in self.copied_sums for number in part]
-            for number, value in zip(numbers, torch.cat([v for _, v in self.copied_sums]).tolist(), strict=True):
-                expected[number] += value
-        for number, value in zip(mine.tolist(), self._sums_of(slices[mine]), strict=True):
-            if (value - expected[number]) % (1 << 64):
-                return self._complaint(number, list(told))
-        return None
+            numbers = np.concatenate([part for part, _ in self.copied_sums])
+            np.add.at(expected, numbers, torch.cat([sums for _, sums in self.copied_sums]).cpu().numpy())
+        wrong = np.flatnonzero(found.cpu().numpy() != expected[mine])
+        return self._complaint(int(mine[wrong[0]]), list(told)) if len(wrong) else None
 
-    def _sums_of(self, slices: np.ndarray) -> list[int]:
+    def _sums_of(self, slices: np.ndarray) -> Tensor:
         """The sums of slices as they now lie in the destination."""
         assert self.destination is not None
         made = self.tables.sums(self.destination, slices) if self.tables is not None else None
         if made is not None:
-            return made.run().tolist()
+            return made.run()
         found = [checksum(self.destination.region(s), s["row"], s["col"]) for s in slices]
-        return torch.stack(found).tolist() if found else []
+        return torch.stack(found) if found else torch.empty(0, dtype=torch.int64)
 
     def _complaint(self, number: int, senders: list[int]) -> str:
         held = self.plan.destination.slices[number]

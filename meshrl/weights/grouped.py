@@ -1,4 +1,4 @@
-"""Many rectangles at once on a GPU: copied and summed by one kernel, from a table of addresses that is made once.
+"""Many rectangles at once on a GPU: copied and summed by one kernel, from a table of tiles that is made once.
 
 A sync between layouts of one process has hundreds of copies and as many sums, each a few microseconds of work: one by
 one, launching them would take longer than moving the bytes. The sums are those of `checksum`.
@@ -20,9 +20,12 @@ from meshrl.weights.checksum import COL_SEED, ROW_SEED, weight_table
 from meshrl.weights.plan import RankPlan, ReshardPlan
 from meshrl.weights.shards import Shards
 
-TILE_ROWS, TILE_COLS = 16, 1024
+TILE_ROWS, TILE_COLS = 64, 1024
+AT_ONCE = 16  # rows of a tile that are read before they are written
+# Bytes that a thread reads or writes at once, where addresses, strides and widths are multiples of them.
+WORD = 16
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-# The table's columns: where a rectangle is read and written (0: only summed), its size, row strides, and its place.
+# A table's columns: where a rectangle is read and written (0: only summed), its size, row strides, and its place.
 FROM, TO, ROWS, COLS, FROM_STRIDE, TO_STRIDE, ROW, COL = range(8)
 FIELDS = 8
 Made = TypeVar("Made")
@@ -30,50 +33,65 @@ Made = TypeVar("Made")
 
 @triton.jit
 def _move(  # type: ignore[no-untyped-def]
-    table, tiles, row_weights, col_weights, sums,
-    from_type: tl.constexpr, to_type: tl.constexpr, with_sums: tl.constexpr,
-    tile_rows: tl.constexpr, tile_cols: tl.constexpr, fields: tl.constexpr,
+    tiles, numbers, row_weights, col_weights, sums,
+    from_type: tl.constexpr, to_type: tl.constexpr, with_sums: tl.constexpr, aligned: tl.constexpr,
+    tile_rows: tl.constexpr, tile_cols: tl.constexpr, at_once: tl.constexpr, fields: tl.constexpr,
+    together: tl.constexpr, word: tl.constexpr,
 ):  # fmt: skip
-    """One tile a program, row after row: read once, written if there is somewhere to write, and summed by its bits.
+    """One tile a program, some rows at a time: read once, written if there is somewhere to write, summed by its bits.
 
-    Every thread keeps sums of its own columns; only the last step brings them together.
+    Every thread adds up its own elements, by column over the rows and by row over its few columns, and multiplies these
+    sums by the weights; only the last step brings the threads together.
     """
-    tile = tl.program_id(0)
-    number = tl.load(tiles + 3 * tile)
-    first = tl.load(tiles + 3 * tile + 1)
-    cols = tl.load(tiles + 3 * tile + 2) + tl.arange(0, tile_cols)
-    entry = table + number.to(tl.int64) * fields
-    rows = tl.load(entry + 2)
-    inside = cols < tl.load(entry + 3)
-    origin = tl.load(entry).to(tl.pointer_type(from_type)) + first * tl.load(entry + 4)
-    target = tl.load(entry + 1)
-    place = target.to(tl.pointer_type(to_type)) + first * tl.load(entry + 5)
-    from_stride, to_stride = tl.load(entry + 4), tl.load(entry + 5)
-    of_rows = row_weights + tl.load(entry + 6) + first
-    of_cols = tl.load(col_weights + tl.load(entry + 7) + cols, mask=inside, other=0)
-    total = tl.zeros((tile_cols,), tl.int64)
-    for row in tl.static_range(tile_rows):
-        there = inside & (first + row < rows)
-        values = tl.load(origin + row * from_stride + cols, mask=there, other=0.0).to(to_type)
+    tile = tiles + tl.program_id(0) * fields
+    origin, target = tl.load(tile).to(tl.pointer_type(from_type)), tl.load(tile + 1)
+    rows, width = tl.load(tile + 2), tl.load(tile + 3)
+    from_stride, to_stride = tl.load(tile + 4), tl.load(tile + 5)
+    row, col = tl.arange(0, at_once), tl.arange(0, tile_cols)
+    if aligned:
+        width = tl.multiple_of(width, word // 2)
+    of_rows = row_weights + tl.load(tile + 6)
+    # Sums of 16-bit integers over a tile's rows, or over one thread's columns, fit into 32 bits.
+    integer: tl.constexpr = tl.int32 if to_type.primitive_bitwidth == 16 else tl.int64
+    by_col = tl.zeros((tile_cols,), integer)
+    by_row = tl.zeros((tile_cols // together,), tl.int64)
+    for first in range(0, tl.minimum(rows, tile_rows), at_once):
+        there = (first + row < rows)[:, None] & (col < width)[None, :]
+        source = origin + ((first + row) * from_stride)[:, None] + col[None, :]
+        sink = target.to(tl.pointer_type(to_type)) + ((first + row) * to_stride)[:, None] + col[None, :]
+        if aligned:
+            source, sink = tl.multiple_of(source, (1, word)), tl.multiple_of(sink, (1, word))
+        values = tl.load(source, mask=there, other=0.0).to(to_type)
         if target != 0:
-            tl.store(place + row * to_stride + cols, values, mask=there)
+            tl.store(sink, values, mask=there)
         if with_sums:
             if to_type.primitive_bitwidth == 16:
-                bits = values.to(tl.int16, bitcast=True).to(tl.int64)
+                bits = values.to(tl.int16, bitcast=True).to(integer)
             else:
-                bits = values.to(tl.int32, bitcast=True).to(tl.int64)
-            total += bits * (of_cols + tl.load(of_rows + row, mask=first + row < rows, other=0))
+                bits = values.to(tl.int32, bitcast=True).to(integer)
+            by_col += tl.sum(bits, 0)
+            own = tl.sum(tl.reshape(bits, (at_once, tile_cols // together, together)), 2).to(tl.int64)
+            by_row += tl.sum(own * tl.load(of_rows + first + row, mask=first + row < rows, other=0)[:, None], 0)
     if with_sums:
-        tl.atomic_add(sums + number, tl.sum(total, 0))
+        of_cols = tl.load(col_weights + tl.load(tile + 7) + col, mask=col < width, other=0)
+        total = tl.sum(by_row, 0) + tl.sum(by_col.to(tl.int64) * of_cols, 0)
+        tl.atomic_add(sums + tl.load(numbers + tl.program_id(0)), total)
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """The rectangles of one pair of types."""
+    """The tiles of the rectangles of one pair of types that are, or are not, aligned to words."""
 
     from_type: torch.dtype
     to_type: torch.dtype
-    tiles: Tensor  # [tiles, 3]: number of the rectangle, first row, first column
+    aligned: bool
+    tiles: Tensor  # int64 [tiles, FIELDS]: a table of their own
+    numbers: Tensor  # int32 [tiles]: of their rectangles
+
+    @property
+    def together(self) -> int:
+        """Neighbours in a row that one thread has, so that it can sum them before anything is multiplied."""
+        return WORD // self.to_type.itemsize if self.aligned else 1
 
 
 class Grouped:
@@ -81,36 +99,52 @@ class Grouped:
 
     def __init__(self, table: np.ndarray, types: Sequence[tuple[torch.dtype, torch.dtype]], device: torch.device):
         self.device, self.count = device, len(table)
-        self.table = torch.from_numpy(table).to(device)
         ends = (table[:, ROW] + table[:, ROWS]).max(initial=1), (table[:, COL] + table[:, COLS]).max(initial=1)
         self.weights = tuple(
             weight_table(int(end), seed, device) for end, seed in zip(ends, (ROW_SEED, COL_SEED), strict=True)
         )
+        kinds = [(*pair, aligned) for pair, aligned in zip(types, _aligned(table).tolist(), strict=True)]
         self.batches = []
-        for pair in dict.fromkeys(types):
-            numbers = np.array([number for number, own in enumerate(types) if own == pair])
-            tiles = torch.from_numpy(_tiles(table, numbers)).to(device)
-            self.batches.append(_Batch(*pair, tiles))
+        for kind in dict.fromkeys(kinds):
+            numbers = np.array([number for number, own in enumerate(kinds) if own == kind])
+            tiles, owners = _tiles(table[numbers], *(dtype.itemsize for dtype in kind[:2]))
+            sent = (torch.from_numpy(array).to(device) for array in (tiles, numbers[owners].astype(np.int32)))
+            self.batches.append(_Batch(*kind, *sent))
 
     def run(self, with_sums: bool = True) -> Tensor:
         """The sum of each rectangle as it was read (zeros without `with_sums`), int64 [rectangles]."""
         sums = torch.zeros(self.count, dtype=torch.int64, device=self.device)
         for batch in self.batches:
             _move[(len(batch.tiles),)](
-                self.table, batch.tiles, *self.weights, sums, TYPES[batch.from_type], TYPES[batch.to_type],
-                with_sums, TILE_ROWS, TILE_COLS, FIELDS, num_warps=4,
+                batch.tiles, batch.numbers, *self.weights, sums, TYPES[batch.from_type], TYPES[batch.to_type],
+                with_sums, batch.aligned, TILE_ROWS, TILE_COLS, AT_ONCE, FIELDS, batch.together, WORD, num_warps=4,
             )  # fmt: skip
         return sums
 
 
-def _tiles(table: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """[tiles, 3] int32: every tile of the rectangles `numbers`."""
-    down, across = -(-table[numbers, ROWS] // TILE_ROWS), -(-table[numbers, COLS] // TILE_COLS)
+def _aligned(table: np.ndarray) -> np.ndarray:
+    """Which rectangles are read and written in whole words, row after row: widths and strides count elements."""
+    elements = WORD // 2  # of the smallest type
+    starts = (table[:, [FROM, TO]] % WORD == 0).all(1)
+    steps = (table[:, [FROM_STRIDE, TO_STRIDE]] % elements == 0).all(1) | (table[:, ROWS] == 1)
+    return starts & steps & (table[:, COLS] % elements == 0)
+
+
+def _tiles(table: np.ndarray, from_size: int, to_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """A table of the tiles of rectangles, whose elements have these sizes; and the index of each tile's rectangle."""
+    down, across = -(-table[:, ROWS] // TILE_ROWS), -(-table[:, COLS] // TILE_COLS)
     counts = down * across
-    owner = np.repeat(np.arange(len(numbers)), counts)
+    owner = np.repeat(np.arange(len(table)), counts)
     place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     row, col = np.divmod(place, across[owner])
-    return np.stack([numbers[owner], row * TILE_ROWS, col * TILE_COLS], 1).astype(np.int32)
+    row, col = row * TILE_ROWS, col * TILE_COLS
+    tiles = table[owner]
+    for start, stride, size in ((FROM, FROM_STRIDE, from_size), (TO, TO_STRIDE, to_size)):
+        tiles[:, start] += np.where(tiles[:, start] == 0, 0, (row * tiles[:, stride] + col) * size)
+    for offset, place_of, extent in ((row, ROW, ROWS), (col, COL, COLS)):
+        tiles[:, place_of] += offset
+        tiles[:, extent] -= offset
+    return tiles, owner
 
 
 def can_group(*sides: tuple[Shards, np.ndarray]) -> bool:

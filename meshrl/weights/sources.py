@@ -16,7 +16,7 @@ from meshrl.engines.base import Engine
 from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.engines.fsdp.sharding import Whole
 from meshrl.engines.master import MasterAdamW
-from meshrl.models.buffers import persistent_buffers
+from meshrl.models.buffers import buffer_homes
 from meshrl.weights.key_map import Shape
 from meshrl.weights.placement import Placement, fsdp1, fsdp2, megatron, replicas
 
@@ -84,7 +84,10 @@ class FSDP2Source(Source):
         # Walking through all modules takes longer than moving small models; an unsharded one keeps its parameters.
         self._units = [part for part in engine.module.modules() if isinstance(part, FSDPModule)]
         self._named: list[tuple[str, nn.Parameter]] | None = None
-        shapes = {self._name(name): tuple(param.shape) for name, param in self._params() if self._is_sent(name)}
+        self._homes = [] if adapters == "only" else buffer_homes(engine.hf_model)
+        params = dict(self._params())
+        self._sent = {name: self._name(name) for name in params if self._is_sent(name)}
+        shapes = {sent: tuple(params[name].shape) for name, sent in self._sent.items()}
         shapes |= {name: tuple(buffer.shape) for name, buffer in self._buffers().items()}
         self.model_type = str(engine.hf_model.config.model_type)
         if isinstance(engine.sharding, Whole):
@@ -106,7 +109,7 @@ class FSDP2Source(Source):
 
     def _buffers(self) -> dict[str, Tensor]:
         """Weights that are no parameters; every rank has them whole."""
-        return {} if self.adapters == "only" else persistent_buffers(self.engine.hf_model)
+        return {name: owner.get_buffer(own) for name, owner, own in self._homes}
 
     def _own_rows(self, buffer: Tensor) -> Tensor:
         """The rows that would be this rank's if the buffer were sharded: what the placement takes from it."""
@@ -141,22 +144,20 @@ class FSDP2Source(Source):
         if self.engine.has_adapters and self.adapters == "merged":
             return self._merged(params, local)
         if isinstance(local, Lazy):  # exact values are made one at a time: all of them would be a second model
-            return Lazy({self._name(n): partial(local.__getitem__, n) for n in params if self._is_sent(n)})
-        return {self._name(name): local[name] for name in params if self._is_sent(name)}
+            return Lazy({sent: partial(local.__getitem__, name) for name, sent in self._sent.items()})
+        return {sent: local[name] for name, sent in self._sent.items()}
 
     def _merged(self, params: Mapping[str, nn.Parameter], local: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Rows of weight plus product: the second matrix has its rows where the weight has, the first is whole."""
         makers: dict[str, Callable[[], Tensor]] = {}
-        for name in params:
-            if not self._is_sent(name):
-                continue
+        for name, sent in self._sent.items():
             layer = name.split(BASE)[0]
             up, down = (f"{layer}{kind}default.weight" for kind in (UP, DOWN))
             if name == f"{layer}{BASE}weight" and up in params:
                 whole, scaling = _whole(params[down]), self.engine.adapter_scaling[layer]
-                makers[self._name(name)] = _merging(local[name], local[up], whole, scaling)
+                makers[sent] = _merging(local[name], local[up], whole, scaling)
             else:
-                makers[self._name(name)] = partial(local.__getitem__, name)
+                makers[sent] = partial(local.__getitem__, name)
         return Lazy(makers)
 
 
@@ -227,8 +228,7 @@ class MegatronSource(Source):
 
 
 def _local(param: nn.Parameter) -> Tensor:
-    value = param.detach()
-    return value.to_local().contiguous() if isinstance(value, DTensor) else value
+    return param.detach().to_local().contiguous() if isinstance(param, DTensor) else param.detach()
 
 
 def _whole(param: nn.Parameter) -> Tensor:

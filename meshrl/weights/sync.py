@@ -142,7 +142,8 @@ class WeightSync:
                 rollout.resume(("weights",))
             exchange = self._begin(version, held)
             if self.staged:
-                self._exchange(exchange, version)  # the rollout goes on generating
+                exchange.run()  # the rollout goes on generating
+                self._settle(exchange, version)
             self._hand_over(exchange, version, held, rollout)
         except BaseException as error:
             if self._is_open and self.carrier is not None and not isinstance(error, SyncRefusedError):
@@ -185,8 +186,8 @@ class WeightSync:
             self._stage = {name: torch.empty_like(t) for name, t in self.destination.tensors.items()}
         return self.destination.with_tensors(self._stage)
 
-    def _exchange(self, exchange: Exchange, version: int) -> None:
-        exchange.run()
+    def _settle(self, exchange: Exchange, version: int) -> None:
+        """All ranks agree that what has arrived is right."""
         self._agree(self._compare(exchange) if self.verify else "", version)
         self._is_open = False
 
@@ -204,16 +205,21 @@ class WeightSync:
             pass
 
     def _arrivals(self, exchange: Exchange, version: int) -> Iterator[tuple[str, Tensor]]:
-        """The exchange, then every parameter of the destination by name; being in place, they cost nothing more."""
+        """The exchange, then every parameter of the destination by name; being in place, they cost nothing more.
+
+        Unless they were staged they are compared last: until then a device still moves them and nobody may use them.
+        """
         if not self.staged:
             self.is_mixed = True
-            self._exchange(exchange, version)
+            exchange.run()
         if self.destination is not None and exchange.destination is not None:
             self.is_mixed = True
             if exchange.destination is not self.destination:
                 new, old = exchange.destination.tensors, self.destination.tensors
                 torch._foreach_copy_([tensor.data for tensor in old.values()], [new[name] for name in old])
             yield from self.destination.tensors.items()
+        if not self.staged:
+            self._settle(exchange, version)
         self.is_mixed, self.version, self._has_last = False, version, True
 
     def forget(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -302,8 +301,8 @@ class FSDPEngine(Engine):
 
     def per_tensor_params(self) -> Iterator[tuple[str, Tensor]]:
         params = ((name.removeprefix(WRAPPER_PREFIX), value) for name, value in self._full_params())
-        merged = merged_params(params, self.adapter_scaling) if self.has_adapters else params
-        return chain(merged, persistent_buffers(self.hf_model).items())
+        yield from merged_params(params, self.adapter_scaling) if self.has_adapters else params
+        yield from persistent_buffers(self.hf_model).items()
 
     def _full_params(self) -> Iterator[tuple[str, Tensor]]:
         optimizer = getattr(self, "optimizer", None)

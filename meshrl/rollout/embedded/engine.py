@@ -110,6 +110,7 @@ class EmbeddedRollout(SteppingRollout):
             parallel=self.parallel,
         )
         self._own = dict(hf_model.named_parameters()) | persistent_buffers(hf_model)
+        self._shapes = {name: tensor.shape for name, tensor in self._own.items()}
         self._launched: deque[Launch] = deque()
         self._watched = 0  # running answers that are looked at token by token
         self._released: set[str] = set()
@@ -381,7 +382,7 @@ class EmbeddedRollout(SteppingRollout):
         own = self._own
         if self.parallel is not None:
             weights = self._parts(weights, own, self.parallel)
-        for name, value in checked(weights, {name: p.shape for name, p in own.items()}):
+        for name, value in checked(weights, self._shapes):
             if value is not own[name]:  # a sync may have put it in its place already
                 own[name].copy_(value)
 
