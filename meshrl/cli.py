@@ -37,9 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         problems = getattr(error, "problems", None)  # ConfigError, without importing the config for it
         if problems is not None:
+            if error.__cause__ is not None and os.environ.get("MESHRL_TRACEBACK"):
+                sys.stderr.write(traceback.format_exc())
             for problem in problems:
                 _complain(problem)
-            return CONFIG_PROBLEM
+            # A service that did not answer may do so another time; what else is refused stays so.
+            return CONFIG_PROBLEM if (code := _exit_code_of(error)) == RUN_ERROR else code
         if (code := getattr(error, "exit_code", None)) is not None:  # an end that was asked for
             _complain(str(error))
             return int(code)
@@ -63,7 +66,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # argparse takes positionals only in one piece; overrides may also stand after an option.
     stray = [word for word in rest if word.startswith("-") or not hasattr(arguments, "words")]
     if stray:
-        dashed = next((word for word in stray if "." in word and hasattr(arguments, "words")), None)
+        dashed = next((w for w in stray if "." in w.partition("=")[0] and hasattr(arguments, "words")), None)
         hint = f"; keys are set without dashes: {dashed.lstrip('-').partition('=')[0]}=VALUE" if dashed else ""
         parser.error(f"unrecognized arguments: {' '.join(stray)}{hint}")
     if rest:

@@ -24,7 +24,9 @@ def data_file_problems(config: PPOConfig | SFTConfig) -> list[str]:
     batch = prompts_of_a_batch(config)
     trained, problems = _rows_and_problems(config, "train_files", batch)
     problems += _rows_and_problems(config, "val_files", 1)[1]
-    if config.data.train_files and not problems and trained < batch:
+    # A stream with weights begins a file anew when it has come to its end.
+    is_endless = isinstance(config, PPOConfig) and config.data.streaming and bool(config.data.train_weights)
+    if config.data.train_files and not problems and not is_endless and trained < batch:
         problems.append(
             f"data.train_files have {trained} rows together, fewer than one batch of {batch}: "
             "add data or lower data.train_batch_size"
@@ -41,8 +43,8 @@ def _rows_and_problems(config: PPOConfig | SFTConfig, name: str, enough: int) ->
             continue
         try:
             seen = glance(Path(entry), enough)
-        except ValueError as error:
-            problems.append(f"data.{name}: {error}")
+        except (ValueError, OSError) as error:
+            problems.append(f"data.{name}: {error}" if str(entry) in str(error) else f"data.{name}: {entry}: {error}")
             continue
         problems += [f"data.{name}: {entry} {problem}" for problem in _column_problems(config, seen)]
         rows += seen.rows

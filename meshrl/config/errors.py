@@ -23,4 +23,5 @@ def told_without_traceback(key: str = "") -> Iterator[None]:
     except ConfigError:
         raise
     except (ValueError, OSError, ImportError) as error:
-        raise ConfigError([f"{key}: {error}" if key else str(error)]) from error
+        words = str(error) or type(error).__name__
+        raise ConfigError([f"{key}: {words}" if key else words]) from error

@@ -1,7 +1,7 @@
 """Which mesh axes a config asks for, and whether the number of processes allows them."""
 
 from meshrl.config.engine import EngineConfig, MegatronConfig
-from meshrl.config.megatron_fields import is_installed, override_problems
+from meshrl.config.megatron_fields import has_megatron, override_problems
 from meshrl.config.rollout import RolloutConfig
 
 
@@ -51,7 +51,7 @@ def engine_problems(engine: EngineConfig, prefix: str, world_size: int) -> list[
     """Sizes that do not divide, with the numbers and the keys."""
     if engine.strategy == "megatron":
         key = f"{prefix}.megatron"
-        if not is_installed():
+        if not has_megatron():
             return [f"{prefix}.strategy=megatron needs Megatron-Core: pip install 'meshrl[megatron]'"]
         override = override_problems(engine.megatron.override_transformer_config, key)
         return _megatron_problems(engine, key, world_size) + override

@@ -37,7 +37,7 @@ FROM_OUR_KEYS = {
 }
 
 
-def is_installed() -> bool:
+def has_megatron() -> bool:
     """Whether Megatron-Core is there."""
     return _package() is not None
 

@@ -46,5 +46,7 @@ def _wanted(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, str, str]]:
         prefix, model, engine = "", config.model, ""
     if model.lora_rank > 0:
         yield f"{prefix}model.lora_rank={model.lora_rank}", "peft", "lora"
+    elif model.lora_adapter_path:
+        yield f"{prefix}model.lora_adapter_path", "peft", "lora"
     if engine in EXTERNAL_ROLLOUTS:
         yield f"{prefix}rollout.name={engine}", engine, engine

@@ -169,7 +169,7 @@ def _update_problems(config: PPOConfig, role: ActorConfig | CriticConfig, prefix
 
 
 def _ranks_words(engine: EngineConfig, world_size: int) -> str:
-    """`3`, or `3 = 6 processes / 2 that share a sample`: where the number comes from."""
+    """The number of ranks that get samples of their own, and where it comes from."""
     ranks = max(1, dp_size(engine, world_size))
     told = f"{world_size} = trainer.nnodes * n_gpus_per_node"
     return told if ranks == world_size else f"{ranks}: {told}, less what shares a sample"

@@ -24,7 +24,7 @@ FACTORIES: frozenset[Callable[..., Any]] = frozenset(
 def without_memory() -> Iterator[None]:
     """Modules that this thread makes inside have parameters on the meta device and buffers on the CPU.
 
-    Rotary frequencies and other buffers are computed by the modules themselves and in no file, so they must be real.
+    Most buffers, such as rotary frequencies, are computed by the modules themselves and in no file: they must be real.
     """
     thread = threading.get_ident()
 

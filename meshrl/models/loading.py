@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from meshrl.models.buffers import persistent_buffers
 from meshrl.models.empty import without_memory
 
 # What Transformers calls the head of its token classifiers.
@@ -95,7 +96,7 @@ def empty_model(
     override: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model of a folder without memory for its parameters; its buffers are real, since no file has them."""
+    """The model of a folder without memory for its parameters; its buffers are real: most are in no file."""
     config = _config_for(head, path, override, trust_remote_code)
     model = _without_memory(_auto_class(head), config, attention, dtype, trust_remote_code)
     if (Path(path) / "generation_config.json").is_file() and model.can_generate():
@@ -116,6 +117,14 @@ def _without_memory(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
     model.tie_weights()
+    return _with_exact_buffers(model)
+
+
+def _with_exact_buffers(model: PreTrainedModel) -> PreTrainedModel:
+    """Buffers that are weights are float32 whatever the model's type, as trainers read them."""
+    for buffer in persistent_buffers(model).values():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.float()
     return model
 
 
@@ -142,7 +151,8 @@ def is_value_head(name: str) -> bool:
 def new_causal_lm(config: PretrainedConfig, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A causal language model of this shape with fresh random weights."""
     # A copy: Transformers notes the attention in the config, where the layers of another model of it would read it.
-    return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
+    made = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
+    return _with_exact_buffers(made)
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,8 @@ from meshrl.config.model import ModelConfig
 ADAPTER = "default"
 ADAPTER_CONFIG = "adapter_config.json"
 SCALING_FILE = "adapter_scaling.json"
+# All experts of a layer as one tensor, not `experts.0.`.
+FUSED_EXPERTS = re.compile(r"\.experts\.(?!\d)")
 
 
 def add_adapters(hf_model: PreTrainedModel, config: ModelConfig) -> None:
@@ -44,7 +47,7 @@ def add_adapters(hf_model: PreTrainedModel, config: ModelConfig) -> None:
         set_peft_model_state_dict(hf_model, load_peft_weights(config.lora_adapter_path), adapter_name=ADAPTER)
     for name, param in hf_model.named_parameters():
         # For some models peft takes the names of an MLP's projections for those of the experts.
-        if ".experts." in name and ".lora_" in name:
+        if FUSED_EXPERTS.search(name) and ".lora_" in name:
             raise ValueError(
                 f"model.target_modules puts an adapter on fused experts ('{name.split('.lora_')[0]}'), which cannot be "
                 f"merged: name the attention's projections of {type(hf_model).__name__} instead"

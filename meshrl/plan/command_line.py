@@ -68,7 +68,7 @@ def planned(arguments: argparse.Namespace) -> str:
 
 def _written(out: str | None, overrides: list[str]) -> list[str]:
     if not overrides:
-        return ["the best one is the recipe as it is"]
+        return ["the best one is the recipe as it is" + (f"; {out} is empty" if out else "")]
     if out:
         return [f"the best one's overrides are in {out}"]
     return ["the best one as overrides:", " ".join(f"'{word}'" if "|" in word else word for word in overrides)]
@@ -131,7 +131,9 @@ def _sft_lengths(config: SFTConfig, arguments: argparse.Namespace) -> Lengths:
 def _mean(arguments: argparse.Namespace, longest: int, name: str) -> int:
     from meshrl.plan.lengths import MEAN_SHARE
 
-    mean = arguments.mean_response or max(1, int(longest * MEAN_SHARE))
+    mean = arguments.mean_response
+    if mean is None:
+        mean = max(1, int(longest * MEAN_SHARE))
     if not 1 <= mean <= longest:
         raise ValueError(f"--mean-response ({mean}) must lie between 1 and {name} ({longest})")
     return mean

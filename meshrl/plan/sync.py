@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from meshrl.config.layout import mesh_axes
 from meshrl.engines.megatron.ranks import ranks_of
 from meshrl.engines.megatron.weight_map import FAMILIES, padded_vocab_size
+from meshrl.models.buffers import named_weights
 from meshrl.parallel.layout import Layout
 from meshrl.plan.generation import EXTERNAL, Generation
 from meshrl.plan.timing import Clock
@@ -78,8 +79,8 @@ def _source(generation: Generation) -> Placement:
         padded = padded_vocab_size(config.vocab_size, ranks.tp, actor.engine.megatron.make_vocab_size_divisible_by)
         return megatron(config, ranks, vocab_size=padded)
     params = {
-        name.replace(".base_layer.", "."): tuple(param.shape)
-        for name, param in generation.model.modules.named_parameters()
+        name.replace(".base_layer.", "."): tuple(weight.shape)
+        for name, weight in named_weights(generation.model.modules).items()
         if ".lora_" not in name
     }
     if actor.placement.startswith("whole"):

@@ -146,11 +146,12 @@ def own_gpus(device: torch.device, count: int) -> dict[str, str]:
         return {}
     first = device.index or 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(index) for index in range(first + count)]
+    names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
     if first + count > len(names):
+        shown = f"CUDA_VISIBLE_DEVICES={visible} shows" if visible else "the node has"
         raise ValueError(
-            f"the engine of the rank with GPU {first} needs {count} GPUs, but CUDA_VISIBLE_DEVICES={visible} shows "
-            f"{len(names)}: lower its tensor parallelism, or start fewer ranks on the node"
+            f"the engine of the rank with GPU {first} needs {count} GPUs, but {shown} {len(names)}: lower its tensor "
+            "parallelism, or start fewer ranks on the node"
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + count])}
 

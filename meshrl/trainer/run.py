@@ -366,17 +366,18 @@ def training_prompts(
     data = config.data
     seed, size = data.seed if data.seed is not None else config.trainer.seed, data.gen_batch_size
     size = size or data.train_batch_size
-    if data.streaming:
-        stream = PromptStream(data.train_files, tokenizer, data, size, seed, tools)
-        return stream, stream
-    with told_without_traceback(), counting_bar("tokenizing prompts", console) as on_progress:
-        prompts = PromptDataset(data.train_files, tokenizer, data, tools, on_progress)
-    if data.sampler.class_path is not None:
-        return prompts, SamplerOrder(prompts, data, size)
-    if data.train_weights:
-        return prompts, MixedOrder(prompts.source_of_row, data.train_weights, size, data.shuffle, seed)
     with told_without_traceback():
-        return prompts, BatchOrder(len(prompts), size, data.shuffle, seed)
+        if data.streaming:
+            stream = PromptStream(data.train_files, tokenizer, data, size, seed, tools)
+            return stream, stream
+        with counting_bar("tokenizing prompts", console) as on_progress:
+            prompts = PromptDataset(data.train_files, tokenizer, data, tools, on_progress)
+        if data.train_weights and data.sampler.class_path is None:
+            return prompts, MixedOrder(prompts.source_of_row, data.train_weights, size, data.shuffle, seed)
+        if data.sampler.class_path is None:
+            return prompts, BatchOrder(len(prompts), size, data.shuffle, seed)
+    # A sampler is the user's own code: what it raises is told with its traceback.
+    return prompts, SamplerOrder(prompts, data, size)
 
 
 def batch_order(data: SFTDataConfig, trainer: RunConfig, rows: int) -> BatchOrder:
@@ -486,10 +487,12 @@ def check_devices(processes: int, trainer: RunConfig) -> None:
     import torch
 
     if (count := torch.cuda.device_count()) < processes:
+        own = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
+        if (others := processes - trainer.n_gpus_per_node) > 0:
+            own += f", {others} for workers on devices of their own, such as rollout.n_gpus_per_node"
         raise ConfigError(
             [
-                f"the run needs {processes} GPUs (trainer.n_gpus_per_node={trainer.n_gpus_per_node}), but torch sees "
-                f"{count} on this machine: change trainer.n_gpus_per_node, or set trainer.device=cpu; "
-                "meshrl doctor says what is there"
+                f"the run needs {processes} GPUs ({own}), but torch sees {count} on this machine: change these keys, "
+                "or set trainer.device=cpu; meshrl doctor says what is there"
             ]
         )

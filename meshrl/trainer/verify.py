@@ -86,7 +86,8 @@ def write_model(config: PretrainedConfig, folder: Path) -> Path:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for buffer in persistent_buffers(model).values():
-            buffer.normal_(std=0.1)  # a fresh router's bias is zero, which would say nothing
+            if buffer.is_floating_point() and buffer.dim():
+                buffer.normal_(std=0.1)  # a fresh router's bias is zero, which would say nothing
         model.save_pretrained(folder)
     return folder
 

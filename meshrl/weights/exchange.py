@@ -7,7 +7,7 @@ local copies are done in between. Memory beyond the two models: two outgoing and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -208,8 +208,8 @@ class Exchange:
 
     def sums_for(self, rank: int) -> Tensor:
         """The sums of the pieces that this rank sent to another, in the plan's order."""
-        sums = [self.sent_sums[number] for number in self.part.sent[rank]["number"].tolist()]
-        return torch.stack(sums).cpu() if sums else torch.empty(0, dtype=torch.int64)
+        sums = [self.sent_sums[number][None] for number in self.part.sent[rank]["number"].tolist()]
+        return torch.from_numpy(_on_host(sums))
 
     def check(self, told: Mapping[int, Tensor]) -> str | None:
         """Compares this rank's shard with what its senders say; names the first slice that differs, if any."""
@@ -218,14 +218,14 @@ class Exchange:
         slices = self.plan.destination.slices
         mine = np.flatnonzero(self.plan.destination_ranks[slices["rank"]] == self.rank)
         # Asked for first: a device adds up what is there while the host adds up what should be.
-        found = self._sums_of(slices[mine])
+        sums = [self._sums_of(slices[mine])]
         expected = np.zeros(len(slices), dtype=np.int64)
-        for origin, sums in told.items():
-            np.add.at(expected, self.part.kept[origin]["slice"], sums.numpy())
-        if self.copied_sums:
-            numbers = np.concatenate([part for part, _ in self.copied_sums])
-            np.add.at(expected, numbers, torch.cat([sums for _, sums in self.copied_sums]).cpu().numpy())
-        wrong = np.flatnonzero(found.cpu().numpy() != expected[mine])
+        for origin, theirs in told.items():
+            np.add.at(expected, self.part.kept[origin]["slice"], theirs.numpy())
+        numbers = np.concatenate([np.zeros(0, dtype=np.int64), *(part for part, _ in self.copied_sums)])
+        found, copied = np.split(_on_host(sums + [own for _, own in self.copied_sums]), [len(mine)])
+        np.add.at(expected, numbers, copied)
+        wrong = np.flatnonzero(found != expected[mine])
         return self._complaint(int(mine[wrong[0]]), list(told)) if len(wrong) else None
 
     def _sums_of(self, slices: np.ndarray) -> Tensor:
@@ -247,6 +247,14 @@ class Exchange:
             f"[{held['col']}, {held['col'] + held['cols']}), differs from what ranks {origins} hold "
             f"({self.plan.source.title} -> {self.plan.destination.title})"
         )
+
+
+def _on_host(sums: Sequence[Tensor]) -> np.ndarray:
+    """Sums one after the other, fetched together; weights of one rank may lie on several devices."""
+    devices = {tensor.device for tensor in sums}
+    if len(devices) > 1:
+        sums = [tensor.cpu() for tensor in sums]
+    return torch.cat(list(sums)).cpu().numpy() if sums else np.zeros(0, dtype=np.int64)
 
 
 def write_piece(buffer: Tensor, piece: np.ndarray, region: Tensor, dtype: torch.dtype) -> None:

@@ -113,7 +113,7 @@ class FSDP2Source(Source):
 
     def _own_rows(self, buffer: Tensor) -> Tensor:
         """The rows that would be this rank's if the buffer were sharded: what the placement takes from it."""
-        layout = self.engine.layout
+        layout, buffer = self.engine.layout, buffer if buffer.dim() else buffer[None]
         step = -(-len(buffer) // layout.size("fsdp"))
         place = 0 if isinstance(self.engine.sharding, Whole) else layout.index(self.engine.rank, "fsdp")
         return buffer[place * step : (place + 1) * step]
@@ -208,7 +208,7 @@ class MegatronSource(Source):
         self.placement = megatron(
             engine.hf_config, engine.ranks, names, vocab_size=vocabulary, value_head=engine.head == "value"
         )
-        self._params: dict[str, nn.Parameter] = {}
+        self._params: dict[str, Tensor] = {}
         self._biases: list[tuple[str, Any]] = []
         for number, chunk in enumerate(engine.model):
             module = chunk
@@ -223,12 +223,12 @@ class MegatronSource(Source):
 
     def tensors(self) -> Mapping[str, Tensor]:
         self.engine._finish_param_gather()
-        found = {name: param.detach() for name, param in self._params.items()}
-        return found | {name: part.expert_bias.float() for name, part in self._biases}
+        return self._params | {name: part.expert_bias.float() for name, part in self._biases}
 
 
 def _local(param: nn.Parameter) -> Tensor:
-    return param.detach().to_local().contiguous() if isinstance(param, DTensor) else param.detach()
+    # A sync reads without gradients; hundreds of views more take as long as moving a small model.
+    return param.detach().to_local().contiguous() if isinstance(param, DTensor) else param
 
 
 def _whole(param: nn.Parameter) -> Tensor:

@@ -5,7 +5,7 @@
     ...                                           ─┘
 
 A part is what fits into a bucket, or one tensor that is larger. The first is there before the engine is stopped, the
-others while it stands still, each when the one before it is with the engine: memory for two of them is enough. What an
+others while it stands still, each before the engine takes the one before it: memory for two of them is enough. What an
 engine has taken cannot be looked at again, so sums are compared before a part is handed on. A sync that fails in its
 first part leaves the old version; later, it leaves a rollout that refuses to generate until the next one succeeds.
 """
@@ -70,7 +70,10 @@ class StreamedSync:
             part.source = shards
 
     def run(self, version: int, rollout: Rollout | None = None) -> SyncReport:
-        """Brings `version` to the rollouts; trainers give none. Raises on every rank if it failed on any."""
+        """Brings `version` to the rollouts; trainers give none.
+
+        Raises on every rank if it failed on any before the last part was there; later, on that rank alone.
+        """
         started, traffic = time.perf_counter(), Traffic()
         held = self.version if rollout is None else rollout.version
         if isinstance(rollout, SteppingRollout):
@@ -89,7 +92,7 @@ class StreamedSync:
             if self._is_open and not isinstance(error, SyncRefusedError):
                 self.carrier.abort(f"{type(error).__name__}: {error}")
             if rollout is not None and self.is_mixed:
-                refuse(rollout)
+                refuse(rollout, error)
             raise
         self.version, self.may_repeat = version, False
         seconds = time.perf_counter() - started

@@ -126,6 +126,7 @@ class WeightSync:
 
             self._tables = Tables()
 
+    @torch.no_grad()
     def run(self, version: int, rollout: Rollout | None = None) -> SyncReport:
         """Brings `version` to the destination; `rollout` is the engine that generates with it on this rank.
 
@@ -149,7 +150,7 @@ class WeightSync:
             if self._is_open and self.carrier is not None and not isinstance(error, SyncRefusedError):
                 self.carrier.abort(f"{type(error).__name__}: {error}")
             if rollout is not None and self.is_mixed:
-                refuse(rollout)
+                refuse(rollout, error)
             raise
         finally:
             if not self.delta:
@@ -303,10 +304,13 @@ class WeightSync:
         return known
 
 
-def refuse(rollout: Rollout) -> None:
+def refuse(rollout: Rollout, because: BaseException) -> None:
     """Has a rollout with half of its weights new and half old refuse to generate until a sync succeeds."""
     rollout.version = -1
-    rollout.release(("weights",))
+    try:
+        rollout.release(("weights",))
+    except Exception as error:  # its engine may be gone: what came first is to be told
+        because.add_note(f"nor could the rollout give its weights up: {type(error).__name__}: {error}")
 
 
 def check_dtypes(plan: ReshardPlan, destination: Shards | None, dtypes: Mapping[str, torch.dtype]) -> None:

@@ -129,7 +129,9 @@ def test_what_json_writes_comes_back(calls):
 @given(st.text(alphabet='<>/tool_cal{}":,` \npython|_g', max_size=60))
 def test_nothing_that_a_model_writes_raises(text):
     for name in ("hermes", "qwen", "llama3_json", "code"):
-        make_parser(name, [python]).parse(text)
+        parsed = make_parser(name, [python]).parse(text)
+        assert isinstance(parsed.content, str)
+        assert all(isinstance(call, ToolCall | MalformedCall) for call in parsed.calls)
 
 
 def test_unknown_formats_are_refused():

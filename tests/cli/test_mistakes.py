@@ -94,5 +94,26 @@ def test_what_a_run_refuses_as_it_starts_needs_no_traceback() -> None:
     with pytest.raises(ConfigError) as caught, told_without_traceback("a"):
         raise ConfigError(["one", "two"])
     assert caught.value.problems == ["one", "two"]
+    with pytest.raises(ConfigError) as caught, told_without_traceback("trainer.logger"):
+        raise TimeoutError
+    assert caught.value.problems == ["trainer.logger: TimeoutError"]
     with pytest.raises(RuntimeError), told_without_traceback():
         raise RuntimeError("a bug keeps its traceback")
+
+
+@pytest.mark.parametrize(("kind", "code"), [(ValueError, 2), (ConnectionError, 75)])
+def test_a_service_that_does_not_answer_may_be_tried_again(
+    kind: type[Exception], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import meshrl.trainer.run  # noqa: F401  only runs meet services
+
+    def opened(_: object) -> None:
+        with told_without_traceback("trainer.logger"):
+            raise kind("nobody there")
+
+    monkeypatch.setattr("meshrl.cli._config", opened)
+    assert main(["config"]) == code
+    assert capsys.readouterr().err == "meshrl: trainer.logger: nobody there\n"
+    monkeypatch.setenv("MESHRL_TRACEBACK", "1")
+    assert main(["config"]) == code
+    assert "Traceback" in capsys.readouterr().err

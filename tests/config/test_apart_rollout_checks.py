@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshrl.config import check_config, ensure_runnable, unsupported
+from meshrl.config import check_config, unsupported
 
 ROLLOUT = "actor_rollout_ref.rollout"
 APART = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=4")
@@ -25,7 +25,8 @@ AHEAD = "async_training.max_staleness=2"
     ids=str,
 )
 def test_every_engine_may_have_devices_of_its_own(fine, overrides):
-    ensure_runnable(fine(*APART, *overrides))
+    config = fine(*APART, *overrides)
+    assert unsupported(config) + check_config(config) == []
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,26 @@ def test_tables_without_the_column_or_without_rows(fine: MakePPO, tmp_path: Path
     assert check_config(fine(f"data.val_files={table(tmp_path / 'c.parquet', prompt=['a'])}")) == []
 
 
+def test_a_damaged_table(fine: MakePPO, tmp_path: Path) -> None:
+    """Its last bytes say where the description begins, but that is not readable."""
+    path = table(tmp_path / "a.parquet", prompt=["a"] * 100)
+    content = bytearray(path.read_bytes())
+    content[-60:-8] = b"\xff" * 52
+    path.write_bytes(content)
+    (problem,) = check_config(fine(f"data.val_files={path}"))
+    assert problem.startswith("data.val_files: ")
+    assert str(path) in problem
+
+
+def test_a_weighted_stream_begins_its_files_anew(fine: MakePPO, tmp_path: Path) -> None:
+    files = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
+    for file in files:
+        file.write_text('{"prompt": "a"}\n' * 3)
+    words = f"data.train_files=[{files[0]},{files[1]}]", "data.streaming=true"
+    assert any("6 rows together" in problem for problem in check_config(fine(*words)))
+    assert check_config(fine(*words, "data.train_weights=[1,1]", "trainer.total_training_steps=4")) == []
+
+
 def test_fewer_rows_than_a_batch(fine: MakePPO, tmp_path: Path) -> None:
     first, second = tmp_path / "first.jsonl", table(tmp_path / "second.parquet", prompt=["a"] * 24)
     first.write_text('{"prompt": "a"}\n' * 1000)

@@ -1,6 +1,7 @@
 """A config that asks for a package that is not installed is told so before anything starts."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,15 @@ def test_what_is_missing_is_named(fine: MakePPO, missing: set[str], override: st
     (problem,) = caught.value.problems
     assert problem.endswith(f"needs the package {package}: pip install 'meshrl[{extra}]'")
     ensure_runnable(config, check_files=False)
+
+
+def test_adapters_that_exist_need_the_package_too(fine: MakePPO, missing: set[str], tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    config = fine(f"actor_rollout_ref.model.lora_adapter_path={tmp_path}")
+    ensure_runnable(config)
+    missing.add("peft")
+    with pytest.raises(ConfigError, match=r"model\.lora_adapter_path needs the package peft"):
+        ensure_runnable(config)
 
 
 def test_sft_and_clusters(fine: MakePPO, fine_sft: MakeSFT, missing: set[str]) -> None:

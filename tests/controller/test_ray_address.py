@@ -27,11 +27,18 @@ def test_nobody_listens(closed_port):
 def test_somebody_listens():
     with socket.create_server(("127.0.0.1", 0)) as server:
         _check_reachable(f"127.0.0.1:{server.getsockname()[1]}")
+        server.settimeout(5)
+        connection, _ = server.accept()
+        with connection:
+            assert connection.recv(1) == b""
 
 
 @pytest.mark.parametrize("address", ["auto", "local", "ray://nowhere:1"])
-def test_what_is_no_plain_address_is_left_to_ray(address):
+def test_what_is_no_plain_address_is_left_to_ray(address, monkeypatch):
+    tried = []
+    monkeypatch.setattr("socket.create_connection", lambda *words, **_: tried.append(words))
     _check_reachable(address)
+    assert not tried
 
 
 def test_the_doctor_says_so(closed_port, monkeypatch):

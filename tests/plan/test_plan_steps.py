@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
 from meshrl.cli import main
 from meshrl.config import load_config
@@ -200,6 +201,7 @@ def test_the_command_prints_and_writes(capsys, tmp_path):
         (["--gpus", "8xH201"], "no device"),
         (["--gpus", "1xH200", "--lengths", "no-such-file"], "no-such-file"),
         (["--gpus", "1xH200", "--mean-response", "100000"], "max_response_length"),
+        (["--gpus", "1xH200", "--mean-response", "0"], "--mean-response (0) must lie between 1"),
         (["actor_rollout_ref.model.path=unknown", "--gpus", "1xH200"], "--model-config"),
     ],
 )
@@ -221,3 +223,13 @@ def test_671b_is_planned_in_seconds(capsys):
     assert f"{offload}=true" in found["nearest"]["overrides"]
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["fits"]
+
+
+@pytest.mark.parametrize("words", [(), ("actor_rollout_ref.hybrid_engine=false",)], ids=["together", "apart"])
+def test_weights_in_buffers_are_synced_too(tmp_path, capsys, words):
+    """A router's bias is a weight of the rollout that no parameter of the trainer is."""
+    shape = AutoConfig.for_model("deepseek_v3", num_hidden_layers=4, n_routed_experts=8, n_group=2, topk_group=1)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(shape.to_dict()))
+    assert main(["plan", "grpo", "--gpus", "4xH200", "--model-config", str(file), *BASE, *words, "--json"]) == 0
+    assert any(phase["name"] == "sync" for phase in json.loads(capsys.readouterr().out)["phases"])

@@ -18,6 +18,7 @@ from meshrl.rollout.build import own_gpus
 )
 def test_a_server_sees_the_gpu_of_its_own_rank(monkeypatch, visible, index, count, expected):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert own_gpus(torch.device("cuda", index), count) == {"CUDA_VISIBLE_DEVICES": expected}
@@ -26,6 +27,10 @@ def test_a_server_sees_the_gpu_of_its_own_rank(monkeypatch, visible, index, coun
 def test_gpus_that_are_not_there_are_counted(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ValueError, match=r"GPU 1 needs 2 GPUs, but CUDA_VISIBLE_DEVICES=4,5 shows 2"):
+        own_gpus(torch.device("cuda", 1), 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"GPU 1 needs 2 GPUs, but the node has 2"):
         own_gpus(torch.device("cuda", 1), 2)
 
 

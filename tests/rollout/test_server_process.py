@@ -89,4 +89,6 @@ def test_a_server_that_does_not_come_up(tmp_path):
 
 def test_a_free_port_can_be_bound():
     with socket.socket() as made:
-        made.bind(("127.0.0.1", free_port()))
+        port = free_port()
+        made.bind(("127.0.0.1", port))
+        assert made.getsockname()[1] == port > 0

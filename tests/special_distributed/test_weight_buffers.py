@@ -8,12 +8,13 @@ import torch.distributed as dist
 from megatron_trials import megatron_trial, write_small_model
 from safetensors.torch import load_file
 from sync_trials import BUCKET, IDS, PlainRollout, blank_lm, fsdp_engine
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshrl.models.buffers import named_weights, persistent_buffers
 from meshrl.models.loading import load_model
 from meshrl.models.saving import save_hf_folder
 from meshrl.rollout.weight_stream import checked, expected_shapes
+from meshrl.trainer.verify import SMALL, write_model
 
 BIAS = "gate.e_score_correction_bias"
 CHANGE = 0.25
@@ -153,3 +154,48 @@ def fsdp1(folder: Path):
 
 def test_refused_where_they_would_be_lost(megatron_ranks, folder):
     megatron_ranks(2).run(fsdp1, folder)
+
+
+def sent_to_bf16(folder: Path):
+    """The weights of a rollout's module in bfloat16 after a sync."""
+    from meshrl.models.loading import load_model_config, new_causal_lm
+    from meshrl.weights.connect import connect, rollout_params
+
+    engine = fsdp_engine(folder)
+    module = new_causal_lm(load_model_config(folder), "eager", torch.bfloat16)
+    sync = connect(engine, rollout_params(module), deadline=40.0)
+    sync(PlainRollout(), 1)
+    sync.close()
+    return {name: weight.clone() for name, weight in named_weights(module).items()}
+
+
+def test_a_rollout_in_half_precision_chooses_the_same_experts(megatron_ranks, folder):
+    """Parameters are rounded there, the bias of a router is not."""
+    weights = named_weights(load_model(folder, "eager"))
+    for found in megatron_ranks(2).run(sent_to_bf16, folder):
+        assert found.keys() == weights.keys()
+        for name, weight in weights.items():
+            assert torch.equal(found[name], weight if name.endswith(BIAS) else weight.bfloat16())
+
+
+@pytest.fixture(scope="module")
+def scalars(tmp_path_factory):
+    """A model whose activations have buffers of a single number, without a shape."""
+    config = AutoConfig.for_model("apertus", **SMALL, pad_token_id=0)
+    folder = write_model(config, tmp_path_factory.mktemp("scalars") / "model")
+    assert any(not buffer.dim() for buffer in persistent_buffers(load_model(folder, "eager")).values())
+    return folder
+
+
+def filled(folder: Path):
+    engine = fsdp_engine(folder)
+    return {name: value.clone() for name, value in engine.per_tensor_params()}
+
+
+@pytest.mark.parametrize("run", [filled, sent_to_bf16])
+def test_numbers_without_a_shape(megatron_ranks, scalars, run):
+    weights = named_weights(load_model(scalars, "eager"))
+    for found in megatron_ranks(2).run(run, scalars):
+        assert found.keys() == weights.keys()
+        for name, weight in weights.items():
+            assert torch.equal(found[name], weight.to(found[name].dtype))

@@ -19,6 +19,8 @@ def test_fewer_gpus_than_processes(monkeypatch):
     check_devices(2, TrainerConfig(n_gpus_per_node=2))
     with pytest.raises(ConfigError, match=r"needs 8 GPUs \(trainer\.n_gpus_per_node=8\), but torch sees 2"):
         check_devices(8, TrainerConfig(n_gpus_per_node=8))
+    with pytest.raises(ConfigError, match=r"needs 4 GPUs \(trainer\.n_gpus_per_node=2, 2 for workers on devices"):
+        check_devices(4, TrainerConfig(n_gpus_per_node=2))
     check_devices(8, TrainerConfig(n_gpus_per_node=8, device="cpu"))
     check_devices(8, TrainerConfig(n_gpus_per_node=8, backend="ray"))
 

@@ -70,8 +70,9 @@ def fill(
     _fill_rows(module, prefix, read, device)
     for name, buffer in persistent_buffers(module).items():
         # In place, but for the type of real numbers: whatever the model's, a router's bias is float32.
-        value = read(name.removeprefix(prefix), 0, len(buffer))
-        buffer.data = value.float() if value.is_floating_point() else value
+        value = read(name.removeprefix(prefix), 0, len(buffer) if buffer.dim() else 1)
+        dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
+        buffer.data = value.to(dtype).reshape(buffer.shape)
 
 
 def fill_randomly(module: nn.Module, device: torch.device) -> None:
@@ -96,7 +97,7 @@ def _rows_from_rank_zero(shapes: dict[str, tuple[int, ...]], load_whole: Callabl
     def rows(name: str, start: int, stop: int) -> Tensor:
         tensor = whole[name].detach().float().contiguous() if whole else torch.empty(shapes[name])
         dist.broadcast(tensor, src=0)
-        return tensor[start:stop]
+        return tensor[start:stop] if tensor.dim() else tensor
 
     return rows
 
