@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for problem in problems:
                 _complain(problem)
             # A service that did not answer may do so another time; what else is refused stays so.
-            return CONFIG_PROBLEM if (code := _exit_code_of(error)) == RUN_ERROR else code
+            tried = _exit_code_of(error)
+            return CONFIG_PROBLEM if tried == RUN_ERROR else tried
         if (code := getattr(error, "exit_code", None)) is not None:  # an end that was asked for
             _complain(str(error))
             return int(code)

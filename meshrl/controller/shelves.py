@@ -107,26 +107,47 @@ def places_of(node: str, ring: tuple[str, ...]) -> tuple[str, str]:
 
 
 def start_shelves(key: str, deadline: float) -> Shelves:
-    """A shelf on every living node, those that are there already included."""
+    """A shelf on every living node, those that are there already included.
+
+    Ray takes seconds to notice that a node is lost: one that does not answer is left out.
+    """
+    import ray
+
+    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    started = {node: _new_shelf(key, node).names.remote() for node in nodes}
+    ring = tuple(node for node, answer in started.items() if _answers(key, node, answer, deadline))
+    if len(ring) < 2:
+        raise ValueError(f"copies in the memory of other nodes need two of them, the Ray cluster has {len(ring)}")
+    return Shelves(key, ring, deadline)
+
+
+def _new_shelf(key: str, node: str) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-    if len(nodes) < 2:
-        raise ValueError(f"copies in the memory of other nodes need two of them, the Ray cluster has {len(nodes)}")
     actor: Any = ray.remote(Shelf)
-    started = [
-        actor.options(
-            name=f"{key}-{node}",
-            get_if_exists=True,
-            lifetime="detached",
-            num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        ).remote()
-        for node in nodes
-    ]
-    ray.get([shelf.names.remote() for shelf in started], timeout=deadline)
-    return Shelves(key, tuple(nodes), deadline)
+    return actor.options(
+        name=f"{key}-{node}",
+        get_if_exists=True,
+        lifetime="detached",
+        num_cpus=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+    ).remote()
+
+
+def _answers(key: str, node: str, answer: Any, deadline: float) -> bool:
+    """Whether a node has a shelf; where one has died alone, a new one is started."""
+    import ray
+
+    try:
+        ray.get(answer, timeout=deadline)
+    except ray.exceptions.RayError:
+        try:
+            ray.get(_new_shelf(key, node).names.remote(), timeout=ANSWER_SECONDS)
+        except (ray.exceptions.RayError, ValueError) as error:
+            logger.warning("node %s takes no copies: %s", node, str(error).partition("\n")[0])
+            return False
+    return True
 
 
 def write_newest(key: str, newer_than: int, folder: Callable[[int], Path], deadline: float) -> Path | None:

@@ -226,9 +226,12 @@ class MegatronSource(Source):
         return self._params | {name: part.expert_bias.float() for name, part in self._biases}
 
 
-def _local(param: nn.Parameter) -> Tensor:
+def _local(param: Tensor) -> Tensor:
     # A sync reads without gradients; hundreds of views more take as long as moving a small model.
-    return param.detach().to_local().contiguous() if isinstance(param, DTensor) else param
+    if not isinstance(param, DTensor):
+        return param
+    own: Any = param.detach()
+    return own.to_local().contiguous()
 
 
 def _whole(param: nn.Parameter) -> Tensor:

@@ -15,8 +15,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from meshrl.models.empty import LARGE, without_memory
 from meshrl.models.buffers import persistent_buffers
+from meshrl.models.empty import LARGE, without_memory
 from meshrl.models.loading import empty_causal_lm
 
 SMALL = {

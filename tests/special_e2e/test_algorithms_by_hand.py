@@ -17,7 +17,7 @@ SETTING = (
     *UNEVEN,
     "trainer.test_freq=-1",
     "trainer.val_before_train=false",
-    "actor_rollout_ref.rollout.temperature=1.3",
+    "actor_rollout_ref.rollout.temperature=1.6",
     f"{ACTOR}.ppo_epochs=2",
     f"{ACTOR}.optim.lr=1e-3",
     f"{ACTOR}.optim.lr_warmup_steps=0",
@@ -135,9 +135,8 @@ def test_three_steps_are_those_of_plain_loops(task, tmp_path, recorder, case):
     run = task.train(tmp_path, *SETTING, *(() if overrides[-3:] == TWO_REWARDS else DENSE), *overrides)
     assert [batch["step"] for batch in recorder.batches] == [1, 2, 3]
     assert len(recorder.mini_batches) == 3 * 2 * 2
-    # Unequal lengths, though not in every batch: what is sampled differs between processors.
-    assert len({length for batch in recorder.batches for length in batch["response_mask"].sum(1).tolist()}) > 1
     for batch in recorder.batches:
+        assert len(set(batch["response_mask"].sum(1).tolist())) > 1
         expected = torch.tensor(advantages(name, batch))
         torch.testing.assert_close(batch["advantages"], expected, rtol=1e-3, atol=1e-4)
         assert expected.abs().max() > 0.1

@@ -16,7 +16,7 @@ from test_resume import RUN, data  # noqa: F401
 
 from meshrl.config.show import to_yaml
 
-LONG = ("trainer.total_training_steps=20", "trainer.test_freq=-1")
+LONG = ("trainer.total_training_steps=10", "trainer.test_freq=-1")
 ROOT = Path(__file__).parents[2]
 LIMIT = 240.0
 
@@ -79,7 +79,8 @@ def test_a_lost_node_is_restored_from_the_next_one(task, data, cluster, tmp_path
         words = command(task, out, *run_of, *ray, *survives)
         run = subprocess.Popen(words, env=environment, stdout=output, stderr=output)
         try:
-            wait_for(lambda: len(steps_of(out)) >= 3 or run.poll() is not None, "three steps")
+            # Copies are written beside the steps and may lag by two.
+            wait_for(lambda: len(steps_of(out)) >= 5 or run.poll() is not None, "five steps")
             assert len(children(cluster, "Shelf")) == 3
             ranks = children(cluster, "RayWorker")
             assert len(ranks) == 2, said.read_text()[-3000:]
@@ -91,7 +92,7 @@ def test_a_lost_node_is_restored_from_the_next_one(task, data, cluster, tmp_path
     assert code == 0, said.read_text()[-3000:]
     records = [json.loads(line) for line in (out / "restarts.jsonl").read_text().splitlines()]
     assert [record["event"] for record in records] == ["failed", "resumed"]
-    assert records[1]["step"] >= 1  # copies are written beside the steps: those of the last two may not be whole
+    assert records[1]["step"] >= 2
     assert "the copy in the nodes' memory was written to" in (out / "log.txt").read_text() + said.read_text()
     assert steps_of(out) == steps_of(whole.path)
     assert not children(cluster, "Shelf")
