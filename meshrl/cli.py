@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         problems = getattr(error, "problems", None)  # ConfigError, without importing the config for it
         if problems is not None:
-            if error.__cause__ is not None and os.environ.get("MESHRL_TRACEBACK"):
+            if os.environ.get("MESHRL_TRACEBACK"):
                 sys.stderr.write(traceback.format_exc())
             for problem in problems:
                 _complain(problem)

@@ -23,6 +23,8 @@ BLOCK = 32 << 20
 UNUSED_SECONDS, LOOK_SECONDS = 4 * 3600.0, 10.0
 # Seconds for an answer to a question without a load: a node that takes longer counts as lost.
 ANSWER_SECONDS = 30.0
+# Seconds in which shelves are started.
+START_SECONDS = 120.0
 # With this file a step is whole, as far as its ranks' files are on some shelf.
 LAST = "manifest.json"
 
@@ -102,6 +104,8 @@ class Shelves:
 
 def places_of(node: str, ring: tuple[str, ...]) -> tuple[str, str]:
     """On which nodes the files of a node's ranks lie: its own, and the one after it."""
+    if node not in ring:
+        raise ValueError(f"node {node} has no shelf: it did not answer when the copies began")
     at = ring.index(node)
     return node, ring[(at + 1) % len(ring)]
 
@@ -114,40 +118,50 @@ def start_shelves(key: str, deadline: float) -> Shelves:
     import ray
 
     nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
-    started = {node: _new_shelf(key, node).names.remote() for node in nodes}
-    ring = tuple(node for node, answer in started.items() if _answers(key, node, answer, deadline))
+    asked = {node: _ask_shelf(key, node) for node in nodes} if len(nodes) > 1 else {}
+    until = time.monotonic() + START_SECONDS
+    ring = tuple(node for node, answer in asked.items() if _answers(key, node, answer, until))
     if len(ring) < 2:
-        raise ValueError(f"copies in the memory of other nodes need two of them, the Ray cluster has {len(ring)}")
+        raise ValueError(
+            f"copies in the memory of other nodes need two of them; {len(ring)} of the cluster's {len(nodes)} answer"
+        )
     return Shelves(key, ring, deadline)
 
 
-def _new_shelf(key: str, node: str) -> Any:
+def _ask_shelf(key: str, node: str) -> Any:
+    """Asks a node's shelf, which is started where there is none, what it holds; None where its name is still taken."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     actor: Any = ray.remote(Shelf)
-    return actor.options(
+    options = actor.options(
         name=f"{key}-{node}",
         get_if_exists=True,
         lifetime="detached",
         num_cpus=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-    ).remote()
+    )
+    try:
+        return options.remote().names.remote()
+    except ValueError:  # by one that is just ending
+        return None
 
 
-def _answers(key: str, node: str, answer: Any, deadline: float) -> bool:
+def _answers(key: str, node: str, answer: Any, until: float) -> bool:
     """Whether a node has a shelf; where one has died alone, a new one is started."""
     import ray
 
-    try:
-        ray.get(answer, timeout=deadline)
-    except ray.exceptions.RayError:
+    problem = "its shelf is ending"
+    for asked in (answer, None):
         try:
-            ray.get(_new_shelf(key, node).names.remote(), timeout=ANSWER_SECONDS)
-        except (ray.exceptions.RayError, ValueError) as error:
-            logger.warning("node %s takes no copies: %s", node, str(error).partition("\n")[0])
-            return False
-    return True
+            told = asked or _ask_shelf(key, node)
+            if told is not None:
+                ray.get(told, timeout=max(ANSWER_SECONDS, until - time.monotonic()))
+                return True
+        except ray.exceptions.RayError as error:
+            problem = str(error).partition("\n")[0]
+    logger.warning("node %s takes no copies: %s", node, problem)
+    return False
 
 
 def write_newest(key: str, newer_than: int, folder: Callable[[int], Path], deadline: float) -> Path | None:

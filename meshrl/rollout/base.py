@@ -70,7 +70,8 @@ class Rollout(ABC):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Takes a new version of every weight, by Hugging Face name, between two engine steps.
 
-        Cached keys and values are dropped; running requests recompute theirs and go on with the new version.
+        Cached keys and values are dropped; running requests recompute theirs and go on with the new version. The stream
+        may fail at its very end, where it is found to be wrong: the version is the new one only when it is through.
         """
 
     @abstractmethod

@@ -84,7 +84,7 @@ def connect(
     rank, world = rank_and_world()
     has_part = layout is None or rank < layout.world_size
     # Buffers that are weights are always float32; where all are, the rollout can take more than bfloat16 has.
-    is_float32 = bool(params) and all(param.dtype == torch.float32 for param in params.values())
+    is_float32 = {param.dtype for param in params.values() if param.is_floating_point()} == {torch.float32}
     source = source_of(engine, adapters=adapters, master=is_float32)
     if layout is None:
         target = replicas({name: tuple(p.shape) for name, p in params.items()}, world, source.model_type)

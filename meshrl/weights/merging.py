@@ -54,7 +54,7 @@ class MergingSync:
     def __init__(self, engine: FSDPEngine, hf_model: Any, **options: Any):
         self.engine, self.options = engine, options
         self.params = rollout_params(hf_model)
-        is_float32 = all(param.dtype == torch.float32 for param in self.params.values())
+        is_float32 = {param.dtype for param in self.params.values() if param.is_floating_point()} == {torch.float32}
         self.source, self.sync = adapter_exchange(engine, master=is_float32, **options)
         self.base: dict[str, Tensor] = {}
         self._is_there = False  # whether the rollout has the weights that no adapter changes

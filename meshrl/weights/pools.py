@@ -185,7 +185,7 @@ def connect_trainer(
     if carrier not in CARRIERS:
         raise ValueError(f"unknown carrier '{carrier}': use one of {', '.join(CARRIERS)}")
     rollouts = group.gather(None, "to describe their weights")[trainers:]
-    is_float32 = all(entry[1] == "float32" for entry in rollouts[0]["params"].values())
+    is_float32 = {entry[1] for entry in rollouts[0]["params"].values() if "float" in entry[1]} == {"float32"}
     # Engines with weights of their own form have nothing to merge into.
     alone = engine.has_adapters and adapters == "alone" and not rollouts[0]["streams"]
     source = source_of(engine, adapters="base" if alone else "merged", master=is_float32)

@@ -130,6 +130,8 @@ class FSDP2Source(Source):
         found = self._param_tensors()
         if not (buffers := self._buffers()):
             return found
+        if type(found) is dict:
+            return found | {name: self._own_rows(buffer) for name, buffer in buffers.items()}
         makers = {name: partial(found.__getitem__, name) for name in found}
         return Lazy(makers | {name: partial(self._own_rows, buffer) for name, buffer in buffers.items()})
 

@@ -48,8 +48,8 @@ def test_memory_stays_flat(make_group, backend):
             worker_sizes.append(max(private_mib(worker) for worker in workers))
     # A look may catch a batch in flight, and an allocator may come to keep one for good: what leaks goes on to grow in
     # the second half, and is in each of the last looks.
-    assert min(sizes[-3:]) - max(sizes[:5]) < 50, sizes
-    assert min(worker_sizes[-3:]) - max(worker_sizes[:5]) < 50, worker_sizes
+    assert min(sizes[-3:]) - max(sizes[:5]) < 30, sizes
+    assert min(worker_sizes[-3:]) - max(worker_sizes[:5]) < 30, worker_sizes
     assert max(fds[1:]) - fds[0] <= 2, fds
     if backend == "ray":
         # The store frees late, but frees: what steps leave behind would stay.

@@ -63,6 +63,22 @@ def test_a_swapped_slice_is_named_and_the_rollouts_refuse(monkeypatch):
     assert [(r.version, r.released) for r in rollouts.values()] == [(2, ())] * 4
 
 
+def test_a_rollout_that_cannot_even_refuse_does_not_hide_the_cause(monkeypatch):
+    group = group_of()
+    rollouts, _ = synced(group)
+    group.load(random_tensors(group.plan.source.tensors, seed=2))
+
+    def gone(tags):
+        raise ConnectionError("its engine is gone")
+
+    rollouts[0].release = gone
+    swap_two_slices(monkeypatch)
+    results = group.run(2, rollouts=rollouts)
+    all_failed(results, SyncRefusedError)
+    assert results[0].__notes__ == ["nor could the rollout give its weights up: ConnectionError: its engine is gone"]
+    assert rollouts[0].version == -1
+
+
 def test_without_sums_the_same_swap_goes_unseen(monkeypatch):
     group = group_of(verify=False)
     whole = random_tensors(group.plan.source.tensors)
