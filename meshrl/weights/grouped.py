@@ -148,12 +148,14 @@ def _tiles(table: np.ndarray, from_size: int, to_size: int) -> tuple[np.ndarray,
 
 
 def can_group(*sides: tuple[Shards, np.ndarray]) -> bool:
-    """Whether these slices can go through the kernel: known types, rows in one piece."""
-    return all(
-        bool(((held["col_stride"] == 1) | (held["cols"] == 1)).all())
-        and all(shards.tensors[shards.placement.parameters[p]].dtype in TYPES for p in np.unique(held["parameter"]))
-        for shards, held in sides
-    )
+    """Whether these slices can go through the kernel: on the device, of known types, rows in one piece."""
+    for shards, held in sides:
+        tensors = [shards.tensors[shards.placement.parameters[number]] for number in np.unique(held["parameter"])]
+        if not all(tensor.is_cuda and tensor.dtype in TYPES for tensor in tensors):
+            return False
+        if not ((held["col_stride"] == 1) | (held["cols"] == 1)).all():
+            return False
+    return True
 
 
 def addresses(shards: Shards, held: np.ndarray, boxes: np.ndarray) -> tuple[np.ndarray, list[torch.dtype]]:
