@@ -76,42 +76,38 @@ class RemoteRollout(Rollout):
     # Requests
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        names = [request.request_id for request in requests]
-        final: dict[tuple[str, int], list[int]] = {}
-        chunks: list[Chunk] = []
-        try:
-            self._call(self._submit(requests, chunks.append))
-            futures = [asyncio.run_coroutine_threadsafe(self._ended(name, final), self._loop) for name in names]
-            for future in futures:
-                self._wait_for(future)
-        finally:
-            self.abort(names)
-        answers = gather(requests, chunks)
-        for answer in answers:
-            answer.versions = final.get((answer.request_id, answer.index), answer.versions)
-        return answers
+        place = {request.request_id: number for number, request in enumerate(requests)}
+        return sorted(self.as_they_end(requests), key=lambda answer: (place[answer.request_id], answer.index))
 
     def as_they_end(self, requests: Sequence[Request]) -> Iterator[Completion]:
         final: dict[tuple[str, int], list[int]] = {}
         chunks: dict[str, list[Chunk]] = {request.request_id: [] for request in requests}
+        ended: queue.SimpleQueue[asyncio.Task[None]] = queue.SimpleQueue()
+        waiting: dict[asyncio.Task[None], Request] = {}
+
+        async def begin() -> None:
+            await self._submit(requests, lambda chunk: chunks[chunk.request_id].append(chunk))
+            # Before any of them can end.
+            for request in requests:
+                task = self._watch(request, final)
+                waiting[task] = request
+                task.add_done_callback(ended.put)
+
         try:
-            self._call(self._submit(requests, lambda chunk: chunks[chunk.request_id].append(chunk)))
-            waiting = {
-                asyncio.run_coroutine_threadsafe(self._ended(request.request_id, final), self._loop): request
-                for request in requests
-            }
-            ended: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
-            for future in waiting:
-                future.add_done_callback(ended.put)
+            self._call(begin())
             while waiting:
+                # No deadline: a pause may last. The engine's own failures end every answer.
                 try:
-                    future = ended.get(timeout=POLL_SECONDS)
+                    task = ended.get(timeout=POLL_SECONDS)
+                    is_closed = task.cancelled()
                 except queue.Empty:
-                    if self._closed:
-                        raise RuntimeError("the rollout was closed while requests were running") from None
-                    continue
-                request = waiting.pop(future)
-                future.result()
+                    is_closed = self._closed
+                    if not is_closed:
+                        continue
+                if is_closed:
+                    raise RuntimeError("the rollout was closed while requests were running") from None
+                request = waiting.pop(task)
+                task.result()
                 for answer in gather([request], chunks.pop(request.request_id)):
                     answer.versions = final.get((answer.request_id, answer.index), answer.versions)
                     yield answer
@@ -167,13 +163,16 @@ class RemoteRollout(Rollout):
                 self._answers[request.request_id, index] = answer
                 answer.task = asyncio.create_task(answer.run())
 
-    async def _ended(self, name: str, final: dict[tuple[str, int], list[int]]) -> None:
-        """Waits for all answers of a request and notes the versions that the engine gave in the end."""
-        answers = [answer for (other, _), answer in self._answers.items() if other == name]
-        await asyncio.gather(*(answer.task for answer in answers if answer.task is not None))
-        for answer in answers:
-            if answer.versions is not None:
-                final[name, answer.index] = answer.versions
+    def _watch(self, request: Request, final: dict[tuple[str, int], list[int]]) -> asyncio.Task[None]:
+        """Ends when all answers of a request have, and notes the versions that the engine gave in the end."""
+        keys = ((request.request_id, index) for index in range(request.params.n))
+        answers = {key: self._answers[key] for key in keys if key in self._answers}
+
+        async def until_ended() -> None:
+            await asyncio.gather(*(answer.task for answer in answers.values() if answer.task is not None))
+            final.update((key, answer.versions) for key, answer in answers.items() if answer.versions is not None)
+
+        return asyncio.create_task(until_ended())
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         self._call(self._abort(request_ids))
