@@ -489,7 +489,7 @@ def check_devices(processes: int, trainer: RunConfig) -> None:
     if (count := torch.cuda.device_count()) < processes:
         own = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
         if (others := processes - trainer.n_gpus_per_node) > 0:
-            own += f", {others} for workers on devices of their own, such as rollout.n_gpus_per_node"
+            own += f", {others} for workers on devices of their own, such as actor_rollout_ref.rollout.n_gpus_per_node"
         raise ConfigError(
             [
                 f"the run needs {processes} GPUs ({own}), but torch sees {count} on this machine: change these keys, "

@@ -83,9 +83,7 @@ def connect(
     """
     rank, world = rank_and_world()
     has_part = layout is None or rank < layout.world_size
-    # Buffers that are weights are always float32; where all are, the rollout can take more than bfloat16 has.
-    is_float32 = {param.dtype for param in params.values() if param.is_floating_point()} == {torch.float32}
-    source = source_of(engine, adapters=adapters, master=is_float32)
+    source = source_of(engine, adapters=adapters, master=all_float32(params))
     if layout is None:
         target = replicas({name: tuple(p.shape) for name, p in params.items()}, world, source.model_type)
     elif layout.world_size > world:
@@ -119,6 +117,11 @@ def rollout_params(hf_model: nn.Module) -> dict[str, Tensor]:
     Not their data: a rollout that gives its memory back and takes it again keeps the parameters.
     """
     return dict(hf_model.named_parameters()) | persistent_buffers(hf_model)
+
+
+def all_float32(params: Mapping[str, Tensor]) -> bool:
+    """Whether a rollout can take more than bfloat16 has; buffers that are weights are float32 in every rollout."""
+    return {param.dtype for param in params.values() if param.is_floating_point()} == {torch.float32}
 
 
 def tensor_dtypes(

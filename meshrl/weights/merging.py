@@ -16,7 +16,7 @@ from torch import Tensor
 from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.rollout.base import Rollout
 from meshrl.weights.adapters import adapter_exchange
-from meshrl.weights.connect import connect, rollout_params
+from meshrl.weights.connect import all_float32, connect, rollout_params
 from meshrl.weights.exchange import Traffic
 from meshrl.weights.sources import DOWN, UP, FSDP2Source
 from meshrl.weights.sync import SyncReport
@@ -54,8 +54,7 @@ class MergingSync:
     def __init__(self, engine: FSDPEngine, hf_model: Any, **options: Any):
         self.engine, self.options = engine, options
         self.params = rollout_params(hf_model)
-        is_float32 = {param.dtype for param in self.params.values() if param.is_floating_point()} == {torch.float32}
-        self.source, self.sync = adapter_exchange(engine, master=is_float32, **options)
+        self.source, self.sync = adapter_exchange(engine, master=all_float32(self.params), **options)
         self.base: dict[str, Tensor] = {}
         self._is_there = False  # whether the rollout has the weights that no adapter changes
 
