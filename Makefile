@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test test-vllm test-sglang lint types docs check clean
+.PHONY: demo test test-gpu test-vllm test-sglang lint types docs check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/meshrl demo
@@ -21,6 +21,12 @@ test: $(VENV)/.installed-dev
 	@$(PYTEST) -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=20 || { \
 		echo "Once more, alone, what failed:"; \
 		$(PYTEST) --last-failed --last-failed-no-failures none; }
+
+# What needs a GPU, and the layouts of weight sync, rollout and FSDP over NCCL; ranks share a GPU where there are too few.
+OVER_NCCL := weight_sync pool_sync rollout_tensor_parallel split_rollout fsdp_engine
+test-gpu: $(VENV)/.installed-dev
+	@if ! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then echo "SKIPPED: torch sees no GPU here"; exit; fi; \
+		$(PYTEST) -m gpu && MESHRL_TEST_DEVICE=cuda $(PYTEST) $(OVER_NCCL:%=tests/special_distributed/test_%.py)
 
 # The real engines, each in an environment of its own; SKIPPED where one cannot be installed.
 test-vllm:

@@ -8,6 +8,7 @@ from collections.abc import Hashable
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +37,15 @@ class HostMemory:
 def locked_like(tensor: Tensor) -> Tensor:
     """Page-locked memory for a tensor of a GPU, of exactly its size (torch's own rounds up to a power of two)."""
     made = torch.empty_like(tensor, device="cpu")
+    own = made.to_local() if isinstance(made, DTensor) else made
+    if not own.nbytes:  # a rank may have no rows of a small parameter
+        return made
     runtime = torch.cuda.cudart()
-    problem = runtime.cudaHostRegister(made.data_ptr(), made.nbytes, 0)
+    problem = runtime.cudaHostRegister(own.data_ptr(), own.nbytes, 0)
     if int(problem) == 0:
-        weakref.finalize(made, runtime.cudaHostUnregister, made.data_ptr())
+        weakref.finalize(made, runtime.cudaHostUnregister, own.data_ptr())
     else:
-        logger.warning("%d bytes of host memory cannot be page-locked (%s): offloading is slow", made.nbytes, problem)
+        logger.warning("%d bytes of host memory cannot be page-locked (%s): offloading is slow", own.nbytes, problem)
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 import platform
 from datetime import timedelta
 
@@ -38,8 +39,18 @@ def init_process_group(device: torch.device, timeout_seconds: float) -> None:
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    outlive_other_groups()
     dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=timeout_seconds))
     atexit.register(_leave_process_group)
+
+
+def outlive_other_groups() -> None:
+    """To be called before a process makes its first group: has it outlive errors in others, as between pools.
+
+    When any group fails, the monitor of the first one writes down what ran and then ends the process. What ran is in
+    our own reports (`flight_recorder`).
+    """
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
 
 
 def new_groups(layout: Layout, *axes: str) -> dist.ProcessGroup | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,12 +61,16 @@ class Exchange:
 
     def __post_init__(self) -> None:
         self.rank = self.part.rank
-        self.dtype_of = [self.dtypes.get(name, torch.float32) for name in self.plan.names]
         self._asked: deque[tuple[int, int, Incoming]] = deque()  # tag, message
         self._sent: deque[int] = deque([0] * IN_FLIGHT, IN_FLIGHT)  # tags
         # Sums of pieces: by piece where sent from here, by destination slice where expected here.
         self.sent_sums: dict[int, Tensor] = {}
         self.copied_sums: list[tuple[np.ndarray | list[int], Tensor]] = []
+
+    @cached_property
+    def dtype_of(self) -> list[torch.dtype]:
+        """By number of tensor."""
+        return [self.dtypes.get(name, torch.float32) for name in self.plan.names]
 
     @torch.no_grad()
     def run(self) -> None:

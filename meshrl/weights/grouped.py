@@ -80,10 +80,11 @@ def _move(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class _Batch:
-    """The tiles of the rectangles of one pair of types that are, or are not, aligned to words."""
+    """The tiles of the rectangles of one pair of types that are, or are not, turned and aligned to words."""
 
     from_type: torch.dtype
     to_type: torch.dtype
+    turned: bool
     aligned: bool
     tiles: Tensor  # int64 [tiles, FIELDS]: a table of their own
     numbers: Tensor  # int32 [tiles]: of their rectangles
@@ -95,31 +96,64 @@ class _Batch:
 
 
 class Grouped:
-    """Rectangles of one rank, in the order given: `run` copies those that have a target, and sums all of them."""
+    """Rectangles of one rank, in the order given: `run` copies those that have a target, and sums all of them.
+
+    What runs a second time, as the memory has not moved, is recorded: launching takes the host longer than replaying.
+    """
 
     def __init__(self, table: np.ndarray, types: Sequence[tuple[torch.dtype, torch.dtype]], device: torch.device):
         self.device, self.count = device, len(table)
+        table, turned = _turned(table)
         ends = (table[:, ROW] + table[:, ROWS]).max(initial=1), (table[:, COL] + table[:, COLS]).max(initial=1)
-        self.weights = tuple(
-            weight_table(int(end), seed, device) for end, seed in zip(ends, (ROW_SEED, COL_SEED), strict=True)
-        )
-        kinds = [(*pair, aligned) for pair, aligned in zip(types, _aligned(table).tolist(), strict=True)]
+        self.weights = [weight_table(int(max(ends)), seed, device) for seed in (ROW_SEED, COL_SEED)]
+        ways = zip(turned.tolist(), _aligned(table).tolist(), strict=True)
+        kinds = [(*pair, *way) for pair, way in zip(types, ways, strict=True)]
         self.batches = []
         for kind in dict.fromkeys(kinds):
             numbers = np.array([number for number, own in enumerate(kinds) if own == kind])
             tiles, owners = _tiles(table[numbers], *(dtype.itemsize for dtype in kind[:2]))
             sent = (torch.from_numpy(array).to(device) for array in (tiles, numbers[owners].astype(np.int32)))
             self.batches.append(_Batch(*kind, *sent))
+        self.sums = torch.zeros(self.count, dtype=torch.int64, device=device)
+        self._recorded: dict[bool, torch.cuda.CUDAGraph | None] = {}  # with or without sums; None: has run once
 
     def run(self, with_sums: bool = True) -> Tensor:
-        """The sum of each rectangle as it was read (zeros without `with_sums`), int64 [rectangles]."""
-        sums = torch.zeros(self.count, dtype=torch.int64, device=self.device)
+        """The sum of each rectangle as it was read (zeros without `with_sums`), int64, until the next run."""
+        with torch.cuda.device(self.device):
+            if with_sums not in self._recorded:
+                self._launch(with_sums)
+                self._recorded[with_sums] = None
+            else:
+                recorded = self._recorded[with_sums] = self._recorded[with_sums] or self._record(with_sums)
+                recorded.replay()
+        return self.sums
+
+    def _record(self, with_sums: bool) -> torch.cuda.CUDAGraph:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            self._launch(with_sums)
+            graph.capture_end()
+        return graph
+
+    def _launch(self, with_sums: bool) -> None:
+        self.sums.zero_()
         for batch in self.batches:
+            weights = self.weights[::-1] if batch.turned else self.weights
             _move[(len(batch.tiles),)](
-                batch.tiles, batch.numbers, *self.weights, sums, TYPES[batch.from_type], TYPES[batch.to_type],
+                batch.tiles, batch.numbers, *weights, self.sums, TYPES[batch.from_type], TYPES[batch.to_type],
                 with_sums, batch.aligned, TILE_ROWS, TILE_COLS, AT_ONCE, FIELDS, batch.together, WORD, num_warps=4,
             )  # fmt: skip
-        return sums
+
+
+def _turned(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The table with vectors, which come as columns in one piece, as rows; and which these are."""
+    steps = table[:, FROM_STRIDE] == 1, (table[:, TO_STRIDE] == 1) | (table[:, TO] == 0)
+    turned = (table[:, COLS] == 1) & steps[0] & steps[1]
+    table = table.copy()
+    for down, across in ((ROWS, COLS), (ROW, COL)):
+        table[np.ix_(turned, [down, across])] = table[np.ix_(turned, [across, down])]
+    return table, turned
 
 
 def _aligned(table: np.ndarray) -> np.ndarray:
@@ -229,7 +263,7 @@ class Tables:
     def _get(self, what: str, sides: Sequence[Shards], make: Callable[[], Made | None]) -> Made | None:
         if any(type(shards.tensors) is not dict for shards in sides):
             return None
-        memory = [tensor.data_ptr() for shards in sides for tensor in shards.tensors.values()]
+        memory = [pointer for shards in sides for pointer in map(Tensor.data_ptr, shards.tensors.values())]
         known = self._made.get(what)
         if known is None or known[0] != memory:
             known = self._made[what] = memory, make()

@@ -20,7 +20,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -56,6 +57,12 @@ CARRIERS = ("auto", "shared_memory", "cuda_ipc", "process_group")
 # A store takes values of a few megabytes.
 PART_BYTES = 4 * MEGABYTE
 LOOK_EVERY = 0.005
+# What torch reads when it makes an NCCL group. After an error: clean up only, write no dump, and do not wait for one.
+OUTLIVES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "10",
+}
 
 
 class MeetingPoint:
@@ -118,7 +125,8 @@ class PoolGroup:
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = limit
-            return dist.ProcessGroupNCCL(store, self.rank, self.world, options)
+            with _surviving():
+                return dist.ProcessGroupNCCL(store, self.rank, self.world, options)
         return dist.ProcessGroupGloo(store, self.rank, self.world, limit)
 
     def _key(self, rank: int, part: int | None = None) -> str:
@@ -138,6 +146,24 @@ class PoolGroup:
                     f"deadline of {self.deadline:g} s"
                 )
             time.sleep(LOOK_EVERY)
+
+
+@contextmanager
+def _surviving() -> Iterator[None]:
+    """NCCL groups made inside outlive the loss of a rank: one of another pool may die and come back.
+
+    By default that ends the whole process, at once or minutes later. Every wait for a message has a deadline anyway.
+    """
+    before = {name: os.environ.get(name) for name in OUTLIVES}
+    os.environ.update(OUTLIVES)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class PoolSync:
@@ -456,7 +482,7 @@ def carrier_between(
         kind = "process_group" if len(set(group.hosts)) > 1 else "cuda_ipc" if on_gpus else "shared_memory"
     if kind == "process_group":
         where = device if on_gpus else torch.device("cpu")
-        return ProcessGroupCarrier(slot, where, group.backend(where))
+        return ProcessGroupCarrier(slot, where, group.backend(where), owns=True)
     folder = group.gather(memory_folder() if group.rank == 0 else None, "to share memory")[0]
     made = (
         CudaIpcCarrier(folder, group.rank, slot, device)

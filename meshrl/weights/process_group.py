@@ -20,12 +20,15 @@ Group = Any
 class ProcessGroupCarrier(Carrier):
     """Ranks are those of `group`, by default all ranks of the default one. Every rank of it must make a carrier.
 
-    Gloo moves host memory only: with GPUs, slots are in pinned host memory; NCCL moves them on the GPU.
+    `owns`: the group is the carrier's alone. Gloo moves host memory only: with GPUs, slots are in pinned host memory;
+    NCCL moves them on the GPU.
     """
 
-    def __init__(self, slot_bytes: int, device: torch.device | str = "cpu", group: Group = None):
+    def __init__(self, slot_bytes: int, device: torch.device | str = "cpu", group: Group = None, owns: bool = False):
         everyone: Group = dist.group.WORLD
         self.group: Group = group or everyone
+        # Whether the group ends with the carrier. Left alone, NCCL's kernels would wait for a lost rank for ever.
+        self.owns_nccl = owns and torch.device(device).type == "cuda"
         super().__init__(self.group.rank(), new_slots(slot_bytes, device))
         self._in_slots = new_slots(slot_bytes, device)
         self._in_use: deque[_FromGroup | None] = deque([None, None])
@@ -66,6 +69,18 @@ class ProcessGroupCarrier(Carrier):
             raise SyncError(
                 f"weight sync: rank {self.rank} lost rank {peer} while it waited for it {what}: {error}"
             ) from error
+
+    def abort(self, reason: str) -> None:
+        super().abort(reason)
+        if self.owns_nccl:
+            self.group.abort()
+            # Left to the garbage collector, its threads and the interpreter could wait for each other.
+            self.group.shutdown()
+
+    def close(self) -> None:
+        super().close()
+        if self.owns_nccl and self.broken is None:
+            self.group.shutdown()
 
     def memory_bytes(self) -> int:
         return super().memory_bytes() + len(self._in_slots) * self.slot_bytes

@@ -84,6 +84,7 @@ class FSDP2Source(Source):
         # Walking through all modules takes longer than moving small models; an unsharded one keeps its parameters.
         self._units = [part for part in engine.module.modules() if isinstance(part, FSDPModule)]
         self._named: list[tuple[str, nn.Parameter]] | None = None
+        self._unsharded: dict[str, Tensor] | None = None
         self._homes = [] if adapters == "only" else buffer_homes(engine.hf_model)
         params = dict(self._params())
         self._sent = {name: self._name(name) for name in params if self._is_sent(name)}
@@ -127,7 +128,11 @@ class FSDP2Source(Source):
         return name.replace(BASE, ".")
 
     def tensors(self) -> Mapping[str, Tensor]:
+        if self._unsharded is not None:
+            return self._unsharded
         found = self._param_tensors()
+        if self._named is not None and type(found) is dict and not self._homes:
+            self._unsharded = found
         if not (buffers := self._buffers()):
             return found
         if type(found) is dict:

@@ -8,7 +8,7 @@ from typing import Any
 
 import megatron_cpu
 import pytest
-from process_group import ProcessGroups
+from process_group import ON_GPU, ProcessGroups
 from sync_trials import SYNC_FAMILIES
 
 STARTED: list[ProcessGroups] = []
@@ -28,15 +28,15 @@ def started(groups: ProcessGroups) -> ProcessGroups:
 
 @pytest.fixture(scope="session")
 def ranks() -> ProcessGroups:
-    """Groups of gloo processes by size, started at first use and shared by all tests of a file."""
+    """Groups of processes by size, started at first use and shared by all tests of a file."""
     return started(ProcessGroups())
 
 
 @pytest.fixture(scope="session")
 def megatron_ranks() -> ProcessGroups:
-    """The same for Megatron-Core, which these processes run on the CPU; see megatron_cpu.py."""
+    """The same for Megatron-Core, which these processes run on the CPU unless on GPUs; see megatron_cpu.py."""
     pytest.importorskip("megatron.core")
-    return started(ProcessGroups(megatron_cpu.install))
+    return started(ProcessGroups(None if ON_GPU else megatron_cpu.install))
 
 
 @pytest.fixture(scope="session")

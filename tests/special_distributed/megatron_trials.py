@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from process_group import own_device
 from transformers import AutoConfig
 
 from meshrl.config.engine import EngineConfig
@@ -113,6 +114,6 @@ def run_megatron(trial: Trial) -> Outcome:
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
 
     try:
-        return run_engine(trial)
+        return run_engine(trial, str(own_device()))
     finally:
         leave_parallel_state()

@@ -1,4 +1,4 @@
-"""Warm groups of real gloo processes that run a test's functions.
+"""Warm groups of real processes, joined by gloo or NCCL, that run a test's functions.
 
 A test asks the session's `ranks` fixture for a group and hands it a function, which every rank runs with the same
 arguments. The results come back in the order of the ranks:
@@ -14,9 +14,11 @@ arguments. The results come back in the order of the ranks:
 What to know:
 
 - The function travels by its name, arguments and results by pickle: it must stand at the top of an importable module
-  (the test module is one); tensors and tiny models may be arguments, fixtures may not.
+  (the test module is one); tensors and tiny models may be arguments, fixtures may not. Tensors come back on the host.
 - In the function `torch.distributed` is initialised with all ranks of the group as the default group, and torch has
   one thread. Further groups are the function's own business: `subgroups` splits the ranks into them and keeps them.
+- With `MESHRL_TEST_DEVICE=cuda` in the environment they have NCCL as well, and `own_device()` is a GPU: the rank's own,
+  or one that several ranks share, for which each passes for a host of its own.
 - The processes are forked, within milliseconds, from a server that has imported torch and Transformers once. They stay
   for the whole session, so a function should leave no global state behind.
 - If a rank raises, `run` raises `RankFailedError` with the traceback of every rank that had one. If the deadline
@@ -47,6 +49,9 @@ import megatron_cpu
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import debug
+from torch.utils._pytree import tree_map_only
+
+from meshrl.parallel.mesh import outlive_other_groups
 
 PRELOAD = [
     "pytest",
@@ -62,6 +67,7 @@ PRELOAD = [
     "meshrl.engines.fsdp.engine",
     *megatron_cpu.PRELOAD,
 ]
+ON_GPU = os.environ.get("MESHRL_TEST_DEVICE", "cpu") == "cuda"
 START_SECONDS = 120.0
 RUN_SECONDS = 60.0
 # How long the other ranks may still answer once one has failed: those that wait for it in a collective never do.
@@ -209,6 +215,18 @@ def subgroups(*sizes: int) -> list[dist.ProcessGroup]:
 _grids: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
 
 
+def own_device() -> torch.device:
+    """For use in a rank: where its models are."""
+    return torch.device("cuda", torch.cuda.current_device()) if ON_GPU else torch.device("cpu")
+
+
+def _take_gpu(rank: int) -> None:
+    """Gives the rank a GPU; NCCL refuses two ranks of one host on the same GPU, so that each gets a host's name."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    outlive_other_groups()
+    os.environ.update(NCCL_HOSTID=f"{os.getpid()}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+
+
 def _serve(
     rank: int,
     world_size: int,
@@ -225,13 +243,19 @@ def _serve(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if ON_GPU:
+        _take_gpu(rank)
 
     def join() -> None:
         if prepare is not None:
             prepare()
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=START_SECONDS)
+            "cpu:gloo,cuda:nccl" if ON_GPU else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=START_SECONDS),
         )
 
     connection.send_bytes(_answer(join))
@@ -269,6 +293,6 @@ def _leave_groups() -> None:
 def _answer(function: Callable[[], Any]) -> bytes:
     """The pickled (traceback or None, result)."""
     try:
-        return pickle.dumps((None, function()))
+        return pickle.dumps((None, tree_map_only(torch.Tensor, torch.Tensor.cpu, function())))
     except BaseException:
         return pickle.dumps((traceback.format_exc(), None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import torch
+from process_group import own_device
 
 from meshrl.config.engine import EngineConfig, FSDPConfig, MixedPrecisionConfig
 from meshrl.config.model import ModelConfig
@@ -29,7 +30,7 @@ def one_process_logits(folder, version):
     with torch.no_grad():
         for name, param in model.named_parameters():
             param.copy_(changed(name, param, version))
-        return model(IDS).logits
+    return logits_of(model.to(own_device()))
 
 
 def fsdp_engine(folder, **engine):
@@ -42,7 +43,7 @@ def fsdp_engine(folder, **engine):
         fsdp_config=FSDPConfig(model_dtype="fp32", mixed_precision=precision, fsdp_size=size), **engine
     )
     model = ModelConfig(path=str(folder), lora_rank=lora_rank, lora_alpha=16, enable_gradient_checkpointing=False)
-    made = FSDPEngine(model, config, OptimConfig(lr=1e-3), device=torch.device("cpu"))
+    made = FSDPEngine(model, config, OptimConfig(lr=1e-3), device=own_device())
     made.initialize()
     return made
 
@@ -75,7 +76,13 @@ def blank_lm(folder):
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
-    return model.eval()
+    return model.to(own_device()).eval()
+
+
+def logits_of(model):
+    """What a module of this rank says, on the host."""
+    with torch.no_grad():
+        return model(IDS.to(own_device())).logits.cpu()
 
 
 class PlainRollout:

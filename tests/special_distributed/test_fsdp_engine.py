@@ -6,6 +6,7 @@ import psutil
 import pytest
 import torch
 from megatron_trials import write_small_model
+from process_group import own_device
 
 from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
@@ -94,6 +95,10 @@ def make_trial(folder, layout, extra):
     return world, Trial(model, engine)
 
 
+def run_here(trial):
+    return run_engine(trial, str(own_device()))
+
+
 @pytest.mark.parametrize(("family", "layout", "extra"), list(dict.fromkeys(GRID)), ids=str)
 def test_same_numbers_as_one_process(ranks, folders, references, family, layout, extra):
     world, trial = make_trial(folders[family], layout, extra)
@@ -101,7 +106,7 @@ def test_same_numbers_as_one_process(ranks, folders, references, family, layout,
     if key not in references:
         references[key] = run_reference(trial), run_reference(trial, perturb=1e-3)
     expected, perturbed = references[key]
-    outcomes = ranks(world).run(run_engine, trial)
+    outcomes = ranks(world).run(run_here, trial)
     found = differences(outcomes, expected)
     assert max(found.values()) <= TOLERANCE, found
     control = differences(outcomes, perturbed)

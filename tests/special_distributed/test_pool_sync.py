@@ -10,8 +10,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from process_group import ProcessGroup
-from sync_trials import BUCKET, IDS, PlainRollout, blank_lm, fsdp_engine, multiplied, one_process_logits
+from process_group import ProcessGroup, own_device
+from sync_trials import BUCKET, IDS, PlainRollout, blank_lm, fsdp_engine, logits_of, multiplied, one_process_logits
 
 from meshrl.weights.transport import SyncError, SyncTimeoutError
 
@@ -68,7 +68,7 @@ def train_megatron(trial, address, rollouts, versions, settings):
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
 
     try:
-        engine = engine_class(trial.engine)(trial.model, trial.engine, None, device=torch.device("cpu"))
+        engine = engine_class(trial.engine)(trial.model, trial.engine, None, device=own_device())
         engine.initialize()
         return train(engine, address, rollouts, versions, **settings)
     finally:
@@ -81,8 +81,7 @@ class Copy(PlainRollout):
         self.hf_model = blank_lm(folder)
 
     def logits(self):
-        with torch.no_grad():
-            return self.hf_model(IDS).logits
+        return logits_of(self.hf_model)
 
 
 def take(folder, address, trainers, versions, staged=True):
@@ -170,7 +169,7 @@ def train_lora(folder, address, adapters):
                 if kind == "weight" and f"{layer}.lora_A.default.weight" in whole:
                     up, down = (whole[f"{layer}.lora_{letter}.default.weight"] for letter in "BA")
                     param.add_(up @ down, alpha=16 / 4)
-            expected.append(reference(IDS).logits)
+            expected.append(logits_of(reference))
     sync.close()
     return expected
 
@@ -225,7 +224,7 @@ def generate_and_take(folder, address, staged):
     from meshrl.weights.exchange import Exchange
     from meshrl.weights.pools import connect_rollout
 
-    model = load_model(str(folder), ATTENTION_NAME, "lm", dtype=torch.float32)
+    model = load_model(str(folder), ATTENTION_NAME, "lm", dtype=torch.float32).to(own_device())
     rollout = EmbeddedRollout(model, pad_token_id=0, num_blocks=64)
     sync = connect_rollout(rollout, join(address, 1, 2), 1, staged=staged)
     sync(rollout, 1)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from process_group import ON_GPU, own_device
 
 from meshrl.rollout.embedded.engine import EmbeddedRollout
 from meshrl.rollout.requests import Request, SamplingParams
@@ -32,16 +33,19 @@ def model_of(name: str, fields: dict, seed: int = 7):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         attention = meshrl.parallel.attention.ATTENTION_NAME
-        return transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attention
-        ).eval()
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    return made.eval()
 
 
 def generated(name: str, fields: dict, alone: bool) -> tuple[list[list[int]], list[list[float]], int]:
     """Answers before and after an update in the middle, and how many numbers this rank's layers hold."""
     group = None if alone else dist.group.WORLD
     rollout = EmbeddedRollout(
-        model_of(name, fields), pad_token_id=0, num_blocks=30, block_size=4, tensor_parallel_group=group
+        model_of(name, fields).to(own_device()),
+        pad_token_id=0,
+        num_blocks=30,
+        block_size=16 if ON_GPU else 4,
+        tensor_parallel_group=group,
     )
     rollout.update_weights(model_of(name, fields).named_parameters(), 0)
     generator = torch.Generator().manual_seed(0)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from process_group import own_device
 from sync_trials import fsdp_engine, multiply
 from test_rollout_tensor_parallel import model_of
 
@@ -55,7 +56,7 @@ def trained_and_generated(folder: Path, tp: int, options: dict):
                 param.fill_(0.1)  # the second matrix starts at zero
     rollout = build_rollout(
         RolloutConfig(dtype="float32", max_num_seqs=4, response_length=9), ModelConfig(), engine.hf_model,
-        SimpleNamespace(pad_token_id=0), device=torch.device("cpu"), can_share=False,
+        SimpleNamespace(pad_token_id=0), device=own_device(), can_share=False,
         tensor_parallel_group=contiguous_group(tp, 60.0),
     )  # fmt: skip
     sync = policy_sync(engine, rollout, bucket_megabytes=1, verify=True, delta=False, deadline=60.0, adapters="merged")

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from sync_trials import BUCKET, IDS, PlainRollout, blank_lm, fsdp_engine, multiply, one_process_logits
+from process_group import own_device
+from sync_trials import BUCKET, IDS, PlainRollout, blank_lm, fsdp_engine, logits_of, multiply, one_process_logits
 
 
 def fsdp_to_copies(folder: Path, carrier: str, options: dict) -> tuple[list[torch.Tensor], dict]:
@@ -22,8 +23,7 @@ def fsdp_to_copies(folder: Path, carrier: str, options: dict) -> tuple[list[torc
     for version in (1, 2):
         multiply(engine, 1 + 0.1 * version)
         report = sync(rollout, version)
-        with torch.no_grad():
-            logits.append(model(IDS).logits)
+        logits.append(logits_of(model))
         multiply(engine, 1 / (1 + 0.1 * version))
     assert rollout.version == 2
     sync.close()
@@ -66,7 +66,7 @@ def sync_to_tp(engine, folder: Path, axes: dict, staged: bool = False) -> list[d
     shapes = hf_tensors(hf_config)
     params, rank = {}, dist.get_rank()
     if rank < layout.world_size:
-        blank = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        blank = {name: torch.zeros(shape, device=own_device()) for name, shape in shapes.items()}
         params = local_tensors(rollout(shapes, hf_config, layout), rank, blank)
     sync = connecting.connect(
         engine, params, layout=layout, hf_config=hf_config, bucket_megabytes=1, deadline=40.0, staged=staged
@@ -91,7 +91,7 @@ def megatron_to_tp(trial, folder: Path, axes: dict):
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
 
     try:
-        engine = engine_class(trial.engine)(trial.model, trial.engine, None, device=torch.device("cpu"))
+        engine = engine_class(trial.engine)(trial.model, trial.engine, None, device=own_device())
         engine.initialize()
         return sync_to_tp(engine, folder, axes)
     finally:
@@ -105,7 +105,7 @@ def megatron_to_copies(trial, folder: Path):
 
     try:
         connecting.MEGABYTE = BUCKET
-        engine = engine_class(trial.engine)(trial.model, trial.engine, None, device=torch.device("cpu"))
+        engine = engine_class(trial.engine)(trial.model, trial.engine, None, device=own_device())
         engine.initialize()
         model = blank_lm(folder)
         sync = connecting.connect(engine, connecting.rollout_params(model), bucket_megabytes=1, deadline=40.0)
@@ -113,8 +113,7 @@ def megatron_to_copies(trial, folder: Path):
         for version in (1, 2):
             multiply(engine, 1 + 0.1 * version)
             sync(rollout, version)
-            with torch.no_grad():
-                logits.append(model(IDS).logits)
+            logits.append(logits_of(model))
             multiply(engine, 1 / (1 + 0.1 * version))
         sync.close()
         return logits
@@ -142,7 +141,7 @@ def put_together(folder: Path, parts: list[dict[str, torch.Tensor]]) -> torch.Te
                 param.copy_(held[0].view_as(param))
             else:
                 param.copy_(torch.cat(held)[: param.numel()].view_as(param))
-        return model(IDS).logits
+        return logits_of(model)
 
 
 def check_logits(folder, found, tp):
@@ -237,7 +236,7 @@ def lora_to_copies(folder: Path, adapters: str) -> tuple[list[torch.Tensor], lis
                 rollout.lose()
                 sync.forget()
             received.append(sync(rollout, version).traffic.received)
-            found.append(model(IDS).logits)
+            found.append(logits_of(model))
             whole = {n.removeprefix("hf_model."): p.full_tensor() for n, p in engine.module.named_parameters()}
             for name, param in reference.named_parameters():
                 layer, kind = name.rsplit(".", 1)
@@ -245,7 +244,7 @@ def lora_to_copies(folder: Path, adapters: str) -> tuple[list[torch.Tensor], lis
                 if kind == "weight" and f"{layer}.lora_A.default.weight" in whole:
                     up, down = (whole[f"{layer}.lora_{letter}.default.weight"] for letter in "BA")
                     param.add_(up @ down, alpha=16 / 4)
-            expected.append(reference(IDS).logits)
+            expected.append(logits_of(reference))
     return found, expected, received
 
 
@@ -322,7 +321,7 @@ def into_embedded(folder: Path) -> list[list[float]]:
 
     connecting.MEGABYTE = BUCKET
     engine = fsdp_engine(folder)
-    model = load_model(str(folder), ATTENTION_NAME, "lm", dtype=torch.float32)
+    model = load_model(str(folder), ATTENTION_NAME, "lm", dtype=torch.float32).to(own_device())
     rollout = EmbeddedRollout(model, pad_token_id=0, num_blocks=64)
     sync = connecting.connect(engine, connecting.rollout_params(model), bucket_megabytes=1, deadline=40.0)
     found = []

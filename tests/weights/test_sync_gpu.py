@@ -27,26 +27,44 @@ def test_one_kernel_copies_and_sums_as_torch_does(pair):
     from meshrl.weights import grouped
 
     torch.manual_seed(0)
-    # The last three lie at whole words; the others do not.
-    shapes = [(70, 1100), (33, 7), (5000, 1), (1, 3), (131, 1104), (1, 2048), (64, 8)]
+    # Five that do not lie at whole words, by their widths, their strides, or the place where the last begins; four that
+    # do; and two columns in one piece, which are turned.
+    shapes = [(70, 1100), (33, 7), (5000, 1), (1, 3), (64, 512), (131, 1104), (1, 2048), (64, 8), (65, 1032)]
+    shapes[:0] = [(4096, 1), (37, 1)]
     sources = [torch.randn(shape, device=GPU).to(pair[0]) for shape in shapes]
     targets = [
-        torch.zeros(rows, cols + (8 if n > 3 else 9), device=GPU, dtype=pair[1])
+        torch.zeros(rows, cols + (0 if n < 2 else 9 if n < 6 else 8), device=GPU, dtype=pair[1])
         for n, (rows, cols) in enumerate(shapes)
     ]
+    targets[6] = torch.zeros(64 * 520 + 1, device=GPU, dtype=pair[1])[1:].view(64, 520)
+    targets[8] = torch.zeros(1, 2051, device=GPU, dtype=pair[1])  # one row: its stride does not matter
     table = np.array(
         [
             [s.data_ptr(), t.data_ptr(), *s.shape, s.stride(0), t.stride(0), 11 * n, 5 * n]
             for n, (s, t) in enumerate(zip(sources, targets, strict=True))
         ]
     )
+    table[-1, grouped.TO] = 0  # only summed
     moves = grouped.Grouped(table, [pair] * len(shapes), GPU)
-    assert sorted(batch.aligned for batch in moves.batches) == [False, True]
-    sums = moves.run()
-    for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        assert torch.equal(target[:, : source.shape[1]], source.to(pair[1]))
-        assert not target[:, source.shape[1] :].any()
-        assert int(sums[number]) == int(checksum(source, 11 * number, 5 * number, pair[1]))
+    found = {(batch.turned, batch.aligned): sorted(set(batch.numbers.tolist())) for batch in moves.batches}
+    assert found == {
+        (True, True): [0],
+        (True, False): [1],
+        (False, False): [*range(2, 7)],
+        (False, True): [*range(7, 11)],
+    }
+    for with_sums in (True, True, True, False, False):  # launched, recorded, replayed
+        for source, target in zip(sources, targets, strict=True):
+            source.mul_(1.5)
+            target.zero_()
+        sums = moves.run(with_sums)
+        for source, target in zip(sources[:-1], targets[:-1], strict=True):
+            assert torch.equal(target[:, : source.shape[1]], source.to(pair[1]))
+            assert not target[:, source.shape[1] :].any()
+        assert not targets[-1].any()
+        for number, source in enumerate(sources):
+            expected = int(checksum(source, 11 * number, 5 * number, pair[1])) if with_sums else 0
+            assert int(sums[number]) == expected
 
 
 def one_process(**options):

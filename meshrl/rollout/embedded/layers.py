@@ -123,7 +123,7 @@ class PlainLayers:
     @torch.no_grad()
     def refresh(self) -> bool:
         """Looks the weights up again; says whether any of them lies elsewhere than before."""
-        pointers = tuple(p.data_ptr() for p in self._params)
+        pointers = tuple(map(Tensor.data_ptr, self._params))
         moved = pointers != self._pointers
         if moved:
             self._pointers = pointers

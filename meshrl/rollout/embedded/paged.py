@@ -14,6 +14,7 @@ from meshrl.rollout.embedded.kernels import paged_decode, store
 from meshrl.rollout.embedded.scheduler import Piece
 
 NO_WINDOW = 1 << 30
+LEAST_BLOCK = 16  # tokens: what the kernels' products take
 
 
 class PagedCache:
@@ -23,6 +24,8 @@ class PagedCache:
         self, num_blocks: int, block_size: int, layers: int, kv_heads: int, dim: int, dtype: torch.dtype,
         device: torch.device,
     ):  # fmt: skip
+        if block_size < LEAST_BLOCK or block_size & (block_size - 1):
+            raise ValueError(f"on a GPU block_size ({block_size}) must be a power of two, at least {LEAST_BLOCK}")
         self.num_blocks, self.block_size = num_blocks, block_size
         self._shape, self._options = (layers, num_blocks + 1, kv_heads, block_size, dim), (dtype, device)
         self._pools: tuple[Tensor, Tensor] | None = None
