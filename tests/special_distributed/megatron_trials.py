@@ -49,7 +49,8 @@ LATENT = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "num_hidden_layers": 4},
     "qwen2": {"model_type": "qwen2", "num_hidden_layers": 4},
-    "qwen3": {"model_type": "qwen3", "num_hidden_layers": 8, "head_dim": 8, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "num_hidden_layers": 4, "head_dim": 8, "tie_word_embeddings": True},
+    "qwen3_deep": {"model_type": "qwen3", "num_hidden_layers": 8, "head_dim": 8, "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": 6},
     "qwen3_moe": {"model_type": "qwen3_moe", "num_hidden_layers": 4, "head_dim": 8, **EXPERTS},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -105,7 +106,7 @@ def megatron_trial(folder: Path, axes: dict[str, Any], **model: Any) -> Trial:
     for name, value in axes.items():
         setattr(engine.megatron, AXES.get(name, name), value)
     config = ModelConfig(path=str(folder), **({"enable_gradient_checkpointing": False} | model))
-    # Eight layers round more than two: with a larger epsilon Adam leaves rounding what it is.
+    # Many layers round more than two: with a larger epsilon Adam leaves rounding what it is.
     return Trial(config, engine, OptimConfig(lr=1e-2, eps=1e-2))
 
 

@@ -281,6 +281,8 @@ def _leave_groups() -> None:
     Not right after it: a rank that was done would wait for the others here and not be told from those that hang.
     """
     dist.barrier()
+    for remembered in _remembered():
+        remembered.cache_clear()
     gc.collect()  # a group's threads end with the last object that holds it, such as a sharded module
     # Remembered results of operations would bring back meshes whose groups are gone.
     debug._clear_sharding_prop_cache()
@@ -288,6 +290,14 @@ def _leave_groups() -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group not in kept:
             dist.destroy_process_group(group)
+
+
+def _remembered() -> list[Any]:
+    """Methods of Megatron-Core's modules that remember results, and with them the modules and their groups."""
+    rotary = sys.modules.get("megatron.core.models.common.embeddings.rotary_pos_embedding")
+    yarn = sys.modules.get("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding")
+    classes = [made for module in (rotary, yarn) if module is not None for made in vars(module).values()]
+    return [m for made in classes if isinstance(made, type) for m in vars(made).values() if hasattr(m, "cache_clear")]
 
 
 def _answer(function: Callable[[], Any]) -> bytes:
