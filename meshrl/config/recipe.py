@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import meshrl.recipes
+from meshrl.config import quick_yaml
 from meshrl.config.errors import ConfigError
 
 SHIPPED = Path(meshrl.recipes.__file__).parent
@@ -68,7 +69,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         text = path.read_text(encoding="utf-8")
         values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-        lines = dict(_key_lines(yaml.compose(text, Loader=yaml.SafeLoader), ""))
+        lines = dict(_key_lines(yaml.compose(text, Loader=quick_yaml.Loader), ""))
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError([f"{path} is not valid YAML: {' '.join(str(error).split())}"]) from error
     if not isinstance(values, dict):

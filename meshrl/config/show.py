@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from meshrl.config import quick_yaml
 from meshrl.config.aliases import canonical, nearest
 from meshrl.config.errors import ConfigError
 from meshrl.config.layout import layout_lines
@@ -14,14 +15,21 @@ from meshrl.config.sft import SFTConfig
 from meshrl.config.tree import Leaf, get_value, leaves, sections
 from meshrl.config.units import BatchUnits, SFTBatchUnits, count
 
+ONE_LINE = 1 << 30  # characters
 
-class _Dumper(yaml.SafeDumper):
+
+class _Quick(quick_yaml.Dumper):
     """Quotes strings such as 1e-3, which recipes would read back as numbers though plain YAML 1.1 would not."""
 
 
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[\d_.]+[eE][-+]?\d+$"), list("-+.0123456789")
-)
+class _Slow(yaml.SafeDumper):
+    """The same."""
+
+
+for _dumper in (_Quick, _Slow):
+    _dumper.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?[\d_.]+[eE][-+]?\d+$"), list("-+.0123456789")
+    )
 
 
 def to_yaml(config: Any, sources: Mapping[str, str] | None = None, only: str = "", docs: bool = False) -> str:
@@ -67,7 +75,7 @@ def _value_and_remark(config: Any, leaf: Leaf, sources: Mapping[str, str] | None
 
 def yaml_value(value: Any) -> str:
     """One value on one line of YAML."""
-    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True)
+    text = quick_yaml.as_text(value, _Quick, _Slow, default_flow_style=True, width=ONE_LINE)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

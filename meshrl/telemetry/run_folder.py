@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import yaml
+from meshrl.config import quick_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class RunFiles:
         """The resolved config, empty where none was written."""
         if not self.config.exists():
             return {}
-        loaded = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+        loaded = quick_yaml.parsed(self.config.read_text(encoding="utf-8"))
         return loaded if isinstance(loaded, dict) else {}
 
     def read_config_sources(self) -> dict[str, str]:
@@ -89,7 +89,7 @@ class RunFolder(RunFiles):
 
     def write_config(self, config: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> None:
         """Writes the resolved config and, if given, where each dotted key came from ("default", a recipe, ...)."""
-        text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True, width=120)
+        text = quick_yaml.as_text(_plain(config), sort_keys=False, width=120)
         _write_whole(self.config, text)
         if sources is not None:
             _write_whole(self.config_sources, json.dumps(dict(sources), indent=1) + "\n")

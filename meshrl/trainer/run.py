@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.agents.toolbox import tool_schemas
+from meshrl.config import quick_yaml
 from meshrl.config.algorithm import TOKEN_BASELINES
 from meshrl.config.algorithm_checks import bypass_loss, uses_reference
 from meshrl.config.critic import uses_critic
@@ -415,7 +415,7 @@ def start_run(
     """Writes down what is about to run and says it once on the terminal."""
     run.start_log()
     # As a recipe: keys that follow others stay null, so that the file can be run again with overrides.
-    run.write_config(yaml.safe_load(to_yaml(config)), sources)
+    run.write_config(quick_yaml.parsed(to_yaml(config)), sources)
     if run.moved_to is not None:
         screen.message(f"an earlier run's files are now in {run.moved_to}")
     for line in units:
