@@ -25,8 +25,10 @@ test: $(VENV)/.installed-dev
 # What needs a GPU, and the layouts of weight sync, rollout and FSDP over NCCL; ranks share a GPU where there are too few.
 OVER_NCCL := weight_sync pool_sync rollout_tensor_parallel split_rollout fsdp_engine
 test-gpu: $(VENV)/.installed-dev
-	@if ! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then echo "SKIPPED: torch sees no GPU here"; exit; fi; \
-		$(PYTEST) -m gpu && MESHRL_TEST_DEVICE=cuda $(PYTEST) $(OVER_NCCL:%=tests/special_distributed/test_%.py)
+	@found=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())') || exit 1; \
+		if [ "$$found" = 0 ]; then echo "SKIPPED: torch sees no GPU here"; exit; fi; \
+		$(PYTEST) -m gpu; first=$$?; \
+		MESHRL_TEST_DEVICE=cuda $(PYTEST) $(OVER_NCCL:%=tests/special_distributed/test_%.py) && exit $$first
 
 # The real engines, each in an environment of its own; SKIPPED where one cannot be installed.
 test-vllm:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Hashable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -46,6 +47,8 @@ def locked_like(tensor: Tensor) -> Tensor:
         weakref.finalize(made, runtime.cudaHostUnregister, own.data_ptr())
     else:
         logger.warning("%d bytes of host memory cannot be page-locked (%s): offloading is slow", own.nbytes, problem)
+        with suppress(RuntimeError):  # CUDA would tell it once more, to whoever launches the next kernel
+            torch.zeros(1, device=tensor.device)
     return made
 
 

@@ -34,7 +34,7 @@ CARRIERS = ("auto", "shared_memory", "process_group")
 class EngineSync:
     """Brings an engine's weights to the rollout of its own process, again and again.
 
-    The engine's tensors are looked up anew at every sync: offloading and optimizers may have moved them.
+    The engine's tensors are asked for anew at every sync: offloading and optimizers may have moved them.
     """
 
     def __init__(self, source: Source, sync: WeightSync):

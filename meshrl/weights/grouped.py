@@ -6,6 +6,7 @@ one, launching them would take longer than moving the bytes. The sums are those 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -98,11 +99,17 @@ class _Batch:
 class Grouped:
     """Rectangles of one rank, in the order given: `run` copies those that have a target, and sums all of them.
 
-    What runs a second time, as the memory has not moved, is recorded: launching takes the host longer than replaying.
+    With `records`, what runs a second time is recorded: launching takes the host longer than replaying.
     """
 
-    def __init__(self, table: np.ndarray, types: Sequence[tuple[torch.dtype, torch.dtype]], device: torch.device):
-        self.device, self.count = device, len(table)
+    def __init__(
+        self,
+        table: np.ndarray,
+        types: Sequence[tuple[torch.dtype, torch.dtype]],
+        device: torch.device,
+        records: bool = True,
+    ):
+        self.device, self.count, self.records = device, len(table), records
         table, turned = _turned(table)
         ends = (table[:, ROW] + table[:, ROWS]).max(initial=1), (table[:, COL] + table[:, COLS]).max(initial=1)
         self.weights = [weight_table(int(max(ends)), seed, device) for seed in (ROW_SEED, COL_SEED)]
@@ -120,7 +127,7 @@ class Grouped:
     def run(self, with_sums: bool = True) -> Tensor:
         """The sum of each rectangle as it was read (zeros without `with_sums`), int64, until the next run."""
         with torch.cuda.device(self.device):
-            if with_sums not in self._recorded:
+            if with_sums not in self._recorded or not self.records:
                 self._launch(with_sums)
                 self._recorded[with_sums] = None
             else:
@@ -129,11 +136,18 @@ class Grouped:
         return self.sums
 
     def _record(self, with_sums: bool) -> torch.cuda.CUDAGraph:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
-            self._launch(with_sums)
-            graph.capture_end()
+        graph, stream, collects = torch.cuda.CUDAGraph(), torch.cuda.Stream(), gc.isenabled()
+        gc.disable()  # what it frees might call CUDA, which a recording does not bear
+        try:
+            with torch.cuda.stream(stream):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    self._launch(with_sums)
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
         return graph
 
     def _launch(self, with_sums: bool) -> None:
@@ -202,14 +216,14 @@ def addresses(shards: Shards, held: np.ndarray, boxes: np.ndarray) -> tuple[np.n
     return bases + offsets * sizes, [tensors[owner].dtype for owner in of_owner.tolist()]
 
 
-def grouped_sums(shards: Shards, held: np.ndarray) -> Grouped | None:
+def grouped_sums(shards: Shards, held: np.ndarray, records: bool = True) -> Grouped | None:
     """Sums of whole slices; None where the kernel cannot."""
     if not can_group((shards, held)):
         return None
     table = np.zeros((len(held), FIELDS), dtype=np.int64)
     table[:, FROM], types = addresses(shards, held, held)
     _describe(table, held, held)
-    return Grouped(table, [(dtype, dtype) for dtype in types], shards.device)
+    return Grouped(table, [(dtype, dtype) for dtype in types], shards.device, records)
 
 
 @dataclass(frozen=True)
@@ -221,7 +235,9 @@ class Copies:
     shared: int
 
 
-def grouped_copies(plan: ReshardPlan, part: RankPlan, source: Shards, destination: Shards) -> Copies | None:
+def grouped_copies(
+    plan: ReshardPlan, part: RankPlan, source: Shards, destination: Shards, records: bool = True
+) -> Copies | None:
     """All copies of a rank; None where the kernel cannot."""
     boxes = part.copies
     ours, theirs = plan.source.slices[part.copy_source], plan.destination.slices[part.copy_destination]
@@ -236,7 +252,7 @@ def grouped_copies(plan: ReshardPlan, part: RankPlan, source: Shards, destinatio
     table[:, TO_STRIDE] = theirs["row_stride"]
     _describe(table, ours, boxes)
     sizes = boxes["rows"] * boxes["cols"] * np.array([dtype.itemsize for dtype in to_types])
-    moves = Grouped(table, list(zip(from_types, to_types, strict=True)), destination.device)
+    moves = Grouped(table, list(zip(from_types, to_types, strict=True)), destination.device, records)
     return Copies(moves, int(sizes.sum()), int(sizes[same].sum()))
 
 
@@ -247,18 +263,24 @@ def _describe(table: np.ndarray, held: np.ndarray, boxes: np.ndarray) -> None:
 
 
 class Tables:
-    """Keeps what was made for a sync's copies and sums, as long as the memory that it points to stays where it is."""
+    """Keeps what was made for a sync's copies and sums, as long as the memory that it points to stays where it is.
 
-    def __init__(self) -> None:
+    `records`: whether they may be recorded, which is not while a rollout may record steps of its own beside them.
+    """
+
+    def __init__(self, records: bool = True) -> None:
+        self.records = records
         self._made: dict[str, tuple[list[int], Any]] = {}
 
     def copies(self, plan: ReshardPlan, part: RankPlan, source: Shards, destination: Shards) -> Copies | None:
         """See `grouped_copies`."""
-        return self._get("copies", (source, destination), lambda: grouped_copies(plan, part, source, destination))
+        return self._get(
+            "copies", (source, destination), lambda: grouped_copies(plan, part, source, destination, self.records)
+        )
 
     def sums(self, shards: Shards, held: np.ndarray) -> Grouped | None:
         """See `grouped_sums`; `held` are always the same slices."""
-        return self._get("sums", (shards,), lambda: grouped_sums(shards, held))
+        return self._get("sums", (shards,), lambda: grouped_sums(shards, held, self.records))
 
     def _get(self, what: str, sides: Sequence[Shards], make: Callable[[], Made | None]) -> Made | None:
         if any(type(shards.tensors) is not dict for shards in sides):

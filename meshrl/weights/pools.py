@@ -188,6 +188,12 @@ class PoolSync:
         if self.sync.carrier is not None:
             self.sync.carrier.close()
 
+    def leave(self) -> None:
+        """Closes a connection whose other side may be gone: waits for nobody."""
+        if self.sync.carrier is not None:
+            self.sync.carrier.abort("it was left for a new one")
+        self.close()
+
 
 def connect_trainer(
     engine: Engine,

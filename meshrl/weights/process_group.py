@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshrl.weights.transport import Carrier, Incoming, SyncError, new_slots
+
+logger = logging.getLogger(__name__)
 
 # A process group, or one backend of it alone.
 Group = Any
@@ -71,11 +74,16 @@ class ProcessGroupCarrier(Carrier):
             ) from error
 
     def abort(self, reason: str) -> None:
+        was_broken = self.broken is not None
         super().abort(reason)
-        if self.owns_nccl:
+        if not self.owns_nccl or was_broken:
+            return
+        try:
             self.group.abort()
             # Left to the garbage collector, its threads and the interpreter could wait for each other.
             self.group.shutdown()
+        except RuntimeError as error:  # what made us give up is to be told, not this
+            logger.warning("weight sync: rank %d could not end its NCCL group: %s", self.rank, error)
 
     def close(self) -> None:
         super().close()

@@ -124,7 +124,7 @@ class WeightSync:
         if destination is not None and destination.tensors and destination.device.type == "cuda":
             from meshrl.weights.grouped import Tables
 
-            self._tables = Tables()
+            self._tables = Tables(records=not staged)
 
     @torch.no_grad()
     def run(self, version: int, rollout: Rollout | None = None) -> SyncReport:

@@ -144,7 +144,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         """Connects with rollouts on devices of their own, who join at the same time."""
         lost: PoolSync | None = getattr(self, "pool_sync", None)
         if lost is not None:  # the rollouts that it went to are gone
-            lost.close()
+            lost.leave()
         deadline = self.settings.collective_deadline
         group = PoolGroup.join(address, self.rank, self.world_size + num_rollouts, deadline)
         rollout = self.config.rollout

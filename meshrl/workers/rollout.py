@@ -11,7 +11,7 @@ from meshrl.models.loading import empty_model, torch_dtype
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.parallel.mesh import contiguous_group, prepare_device
 from meshrl.telemetry.ledger import booked
-from meshrl.weights.pools import PoolGroup, connect_rollout
+from meshrl.weights.pools import PoolGroup, PoolSync, connect_rollout
 from meshrl.workers.answering import Answering
 from meshrl.workers.joining import join_ranks
 from meshrl.workers.settings import WorkerSettings
@@ -57,9 +57,14 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def join_pool(self, address: str, num_trainers: int) -> None:
         """Connects with the trainers, who join at the same time."""
+        lost: PoolSync | None = getattr(self, "pool_sync", None)
+        if lost is not None:  # another rollout of that connection is gone
+            lost.leave()
         deadline = self.settings.collective_deadline
         group = PoolGroup.join(address, num_trainers + self.rank, num_trainers + self.world_size, deadline)
-        self.pool_sync = connect_rollout(self.rollout, group, num_trainers, model=self.hf_model, device=self.device)
+        self.pool_sync: PoolSync = connect_rollout(
+            self.rollout, group, num_trainers, model=self.hf_model, device=self.device
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("generate")

@@ -103,6 +103,7 @@ def test_rows_in_several_blocks_some_with_gaps(monkeypatch: pytest.MonkeyPatch) 
         torch.testing.assert_close(advantages, whitened(slow, mask), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_tf32_for_models_leaves_advantages_exact() -> None:
     rewards, mask, values = example(5, 300, gaps=False)

@@ -14,7 +14,8 @@ arguments. The results come back in the order of the ranks:
 What to know:
 
 - The function travels by its name, arguments and results by pickle: it must stand at the top of an importable module
-  (the test module is one); tensors and tiny models may be arguments, fixtures may not. Tensors come back on the host.
+  (the test module is one); tensors and tiny models may be arguments, fixtures may not. Tensors in lists and dicts come
+  back on the host.
 - In the function `torch.distributed` is initialised with all ranks of the group as the default group, and torch has
   one thread. Further groups are the function's own business: `subgroups` splits the ranks into them and keeps them.
 - With `MESHRL_TEST_DEVICE=cuda` in the environment they have NCCL as well, and `own_device()` is a GPU: the rank's own,
@@ -70,6 +71,7 @@ PRELOAD = [
 ON_GPU = os.environ.get("MESHRL_TEST_DEVICE", "cpu") == "cuda"
 START_SECONDS = 120.0
 RUN_SECONDS = 60.0
+LARGEST = 8  # ranks of a test, in one pool
 # How long the other ranks may still answer once one has failed: those that wait for it in a collective never do.
 GRACE_SECONDS = 0.5
 
@@ -83,7 +85,7 @@ class RankTimeoutError(AssertionError):
 
 
 class ProcessGroup:
-    """`world_size` processes joined by gloo; started at the first call and again after a failure.
+    """`world_size` processes that form one group; started at the first call and again after a failure.
 
     `prepare` runs first in each of them, such as the shim by which Megatron-Core runs on a CPU.
     """
@@ -224,7 +226,8 @@ def _take_gpu(rank: int) -> None:
     """Gives the rank a GPU; NCCL refuses two ranks of one host on the same GPU, so that each gets a host's name."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     outlive_other_groups()
-    os.environ.update(NCCL_HOSTID=f"{os.getpid()}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    if torch.cuda.device_count() < LARGEST:
+        os.environ.update(NCCL_HOSTID=f"{os.getpid()}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
 
 def _serve(

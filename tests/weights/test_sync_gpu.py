@@ -86,9 +86,11 @@ def whole_on_gpu(shapes, seed):
 
 def test_one_process_exact_twice_and_a_wrong_bit_is_seen(monkeypatch):
     sync = one_process()
-    for version in (1, 2):
+    for version in range(1, 7):
         whole = whole_on_gpu(sync.plan.source.tensors, version)
         new = local_tensors(sync.plan.source, 0, whole)
+        if version == 4:  # after a recording has been replayed, the trainer's memory moves
+            sync.source = sync.source.with_tensors(new)
         for name, tensor in sync.source.tensors.items():
             tensor.copy_(new[name])
         report = sync.run(version)
@@ -106,7 +108,7 @@ def test_one_process_exact_twice_and_a_wrong_bit_is_seen(monkeypatch):
 
     monkeypatch.setattr(Grouped, "run", spoiled)
     with pytest.raises(SyncRefusedError, match="differs"):
-        sync.run(3)
+        sync.run(7)
 
 
 def ipc_rank(connection, folder, rank, plan):
