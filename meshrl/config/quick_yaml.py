@@ -1,7 +1,6 @@
 """YAML by libyaml, where PyYAML was built with it: ten times as quick as by PyYAML's own Python.
 
-Half of a surrogate pair, which a string may hold and a file may not, is known to the latter alone, and its errors show
-the place.
+What libyaml refuses goes to the latter, which takes more (half of a surrogate pair) and whose errors show the place.
 """
 
 from typing import Any
@@ -18,6 +17,14 @@ def parsed(text: str) -> Any:
         return yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, UnicodeEncodeError):
         return yaml.safe_load(text)
+
+
+def composed(text: str) -> yaml.Node | None:
+    """The nodes of a text, which know their lines."""
+    try:
+        return yaml.compose(text, Loader=Loader)
+    except (yaml.YAMLError, UnicodeEncodeError):
+        return yaml.compose(text, Loader=yaml.SafeLoader)
 
 
 def as_text(value: Any, quick: Any = Dumper, slow: Any = yaml.SafeDumper, **options: Any) -> str:

@@ -69,7 +69,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         text = path.read_text(encoding="utf-8")
         values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-        lines = dict(_key_lines(yaml.compose(text, Loader=quick_yaml.Loader), ""))
+        lines = dict(_key_lines(quick_yaml.composed(text), ""))
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError([f"{path} is not valid YAML: {' '.join(str(error).split())}"]) from error
     if not isinstance(values, dict):

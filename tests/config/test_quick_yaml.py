@@ -24,6 +24,12 @@ def test_recipes_are_read_alike():
     assert quick_yaml.parsed(text) == yaml.safe_load(text)
 
 
-def test_an_error_shows_the_place():
+@pytest.mark.parametrize("read", [quick_yaml.parsed, quick_yaml.composed])
+def test_an_error_shows_the_place(read):
     with pytest.raises(yaml.YAMLError, match="other: }"):
-        quick_yaml.parsed("key: [1,\nother: }")
+        read("key: [1,\nother: }")
+
+
+def test_nodes_know_their_lines():
+    nodes = quick_yaml.composed("a: 1\nb:\n  c: 2\n").value
+    assert [key.start_mark.line for key, _ in nodes] == [0, 1]

@@ -1,5 +1,6 @@
 """What goes wrong in a sync is seen on every rank, and no rollout ever generates with parts of two versions."""
 
+import os
 import re
 
 import pytest
@@ -189,3 +190,42 @@ def test_a_rank_that_raises_ends_all(monkeypatch):
     assert not [rank for rank, _ in group.wrong(old) if rank in whole]
     assert rollouts[1].version == -1
     assert all(rollout.version == -1 for rank, rollout in rollouts.items() if rank not in whole)
+
+
+class DyingGroup:
+    """A group of NCCL that cannot even be given up."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def rank(self):
+        return 0
+
+    def abort(self):
+        self.asked += 1
+        raise RuntimeError("a peer is gone")
+
+
+def test_giving_a_group_up_never_hides_why(caplog):
+    from meshrl.weights.process_group import ProcessGroupCarrier
+
+    carrier = ProcessGroupCarrier(64, "cpu", DyingGroup(), owns=True)
+    assert not carrier.owns_nccl  # gloo ends by itself
+    carrier.owns_nccl = True
+    carrier.abort("the first reason")
+    assert carrier.broken == "the first reason"
+    assert "a peer is gone" in caplog.text
+    carrier.abort("another one")
+    carrier.close()
+    assert carrier.group.asked == 1
+
+
+def test_what_torch_reads_for_a_group_is_put_back(monkeypatch):
+    from meshrl.weights import pools
+
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
+    with pools._surviving():
+        assert pools.OUTLIVES.items() <= os.environ.items()
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ
