@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.config.engine import EngineConfig
+from meshrl.config.families import megatron_problems
 from meshrl.config.model import ModelConfig
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -50,13 +51,14 @@ def read_model_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def fit_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str) -> list[str]:
-    """Whether the model's layers and heads divide as the engine wants them."""
+    """Whether the engine can compute the model, and its layers and heads divide as the engine wants them."""
     problems = []
     heads = shape.get("num_attention_heads")
     for name, size in _head_splits(engine).items():
         if heads is not None and heads % size:
             problems.append(f"the model's num_attention_heads ({heads}) must be divisible by {prefix}.{name} ({size})")
     if engine.strategy == "megatron":
+        problems += megatron_problems(shape) if "model_type" in shape else []
         if "num_hidden_layers" in shape:
             problems += _stage_problems(shape["num_hidden_layers"], engine, f"{prefix}.megatron")
         problems += _tensor_problems(shape, engine, f"{prefix}.megatron")

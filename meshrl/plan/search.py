@@ -11,6 +11,7 @@ from typing import Any
 
 from meshrl.config.checks import check_config
 from meshrl.config.engine import EngineConfig
+from meshrl.config.families import FAMILIES
 from meshrl.config.layout import sequence_ranks
 from meshrl.config.megatron_fields import has_megatron
 from meshrl.config.model_folder import fit_problems
@@ -18,7 +19,7 @@ from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig, SFTDataConfig
 from meshrl.config.tree import get_value, leaves, set_value
 from meshrl.config.values import unsupported
-from meshrl.engines.megatron.weight_map import FAMILIES, expert_count
+from meshrl.engines.megatron.weight_map import expert_count
 from meshrl.plan.hardware import Cluster
 from meshrl.plan.model import PlannedModel
 from meshrl.plan.planner import Plan

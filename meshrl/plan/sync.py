@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshrl.config.families import FAMILIES
 from meshrl.config.layout import mesh_axes
 from meshrl.engines.megatron.ranks import ranks_of
-from meshrl.engines.megatron.weight_map import FAMILIES, padded_vocab_size
+from meshrl.engines.megatron.weight_map import padded_vocab_size
 from meshrl.models.buffers import named_weights
 from meshrl.parallel.layout import Layout
 from meshrl.plan.generation import EXTERNAL, Generation

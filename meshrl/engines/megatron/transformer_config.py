@@ -13,9 +13,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from transformers import PretrainedConfig
 
 from meshrl.config.engine import MegatronConfig
+from meshrl.config.families import facts_of, megatron_problems
 from meshrl.config.megatron_fields import override_problems
 from meshrl.engines.megatron.ranks import uses_sequence_parallel
-from meshrl.engines.megatron.weight_map import check_family, expert_count, head_dim, is_sparse_layer
+from meshrl.engines.megatron.weight_map import expert_count, head_dim, is_sparse_layer
 from meshrl.models.loading import torch_dtype
 
 QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
@@ -55,32 +56,8 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
 
 def check_expressible(hf: PretrainedConfig) -> None:
     """Refuses what Megatron-Core's GPT model, as we build it, would compute differently."""
-    check_family(hf)
-    if hf.model_type == "qwen2_moe":
-        raise ValueError("strategy=megatron cannot train qwen2_moe: its shared expert's gate is not built; use fsdp2")
-    if getattr(hf, "hidden_act", "silu") not in ("silu", "swish"):
-        raise ValueError(f"strategy=megatron computes SwiGLU only, the model has hidden_act={hf.hidden_act}: use fsdp2")
-    if getattr(hf, "attention_dropout", 0.0):
-        raise ValueError(f"the model's attention_dropout={hf.attention_dropout} is not supported: override it with 0")
-    if hf.model_type == "deepseek_v3":
-        _check_deepseek(hf)
-
-
-def _check_deepseek(hf: PretrainedConfig) -> None:
-    """What Megatron-Core's router and latent attention fix, and Hugging Face's model leaves open."""
-    chosen, groups = hf.num_experts_per_tok, hf.topk_group
-    if not hf.norm_topk_prob or chosen < 2:
-        raise ValueError(
-            f"strategy=megatron makes the weights of 2 or more chosen experts sum to one; the model chooses {chosen} "
-            f"with norm_topk_prob={hf.norm_topk_prob}: use fsdp2"
-        )
-    if hf.n_group > 1 and chosen // groups != 2:
-        raise ValueError(
-            f"strategy=megatron ranks groups of experts by their best num_experts_per_tok // topk_group = {chosen} // "
-            f"{groups} = {chosen // groups}, the model by their best 2: use fsdp2"
-        )
-    if not hf.rope_interleave:
-        raise ValueError("strategy=megatron rotates interleaved pairs, the model has rope_interleave=false: use fsdp2")
+    if problems := megatron_problems(facts_of(hf)):
+        raise ValueError("; ".join(problems))
 
 
 def check_point_to_point(config: TransformerConfig) -> None:

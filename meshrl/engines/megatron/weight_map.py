@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor
 
+from meshrl.config.families import facts_of, unmapped
 from meshrl.engines.megatron.ranks import ParallelRanks
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3")
 Shape = tuple[int, ...]
 
 
@@ -108,15 +108,8 @@ def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 1) -> int:
 
 def check_family(hf_config: Any) -> None:
     """Refuses models that this map, or megatron-core, cannot express."""
-    if hf_config.model_type not in FAMILIES:
-        raise ValueError(
-            f"no Megatron weights for model_type '{hf_config.model_type}': use one of {', '.join(FAMILIES)}"
-        )
-    # Qwen2 has biases on queries, keys and values only; this flag also puts one on the output projection.
-    if getattr(hf_config, "attention_bias", False) or getattr(hf_config, "mlp_bias", False):
-        raise ValueError(
-            f"{hf_config.model_type} with attention_bias or mlp_bias has biases megatron-core cannot place one by one"
-        )
+    if problems := unmapped(facts_of(hf_config)):
+        raise ValueError(problems[0])
 
 
 def head_dim(hf_config: Any) -> int:
