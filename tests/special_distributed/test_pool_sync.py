@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from process_group import ON_GPU, ProcessGroup, own_device
+from process_group import ProcessGroup, own_device
 from sync_trials import BUCKET, IDS, PlainRollout, blank_lm, fsdp_engine, logits_of, multiplied, one_process_logits
 
 from meshrl.weights.transport import SyncError, SyncTimeoutError
@@ -339,10 +339,7 @@ def leave():
     kept.clear()
 
 
-unseen = pytest.mark.xfail(ON_GPU, reason="over NCCL the newcomer has not been seen to get its version", strict=False)
-
-
-@pytest.mark.parametrize("carrier", ["shared_memory", pytest.param("process_group", marks=unseen)])
+@pytest.mark.parametrize("carrier", ["shared_memory", "process_group"])
 def test_a_dead_rollout_is_seen_and_gets_the_current_version_when_it_is_back(sync_folders, carrier):
     folder, point = sync_folders["qwen2"], meet()
     pools = [ProcessGroup(1) for _ in range(3)]

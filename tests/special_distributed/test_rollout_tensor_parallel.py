@@ -33,8 +33,9 @@ def model_of(name: str, fields: dict, seed: int = 7):
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         attention = meshrl.parallel.attention.ATTENTION_NAME
-        made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    return made.eval()
+        return transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention
+        ).eval()
 
 
 def generated(name: str, fields: dict, alone: bool) -> tuple[list[list[int]], list[list[float]], int]:
