@@ -22,8 +22,8 @@ test: $(VENV)/.installed-dev
 		echo "Once more, alone, what failed:"; \
 		$(PYTEST) --last-failed --last-failed-no-failures none; }
 
-# What needs a GPU, and the layouts of weight sync, rollout and FSDP over NCCL; ranks share a GPU where there are too few.
-OVER_NCCL := weight_sync pool_sync rollout_tensor_parallel split_rollout fsdp_engine
+# What needs a GPU, and the layouts of weight sync, rollout, FSDP and Megatron over NCCL; ranks share a GPU where there are too few.
+OVER_NCCL := weight_sync pool_sync rollout_tensor_parallel split_rollout fsdp_engine megatron_engine
 test-gpu: $(VENV)/.installed-dev
 	@found=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count())') || exit 1; \
 		if [ "$$found" = 0 ]; then echo "SKIPPED: torch sees no GPU here"; exit; fi; \

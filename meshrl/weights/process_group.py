@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ class ProcessGroupCarrier(Carrier):
         self.group: Group = group or everyone
         # Whether the group ends with the carrier. Left alone, NCCL's kernels would wait for a lost rank for ever.
         self.owns_nccl = owns and torch.device(device).type == "cuda"
+        self._caller = Caller() if self.owns_nccl else None
         super().__init__(self.group.rank(), new_slots(slot_bytes, device))
         self._in_slots = new_slots(slot_bytes, device)
         self._in_use: deque[_FromGroup | None] = deque([None, None])
@@ -56,7 +60,12 @@ class ProcessGroupCarrier(Carrier):
     def posted(self, post: Callable[[], dist.Work | None], peer: int) -> dist.Work | None:
         """Begins a send or receive; a peer that is gone already is seen here."""
         try:
-            return post()
+            if self._caller is None:
+                return post()
+            # NCCL's first message to a peer waits for that peer.
+            return self._caller(on_stream(post), max(0.001, self.deadline.left()))
+        except TimeoutError as error:
+            raise self.late(peer, "to connect") from error
         except RuntimeError as error:
             raise SyncError(f"weight sync: rank {self.rank} lost rank {peer} before a message: {error}") from error
 
@@ -84,14 +93,61 @@ class ProcessGroupCarrier(Carrier):
             self.group.shutdown()
         except RuntimeError as error:  # what made us give up is to be told, not this
             logger.warning("weight sync: rank %d could not end its NCCL group: %s", self.rank, error)
+        self._end_thread()
 
     def close(self) -> None:
         super().close()
         if self.owns_nccl and self.broken is None:
             self.group.shutdown()
+        self._end_thread()
+
+    def _end_thread(self) -> None:
+        if self._caller is not None:
+            self._caller.close()
 
     def memory_bytes(self) -> int:
         return super().memory_bytes() + len(self._in_slots) * self.slot_bytes
+
+
+class Caller:
+    """Makes calls in a thread of its own.
+
+    NCCL remembers by thread which calls belong together. One that fails leaves that open: later connections of the same
+    thread are never made. So every carrier has a thread, which goes with it.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        threading.Thread(target=self._serve, name="weight sync", daemon=True).start()
+
+    def __call__(self, call: Callable[[], Any], seconds: float) -> Any:
+        """What the call returns or raises; TimeoutError, if it takes longer."""
+        answer: Future[Any] = Future()
+        self._calls.put((call, answer))
+        return answer.result(seconds)
+
+    def close(self) -> None:
+        """Ends the thread, after the call that it may be in."""
+        self._calls.put(None)
+
+    def _serve(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            call, answer = asked
+            try:
+                answer.set_result(call())
+            except Exception as error:
+                answer.set_exception(error)
+
+
+def on_stream(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call in any thread, after what the stream of this one has been asked to do."""
+    stream = torch.cuda.current_stream()
+
+    def made() -> Any:
+        with torch.cuda.stream(stream):
+            return call()
+
+    return made
 
 
 class _FromGroup(Incoming):

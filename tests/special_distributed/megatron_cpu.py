@@ -114,13 +114,10 @@ def _patch_cuda() -> None:
 def _patch_megatron() -> None:
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
     import megatron.core.tensor_parallel.random as random
-    import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    # A name that exists with TransformerEngine only, but is read without it too.
-    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
     # The original makes lists of split sizes only from CUDA tensors.
     def as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

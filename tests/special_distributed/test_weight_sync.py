@@ -6,7 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_group import own_device
-from sync_trials import BUCKET, IDS, PlainRollout, blank_lm, fsdp_engine, logits_of, multiply, one_process_logits
+from sync_trials import (
+    BUCKET,
+    IDS,
+    PlainRollout,
+    blank_lm,
+    fsdp_engine,
+    logits_of,
+    multiplied,
+    multiply,
+    one_process_logits,
+)
 
 
 def fsdp_to_copies(folder: Path, carrier: str, options: dict) -> tuple[list[torch.Tensor], dict]:
@@ -21,10 +31,9 @@ def fsdp_to_copies(folder: Path, carrier: str, options: dict) -> tuple[list[torc
     )
     rollout, logits = PlainRollout(), []
     for version in (1, 2):
-        multiply(engine, 1 + 0.1 * version)
-        report = sync(rollout, version)
-        logits.append(logits_of(model))
-        multiply(engine, 1 / (1 + 0.1 * version))
+        with multiplied(engine, 1 + 0.1 * version):
+            report = sync(rollout, version)
+            logits.append(logits_of(model))
     assert rollout.version == 2
     sync.close()
     return logits, report.metrics() | {"hops": len(sync.plan.hops), "missing": sync.plan.missing()[dist.get_rank()]}
@@ -73,11 +82,10 @@ def sync_to_tp(engine, folder: Path, axes: dict, staged: bool = False) -> list[d
     )
     rollout_engine, found = PlainRollout(), []
     for version in (1, 2):
-        multiply(engine, 1 + 0.1 * version)
-        report = sync(rollout_engine, version)
-        assert report.traffic.received == sync.plan.missing()[rank]
-        found.append({name: tensor.clone() for name, tensor in params.items()})
-        multiply(engine, 1 / (1 + 0.1 * version))
+        with multiplied(engine, 1 + 0.1 * version):
+            report = sync(rollout_engine, version)
+            assert report.traffic.received == sync.plan.missing()[rank]
+            found.append({name: tensor.clone() for name, tensor in params.items()})
     sync.close()
     return found
 
@@ -111,10 +119,9 @@ def megatron_to_copies(trial, folder: Path):
         sync = connecting.connect(engine, connecting.rollout_params(model), bucket_megabytes=1, deadline=40.0)
         rollout, logits = PlainRollout(), []
         for version in (1, 2):
-            multiply(engine, 1 + 0.1 * version)
-            sync(rollout, version)
-            logits.append(logits_of(model))
-            multiply(engine, 1 / (1 + 0.1 * version))
+            with multiplied(engine, 1 + 0.1 * version):
+                sync(rollout, version)
+                logits.append(logits_of(model))
         sync.close()
         return logits
     finally:
@@ -333,10 +340,9 @@ def into_embedded(folder: Path) -> list[list[float]]:
         return [done.token_ids, done.log_probs]
 
     for version in (1, 2):
-        multiply(engine, 1 + 0.1 * version)
-        sync(rollout, version)
-        found.append(answer(version))
-        multiply(engine, 1 / (1 + 0.1 * version))
+        with multiplied(engine, 1 + 0.1 * version):
+            sync(rollout, version)
+            found.append(answer(version))
     pack = Exchange._pack
 
     def zeros(self, buffer, pieces):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -21,6 +22,9 @@ TRACKED = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": "global_load_balancing_loss",
 }
+
+# Megatron-Core 0.16 asks whether this is None, but binds the name only where TransformerEngine is installed.
+moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
 
 def balancing_losses(config: TransformerConfig) -> list[str]:
