@@ -27,7 +27,7 @@ from meshrl.rewards.calling import (
 from meshrl.rewards.overlong import OverlongBuffer
 from meshrl.rewards.pool import InPool, WorkerPool
 from meshrl.rewards.results import LARGEST_SCORE, BadAnswerError, RewardError, Scores, as_result, object_column
-from meshrl.rewards.threads import Threads
+from meshrl.threads import Threads
 
 __all__ = ["RewardError", "RewardManager", "as_result", "drop_samples"]
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshrl.threads import Threads
 from meshrl.weights.transport import Carrier, Incoming, SyncError, new_slots
 
 logger = logging.getLogger(__name__)
@@ -35,7 +33,9 @@ class ProcessGroupCarrier(Carrier):
         self.group: Group = group or everyone
         # Whether the group ends with the carrier. Left alone, NCCL's kernels would wait for a lost rank for ever.
         self.owns_nccl = owns and torch.device(device).type == "cuda"
-        self._caller = Caller() if self.owns_nccl else None
+        # NCCL remembers by thread which calls belong together, and one that fails leaves that open: later connections
+        # of the same thread are never made. So every connection has a thread, which goes with it.
+        self._caller = Threads(1, "meshrl-weight-sync") if self.owns_nccl else None
         super().__init__(self.group.rank(), new_slots(slot_bytes, device))
         self._in_slots = new_slots(slot_bytes, device)
         self._in_use: deque[_FromGroup | None] = deque([None, None])
@@ -63,7 +63,7 @@ class ProcessGroupCarrier(Carrier):
             if self._caller is None:
                 return post()
             # NCCL's first message to a peer waits for that peer.
-            return self._caller(on_stream(post), max(0.001, self.deadline.left()))
+            return self._caller.submit(on_stream(post)).result(max(0.001, self.deadline.left()))
         except TimeoutError as error:
             raise self.late(peer, "to connect") from error
         except RuntimeError as error:
@@ -107,36 +107,6 @@ class ProcessGroupCarrier(Carrier):
 
     def memory_bytes(self) -> int:
         return super().memory_bytes() + len(self._in_slots) * self.slot_bytes
-
-
-class Caller:
-    """Makes calls in a thread of its own.
-
-    NCCL remembers by thread which calls belong together. One that fails leaves that open: later connections of the same
-    thread are never made. So every carrier has a thread, which goes with it.
-    """
-
-    def __init__(self) -> None:
-        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        threading.Thread(target=self._serve, name="weight sync", daemon=True).start()
-
-    def __call__(self, call: Callable[[], Any], seconds: float) -> Any:
-        """What the call returns or raises; TimeoutError, if it takes longer."""
-        answer: Future[Any] = Future()
-        self._calls.put((call, answer))
-        return answer.result(seconds)
-
-    def close(self) -> None:
-        """Ends the thread, after the call that it may be in."""
-        self._calls.put(None)
-
-    def _serve(self) -> None:
-        while (asked := self._calls.get()) is not None:
-            call, answer = asked
-            try:
-                answer.set_result(call())
-            except Exception as error:
-                answer.set_exception(error)
 
 
 def on_stream(call: Callable[[], Any]) -> Callable[[], Any]:

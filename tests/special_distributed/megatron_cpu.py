@@ -12,12 +12,12 @@ import logging
 import multiprocessing
 import queue
 import warnings
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 # For the server that test processes are forked from: importing Megatron-Core takes seconds.
 PRELOAD = ["megatron_cpu_imports"]
@@ -44,28 +44,65 @@ def import_without_fusion() -> None:
         torch.compile = compile_function
 
 
-class CudaIsCpu(TorchFunctionMode):
-    """Sends what is made for CUDA to the CPU, and names the types of CPU tensors as CUDA's."""
+# What makes tensors and may be told to make them on CUDA.
+FACTORIES = ("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn")
+    "arange",
+    "as_tensor",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "tensor",
+    "zeros",
+)
+FACTORIES_LIKE = ("tensor", "zeros", "empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like")
+METHODS = "new_empty new_full new_ones new_tensor new_zeros"
 
-    OF_INTEREST = frozenset({torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.to, torch.Tensor.type})
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not kwargs and func not in self.OF_INTEREST:
-            return func(*args)  # nearly all: tens of thousands in a step
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.pin_memory:
-            return args[0].clone()  # what is freed on the device must live on in the host's copy
-        if func is torch.Tensor.to and any(str(argument).startswith("cuda") for argument in args[1:2]):
-            args = (args[0], "cpu", *args[2:])
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)  # optimizers choose by this name
-        if str(kwargs.get("device")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
-        return func(*args, **kwargs)
+def on_cpu(function: Any) -> Any:
+    """The function, with what it is asked to make for CUDA made for the CPU."""
+
+    @wraps(function)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            if str(kwargs.get("device")).startswith("cuda"):
+                kwargs["device"] = "cpu"
+            if kwargs.get("pin_memory"):
+                kwargs["pin_memory"] = False
+        return function(*args, **kwargs)
+
+    return made
+
+
+def _patch_tensors() -> None:
+    """Sends what is made for CUDA to the CPU, and names the types of CPU tensors as CUDA's.
+
+    Name by name: a `TorchFunctionMode` would do, but looks at each of the tens of thousands of calls in a step.
+    """
+    tensor: Any = torch.Tensor
+    for name in FACTORIES.split():
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+    for name in METHODS.split():
+        setattr(tensor, name, on_cpu(getattr(tensor, name)))
+    to, kind = on_cpu(tensor.to), tensor.type
+
+    def moved(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args and str(args[0]).startswith("cuda"):
+            args = ("cpu", *args[1:])
+        return to(self, *args, **kwargs)
+
+    def type_of(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Optimizers choose by this name.
+        return kind(self, *args, **kwargs) if args or kwargs else kind(self).replace("torch.", "torch.cuda.", 1)
+
+    tensor.to, tensor.type = moved, type_of
+    tensor.cuda = lambda self, *args, **kwargs: self
+    # What is freed on the device must live on in the host's copy.
+    tensor.pin_memory = lambda self, *args: self.clone()
 
 
 class Idle:
@@ -75,13 +112,13 @@ class Idle:
         return lambda *args, **kwargs: self
 
 
-_mode: CudaIsCpu | None = None
+_is_installed = False
 
 
 def install() -> None:
     """Prepares this process; a second call does nothing."""
-    global _mode
-    if _mode is not None:
+    global _is_installed
+    if _is_installed:
         return
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
@@ -89,8 +126,8 @@ def install() -> None:
     _patch_cuda()
     _patch_megatron()
     dist.all_gather, dist.reduce_scatter = uneven_all_gather, uneven_reduce_scatter
-    _mode = CudaIsCpu()
-    _mode.__enter__()
+    _patch_tensors()
+    _is_installed = True
 
 
 def _patch_cuda() -> None:

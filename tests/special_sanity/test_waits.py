@@ -26,7 +26,7 @@ ALLOWED = {
     ("controller/worker_process.py", "run_worker"): "the worker's queue of calls; it ends with the controller",
     ("controller/nursery.py", "_listen"): "a daemon, after the nursery's socket was closed",
     ("controller/ray.py", "watch"): "its end is the end of the actor, which is what it is for",
-    ("rewards/threads.py", "_run"): "a daemon's queue of jobs",
+    ("threads.py", "_run"): "a daemon's queue of jobs",
     ("rewards/worker.py", "serve"): "ends with the other end of the pipe",
     ("rewards/sandbox/inside.py", "run_init"): "an alarm ends it",
     ("data/encoding_pool.py", "main"): "ends with the other end of the pipe",

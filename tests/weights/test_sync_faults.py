@@ -2,8 +2,6 @@
 
 import os
 import re
-import threading
-import time
 
 import pytest
 from layouts import QWEN2, PlainRollout, ThreadGroup, fsdp2, random_tensors, tp
@@ -231,27 +229,3 @@ def test_what_torch_reads_for_a_group_is_put_back(monkeypatch):
         assert pools.OUTLIVES.items() <= os.environ.items()
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ
-
-
-def test_calls_of_a_connection_are_made_in_its_thread_and_have_a_deadline():
-    from meshrl.weights.process_group import Caller
-
-    caller, other = Caller(), Caller()
-    threads = [made(threading.get_ident, 5) for made in (caller, caller, other)]
-    assert threads[0] == threads[1]
-    assert len({*threads, threading.get_ident()}) == 3
-    with pytest.raises(ZeroDivisionError):
-        caller(lambda: 1 // 0, 5)
-    assert caller(lambda: 7, 5) == 7  # an error is the call's, not the thread's
-    left = threading.Event()
-    with pytest.raises(TimeoutError):
-        caller(left.wait, 0.01)
-    caller.close()
-    other.close()
-    left.set()
-    # Both threads end, also the one that was in a call.
-    for _ in range(500):
-        if not any(thread.ident in threads for thread in threading.enumerate()):
-            break
-        time.sleep(0.01)
-    assert not any(thread.ident in threads for thread in threading.enumerate())

@@ -7,15 +7,19 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshrl.config.engine import FSDPConfig
 from meshrl.engines.fsdp.units import units_to_shard
+from meshrl.engines.optim import own_parts
 from meshrl.models.loading import torch_dtype
 from meshrl.parallel.layout import SEQUENCE_AXES, Layout
 from meshrl.parallel.mesh import sharding_mesh
+
+CLIP_EPS = 1e-6  # as torch's clip_grad_norm_ has it
 
 
 class Sharding(ABC):
@@ -29,8 +33,7 @@ class Sharding(ABC):
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scales the gradients down to `max_norm`; returns the norm they had over all ranks."""
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, foreach=True)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, foreach=True))
 
     def move(self, device: torch.device) -> None:
         """Brings this rank's part of the parameters to another device."""
@@ -54,6 +57,7 @@ class FSDP2(Sharding):
     def __init__(self, module: nn.Module, hf_model: nn.Module, layout: Layout, device_type: str, config: FSDPConfig):
         self.module = module
         mesh = sharding_mesh(layout, device_type, shards=("fsdp",), copies=("ddp", *SEQUENCE_AXES))
+        self.group = mesh.get_group("fsdp")  # the ranks that a parameter is cut over
         offload = CPUOffloadPolicy(pin_memory=device_type == "cuda") if config.offload_policy else OffloadPolicy()
         policy = precision_policy(config) or MixedPrecisionPolicy()
         units = units_to_shard(hf_model, config.wrap_policy)
@@ -68,6 +72,20 @@ class FSDP2(Sharding):
         if config.forward_prefetch:
             for unit, following in pairwise(units):
                 unit.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> float:
+        # On the parts: of DTensors torch would first find out how each result is sharded, which takes longer.
+        parts = own_parts(param.grad for param in self.module.parameters() if param.grad is not None)
+        if not parts:
+            return 0.0
+        norms = torch._foreach_norm([part for part in parts if part.numel()], 2, torch.float32)
+        square = torch.stack([torch.zeros((), device=parts[0].device), *norms]).square().sum()
+        dist.all_reduce(square, group=self.group)
+        norm = float(square.sqrt())
+        if norm + CLIP_EPS > max_norm:
+            torch._foreach_mul_(parts, max_norm / (norm + CLIP_EPS))
+        return norm
 
     def full_params(self) -> Iterator[tuple[str, Tensor]]:
         for name, param in self.module.named_parameters():

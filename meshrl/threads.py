@@ -16,7 +16,7 @@ class Threads:
 
     def __init__(self, count: int, name: str):
         self.count, self.name = count, name
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._started = 0
         self._lock = threading.Lock()
 
@@ -30,13 +30,18 @@ class Threads:
                 threading.Thread(target=self._run, daemon=True, name=self.name).start()
         return future
 
+    def close(self) -> None:
+        """Ends the threads after the calls given so far; without it they wait for more as long as the process lives."""
+        for _ in range(self.count):
+            self._calls.put(None)
+
     def _run(self) -> None:
-        while True:
-            call, future = self._calls.get()
+        while (asked := self._calls.get()) is not None:
+            call, future = asked
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 future.set_result(call())
             except BaseException as error:
                 future.set_exception(error)
-            del call, future  # else the last batch lives until the next
+            del asked, call, future  # else the last batch lives until the next
