@@ -45,21 +45,8 @@ def import_without_fusion() -> None:
 
 
 # What makes tensors and may be told to make them on CUDA.
-FACTORIES = ("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn")
-    "arange",
-    "as_tensor",
-    "empty",
-    "eye",
-    "full",
-    "linspace",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "tensor",
-    "zeros",
-)
-FACTORIES_LIKE = ("tensor", "zeros", "empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like")
+FACTORIES = "arange as_tensor empty eye full linspace ones rand randint randn tensor zeros"
+FACTORIES += " empty_like full_like ones_like rand_like randn_like zeros_like"
 METHODS = "new_empty new_full new_ones new_tensor new_zeros"
 
 
