@@ -1,13 +1,18 @@
 """How one call on a group becomes a call on each rank, and how the answers become one result."""
 
+from __future__ import annotations
+
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar
 
 from meshrl.controller.worker import MeshEntry
-from meshrl.data.proto import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+
+if TYPE_CHECKING:
+    from meshrl.data.proto import DataProto
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +94,7 @@ _SPEC_ATTRIBUTE = "__meshrl_call__"
 
 
 def register(
-    dispatch_mode: "str | dict[str, Callable[..., Any]] | PlanFn" = Dispatch.ALL_TO_ALL,
+    dispatch_mode: str | dict[str, Callable[..., Any]] | PlanFn = Dispatch.ALL_TO_ALL,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
@@ -199,8 +204,10 @@ class _Shards:
         return tuple(arg[index] for arg in self.args), {key: value[index] for key, value in self.kwargs.items()}
 
     def join(self, answers: list[Any]) -> Any:
-        if not answers or not all(isinstance(answer, DataProto) for answer in answers):
+        if not answers or not all(is_proto(answer) for answer in answers):
             return answers
+        from meshrl.data.proto import DataProto, unpad_dataproto
+
         for answer in answers:
             answer.meta_info.pop(PADDING_ROWS_KEY, None)
         joined = answers[0] if len(answers) == 1 else DataProto.concat(answers)
@@ -238,11 +245,19 @@ def _shard(args: tuple[Any, ...], kwargs: dict[str, Any], count: int, pad: bool)
     )
 
 
+def is_proto(value: Any) -> TypeGuard[DataProto]:
+    """Whether this is a `DataProto`; does not import what it is made of, which takes seconds."""
+    proto = sys.modules.get("meshrl.data.proto")  # whoever has one has imported it
+    return proto is not None and isinstance(value, proto.DataProto)
+
+
 def _is_batch(value: Any) -> bool:
-    return isinstance(value, DataProto) and (value.batch is not None or bool(value.non_tensor_batch))
+    return is_proto(value) and (value.batch is not None or bool(value.non_tensor_batch))
 
 
 def _chunk(data: DataProto, count: int) -> list[DataProto]:
+    from meshrl.data.proto import pad_dataproto_to_divisor
+
     if len(data) == 0:
         return [data] * count
     padded, padding = pad_dataproto_to_divisor(data, count)
@@ -310,7 +325,7 @@ _modes.update(
 _SHARDING_MODES = (Dispatch.DP_COMPUTE, Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_METRIC)
 
 
-def _plan_of(dispatch_mode: "str | dict[str, Callable[..., Any]] | PlanFn") -> PlanFn:
+def _plan_of(dispatch_mode: str | dict[str, Callable[..., Any]] | PlanFn) -> PlanFn:
     if isinstance(dispatch_mode, dict):
         if set(dispatch_mode) != {"dispatch_fn", "collect_fn"}:
             raise ValueError(f"a dispatch mode needs the keys dispatch_fn and collect_fn, got {sorted(dispatch_mode)}")

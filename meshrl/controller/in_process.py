@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshrl.controller.dispatch import RankCall
+from meshrl.controller.dispatch import RankCall, is_proto
 from meshrl.controller.errors import ControllerError, GroupBrokenError, WorkerError
 from meshrl.controller.flight_recorder import Collective
 from meshrl.controller.futures import Future, SerialThread
@@ -21,7 +21,6 @@ from meshrl.controller.worker import (
     loopback_interface,
     place_ranks,
 )
-from meshrl.data.proto import DataProto
 from meshrl.telemetry.ledger import booked
 
 LOOPBACK = "127.0.0.1"
@@ -137,4 +136,4 @@ def device_indices(pool: ResourcePool, node_rank: int) -> list[int]:
 
 
 def _own(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, DataProto) else value
+    return copy.copy(value) if is_proto(value) else value

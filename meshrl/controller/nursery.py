@@ -129,7 +129,7 @@ def serve(control_fd: int) -> None:
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-    _preload(["meshrl.controller.worker_process"])
+    _preload(["meshrl.controller.worker_process", "meshrl.data.proto"])
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
         selector.register(woken, selectors.EVENT_READ)

@@ -1,16 +1,20 @@
 """Worker classes for the controller's tests: worker processes import them from here."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from meshrl.controller import Dispatch, Execute, Worker, nd_dispatch, register, register_dispatch_mode
-from meshrl.data.proto import DataProto
+
+if TYPE_CHECKING:
+    from meshrl.data.proto import DataProto
 
 
 def _reverse_dispatch(group: Any, values: list[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -36,6 +40,13 @@ def has_ended(pid: int, within: float = 5.0) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+def _proto() -> type[DataProto]:
+    """Imported where it is made: most processes of these tests never see one, and it takes seconds."""
+    from meshrl.data.proto import DataProto
+
+    return DataProto
 
 
 class Probe(Worker):
@@ -77,7 +88,7 @@ class Probe(Worker):
             x = x + other.batch["y"]
         ranks = torch.full((len(data),), self.rank)
         names = [f"{name}@{self.rank}" for name in data.non_tensor_batch["name"]]
-        return DataProto.from_dict({"x": x, "rank": ranks}, {"name": names}, dict(data.meta_info))
+        return _proto().from_dict({"x": x, "rank": ranks}, {"name": names}, dict(data.meta_info))
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def repeat_rows(self, data: DataProto, times: int) -> DataProto:
@@ -125,18 +136,18 @@ class Probe(Worker):
     def on_grid(self, data: DataProto, offset: int = 0) -> DataProto:
         self.log.append(data.batch["x"].tolist())
         rank = torch.full((len(data),), self.rank)
-        return DataProto.from_dict({"x": data.batch["x"] + offset, "rank": rank})
+        return _proto().from_dict({"x": data.batch["x"] + offset, "rank": rank})
 
     @register(nd_dispatch("short", pad=False))
     def on_short(self, data: DataProto) -> DataProto:
-        return DataProto.from_dict({"rank": torch.full((len(data),), self.rank)})
+        return _proto().from_dict({"rank": torch.full((len(data),), self.rank)})
 
     # --- futures ---
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def slow_shard(self, data: DataProto, seconds: float) -> DataProto:
         time.sleep(seconds)
-        return DataProto.from_dict({"x": data.batch["x"] + 100})
+        return _proto().from_dict({"x": data.batch["x"] + 100})
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def note(self, value: Any) -> int:
