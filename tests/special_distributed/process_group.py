@@ -230,6 +230,25 @@ def _take_gpu(rank: int) -> None:
         os.environ.update(NCCL_HOSTID=f"{os.getpid()}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
 
+class OneDevice:
+    """In the place of torch's gloo groups: all groups of a process on one device.
+
+    By default each has its own, whose thread wakes up a hundred times a second; Megatron-Core makes dozens of groups.
+    """
+
+    def __init__(self) -> None:
+        self.made: Any = dist.ProcessGroupGloo
+        self.device = self.made.create_default_device()
+
+    def __call__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        options = self.made._Options()
+        options._devices, options._timeout = [self.device], timeout
+        return self.made(store, rank, size, options)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, self.made)
+
+
 def _serve(
     rank: int,
     world_size: int,
@@ -248,6 +267,7 @@ def _serve(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if ON_GPU:
         _take_gpu(rank)
+    dist.distributed_c10d.ProcessGroupGloo = OneDevice()  # type: ignore[assignment,misc]
 
     def join() -> None:
         if prepare is not None:
@@ -279,7 +299,7 @@ def _call(task: bytes) -> Any:
 
 
 def _leave_groups() -> None:
-    """Ends the process groups of the function before: each has threads that wake up a hundred times a second for ever.
+    """Ends the process groups of the function before, and their threads.
 
     Not right after it: a rank that was done would wait for the others here and not be told from those that hang.
     """
