@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,18 +33,17 @@ class LocalAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             states = [self._state(param) for param in params]
+            averages, squares, steps = (
+                own_parts(state[name] for state in states) for name in ("exp_avg", "exp_avg_sq", "step")
+            )
             beta1, beta2 = group["betas"]
-
-            def parts(name: str, states: Sequence[Any] = states) -> list[Tensor]:
-                return own_parts(state[name] for state in states)
-
             adamw(
                 own_parts(params),
                 own_parts(param.grad for param in params),
-                parts("exp_avg"),
-                parts("exp_avg_sq"),
+                averages,
+                squares,
                 [],
-                parts("step"),
+                steps,
                 fused=True,
                 amsgrad=False,
                 beta1=beta1,

@@ -79,7 +79,8 @@ class FSDP2(Sharding):
         parts = own_parts(param.grad for param in self.module.parameters() if param.grad is not None)
         if not parts:
             return 0.0
-        norms = torch._foreach_norm([part for part in parts if part.numel()], 2, torch.float32)
+        filled = [part for part in parts if part.numel()]
+        norms = torch._foreach_norm(filled, 2, torch.float32) if filled else ()
         square = torch.stack([torch.zeros((), device=parts[0].device), *norms]).square().sum()
         dist.all_reduce(square, group=self.group)
         norm = float(square.sqrt())
