@@ -47,7 +47,7 @@ def test_objects_arrive_equal_and_writable(size, dtype):
         assert not got["t"].any()
         assert torch.equal(tensor, torch.arange(size).to(dtype))
     del got
-    assert open_fds() == before
+    assert open_fds() <= before  # what tests before have left may be closed meanwhile
 
 
 def test_large_text_does_not_go_through_the_socket():
