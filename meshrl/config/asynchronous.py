@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshrl.config.key import key
+from meshrl.config.tree import changed_keys
 
 if TYPE_CHECKING:
     from meshrl.config.root import PPOConfig
@@ -38,6 +39,10 @@ def async_problems(config: "PPOConfig") -> list[str]:
         if how != AsyncTrainingConfig():
             problems.append(f"async_training needs devices of its own for the rollout: set {SEPARATE}")
         return problems
+    problems += [
+        f"{changed} is for devices that actor and rollout share, and {SEPARATE}: set PYTORCH_ALLOC_CONF instead"
+        for changed in changed_keys(config, "actor_rollout_ref.expandable_segments")
+    ]
     if not ranks:
         problems.append(
             f"{SEPARATE} needs processes for the rollout: set actor_rollout_ref.rollout.nnodes and n_gpus_per_node"

@@ -17,6 +17,14 @@ from meshrl.config.trainer import ProfilerConfig, RayInitConfig, TrainerConfig
 @dataclass
 class ActorRolloutRefConfig:
     hybrid_engine: bool = key(True, "Actor and rollout share their devices; false: rollout.nnodes and n_gpus_per_node.")
+    expandable_segments: bool = key(
+        False, "On GPUs: segments of memory that grow in place while training (fewer gaps), and not while generating."
+    )
+    memory_budget_gigabytes: float | None = key(
+        None,
+        "Most GiB of its GPU (on CPUs: of its process) a rank may use; a phase that takes more is an error.",
+        low=0.001,
+    )
     model: ModelConfig = section(ModelConfig, "The policy's model.")
     actor: ActorConfig = section(ActorConfig, "How the policy is updated.")
     ref: RefConfig = section(RefConfig, "The frozen reference of a KL.")

@@ -12,7 +12,7 @@ import logging
 from contextlib import ContextDecorator
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from meshrl.telemetry.ledger import current_ledger
 
@@ -25,61 +25,135 @@ GIB = 2**30
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-class PeakMemory:
-    """Watches a device, or the process, from its making on. Two at a time share one peak: the later one's."""
+class Meter(Protocol):
+    """Tells how much memory is in use, and the most there has been since its peak was reset."""
 
-    def __init__(self, device: torch.device | None = None):
+    names: tuple[str, str, str]  # of the metrics: before, after and at the peak
+
+    def used(self) -> int: ...
+
+    def peak(self) -> int | None: ...
+
+    def reset_peak(self) -> None: ...
+
+    def further(self) -> dict[str, int]: ...
+
+
+class CudaMeter:
+    """What torch has allocated of one GPU."""
+
+    names = ("before_gib", "after_gib", "max_allocated_gib")
+
+    def __init__(self, device: torch.device):
         self.device = device
-        if self.is_cuda:
-            import torch
 
-            torch.cuda.reset_peak_memory_stats(device)
-            self.before = torch.cuda.memory_allocated(device)
-        else:
-            self.can_reset = reset_peak_rss()
-            self.before = resident_bytes()[0]
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.device is not None and self.device.type == "cuda"
-
-    def metrics(self, phase: str) -> dict[str, float]:
-        """GiB before and after the phase, and its peak: allocated and reserved on a GPU, resident on a CPU.
-
-        Where the system cannot forget a process's peak, a CPU's is that of its whole life and is left out.
-        """
-        if not self.is_cuda:
-            after, peak = resident_bytes()
-            found = {"before_rss_gib": self.before, "after_rss_gib": after}
-            found |= {"max_rss_gib": max(peak, after)} if self.can_reset else {}
-            return {f"memory/{phase}/{name}": value / GIB for name, value in found.items()}
+    def used(self) -> int:
         import torch
 
-        return {
-            f"memory/{phase}/before_gib": self.before / GIB,
-            f"memory/{phase}/after_gib": torch.cuda.memory_allocated(self.device) / GIB,
-            f"memory/{phase}/max_allocated_gib": torch.cuda.max_memory_allocated(self.device) / GIB,
-            f"memory/{phase}/max_reserved_gib": torch.cuda.max_memory_reserved(self.device) / GIB,
-        }
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak(self) -> int:
+        import torch
+
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def reset_peak(self) -> None:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def further(self) -> dict[str, int]:
+        import torch
+
+        return {"max_reserved_gib": torch.cuda.max_memory_reserved(self.device)}
+
+
+class ProcessMeter:
+    """Resident memory of this process. Where the system cannot forget its peak there is none to tell."""
+
+    names = ("before_rss_gib", "after_rss_gib", "max_rss_gib")
+    can_reset = False
+
+    def used(self) -> int:
+        return resident_bytes()[0]
+
+    def peak(self) -> int | None:
+        return max(resident_bytes()) if self.can_reset else None
+
+    def reset_peak(self) -> None:
+        self.can_reset = reset_peak_rss()
+
+    def further(self) -> dict[str, int]:
+        return {}
+
+
+class PeakMemory:
+    """Watches a device, or the process, from its making on. Two at a time share one peak: the later one's.
+
+    With `budget_bytes`, a phase that takes more (and more than there was before it) is an error that names it.
+    """
+
+    def __init__(
+        self, device: torch.device | None = None, budget_bytes: int | None = None, *, meter: Meter | None = None
+    ):
+        self.meter: Meter = meter or meter_of(device)
+        self.budget_bytes = budget_bytes
+        self.meter.reset_peak()
+        self.before = self.meter.used()
+
+    def metrics(self, phase: str) -> dict[str, float]:
+        """GiB before and after the phase, and its peak: allocated and reserved on a GPU, resident on a CPU."""
+        names, peak = self.meter.names, self.meter.peak()
+        found = {names[0]: self.before, names[1]: self.meter.used()}
+        found |= {} if peak is None else {names[2]: peak} | self.meter.further()
+        most = max(found.values()) if peak is None else peak
+        if self.budget_bytes is not None and most > max(self.budget_bytes, self.before):
+            raise MemoryError(
+                f"phase '{phase}' took {most / GIB:.2f} GiB ({self.before / GIB:.2f} before it), more than "
+                f"actor_rollout_ref.memory_budget_gigabytes ({self.budget_bytes / GIB:.2f}): {_remedy(phase)}"
+            )
+        return {f"memory/{phase}/{name}": value / GIB for name, value in found.items()}
+
+
+def meter_of(device: torch.device | None) -> CudaMeter | ProcessMeter:
+    """What tells of a device's memory."""
+    return ProcessMeter() if device is None or device.type != "cuda" else CudaMeter(device)
+
+
+def _remedy(phase: str) -> str:
+    """What to change after a phase took too much."""
+    if phase.startswith("switch_"):
+        return (
+            "lower rollout.gpu_memory_utilization or rollout.update_weights_bucket_megabytes, or set param_offload and "
+            "optimizer_offload"
+        )
+    if phase == "gen":
+        return "lower rollout.gpu_memory_utilization or rollout.max_num_batched_tokens"
+    return "smaller micro-batches, more sharding, or param_offload and optimizer_offload"
 
 
 class MemoryLog(ContextDecorator):
-    """Measures a block, or a decorated function: into the ledger this thread works for, and the log (level DEBUG)."""
+    """Measures a block, or a decorated function: into the ledger this thread works for, and the log (level DEBUG).
 
-    def __init__(self, phase: str, device: torch.device | None = None):
-        self.phase, self.device = phase, device
+    `budget_bytes` as in `PeakMemory`.
+    """
+
+    def __init__(self, phase: str, device: torch.device | None = None, budget_bytes: int | None = None):
+        self.phase, self.device, self.budget_bytes = phase, device, budget_bytes
         self.found: dict[str, float] = {}
 
     def _recreate_cm(self) -> MemoryLog:
-        return MemoryLog(self.phase, self.device)
+        return MemoryLog(self.phase, self.device, self.budget_bytes)
 
     def __enter__(self) -> MemoryLog:
-        self._peak = PeakMemory(self.device)
+        self._peak = PeakMemory(self.device, self.budget_bytes)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._peak.budget_bytes = None  # what went wrong inside is what is told
         self.found = self._peak.metrics(self.phase)
         logger.debug("%s", ", ".join(f"{name} {value:.3f}" for name, value in self.found.items()))
         if (ledger := current_ledger()) is not None:

@@ -11,49 +11,24 @@
     back_to_rollout: as to_rollout, with the version that the rollout had; the trainer must not have moved on
 
 Weights come before the cache and the trainer leaves in between: so the peak is both shards and two buckets, never both
-shards and the cache. Each step's memory is measured, and held against a budget.
+shards and the cache. Each step's memory is measured, and held against a budget. While training the allocator's segments
+may grow in place; from `weights` to `release` they have fixed sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
 from meshrl.engines.base import Engine
 from meshrl.rollout.base import TAGS, Rollout
+from meshrl.telemetry.memory import Meter, PeakMemory, meter_of
 from meshrl.weights.colocated import PolicySync
+from meshrl.weights.segments import Segments
 
-GIB = 1 << 30
 TRAIN, ROLLOUT = "train", "rollout"
-
-
-class MemoryMeter(Protocol):
-    """How much memory a device has in use."""
-
-    def used(self) -> int: ...
-
-    def peak(self) -> int: ...
-
-    def reset_peak(self) -> None: ...
-
-
-class CudaMeter:
-    """Allocated memory of one GPU."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def used(self) -> int:
-        return torch.cuda.memory_allocated(self.device)
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
 
 
 class HybridEngine:
@@ -62,7 +37,7 @@ class HybridEngine:
     `sync` brings a version from the engine to the rollout. `param_offload` and `optimizer_offload`: what of the
     trainer waits in host memory while the rollout works (and, for `param_offload`, between all phases).
     `free_cache_engine`: the rollout gives its memory up while the trainer works. `budget_bytes`: a step whose peak is
-    above it is an error that names the step.
+    above it is an error that names the step. `expandable_segments`: on a GPU, those of the trainer.
     """
 
     def __init__(
@@ -77,14 +52,17 @@ class HybridEngine:
         optimizer_offload: bool = False,
         shares_weights: bool = False,
         budget_bytes: int | None = None,
-        meter: MemoryMeter | None = None,
+        expandable_segments: bool = False,
+        meter: Meter | None = None,
         rollout_seed: int = 0,
     ):
         self.engine, self.rollout, self.sync, self.device = engine, rollout, sync, device
         self.frees, self.shares_weights = free_cache_engine, shares_weights
         self.param_offload, self.optimizer_offload = param_offload, optimizer_offload
         self.budget_bytes = budget_bytes
-        self.meter = meter or (CudaMeter(device) if device.type == "cuda" else None)
+        self.meter: Meter = meter or meter_of(device)
+        self.segments = Segments() if expandable_segments and device.type == "cuda" else None
+        self._grow_segments(True)
         self.phase = TRAIN
         self.version = -1
         # Whether the trainer's weights may have changed since this version; for whoever trains to say.
@@ -112,17 +90,18 @@ class HybridEngine:
         with self._step("load", metrics):
             if self.param_offload:
                 self.engine.to(self.device, model=True, optimizer=False)
-        try:
-            with self._step("weights", metrics):
-                self._take_back("weights")
-            with self._step("sync", metrics):
-                report = self.sync(self.rollout, version)
-        finally:
-            with self._step("offload", metrics):
-                if self.param_offload or self.optimizer_offload:
-                    self.engine.to("cpu", model=self.param_offload, optimizer=self.optimizer_offload)
-        with self._step("kv_cache", metrics):
-            self._take_back("kv_cache")
+        with self._fixed_segments():
+            try:
+                with self._step("weights", metrics):
+                    self._take_back("weights")
+                with self._step("sync", metrics):
+                    report = self.sync(self.rollout, version)
+            finally:
+                with self._step("offload", metrics):
+                    if self.param_offload or self.optimizer_offload:
+                        self.engine.to("cpu", model=self.param_offload, optimizer=self.optimizer_offload)
+            with self._step("kv_cache", metrics):
+                self._take_back("kv_cache")
         self.phase, self.version, self.has_trained = ROLLOUT, version, False
         return metrics | report.metrics()
 
@@ -139,7 +118,7 @@ class HybridEngine:
                 )
             return self._bring(self.version)
         metrics: dict[str, float] = {}
-        with self._step("kv_cache", metrics):
+        with self._fixed_segments(), self._step("kv_cache", metrics):
             self._take_back("kv_cache")
         self.phase = ROLLOUT
         return metrics
@@ -155,6 +134,7 @@ class HybridEngine:
             if "weights" in self._released:
                 self.rollout.version = -1
                 self.sync.forget()
+        self._grow_segments(True)
         self.phase = TRAIN
         return metrics
 
@@ -168,24 +148,25 @@ class HybridEngine:
             self._released = tuple(held for held in self._released if held != tag)
 
     @contextmanager
+    def _fixed_segments(self) -> Iterator[None]:
+        """Around what leads to the rollout's phase; where it fails, the trainer's is on."""
+        self._grow_segments(False)
+        try:
+            yield
+        except BaseException:
+            self._grow_segments(True)
+            raise
+
+    def _grow_segments(self, wanted: bool) -> None:
+        if self.segments is not None:
+            self.segments.grow(wanted)
+
+    @contextmanager
     def _step(self, name: str, metrics: dict[str, float]) -> Iterator[None]:
         """Measures a step."""
-        if self.meter is None:
-            yield
-            return
-        self.meter.reset_peak()
-        before = self.meter.used()
+        watch = PeakMemory(budget_bytes=self.budget_bytes, meter=self.meter)
         yield
-        peak = self.meter.peak()
-        metrics[f"memory/switch_{name}/before_gib"] = before / GIB
-        metrics[f"memory/switch_{name}/after_gib"] = self.meter.used() / GIB
-        metrics[f"memory/switch_{name}/max_allocated_gib"] = peak / GIB
-        if self.budget_bytes is not None and peak > max(self.budget_bytes, before):
-            raise MemoryError(
-                f"step '{name}' of the switch between training and rollout took {peak / GIB:.2f} GiB, more than the "
-                f"budget of {self.budget_bytes / GIB:.2f} GiB: lower rollout.gpu_memory_utilization or "
-                "rollout.update_weights_bucket_megabytes, or set param_offload and optimizer_offload"
-            )
+        metrics |= watch.metrics(f"switch_{name}")
 
     @contextmanager
     def own_random_numbers(self) -> Iterator[None]:

@@ -205,3 +205,11 @@ def test_with_adapters_the_base_travels_once(task, tmp_path):
         group.shutdown()
     assert received[1] == received[2] < 0.25 * received[0]
     assert not torch.equal(log_probs[0], log_probs[2])
+
+
+def test_a_phase_that_takes_more_than_the_budget_ends_the_call(start, answers):
+    _, data = answers
+    with pytest.raises(WorkerError, match=r"phase '\w+' took .* GiB .*memory_budget_gigabytes \(0\.01\)"):
+        start(False, 1, "actor_rollout_ref.memory_budget_gigabytes=0.01").update_actor(with_advantages(data))
+    (metrics,) = start(False, 1, "actor_rollout_ref.memory_budget_gigabytes=64").update_actor(with_advantages(data))
+    assert metrics["actor/grad_norm"] > 0

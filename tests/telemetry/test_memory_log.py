@@ -19,6 +19,11 @@ def touch(size=SIZE):
             memory[place] = 1
 
 
+def fails():
+    touch()
+    raise KeyError
+
+
 needs_reset = pytest.mark.skipif(not reset_peak_rss(), reason="this system cannot forget a process's peak")
 
 
@@ -50,6 +55,32 @@ def test_peaks_go_into_the_ledger_of_the_call_and_the_largest_stays():
     assert peaks["memory/gen/max_rss_gib"] * GIB > resident_bytes()[0] + 0.5 * SIZE
     generate(MIB)  # outside of a call nobody hears of it
     assert ledger.take().peaks == {}
+
+
+@needs_reset
+def test_a_phase_above_the_budget_is_named():
+    room = resident_bytes()[0] + 2 * SIZE
+    with MemoryLog("gen", budget_bytes=room):
+        touch()
+    with (
+        pytest.raises(MemoryError, match=r"phase 'gen' took .*memory_budget_gigabytes .*lower rollout.gpu_memory_util"),
+        MemoryLog("gen", budget_bytes=room),
+    ):
+        touch(3 * SIZE)
+    # What lies above it from before is no fault of a phase that adds nothing; an error inside is the one that is told.
+    watch = PeakMemory(budget_bytes=MIB)
+    watch.before = 1 << 50
+    watch.metrics("ref")
+    with pytest.raises(KeyError), MemoryLog("gen", budget_bytes=MIB):
+        fails()
+
+
+def test_without_a_peak_to_forget_the_budget_holds_for_what_is_left(monkeypatch):
+    monkeypatch.setattr("meshrl.telemetry.memory.reset_peak_rss", lambda: False)
+    watch = PeakMemory(budget_bytes=1)
+    watch.before = 0
+    with pytest.raises(MemoryError, match=r"phase 'update_actor' .*smaller micro-batches"):
+        watch.metrics("update_actor")
 
 
 def test_without_a_peak_to_forget_none_is_told(monkeypatch):
