@@ -65,9 +65,8 @@ def test_rotating_and_storing(norms):
     turned = torch.cat([-qk[..., dim // 2 :], qk[..., : dim // 2]], -1)
     qk = qk * cos.float()[:, None] + turned * sin.float()[:, None]
     value = x[:, heads + kv_heads :].clone()
-    kernels.rotate_and_store(
-        qkv, weights, cos, sin, torch.arange(tokens, device=DEVICE), keys, values, slots, heads, 1e-6
-    )
+    turning = kernels.Turning(weights, cos, sin, torch.arange(tokens, device=DEVICE), 1e-6)
+    kernels.rotate_and_store(qkv, turning, keys, values, slots, heads)
     tolerance = 5e-2 if HALF else 1e-5
     torch.testing.assert_close(qkv[:, : heads + kv_heads].float(), qk, rtol=1e-2, atol=tolerance)
     for token, slot in enumerate(slots.tolist()):
@@ -75,6 +74,39 @@ def test_rotating_and_storing(norms):
         torch.testing.assert_close(stored, qkv[token, heads : heads + kv_heads].float(), rtol=0, atol=0)
         torch.testing.assert_close(values[slot // size, :, slot % size].float(), value[token], rtol=0, atol=0)
     assert int((keys != 0).any(-1).sum()) == tokens * kv_heads
+
+
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("window", [1 << 30, 7])
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "dim"), [(5, 4, 2, 16), (3, 6, 1, 32), (70, 16, 8, 16)])
+def test_decoding_from_raw_products_is_turning_storing_and_decoding(rows, heads, kv_heads, dim, window, norms):
+    """In one kernel or in two: the same pools to the bit but for the type's last place, the same attention."""
+    size, most = 16, 4
+    raw = normal(rows, heads + 2 * kv_heads, dim)
+    weights = (normal(dim, seed=1), normal(dim, seed=2)) if norms else None
+    angles = torch.rand(rows, dim // 2, generator=torch.Generator().manual_seed(3)).repeat(1, 2)
+    turning = kernels.Turning(
+        weights, angles.cos().to(DEVICE, DTYPE), angles.sin().to(DEVICE, DTYPE),
+        torch.randperm(rows, generator=torch.Generator().manual_seed(7)).to(DEVICE), 1e-6,
+    )  # fmt: skip
+    blocks = torch.randperm(rows * most, generator=torch.Generator().manual_seed(4)).view(rows, most)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(5))
+    positions = torch.randint(0, size * most, (rows,), generator=torch.Generator().manual_seed(6))
+    positions[0] = 0  # nothing before it
+    positions[2] = -1  # a place that nobody takes: into the block after the last
+    slots = blocks[order, positions.clamp(min=0) // size] * size + positions % size
+    slots[2] = rows * most * size
+    where = [x.to(DEVICE) for x in (blocks.int(), order, positions)]
+    pools = [[normal(rows * most + 1, kv_heads, size, dim, seed=s) for s in (8, 9)] for _ in range(2)]
+    found = kernels.paged_decode(
+        raw[:, :heads], *pools[0], *where, 0.3, window, (turning, slots.to(DEVICE))
+    ).float()  # fmt: skip
+    kernels.rotate_and_store(raw, turning, *pools[1], slots.to(DEVICE), heads)
+    wanted = kernels.paged_decode(raw[:, :heads], *pools[1], *where, 0.3, window).float()
+    for one, other in zip(*pools, strict=True):
+        torch.testing.assert_close(one[:-1].float(), other[:-1].float(), rtol=8e-3 if HALF else 1e-6, atol=1e-6)
+    taken = positions >= 0
+    torch.testing.assert_close(found[taken], wanted[taken], rtol=0, atol=2e-2 if HALF else 1e-5)
 
 
 @pytest.mark.parametrize("width", [32, 48])

@@ -1,11 +1,11 @@
-"""The forward of plain decoder layers on a GPU: five kernels of our own between the matrix products of a layer."""
+"""The forward of plain decoder layers on a GPU, with kernels of our own between the matrix products of a layer."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from meshrl.rollout.embedded.kernels import add_and_norm, rotate_and_store, silu_and_multiply
+from meshrl.rollout.embedded.kernels import Turning, add_and_norm, rotate_and_store, silu_and_multiply
 from meshrl.rollout.embedded.layers import Layer, PlainLayers, Projection
 from meshrl.rollout.embedded.paged import PagedDecode, PagedPrefill
 
@@ -39,12 +39,13 @@ def _attend(
     context: PagedPrefill | PagedDecode,
 ) -> Tensor:
     """Attention from qkv [tokens, heads + 2 kv_heads, dim] to [tokens, heads * dim]; keys and values are stored."""
-    keys, values = context.cache.of(index)
-    rotate_and_store(qkv, layer.norms, *rotations, keys, values, context.slots, plain.heads, plain.eps)
+    turning = Turning(layer.norms, *rotations, plain.eps)
+    if isinstance(context, PagedDecode):
+        return context.attend_raw(index, qkv[:, : plain.heads], turning, plain.scaling, layer.window).flatten(1)
+    rotate_and_store(qkv, turning, *context.cache.of(index), context.slots, plain.heads)
     rotated = plain.heads + plain.kv_heads
     parts = qkv[:, : plain.heads], qkv[:, plain.heads : rotated], qkv[:, rotated:]
-    one_each = isinstance(context, PagedDecode)
-    q, k, v = (p.unsqueeze(2) if one_each else p.transpose(0, 1)[None] for p in parts)
+    q, k, v = (part.transpose(0, 1)[None] for part in parts)
     return context.attend_stored(index, q, k, v, plain.scaling, layer.window).reshape(len(qkv), -1)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshrl.parallel.packed import HALF_TYPES, PackedSequences, takes_gqa_flag
-from meshrl.rollout.embedded.kernels import paged_decode, store
+from meshrl.rollout.embedded.kernels import Turning, paged_decode, store
 from meshrl.rollout.embedded.scheduler import Piece
 
 NO_WINDOW = 1 << 30
@@ -157,21 +157,17 @@ class PagedDecode:
     ) -> Tensor:
         """See `AttentionContext`."""
         store(key[:, :, 0], value[:, :, 0], *self.cache.of(layer_idx), self.slots)
-        return self.attend_stored(layer_idx, query, key, value, scaling, sliding_window)
+        query = query[:, :, 0] if query.stride(1) == query.shape[3] else query[:, :, 0].contiguous()
+        return self._decode(layer_idx, query, scaling, sliding_window, None)[:, None]
 
-    def attend_stored(
-        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+    def attend_raw(
+        self, layer_idx: int, query: Tensor, turning: Turning, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """The same for keys and values that are in the pools already."""
-        keys, values = self.cache.of(layer_idx)
-        out = paged_decode(
-            query[:, :, 0] if query.stride(1) == query.shape[3] else query[:, :, 0].contiguous(),
-            keys,
-            values,
-            self.table,
-            self.order,
-            self.positions,
-            scaling,
-            sliding_window or NO_WINDOW,
-        )
-        return out[:, None]
+        """The same for queries [rows, heads, dim] that are not turned yet and have keys and values behind them."""
+        return self._decode(layer_idx, query, scaling, sliding_window, (turning, self.slots))
+
+    def _decode(
+        self, layer_idx: int, query: Tensor, scaling: float, window: int | None, raw: tuple[Turning, Tensor] | None
+    ) -> Tensor:
+        pools, where = self.cache.of(layer_idx), (self.table, self.order, self.positions)
+        return paged_decode(query, *pools, *where, scaling, window or NO_WINDOW, raw)
