@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import meshrl
 from meshrl.doctor.command_line import add_doctor_options
+from meshrl.imports import importing
 from meshrl.plan.command_line import add_options as add_planner_options
 from meshrl.rollout.command_line import add_generate_options, add_serve_options
 from meshrl.telemetry.command_line import add_report_options, add_timeline_options, add_watch_options
@@ -171,8 +172,9 @@ def _train(arguments: argparse.Namespace) -> int | None:
     if _ready(loaded, arguments):
         if arguments.supervise:
             return _supervised("train", arguments, loaded)
-        from meshrl.trainer.halves import rollout_only, train_only
-        from meshrl.trainer.run import train
+        with importing():
+            from meshrl.trainer.halves import rollout_only, train_only
+            from meshrl.trainer.run import train
 
         if arguments.rollout_only:
             _say(f"batches: {rollout_only(loaded.config, loaded.sources)}")
@@ -199,7 +201,8 @@ def _sft(arguments: argparse.Namespace) -> int | None:
     if _ready(loaded, arguments):
         if arguments.supervise:
             return _supervised("sft", arguments, loaded)
-        from meshrl.trainer.run import sft
+        with importing():
+            from meshrl.trainer.run import sft
 
         sft(loaded.config, loaded.sources)
     return None
@@ -211,11 +214,13 @@ def _demo(arguments: argparse.Namespace) -> None:
             from meshrl.config.errors import ConfigError
 
             raise ConfigError(["meshrl demo --task calculator has no --control and learns by grpo only"])
-        from meshrl.trainer.calculator import main as calculator
+        with importing():
+            from meshrl.trainer.calculator import main as calculator
 
         calculator(arguments.out, seed=arguments.seed, overrides=arguments.words)
         return
-    from meshrl.trainer.demo import main as demo
+    with importing():
+        from meshrl.trainer.demo import main as demo
 
     options = {"seed": arguments.seed, "control": arguments.control, "algorithm": arguments.algorithm}
     demo(arguments.out, **options, overrides=arguments.words)

@@ -5,6 +5,7 @@ Transformers is imported where it is used: most tests do without it, and it take
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 torch.set_num_threads(1)
+gc.disable()  # until all tests are collected: what is imported stays
 
 # Most of a whole run goes into these: whoever shares it begins with them, and all end at about the same time.
 SLOW_FIRST = ("special_e2e", "controller", "special_distributed", "special_sanity")
@@ -95,6 +97,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return place, SLOWEST.index(file) if file in SLOWEST else len(SLOWEST)
 
     items.sort(key=turn)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from meshrl.imports import importing
+
 _SIZE_BYTES = 8
 
 
@@ -184,11 +186,12 @@ def _report_ended(control: socket.socket) -> None:
 
 
 def _preload(modules: Sequence[str]) -> None:
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except ImportError:
-            continue  # the worker meets the same error and reports it with its traceback
+    with importing():
+        for module in modules:
+            try:
+                importlib.import_module(module)
+            except ImportError:
+                continue  # the worker meets the same error and reports it with its traceback
 
 
 def _become_worker(worker_fd: int, options: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ from meshrl.controller.worker import (
 )
 from meshrl.controller.worker_group import WorkerGroup
 from meshrl.data.serialize import dumps, loads
+from meshrl.imports import importing
 
 try:
     import ray
@@ -168,7 +169,9 @@ class RayWorker:
             os.environ.pop("OMP_NUM_THREADS", None)  # Ray's own guess; the controller's setting holds on every backend
             apply_environment(info, {**({"OMP_NUM_THREADS": threads} if threads else {}), **env})
             limit_threads(info.local_world_size)
-            self._worker = ray.cloudpickle.loads(spec).build(info)
+            with importing():
+                maker = ray.cloudpickle.loads(spec)
+            self._worker = maker.build(info)
             self._world_size = info.world_size
         except (Exception, SystemExit) as error:
             return Failure.of(error)

@@ -1,6 +1,7 @@
 """Runs of the demo task, small enough for a test, that share one set of data and one warmed-up model."""
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from filelock import FileLock
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -77,7 +79,17 @@ def pictures() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
-    folder = tmp_path_factory.mktemp("task")
+    """Made once, by whoever of the processes that share a run of the tests comes first."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "task"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "files.json").exists():
+            _make_task(folder)
+    files = json.loads((folder / "files.json").read_text())
+    return Task(folder, files, Path(files.pop("model")))
+
+
+def _make_task(folder: Path) -> None:
     make_tiny_model(folder / "assets" / "model", ALPHABET)
     files = write_data(folder / "assets", seed=0)
     for name, rows in (("prompts", 640), ("held_out", 150)):
@@ -85,4 +97,5 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
         Path(files[name]).write_text("".join(whole.read_text().splitlines(keepends=True)[:rows]))
         files[f"all_{name}"] = str(whole)
     with patch("meshrl.telemetry.report.write_curves"):
-        return Task(folder, files, sft_run(folder, files, 0, Console(quiet=True)))
+        model = sft_run(folder, files, 0, Console(quiet=True))
+    (folder / "files.json").write_text(json.dumps(files | {"model": str(model)}))
