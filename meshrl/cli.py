@@ -17,6 +17,7 @@ from meshrl.weights.command_line import add_plan_options
 
 if TYPE_CHECKING:
     from meshrl.config import Loaded, PPOConfig, SFTConfig
+    from meshrl.config.trainer import RunConfig
 
 CONFIG_PROBLEM, RUN_ERROR, INTERRUPTED = 2, 1, 130
 OVERRIDES_HELP = "recipe file or shipped name, then overrides such as trainer.seed=2"
@@ -172,6 +173,7 @@ def _train(arguments: argparse.Namespace) -> int | None:
     if _ready(loaded, arguments):
         if arguments.supervise:
             return _supervised("train", arguments, loaded)
+        _warm_up(loaded.config.trainer, "meshrl.workers.actor_rollout_ref")
         with importing():
             from meshrl.trainer.halves import rollout_only, train_only
             from meshrl.trainer.run import train
@@ -183,6 +185,14 @@ def _train(arguments: argparse.Namespace) -> int | None:
         else:
             train(loaded.config, loaded.sources)
     return None
+
+
+def _warm_up(trainer: "RunConfig", module: str) -> None:
+    """The process that local workers are forked from imports what they need while this one does the same."""
+    if trainer.backend == "local" and trainer.world_size > 1:
+        from meshrl.controller import warm_up
+
+        warm_up(module)
 
 
 def _supervised(command: str, arguments: argparse.Namespace, loaded: "Loaded[Any]") -> int:
@@ -201,6 +211,7 @@ def _sft(arguments: argparse.Namespace) -> int | None:
     if _ready(loaded, arguments):
         if arguments.supervise:
             return _supervised("sft", arguments, loaded)
+        _warm_up(loaded.config.trainer, "meshrl.workers.sft")
         with importing():
             from meshrl.trainer.run import sft
 

@@ -29,9 +29,9 @@ class NurseryError(RuntimeError):
 class Nursery:
     """The controller's side: asks for workers and hears how they ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, preload: Sequence[str] = ()) -> None:
         self._control, theirs = socket.socketpair()
-        code = f"from meshrl.controller.nursery import serve; serve({theirs.fileno()})"
+        code = f"from meshrl.controller.nursery import serve; serve({theirs.fileno()}, {list(preload)})"
         paths = [path for path in sys.path if path]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         with theirs:
@@ -99,18 +99,21 @@ _nursery: Nursery | None = None
 _nursery_lock = threading.Lock()
 
 
-def get_nursery() -> Nursery:
+def get_nursery(preload: Sequence[str] = ()) -> Nursery:
     """The controller's nursery, started at the first call, or again if it was killed."""
     global _nursery
     with _nursery_lock:
         if _nursery is None or not _nursery.alive:
-            _nursery = Nursery()
+            _nursery = Nursery(preload)
         return _nursery
 
 
-def warm_up() -> None:
-    """Start the process that workers are forked from, without waiting for it: the first group then starts sooner."""
-    get_nursery()
+def warm_up(*modules: str) -> None:
+    """Start the process that workers are forked from, without waiting for it: the first group then starts sooner.
+
+    It begins by importing `modules`, such as those of the workers' classes.
+    """
+    get_nursery(modules)
 
 
 def _forget_nursery() -> None:
@@ -122,7 +125,7 @@ def _forget_nursery() -> None:
 os.register_at_fork(after_in_child=_forget_nursery)
 
 
-def serve(control_fd: int) -> None:
+def serve(control_fd: int, preload: Sequence[str] = ()) -> None:
     """The nursery's side: fork when asked, report who ended, end when the controller does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's business
     control = socket.socket(fileno=control_fd)
@@ -131,7 +134,7 @@ def serve(control_fd: int) -> None:
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-    _preload(["meshrl.controller.worker_process", "meshrl.data.proto"])
+    _preload(["meshrl.controller.worker_process", "meshrl.data.proto", *preload])
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
         selector.register(woken, selectors.EVENT_READ)

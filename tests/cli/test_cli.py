@@ -268,3 +268,27 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "0\n"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["trainer.n_gpus_per_node=2"], ["meshrl.workers.actor_rollout_ref"]),
+        (["trainer.n_gpus_per_node=1"], []),
+        (["trainer.n_gpus_per_node=2", "trainer.backend=ray"], []),
+    ],
+)
+def test_workers_processes_import_while_the_command_does(
+    run: Run, monkeypatch: pytest.MonkeyPatch, overrides: list[str], expected: list[str]
+) -> None:
+    order: list[str] = []
+    fake = types.ModuleType("meshrl.trainer.run")
+    fake.train = lambda *_: order.append("train")  # type: ignore[attr-defined]
+    halves = types.ModuleType("meshrl.trainer.halves")
+    halves.rollout_only = halves.train_only = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "meshrl.trainer.run", fake)
+    monkeypatch.setitem(sys.modules, "meshrl.trainer.halves", halves)
+    monkeypatch.setattr("meshrl.config.ensure_runnable", lambda *_: None)
+    monkeypatch.setattr("meshrl.controller.warm_up", order.append)
+    assert run("train", "demo_grpo", *overrides)[0] == 0
+    assert order == [*expected, "train"]

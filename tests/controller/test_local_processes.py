@@ -306,3 +306,26 @@ def test_a_group_that_was_lost_can_be_started_again():
         assert "rank 0:" in group.stacks()
         assert group.waits() == []
     assert all(has_ended(pid) for pid in after)
+
+
+def test_a_warmed_up_nursery_has_imported_what_it_was_told(tmp_path):
+    """Before any worker is asked for: the module says in which process it was imported."""
+    told = tmp_path / "told.txt"
+    (tmp_path / "early_module.py").write_text(f"import os\nopen({str(told)!r}, 'w').write(str(os.getpid()))\n")
+    script = """
+import sys, time
+from meshrl.controller import warm_up
+from meshrl.controller.nursery import get_nursery
+warm_up("early_module", "no_such_module")
+until = time.monotonic() + 60
+while time.monotonic() < until:
+    try:
+        imported = int(open(sys.argv[0].replace("user_script.py", "told.txt")).read())
+        break
+    except (OSError, ValueError):
+        time.sleep(0.05)
+print(imported == get_nursery()._process.pid, "torch" in sys.modules, "early_module" in sys.modules)
+"""
+    done = run_script(tmp_path, script, cwd=tmp_path)
+    output, errors = done.communicate(timeout=90)
+    assert output.split() == ["True", "False", "False"], errors
