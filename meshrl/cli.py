@@ -173,7 +173,8 @@ def _train(arguments: argparse.Namespace) -> int | None:
     if _ready(loaded, arguments):
         if arguments.supervise:
             return _supervised("train", arguments, loaded)
-        _warm_up(loaded.config.trainer, "meshrl.workers.actor_rollout_ref")
+        apart = [] if loaded.config.actor_rollout_ref.hybrid_engine else ["meshrl.workers.rollout"]
+        _warm_up(loaded.config.trainer, "meshrl.workers.actor_rollout_ref", *apart)
         with importing():
             from meshrl.trainer.halves import rollout_only, train_only
             from meshrl.trainer.run import train
@@ -187,12 +188,12 @@ def _train(arguments: argparse.Namespace) -> int | None:
     return None
 
 
-def _warm_up(trainer: "RunConfig", module: str) -> None:
+def _warm_up(trainer: "RunConfig", *modules: str) -> None:
     """The process that local workers are forked from imports what they need while this one does the same."""
-    if trainer.backend == "local" and trainer.world_size > 1:
+    if trainer.backend == "local" and (trainer.world_size > 1 or len(modules) > 1):
         from meshrl.controller import warm_up
 
-        warm_up(module)
+        warm_up(*modules)
 
 
 def _supervised(command: str, arguments: argparse.Namespace, loaded: "Loaded[Any]") -> int:

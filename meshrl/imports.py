@@ -7,18 +7,20 @@ later search of the whole memory.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Around imports, near a process's start: what there is at the end is never looked at again."""
-    was_enabled = gc.isenabled()
+    """Around imports, near a process's start: if any is new, what there is at the end is never looked at again."""
+    was_enabled, known = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        if len(sys.modules) > known:
+            gc.freeze()
         if was_enabled:
             gc.enable()

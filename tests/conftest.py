@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 torch.set_num_threads(1)
-gc.disable()  # until all tests are collected: what is imported stays
+IS_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if IS_XDIST_WORKER:
+    gc.disable()  # until all tests are collected: what is imported stays
 
 # Most of a whole run goes into these: whoever shares it begins with them, and all end at about the same time.
 SLOW_FIRST = ("special_e2e", "controller", "special_distributed", "special_sanity")
@@ -100,8 +102,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()
-    gc.enable()
+    if IS_XDIST_WORKER:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -84,6 +84,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *_token_budget_problems(config),
         *_sampling_problems(config),
         *_reader_problems(config),
+        *_budget_problems(config),
         *multi_turn_problems(config),
         *_algorithm_problems(config),
         *estimator_problems(config),
@@ -282,6 +283,18 @@ def _reader_problems(config: PPOConfig) -> list[str]:
         for key, engines in readers.items()
         if name not in engines
         for changed in changed_keys(config, f"{ROLLOUT}.{key}")
+    ]
+
+
+def _budget_problems(config: PPOConfig) -> list[str]:
+    """Memory that vLLM puts to sleep within a process still counts as allocated."""
+    policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    sleeps = rollout.name == "vllm" and not rollout.as_server and rollout.free_cache_engine and policy.hybrid_engine
+    if policy.memory_budget_gigabytes is None or not sleeps or config.trainer.device == "cpu":
+        return []
+    return [
+        "actor_rollout_ref.memory_budget_gigabytes cannot be held to while vLLM sleeps in the trainer's process: set "
+        f"{ROLLOUT}.as_server=true or {ROLLOUT}.free_cache_engine=false"
     ]
 
 

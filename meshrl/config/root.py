@@ -22,13 +22,18 @@ class ActorRolloutRefConfig:
     )
     memory_budget_gigabytes: float | None = key(
         None,
-        "Most GiB of its GPU (on CPUs: of its process) a rank may use; a phase that takes more is an error.",
+        "Most GiB that torch may allocate on a rank's GPU (on CPUs: of its process) in any phase; more is an error.",
         low=0.001,
     )
     model: ModelConfig = section(ModelConfig, "The policy's model.")
     actor: ActorConfig = section(ActorConfig, "How the policy is updated.")
     ref: RefConfig = section(RefConfig, "The frozen reference of a KL.")
     rollout: RolloutConfig = section(RolloutConfig, "How responses are generated.")
+
+    @property
+    def memory_budget_bytes(self) -> int | None:
+        """Bytes that any phase of a rank may take."""
+        return None if self.memory_budget_gigabytes is None else int(self.memory_budget_gigabytes * 2**30)
 
 
 @dataclass

@@ -111,7 +111,7 @@ def get_nursery(preload: Sequence[str] = ()) -> Nursery:
 def warm_up(*modules: str) -> None:
     """Start the process that workers are forked from, without waiting for it: the first group then starts sooner.
 
-    It begins by importing `modules`, such as those of the workers' classes.
+    It begins by importing `modules`, such as those of the workers' classes. Nothing happens if it runs already.
     """
     get_nursery(modules)
 
@@ -193,7 +193,7 @@ def _preload(modules: Sequence[str]) -> None:
         for module in modules:
             try:
                 importlib.import_module(module)
-            except ImportError:
+            except Exception:
                 continue  # the worker meets the same error and reports it with its traceback
 
 

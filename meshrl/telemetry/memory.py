@@ -128,7 +128,7 @@ def _remedy(phase: str) -> str:
             "optimizer_offload"
         )
     if phase == "gen":
-        return "lower rollout.gpu_memory_utilization or rollout.max_num_batched_tokens"
+        return "lower rollout.gpu_memory_utilization, rollout.max_num_seqs or rollout.max_num_batched_tokens"
     return "smaller micro-batches, more sharding, or param_offload and optimizer_offload"
 
 
@@ -145,15 +145,23 @@ class MemoryLog(ContextDecorator):
     def _recreate_cm(self) -> MemoryLog:
         return MemoryLog(self.phase, self.device, self.budget_bytes)
 
-    def __enter__(self) -> MemoryLog:
+    def start(self) -> MemoryLog:
+        """Begins to measure what is no block: `note` tells of the peak so far."""
         self._peak = PeakMemory(self.device, self.budget_bytes)
         return self
+
+    def __enter__(self) -> MemoryLog:
+        return self.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
             self._peak.budget_bytes = None  # what went wrong inside is what is told
+        self.note()
+
+    def note(self) -> None:
+        """Into the ledger and the log; a peak above the budget is an error."""
         self.found = self._peak.metrics(self.phase)
         logger.debug("%s", ", ".join(f"{name} {value:.3f}" for name, value in self.found.items()))
         if (ledger := current_ledger()) is not None:

@@ -96,10 +96,11 @@ class HybridEngine:
                     self._take_back("weights")
                 with self._step("sync", metrics):
                     report = self.sync(self.rollout, version)
-            finally:
-                with self._step("offload", metrics):
-                    if self.param_offload or self.optimizer_offload:
-                        self.engine.to("cpu", model=self.param_offload, optimizer=self.optimizer_offload)
+            except BaseException:
+                self._rest_trainer()
+                raise
+            with self._step("offload", metrics):
+                self._rest_trainer()
             with self._step("kv_cache", metrics):
                 self._take_back("kv_cache")
         self.phase, self.version, self.has_trained = ROLLOUT, version, False
@@ -137,6 +138,15 @@ class HybridEngine:
         self._grow_segments(True)
         self.phase = TRAIN
         return metrics
+
+    def _rest_trainer(self) -> None:
+        if self.param_offload or self.optimizer_offload:
+            self.engine.to("cpu", model=self.param_offload, optimizer=self.optimizer_offload)
+
+    def close(self) -> None:
+        """Gives the allocator back as it was."""
+        if self.segments is not None:
+            self.segments.restore()
 
     def _expect(self, phase: str) -> None:
         if self.phase != phase:

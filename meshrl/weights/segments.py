@@ -12,7 +12,7 @@ import os
 import torch
 
 GROWS = "expandable_segments"
-# Where users set the allocator; the second is the older name.
+# Where users set the allocator; the second is the older name, and wins for GPUs.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -20,9 +20,9 @@ class Segments:
     """The process's choice. Whatever else its environment sets (`PYTORCH_ALLOC_CONF`) stays as it is."""
 
     def __init__(self) -> None:
-        now = next((os.environ[name] for name in VARIABLES if name in os.environ), "")
+        now = ",".join(os.environ.get(name, "") for name in VARIABLES)
         self.others = [setting for setting in now.split(",") if setting and not setting.startswith(GROWS)]
-        self.grow_now = f"{GROWS}:True" in now
+        self.grow_now = self.grew = f"{GROWS}:True" in now
 
     def grow(self, wanted: bool) -> None:
         """From now on new segments grow in place, or have fixed sizes.
@@ -34,3 +34,7 @@ class Segments:
             # A call drops what it does not name.
             torch._C._accelerator_setAllocatorSettings(",".join([*self.others, f"{GROWS}:{wanted}"]))
             self.grow_now = wanted
+
+    def restore(self) -> None:
+        """As the environment has it."""
+        self.grow(self.grew)

@@ -22,7 +22,7 @@ from meshrl.engines.build import engine_class
 from meshrl.models.saving import save_hf_folder
 from meshrl.parallel.mesh import contiguous_group
 from meshrl.telemetry.ledger import booked
-from meshrl.telemetry.memory import GIB, MemoryLog, PeakMemory
+from meshrl.telemetry.memory import MemoryLog, PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
 from meshrl.weights.colocated import policy_sync
 from meshrl.weights.hybrid import ROLLOUT, TRAIN, HybridEngine
@@ -75,6 +75,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
                 device=self.device,
                 can_share=can_share,
                 tensor_parallel_group=contiguous_group(split, self.settings.collective_deadline),
+                memory_budget=self.config.memory_budget_bytes,
             )
             self.rollout = self.answering.rollout
             self.phases = self._make_phases(self.config.rollout)
@@ -99,16 +100,16 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             free_cache_engine=config.free_cache_engine and config.name in READERS["free_cache_engine"],
             param_offload=rests(self.config.actor)[0],
             shares_weights=getattr(self.rollout, "shares_weights", False),
-            budget_bytes=self.memory_budget,
+            budget_bytes=self.config.memory_budget_bytes,
             expandable_segments=self.config.expandable_segments,
             rollout_seed=self.settings.seed,
         )
 
-    @property
-    def memory_budget(self) -> int | None:
-        """Bytes that any phase may take."""
-        gigabytes = self.config.memory_budget_gigabytes
-        return None if gigabytes is None else int(gigabytes * GIB)
+    def close(self) -> None:
+        """Leaves the process's allocator as it was."""
+        phases: HybridEngine | None = getattr(self, "phases", None)
+        if phases is not None:
+            phases.close()
 
     def _reference_model(self) -> ModelConfig | None:
         """What the reference is loaded from, or None where it is the policy without its adapters."""
@@ -191,7 +192,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         """
         assert self.phases is not None
         self.phases.ensure(ROLLOUT)
-        with self.phases.own_random_numbers(), MemoryLog("gen", self.device, self.memory_budget):
+        with self.phases.own_random_numbers():
             return self.answering(prompts)
 
     @register(dispatch_mode=nd_dispatch("rollout"))
@@ -215,7 +216,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
 
         Where an estimator needs them also `sum_pi_squared`.
         """
-        with MemoryLog("old_log_prob", self.device, self.memory_budget), self._awake(self.actor):
+        with MemoryLog("old_log_prob", self.device, self.config.memory_budget_bytes), self._awake(self.actor):
             output = self.actor.forward(self._for_log_probs(data, self.config.rollout, entropy=True))
         return _renamed(output, old_log_probs="log_probs", entropys="entropys", sum_pi_squared="sum_pi_squared")
 
@@ -225,11 +226,11 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         """The reference's log-probs of the responses: `ref_log_prob`."""
         request = self._for_log_probs(data, self.config.ref, entropy=False)
         if self.ref is not None:
-            with MemoryLog("ref", self.device, self.memory_budget), self._awake(self.ref):
+            with MemoryLog("ref", self.device, self.config.memory_budget_bytes), self._awake(self.ref):
                 output = self.ref.forward(request)
         elif self.actor.has_adapters:
             with (
-                MemoryLog("ref", self.device, self.memory_budget),
+                MemoryLog("ref", self.device, self.config.memory_budget_bytes),
                 self._awake(self.actor),
                 self.actor.adapters_off(),
             ):
@@ -274,7 +275,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         """
         collected: dict[str, list[float]] = {}
         mini_batches = data.chunk(self.settings.mini_batches)
-        memory = PeakMemory(self.device, self.memory_budget)
+        memory = PeakMemory(self.device, self.config.memory_budget_bytes)
         if self.phases is not None:
             self.phases.has_trained = True
         with self._awake(self.actor, optimizer=True):

@@ -15,6 +15,7 @@ from meshrl.models.loading import load_tokenizer, stop_token_ids
 from meshrl.rollout.base import SamplingParams
 from meshrl.rollout.build import build_rollout
 from meshrl.telemetry.flops import ModelShape, count_flops
+from meshrl.telemetry.memory import MemoryLog
 from meshrl.workers.generating import start_generation
 
 
@@ -33,8 +34,10 @@ class Answering:
         device: torch.device,
         can_share: bool,
         tensor_parallel_group: dist.ProcessGroup | None = None,
+        memory_budget: int | None = None,
     ):
         self.config = config
+        self._log_memory = lambda: MemoryLog("gen", device, memory_budget)
         path = model.path or ""
         tokenizer = load_tokenizer(model.tokenizer_path or path, model.trust_remote_code)
         self.stop_token_ids = tuple(stop_token_ids(path, tokenizer))
@@ -57,15 +60,18 @@ class Answering:
 
         `meta_info["validate"]` chooses the sampling of validation, `meta_info["greedy"]` the likeliest tokens.
         """
-        return self._kept((self.agents or self.rollout).generate_sequences(prompts, self._sampling(prompts)))
+        with self._log_memory():
+            return self._kept((self.agents or self.rollout).generate_sequences(prompts, self._sampling(prompts)))
 
     def start(self, prompts: DataProto) -> None:
         """The same beside other calls: `take` gives the answers as they end."""
+        self.memory = self._log_memory().start()
         self.running = start_generation(self.rollout, self.agents, prompts, self._sampling(prompts))
 
     def take(self, seconds: float) -> tuple[np.ndarray, DataProto] | None:
         """Rows that have ended and their answers, or None if none did within `seconds`."""
         found = self.running.take(seconds)
+        self.memory.note()
         return None if found is None else (found[0], self._kept(found[1]))
 
     def _kept(self, output: DataProto) -> DataProto:

@@ -44,7 +44,13 @@ class RolloutWorker(Worker):
             trust_remote_code=model.trust_remote_code,
         )
         self.answering = Answering(
-            rollout, model, self.hf_model, device=self.device, can_share=False, tensor_parallel_group=group
+            rollout,
+            model,
+            self.hf_model,
+            device=self.device,
+            can_share=False,
+            tensor_parallel_group=group,
+            memory_budget=self.config.memory_budget_bytes,
         )
         self.rollout = self.answering.rollout
         self.register_mesh("rollout", self.rank // split, self.world_size // split, is_collect=self.rank % split == 0)

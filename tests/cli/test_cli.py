@@ -275,6 +275,10 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     [
         (["trainer.n_gpus_per_node=2"], ["meshrl.workers.actor_rollout_ref"]),
         (["trainer.n_gpus_per_node=1"], []),
+        (
+            ["trainer.n_gpus_per_node=1", "actor_rollout_ref.hybrid_engine=false"],
+            ["meshrl.workers.actor_rollout_ref", "meshrl.workers.rollout"],
+        ),
         (["trainer.n_gpus_per_node=2", "trainer.backend=ray"], []),
     ],
 )
@@ -289,6 +293,6 @@ def test_workers_processes_import_while_the_command_does(
     monkeypatch.setitem(sys.modules, "meshrl.trainer.run", fake)
     monkeypatch.setitem(sys.modules, "meshrl.trainer.halves", halves)
     monkeypatch.setattr("meshrl.config.ensure_runnable", lambda *_: None)
-    monkeypatch.setattr("meshrl.controller.warm_up", order.append)
+    monkeypatch.setattr("meshrl.controller.warm_up", lambda *modules: order.extend(modules))
     assert run("train", "demo_grpo", *overrides)[0] == 0
     assert order == [*expected, "train"]

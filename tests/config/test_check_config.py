@@ -106,6 +106,11 @@ BROKEN = [
     ([f"{ROLLOUT}.val_kwargs.top_p=0"], "val_kwargs.top_p=0", ""),
     ([f"{ROLLOUT}.prompt_length=100"], f"{ROLLOUT}.prompt_length (100)", "data.max_prompt_length (512)"),
     ([f"{ROLLOUT}.max_model_len=1023"], f"{ROLLOUT}.max_model_len (1023)", "(1024)"),
+    (
+        [f"{ROLLOUT}.name=vllm", "actor_rollout_ref.memory_budget_gigabytes=40"],
+        "memory_budget_gigabytes cannot be held to",
+        f"{ROLLOUT}.as_server=true",
+    ),
     ([f"{ROLLOUT}.update_weights_delta=true"], f"{ROLLOUT}.update_weights_delta=true", "free_cache_engine"),
     (
         ["algorithm.rollout_correction.bypass_mode=true", f"{ROLLOUT}.calculate_log_probs=false"],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "task"
     with FileLock(f"{folder}.lock"):
         if not (folder / "files.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # what another could not finish
             _make_task(folder)
     files = json.loads((folder / "files.json").read_text())
     return Task(folder, files, Path(files.pop("model")))

@@ -8,6 +8,7 @@ from meshrl.controller import ClassWithInitArgs, ResourcePool, WorkerError, crea
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.proto import DataProto
 from meshrl.models.loading import load_model, load_tokenizer
+from meshrl.telemetry.memory import ProcessMeter
 from meshrl.weights.colocated import over_ranks
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker, WorkerSettings
 
@@ -30,12 +31,17 @@ def start(task, tmp_path):
 
 
 @pytest.fixture
-def answers(task, tmp_path, start):
-    group = start()
+def prompts(task, tmp_path):
     config = task.config(tmp_path)
     data = PromptDataset(config.data.train_files, load_tokenizer(task.model), config.data)
     prompts = data.batch(np.arange(13)).repeat(3)
     prompts.batch["seeds"] = torch.arange(len(prompts)) * 977
+    return prompts
+
+
+@pytest.fixture
+def answers(prompts, start):
+    group = start()
     return group, group.generate_sequences(prompts)
 
 
@@ -207,9 +213,28 @@ def test_with_adapters_the_base_travels_once(task, tmp_path):
     assert not torch.equal(log_probs[0], log_probs[2])
 
 
-def test_a_phase_that_takes_more_than_the_budget_ends_the_call(start, answers):
+def test_a_phase_that_takes_more_than_the_budget_ends_the_call(start, prompts, answers, monkeypatch):
+    """In whichever phase it is; the worker's memory is told by hand."""
     _, data = answers
-    with pytest.raises(WorkerError, match=r"phase '\w+' took .* GiB .*memory_budget_gigabytes \(0\.01\)"):
-        start(False, 1, "actor_rollout_ref.memory_budget_gigabytes=0.01").update_actor(with_advantages(data))
-    (metrics,) = start(False, 1, "actor_rollout_ref.memory_budget_gigabytes=64").update_actor(with_advantages(data))
-    assert metrics["actor/grad_norm"] > 0
+    used = dict.fromkeys(("now", "peak"), 10 << 30)
+    for name, key in (("used", "now"), ("peak", "peak")):
+        monkeypatch.setattr(ProcessMeter, name, lambda self, key=key: used[key])
+    group = start(False, 1, "actor_rollout_ref.memory_budget_gigabytes=12")
+    calls = {
+        "gen": lambda: group.generate_sequences(prompts),
+        "switch_release": lambda: group.compute_log_prob(data),
+        "old_log_prob": lambda: group.compute_log_prob(data),
+        "ref": lambda: group.compute_ref_log_prob(data),
+        "update_actor": lambda: group.update_actor(with_advantages(data)),
+        "switch_load": lambda: group.sync_weights(5),
+    }
+    for phase, call in calls.items():
+        used["peak"] = 13 << 30
+        with pytest.raises(WorkerError, match=rf"phase '{phase}' took 13\.00 GiB \(10\.00 before it\)"):
+            call()
+        used["peak"] = 11 << 30
+        call()
+    group.start_generation(prompts)
+    used["peak"] = 13 << 30
+    with pytest.raises(WorkerError, match="phase 'gen' took 13"):
+        group.take_generated(5.0)

@@ -7,6 +7,7 @@ Keys and values lie in pools [blocks, kv_heads, block_size, dim]: a tile of one 
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,8 +24,15 @@ MOST_SPLITS = 16
 
 @cache
 def early(device: torch.device) -> dict[str, Any]:
-    """Options of a kernel that may be set up while the one before it ends, where the processor can: it waits itself."""
+    """Options of a kernel that may be set up while the one before it ends, where processor and driver can.
+
+    It waits for that one itself, and before it waits reads only what is older than it.
+    """
     can = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+    if can:
+        version = ctypes.c_int()
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+        can = version.value >= 12030  # since then it may be part of recorded graphs
     return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
 
 
@@ -148,7 +156,8 @@ def paged_decode(
 
     Row i has its blocks in `table[order[i]]` and looks at tokens 0 to `positions[i]` (-1: none), of those at the last
     `window`. Each key head serves `heads / kv_heads` query heads. With `raw`, its turning and slots, `query` is
-    followed in memory by keys and values, as in `rotate_and_store`, whose work is done here, too.
+    followed in memory by keys and values, as in `rotate_and_store`, whose work is done here, too (of a row without
+    tokens the result is then its own value); dim must be a power of two, at least 16.
     """
     rows, heads, dim = query.shape
     _, kv_heads, block_size, _ = keys.shape
@@ -157,6 +166,8 @@ def paged_decode(
     if raw is None:
         more, norms = (query, query, query, query, query, order, 0.0), None
     else:
+        if dim < 16 or dim & (dim - 1):
+            raise ValueError(f"a head of {dim} cannot be taken as the product left it: not a power of two, or below 16")
         turning, slots = raw
         norms = turning.norms
         more = (*(norms or (query, query)), turning.cos, turning.sin, turning.angles, slots, turning.eps)
