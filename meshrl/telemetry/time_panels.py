@@ -10,6 +10,7 @@ MAX_PHASES = 8
 _LEDGER = re.compile(r"^ledger_s/(?P<who>[^/]+)/(?P<what>.+)$")
 _MEMORY = re.compile(r"^memory/(?P<phase>.+)/max_allocated_gib$")
 _HOST_MEMORY = re.compile(r"^memory/(?P<phase>.+)/max_rss_gib$")
+_SWITCH = re.compile(r"^memory/switch_\w+/(?=max_)")
 _MFU = re.compile(r"^mfu/(?P<phase>.+)$")
 _TFLOPS = re.compile(r"^perf/tflops/(?P<phase>.+)$")
 STEP_CLOCK = "step"
@@ -88,10 +89,9 @@ def time_panels(records: Sequence[Record]) -> list[Panel]:
     panels = [_stack(who, rows, records) for who, rows in ledgers.items()]
     mfu = _named(records, _MFU, "Model-FLOPs utilisation", "share of the device's peak", "by phase")
     panels.append(mfu or _named(records, _TFLOPS, "Model FLOPs", "TFLOP/s per device", "by phase"))
-    panels.append(_named(records, _MEMORY, "Peak memory", "GiB allocated", "of each phase, on the device"))
-    panels.append(
-        _named(records, _HOST_MEMORY, "Peak memory of the host", "GiB resident", "of each phase, one process")
-    )
+    memory = [_with_one_switch(record) for record in records]
+    panels.append(_named(memory, _MEMORY, "Peak memory", "GiB allocated", "of each phase, on the device"))
+    panels.append(_named(memory, _HOST_MEMORY, "Peak memory of the host", "GiB resident", "of each phase, one process"))
     panels.append(_balance(records))
     return [panel for panel in panels if panel is not None]
 
@@ -145,6 +145,18 @@ def _named(records: Sequence[Record], pattern: re.Pattern[str], title: str, unit
     if len(series) == 1:
         note = f"{note}: {series[0].label}"
     return Panel(title, unit, series, note=note, section=TIME) if series else None
+
+
+def _with_one_switch(record: Record) -> Record:
+    """The steps of the switch between training and generating as one phase, with the largest of their peaks."""
+    found: dict[str, float] = {}
+    for name, value in record.items():
+        short = _SWITCH.sub("memory/switch/", name)
+        if short == name:
+            found[name] = value
+        elif finite(value):
+            found[short] = max(value, found.get(short, value))
+    return found
 
 
 def _balance(records: Sequence[Record]) -> Panel | None:

@@ -65,11 +65,13 @@ def test_utilisation_and_memory_have_a_curve_for_each_phase():
             "memory/update_actor/max_allocated_gib": 7.0,
             "memory/update_actor/before_gib": 1.0,
             "memory/gen/max_allocated_gib": 3.0,
+            "memory/switch_sync/max_allocated_gib": 5.0,
+            "memory/switch_load/max_allocated_gib": 4.0,
         }
     )
     mfu, memory = time_panels(rows)
     assert [curve.label for curve in mfu.series] == ["gen", "update_actor"]
-    assert {curve.label: curve.values[0] for curve in memory.series} == {"update_actor": 7.0, "gen": 3.0}
+    assert {curve.label: curve.values[0] for curve in memory.series} == {"update_actor": 7.0, "gen": 3.0, "switch": 5.0}
 
 
 def test_without_a_known_peak_there_are_plain_flops_and_on_a_cpu_the_memory_of_the_host():
