@@ -125,7 +125,7 @@ class RolloutConfig:
     layered_summon: bool = key(
         False,
         "Gather the weights layer by layer.",
-        pending="nothing is gathered whole, weights go in buckets anyway; leave it false",
+        pending="it is the only way there is: parts are planned, streams gather one layer at a time; leave it false",
     )
     update_weights_bucket_megabytes: int = key(512, "Size of a weight-sync bucket.", low=1)
     update_weights_verify: bool = key(True, "Compare sums of all weights on both sides after every sync.")

@@ -316,6 +316,31 @@ def test_adapters_alone_after_the_base(ranks, sync_folders):
         assert max(received) < 0.3 * size
 
 
+def whole_units(folder: Path) -> tuple[int, int, int]:
+    """How many of FSDP1's units are whole at most while weights with adapters are streamed; if all are; all units."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    engine = fsdp_engine(folder, strategy="fsdp", lora_rank=4)
+    params = [
+        unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(engine.module) if unit._has_params
+    ]
+
+    def count() -> int:
+        return sum(param.size() != param._sharded_size for param in params)
+
+    most = max(count() for _ in engine.per_tensor_params())
+    with FullyShardedDataParallel.summon_full_params(engine.module, writeback=False):
+        return most, count(), len(params)
+
+
+def test_with_adapters_under_fsdp1_the_stream_gathers_layer_by_layer(ranks, sync_folders):
+    """What peers have `layered_summon` for is the only way there is; everything at once is the control."""
+    pytest.importorskip("peft")
+    for most, at_once, units in ranks(2).run(whole_units, sync_folders["qwen2"]):
+        assert most == 1
+        assert at_once == units > 2
+
+
 def into_embedded(folder: Path) -> list[list[float]]:
     """Log-probs of the embedded rollout's greedy answers after two syncs, and its refusal after a failed one."""
     from meshrl.models.loading import load_model
