@@ -28,7 +28,7 @@ from meshrl.config.multi_turn import multi_turn_file_problems, multi_turn_proble
 from meshrl.config.optim import OptimConfig
 from meshrl.config.packages import package_problems
 from meshrl.config.reward import reward_file_problems, reward_problems
-from meshrl.config.rollout import READERS, READERS_APART
+from meshrl.config.rollout import READERS
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.config.split_rollout import split_file_problems, split_problems
@@ -277,10 +277,9 @@ def _sampling_problems(config: PPOConfig) -> list[str]:
 def _reader_problems(config: PPOConfig) -> list[str]:
     """Keys of the rollout that are set, but that its engine does not read."""
     name = config.actor_rollout_ref.rollout.name
-    readers = READERS if config.actor_rollout_ref.hybrid_engine else READERS | READERS_APART
     return [
         f"{changed} is only read by {ROLLOUT}.name={' or '.join(engines)}, but it is {name}"
-        for key, engines in readers.items()
+        for key, engines in READERS.items()
         if name not in engines
         for changed in changed_keys(config, f"{ROLLOUT}.{key}")
     ]

@@ -18,15 +18,12 @@ READERS = {
     "as_server": ("vllm", "sglang"),
     "load_format": ("vllm", "sglang"),
     "free_cache_engine": ("embedded", "hf", "vllm"),
-    "update_weights_verify": ("embedded", "hf"),
     "update_weights_delta": ("embedded", "hf"),
     "update_weights_adapters": ("embedded", "hf"),
     "max_num_batched_tokens": ("embedded", "vllm", "sglang"),
     "engine_kwargs.vllm": ("vllm",),
     "engine_kwargs.sglang": ("sglang",),
 }
-# What more is read by a rollout on devices of its own, which gets its weights by a plan whatever its engine.
-READERS_APART = {"update_weights_verify": ROLLOUTS}
 TOOL_FORMATS = ("hermes", "qwen", "llama3_json", "code")
 
 

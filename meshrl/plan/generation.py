@@ -141,11 +141,13 @@ class Generation:
         """What a new version takes beside the engine on devices of its own: all of it, or two buckets of tensors."""
         if not self.is_apart:
             return 0
-        if self.rollout.name not in EXTERNAL:
-            return self.weights
+        return self.two_parts() if self.rollout.name in EXTERNAL else self.weights
+
+    def two_parts(self) -> int:
+        """What whole tensors take, half a bucket at a time, on their way into an engine that cuts them itself."""
         bucket = self.rollout.update_weights_bucket_megabytes * MEGABYTE
         largest = max((param.numel() for param in self.model.modules.parameters()), default=0) * self.itemsize
-        return min(self.model.num_params * self.itemsize, 2 * max(bucket, largest))
+        return min(self.model.num_params * self.itemsize, max(bucket, 2 * largest))
 
     def workspace(self) -> int:
         """One engine step's hidden states and the logits of its last tokens."""

@@ -14,7 +14,7 @@ from meshrl.plan.generation import EXTERNAL, Generation
 from meshrl.plan.timing import Clock
 from meshrl.weights.placement import Placement, fsdp2, megatron, replicas
 from meshrl.weights.plan import MEGABYTE, plan_reshard
-from meshrl.weights.rollout_placement import RolloutLayout, rollout
+from meshrl.weights.rollout_placement import rollout
 
 # Rectangles of a placement beyond which a plan of all ranks would take too long; then its lower bound is told.
 MOST_SLICES = 400_000
@@ -39,22 +39,21 @@ def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync
     if generation.shares_weights:
         return Sync("none: the rollout generates with the trainer's own weights", 0, 0, 0, 0, 0.0)
     whole = model.num_params * generation.itemsize
+    is_external = generation.rollout.name in EXTERNAL
     has_no_plan = model.config.model_type not in FAMILIES or actor.placement == "fsdp"
-    if not generation.is_apart and (has_no_plan or generation.rollout.name in EXTERNAL):
+    if not generation.is_apart and has_no_plan:
         received = whole * (actor.world_size - 1) // actor.world_size
         return _timed("a stream of whole tensors", received, received, whole, 2 * bucket, generation, clock)
     if not generation.is_apart and actor.placement.startswith("whole"):
-        return _timed("a copy on the device", 0, 0, whole, 2 * bucket, generation, clock)
-    least = whole if generation.is_apart and generation.rollout.name in EXTERNAL else generation.weights
+        buffers = generation.two_parts() if is_external else 2 * bucket
+        return _timed("a copy on the device", 0, 0, whole, buffers, generation, clock)
     if quick or has_no_plan:
-        received = least
+        received = generation.weights
         return _timed("at least", received, received, 0, 2 * bucket, generation, clock)
     source = _source(generation)
     layout = generation.layout
-    if generation.rollout.name in EXTERNAL:  # its own loaders cut out each rank's part
-        layout = RolloutLayout(dp=generation.world_size)
     if len(source.slices) + len(model.tensors) * layout.world_size > MOST_SLICES:
-        received = least
+        received = generation.weights
         return _timed("too many parts to plan here: at least", received, received, 0, 2 * bucket, generation, clock)
     target = rollout(model.tensors, model.config, layout)
     start = source.world_size if generation.is_apart else 0
@@ -66,10 +65,12 @@ def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync
         destination_ranks=range(start, start + target.world_size),
     )
     sent, received, copied = (int(column.max()) for column in (plan.sent(), plan.received(), plan.copied()))
-    if generation.is_apart:  # what arrives beside the engine is taken over by it
+    if generation.is_apart or is_external:  # what arrives beside the engine is taken over by it
         copied += generation.weights
     buffers = 4 * min(plan.slot_bytes, int(plan.message_bytes.max(initial=0)))
-    way = "a plan" if generation.rollout.name not in EXTERNAL else "whole tensors by a plan for each bucket"
+    if is_external and not generation.is_apart:
+        buffers += generation.two_parts()
+    way = "a plan for each bucket of tensors" if is_external else "a plan"
     return _timed(f"{way}, fed {plan.feed}", sent, received, copied, buffers, generation, clock)
 
 

@@ -106,7 +106,7 @@ def _vllm(
     return VllmRollout(
         model.path or "",
         pad_token_id=int(tokenizer.pad_token_id),
-        bucket_bytes=config.update_weights_bucket_megabytes * MEBIBYTE,
+        bucket_bytes=config.update_weights_bucket_megabytes * MEBIBYTE // 2,  # as the parts of a sync
         tensor_parallel_group=tensor_parallel_group,
         **wanted,
     )
@@ -162,6 +162,6 @@ def _remote(client: EngineClient, config: RolloutConfig, tokenizer: Tokenizer) -
     return RemoteRollout(
         client,
         pad_token_id=int(tokenizer.pad_token_id),
-        bucket_bytes=config.update_weights_bucket_megabytes * MEBIBYTE,
+        bucket_bytes=config.update_weights_bucket_megabytes * MEBIBYTE // 2,  # as the parts of a sync
         max_concurrency=config.max_num_seqs,
     )

@@ -1,4 +1,4 @@
-"""A stream of (name, tensor) on its way into a rollout: checked by name and shape, and cut into buckets."""
+"""A stream of (name, tensor) on its way into a rollout: checked by name and shape, named as files, cut into buckets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from meshrl.weights.key_map import parts_of
 
 Named = tuple[str, Tensor]
 
@@ -36,6 +38,19 @@ def checked(weights: Iterable[Named], expected: Mapping[str, Iterable[int]]) -> 
         yield name, tensor
     if left:
         raise ValueError(f"weight sync: {len(left)} parameters were never sent, such as '{next(iter(left))}'")
+
+
+def as_files(weights: Iterable[Named], model_type: str) -> Iterator[Named]:
+    """By the names of a model's files, as every engine knows them: of a layer's stacked experts each for itself."""
+    for name, tensor in weights:
+        parts = parts_of(name, tuple(tensor.shape), model_type)
+        if len(parts) == 1:
+            yield parts[0].name, tensor
+            continue
+        tensor = tensor.detach().contiguous()
+        for part in parts:
+            place = tensor.storage_offset() + part.offset
+            yield part.name, tensor.as_strided(part.shape, (part.row_stride, part.col_stride), place)
 
 
 def buckets(weights: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:

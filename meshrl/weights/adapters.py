@@ -112,7 +112,7 @@ def adapter_exchange(
         source=Shards(source.placement, rank, source.tensors()),
         destination=Shards(target, rank, held),
         dtypes=dict.fromkeys(shapes, dtype),
-        carrier=carrier_for(plan, device, carrier, deadline),
+        carrier=carrier_for([plan], device, carrier, deadline),
         verify=verify,
         deadline=deadline,
     )

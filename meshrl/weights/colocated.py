@@ -6,7 +6,8 @@
 | embedded or hf, with a copy of its own | a plan (`connect`) |
 | embedded, cut over ranks | a plan, for each rank its part; adapters are merged by the senders |
 | embedded or hf, of a sharded trainer with LoRA | the base once, then adapters alone (`merging`), or merged by a plan |
-| vLLM, SGLang; FSDP1 with adapters | a stream of whole tensors |
+| vLLM, SGLang | a plan for each bucket of tensors (`streamed`), of which each rank of a vLLM gets its part |
+| any, of FSDP1 with adapters | a stream of whole tensors |
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from meshrl.engines.base import Engine
 from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.engines.fsdp.sharding import Whole
+from meshrl.models.loading import empty_causal_lm
 from meshrl.rollout.base import Rollout
-from meshrl.weights.connect import connect, rank_and_world, rollout_params
+from meshrl.weights.connect import connect, connect_stream, rank_and_world, rollout_params
 from meshrl.weights.exchange import Traffic
 from meshrl.weights.merging import MergingSync
 from meshrl.weights.rollout_placement import RolloutLayout
@@ -47,16 +50,18 @@ def policy_sync(
     delta: bool,
     deadline: float,
     adapters: str = "alone",
+    dtype: torch.dtype = torch.float32,
 ) -> PolicySync:
     """The way that fits an engine and the rollout of its own process.
 
     `adapters`: of a sharded model with LoRA, send the base once and then adapters `alone`, or always all weights
-    `merged`. What lies whole in the same process is merged there.
+    `merged`. What lies whole in the same process is merged there. `dtype`: of the weights of an engine without a module
+    of ours.
     """
     hf_model: Any = getattr(rollout, "hf_model", None)
     if getattr(rollout, "shares_weights", False):
         return Shared(engine)
-    if hf_model is None or not takes_plans(engine):
+    if not takes_plans(engine):
         return Stream(engine)
 
     options: dict[str, Any] = {"bucket_megabytes": bucket_megabytes, "verify": verify, "deadline": deadline}
@@ -64,6 +69,10 @@ def policy_sync(
     parallel: Any = getattr(rollout, "parallel", None)
 
     def make() -> PolicySync:
+        if hf_model is None:
+            model = empty_causal_lm(engine.hf_model.config, "sdpa", dtype)
+            cut = None if parallel is None else parallel.layout(rank_and_world()[1])
+            return connect_stream(engine, model, layout=cut, **options)
         if parallel is not None:
             layout = RolloutLayout(tp=parallel.size, dp=rank_and_world()[1] // parallel.size)
             own = rollout_params(hf_model)

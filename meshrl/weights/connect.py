@@ -14,17 +14,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshrl.engines.base import Engine
-from meshrl.models.buffers import persistent_buffers
+from meshrl.models.buffers import named_weights, persistent_buffers
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.shared_file import memory_folder
 from meshrl.weights.placement import Placement, replicas
 from meshrl.weights.plan import MEGABYTE, ReshardPlan, plan_reshard
 from meshrl.weights.process_group import ProcessGroupCarrier
-from meshrl.weights.rollout_placement import RolloutLayout
+from meshrl.weights.rollout_placement import RolloutLayout, windows
 from meshrl.weights.rollout_placement import rollout as rollout_placement
 from meshrl.weights.shards import Shards
 from meshrl.weights.shared_memory import SharedMemoryCarrier, open_together
 from meshrl.weights.sources import Source, source_of
+from meshrl.weights.streamed import StreamedSync, streamed_sync
 from meshrl.weights.sync import WORD_BYTES, SyncReport, WeightSync
 from meshrl.weights.transport import Carrier, Deadline
 
@@ -37,11 +38,13 @@ class EngineSync:
     The engine's tensors are asked for anew at every sync: offloading and optimizers may have moved them.
     """
 
-    def __init__(self, source: Source, sync: WeightSync):
+    def __init__(self, source: Source, sync: WeightSync | StreamedSync):
         self.source, self.sync = source, sync
 
     @property
     def plan(self) -> ReshardPlan:
+        """The plan, where it is a single one."""
+        assert isinstance(self.sync, WeightSync)
         return self.sync.plan
 
     def __call__(self, rollout: Rollout | None, version: int) -> SyncReport:
@@ -95,20 +98,62 @@ def connect(
         source.placement, target, itemsize={name: dtype.itemsize for name, dtype in dtypes.items()},
         bucket_bytes=bucket_megabytes * MEGABYTE, hosts=hosts_of_ranks(), feed=feed,
     )  # fmt: skip
-    has_source = rank < source.placement.world_size
     sync = WeightSync(
         plan,
         rank,
-        source=Shards(source.placement, rank, source.tensors()) if has_source else None,
+        source=_own_shards(source, rank),
         destination=Shards(target, rank, params) if has_part else None,
         dtypes=dtypes,
-        carrier=carrier_for(plan, _device(engine, params), carrier, deadline),
+        carrier=carrier_for([plan], _device(engine, params), carrier, deadline),
         verify=verify,
         staged=staged,
         delta=delta,
         deadline=deadline,
     )
     return EngineSync(source, sync)
+
+
+def connect_stream(
+    engine: Engine,
+    model: nn.Module,
+    *,
+    layout: RolloutLayout | None = None,
+    bucket_megabytes: int = 512,
+    verify: bool = True,
+    deadline: float = 600.0,
+    carrier: str = "auto",
+) -> EngineSync:
+    """The same to engines that take whole tensors by the names of `model`, which needs no memory; see `streamed`.
+
+    Without `layout` every rank's engine takes all of every tensor; with one it cuts its part out itself, as vLLM does.
+    """
+    rank, world = rank_and_world()
+    weights = named_weights(model)
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    source = source_of(engine, master=all_float32(weights))
+    if layout is None:
+        target = replicas(shapes, world, source.model_type)
+    else:
+        target = windows(shapes, model.config, layout, source.model_type)
+    dtypes = tensor_dtypes(target, 0, weights, asks=False)  # of every kind the first rank has something
+    device, hosts = _device(engine, {}), hosts_of_ranks()
+
+    def plan(ours: Placement, theirs: Placement, bucket_bytes: int) -> ReshardPlan:
+        sizes = {name: dtypes[name].itemsize for name in theirs.tensors}
+        return plan_reshard(ours, theirs, itemsize=sizes, bucket_bytes=bucket_bytes, hosts=hosts)
+
+    sync = streamed_sync(
+        source.placement, target, {name: (shapes[name], weight.dtype) for name, weight in weights.items()},
+        rank=rank, place=rank, source=_own_shards(source, rank), dtypes=dtypes, plan=plan,
+        carrier=lambda plans: carrier_for(plans, device, carrier, deadline),
+        bucket_bytes=bucket_megabytes * MEGABYTE, verify=verify, deadline=deadline, device=device,
+    )  # fmt: skip
+    return EngineSync(source, sync)
+
+
+def _own_shards(source: Source, rank: int) -> Shards | None:
+    """What this rank holds of an engine's weights; some ranks of a world may hold nothing that others do not."""
+    return Shards(source.placement, rank, source.tensors()) if rank < source.placement.world_size else None
 
 
 def rollout_params(hf_model: nn.Module) -> dict[str, Tensor]:
@@ -147,14 +192,16 @@ def _kind(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
-def carrier_for(plan: ReshardPlan, device: torch.device, kind: str = "auto", deadline: float = 600.0) -> Carrier | None:
+def carrier_for(
+    plans: Sequence[ReshardPlan], device: torch.device, kind: str = "auto", deadline: float = 600.0
+) -> Carrier | None:
     """The carrier that fits where the ranks are; None where nothing has to move. All ranks call it alike."""
     if kind not in CARRIERS:
         raise ValueError(f"unknown carrier '{kind}': use one of {', '.join(CARRIERS)}")
     _, world = rank_and_world()
     if world == 1:
         return None
-    slot = max(int(plan.message_bytes.max(initial=0)), WORD_BYTES)
+    slot = max(WORD_BYTES, *(int(plan.message_bytes.max(initial=0)) for plan in plans))
     if kind == "auto":
         kind = "shared_memory" if device.type == "cpu" and len(set(hosts_of_ranks() or [0])) == 1 else "process_group"
     if kind == "shared_memory":

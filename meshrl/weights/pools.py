@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshrl.engines.base import Engine
-from meshrl.engines.megatron.weight_map import head_dim
+from meshrl.engines.megatron.weight_map import expert_count, head_dim
 from meshrl.models.buffers import named_weights
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.shared_file import memory_folder
@@ -44,12 +44,12 @@ from meshrl.weights.merging import base_dtypes, merged
 from meshrl.weights.placement import Placement, replicas
 from meshrl.weights.plan import MEGABYTE, ReshardPlan, plan_reshard
 from meshrl.weights.process_group import ProcessGroupCarrier
-from meshrl.weights.rollout_placement import RolloutLayout
+from meshrl.weights.rollout_placement import RolloutLayout, windows
 from meshrl.weights.rollout_placement import rollout as rollout_placement
 from meshrl.weights.shards import Shards
 from meshrl.weights.shared_memory import SharedMemoryCarrier, open_together
 from meshrl.weights.sources import FSDP2Source, Source, source_of
-from meshrl.weights.streamed import StreamedSync, names_of_parts
+from meshrl.weights.streamed import StreamedSync, streamed_sync
 from meshrl.weights.sync import WORD_BYTES, SyncReport, WeightSync
 from meshrl.weights.transport import Carrier, Deadline, SyncError, SyncTimeoutError
 
@@ -281,9 +281,13 @@ def connect_rollout(
         params = rollout_params(rollout.hf_model)
         device = next(iter(params.values())).device
     parallel = getattr(rollout, "parallel", None)
-    shapes = {name: p.shape for name, p in params.items()} if parallel is None else parallel.shapes
+    shapes = {name: p.shape for name, p in params.items()} if streams or parallel is None else parallel.shapes
     described = {name: [list(shapes[name]), str(p.dtype).removeprefix("torch.")] for name, p in params.items()}
-    cut = None if parallel is None else {"tp": parallel.size} | _heads(rollout.hf_model.config)
+    cut = None
+    if parallel is not None:
+        config = model.config if streams and model is not None else rollout.hf_model.config
+        spread = parallel.layout(parallel.size).ep if streams else 0
+        cut = {"tp": parallel.size, "ep": spread} | _sizes_to_cut(config)
     if parallel is not None and (group.rank - trainers) % parallel.size != parallel.rank:
         raise ValueError(
             f"rank {group.rank - trainers} of the rollouts has part {parallel.rank} of {parallel.size}: the ranks of a "
@@ -349,13 +353,14 @@ def _described_adapters(engine: Any, base: Source, only: Source) -> dict[str, An
     return {"placement": only.placement.to_json(), "scaling": engine.adapter_scaling, "dtypes": dtypes}
 
 
-def _heads(hf_config: Any) -> dict[str, int]:
+def _sizes_to_cut(hf_config: Any) -> dict[str, int]:
     """What a model's cut depends on, for those who do not have its config."""
     heads = hf_config.num_attention_heads
     return {
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(hf_config, "num_key_value_heads", None) or heads,
         "head_dim": head_dim(hf_config),
+        "num_experts": expert_count(hf_config),
     }
 
 
@@ -368,7 +373,8 @@ def _adapters(placement: Placement) -> dict[str, Any]:
 class _Plans:
     """Makes plans, the same on all ranks, and this rank's end of each. `told` is what every rank said of itself.
 
-    `cut`: into how many parts (`tp`) rollouts cut the model, and its heads; None where they are whole.
+    `cut`: into how many parts (`tp`) rollouts cut the model, over how many they spread its experts (`ep`, 0: they cut
+    those), and its sizes; None where they are whole.
     """
 
     group: PoolGroup
@@ -405,7 +411,7 @@ class _Plans:
     ) -> WeightSync:
         """`described`: shape and type of every parameter of the rollouts; `params`: those of this one."""
         target, dtypes = self._target(described)
-        plan = self._plan(placement, target, dtypes)
+        plan = self._plan(placement, target, dtypes, self._bucket_bytes)
         place = self.group.rank - self.trainers
         own = {name: params[name] for name in described} if params is not None and place >= 0 else None
         return WeightSync(
@@ -428,45 +434,53 @@ class _Plans:
             raise ValueError(
                 "changes alone need the last version in place, which whole tensors are not: set delta=False"
             )
-        target, dtypes = self._target(described)
-        blanks = {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in described.items()}
-        parts_of_names = names_of_parts(target, blanks, self.settings["bucket_megabytes"] * MEGABYTE)
-        plans = [self._plan(placement.only(names), target.only(names), dtypes) for names in parts_of_names]
-        carrier = self._carrier(plans)
-        parts = [
-            WeightSync(
-                plan,
-                self.group.rank,
-                source=source,
-                destination=None,
-                dtypes=dtypes,
-                carrier=carrier,
-                verify=self.settings["verify"],
-                deadline=self.settings["deadline"],
-            )
-            for plan in plans
-        ]
-        place = self.group.rank - self.trainers
-        return StreamedSync(parts, carrier, place=place, blanks=blanks if place >= 0 else None, device=self.device)
+        target, dtypes = self._target(described, streams=True)
+        return streamed_sync(
+            placement,
+            target,
+            {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in described.items()},
+            rank=self.group.rank,
+            place=self.group.rank - self.trainers,
+            source=source,
+            dtypes=dtypes,
+            plan=lambda ours, theirs, bucket: self._plan(ours, theirs, dtypes, bucket),
+            carrier=self._carrier,
+            bucket_bytes=self._bucket_bytes,
+            verify=self.settings["verify"],
+            deadline=self.settings["deadline"],
+            device=self.device,
+        )
 
-    def _target(self, described: Mapping[str, Any]) -> tuple[Placement, dict[str, torch.dtype]]:
+    def _target(
+        self, described: Mapping[str, Any], *, streams: bool = False
+    ) -> tuple[Placement, dict[str, torch.dtype]]:
         """Where the rollouts want what is sent, and the type of each tensor there."""
         rollouts = self.group.world - self.trainers
         shapes = {name: tuple(shape) for name, (shape, _) in described.items()}
         if self.cut is None:
             target = replicas(shapes, rollouts, self.settings["model_type"], f"{rollouts} rollouts")
+        elif streams:
+            tp = self.cut["tp"]
+            layout = RolloutLayout(tp=tp, dp=rollouts // tp, ep=self.cut["ep"], form="packed")
+            target = windows(shapes, SimpleNamespace(**self.cut), layout, self.settings["model_type"])
         else:
             layout = RolloutLayout(tp=self.cut["tp"], dp=rollouts // self.cut["tp"])
             target = rollout_placement(shapes, SimpleNamespace(**self.cut), layout)
         kinds = {name: torch.empty(0, dtype=getattr(torch, dtype)) for name, (_, dtype) in described.items()}
         return target, tensor_dtypes(target, 0, kinds, asks=False)
 
-    def _plan(self, placement: Placement, target: Placement, dtypes: Mapping[str, torch.dtype]) -> ReshardPlan:
+    @property
+    def _bucket_bytes(self) -> int:
+        return self.settings["bucket_megabytes"] * MEGABYTE
+
+    def _plan(
+        self, placement: Placement, target: Placement, dtypes: Mapping[str, torch.dtype], bucket_bytes: int
+    ) -> ReshardPlan:
         return plan_reshard(
             placement,
             target,
             itemsize={name: dtype.itemsize for name, dtype in dtypes.items()},
-            bucket_bytes=self.settings["bucket_megabytes"] * MEGABYTE,
+            bucket_bytes=bucket_bytes,
             source_ranks=range(placement.world_size),
             destination_ranks=range(self.trainers, self.group.world),
             hosts=self.group.hosts,

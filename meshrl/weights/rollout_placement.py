@@ -1,7 +1,8 @@
 """How tensor- and expert-parallel rollouts place a model: cut by columns and rows, heads kept whole, experts spread.
 
 Two forms of the same cut: `separate`, every parameter of the Hugging Face module for itself, and `packed`, as vLLM has
-them: queries, keys and values, gate and up, and the experts of a layer in one parameter each.
+them: queries, keys and values, gate and up, and the experts of a layer in one parameter each. An engine that cuts whole
+tensors itself gets them with nothing but its own part filled in (`windows`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from meshrl.engines.megatron.weight_map import expert_count, head_dim
 from meshrl.weights.key_map import Shape, matrix, module_name
-from meshrl.weights.placement import Placement, PlacementBuilder
+from meshrl.weights.placement import Placement, PlacementBuilder, replicas
 
 FORMS = ("separate", "packed")
 EXPERT = re.compile(r"(?P<block>.+\.)experts\.(?P<number>\d+)\.(?P<kind>\w+)\.weight")
@@ -62,6 +63,21 @@ class RolloutLayout:
 def rollout(tensors: Mapping[str, Shape], hf_config: Any, layout: RolloutLayout) -> Placement:
     """The placement of a rollout for tensors by the names of Hugging Face's files (one for each expert's matrix)."""
     return _Rollout(tensors, hf_config, layout).build()
+
+
+def windows(params: Mapping[str, Shape], hf_config: Any, layout: RolloutLayout, model_type: str = "") -> Placement:
+    """The same cut where each rank has memory for whole parameters of a Hugging Face module: its part at its place.
+
+    A tensor that is not known to be cut is there whole.
+    """
+    whole = replicas(params, 1, model_type)
+    cut = rollout(whole.tensors, hf_config, layout)
+    slices = cut.slices.copy()
+    home = whole.slices[slices["tensor"]]  # one for each tensor, in their order
+    for field in ("parameter", "row_stride", "col_stride"):
+        slices[field] = home[field]
+    slices["offset"] = home["offset"] + slices["row"] * home["row_stride"] + slices["col"] * home["col_stride"]
+    return Placement(f"{layout}, in whole parameters", layout.world_size, cut.tensors, whole.parameters, slices)
 
 
 class _Rollout:

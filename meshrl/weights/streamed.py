@@ -4,10 +4,15 @@
     part 2: exchange -> compare sums -> all agree ─┼─> update_weights(whole tensors by name, version)
     ...                                           ─┘
 
-A part is what fits into a bucket, or one tensor that is larger. The first is there before the engine is stopped, the
-others while it stands still, each before the engine takes the one before it: memory for two of them is enough. What an
-engine has taken cannot be looked at again, so sums are compared before a part is handed on. A sync that fails in its
-first part leaves the old version; later, it leaves a rollout that refuses to generate until the next one succeeds.
+A part is what fits into half a bucket, or one tensor that is larger. The first is there before the engine is stopped,
+the others while it stands still, each before the engine takes the one before it: memory for two of them is enough, and
+with messages of half the usual size a sync takes two buckets, as everywhere. What an engine has taken cannot be looked
+at again, so sums are compared before a part is handed on. A sync that fails in its first part leaves the old version;
+later, it leaves a rollout that refuses to generate until the next one succeeds.
+
+An engine that is cut over ranks cuts the tensors itself: each rank gets whole ones in which nothing but its own part is
+filled in (`rollout_placement.windows`), the rest being no numbers. So no rank receives more than it keeps, and one that
+took another part would show it.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -27,6 +32,7 @@ from meshrl.rollout.stepping import SteppingRollout
 from meshrl.rollout.weight_stream import buckets
 from meshrl.weights.exchange import Traffic
 from meshrl.weights.placement import Placement
+from meshrl.weights.plan import ReshardPlan
 from meshrl.weights.shards import Shards
 from meshrl.weights.sync import SyncReport, WeightSync, refuse
 from meshrl.weights.transport import Carrier, SyncRefusedError
@@ -38,13 +44,13 @@ class StreamedSync:
     """One rank's end of a plan for each part, over one carrier; all ranks run it together, once for each version.
 
     `blanks` are shape and type of the rollout's parameters by name, on the rank `place` of the rollouts; None on a
-    trainer. The deadline of a part is that of a whole sync elsewhere.
+    trainer. The deadline of a part is that of a whole sync elsewhere. Without a carrier there is one rank alone.
     """
 
     def __init__(
         self,
         parts: Sequence[WeightSync],
-        carrier: Carrier,
+        carrier: Carrier | None,
         *,
         place: int = -1,
         blanks: Mapping[str, Blank] | None = None,
@@ -89,7 +95,7 @@ class StreamedSync:
             for tensors in arrivals:
                 tensors.clear()
         except BaseException as error:
-            if self._is_open and not isinstance(error, SyncRefusedError):
+            if self._is_open and self.carrier is not None and not isinstance(error, SyncRefusedError):
                 self.carrier.abort(f"{type(error).__name__}: {error}")
             if rollout is not None and self.is_mixed:
                 refuse(rollout, error)
@@ -98,6 +104,9 @@ class StreamedSync:
         seconds = time.perf_counter() - started
         stall = rollout.longest_gap() if isinstance(rollout, SteppingRollout) else stood
         return SyncReport(version, seconds, traffic, self._buffer_bytes(), stall)
+
+    def forget(self) -> None:
+        """Nothing is remembered: every version is sent whole."""
 
     def _hand_over(self, rollout: Rollout, weights: Iterator[tuple[str, Tensor]], version: int) -> float:
         """The engine takes the version; for how long answers stood still meanwhile."""
@@ -125,22 +134,27 @@ class StreamedSync:
 
     def _blank_tensors(self, part: WeightSync) -> dict[str, Tensor]:
         """New memory for a part on a rollout: an engine may keep what it got last until a layer is complete."""
-        wanted = self._blanks_of(part)
+        wanted, placement = self._blanks_of(part), part.plan.destination
         made = {name: torch.empty(*shape, dtype=dtype, device=self.device) for name, (shape, dtype) in wanted.items()}
         if made:
-            part.destination = Shards(part.plan.destination, self.place, dict(made))
+            if placement.elements_of_ranks()[self.place] < placement.elements():
+                for tensor in made.values():
+                    tensor.fill_(math.nan)
+            part.destination = Shards(placement, self.place, dict(made))
         return made
 
     def _blanks_of(self, part: WeightSync) -> dict[str, Blank]:
+        """All parameters of a part; of some a rank may have no element."""
         if self.blanks is None:
             return {}
         placement = part.plan.destination
-        numbers = np.unique(placement.of_rank(self.place)["parameter"]).tolist()
+        numbers = np.unique(placement.slices["parameter"]).tolist()
         return {name: self.blanks[name] for name in (placement.parameters[number] for number in numbers)}
 
     def _buffer_bytes(self) -> int:
         """Memory for messages, and on a rollout for the two largest parts."""
-        return self.carrier.memory_bytes() + sum(self._part_bytes[-2:])
+        messages = self.carrier.memory_bytes() if self.carrier is not None else 0
+        return messages + sum(self._part_bytes[-2:])
 
 
 def _one_by_one(parts: Iterable[dict[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -148,6 +162,45 @@ def _one_by_one(parts: Iterable[dict[str, Tensor]]) -> Iterator[tuple[str, Tenso
     for tensors in parts:
         for name in list(tensors):
             yield name, tensors.pop(name)
+
+
+def streamed_sync(
+    placement: Placement,
+    target: Placement,
+    blanks: Mapping[str, Blank],
+    *,
+    rank: int,
+    place: int,
+    source: Shards | None,
+    dtypes: Mapping[str, torch.dtype],
+    plan: Callable[[Placement, Placement, int], ReshardPlan],
+    carrier: Callable[[Sequence[ReshardPlan]], Carrier | None],
+    bucket_bytes: int,
+    verify: bool,
+    deadline: float,
+    device: torch.device,
+) -> StreamedSync:
+    """A plan for every part of the rollouts' parameters, in their order, and this rank's end of them.
+
+    `plan` makes one of a part's two sides and a bucket's bytes; `carrier` the connections for them all.
+    """
+    half = max(1, bucket_bytes // 2)
+    plans = [plan(placement.only(p), target.only(p), half) for p in names_of_parts(target, blanks, half)]
+    connections = carrier(plans)
+    parts = [
+        WeightSync(
+            one,
+            rank,
+            source=source,
+            destination=None,
+            dtypes=dtypes,
+            carrier=connections,
+            verify=verify,
+            deadline=deadline,
+        )
+        for one in plans
+    ]
+    return StreamedSync(parts, connections, place=place, blanks=blanks if place >= 0 else None, device=device)
 
 
 def names_of_parts(target: Placement, blanks: Mapping[str, Blank], bucket_bytes: int) -> list[list[str]]:

@@ -19,6 +19,7 @@ from meshrl.controller import Dispatch, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine
 from meshrl.engines.build import engine_class
+from meshrl.models.loading import torch_dtype
 from meshrl.models.saving import save_hf_folder
 from meshrl.parallel.mesh import contiguous_group
 from meshrl.telemetry.ledger import booked
@@ -90,6 +91,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             verify=config.update_weights_verify,
             delta=config.update_weights_delta,
             adapters=config.update_weights_adapters,
+            dtype=torch_dtype(config.dtype),
             deadline=self.settings.collective_deadline,
         )
         return HybridEngine(

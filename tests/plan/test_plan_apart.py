@@ -24,25 +24,24 @@ def test_all_weights_travel_to_every_rollout(monkeypatch, gpus, name):
     assert sync.received == size
     assert sync.sent == size  # a trainer feeds two rollouts in a chain, or each of two feeds one half of both
     assert sync.copied == size  # from where it arrived into the engine
-    assert ("whole tensors" in sync.way) == (name in ("vllm", "sglang"))
-    assert "by a plan" in sync.way or sync.way.startswith("a plan")
+    assert ("each bucket" in sync.way) == (name in ("vllm", "sglang"))
+    assert sync.way.startswith("a plan")
 
 
-def test_every_rank_of_a_vllm_that_is_cut_gets_whole_tensors_and_ours_gets_its_part(monkeypatch):
+def test_every_rank_of_a_rollout_that_is_cut_gets_its_part(monkeypatch):
     cut = f"{ROLLOUT}.tensor_model_parallel_size=2"
     found = {
         name: planned(monkeypatch, "2xH200", *APART, cut, f"{ROLLOUT}.name={name}") for name in ("embedded", "vllm")
     }
     size = 2 * found["vllm"].model.num_params
-    assert found["vllm"].rollout.sync.received == size
-    assert found["embedded"].rollout.sync.received < 0.51 * size
     for plan in found.values():
+        assert 0.49 * size < plan.rollout.sync.received < 0.51 * size
         assert phase(plan, "generate").memory["rollout weights"] < 0.51 * size
 
 
-def test_engines_outside_need_room_for_two_buckets_and_ours_for_a_second_copy(monkeypatch):
+def test_engines_outside_need_room_for_two_parts_and_ours_for_a_second_copy(monkeypatch):
     found = {}
-    for name, megabytes in (("embedded", 64), ("vllm", 64), ("vllm", 1024)):
+    for name, megabytes in (("embedded", 64), ("vllm", 64), ("vllm", 2048)):
         more = f"{ROLLOUT}.update_weights_bucket_megabytes={megabytes}"
         plan = planned(monkeypatch, "2xH200", *APART, f"{ROLLOUT}.name={name}", more)
         memory = phase(plan, "generate").memory
@@ -52,10 +51,10 @@ def test_engines_outside_need_room_for_two_buckets_and_ours_for_a_second_copy(mo
     largest = 2 * 151936 * 2048  # the embedding is more than a small bucket
     assert found["embedded", 64] == weights
     assert found["vllm", 64] == 2 * largest
-    assert found["vllm", 1024] == 2 * 1024 * MEBIBYTE
+    assert found["vllm", 2048] == 2048 * MEBIBYTE
 
 
 def test_on_shared_devices_nothing_arrives_beside(monkeypatch):
     plan = planned(monkeypatch, "2xH200", f"{ROLLOUT}.name=vllm")
     assert "arriving weights" not in phase(plan, "generate").memory
-    assert plan.rollout.sync.way == "a stream of whole tensors"
+    assert plan.rollout.sync.way.startswith("a plan for each bucket")

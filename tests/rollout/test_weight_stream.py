@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 
 from meshrl.rollout.fair_lock import FairLock
 from meshrl.rollout.shared_file import SharedFile, as_one_segment, read_tensors
-from meshrl.rollout.weight_stream import buckets, checked, expected_shapes
+from meshrl.rollout.weight_stream import as_files, buckets, checked, expected_shapes
 
 
 def named(*sizes: int, dtype: torch.dtype = torch.float32) -> list[tuple[str, torch.Tensor]]:
@@ -165,3 +165,21 @@ def test_one_segment_holds_copies_of_all_types():
     shared[0][1].zero_()
     assert sent[0][1].abs().sum() > 0
     assert torch.equal(shared[1][1], sent[1][1])
+
+
+def test_experts_get_the_names_of_files():
+    gate_up, down, norm = torch.randn(3, 8, 5), torch.randn(3, 5, 4), torch.randn(5)
+    stream = [("model.layers.2.mlp.experts.gate_up_proj", gate_up), ("model.layers.2.mlp.experts.down_proj", down)]
+    found = dict(as_files([*stream, ("model.norm.weight", norm)], "mixtral"))
+    block = "model.layers.2.block_sparse_moe.experts"
+    expected = {"model.norm.weight": norm}
+    for number in range(3):
+        expected |= {
+            f"{block}.{number}.w1.weight": gate_up[number, :4],
+            f"{block}.{number}.w3.weight": gate_up[number, 4:],
+        }
+        expected[f"{block}.{number}.w2.weight"] = down[number]
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name])
+        assert tensor.untyped_storage().data_ptr() == expected[name].untyped_storage().data_ptr()  # nothing is copied

@@ -6,7 +6,7 @@ Imports no engine: its processes would take as long to start as the engine itsel
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,11 @@ def fsdp_engine(folder: str, ranks: int) -> Any:
 
 
 @torch.no_grad()
-def set_weights(engine: Any, seed: int) -> None:
-    """Gives a sharded trainer the weights of `make_model(seed)`."""
+def set_weights(engine: Any, seed: int, make: Callable[[int], Any] = make_model) -> None:
+    """Gives a sharded trainer the weights of `make(seed)`."""
     from torch.distributed.tensor import distribute_tensor
 
-    wanted = dict(make_model(seed).named_parameters())
+    wanted = dict(make(seed).named_parameters())
     for name, parameter in engine.hf_model.named_parameters():
         parameter.copy_(distribute_tensor(wanted[name], parameter.device_mesh, parameter.placements))
 

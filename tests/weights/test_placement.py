@@ -9,7 +9,7 @@ from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.engines.megatron.weight_map import ModuleNames, describe, hf_tensors
 from meshrl.weights.key_map import convert_weight_keys
 from meshrl.weights.placement import PlacementBuilder, replicas
-from meshrl.weights.rollout_placement import RolloutLayout
+from meshrl.weights.rollout_placement import RolloutLayout, rollout, windows
 from meshrl.weights.shards import Shards, local_tensors
 
 
@@ -166,3 +166,27 @@ def test_shards_must_be_there_and_in_one_piece():
         Shards(side, 0, {"w": torch.zeros(4, 5)})
     with pytest.raises(ValueError, match="with gaps"):
         Shards(side, 0, {"w": torch.zeros(6, 4).t()})
+
+
+@pytest.mark.parametrize(("size", "spread"), [(2, 0), (4, 0), (2, 2), (4, 4)])
+@pytest.mark.parametrize("config", [QWEN2, QWEN3, MOE, LATENT], ids=lambda c: c.model_type)
+def test_windows_are_the_packed_parts_at_their_places_in_whole_parameters(config, size, spread):
+    tensors = random_tensors(hf_tensors(config))
+    params = whole_params(config, tensors)
+    layout = RolloutLayout(tp=size, dp=2, ep=spread if config in (MOE, LATENT) else 0, form="packed")
+    shapes = {name: tuple(param.shape) for name, param in params.items()}
+    side = windows(shapes, config, layout, config.model_type)
+    packed = rollout(side.tensors, config, layout)
+    fields = ["rank", "tensor", "row", "rows", "col", "cols"]
+    assert np.array_equal(side.slices[fields], packed.slices[fields])
+    filled = packed.elements_of_ranks()
+    for rank in range(2 * size):
+        blank = {name: torch.full_like(param, torch.nan) for name, param in params.items()}
+        here, there = Shards(side, rank, params), Shards(side, rank, blank)
+        for piece in side.of_rank(rank):
+            there.region(piece).copy_(here.region(piece))
+        assert sum(int((~part.isnan()).sum()) for part in blank.values()) == filled[rank]
+        for name, part in blank.items():
+            assert torch.equal(part[~part.isnan()], params[name][~part.isnan()])
+    # What one rank lacks others have.
+    assert filled[:size].sum() >= packed.elements() > filled.max()

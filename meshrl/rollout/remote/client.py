@@ -30,6 +30,7 @@ class ModelFacts:
     vocabulary: int
     context: int
     shapes: dict[str, list[int]] = field(repr=False)
+    model_type: str = ""
 
 
 class EngineClient(ABC):

@@ -32,7 +32,7 @@ class SglangClient(EngineClient):
         trusted = bool(self._arguments.get("trust_remote_code"))
         config = load_model_config(path, trust_remote_code=trusted)
         context = int(self._arguments.get("context_length") or config.max_position_embeddings)
-        self.facts = ModelFacts(int(config.vocab_size), context, expected_shapes(config))
+        self.facts = ModelFacts(int(config.vocab_size), context, expected_shapes(config), str(config.model_type))
         own = config.eos_token_id
         ends = own if isinstance(own, list) else [own] if own is not None else []
         self.end_tokens = frozenset([*ends, *stop_token_ids(path, load_tokenizer(path, trusted))])

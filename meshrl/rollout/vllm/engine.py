@@ -28,7 +28,8 @@ from meshrl.rollout.requests import Chunk, Request
 from meshrl.rollout.shared_file import MEMORY, SharedFile, memory_folder
 from meshrl.rollout.stepping import SteppingRollout
 from meshrl.rollout.vllm.arguments import BACKEND, engine_arguments
-from meshrl.rollout.weight_stream import buckets, checked, expected_shapes
+from meshrl.rollout.vllm.parts import Parallel, parallel_of
+from meshrl.rollout.weight_stream import as_files, buckets, checked, expected_shapes
 
 ADAPTER = "policy"
 
@@ -56,6 +57,7 @@ class VllmRollout(SteppingRollout):
         self.pad_token_id, self.bucket_bytes = pad_token_id, bucket_bytes
         hf_config = load_model_config(path, trust_remote_code=trust_remote_code)
         self._shapes, self.vocabulary = expected_shapes(hf_config), int(hf_config.vocab_size)
+        self._model_type = str(hf_config.model_type)
         self._folder = Path(memory_folder())
         self._file = SharedFile(self._folder / "weights")
         self._is_guest = dist.is_initialized()
@@ -84,6 +86,9 @@ class VllmRollout(SteppingRollout):
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
+        self.parallel: Parallel | None = None
+        if tensor_parallel_group is not None:
+            self.parallel = parallel_of(parallel, dist.get_rank(tensor_parallel_group), hf_config)
         self.context = int(config.model_config.max_model_len)
         self.version = -1
         self._eager = "force_eager" if config.device_config.device_type == "cpu" else "default"
@@ -168,7 +173,8 @@ class VllmRollout(SteppingRollout):
             self._lacks_weights = True  # until all of them are in
             self.engine.collective_rpc("start_weight_update")
             try:
-                for bucket in buckets(checked(weights, self._shapes), self.bucket_bytes):
+                named = as_files(checked(weights, self._shapes), self._model_type)
+                for bucket in buckets(named, self.bucket_bytes):
                     self.engine.collective_rpc("update_weights", args=(self._as_message(bucket),))
             finally:
                 # After an error as well: some weights are new and some old, but vLLM is whole again.

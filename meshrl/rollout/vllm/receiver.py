@@ -7,9 +7,11 @@ do. Buckets come as tensors where the worker lives in the sender's process, and 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -20,6 +22,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from meshrl.rollout.shared_file import Entry, read_tensors
 from meshrl.rollout.vllm.arguments import BACKEND
+from meshrl.rollout.vllm.parts import Parallel, check_parts, own_parts, parallel_of
 
 
 @dataclass
@@ -41,6 +44,15 @@ class Receiver(WeightTransferEngine[NoInit, Bucket]):
 
     init_info_cls, update_info_cls = NoInit, Bucket
 
+    @property
+    def hf_config(self) -> Any:
+        return self.model_config.hf_text_config
+
+    @cached_property
+    def parallel(self) -> Parallel | None:
+        """What this rank keeps of every tensor."""
+        return parallel_of(self.parallel_config, get_tensor_model_parallel_rank(), self.hf_config)
+
     def init_transfer_engine(self, init_info: NoInit) -> None:
         """Nothing to connect to."""
 
@@ -56,14 +68,20 @@ class Receiver(WeightTransferEngine[NoInit, Bucket]):
         """Loads a bucket's tensors."""
         # Copies, since a layer's tensors wait for each other while the sender fills the file anew.
         found = read_tensors(update_info.path, update_info.entries) if update_info.path else []
-        copies = [(name, tensor.to(self.device, copy=True)) for name, tensor in found]
+        if self.parallel is not None:
+            copies = own_parts(found, self.parallel, self.hf_config, self.device)
+        else:
+            copies = ((name, tensor.to(self.device, copy=True)) for name, tensor in found)
         self.model.load_weights([*copies, *update_info.tensors])
 
     def finish_weight_update(self) -> None:
         """The model may run again."""
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.parallel is not None:
+            check_parts(self.model)
         if self.device.type == "cpu":
             self._repack_tied_layers()
+            self._repack_experts()
 
     def _repack_tied_layers(self) -> None:
         """On CPUs every layer computes with a packed copy, and vLLM renews it only where a weight was loaded by name.
@@ -80,6 +98,13 @@ class Receiver(WeightTransferEngine[NoInit, Bucket]):
                 method = getattr(module, "quant_method", None)
                 if method is not None:
                     method.process_weights_after_loading(module)
+
+    def _repack_experts(self) -> None:
+        """The experts of a layer are packed as well, but vLLM does it only once: it would read new ones as packed."""
+        for module in self.model.modules():
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         """Nothing to release."""

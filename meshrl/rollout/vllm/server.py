@@ -46,7 +46,7 @@ class VllmServer(EngineClient):
     ):
         config = load_model_config(path, trust_remote_code=bool((arguments or {}).get("trust_remote_code")))
         context = int((arguments or {}).get("max_model_len") or config.max_position_embeddings)
-        self.facts = ModelFacts(int(config.vocab_size), context, expected_shapes(config))
+        self.facts = ModelFacts(int(config.vocab_size), context, expected_shapes(config), str(config.model_type))
         self.start_seconds, self._arguments, self._path = start_seconds, dict(arguments or {}), path
         self._exchange, self._environment = exchange, ENVIRONMENT | dict(environment or {})
         self._folder: Path | None = None
