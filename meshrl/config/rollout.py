@@ -111,6 +111,12 @@ class RolloutConfig:
     tensor_model_parallel_size: int = key(
         1, "Neighbouring ranks that are one rollout and hold a part of every matrix each (embedded, vllm).", low=1
     )
+    expert_parallel_size: int = key(
+        1,
+        "Neighbouring ranks that are one rollout and hold some of its experts each: embedded, all else being whole; "
+        "vllm, where it equals tensor_model_parallel_size.",
+        low=1,
+    )
     data_parallel_size: int = key(1, "Data-parallel ranks of one rollout.", low=1, pending=SPLIT)
     gpu_memory_utilization: float = key(0.5, "Share of the GPU's memory a rollout takes.", low=0, high=1)
     max_model_len: int | None = key(None, "Longest prompt plus response.", low=1)
@@ -137,3 +143,8 @@ class RolloutConfig:
     )
     engine_kwargs: EngineKwargs = section(EngineKwargs, "Further arguments of an external engine.")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Tools and turns.")
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that are one rollout: with spread experts the same ones that matrices are cut over, if they are."""
+        return max(self.tensor_model_parallel_size, self.expert_parallel_size) * self.data_parallel_size

@@ -90,14 +90,14 @@ def summary_lines(config: PPOConfig | SFTConfig) -> list[str]:
         engine = layout_lines("engine", config.engine, trainer.world_size)
         return [first, *engine, *SFTBatchUnits.from_config(config).lines(), f"run folder: {trainer.run_dir}"]
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    ranks = rollout.tensor_model_parallel_size * rollout.data_parallel_size
+    ranks, spread = rollout.replica_size, rollout.expert_parallel_size
     is_apart = not config.actor_rollout_ref.hybrid_engine
     rollout_ranks = rollout.nnodes * rollout.n_gpus_per_node if is_apart else trainer.world_size
     return [
         first,
         *layout_lines("actor", actor, trainer.world_size),
         f"rollout: {rollout.name}, {count(rollout_ranks // ranks, 'replica')} of {count(ranks, 'rank')} "
-        f"(tp {rollout.tensor_model_parallel_size} * dp {rollout.data_parallel_size})",
+        f"(tp {rollout.tensor_model_parallel_size} * dp {rollout.data_parallel_size}{f', ep {spread}' * (spread > 1)})",
         *BatchUnits.from_config(config).lines(),
         f"run folder: {trainer.run_dir}",
     ]

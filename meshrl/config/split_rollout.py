@@ -1,69 +1,101 @@
-"""Checks of `actor_rollout_ref.rollout.tensor_model_parallel_size`: what one rollout over several ranks can do."""
+"""Checks of rollouts over several ranks (`tensor_model_parallel_size`, `expert_parallel_size`): what they can do."""
+
+from collections.abc import Mapping
+from typing import Any
 
 from meshrl.config.model_folder import read_model_config
+from meshrl.config.rollout import RolloutConfig
 from meshrl.config.root import PPOConfig
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
+SPREAD = f"{ROLLOUT}.expert_parallel_size"
 # Rollouts that can be cut over the trainer's ranks.
 SPLIT = ("embedded", "vllm")
 # Decoders whose layers the embedded rollout can cut.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def split_engine_problems(config: PPOConfig) -> list[str]:
     """Which engines can be cut over the trainer's ranks."""
     rollout = config.actor_rollout_ref.rollout
-    size = rollout.tensor_model_parallel_size
-    if size == 1:
+    if rollout.replica_size == 1:
         return []
+    name = _named(rollout)
     if rollout.name in SPLIT:
         served = rollout.name == "vllm" and rollout.as_server
-        return [f"{SIZE}={size} does not go with {ROLLOUT}.as_server=true: leave it out"] if served else []
-    return [
-        f"not supported yet: {SIZE}={size}: {ROLLOUT}.name={rollout.name} over several ranks; {' and '.join(SPLIT)} can"
-    ]
+        return [f"{name} does not go with {ROLLOUT}.as_server=true: leave it out"] if served else []
+    return [f"not supported yet: {name}: {ROLLOUT}.name={rollout.name} over several ranks; {' and '.join(SPLIT)} can"]
 
 
 def split_problems(config: PPOConfig) -> list[str]:
     """All ranks of a rollout must take every step alike: what would let them differ is refused."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
-    size, problems = rollout.tensor_model_parallel_size, []
-    if size == 1 or rollout.name not in SPLIT:
-        return []
+    name, problems = _named(rollout), _spread_problems(rollout)
+    if rollout.replica_size == 1 or rollout.name not in SPLIT:
+        return problems
     if rollout.multi_turn.enable:
         problems.append(
-            f"{SIZE}={size} does not go with {ROLLOUT}.multi_turn.enable=true: turns arrive at their own time on every "
+            f"{name} does not go with {ROLLOUT}.multi_turn.enable=true: turns arrive at their own time on every "
             "rank, and the ranks of one rollout must get the same requests; set one of them back"
         )
     has_adapters = policy.model.lora_rank > 0 or policy.model.lora_adapter_path is not None
     if has_adapters and rollout.name == "embedded" and rollout.update_weights_adapters != "merged":
         problems.append(
-            f"{SIZE}={size} takes no adapters alone: set {ROLLOUT}.update_weights_adapters=merged, not "
+            f"{name} takes no adapters alone: set {ROLLOUT}.update_weights_adapters=merged, not "
             f"{rollout.update_weights_adapters}"
         )
     how = config.async_training
     if how.max_staleness or how.batches_ahead:
         problems.append(
-            f"{SIZE}={size} does not go with async_training (max_staleness {how.max_staleness}, batches_ahead "
+            f"{name} does not go with async_training (max_staleness {how.max_staleness}, batches_ahead "
             f"{how.batches_ahead}): weights would change at another step on each rank of a rollout; set one back"
         )
     return problems
 
 
+def _spread_problems(rollout: RolloutConfig) -> list[str]:
+    """The embedded engine spreads experts and leaves the rest whole, vLLM spreads them where it cuts the rest."""
+    cut, spread = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
+    if spread == 1 or rollout.name not in SPLIT:
+        return []
+    if rollout.name == "embedded" and cut > 1:
+        return [f"{SPREAD}={spread} with {ROLLOUT}.name=embedded leaves all else whole: set {SIZE}=1, not {cut}"]
+    if rollout.name == "vllm" and cut != spread:
+        return [f"{SPREAD}={spread} with {ROLLOUT}.name=vllm needs {SIZE}={spread}, not {cut}"]
+    return []
+
+
 def split_file_problems(config: PPOConfig) -> list[str]:
-    """Whether the model's heads, inner width and vocabulary can be cut, with the numbers."""
+    """Whether the model's heads, inner width, vocabulary and experts can be divided, with the numbers."""
     policy = config.actor_rollout_ref
-    size = policy.rollout.tensor_model_parallel_size
-    if size == 1 or policy.rollout.name not in SPLIT:
+    if policy.rollout.replica_size == 1 or policy.rollout.name not in SPLIT:
         return []
     try:
         shape = read_model_config(policy.model)
     except ValueError:
         return []  # said where the model is checked
-    problems = []
-    kind = shape.get("model_type")
-    if policy.rollout.name == "embedded" and kind is not None and kind not in MODEL_TYPES:
+    return [*_expert_problems(policy.rollout, shape), *_cut_problems(policy.rollout, shape)]
+
+
+def _expert_problems(rollout: RolloutConfig, shape: Mapping[str, Any]) -> list[str]:
+    spread = rollout.expert_parallel_size
+    if spread == 1:
+        return []
+    field = next((field for field in EXPERTS if shape.get(field)), None)
+    if field is None:
+        return [f"{SPREAD}={spread}: the model ({shape.get('model_type')}) has no experts to spread; set it to 1"]
+    if shape[field] % spread:
+        return [f"the model's {field} ({shape[field]}) must be divisible by {SPREAD} ({spread})"]
+    return []
+
+
+def _cut_problems(rollout: RolloutConfig, shape: Mapping[str, Any]) -> list[str]:
+    size, kind, problems = rollout.tensor_model_parallel_size, shape.get("model_type"), []
+    if size == 1:
+        return []
+    if rollout.name == "embedded" and kind is not None and kind not in MODEL_TYPES:
         problems.append(f"{SIZE}={size}: a {kind} model cannot be cut, only {', '.join(MODEL_TYPES)}; set it to 1")
     for name in ("num_attention_heads", "intermediate_size"):
         count = shape.get(name)
@@ -78,3 +110,9 @@ def split_file_problems(config: PPOConfig) -> list[str]:
     if tokens is not None and (size - 1) * -(-tokens // size) >= tokens:
         problems.append(f"the model's vocab_size ({tokens}) leaves some of the {size} ranks of {SIZE} without a token")
     return problems
+
+
+def _named(rollout: RolloutConfig) -> str:
+    """The key that makes a rollout of several ranks, as it is set."""
+    cut, spread = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
+    return f"{SIZE}={cut}" if cut >= spread else f"{SPREAD}={spread}"

@@ -55,7 +55,7 @@ class Generation:
     @property
     def ranks(self) -> int:
         """Ranks of one replica."""
-        return min(self.world_size, self.rollout.tensor_model_parallel_size * self.rollout.data_parallel_size)
+        return min(self.world_size, self.rollout.replica_size)
 
     @property
     def replicas(self) -> int:
@@ -81,9 +81,9 @@ class Generation:
 
     @cached_property
     def layout(self) -> RolloutLayout:
-        """How a replica's ranks hold the model; experts are spread where a replica has data-parallel ranks."""
-        tp, dp = self.rollout.tensor_model_parallel_size, self.rollout.data_parallel_size
-        spread = tp * dp if dp > 1 and expert_count(self.model.config) else 0
+        """How a replica's ranks hold the model; experts are also spread where a replica has data-parallel ranks."""
+        tp, ep, dp = (getattr(self.rollout, f"{a}_parallel_size") for a in ("tensor_model", "expert", "data"))
+        spread = self.ranks if max(ep, dp) > 1 and expert_count(self.model.config) else 0
         return RolloutLayout(min(tp, self.world_size), self.world_size // min(tp, self.world_size), spread)
 
     @cached_property

@@ -28,16 +28,16 @@ def build_rollout(
     *,
     device: torch.device,
     can_share: bool,
-    tensor_parallel_group: dist.ProcessGroup | None = None,
+    rank_group: dist.ProcessGroup | None = None,
 ) -> Rollout:
     """The rollout of one trainer rank, without weights until the first sync.
 
     `hf_model` is the trainer's module; with `can_share` (unsharded, without adapters, on the device) the embedded
     rollout generates with it and needs no copy. The others have copies of their own, cut over the ranks of a
-    `tensor_parallel_group`.
+    `rank_group`.
     """
     if config.name == "vllm":
-        return _vllm(config, model, tokenizer, device, tensor_parallel_group)
+        return _vllm(config, model, tokenizer, device, rank_group)
     if config.name == "sglang":
         return _sglang(config, model, tokenizer, device)
     dtype = torch_dtype(config.dtype)
@@ -55,8 +55,8 @@ def build_rollout(
         )
     from meshrl.rollout.embedded.engine import EmbeddedRollout
 
-    shares = can_share and hf_model.dtype == dtype and tensor_parallel_group is None
-    if tensor_parallel_group is not None:
+    shares = can_share and hf_model.dtype == dtype and rank_group is None
+    if rank_group is not None:
         module: Any = empty_causal_lm(hf_model.config, ATTENTION_NAME, dtype)
     else:
         module = hf_model if shares else new_causal_lm(hf_model.config, ATTENTION_NAME, dtype).to(device)  # type: ignore[arg-type]
@@ -70,8 +70,9 @@ def build_rollout(
         enable_prefix_caching=config.enable_prefix_caching,
         memory_share=config.gpu_memory_utilization,
         shares_weights=shares,
-        tensor_parallel_group=tensor_parallel_group,
-        device=None if tensor_parallel_group is None else device,
+        rank_group=rank_group,
+        spreads_experts=config.expert_parallel_size > 1,
+        device=None if rank_group is None else device,
     )
 
 
@@ -80,7 +81,7 @@ def _vllm(
     model: ModelConfig,
     tokenizer: Tokenizer,
     device: torch.device,
-    tensor_parallel_group: dist.ProcessGroup | None,
+    rank_group: dist.ProcessGroup | None,
 ) -> Rollout:
     wanted: dict[str, Any] = {
         "dtype": str(torch_dtype(config.dtype)).removeprefix("torch."),
@@ -94,6 +95,7 @@ def _vllm(
         "enable_prefix_caching": config.enable_prefix_caching,
         # vLLM can give memory up on GPUs only.
         "enable_sleep_mode": config.free_cache_engine and device.type == "cuda",
+        "enable_expert_parallel": config.expert_parallel_size > 1,
     }
     wanted |= {"trust_remote_code": model.trust_remote_code} | dict(config.engine_kwargs.vllm)
     if config.as_server:
@@ -107,7 +109,7 @@ def _vllm(
         model.path or "",
         pad_token_id=int(tokenizer.pad_token_id),
         bucket_bytes=config.update_weights_bucket_megabytes * MEBIBYTE // 2,  # as the parts of a sync
-        tensor_parallel_group=tensor_parallel_group,
+        rank_group=rank_group,
         **wanted,
     )
 

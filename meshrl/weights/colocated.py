@@ -4,7 +4,7 @@
 |---|---|
 | generates with the trainer's own module | none: only the version moves on |
 | embedded or hf, with a copy of its own | a plan (`connect`) |
-| embedded, cut over ranks | a plan, for each rank its part; adapters are merged by the senders |
+| embedded, cut or with experts spread over ranks | a plan, for each rank its part; adapters are merged by the senders |
 | embedded or hf, of a sharded trainer with LoRA | the base once, then adapters alone (`merging`), or merged by a plan |
 | vLLM, SGLang | a plan for each bucket of tensors (`streamed`), of which each rank of a vLLM gets its part |
 | any, of FSDP1 with adapters | a stream of whole tensors |
@@ -27,7 +27,6 @@ from meshrl.rollout.base import Rollout
 from meshrl.weights.connect import connect, connect_stream, rank_and_world, rollout_params
 from meshrl.weights.exchange import Traffic
 from meshrl.weights.merging import MergingSync
-from meshrl.weights.rollout_placement import RolloutLayout
 from meshrl.weights.sources import has_fsdp2
 from meshrl.weights.sync import SyncReport, sync_weights
 
@@ -74,8 +73,7 @@ def policy_sync(
             cut = None if parallel is None else parallel.layout(rank_and_world()[1])
             return connect_stream(engine, model, layout=cut, **options)
         if parallel is not None:
-            layout = RolloutLayout(tp=parallel.size, dp=rank_and_world()[1] // parallel.size)
-            own = rollout_params(hf_model)
+            layout, own = parallel.layout(rank_and_world()[1]), rollout_params(hf_model)
             return connect(engine, own, layout=layout, hf_config=hf_model.config, delta=delta, **options)
         if isinstance(engine, FSDPEngine) and engine.has_adapters and engine.is_sharded and adapters == "alone":
             return MergingSync(engine, hf_model, **options)

@@ -286,8 +286,8 @@ def connect_rollout(
     cut = None
     if parallel is not None:
         config = model.config if streams and model is not None else rollout.hf_model.config
-        spread = parallel.layout(parallel.size).ep if streams else 0
-        cut = {"tp": parallel.size, "ep": spread} | _sizes_to_cut(config)
+        layout = parallel.layout(parallel.size)
+        cut = {"tp": layout.tp, "ep": layout.ep} | _sizes_to_cut(config)
     if parallel is not None and (group.rank - trainers) % parallel.size != parallel.rank:
         raise ValueError(
             f"rank {group.rank - trainers} of the rollouts has part {parallel.rank} of {parallel.size}: the ranks of a "
@@ -459,13 +459,13 @@ class _Plans:
         shapes = {name: tuple(shape) for name, (shape, _) in described.items()}
         if self.cut is None:
             target = replicas(shapes, rollouts, self.settings["model_type"], f"{rollouts} rollouts")
-        elif streams:
-            tp = self.cut["tp"]
-            layout = RolloutLayout(tp=tp, dp=rollouts // tp, ep=self.cut["ep"], form="packed")
-            target = windows(shapes, SimpleNamespace(**self.cut), layout, self.settings["model_type"])
         else:
-            layout = RolloutLayout(tp=self.cut["tp"], dp=rollouts // self.cut["tp"])
-            target = rollout_placement(shapes, SimpleNamespace(**self.cut), layout)
+            sizes, family, tp = SimpleNamespace(**self.cut), self.settings["model_type"], self.cut["tp"]
+            layout = RolloutLayout(tp, rollouts // tp, self.cut["ep"], "packed" if streams else "separate")
+            if streams:
+                target = windows(shapes, sizes, layout, family)
+            else:
+                target = rollout_placement(replicas(shapes, 1, family).tensors, sizes, layout)
         kinds = {name: torch.empty(0, dtype=getattr(torch, dtype)) for name, (_, dtype) in described.items()}
         return target, tensor_dtypes(target, 0, kinds, asks=False)
 

@@ -57,7 +57,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         )
         self.actor.initialize()
         self.register_mesh("actor", self.actor.dp_rank, self.actor.dp_size, is_collect=self.actor.is_collect)
-        split = self.config.rollout.tensor_model_parallel_size
+        split = self.config.rollout.replica_size
         self.register_mesh("rollout", self.rank // split, self.world_size // split, is_collect=self.rank % split == 0)
         # With adapters the reference is the same model without them.
         self.ref: Engine | None = None
@@ -75,7 +75,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
                 self.actor.hf_model,
                 device=self.device,
                 can_share=can_share,
-                tensor_parallel_group=contiguous_group(split, self.settings.collective_deadline),
+                rank_group=contiguous_group(split, self.settings.collective_deadline),
                 memory_budget=self.config.memory_budget_bytes,
             )
             self.rollout = self.answering.rollout

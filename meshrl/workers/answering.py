@@ -22,7 +22,7 @@ from meshrl.workers.generating import start_generation
 class Answering:
     """One rank's rollout. `hf_model` says which model it is; with `can_share` the rollout generates with it.
 
-    The ranks of a `tensor_parallel_group` are one rollout: all of them get the same prompts and have the same answers.
+    The ranks of a `rank_group` are one rollout: all of them get the same prompts and have the same answers.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Answering:
         *,
         device: torch.device,
         can_share: bool,
-        tensor_parallel_group: dist.ProcessGroup | None = None,
+        rank_group: dist.ProcessGroup | None = None,
         memory_budget: int | None = None,
     ):
         self.config = config
@@ -48,7 +48,7 @@ class Answering:
             tokenizer,
             device=device,
             can_share=can_share,
-            tensor_parallel_group=tensor_parallel_group,
+            rank_group=rank_group,
         )
         self.shape = ModelShape.of(hf_model.config)
         self.agents = None
@@ -90,7 +90,7 @@ class Answering:
         is_new = torch.cat([torch.ones(1, dtype=torch.bool), (prompts[1:] != prompts[:-1]).any(1)]).numpy()
         flops = self.shape.forward(starts[is_new], 0)
         flops += self.shape.forward(lengths - (lengths > starts), int(tensors["response_mask"].sum()), starts)
-        count_flops(flops / self.config.tensor_model_parallel_size)
+        count_flops(flops / self.config.replica_size)
 
     def _sampling(self, prompts: DataProto) -> SamplingParams:
         config = self.config

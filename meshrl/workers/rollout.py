@@ -20,7 +20,7 @@ from meshrl.workers.settings import WorkerSettings
 class RolloutWorker(Worker):
     """One rank of the rollouts: a whole copy of the model, or its part of one that is cut over neighbouring ranks.
 
-    Its weights come from the actor's workers, into any engine; vLLM and SGLang get whole tensors, a bucket at a time.
+    Its weights come from the actor's workers, into any engine; vLLM and SGLang get theirs a bucket at a time.
     """
 
     def __init__(self, config: ActorRolloutRefConfig, settings: WorkerSettings):
@@ -30,7 +30,7 @@ class RolloutWorker(Worker):
     def init_model(self) -> None:
         """Builds the rollout, without weights until the first sync."""
         model, rollout, deadline = self.config.model, self.config.rollout, self.settings.collective_deadline
-        split, group = rollout.tensor_model_parallel_size, None
+        split, group = rollout.replica_size, None
         if split > 1:
             self.device = join_ranks(self.settings.device, self.local_rank, deadline)
             group = contiguous_group(split, deadline)
@@ -49,7 +49,7 @@ class RolloutWorker(Worker):
             self.hf_model,
             device=self.device,
             can_share=False,
-            tensor_parallel_group=group,
+            rank_group=group,
             memory_budget=self.config.memory_budget_bytes,
         )
         self.rollout = self.answering.rollout

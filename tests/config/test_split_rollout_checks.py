@@ -6,8 +6,11 @@ from meshrl.config import ConfigError, check_config, ensure_runnable, unsupporte
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
+SPREAD = f"{ROLLOUT}.expert_parallel_size"
 APART = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1")
 SHAPE = {"model_type": "qwen3", "num_key_value_heads": 4, "intermediate_size": 96, "vocab_size": 41}
+
+MOE = {"model_type": "qwen3_moe", "num_experts": 4}
 
 BROKEN = [
     ([f"{SIZE}=3"], {"num_key_value_heads": 3}, "n_gpus (8 = ", "3 * 1 = 3"),
@@ -25,6 +28,18 @@ BROKEN = [
         "same requests",
     ),
     ([f"{SIZE}=2", *APART, f"{ROLLOUT}.n_gpus_per_node=3"], {}, "n_gpus_per_node (3)", "2 * 1 = 2"),
+    ([f"{SPREAD}=3"], MOE | {"num_experts": 6}, "divisible by actor_rollout_ref.rollout.expert_parallel", "3 * 1 = 3"),
+    ([f"{SPREAD}=2"], {}, f"{SPREAD}=2", "(qwen3) has no experts"),
+    ([f"{SPREAD}=4"], MOE | {"num_experts": 6}, "num_experts (6)", "(4)"),
+    ([f"{SPREAD}=2", f"{SIZE}=2"], MOE | {"model_type": "qwen3"}, "leaves all else whole", f"{SIZE}=1, not 2"),
+    ([f"{SPREAD}=2", f"{ROLLOUT}.name=vllm"], MOE, f"{SPREAD}=2", f"needs {SIZE}=2, not 1"),
+    ([f"{SPREAD}=2", "actor_rollout_ref.model.lora_rank=4"], MOE, f"{SPREAD}=2", "update_weights_adapters=merged"),
+    (
+        [f"{SPREAD}=2", *APART, f"{ROLLOUT}.n_gpus_per_node=2", "async_training.max_staleness=1"],
+        MOE,
+        f"{SPREAD}=2",
+        "async_training",
+    ),
     (
         [f"{SIZE}=2", *APART, f"{ROLLOUT}.n_gpus_per_node=2", "async_training.max_staleness=1"],
         {},
@@ -59,6 +74,21 @@ def test_one_thing_wrong_gives_one_line(fine, make_model, overrides, fields, fir
 def test_what_can_be_cut_is_fine(fine, make_model, overrides):
     config = fine(*overrides)
     make_model(**SHAPE)
+    assert unsupported(config) + check_config(config) == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{SPREAD}=2"],
+        [f"{SPREAD}=4", *APART, f"{ROLLOUT}.n_gpus_per_node=4"],
+        [f"{SPREAD}=4", f"{SIZE}=4", f"{ROLLOUT}.name=vllm"],
+    ],
+    ids=str,
+)
+def test_experts_can_be_spread(fine, make_model, overrides):
+    config = fine(*overrides)
+    make_model(**(SHAPE | MOE))
     assert unsupported(config) + check_config(config) == []
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from process_group import ON_GPU, own_device
 
+from meshrl.models.buffers import named_weights
 from meshrl.rollout.embedded.engine import EmbeddedRollout
 from meshrl.rollout.requests import Request, SamplingParams
 
@@ -38,7 +39,9 @@ def model_of(name: str, fields: dict, seed: int = 7):
         ).eval()
 
 
-def generated(name: str, fields: dict, alone: bool) -> tuple[list[list[int]], list[list[float]], int]:
+def generated(
+    name: str, fields: dict, alone: bool, spreads: bool = False
+) -> tuple[list[list[int]], list[list[float]], int]:
     """Answers before and after an update in the middle, and how many numbers this rank's layers hold."""
     group = None if alone else dist.group.WORLD
     rollout = EmbeddedRollout(
@@ -46,14 +49,15 @@ def generated(name: str, fields: dict, alone: bool) -> tuple[list[list[int]], li
         pad_token_id=0,
         num_blocks=30,
         block_size=16 if ON_GPU else 4,
-        tensor_parallel_group=group,
+        rank_group=group,
+        spreads_experts=spreads,
     )
-    rollout.update_weights(model_of(name, fields).named_parameters(), 0)
+    rollout.update_weights(named_weights(model_of(name, fields)).items(), 0)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, 41, (n,), generator=generator).tolist() for n in (5, 1, 17, 9, 3)]
     requests = [Request(f"r{i}", tuple(p), SamplingParams(15, n=2), i) for i, p in enumerate(prompts)]
     answers = rollout.complete(requests)
-    rollout.update_weights(model_of(name, fields, seed=8).named_parameters(), 1)
+    rollout.update_weights(named_weights(model_of(name, fields, seed=8)).items(), 1)
     answers += rollout.complete(requests)
     size = sum(p.numel() for p in rollout.hf_model.model.layers.parameters())
     return [a.token_ids for a in answers], [a.log_probs for a in answers], size
@@ -70,17 +74,40 @@ def generated(name: str, fields: dict, alone: bool) -> tuple[list[list[int]], li
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_two_ranks_give_what_one_gives(ranks, name, fields):
-    tokens, log_probs, size = ranks(2).run(generated, name, fields, True)[0]
-    for found_tokens, found_log_probs, found_size in ranks(2).run(generated, name, fields, False):
+    compare(ranks(2), name, fields)
+
+
+MIXTURES = [
+    ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+    ("MixtralConfig", {"num_local_experts": 6, "num_experts_per_tok": 3}),
+    (
+        "DeepseekV3Config",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1}
+        | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 12, "kv_lora_rank": 8}
+        | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 8},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), MIXTURES, ids=lambda x: x if isinstance(x, str) else "")
+def test_two_ranks_with_half_of_the_experts_each_give_what_one_gives(ranks, name, fields):
+    compare(ranks(2), name, fields, True)
+
+
+def compare(processes, name, fields, *spreads):
+    tokens, log_probs, size = processes.run(generated, name, fields, True)[0]
+    for found_tokens, found_log_probs, found_size in processes.run(generated, name, fields, False, *spreads):
         assert found_tokens == tokens
         for mine, wanted in zip(found_log_probs, log_probs, strict=True):
             assert mine == pytest.approx(wanted, abs=2e-5)
         assert found_size < 0.75 * size
 
 
-def refused(fields: dict, name: str = "Qwen3Config") -> str:
+def refused(fields: dict, name: str = "Qwen3Config", spreads: bool = False) -> str:
     try:
-        EmbeddedRollout(model_of(name, fields), pad_token_id=0, tensor_parallel_group=dist.group.WORLD)
+        EmbeddedRollout(
+            model_of(name, fields), pad_token_id=0, rank_group=dist.group.WORLD, spreads_experts=spreads
+        )
     except ValueError as error:
         return str(error)
     return ""
@@ -91,3 +118,9 @@ def test_shapes_that_cannot_be_cut_are_refused(ranks):
     assert all("inner width (49)" in m for m in ranks(2).run(refused, {"intermediate_size": 49}))
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     assert all("cannot be split" in m for m in ranks(2).run(refused, moe, "Qwen3MoeConfig"))
+
+
+def test_experts_that_cannot_be_spread_are_refused(ranks):
+    assert all("no experts that can be spread over 2" in m for m in ranks(2).run(refused, {}, "Qwen3Config", True))
+    odd = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    assert all("5 experts must be divisible" in m for m in ranks(2).run(refused, odd, "Qwen3MoeConfig", True))

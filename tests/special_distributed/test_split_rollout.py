@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from process_group import own_device
 from sync_trials import fsdp_engine, multiply
+from test_pool_sync import both, factor, join, meet, train_fsdp
 from test_rollout_tensor_parallel import model_of
 
 from meshrl.data.proto import DataProto
@@ -16,6 +17,7 @@ from meshrl.rollout.embedded.engine import EmbeddedRollout
 
 SAMPLING = SamplingParams(max_tokens=9, temperature=0.8)
 VERSIONS = (1, 2)
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 CASES = {
     "tied": ("Qwen3Config", {"tie_word_embeddings": True}, 2, 2, {}),
     "biases, two rollouts": (
@@ -26,6 +28,7 @@ CASES = {
         {},
     ),
     "one key head on two ranks each": ("Qwen2Config", {"num_key_value_heads": 2}, 4, 4, {"fsdp_size": 2}),
+    "experts spread over two rollouts": ("Qwen3MoeConfig", EXPERTS, 4, 2, {"spreads": True}),
     "adapters": ("Qwen3Config", {"tie_word_embeddings": True, "num_key_value_heads": 1}, 2, 2, {"lora_rank": 4}),
 }
 
@@ -49,15 +52,17 @@ def trained_and_generated(folder: Path, tp: int, options: dict):
     from meshrl.rollout.build import build_rollout
     from meshrl.weights.colocated import policy_sync
 
+    spread = tp if options.pop("spreads", False) else 1
     engine = fsdp_engine(folder, **options)
     with torch.no_grad():
         for name, param in engine.module.named_parameters():
             if ".lora_" in name:
                 param.fill_(0.1)  # the second matrix starts at zero
     rollout = build_rollout(
-        RolloutConfig(dtype="float32", max_num_seqs=4, response_length=9), ModelConfig(), engine.hf_model,
+        RolloutConfig(dtype="float32", max_num_seqs=4, response_length=9, expert_parallel_size=spread), ModelConfig(),
+        engine.hf_model,
         SimpleNamespace(pad_token_id=0), device=own_device(), can_share=False,
-        tensor_parallel_group=contiguous_group(tp, 60.0),
+        rank_group=contiguous_group(tp, 60.0),
     )  # fmt: skip
     sync = policy_sync(engine, rollout, bucket_megabytes=1, verify=True, delta=False, deadline=60.0, adapters="merged")
     found = []
@@ -118,9 +123,7 @@ def test_a_cut_rollout_generates_with_the_trainers_weights(ranks, tmp_path, case
 
 
 def differing(tokens: list[list[int]]) -> str:
-    rollout = EmbeddedRollout(
-        model_of("Qwen3Config", {}), pad_token_id=0, num_blocks=4, tensor_parallel_group=dist.group.WORLD
-    )
+    rollout = EmbeddedRollout(model_of("Qwen3Config", {}), pad_token_id=0, num_blocks=4, rank_group=dist.group.WORLD)
     try:
         rollout.parallel.check_in_step(torch.tensor(tokens[dist.get_rank()]))
     except RuntimeError as error:
@@ -131,3 +134,44 @@ def differing(tokens: list[list[int]]) -> str:
 def test_ranks_that_sampled_different_tokens_are_an_error_on_all(ranks):
     assert ranks(2).run(differing, [[5, 6, 7], [5, 6, 7]]) == ["", ""]
     assert all("different tokens" in text for text in ranks(2).run(differing, [[5, 6, 7], [5, 7, 6]]))
+
+
+def taken_and_generated(folder: Path, address: str, trainers: int) -> tuple[list[dict], list[int], int]:
+    """A rollout with spread experts in a pool of its own: answers of each version, bytes that came, bytes it keeps."""
+    from meshrl.models.loading import empty_model
+    from meshrl.parallel.attention import ATTENTION_NAME
+    from meshrl.weights.pools import connect_rollout
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rollout = EmbeddedRollout(
+        empty_model(folder, ATTENTION_NAME, dtype=torch.float32), pad_token_id=0, max_num_seqs=4, num_blocks=40,
+        rank_group=dist.group.WORLD, spreads_experts=True, device=own_device(),
+    )  # fmt: skip
+    sync = connect_rollout(rollout, join(address, trainers + rank, trainers + size), trainers)
+    found, received = [], []
+    for version in VERSIONS:
+        received.append(sync(rollout, version).traffic.received)
+        found.append(dict(rollout.generate_sequences(prompts_of(0), SAMPLING).batch))
+    sync.close()
+    return found, received, sum(p.nbytes for p in rollout.hf_model.parameters())
+
+
+def test_spread_experts_in_a_pool_of_their_own(ranks, pool_ranks, tmp_path):
+    model, point = model_of("Qwen3MoeConfig", EXPERTS), meet()
+    model.save_pretrained(tmp_path)
+    _, found = both(
+        (ranks(2), train_fsdp, tmp_path, point.address, 2, VERSIONS, {}, {}),
+        (pool_ranks(2), taken_and_generated, tmp_path, point.address, 2),
+    )
+    for at, version in enumerate(VERSIONS):
+        one = EmbeddedRollout(model_of("Qwen3MoeConfig", EXPERTS), pad_token_id=0)
+        weights = {name: param.detach() * factor(version) for name, param in model.named_parameters()}
+        one.update_weights(weights.items(), 0)
+        alone = one.generate_sequences(prompts_of(0), SAMPLING).batch
+        for batches, received, kept in found:
+            assert torch.equal(batches[at]["responses"], alone["responses"])
+            torch.testing.assert_close(
+                batches[at]["rollout_log_probs"], alone["rollout_log_probs"], rtol=1e-5, atol=1e-5
+            )
+            assert received[at] == kept < 0.75 * sum(p.nbytes for p in model.parameters())
+    assert (found[0][0][0]["rollout_log_probs"] - found[0][0][1]["rollout_log_probs"]).abs().max() > 1e-3

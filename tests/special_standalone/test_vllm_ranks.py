@@ -90,7 +90,7 @@ def work(rank: int, folder: str, trial: Trial) -> list[Found]:
     )  # fmt: skip
     rollout = build_rollout(
         config, model, engine.hf_model, load_tokenizer(folder), device=torch.device("cpu"), can_share=False,
-        tensor_parallel_group=contiguous_group(trial.split, 120),
+        rank_group=contiguous_group(trial.split, 120),
     )  # fmt: skip
     sync = policy_sync(engine, rollout, bucket_megabytes=1, verify=True, delta=False, deadline=120.0)
     phases = HybridEngine(engine, rollout, sync, device=torch.device("cpu"))

@@ -8,17 +8,17 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from meshrl.rollout.embedded.parts import Parts
 from meshrl.rollout.embedded.rows import Rows
 from meshrl.rollout.embedded.runner import Runner, SlotRunner
 from meshrl.rollout.embedded.slots import SlotCache
-from meshrl.rollout.embedded.tensor_parallel import TensorParallel
 
 CPU_BLOCK, CUDA_BLOCK = 16, 32
 # Of a CPU's available memory the cache takes at most this share; a GPU's share is a setting.
 CPU_SHARE = 0.25
 
 
-def cache_shape(hf_model: PreTrainedModel, parallel: TensorParallel | None) -> tuple[int, int, int, int]:
+def cache_shape(hf_model: PreTrainedModel, parallel: Parts | None) -> tuple[int, int, int, int]:
     """Layers, key heads of this rank, and the dims of a key and of a value."""
     config: Any = hf_model.config.get_text_config()
     heads = config.num_attention_heads
@@ -30,7 +30,7 @@ def cache_shape(hf_model: PreTrainedModel, parallel: TensorParallel | None) -> t
     return config.num_hidden_layers, parallel.local_kv_heads if parallel is not None else kv_heads, dim, dim
 
 
-def bytes_per_token(hf_model: PreTrainedModel, parallel: TensorParallel | None) -> int:
+def bytes_per_token(hf_model: PreTrainedModel, parallel: Parts | None) -> int:
     """Memory of one token's keys and values over all layers."""
     layers, kv_heads, key_dim, value_dim = cache_shape(hf_model, parallel)
     return layers * kv_heads * (key_dim + value_dim) * hf_model.dtype.itemsize
@@ -47,7 +47,7 @@ def default_num_blocks(
     rows: int,
     max_model_len: int | None,
     memory_share: float,
-    parallel: TensorParallel | None,
+    parallel: Parts | None,
 ) -> int:
     """As many blocks as memory allows, but no more than all rows could fill."""
     device = next(hf_model.parameters()).device
@@ -71,7 +71,7 @@ def build_runner(
     max_model_len: int,
     owns_weights: bool,
     vocabulary: int,
-    parallel: TensorParallel | None,
+    parallel: Parts | None,
 ) -> Runner:
     """The runner of the device that the model lies on."""
     options: dict[str, Any] = {"owns_weights": owns_weights, "vocabulary": vocabulary, "parallel": parallel}

@@ -32,6 +32,8 @@ from meshrl.rollout.embedded.build import (
     context_length,
     default_num_blocks,
 )
+from meshrl.rollout.embedded.expert_parallel import ExpertParallel
+from meshrl.rollout.embedded.parts import Parts
 from meshrl.rollout.embedded.rows import Rows, Sequence
 from meshrl.rollout.embedded.runner import Launch
 from meshrl.rollout.embedded.sampler import derived_seed
@@ -55,8 +57,8 @@ class EmbeddedRollout(SteppingRollout):
     """Generation by a Hugging Face module that is either shared with the trainer or a replica of its own.
 
     `num_blocks` blocks of `block_size` tokens make the KV cache; by default as many as memory allows. Stop strings need
-    a `tokenizer`. With a `tensor_parallel_group` the model is cut over its ranks, which all make the same calls; it may
-    have no memory yet (`meta`) and then gets what its part needs on `device`.
+    a `tokenizer`. With a `rank_group` the model is cut over its ranks, or its experts spread over them; they all make
+    the same calls. It may have no memory yet (`meta`) and then gets what its part needs on `device`.
     """
 
     def __init__(
@@ -73,7 +75,8 @@ class EmbeddedRollout(SteppingRollout):
         block_size: int | None = None,
         enable_prefix_caching: bool = True,
         memory_share: float = 0.5,
-        tensor_parallel_group: dist.ProcessGroup | None = None,
+        rank_group: dist.ProcessGroup | None = None,
+        spreads_experts: bool = False,
         device: torch.device | None = None,
     ):
         super().__init__()
@@ -82,11 +85,11 @@ class EmbeddedRollout(SteppingRollout):
         self.device = device or next(hf_model.parameters()).device
         self.version = -1
         self.vocabulary = hf_model.get_output_embeddings().weight.shape[0]
-        self.parallel: TensorParallel | None = None
-        if tensor_parallel_group is not None and dist.get_world_size(tensor_parallel_group) > 1:
+        self.parallel: Parts | None = None
+        if rank_group is not None and dist.get_world_size(rank_group) > 1:
             if shares_weights:
                 raise ValueError("a rollout that is cut over ranks cannot share the trainer's weights: give it its own")
-            self.parallel = TensorParallel(hf_model, tensor_parallel_group)
+            self.parallel = (ExpertParallel if spreads_experts else TensorParallel)(hf_model, rank_group)
             self.parallel.shard(hf_model, self.device)
         block_size = block_size or (CUDA_BLOCK if self.device.type == "cuda" else CPU_BLOCK)
         max_model_len = max_model_len or context_length(hf_model)
@@ -388,7 +391,7 @@ class EmbeddedRollout(SteppingRollout):
 
     @staticmethod
     def _parts(
-        weights: Iterable[tuple[str, Tensor]], own: Mapping[str, Tensor], parallel: TensorParallel
+        weights: Iterable[tuple[str, Tensor]], own: Mapping[str, Tensor], parallel: Parts
     ) -> Iterator[tuple[str, Tensor]]:
         """This rank's part of whole weights; those that have arrived in their place are parts already."""
         for name, value in weights:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from meshrl.parallel.attention import AttentionContext
 from meshrl.rollout.embedded.adjust import Adjuster
 from meshrl.rollout.embedded.layers import PlainLayers, is_plain
+from meshrl.rollout.embedded.parts import Parts
 from meshrl.rollout.embedded.rows import Rows, Sequence
 from meshrl.rollout.embedded.sampler import Sampled, Settings, sample
 from meshrl.rollout.embedded.scheduler import Piece
@@ -60,12 +61,12 @@ class Runner(ABC):
         *,
         owns_weights: bool,
         vocabulary: int,
-        parallel: TensorParallel | None = None,
+        parallel: Parts | None = None,
     ):
         self.hf_model: Any = hf_model
         self.rows, self.parallel = rows, parallel
         self.device = next(hf_model.parameters()).device
-        self.plain = PlainLayers(hf_model, owns_weights, parallel) if is_plain(hf_model) else None
+        self.plain = self._plain_layers(owns_weights) if is_plain(hf_model) else None
         self.adjuster = Adjuster(rows, vocabulary, self.device)
         self._settings: tuple[int, int, Settings, bool] | None = None
 
@@ -105,7 +106,11 @@ class Runner(ABC):
         for name, param in self.hf_model.named_parameters():
             param.data = param.data.new_zeros(self._shapes[name])
         if self.plain is not None:
-            self.plain = PlainLayers(self.hf_model, owns_weights=True, parallel=self.parallel)
+            self.plain = self._plain_layers(owns_weights=True)
+
+    def _plain_layers(self, owns_weights: bool) -> PlainLayers:
+        parallel = self.parallel if isinstance(self.parallel, TensorParallel) else None
+        return PlainLayers(self.hf_model, owns_weights, parallel)
 
     def hidden(self, ids: Tensor, positions: Tensor, context: AttentionContext, one_each: bool) -> Tensor:
         """Last hidden states [tokens, hidden]."""

@@ -1,8 +1,7 @@
-"""One rollout over several ranks: each holds a slice of every matrix and of the cache, and computes the same tokens.
+"""Tensor parallelism: each rank holds a slice of every matrix and of the cache.
 
 Queries, keys, values, gate and up are cut by rows (whole heads), the products after them by columns and added up over
-the ranks, the embedding and the head by rows of the vocabulary. All ranks must get the same requests in the same order:
-what they schedule and draw is then the same, since nothing in it depends on time or chance.
+the ranks, the embedding and the head by rows of the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from meshrl.models.buffers import named_weights
 from meshrl.rollout.embedded.layers import is_plain
+from meshrl.rollout.embedded.parts import Parts
+from meshrl.weights.rollout_placement import RolloutLayout
 
 
-class TensorParallel:
-    """Which part of each weight this rank holds, and how the ranks' results come together."""
+class TensorParallel(Parts):
+    """A slice of every matrix."""
 
     def __init__(self, hf_model: PreTrainedModel, group: dist.ProcessGroup):
-        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        super().__init__(hf_model, group)
         config: Any = hf_model.config
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.inner, self.vocabulary = config.intermediate_size, config.vocab_size
+        self.heads, self.inner = config.num_attention_heads, config.intermediate_size
+        self.vocabulary = config.vocab_size
         self._check(hf_model)
-        self.shapes = {name: weight.shape for name, weight in named_weights(hf_model).items()}
 
     def _check(self, hf_model: PreTrainedModel) -> None:
         if not is_plain(hf_model):
@@ -43,6 +42,9 @@ class TensorParallel:
                 f"key-value heads ({self.kv_heads}) and the tensor-parallel size ({self.size}) must divide one another"
             )
 
+    def layout(self, ranks: int) -> RolloutLayout:
+        return RolloutLayout(tp=self.size, dp=ranks // self.size)
+
     @property
     def local_kv_heads(self) -> int:
         """Key heads of this rank; with more ranks than key heads several ranks hold the same one."""
@@ -53,12 +55,7 @@ class TensorParallel:
         """Rows of the embedding and of the head that a rank holds (the last one fewer)."""
         return -(-self.vocabulary // self.size)
 
-    def part(self, name: str, value: Tensor) -> Tensor:
-        """This rank's part of a whole weight."""
-        if value.shape != self.shapes[name]:
-            raise ValueError(
-                f"weight sync: '{name}' has shape {list(self.shapes[name])} here, but was sent as {list(value.shape)}"
-            )
+    def _part(self, name: str, value: Tensor) -> Tensor:
         kind = name.split(".")[-2]
         if kind in ("k_proj", "v_proj"):
             rows = len(value) // self.kv_heads
@@ -72,49 +69,15 @@ class TensorParallel:
             return value[self.rank * self.stretch : (self.rank + 1) * self.stretch]
         return value
 
-    @torch.no_grad()
-    def shard(self, hf_model: PreTrainedModel, device: torch.device) -> None:
-        """Replaces every weight by this rank's part; one without memory (`meta`) gets memory for the part alone."""
-        parts: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
-        for name, param in hf_model.named_parameters():
-            part = self.part(name, param.data)
-            own = torch.zeros_like(part, device=device) if part.is_meta else part.clone()
-            parts[param] = torch.nn.Parameter(own, requires_grad=False)
-        for module in hf_model.modules():
-            for name, param in module.named_parameters(recurse=False):
-                setattr(module, name, parts[param])  # tied ones stay tied
-        hf_model.to(device)  # type: ignore[arg-type]
-
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Embeddings of tokens: each comes from the rank that holds its row, the others add zeros."""
         rows = ids - self.rank * self.stretch
         is_mine = (rows >= 0) & (rows < len(weight))
         return self.add(F.embedding(rows.clamp(0, len(weight) - 1), weight) * is_mine[:, None])
 
-    def add(self, x: Tensor) -> Tensor:
-        """Adds the ranks' results up, in place."""
-        dist.all_reduce(x, group=self.group)
-        return x
-
     def logits(self, hidden: Tensor, head: torch.nn.Linear) -> Tensor:
-        """Logits of the whole vocabulary, on every rank."""
         mine = F.linear(hidden, head.weight, head.bias)
         mine = F.pad(mine, (0, self.stretch - mine.shape[-1])).contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine, group=self.group)
         return torch.cat(parts, -1)[:, : self.vocabulary]
-
-    def least(self, number: int, device: torch.device) -> int:
-        """The smallest of the ranks' numbers."""
-        found = torch.tensor(number, device=device)
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
-        return int(found)
-
-    def check_in_step(self, tokens: Tensor) -> None:
-        """An error on all ranks where they have not sampled the same tokens."""
-        places = torch.arange(1, tokens.numel() + 1, device=tokens.device)
-        mine = (tokens.flatten().long() * places).sum()
-        ends = torch.stack([mine, -mine])
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.group)
-        if int(ends.sum()):
-            raise RuntimeError(f"the {self.size} ranks of a tensor-parallel rollout have sampled different tokens")

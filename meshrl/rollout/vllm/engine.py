@@ -38,13 +38,13 @@ class VllmRollout(SteppingRollout):
     """Generation by an in-process vLLM, from a folder with config and tokenizer (and weights, unless they are dummies).
 
     `arguments` are vLLM's own (`EngineArgs`): tensor_parallel_size, max_model_len, enforce_eager, enable_lora,
-    enable_sleep_mode and so on. The ranks of a `tensor_parallel_group` (neighbours, as many in every group) are one
+    enable_sleep_mode and so on. The ranks of a `rank_group` (neighbours, as many in every group) are one
     engine: all of them must make the same calls, and have the same answers.
     """
 
     def __init__(
         self, path: str | Path, *, pad_token_id: int, bucket_bytes: int = 512 << 20, trust_remote_code: bool = False,
-        tensor_parallel_group: dist.ProcessGroup | None = None, **arguments: Any,
+        rank_group: dist.ProcessGroup | None = None, **arguments: Any,
     ):  # fmt: skip
         super().__init__()
         try:
@@ -61,9 +61,9 @@ class VllmRollout(SteppingRollout):
         self._folder = Path(memory_folder())
         self._file = SharedFile(self._folder / "weights")
         self._is_guest = dist.is_initialized()
-        if tensor_parallel_group is not None:
+        if rank_group is not None:
             arguments |= {
-                "tensor_parallel_size": dist.get_world_size(tensor_parallel_group),
+                "tensor_parallel_size": dist.get_world_size(rank_group),
                 "distributed_executor_backend": "external_launcher",
             }
         try:
@@ -73,7 +73,7 @@ class VllmRollout(SteppingRollout):
                     weight_transfer_config=WeightTransferConfig(backend=BACKEND),
                 ).create_engine_config()
                 parallel = config.parallel_config
-                self._tensors_pass = parallel.world_size == 1 or tensor_parallel_group is not None
+                self._tensors_pass = parallel.world_size == 1 or rank_group is not None
                 if parallel.world_size == 1:
                     # On a CPU vLLM prefers a worker process even for a single rank.
                     parallel.distributed_executor_backend = "uni"
@@ -81,14 +81,14 @@ class VllmRollout(SteppingRollout):
                         # It would take the first GPU that this process sees, which may be another rank's.
                         config.device_config.device = torch.device("cuda", torch.cuda.current_device())
                 self.engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
-                if tensor_parallel_group is not None and config.device_config.device_type == "cpu":
+                if rank_group is not None and config.device_config.device_type == "cpu":
                     unname_shared_memory()
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
         self.parallel: Parallel | None = None
-        if tensor_parallel_group is not None:
-            self.parallel = parallel_of(parallel, dist.get_rank(tensor_parallel_group), hf_config)
+        if rank_group is not None:
+            self.parallel = parallel_of(parallel, dist.get_rank(rank_group), hf_config)
         self.context = int(config.model_config.max_model_len)
         self.version = -1
         self._eager = "force_eager" if config.device_config.device_type == "cpu" else "default"
