@@ -113,8 +113,7 @@ class RolloutConfig:
     )
     expert_parallel_size: int = key(
         1,
-        "Neighbouring ranks that are one rollout and hold some of its experts each: embedded, all else being whole; "
-        "vllm, where it equals tensor_model_parallel_size.",
+        "Neighbouring ranks that are one rollout and hold some experts each (embedded; vllm: as many as cut it).",
         low=1,
     )
     data_parallel_size: int = key(1, "Data-parallel ranks of one rollout.", low=1, pending=SPLIT)

@@ -11,8 +11,8 @@ import numpy as np
 from meshrl.config.families import FAMILIES
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.root import PPOConfig
-from meshrl.engines.megatron.weight_map import expert_count
 from meshrl.models.loading import torch_dtype
+from meshrl.models.sizes import expert_count
 from meshrl.plan.hardware import Cluster
 from meshrl.plan.lengths import Lengths
 from meshrl.plan.model import PlannedModel

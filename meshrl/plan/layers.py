@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from meshrl.engines.megatron.weight_map import expert_count
+from meshrl.models.sizes import expert_count
 from meshrl.plan.activations import EvenExperts, LayerSettings, LayerTrace, trace_layer, trace_norm
 from meshrl.plan.model import PlannedModel
 from meshrl.plan.moving import LayerMoves, Moved, trace_moves

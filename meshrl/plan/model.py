@@ -12,8 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
 
 from meshrl.config.model import ModelConfig
-from meshrl.engines.megatron.weight_map import expert_count, head_dim, hf_tensors, is_sparse_layer
+from meshrl.engines.megatron.weight_map import hf_tensors, is_sparse_layer
 from meshrl.models.lora import add_adapters
+from meshrl.models.sizes import expert_count, head_dim
 from meshrl.parallel.attention import ATTENTION_NAME
 
 

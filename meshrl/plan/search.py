@@ -19,7 +19,7 @@ from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig, SFTDataConfig
 from meshrl.config.tree import get_value, leaves, set_value
 from meshrl.config.values import unsupported
-from meshrl.engines.megatron.weight_map import expert_count
+from meshrl.models.sizes import expert_count
 from meshrl.plan.hardware import Cluster
 from meshrl.plan.model import PlannedModel
 from meshrl.plan.planner import Plan

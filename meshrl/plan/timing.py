@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from torch import nn
 
-from meshrl.engines.megatron.weight_map import expert_count
+from meshrl.models.sizes import expert_count
 from meshrl.parallel.replay import bubble, ideal_bubble, replay
 from meshrl.plan.hardware import Cluster
 from meshrl.plan.lengths import Lengths

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshrl.weights.key_map import parts_of
+from meshrl.models.key_map import parts_of
 
 Named = tuple[str, Tensor]
 

@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 import meshrl
 from meshrl.engines.megatron.dist_checkpoint import read_hf_tensors
 from meshrl.engines.megatron.module_names import module_place
-from meshrl.engines.megatron.weight_map import expert_count, hf_tensors
+from meshrl.engines.megatron.weight_map import hf_tensors
 from meshrl.engines.stored_reading import Stored
 from meshrl.engines.stored_state import INDEX, Rectangle, Snapshot, record_file, write_index, write_snapshot
 from meshrl.models.loading import empty_model, load_model_config, load_tokenizer, torch_dtype
 from meshrl.models.lora import ADAPTER, ADAPTER_CONFIG, SCALING_FILE, merged_params
 from meshrl.models.saving import SHARD_BYTES, as_file_tensors, new_folder, save_configs, write_shards
+from meshrl.models.sizes import expert_count
 from meshrl.models.tensor_files import open_tensors, save_tensors, tensor_files
 from meshrl.trainer.checkpoint import FOLDER, FORMAT, STATE, CheckpointError, newest_complete, problems_of
 from meshrl.trainer.mirror import MANIFEST

@@ -27,6 +27,7 @@ from meshrl.rollout.base import Rollout
 from meshrl.weights.connect import connect, connect_stream, rank_and_world, rollout_params
 from meshrl.weights.exchange import Traffic
 from meshrl.weights.merging import MergingSync
+from meshrl.weights.rollout_placement import RolloutLayout
 from meshrl.weights.sources import has_fsdp2
 from meshrl.weights.sync import SyncReport, sync_weights
 
@@ -70,10 +71,10 @@ def policy_sync(
     def make() -> PolicySync:
         if hf_model is None:
             model = empty_causal_lm(engine.hf_model.config, "sdpa", dtype)
-            cut = None if parallel is None else parallel.layout(rank_and_world()[1])
+            cut = None if parallel is None else RolloutLayout.of(parallel, rank_and_world()[1], "packed")
             return connect_stream(engine, model, layout=cut, **options)
         if parallel is not None:
-            layout, own = parallel.layout(rank_and_world()[1]), rollout_params(hf_model)
+            layout, own = RolloutLayout.of(parallel, rank_and_world()[1]), rollout_params(hf_model)
             return connect(engine, own, layout=layout, hf_config=hf_model.config, delta=delta, **options)
         if isinstance(engine, FSDPEngine) and engine.has_adapters and engine.is_sharded and adapters == "alone":
             return MergingSync(engine, hf_model, **options)

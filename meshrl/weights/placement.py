@@ -18,9 +18,9 @@ import numpy as np
 from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.engines.megatron.weight_map import ModuleNames, describe
 from meshrl.engines.megatron.weight_map import Slice as MegatronSlice
+from meshrl.models.key_map import Part, Shape, convert_weight_keys, matrix
 from meshrl.parallel.layout import Layout
 from meshrl.weights.boxes import ranges
-from meshrl.weights.key_map import Part, Shape, convert_weight_keys, matrix
 
 FIELDS = ("rank", "tensor", "row", "rows", "col", "cols", "parameter", "offset", "row_stride", "col_stride")
 SLICE = np.dtype([(name, np.int64) for name in FIELDS])

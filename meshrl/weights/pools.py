@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshrl.engines.base import Engine
-from meshrl.engines.megatron.weight_map import expert_count, head_dim
 from meshrl.models.buffers import named_weights
+from meshrl.models.sizes import expert_count, head_dim
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.shared_file import memory_folder
 from meshrl.rollout.stepping import SteppingRollout
@@ -286,8 +286,7 @@ def connect_rollout(
     cut = None
     if parallel is not None:
         config = model.config if streams and model is not None else rollout.hf_model.config
-        layout = parallel.layout(parallel.size)
-        cut = {"tp": layout.tp, "ep": layout.ep} | _sizes_to_cut(config)
+        cut = {"tp": parallel.tp, "ep": parallel.ep} | _sizes_to_cut(config)
     if parallel is not None and (group.rank - trainers) % parallel.size != parallel.rank:
         raise ValueError(
             f"rank {group.rank - trainers} of the rollouts has part {parallel.rank} of {parallel.size}: the ranks of a "

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.engines.megatron.weight_map import expert_count, head_dim
-from meshrl.weights.key_map import Shape, matrix, module_name
+from meshrl.models.key_map import Shape, matrix, module_name
+from meshrl.models.sizes import expert_count, head_dim
 from meshrl.weights.placement import Placement, PlacementBuilder, replicas
 
 FORMS = ("separate", "packed")
@@ -49,6 +49,11 @@ class RolloutLayout:
             raise ValueError(f"rollout sizes must be at least 1, got tp {self.tp}, dp {self.dp}, ep {self.ep}")
         if self.ep and self.world_size % self.ep:
             raise ValueError(f"the rollout's {self.world_size} ranks must be divisible by its ep ({self.ep})")
+
+    @classmethod
+    def of(cls, parallel: Any, ranks: int, form: str = "separate") -> RolloutLayout:
+        """How rollouts whose ranks share a model so (`rollout.parallel`) place it over so many ranks."""
+        return cls(tp=parallel.tp, dp=ranks // parallel.tp, ep=parallel.ep, form=form)
 
     @property
     def world_size(self) -> int:

@@ -17,7 +17,7 @@ from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.engines.fsdp.sharding import Whole
 from meshrl.engines.master import MasterAdamW
 from meshrl.models.buffers import buffer_homes
-from meshrl.weights.key_map import Shape
+from meshrl.models.key_map import Shape
 from meshrl.weights.placement import Placement, fsdp1, fsdp2, megatron, replicas
 
 WRAPPED = "_fsdp_wrapped_module."

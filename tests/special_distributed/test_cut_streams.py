@@ -7,7 +7,7 @@ from sync_trials import BUCKET, PlainRollout, blank_lm, fsdp_engine, multiplied
 from test_pool_stream import Engine, describe, train_fsdp, train_megatron
 from test_pool_sync import DEADLINE, both, join, meet
 
-from meshrl.rollout.vllm.parts import Parallel
+from meshrl.rollout.vllm.parallel import Parallel
 
 ROWS, COLUMNS, VOCABULARY = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj"), 64
 VERSIONS = (1, 2)
@@ -37,14 +37,14 @@ class CutEngine(PlainRollout):
 
     def __init__(self, folder, size, rank, spreads):
         super().__init__()
-        self.parallel = Parallel(size, rank, spreads)
+        self.parallel = Parallel(size, rank, size if spreads else 0)
         self.whole = {name: param.shape for name, param in blank_lm(folder).named_parameters()}
 
     def update_weights(self, weights, version):
         self.parts, self.surplus = {}, 0
         for name, tensor in weights:
             assert tensor.shape == self.whole[name]
-            part = kept_part(name, tensor, self.parallel.rank, self.parallel.size, self.parallel.spreads_experts)
+            part = kept_part(name, tensor, self.parallel.rank, self.parallel.size, self.parallel.ep > 0)
             self.parts[name] = part.clone()
             self.surplus += int((~tensor.isnan()).sum()) - part.numel()
         self.version = version

@@ -105,9 +105,7 @@ def compare(processes, name, fields, *spreads):
 
 def refused(fields: dict, name: str = "Qwen3Config", spreads: bool = False) -> str:
     try:
-        EmbeddedRollout(
-            model_of(name, fields), pad_token_id=0, rank_group=dist.group.WORLD, spreads_experts=spreads
-        )
+        EmbeddedRollout(model_of(name, fields), pad_token_id=0, rank_group=dist.group.WORLD, spreads_experts=spreads)
     except ValueError as error:
         return str(error)
     return ""

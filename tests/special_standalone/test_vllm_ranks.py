@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ class Trial:
 
     experts: bool = False
     split: int = RANKS
-    vllm: dict = field(default_factory=dict)
+    spread: int = 1
     answers: bool = True
 
     def model(self, seed: int):
@@ -83,10 +83,11 @@ def work(rank: int, folder: str, trial: Trial) -> list[Found]:
 
     model = ModelConfig(path=folder, enable_gradient_checkpointing=False)
     engine = fsdp_engine(folder, RANKS)
-    more = trial.vllm | {"kv_cache_memory_bytes": 32 << 20, "block_size": 32}
+    more = {"kv_cache_memory_bytes": 32 << 20, "block_size": 32}
     config = RolloutConfig(
         name="vllm", dtype="float32", max_model_len=CONTEXT, enforce_eager=True, load_format="auto",
-        tensor_model_parallel_size=trial.split, max_num_seqs=16, engine_kwargs=EngineKwargs(vllm=more),
+        tensor_model_parallel_size=trial.split, expert_parallel_size=trial.spread, max_num_seqs=16,
+        engine_kwargs=EngineKwargs(vllm=more),
     )  # fmt: skip
     rollout = build_rollout(
         config, model, engine.hf_model, load_tokenizer(folder), device=torch.device("cpu"), can_share=False,
@@ -136,7 +137,7 @@ TRIALS = {
     "cut": Trial(),
     "replicas": Trial(split=1),
     "experts cut": Trial(experts=True),
-    "experts spread": Trial(experts=True, vllm={"enable_expert_parallel": True}, answers=False),
+    "experts spread": Trial(experts=True, spread=RANKS, answers=False),
 }
 
 

@@ -20,10 +20,11 @@ from meshrl.engines.extra_state import extra_state, load_extra
 from meshrl.engines.megatron.module_names import module_place
 from meshrl.engines.megatron.optimizer import ensure_states
 from meshrl.engines.megatron.states import MOMENTS, set_state, set_steps, steps_of, stretches, whole_state
-from meshrl.engines.megatron.weight_map import Slice, describe, expert_count
+from meshrl.engines.megatron.weight_map import Slice, describe
 from meshrl.engines.megatron.weights import module_names, piece_owners
 from meshrl.engines.stored_reading import Stored
 from meshrl.engines.stored_state import STEP, Rectangle, Snapshot
+from meshrl.models.sizes import expert_count
 
 if TYPE_CHECKING:
     from meshrl.engines.megatron.engine import MegatronEngine

@@ -30,12 +30,13 @@ from meshrl.engines.megatron.ranks import ranks_of
 from meshrl.engines.megatron.rows import RowSharing, SharedRow
 from meshrl.engines.megatron.schedule import Answer, MicroBatch, Pass, choose_schedule, run_schedule
 from meshrl.engines.megatron.transformer_config import has_transformer_engine, transformer_config
-from meshrl.engines.megatron.weight_map import expert_count, padded_vocab_size
+from meshrl.engines.megatron.weight_map import padded_vocab_size
 from meshrl.engines.megatron.weights import export_hf_weights, load_hf_weights
 from meshrl.engines.offload import HostMemory
 from meshrl.engines.optim import LearningRate
 from meshrl.engines.stored_state import Snapshot
 from meshrl.models.loading import empty_model, torch_dtype
+from meshrl.models.sizes import expert_count
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.telemetry.ledger import booked
 from meshrl.telemetry.pipeline_booking import booking_pipeline

@@ -16,8 +16,9 @@ from meshrl.config.engine import MegatronConfig
 from meshrl.config.families import facts_of, megatron_problems
 from meshrl.config.megatron_fields import override_problems
 from meshrl.engines.megatron.ranks import uses_sequence_parallel
-from meshrl.engines.megatron.weight_map import expert_count, head_dim, is_sparse_layer
+from meshrl.engines.megatron.weight_map import is_sparse_layer
 from meshrl.models.loading import torch_dtype
+from meshrl.models.sizes import expert_count, head_dim
 
 QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
 

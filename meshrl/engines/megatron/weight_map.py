@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshrl.config.families import facts_of, unmapped
 from meshrl.engines.megatron.ranks import ParallelRanks
+from meshrl.models.sizes import expert_count, head_dim
 
 Shape = tuple[int, ...]
 
@@ -110,18 +111,6 @@ def check_family(hf_config: Any) -> None:
     """Refuses models that this map, or megatron-core, cannot express."""
     if problems := unmapped(facts_of(hf_config)):
         raise ValueError(problems[0])
-
-
-def head_dim(hf_config: Any) -> int:
-    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-
-
-def expert_count(hf_config: Any) -> int:
-    """Routed experts of a sparse layer; 0 for a dense model."""
-    for field in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if getattr(hf_config, field, None):
-            return int(getattr(hf_config, field))
-    return 0
 
 
 def is_sparse_layer(hf_config: Any, layer: int) -> bool:

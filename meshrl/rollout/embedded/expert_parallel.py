@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from meshrl.models.key_map import STACK
 from meshrl.rollout.embedded.parts import Parts
-from meshrl.weights.key_map import STACK
-from meshrl.weights.rollout_placement import RolloutLayout
 
 STACKED = {"gate_up_proj", "down_proj"}
 
@@ -24,6 +23,7 @@ class ExpertParallel(Parts):
 
     def __init__(self, hf_model: PreTrainedModel, group: dist.ProcessGroup):
         super().__init__(hf_model, group)
+        self.ep = self.size
         self._layers: list[Any] = [part for part in hf_model.modules() if _is_stack(part)]
         if not self._layers:
             raise ValueError(
@@ -36,9 +36,6 @@ class ExpertParallel(Parts):
                     f"the model's {experts.num_experts} experts must be divisible by the expert-parallel size "
                     f"({self.size})"
                 )
-
-    def layout(self, ranks: int) -> RolloutLayout:
-        return RolloutLayout(dp=ranks, ep=self.size)
 
     def _part(self, name: str, value: Tensor) -> Tensor:
         return value.chunk(self.size)[self.rank] if STACK.fullmatch(name) else value

@@ -15,21 +15,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from meshrl.models.buffers import named_weights
-from meshrl.weights.rollout_placement import RolloutLayout
 
 
 class Parts(ABC):
-    """Which part of each weight this rank holds, and how the ranks' results come together."""
+    """Which part of each weight this rank holds, and how the ranks' results come together.
+
+    `tp`: over how many ranks matrices are cut. `ep`: over how many experts are spread (0: they are not).
+    """
+
+    tp, ep = 1, 0
 
     def __init__(self, hf_model: PreTrainedModel, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         config: Any = hf_model.config
         self.kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.shapes = {name: weight.shape for name, weight in named_weights(hf_model).items()}
-
-    @abstractmethod
-    def layout(self, ranks: int) -> RolloutLayout:
-        """How rollouts of this size place a model over so many ranks."""
 
     @abstractmethod
     def _part(self, name: str, value: Tensor) -> Tensor:

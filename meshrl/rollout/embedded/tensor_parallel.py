@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from meshrl.rollout.embedded.layers import is_plain
 from meshrl.rollout.embedded.parts import Parts
-from meshrl.weights.rollout_placement import RolloutLayout
 
 
 class TensorParallel(Parts):
@@ -24,6 +23,7 @@ class TensorParallel(Parts):
 
     def __init__(self, hf_model: PreTrainedModel, group: dist.ProcessGroup):
         super().__init__(hf_model, group)
+        self.tp = self.size
         config: Any = hf_model.config
         self.heads, self.inner = config.num_attention_heads, config.intermediate_size
         self.vocabulary = config.vocab_size
@@ -41,9 +41,6 @@ class TensorParallel(Parts):
             raise ValueError(
                 f"key-value heads ({self.kv_heads}) and the tensor-parallel size ({self.size}) must divide one another"
             )
-
-    def layout(self, ranks: int) -> RolloutLayout:
-        return RolloutLayout(tp=self.size, dp=ranks // self.size)
 
     @property
     def local_kv_heads(self) -> int:

@@ -11,7 +11,7 @@ FIXED: dict[str, Any] = {
     # See `log_probs`.
     "logprobs_mode": "processed_logits",
     "logits_processors": ["meshrl.rollout.vllm.log_probs:PolicyLogProbs"],
-    "worker_extension_cls": "meshrl.rollout.vllm.receiver.WorkerExtension",
+    "worker_extension_cls": "meshrl.weights.vllm_receiver.WorkerExtension",
     # A step returns the tokens that it computed, so that each has the version of its step.
     "async_scheduling": False,
 }

@@ -28,7 +28,7 @@ from meshrl.rollout.requests import Chunk, Request
 from meshrl.rollout.shared_file import MEMORY, SharedFile, memory_folder
 from meshrl.rollout.stepping import SteppingRollout
 from meshrl.rollout.vllm.arguments import BACKEND, engine_arguments
-from meshrl.rollout.vllm.parts import Parallel, parallel_of
+from meshrl.rollout.vllm.parallel import Parallel, parallel_of
 from meshrl.rollout.weight_stream import as_files, buckets, checked, expected_shapes
 
 ADAPTER = "policy"

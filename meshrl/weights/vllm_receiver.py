@@ -22,7 +22,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from meshrl.rollout.shared_file import Entry, read_tensors
 from meshrl.rollout.vllm.arguments import BACKEND
-from meshrl.rollout.vllm.parts import Parallel, check_parts, own_parts, parallel_of
+from meshrl.rollout.vllm.parallel import Parallel, parallel_of
+from meshrl.weights.vllm_parts import check_parts, own_parts
 
 
 @dataclass

@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
-from meshrl.rollout.vllm.parts import Parallel, check_parts, own_parts, parallel_of
+from meshrl.rollout.vllm.parallel import Parallel, parallel_of
 from meshrl.weights.rollout_placement import RolloutLayout
+from meshrl.weights.vllm_parts import check_parts, own_parts
 
 CONFIG = Qwen3MoeConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, hidden_size=16, num_experts=4)
 
@@ -27,9 +28,9 @@ def settings(**more):
 
 def test_a_rank_keeps_its_part():
     assert parallel_of(settings(), 1, CONFIG) == Parallel(2, 1)
-    assert parallel_of(settings(enable_expert_parallel=True), 1, CONFIG) == Parallel(2, 1, spreads_experts=True)
-    assert Parallel(2, 1).layout(6) == RolloutLayout(tp=2, dp=3, form="packed")
-    assert Parallel(2, 1, spreads_experts=True).layout(6) == RolloutLayout(tp=2, dp=3, ep=2, form="packed")
+    assert parallel_of(settings(enable_expert_parallel=True), 1, CONFIG) == Parallel(2, 1, ep=2)
+    assert RolloutLayout.of(Parallel(2, 1), 6, "packed") == RolloutLayout(tp=2, dp=3, form="packed")
+    assert RolloutLayout.of(Parallel(2, 1, ep=2), 6) == RolloutLayout(tp=2, dp=3, ep=2)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_nothing_else_is_copied(rank, spreads):
         f"{layer}input_layernorm.weight": (16,),
     } | {f"{layer}mlp.experts.{number}.up_proj.weight": (6, 16) for number in range(4)}
     whole = {name: torch.randn(shape) for name, shape in shapes.items()}
-    found = dict(own_parts(whole.items(), Parallel(2, rank, spreads), CONFIG, torch.device("cpu")))
+    found = dict(own_parts(whole.items(), Parallel(2, rank, 2 if spreads else 0), CONFIG, torch.device("cpu")))
     expected = {name: torch.full_like(tensor, torch.nan) for name, tensor in whole.items()}
     half = {size: slice(rank * size // 2, (rank + 1) * size // 2) for size in (6, 16, 32)}
     for name, tensor in expected.items():

@@ -8,47 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshrl.engines.megatron.weight_map import expert_count
+from meshrl.rollout.vllm.parallel import Parallel
 from meshrl.weights.rollout_placement import RolloutLayout, windows
 from meshrl.weights.shards import Shards
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """This rank's part in an engine of several ranks: matrices are cut, experts cut or spread."""
-
-    size: int
-    rank: int
-    spreads_experts: bool = False
-
-    def layout(self, ranks: int) -> RolloutLayout:
-        """How engines of this size place a model over so many ranks."""
-        ep = self.size if self.spreads_experts else 0
-        return RolloutLayout(tp=self.size, dp=ranks // self.size, ep=ep, form="packed")
-
-
-def parallel_of(config: Any, rank: int, hf_config: Any) -> Parallel | None:
-    """The part by vLLM's `ParallelConfig`; None where it is everything, or where we cannot tell which it is."""
-    size, experts = int(config.tensor_parallel_size), expert_count(hf_config)
-    spreads = bool(config.enable_expert_parallel) and experts > 0
-    moves = config.data_parallel_size > 1 or config.enable_eplb or config.expert_placement_strategy != "linear"
-    if size == 1 or (spreads and (moves or experts % size)):
-        return None
-    return Parallel(size, rank, spreads)
 
 
 def own_parts(
     tensors: Iterable[tuple[str, Tensor]], parallel: Parallel, hf_config: Any, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors, by the names of a model's files, on a device: nothing but a rank's part is copied there."""
-    found = dict(tensors)
-    placement = windows({name: tuple(t.shape) for name, t in found.items()}, hf_config, parallel.layout(parallel.size))
+    found, layout = dict(tensors), RolloutLayout.of(parallel, parallel.size, "packed")
+    placement = windows({name: tuple(t.shape) for name, t in found.items()}, hf_config, layout)
     made = {name: torch.full_like(tensor, math.nan, device=device) for name, tensor in found.items()}
     here, there = (Shards(placement, parallel.rank, side) for side in (found, made))
     for piece in placement.of_rank(parallel.rank):
@@ -60,7 +35,8 @@ def check_parts(model: nn.Module) -> None:
     """Raises where a rank has kept something that it was not sent."""
     params = {name: p for name, p in model.named_parameters() if p.is_floating_point() and p.numel()}
     largest = torch._foreach_norm([p.data for p in params.values()], ord=math.inf)
-    wrong = [name for name, value in zip(params, torch.stack(largest).tolist(), strict=True) if math.isnan(value)]
+    values = torch.stack([value.float() for value in largest]).tolist()
+    wrong = [name for name, value in zip(params, values, strict=True) if math.isnan(value)]
     if wrong:
         raise RuntimeError(
             f"weight sync: '{wrong[0]}' ({len(wrong)} parameters in all) has values that are no numbers. Either the "

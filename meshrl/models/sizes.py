@@ -1,0 +1,20 @@
+"""Sizes that configs of different families give under different names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def head_dim(hf_config: Any) -> int:
+    """Elements of a head of queries."""
+    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+
+
+def expert_count(hf_config: Any) -> int:
+    """Routed experts of a sparse layer; 0 for a dense model."""
+    for field in EXPERT_FIELDS:
+        if getattr(hf_config, field, None):
+            return int(getattr(hf_config, field))
+    return 0
