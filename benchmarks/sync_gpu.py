@@ -3,9 +3,10 @@
     python benchmarks/sync_gpu.py [--shapes 1.7B 4B] [--trainers fsdp2 megatron] [--out results.json]
 
 Qwen3 shapes with random weights in bfloat16. `stream` hands every tensor over whole, one after the other, as peers do;
-`plan` is ours, with the sums of both sides and without; `shared` is a rollout that generates with the trainer's own
-module. A rate counts bytes read and written; its share is that of one plain copy of 4 GiB in the same run. After every
-way the rollout's weights are compared with those that the trainer streams.
+`plan` is ours, with the sums of both sides and without; `parts` is ours for engines that take whole tensors, such as
+vLLM, the taking included; `shared` is a rollout that generates with the trainer's own module. A rate counts bytes read
+and written; its share is that of one plain copy of 4 GiB in the same run. After every way the rollout's weights are
+compared with those that the trainer streams.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from meshrl.engines.build import engine_class
 from meshrl.plan.model import KNOWN
 from meshrl.rollout.embedded.engine import EmbeddedRollout
 from meshrl.weights.colocated import Shared, Stream
-from meshrl.weights.connect import connect, rollout_params
+from meshrl.weights.connect import connect, connect_stream, rollout_params
 
 GPU = torch.device("cuda", 0)
 
@@ -110,6 +111,7 @@ def rows_of(shape: str, strategy: str) -> dict[str, dict[str, Any]]:
     rollout = build_rollout(shape)
     ways: dict[str, Any] = {
         "stream": Stream(engine),
+        "parts": connect_stream(engine, rollout.hf_model),
         "plan": connect(engine, rollout_params(rollout.hf_model)),
         "plan, no sums": connect(engine, rollout_params(rollout.hf_model), verify=False),
     }

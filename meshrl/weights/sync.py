@@ -121,10 +121,8 @@ class WeightSync:
         self._stage: dict[str, Tensor] | None = None
         self.tag = 1  # of the next message; all ranks count alike
         self._tables: Tables | None = None
-        if destination is not None and destination.tensors and destination.device.type == "cuda":
-            from meshrl.weights.grouped import Tables
-
-            self._tables = Tables(records=not staged)
+        # Memory that is new in every sync is not worth a recording.
+        self._records = destination is not None and not staged
 
     @torch.no_grad()
     def run(self, version: int, rollout: Rollout | None = None) -> SyncReport:
@@ -175,9 +173,18 @@ class WeightSync:
             self._has_last = False
             exchange.prepare(self._sent, is_known=knows)
             self._announce(exchange)
-        exchange.first_tag, exchange.tables = self.tag, self._tables
+        exchange.first_tag, exchange.tables = self.tag, self._grouping()
         self.tag += len(self.plan.hops)
         return exchange
+
+    def _grouping(self) -> Tables | None:
+        """On a GPU: the tables of this rank's copies and sums."""
+        where = self.destination
+        if self._tables is None and where is not None and where.tensors and where.device.type == "cuda":
+            from meshrl.weights.grouped import Tables
+
+            self._tables = Tables(self._records)
+        return self._tables
 
     def _target(self) -> Shards | None:
         """Where the new weights arrive: in their place, or beside it."""

@@ -84,7 +84,13 @@ MIXTURES = [
         "DeepseekV3Config",
         {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1}
         | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 12, "kv_lora_rank": 8}
-        | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4, "head_dim": 8},
+        | {
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 16 if ON_GPU else 8,
+            "num_key_value_heads": 4,
+            "head_dim": 8,
+        },
     ),
 ]
 
