@@ -85,6 +85,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *_sampling_problems(config),
         *_reader_problems(config),
         *_budget_problems(config),
+        *_dtype_problems(config),
         *multi_turn_problems(config),
         *_algorithm_problems(config),
         *estimator_problems(config),
@@ -282,6 +283,16 @@ def _reader_problems(config: PPOConfig) -> list[str]:
         for key, engines in READERS.items()
         if name not in engines
         for changed in changed_keys(config, f"{ROLLOUT}.{key}")
+    ]
+
+
+def _dtype_problems(config: PPOConfig) -> list[str]:
+    """Weights are sent in the type of the rollout's own key."""
+    given = config.actor_rollout_ref.rollout.engine_kwargs
+    return [
+        f"{ROLLOUT}.engine_kwargs.{name}.dtype cannot be set: set {ROLLOUT}.dtype, in which weights are sent as well"
+        for name in ("vllm", "sglang")
+        if "dtype" in getattr(given, name)
     ]
 
 

@@ -86,6 +86,15 @@ class Generation:
         spread = self.ranks if max(ep, dp) > 1 and expert_count(self.model.config) else 0
         return RolloutLayout(min(tp, self.world_size), self.world_size // min(tp, self.world_size), spread)
 
+    @property
+    def spreads_alone(self) -> bool:
+        """Whether a replica's ranks hold and compute everything alike, but for the experts."""
+        return self.layout.tp == 1 and self.rollout.expert_parallel_size > 1
+
+    def _on_one_rank(self, whole: float, experts: float) -> float:
+        """Of an amount for a replica, `experts` of it for them, what one of its ranks has."""
+        return whole - experts + experts / self.ranks if self.spreads_alone else whole / self.ranks
+
     @cached_property
     def weights(self) -> int:
         """Bytes of the fullest rank's own copy."""
@@ -94,7 +103,7 @@ class Generation:
         if self.ranks == 1:
             return self.model.num_params * self.itemsize
         if self.model.config.model_type not in FAMILIES:
-            return self.model.num_params * self.itemsize // self.ranks
+            return int(self._on_one_rank(self.model.num_params, self.model.expert_params)) * self.itemsize
         one = RolloutLayout(self.layout.tp, max(1, self.ranks // self.layout.tp), self.layout.ep)
         if one not in self.model.notes:
             # Experts are alike, so every rank has as much of them; only what is left needs its placement.
@@ -161,7 +170,7 @@ class Generation:
         """Seconds of prefill and of decoding on the busiest replica, and how many sequences run at once."""
         part = lengths.part(0, self.replicas, len(lengths.prompts))
         # Inside of a replica, data-parallel ranks have sequences of their own.
-        groups = max(1, self.ranks // self.rollout.tensor_model_parallel_size)
+        groups = max(1, self.ranks // max(self.layout.tp, self.rollout.expert_parallel_size))
         mean = float(part.totals.mean())
         fit = int(cache // max(1, self.bytes_per_token) // mean) if cache else 1
         at_once = max(1, min(self.rollout.max_num_seqs, fit))
@@ -169,18 +178,26 @@ class Generation:
         flops = model_flops(self.model)
         prompts = part.prompts if not self.rollout.enable_prefix_caching else part.prompts[:: self.rollout.n]
         products, attention = flops.forward(prompts.sum(), len(part.prompts), float((prompts**2.0).sum()))
-        peak = hardware.flops(8 * self.itemsize) * self.ranks
-        prefill = products / (peak * rates.products) + attention / (peak * rates.ragged_attention)
+        peak = hardware.flops(8 * self.itemsize)
+        experts = self._expert_flops()  # of a token
+        prefill = self._on_one_rank(products, experts * prompts.sum()) / (peak * rates.products)
+        prefill += self._on_one_rank(attention, 0.0) / (peak * rates.ragged_attention)
         active, context = _decoding(part.responses, part.prompts, at_once * groups)
         weights = self.weights or self.model.num_params * self.itemsize
         read = (weights + context / groups * self.bytes_per_token) / (hardware.memory_gbs * 1e9 * rates.decode)
-        busy = active * (flops.token + flops.target) / (peak * rates.products)
-        # Cut matrices are put together twice a layer.
-        calls = 2 * self.model.num_layers if self.rollout.tensor_model_parallel_size > 1 else 0
+        busy = active * self._on_one_rank(flops.token + flops.target, experts) / (peak * rates.products)
+        # Cut matrices are put together twice a layer, spread experts once.
+        calls = self.model.num_layers * (2 if self.rollout.tensor_model_parallel_size > 1 else self.spreads_alone)
         decode = float(np.maximum(read, busy).sum()) + len(active) * (
             STEP_OVERHEAD + calls * hardware.latency_us * 1e-6
         )
         return prefill, decode, at_once
+
+    def _expert_flops(self) -> float:
+        """A token's products in the experts that it visits."""
+        experts = expert_count(self.model.config)
+        visited = self.model.config.num_experts_per_tok / experts if experts else 0.0
+        return 2.0 * visited * self.model.expert_params
 
 
 def _decoding(responses: np.ndarray, prompts: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:

@@ -61,7 +61,7 @@ def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync
         source,
         target,
         itemsize=generation.itemsize,
-        bucket_bytes=bucket,
+        bucket_bytes=bucket // 2 if is_external else bucket,
         destination_ranks=range(start, start + target.world_size),
     )
     sent, received, copied = (int(column.max()) for column in (plan.sent(), plan.received(), plan.copied()))

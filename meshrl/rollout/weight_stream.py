@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,6 +52,15 @@ def as_files(weights: Iterable[Named], model_type: str) -> Iterator[Named]:
         for part in parts:
             place = tensor.storage_offset() + part.offset
             yield part.name, tensor.as_strided(part.shape, (part.row_stride, part.col_stride), place)
+
+
+@contextmanager
+def noted(first: BaseException, words: str) -> Iterator[None]:
+    """Around what is to be done after an error: if it fails as well, that is a note on the first one."""
+    try:
+        yield
+    except Exception as error:
+        first.add_note(f"{words}: {type(error).__name__}: {error}")
 
 
 def buckets(weights: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:

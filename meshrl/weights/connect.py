@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,18 @@ from meshrl.weights.transport import Carrier, Deadline
 CARRIERS = ("auto", "shared_memory", "process_group")
 
 
+@contextmanager
+def lent(tensors: Mapping[str, Tensor], sync: WeightSync | StreamedSync) -> Iterator[None]:
+    """Inside, a sync has an engine's tensors. Kept longer, they would hold memory that offloading is to give back."""
+    if sync.source is not None:
+        sync.source = sync.source.with_tensors(tensors)
+    try:
+        yield
+    finally:
+        if sync.source is not None:
+            sync.source = sync.source.with_tensors({})
+
+
 class EngineSync:
     """Brings an engine's weights to the rollout of its own process, again and again.
 
@@ -49,10 +62,8 @@ class EngineSync:
 
     def __call__(self, rollout: Rollout | None, version: int) -> SyncReport:
         """All ranks together; see `WeightSync.run`."""
-        tensors = self.source.tensors()
-        if self.sync.source is not None:
-            self.sync.source = self.sync.source.with_tensors(tensors)
-        return self.sync.run(version, rollout)
+        with lent(self.source.tensors(), self.sync):
+            return self.sync.run(version, rollout)
 
     def forget(self) -> None:
         """To be called when the rollout has given its weights up; see `WeightSync.forget`."""
@@ -152,8 +163,10 @@ def connect_stream(
 
 
 def _own_shards(source: Source, rank: int) -> Shards | None:
-    """What this rank holds of an engine's weights; some ranks of a world may hold nothing that others do not."""
-    return Shards(source.placement, rank, source.tensors()) if rank < source.placement.world_size else None
+    """Where this rank holds an engine's weights; some ranks of a world may hold nothing that others do not."""
+    if rank >= source.placement.world_size:
+        return None
+    return Shards(source.placement, rank, source.tensors()).with_tensors({})
 
 
 def rollout_params(hf_model: nn.Module) -> dict[str, Tensor]:

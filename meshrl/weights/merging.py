@@ -16,7 +16,7 @@ from torch import Tensor
 from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.rollout.base import Rollout
 from meshrl.weights.adapters import adapter_exchange
-from meshrl.weights.connect import all_float32, connect, rollout_params
+from meshrl.weights.connect import all_float32, connect, lent, rollout_params
 from meshrl.weights.exchange import Traffic
 from meshrl.weights.sources import DOWN, UP, FSDP2Source
 from meshrl.weights.sync import SyncReport
@@ -72,10 +72,9 @@ class MergingSync:
         if not self.base_sync_done:
             report = self._bring_base()
             traffic, seconds = report.traffic, report.seconds
-        assert self.sync.source is not None
         assert self.sync.destination is not None
-        self.sync.source = self.sync.source.with_tensors(self.source.tensors())
-        report = self.sync.run(version)
+        with lent(self.source.tensors(), self.sync):
+            report = self.sync.run(version)
         adapters = self.sync.destination.tensors
         made = merged(self.params, self.base, adapters, self.engine.adapter_scaling, is_there=self._is_there)
         rollout.update_weights(made, version)

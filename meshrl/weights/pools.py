@@ -38,7 +38,7 @@ from meshrl.models.sizes import expert_count, head_dim
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.shared_file import memory_folder
 from meshrl.rollout.stepping import SteppingRollout
-from meshrl.weights.connect import rollout_params, tensor_dtypes
+from meshrl.weights.connect import lent, rollout_params, tensor_dtypes
 from meshrl.weights.cuda_ipc import CudaIpcCarrier
 from meshrl.weights.merging import base_dtypes, merged
 from meshrl.weights.placement import Placement, replicas
@@ -171,6 +171,8 @@ class PoolSync:
 
     def __init__(self, sync: WeightSync | StreamedSync, group: PoolGroup, source: Source | None = None):
         self.sync, self.group, self.source = sync, group, source
+        if source is not None and sync.source is not None:
+            sync.source = sync.source.with_tensors({})  # until a sync runs
 
     def __call__(self, rollout: Rollout | None, version: int) -> SyncReport:
         """Brings the trainers' weights to all rollouts as `version`; trainers give no rollout.
@@ -178,10 +180,10 @@ class PoolSync:
         A rollout may generate in other threads meanwhile. Raises on all ranks if it failed on any; rollouts then still
         have the version they had, or refuse to generate (`streamed`).
         """
-        if self.source is not None and self.sync.source is not None:
-            # Offloading and optimizers may have moved them.
-            self.sync.source = self.sync.source.with_tensors(self.source.tensors())
-        return self.sync.run(version, rollout)
+        if self.source is None:
+            return self.sync.run(version, rollout)
+        with lent(self.source.tensors(), self.sync):  # offloading and optimizers may have moved them
+            return self.sync.run(version, rollout)
 
     def close(self) -> None:
         """Gives memory and connections back."""

@@ -138,8 +138,7 @@ class StreamedSync:
         made = {name: torch.empty(*shape, dtype=dtype, device=self.device) for name, (shape, dtype) in wanted.items()}
         if made:
             if placement.elements_of_ranks()[self.place] < placement.elements():
-                for tensor in made.values():
-                    tensor.fill_(math.nan)
+                fill_with_nothing(made.values())
             part.destination = Shards(placement, self.place, dict(made))
         return made
 
@@ -162,6 +161,13 @@ def _one_by_one(parts: Iterable[dict[str, Tensor]]) -> Iterator[tuple[str, Tenso
     for tensors in parts:
         for name in list(tensors):
             yield name, tensors.pop(name)
+
+
+def fill_with_nothing(tensors: Iterable[Tensor]) -> None:
+    """Fills tensors with what is no number, where their type has that."""
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.fill_(math.nan)
 
 
 def streamed_sync(

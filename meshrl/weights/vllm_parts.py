@@ -1,7 +1,8 @@
 """Which part of every tensor a rank of vLLM keeps. vLLM cuts whole tensors itself, and never looks at the rest of them.
 
 So a rank needs to get no more than its part, at its place in a tensor of the whole shape. The rest is filled with what
-is no number: a model that vLLM cuts in another way than we think is found out.
+is no number: a model that vLLM cuts in another way than we think is found out, by its parameters or, where those are
+packed away (linear layers on CPUs), by the log-probs of its first answer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from torch import Tensor, nn
 from meshrl.rollout.vllm.parallel import Parallel
 from meshrl.weights.rollout_placement import RolloutLayout, windows
 from meshrl.weights.shards import Shards
+from meshrl.weights.streamed import fill_with_nothing
+
+# Types that can be looked at for what is no number; quantized ones are made of these.
+SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def own_parts(
@@ -24,22 +29,19 @@ def own_parts(
     """Whole tensors, by the names of a model's files, on a device: nothing but a rank's part is copied there."""
     found, layout = dict(tensors), RolloutLayout.of(parallel, parallel.size, "packed")
     placement = windows({name: tuple(t.shape) for name, t in found.items()}, hf_config, layout)
-    made = {name: torch.full_like(tensor, math.nan, device=device) for name, tensor in found.items()}
+    made = {name: torch.empty_like(tensor, device=device) for name, tensor in found.items()}
+    fill_with_nothing(made.values())
     here, there = (Shards(placement, parallel.rank, side) for side in (found, made))
     for piece in placement.of_rank(parallel.rank):
         there.region(piece).copy_(here.region(piece))
     yield from made.items()
 
 
-def check_parts(model: nn.Module) -> None:
-    """Raises where a rank has kept something that it was not sent."""
-    params = {name: p for name, p in model.named_parameters() if p.is_floating_point() and p.numel()}
+def unsent(model: nn.Module) -> list[str]:
+    """The parameters in which a rank has kept something that it was not sent."""
+    params = {name: p for name, p in model.named_parameters() if p.dtype in SUMMED and p.numel()}
+    if not params:
+        return []
     largest = torch._foreach_norm([p.data for p in params.values()], ord=math.inf)
     values = torch.stack([value.float() for value in largest]).tolist()
-    wrong = [name for name, value in zip(params, values, strict=True) if math.isnan(value)]
-    if wrong:
-        raise RuntimeError(
-            f"weight sync: '{wrong[0]}' ({len(wrong)} parameters in all) has values that are no numbers. Either the "
-            f"trainer's weights have, or vLLM cuts {type(model).__name__} in another way over its ranks than we think: "
-            "then set actor_rollout_ref.rollout.tensor_model_parallel_size=1"
-        )
+    return [name for name, value in zip(params, values, strict=True) if math.isnan(value)]

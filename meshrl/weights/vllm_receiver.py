@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from meshrl.rollout.shared_file import Entry, read_tensors
 from meshrl.rollout.vllm.arguments import BACKEND
 from meshrl.rollout.vllm.parallel import Parallel, parallel_of
-from meshrl.weights.vllm_parts import check_parts, own_parts
+from meshrl.weights.vllm_parts import own_parts, unsent
 
 
 @dataclass
@@ -78,8 +78,6 @@ class Receiver(WeightTransferEngine[NoInit, Bucket]):
     def finish_weight_update(self) -> None:
         """The model may run again."""
         finalize_layerwise_reload(self.model, self.model_config)
-        if self.parallel is not None:
-            check_parts(self.model)
         if self.device.type == "cpu":
             self._repack_tied_layers()
             self._repack_experts()
@@ -112,7 +110,11 @@ class Receiver(WeightTransferEngine[NoInit, Bucket]):
 
 
 class WorkerExtension:
-    """Adds nothing to the worker: naming this class makes it import this module."""
+    """What we add to vLLM's worker; naming this class makes it import this module."""
+
+    def unsent_weights(self: Any) -> list[str]:
+        """Parameters in which this rank has kept something that it was not sent, after an update."""
+        return unsent(self.get_model()) if self.parallel_config.tensor_parallel_size > 1 else []
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

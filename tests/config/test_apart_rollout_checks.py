@@ -59,5 +59,12 @@ def test_sglang_over_ranks_is_refused(fine):
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_the_type_of_the_weights_has_one_key(fine, name):
+    overrides = [f"{ROLLOUT}.name={name}", f"{ROLLOUT}.engine_kwargs.{name}={{dtype: float32}}"]
+    (problem,) = check_config(fine(*overrides))
+    assert f"engine_kwargs.{name}.dtype cannot be set: set {ROLLOUT}.dtype" in problem
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_sums_can_be_turned_off_for_every_engine(fine, name):
     assert check_config(fine(f"{ROLLOUT}.name={name}", f"{ROLLOUT}.update_weights_verify=false")) == []

@@ -58,3 +58,16 @@ def test_on_shared_devices_nothing_arrives_beside(monkeypatch):
     plan = planned(monkeypatch, "2xH200", f"{ROLLOUT}.name=vllm")
     assert "arriving weights" not in phase(plan, "generate").memory
     assert plan.rollout.sync.way.startswith("a plan for each bucket")
+
+
+def test_ranks_with_spread_experts_share_those_and_repeat_all_else(monkeypatch):
+    found = {}
+    for ranks in (2, 4):
+        config, make = load("4xH200", f"{ROLLOUT}.expert_parallel_size={ranks}", model="Qwen3-30B-A3B")
+        plan = make(config)
+        generate = phase(plan, "generate")
+        found[ranks] = generate.memory["rollout weights"], generate.seconds
+        experts = plan.model.expert_params
+        assert found[ranks][0] == 2 * (plan.model.num_params - experts + experts // ranks)
+    # Half as many rollouts have twice the sequences each: more to compute and to fetch than experts take off.
+    assert found[2][1] < found[4][1]

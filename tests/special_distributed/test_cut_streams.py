@@ -82,6 +82,8 @@ def colocated(folder, size, spreads, options):
     for version in VERSIONS:
         with multiplied(engine, 1 + 0.1 * version):
             found.append(rollout.found(sync(rollout, version)))
+        # Nothing of the trainer's is kept, which may now go to host memory.
+        assert all(not part.source.tensors for part in sync._made.sync.parts)
     assert len(sync._made.sync.parts) > 3
     return found
 

@@ -52,11 +52,32 @@ def test_tensor_parallel_workers_get_their_weights_through_shared_memory(folder)
             rollout.update_weights(make_model(seed).named_parameters(), version)
             assert worst(rollout, make_model(seed)) < 2e-5
             assert worst(rollout, make_model(seed + 1)) > 0.1
+        broken_updates(rollout, make_model(5))
         files = rollout._folder
         assert files.exists()
     finally:
         rollout.close()
     assert not files.exists()
+
+
+def broken_updates(rollout, model):
+    """Weights that are no numbers, and a stream that breaks off: told as what they are; the next heals."""
+    wrong = {name: param.detach().clone() for name, param in model.named_parameters()}
+    wrong["model.embed_tokens.weight"][40, 3] = torch.nan
+    with pytest.raises(RuntimeError, match=r"'model.embed_tokens.weight' .* no numbers"):
+        rollout.update_weights(wrong.items(), 2)
+    assert rollout.is_suspended()
+
+    def breaks_off():
+        for number, pair in enumerate(model.named_parameters()):
+            if number == 9:
+                raise KeyError("the sender broke")
+            yield pair
+
+    with pytest.raises(KeyError, match="the sender broke"):
+        rollout.update_weights(breaks_off(), 3)
+    rollout.update_weights(model.named_parameters(), 4)
+    assert worst(rollout, model) < 2e-5
 
 
 def test_dummy_weights_side_effects_and_adapters(folder):
@@ -85,6 +106,15 @@ def test_dummy_weights_side_effects_and_adapters(folder):
             assert worst(rollout, base) > 0.05
             assert all(torch.equal(kept[name], tensor) for name, tensor in tensors.items())
         rollout.update_weights(base.named_parameters(), 1)
+        assert worst(rollout, base) < 2e-5
+        wrong = {name: param.detach().clone() for name, param in base.named_parameters()}
+        wrong["model.layers.1.mlp.down_proj.weight"][3, 5] = torch.nan
+        rollout.update_weights(wrong.items(), 2)
+        answers = rollout.complete([request(prompt, SamplingParams(max_tokens=9)) for prompt in PROMPTS[:2]])
+        assert [answer.finish_reason for answer in answers] == ["error"] * 2
+        assert all("no numbers" in answer.error for answer in answers)
+        assert not rollout.has_work()
+        rollout.update_weights(base.named_parameters(), 3)
         assert worst(rollout, base) < 2e-5
     finally:
         rollout.close()

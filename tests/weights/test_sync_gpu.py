@@ -5,6 +5,7 @@ import multiprocessing
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from layouts import QWEN2, copies, fsdp2, random_tensors, tp
 
 from meshrl.weights.checksum import checksum
@@ -160,3 +161,35 @@ def test_two_processes_through_ipc(tmp_path, pair):
         process.join(20)
         process.kill()
     assert answers == [0] * len(plan.ranks)
+
+
+def test_what_a_trainer_sends_to_host_memory_leaves_the_device(tmp_path):
+    """A sync keeps nothing of the trainer's between two versions, into a module of ours and into other engines."""
+    from transformers import Qwen3Config
+
+    from meshrl.config.engine import EngineConfig
+    from meshrl.config.model import ModelConfig
+    from meshrl.engines.build import engine_class
+    from meshrl.models.loading import new_causal_lm
+    from meshrl.parallel.attention import ATTENTION_NAME
+    from meshrl.weights.connect import connect, connect_stream, rollout_params
+
+    Qwen3Config(
+        vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=64,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    config = EngineConfig()
+    model = ModelConfig(path=str(tmp_path), random_init=True, enable_gradient_checkpointing=False)
+    engine = engine_class(config)(model, config, None, device=GPU)
+    engine.initialize()
+    own = new_causal_lm(engine.hf_model.config, ATTENTION_NAME, torch.bfloat16).to(GPU)
+    size = sum(param.nbytes for param in own.parameters())
+    for sync in (connect(engine, rollout_params(own)), connect_stream(engine, own)):
+        for version in (0, 1):
+            engine.to(GPU)
+            sync(None, version)
+            before = torch.cuda.memory_allocated()
+            engine.to("cpu")
+            assert before - torch.cuda.memory_allocated() > 0.9 * size

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
-from meshrl.rollout.vllm.parallel import Parallel, parallel_of
+from meshrl.rollout.vllm.parallel import Parallel, complaint, parallel_of
 from meshrl.weights.rollout_placement import RolloutLayout
-from meshrl.weights.vllm_parts import check_parts, own_parts
+from meshrl.weights.vllm_parts import own_parts, unsent
 
 CONFIG = Qwen3MoeConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, hidden_size=16, num_experts=4)
 
@@ -18,6 +18,7 @@ def settings(**more):
         **{
             "tensor_parallel_size": 2,
             "data_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
             "enable_expert_parallel": False,
             "enable_eplb": False,
             "expert_placement_strategy": "linear",
@@ -40,6 +41,8 @@ def test_a_rank_keeps_its_part():
         {"enable_expert_parallel": True, "enable_eplb": True},
         {"enable_expert_parallel": True, "expert_placement_strategy": "round_robin"},
         {"enable_expert_parallel": True, "data_parallel_size": 2},
+        {"data_parallel_size": 2},  # experts are cut over all of them
+        {"prefill_context_parallel_size": 2},
         {"enable_expert_parallel": True, "tensor_parallel_size": 3},
     ],
     ids=str,
@@ -82,8 +85,14 @@ def test_nothing_else_is_copied(rank, spreads):
 def test_what_was_not_sent_is_found_where_it_is_used(dtype):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False)).to(dtype)
     model.register_parameter("packed_away", torch.nn.Parameter(torch.empty(0)))
-    check_parts(model)
+    model.register_parameter("quantized", torch.nn.Parameter(torch.zeros(4).to(torch.float8_e4m3fn), False))
+    assert unsent(model) == []
+    assert complaint([[], []]) is None
     with torch.no_grad():
         model[1].weight[3, 5] = torch.nan
-    with pytest.raises(RuntimeError, match=r"'1.weight' \(1 parameters.*Sequential in another way.*size=1"):
-        check_parts(model)
+    assert unsent(model) == ["1.weight"]
+    assert "vLLM's '1.weight' (2 parameters in all)" in (complaint([unsent(model), ["other"]]) or "")
+
+
+def test_a_dense_model_is_cut_alike_in_every_data_parallel_copy():
+    assert parallel_of(settings(data_parallel_size=2), 1, SimpleNamespace()) == Parallel(2, 1)

@@ -20,7 +20,7 @@ from meshrl.rollout.admission import NO_WEIGHTS, known_tags
 from meshrl.rollout.base import PAUSE_MODES, TAGS, Rollout
 from meshrl.rollout.remote.client import EngineClient, Piece
 from meshrl.rollout.requests import Chunk, Completion, Request, gather
-from meshrl.rollout.weight_stream import as_files, buckets, checked
+from meshrl.rollout.weight_stream import as_files, buckets, checked, noted
 
 T = TypeVar("T")
 Deliver = Callable[[Chunk], None]
@@ -264,15 +264,16 @@ class RemoteRollout(Rollout):
             self._lacks_weights = True  # until all of them are in
             self._call(self._gate())
             self._call(self.client.begin())
-            done = False
             try:
                 # Here and not on the loop: gathering the tensors may be a collective of the caller's threads.
                 named = as_files(checked(weights, self.client.facts.shapes), self.client.facts.model_type)
                 for bucket in buckets(named, self.bucket_bytes):
                     self._call(self.client.update(bucket))
-                done = True
-            finally:
-                self._call(self.client.end(version if done else None))
+            except BaseException as error:
+                with noted(error, "nor could the engine end the update"):
+                    self._call(self.client.end(None))
+                raise
+            self._call(self.client.end(version))
             if "kv_cache" not in self._released:
                 self._call(self.client.flush())
             self.version, self._lacks_weights = version, False

@@ -8,6 +8,7 @@ logits processor, a weight-transfer backend, sleep and wake, LoRA requests.
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,10 +29,11 @@ from meshrl.rollout.requests import Chunk, Request
 from meshrl.rollout.shared_file import MEMORY, SharedFile, memory_folder
 from meshrl.rollout.stepping import SteppingRollout
 from meshrl.rollout.vllm.arguments import BACKEND, engine_arguments
-from meshrl.rollout.vllm.parallel import Parallel, parallel_of
-from meshrl.rollout.weight_stream import as_files, buckets, checked, expected_shapes
+from meshrl.rollout.vllm.parallel import Parallel, complaint, parallel_of
+from meshrl.rollout.weight_stream import as_files, buckets, checked, expected_shapes, noted
 
 ADAPTER = "policy"
+NO_NUMBERS = "the model's log-probs are no numbers: the trainer's weights may have become infinite"
 
 
 class VllmRollout(SteppingRollout):
@@ -142,7 +144,12 @@ class VllmRollout(SteppingRollout):
         log_probs, tops = split_log_probs(answer.logprobs, len(tokens), request.params.top_log_probs)
         self._tokens += len(tokens)
         reason, error = answer.finish_reason, None
-        if output.finished:
+        if any(map(math.isnan, log_probs)):
+            if not output.finished:
+                self.engine.abort_request([output.request_id])
+            del self._requests[output.request_id]
+            reason, error = "error", NO_NUMBERS
+        elif output.finished:
             del self._requests[output.request_id]
             if reason not in ("stop", "length", "abort"):
                 reason, error = "error", f"vLLM ended the request with '{reason}'"
@@ -176,9 +183,14 @@ class VllmRollout(SteppingRollout):
                 named = as_files(checked(weights, self._shapes), self._model_type)
                 for bucket in buckets(named, self.bucket_bytes):
                     self.engine.collective_rpc("update_weights", args=(self._as_message(bucket),))
-            finally:
-                # After an error as well: some weights are new and some old, but vLLM is whole again.
-                self.engine.collective_rpc("finish_weight_update")
+            except BaseException as error:
+                # Some weights are new and some old, but vLLM is whole again.
+                with noted(error, "nor could vLLM end the update"):
+                    self.engine.collective_rpc("finish_weight_update")
+                raise
+            self.engine.collective_rpc("finish_weight_update")
+            if problem := complaint(self.engine.collective_rpc("unsent_weights")):
+                raise RuntimeError(problem)
             self._forget()
             self._adapter = None  # vLLM has dropped it
             self.version, self._lacks_weights = version, False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,22 @@ def parallel_of(config: Any, rank: int, hf_config: Any) -> Parallel | None:
     """By vLLM's `ParallelConfig`; None where a rank keeps everything, or where we cannot tell what it keeps."""
     size, experts = int(config.tensor_parallel_size), expert_count(hf_config)
     spreads = bool(config.enable_expert_parallel) and experts > 0
-    moves = config.data_parallel_size > 1 or config.enable_eplb or config.expert_placement_strategy != "linear"
-    if size == 1 or (spreads and (moves or experts % size)):
+    # Over more ranks than matrices, or in an order of vLLM's own.
+    wider = config.data_parallel_size > 1 or getattr(config, "prefill_context_parallel_size", 1) > 1
+    moves = config.enable_eplb or config.expert_placement_strategy != "linear" or experts % size
+    if size == 1 or (experts and wider) or (spreads and moves):
         return None
     return Parallel(size, rank, size if spreads else 0)
+
+
+def complaint(unsent: Iterable[Sequence[str]]) -> str | None:
+    """What is wrong after an update, from the names of the parameters of each rank that are no numbers."""
+    found = [name for names in unsent for name in names]
+    if not found:
+        return None
+    return (
+        f"weight sync: vLLM's '{found[0]}' ({len(found)} parameters in all) has values that are no numbers. Either the "
+        "trainer's weights have, or vLLM cuts this model over its ranks in another way than we think: then one rank "
+        "must have all of it (rollout.tensor_model_parallel_size and expert_parallel_size, or "
+        "engine_kwargs.vllm.tensor_parallel_size)"
+    )

@@ -21,6 +21,7 @@ from meshrl.rollout.remote.process import ServerProcess, free_port
 from meshrl.rollout.requests import Request
 from meshrl.rollout.shared_file import SharedFile, memory_folder
 from meshrl.rollout.vllm.arguments import ENVIRONMENT, command_line
+from meshrl.rollout.vllm.parallel import complaint
 from meshrl.rollout.vllm.sampling import sampling_fields, vllm_refusal
 from meshrl.rollout.weight_stream import expected_shapes
 
@@ -105,6 +106,10 @@ class VllmServer(EngineClient):
 
     async def end(self, version: int | None) -> None:
         await self._http.post("/finish_weight_update", {"weight_version": str(version)} if version is not None else {})
+        if version is not None:
+            found = await self._http.post("/collective_rpc", {"method": "unsent_weights"})
+            if problem := complaint(found["results"]):
+                raise RuntimeError(problem)
 
     async def flush(self) -> None:
         await self._http.post("/reset_prefix_cache", reset_running_requests="true")
