@@ -62,12 +62,13 @@ def test_on_shared_devices_nothing_arrives_beside(monkeypatch):
 
 def test_ranks_with_spread_experts_share_those_and_repeat_all_else(monkeypatch):
     found = {}
-    for ranks in (2, 4):
-        config, make = load("4xH200", f"{ROLLOUT}.expert_parallel_size={ranks}", model="Qwen3-30B-A3B")
+    for ranks in (2, 4, 8):
+        wanted = f"{ROLLOUT}.expert_parallel_size={ranks}", "data.train_batch_size=1024"
+        config, make = load("8xH200", *wanted, model="Qwen3-30B-A3B")
         plan = make(config)
         generate = phase(plan, "generate")
         found[ranks] = generate.memory["rollout weights"], generate.seconds
         experts = plan.model.expert_params
         assert found[ranks][0] == 2 * (plan.model.num_params - experts + experts // ranks)
-    # Half as many rollouts have twice the sequences each: more to compute and to fetch than experts take off.
-    assert found[2][1] < found[4][1]
+    # Half as many rollouts have twice the sequences each: with so many that is more than the experts take off.
+    assert found[2][1] < found[4][1] < found[8][1]
