@@ -22,14 +22,17 @@ from torch import Tensor
 from meshrl.engines.base import Engine
 from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.engines.fsdp.sharding import Whole
+from meshrl.models.key_map import matrix
 from meshrl.models.loading import empty_causal_lm
 from meshrl.rollout.base import Rollout
+from meshrl.weights.checksum import checksum
 from meshrl.weights.connect import connect, connect_stream, rank_and_world, rollout_params
 from meshrl.weights.exchange import Traffic
 from meshrl.weights.merging import MergingSync
 from meshrl.weights.rollout_placement import RolloutLayout
 from meshrl.weights.sources import has_fsdp2
-from meshrl.weights.sync import SyncReport, sync_weights
+from meshrl.weights.sync import SyncReport, refuse, sync_weights
+from meshrl.weights.transport import SyncError
 
 
 class PolicySync(Protocol):
@@ -62,7 +65,7 @@ def policy_sync(
     if getattr(rollout, "shares_weights", False):
         return Shared(engine)
     if not takes_plans(engine):
-        return Stream(engine)
+        return Stream(engine, verify)
 
     options: dict[str, Any] = {"bucket_megabytes": bucket_megabytes, "verify": verify, "deadline": deadline}
 
@@ -107,18 +110,54 @@ class Shared:
 
 
 class Stream:
-    """Every tensor whole, one after the other, in whatever buckets the rollout makes of them."""
+    """Every tensor whole, one after the other, in whatever buckets the rollout makes of them.
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
+    `verify` compares the sums of what passed with those of what the rollout's module has then, where it has one.
+    """
+
+    def __init__(self, engine: Engine, verify: bool = False):
+        self.engine, self.verify = engine, verify
 
     def __call__(self, rollout: Rollout, version: int) -> SyncReport:
         started, traffic = time.perf_counter(), Traffic()
-        sync_weights(self.engine, rollout, version, lambda weights: _counted(weights, traffic))
+        hf_model: Any = getattr(rollout, "hf_model", None)
+        own = rollout_params(hf_model) if self.verify and hf_model is not None else {}
+        parallel: Any = getattr(rollout, "parallel", None)
+        sums: dict[str, Tensor] = {}
+
+        def watched(weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                traffic.copied += tensor.numel() * tensor.element_size()
+                if name in own:
+                    part = tensor if parallel is None else parallel.part(name, tensor)
+                    sums[name] = _sum_of(part, own[name].dtype)
+                yield name, tensor
+
+        sync_weights(self.engine, rollout, version, watched)
+        if problem := _difference(sums, own):
+            error = SyncError(f"weight sync: {problem} on rank {rank_and_world()[0]} (a stream of whole tensors)")
+            refuse(rollout, error)
+            raise error
         return SyncReport(version, time.perf_counter() - started, traffic, 0)
 
     def forget(self) -> None:
         """Nothing is remembered."""
+
+
+def _sum_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return checksum(tensor.detach().reshape(matrix(tuple(tensor.shape))), 0, 0, dtype)
+
+
+def _difference(sums: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+    """Which parameter has other sums than what was sent, if any."""
+    if not sums:
+        return ""
+    found = [_sum_of(own[name], own[name].dtype) for name in sums]
+    pairs = torch.stack(
+        [torch.stack([sent.to(here.device), here]) for sent, here in zip(sums.values(), found, strict=True)]
+    )
+    wrong = [name for name, (sent, here) in zip(sums, pairs.tolist(), strict=True) if sent != here]
+    return f"'{wrong[0]}' differs from what was sent" if wrong else ""
 
 
 class AtFirstUse:
@@ -136,12 +175,6 @@ class AtFirstUse:
     def forget(self) -> None:
         if self._made is not None:
             self._made.forget()
-
-
-def _counted(weights: Iterator[tuple[str, Tensor]], traffic: Traffic) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        traffic.copied += tensor.numel() * tensor.element_size()
-        yield name, tensor
 
 
 def over_ranks(found: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -403,3 +403,50 @@ def test_into_the_embedded_rollout(ranks, sync_folders):
         assert logits.argmax(-1).tolist() == tokens
         expected = logits.log_softmax(-1).max(-1).values
         torch.testing.assert_close(torch.tensor(log_probs), expected, rtol=1e-4, atol=1e-5)
+
+
+class MisplacingRollout(CopyingRollout):
+    """Loses one element of what it is given, once it is told to."""
+
+    loses = False
+
+    def update_weights(self, weights, version):
+        super().update_weights(weights, version)
+        if self.loses:
+            with torch.no_grad():
+                self.hf_model.model.norm.weight[3] += 1
+
+
+def streamed_from_fsdp1(folder: Path, verify: bool) -> tuple[torch.Tensor, torch.Tensor, str, int, tuple[str, ...]]:
+    """Logits of a right sync and of the trainer, the error of a wrong one, and what the rollout has after it."""
+    from meshrl.weights.colocated import policy_sync
+    from meshrl.weights.transport import SyncError
+
+    engine = fsdp_engine(folder, strategy="fsdp", lora_rank=4)
+    rollout, reference = MisplacingRollout(blank_lm(folder)), blank_lm(folder)
+    sync = policy_sync(engine, rollout, bucket_megabytes=1, verify=verify, delta=False, deadline=40.0)
+    sync(rollout, 1)
+    with torch.no_grad():
+        own = dict(reference.named_parameters())
+        for name, tensor in engine.per_tensor_params():
+            own[name].copy_(tensor)
+    logits, expected = logits_of(rollout.hf_model), logits_of(reference)
+    rollout.loses, text = True, ""
+    try:
+        sync(rollout, 2)
+    except SyncError as error:
+        text = str(error)
+    return logits, expected, text, rollout.version, rollout.released
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_a_stream_brought_is_compared_by_sums(ranks, sync_folders, verify):
+    pytest.importorskip("peft")
+    for rank, found in enumerate(ranks(2).run(streamed_from_fsdp1, sync_folders["qwen2"], verify)):
+        logits, expected, text, version, released = found
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        if verify:
+            assert f"'model.norm.weight' differs from what was sent on rank {rank}" in text
+            assert (version, released) == (-1, ("weights",))
+        else:
+            assert (text, version) == ("", 2)
