@@ -82,9 +82,10 @@ class Generation:
     @cached_property
     def layout(self) -> RolloutLayout:
         """How a replica's ranks hold the model; experts are also spread where a replica has data-parallel ranks."""
-        tp, ep, dp = (getattr(self.rollout, f"{a}_parallel_size") for a in ("tensor_model", "expert", "data"))
-        spread = self.ranks if max(ep, dp) > 1 and expert_count(self.model.config) else 0
-        return RolloutLayout(min(tp, self.world_size), self.world_size // min(tp, self.world_size), spread)
+        tp = min(self.rollout.tensor_model_parallel_size, self.world_size)
+        spreads = max(self.rollout.expert_parallel_size, self.rollout.data_parallel_size) > 1
+        spread = self.ranks if spreads and expert_count(self.model.config) else 0
+        return RolloutLayout(tp, self.world_size // tp, spread)
 
     @property
     def spreads_alone(self) -> bool:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.models.buffers import persistent_buffers
 from meshrl.rollout.base import Rollout
-from meshrl.weights.connect import carrier_for, hosts_of_ranks, rank_and_world
+from meshrl.weights.connect import carrier_for, hosts_of_ranks, lent, rank_and_world
 from meshrl.weights.placement import replicas
 from meshrl.weights.plan import MEGABYTE, plan_reshard
 from meshrl.weights.shards import Shards
@@ -50,10 +50,9 @@ class AdapterSync:
         if not self.base_sync_done:
             self.send_base(rollout, version)
             self.base_sync_done = True
-        assert self.sync.source is not None
         assert self.sync.destination is not None
-        self.sync.source = self.sync.source.with_tensors(self.source.tensors())
-        report = self.sync.run(version)
+        with lent(self.source.tensors(), self.sync):
+            report = self.sync.run(version)
         tensors = {peft_name(name): tensor for name, tensor in self.sync.destination.tensors.items()}
         rollout.update_adapter(self.config, tensors)
         rollout.version = version

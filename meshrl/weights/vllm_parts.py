@@ -20,7 +20,7 @@ from meshrl.weights.shards import Shards
 from meshrl.weights.streamed import fill_with_nothing
 
 # Types that can be looked at for what is no number; quantized ones are made of these.
-SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+LOOKED_AT = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def own_parts(
@@ -39,7 +39,7 @@ def own_parts(
 
 def unsent(model: nn.Module) -> list[str]:
     """The parameters in which a rank has kept something that it was not sent."""
-    params = {name: p for name, p in model.named_parameters() if p.dtype in SUMMED and p.numel()}
+    params = {name: p for name, p in model.named_parameters() if p.dtype in LOOKED_AT and p.numel()}
     if not params:
         return []
     largest = torch._foreach_norm([p.data for p in params.values()], ord=math.inf)

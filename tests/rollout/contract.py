@@ -36,52 +36,33 @@ DEADLINE = 60.0
 LONG = 460
 # Unequal, from a single token to more than a cache block.
 PROMPTS = [tuple((7 * i + 3 * j) % (VOCABULARY - 2) + 2 for j in range(size)) for i, size in enumerate((5, 1, 41, 18))]
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": CONTEXT,
+    "initializer_range": 0.12,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
 _names = itertools.count()
 _versions = itertools.count(1)
 
 
 def make_model(seed: int) -> PreTrainedModel:
     """A tiny model whose initial weights are large, so that a wrong token, position or weight shows."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.12,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    return _made(config, seed)
+    return _made(Qwen3Config(**SHAPE, tie_word_embeddings=True), seed)
 
 
 def make_experts_model(seed: int) -> PreTrainedModel:
     """The same with experts, and a head of its own."""
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.12,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    return _made(config, seed)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    return _made(Qwen3MoeConfig(**SHAPE, **experts, tie_word_embeddings=False), seed)
 
 
 def _made(config: PretrainedConfig, seed: int) -> PreTrainedModel:
