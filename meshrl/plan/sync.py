@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from meshrl.config.families import FAMILIES
 from meshrl.config.layout import mesh_axes
-from meshrl.engines.megatron.ranks import ranks_of
-from meshrl.engines.megatron.weight_map import padded_vocab_size
+from meshrl.engines.megatron.ranks import ParallelRanks, ranks_of
+from meshrl.engines.megatron.weight_map import describe, padded_vocab_size
 from meshrl.models.buffers import named_weights
 from meshrl.parallel.layout import Layout
 from meshrl.plan.generation import EXTERNAL, Generation
@@ -50,9 +51,9 @@ def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync
     if quick or has_no_plan:
         received = generation.weights
         return _timed("at least", received, received, 0, 2 * bucket, generation, clock)
-    source = _source(generation)
     layout = generation.layout
-    if len(source.slices) + len(model.tensors) * layout.world_size > MOST_SLICES:
+    source = _source(generation, MOST_SLICES - len(model.tensors) * layout.world_size)
+    if source is None:
         received = generation.weights
         return _timed("too many parts to plan here: at least", received, received, 0, 2 * bucket, generation, clock)
     target = rollout(model.tensors, model.config, layout)
@@ -74,20 +75,32 @@ def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync
     return _timed(f"{way}, fed {plan.feed}", sent, received, copied, buffers, generation, clock)
 
 
-def _source(generation: Generation) -> Placement:
+def _source(generation: Generation, most: int) -> Placement | None:
+    """Where the actor's weights lie; None if that takes more than about `most` slices to say."""
     actor, config = generation.actor, generation.model.config
     if actor.is_megatron:
         ranks = ranks_of(actor.engine.megatron, 0, actor.world_size)
         padded = padded_vocab_size(config.vocab_size, ranks.tp, actor.engine.megatron.make_vocab_size_divisible_by)
-        return megatron(config, ranks, vocab_size=padded)
+        too_many = _count_slices(config, ranks, padded) > most
+        return None if too_many else megatron(config, ranks, vocab_size=padded)
     params = {
         name.replace(".base_layer.", "."): tuple(weight.shape)
         for name, weight in named_weights(generation.model.modules).items()
         if ".lora_" not in name
     }
     if actor.placement.startswith("whole"):
-        return replicas(params, 1, config.model_type, "one rank")
-    return fsdp2(params, Layout.of(mesh_axes(actor.engine, actor.world_size)), config.model_type)
+        found = replicas(params, 1, config.model_type, "one rank")
+    else:
+        found = fsdp2(params, Layout.of(mesh_axes(actor.engine, actor.world_size)), config.model_type)
+    return None if len(found.slices) > most else found
+
+
+def _count_slices(config: Any, ranks: ParallelRanks, padded_vocab: int) -> int:
+    """How many slices all ranks hold, counted on one rank of each pipeline stage: its other ranks hold as many."""
+    there = [ranks.at(rank) for rank in range(ranks.world_size)]
+    one_each = {each.pp_rank: each for each in there}
+    counts = {stage: len(describe(config, each, vocab_size=padded_vocab)) for stage, each in one_each.items()}
+    return sum(counts[each.pp_rank] for each in there)
 
 
 def _timed(way: str, sent: int, received: int, copied: int, buffers: int, generation: Generation, clock: Clock) -> Sync:

@@ -6,12 +6,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen3MoeConfig
 
 from meshrl.cli import main
 from meshrl.config import load_config
 from meshrl.config.checks import check_config
 from meshrl.config.root import PPOConfig
+from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.parallel.replay import ideal_bubble
 from meshrl.plan.generation import _decoding
 from meshrl.plan.hardware import parse_cluster
@@ -20,7 +21,9 @@ from meshrl.plan.model import KNOWN, find_model, known_name
 from meshrl.plan.planner import make_plan
 from meshrl.plan.roles import Budget, Role
 from meshrl.plan.search import changed, nearest_fit, search, stages_in_letters
+from meshrl.plan.sync import _count_slices
 from meshrl.plan.timing import model_flops, pipeline_bubble
+from meshrl.weights.placement import megatron
 
 BASE = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"]
 
@@ -223,6 +226,17 @@ def test_671b_is_planned_in_seconds(capsys):
     assert f"{offload}=true" in found["nearest"]["overrides"]
     assert main(words) == 0
     assert json.loads(capsys.readouterr().out)["fits"]
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2, "vpp": 2}, {"tp": 2, "pp": 4}, {"tp": 2, "pp": 2, "ep": 4, "etp": 1}])
+def test_slices_are_counted_on_one_rank_of_each_stage(sizes):
+    """Stages differ: embedding, head, and layers without experts."""
+    config = Qwen3MoeConfig(
+        hidden_size=16, vocab_size=40, num_attention_heads=8, num_key_value_heads=2, head_dim=6, intermediate_size=24,
+        num_hidden_layers=8, num_experts=4, moe_intermediate_size=8, mlp_only_layers=[0, 5],
+    )  # fmt: skip
+    ranks = ParallelRanks(0, 8, **sizes)
+    assert _count_slices(config, ranks, 40) == len(megatron(config, ranks, vocab_size=40).slices)
 
 
 @pytest.mark.parametrize("words", [(), ("actor_rollout_ref.hybrid_engine=false",)], ids=["together", "apart"])
