@@ -290,7 +290,13 @@ def test_a_run_that_generates_ahead_loses_no_prompt_and_trains_none_twice(task, 
 
 def test_bfloat16_with_float32_masters_goes_on_to_the_bit(task, data, tmp_path):
     """The remainders of the master weights are part of the state, though the parameters are bfloat16."""
-    half = ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16", "trainer.total_training_steps=3")
+    half = (
+        "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16",
+        "trainer.total_training_steps=3",
+        # Few samples: processors without bfloat16 take hundreds of times as long for its products.
+        "data.train_batch_size=6",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+    )
     whole = task.train(tmp_path / "whole", *RUN, *data, *half)
     assert_equal(whole, task.train(copy_until(whole, 1, tmp_path / "run"), *RUN, *data, *half))
     rounded = [weight for weight in whole.weights.values() if not torch.equal(weight, weight.bfloat16().float())]
