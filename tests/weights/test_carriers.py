@@ -197,7 +197,7 @@ def test_two_buckets_are_all_the_memory(tmp_path):
     bucket = 24 << 20
     sides = placed(shapes, fsdp_layout(2)), replicas(shapes, 2)
     plan = plan_reshard(*sides, itemsize=4, bucket_bytes=bucket)
-    warm = plan_reshard(*sides, itemsize=4, bucket_bytes=64 << 10)
+    warm = plan_reshard(*sides, itemsize=4, bucket_bytes=1 << 20)
     gathered = 96 << 20  # what a way that gathers first would hold
     assert plan.received().min() == gathered
     plans = SimpleNamespace(warm=warm, measured=plan, ranks=plan.ranks)
