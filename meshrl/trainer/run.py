@@ -73,6 +73,7 @@ from meshrl.trainer.rollout_care import RolloutCare
 from meshrl.trainer.sample_source import total_steps
 from meshrl.trainer.schedule import correction_of
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
+from meshrl.trainer.slow_types import slow_types
 from meshrl.trainer.stall import StallWatch
 from meshrl.trainer.stopping import StopRequest
 from meshrl.trainer.validation import Validator
@@ -124,7 +125,7 @@ def train_once(
         val_data = PromptDataset(val_files, tokenizer, config.data, tools) if val_files else None
     steps = total_steps(config, len(train_data))
     pools = ppo_pools(config, units, steps)
-    notes: list[str] = []
+    notes = slow_types(config)
     fetch_shelved(trainer, config.ray_init, notes.append, restarts.opened)
     found = state_to_resume(trainer, notes.append, restarts.opened)
     first_step = found.step if found else 0
@@ -243,7 +244,7 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
         order = batch_order(config.data, trainer, len(train_data))
     steps = total_sft_steps(config, len(train_data))
     worker = ClassWithInitArgs(SFTWorker, config, steps)
-    notes: list[str] = []
+    notes = slow_types(config)
     fetch_shelved(trainer, config.ray_init, notes.append, restarts.opened)
     found = state_to_resume(trainer, notes.append, restarts.opened)
     first_step = found.step if found else 0
