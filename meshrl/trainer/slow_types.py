@@ -67,6 +67,8 @@ def _keys(config: PPOConfig | SFTConfig) -> dict[str, str]:
         found["actor_rollout_ref.rollout.dtype"] = actor_rollout_ref.rollout.dtype
     if uses_critic(critic, config.algorithm.adv_estimator):
         found |= [_engine_type("critic", critic)]
+    if config.reward_model.enable:
+        found |= [_engine_type("reward_model", config.reward_model)]
     return found
 
 

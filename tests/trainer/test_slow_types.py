@@ -34,6 +34,10 @@ def test_the_keys_that_ask_for_it_are_named():
 def test_only_what_is_computed_here_counts():
     assert told("demo_grpo") == []
     assert told("demo_grpo", f"{CRITIC}=bf16") == []  # without a critic
+    scoring = "reward_model.fsdp_config.mixed_precision.param_dtype"
+    assert told("demo_grpo", f"{scoring}=bf16") == []
+    (line,) = told("demo_grpo", f"{scoring}=bf16", "reward_model.enable=true", "reward_model.model.path=scorer")
+    assert line.endswith(f"set {scoring}=float32")
     assert told("demo_grpo", f"{ACTOR}=bf16", "trainer.device=cuda") == []
     assert told("demo_grpo", f"{ACTOR}=bf16", "trainer.backend=ray") == []
     assert told("demo_grpo", f"{ACTOR}=float16") == []  # not slow
