@@ -14,7 +14,7 @@ from meshrl.models.loading import torch_dtype
 
 # So many times as long as float32's, and a run is told; types that are merely somewhat slower are not.
 SLOW = 10.0
-# Rollouts that compute in a worker of ours; others say it themselves.
+# Rollouts that compute with torch in our own workers; the others choose their kernels themselves.
 OWN_ROLLOUTS = ("embedded", "hf")
 
 
