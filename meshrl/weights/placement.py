@@ -188,14 +188,15 @@ def megatron(
     sizes["etp"] = 1 if ranks.etp == ranks.tp and ranks.ep == 1 else ranks.etp
     title = " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
     builder = PlacementBuilder(f"Megatron {title}".strip(), ranks.world_size)
-    known: dict[tuple[int, ...], list[MegatronSlice]] = {}
+    known: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for rank in range(ranks.world_size):
         there = ranks.at(rank)
         key = (there.pp_rank, there.tp_rank, there.ep_rank, there.etp_rank)
         if key not in known:
-            known[key] = describe(hf_config, there, names, vocab_size=vocab_size, value_head=value_head)
-        for piece in known[key]:
-            builder.add(rank, *_megatron_numbers(builder, piece))
+            pieces = describe(hf_config, there, names, vocab_size=vocab_size, value_head=value_head)
+            known[key] = [_megatron_numbers(builder, piece) for piece in pieces]
+        for numbers in known[key]:
+            builder.add(rank, *numbers)
     return builder.build()
 
 
