@@ -315,7 +315,11 @@ def axis_costs() -> None:
 
 def show(rows: list[dict[str, Any]], device: str) -> None:
     """The table."""
-    table = Table(title=f"training on one {device}, Qwen3 shapes, random weights")
+    from meshrl.parallel.varlen import has_flash_4
+
+    kernel = "FlashAttention 4" if has_flash_4(torch.device(device)) else "torch's own kernel"
+    by = f"; our attention of unequal lengths by {kernel}" if device == "cuda" else ""
+    table = Table(title=f"training on one {device}, Qwen3 shapes, random weights{by}")
     for heading in ("shape", "case", "tokens", "tokens/s", "utilisation", "peak GiB", "graphs"):
         table.add_column(heading, justify="left" if heading in ("shape", "case") else "right")
     for row in rows:

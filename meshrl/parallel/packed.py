@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property
-from inspect import signature
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from meshrl.parallel.varlen import attend_varlen
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -89,7 +90,8 @@ class PackedSequences:
 
     def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return attend_packed(q, k, v, self, self, scaling, window)[None]
+        borders, longest = (self.cu_seqlens, self.cu_seqlens), (self.max_length, self.max_length)
+        return attend_varlen(q, k, v, borders, longest, scaling, window)[None]
 
     def _attend_runs(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         """One SDPA call for each run of equal lengths: no padding, no mask, and few calls when lengths are sorted."""
@@ -111,54 +113,12 @@ class PackedSequences:
         return torch.cat(outputs)[None] if len(outputs) > 1 else outputs[0][None]
 
 
-def attend_packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    queries: PackedSequences,
-    keys: PackedSequences,
-    scaling: float,
-    window: int | None,
-) -> Tensor:
-    """One kernel for a whole row [tokens, heads, dim]: causal in each document, aligned to its last key."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    # Older releases share key heads among query heads without being told to.
-    told = {"enable_gqa": query.shape[1] != key.shape[1]} if takes_gqa_flag() else {}
-    dim = value.shape[-1]
-    if dim < query.shape[-1]:
-        # The kernel wants values of the queries' size; what zeros add is cut off again.
-        value = F.pad(value, (0, query.shape[-1] - dim))
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        queries.cu_seqlens,
-        keys.cu_seqlens,
-        queries.max_length,
-        keys.max_length,
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        **told,  # type: ignore[arg-type]
-    )
-    assert isinstance(out, Tensor)  # a pair only where auxiliary results are asked for
-    return out[..., :dim]
-
-
 def fastest_attention(query: Tensor) -> AbstractContextManager[Any]:
     """On GPUs, half types prefer cuDNN's kernels, which use Hopper's own instructions."""
     if not query.is_cuda or query.dtype not in HALF_TYPES:
         return nullcontext()
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     return sdpa_kernel(order, set_priority=True)
-
-
-@cache
-def takes_gqa_flag() -> bool:
-    """Whether this release's varlen attention wants to be told that key heads are shared."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def causal_window(length: int, window: int, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Llama4TextConfig
 
 from meshrl.parallel.attention import ATTENTION_NAME, attention
-from meshrl.parallel.packed import PackedSequences, attend_packed, causal_window
+from meshrl.parallel.packed import PackedSequences, causal_window
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_mixed", "qwen3_moe"]
 LENGTHS = [(1,), (13,), (5, 5, 5), (11, 3, 3, 1, 9, 1), (2, 7, 7, 4, 4, 4)]
@@ -123,27 +123,6 @@ def test_gradients_of_attend(window):
     qkv = [x.requires_grad_() for x in random_qkv(8, 4, 2, 3)]
     packed = PackedSequences.of((3, 3, 1, 1), "cpu")
     assert torch.autograd.gradcheck(lambda q, k, v: packed.attend(0, q, k, v, 0.5, window), qkv)
-
-
-def test_a_kernel_for_one_size_gets_values_of_the_queries_size(monkeypatch):
-    lengths = (4, 1, 7)
-    packed = PackedSequences.of(lengths, "cpu")
-    query, key, wide = (x.requires_grad_() for x in random_qkv(sum(lengths), 4, 4, 6))
-    value = wide[..., :3]
-
-    def kernel(q, k, v, *_, scale, **__):
-        assert q.shape == k.shape == v.shape
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return packed.attend(0, q, k, v, scale, None)[0]
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
-    out = attend_packed(*rows, packed, packed, 0.7, None)
-    wanted = packed.attend(0, query, key, value, 0.7, None)[0]
-    torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
-    grads = [torch.autograd.grad(x.square().sum(), (query, key, wide), retain_graph=True) for x in (out, wanted)]
-    for ours, theirs in zip(*grads, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.gpu

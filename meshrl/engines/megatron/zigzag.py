@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshrl.parallel.packed import HALF_TYPES, PackedSequences, attend_packed
+from meshrl.parallel.packed import HALF_TYPES, PackedSequences
+from meshrl.parallel.varlen import attend_varlen
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,9 @@ class ZigZag:
         """One kernel for all chunks: the last key of each is its own last token."""
         queries = PackedSequences.of([length for _, length, _, _ in pieces], self.documents.device)
         keys = PackedSequences.of([count for *_, count in pieces], self.documents.device)
-        return attend_packed(query, key[self._key_index], value[self._key_index], queries, keys, scaling, window)
+        key, value = key[self._key_index], value[self._key_index]
+        borders, longest = (queries.cu_seqlens, keys.cu_seqlens), (queries.max_length, keys.max_length)
+        return attend_varlen(query, key, value, borders, longest, scaling, window)
 
     @cached_property
     def _key_index(self) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshrl.parallel.packed import HALF_TYPES, PackedSequences, takes_gqa_flag
+from meshrl.parallel.packed import HALF_TYPES, PackedSequences
+from meshrl.parallel.varlen import attend_varlen
 from meshrl.rollout.embedded.kernels import Turning, paged_decode, store
 from meshrl.rollout.embedded.scheduler import Piece
 
@@ -105,24 +106,9 @@ class PagedPrefill:
         key, value = (x[self.context // size, :, self.context % size] for x in self.cache.of(layer_idx))
         if query.dtype not in HALF_TYPES:
             return self._attend_pieces(query, key, value, scaling, sliding_window)
-        from torch.nn.attention.varlen import varlen_attn
-
-        told = {"enable_gqa": query.shape[1] != key.shape[1]} if takes_gqa_flag() else {}
-        out = varlen_attn(
-            query[0].transpose(0, 1),
-            key,
-            value,
-            self.packed.cu_seqlens,
-            self.cu_context,
-            self.packed.max_length,
-            self.longest,
-            scale=scaling,
-            # Counted from the end of the keys, where the queries are.
-            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-            **told,  # type: ignore[arg-type]
-        )
-        assert isinstance(out, Tensor)
-        return out[None]
+        # A window is counted from the end of the keys, where the queries are.
+        borders, longest = (self.packed.cu_seqlens, self.cu_context), (self.packed.max_length, self.longest)
+        return attend_varlen(query[0].transpose(0, 1), key, value, borders, longest, scaling, sliding_window)[None]
 
     def _attend_pieces(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         """One call a piece, for types that the fast kernels do not take."""
