@@ -15,7 +15,7 @@ _WORDS = re.compile(r"[^a-z0-9]+")
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """One number per metric from its values (a number, an array, or lists of them from micro-batches and ranks).
 
-    The last part of the name decides: the word `max`, `min` or `sum` in it (`response_length/max`, `perf/max_memory`)
+    The last part of the name decides: the word `max`, `min` or `sum` in it (`response_length/max`, `timing_s/gen_max`)
     is the reduction, all others are means over the values. A metric without any value is left out.
     """
     reduced = {}
