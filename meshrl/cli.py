@@ -25,7 +25,7 @@ OVERRIDES_HELP = "recipe file or shipped name, then overrides such as trainer.se
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 (the run failed), 2 (config or usage), 75 (infrastructure failed),
-    130 (interrupted)."""
+    130 (interrupted), 143 (stopped by SIGTERM)."""
     arguments = _parse(argv)
     command: Callable[[argparse.Namespace], int | None] = arguments.command
     try:
@@ -46,12 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A service that did not answer may do so another time; what else is refused stays so.
             tried = _exit_code_of(error)
             return CONFIG_PROBLEM if tried == RUN_ERROR else tried
-        if (code := getattr(error, "exit_code", None)) is not None:  # an end that was asked for
-            _complain(str(error))
-            return int(code)
         sys.stderr.write(traceback.format_exc())
         _complain(f"the run failed: {type(error).__name__}: {error}")
         return _exit_code_of(error)
+    except BaseException as error:
+        if (code := getattr(error, "exit_code", None)) is None:
+            raise
+        _complain(str(error))  # an end that was asked for
+        return int(code)
 
 
 def _exit_code_of(error: Exception) -> int:

@@ -51,7 +51,7 @@ class TurnEncoder:
 
         Special tokens in what tools and users say are taken out: they cannot end their own turn.
         """
-        plain = [message | {"content": self._special.sub("", str(message["content"]))} for message in messages]
+        plain = [message | {"content": self._without_special(str(message["content"]))} for message in messages]
         rendered = self.render([*OPENING, {"role": "assistant", "content": MARK}, *plain])
         _, mark, behind = rendered.rpartition(MARK)
         if not mark:
@@ -60,6 +60,12 @@ class TurnEncoder:
         # The template ends the model's turn with a token that the model has sampled itself.
         ended = last_token in self.stop_token_ids
         return ids[1:] if ended and ids[0] in self.stop_token_ids else ids
+
+    def _without_special(self, text: str) -> str:
+        # Again and again: what is left when one is taken out may be another.
+        while (plain := self._special.sub("", text)) != text:
+            text = plain
+        return text
 
     def render(self, messages: Sequence[Message]) -> str:
         """The text of a conversation up to the model's next turn."""

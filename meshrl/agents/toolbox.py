@@ -65,7 +65,8 @@ class ToolSession:
         try:
             async with self.gate:
                 run = await self._bound(tool, timeout)
-                result = as_result(await call(run, timeout=timeout, **asked.arguments))
+                # Bound to it: the tool's parameters may have the names of `call`'s own.
+                result = as_result(await call(functools.partial(run, **asked.arguments), timeout=timeout))
         except TimeoutError:
             return self.refuse(asked.name, f"'{asked.name}' took longer than {timeout:g} seconds")
         except Exception as error:

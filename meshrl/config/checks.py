@@ -48,6 +48,7 @@ FSDP_ONLY_KEYS = (
     "use_torch_compile",
     "activation_memory_budget",
 )
+SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
 FSDP_ONLY_MODEL_KEYS = ("lora_rank", "lora_adapter_path", "enable_activation_offload", "use_remove_padding")
 IDLE_FSDP_KEYS = {"fsdp2": "use_orig_params", "fsdp": "reshard_after_forward"}
 
@@ -147,6 +148,7 @@ def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
         return [f"{name} has no effect with algorithm.adv_estimator={estimator}: it has no critic" for name in changed]
     problems = [
         *engine_problems(critic, "critic", config.trainer.world_size),
+        *_idle_engine_problems(config, critic, "critic", "critic.model"),
         *_optim_problems(critic.optim, "critic.optim"),
     ]
     longest = config.data.max_prompt_length + config.data.max_response_length
@@ -175,6 +177,7 @@ def _reward_model_problems(config: PPOConfig, check_files: bool) -> list[str]:
         changed = changed_keys(config, "reward_model.")
         return [f"{name} has no effect without reward_model.enable=true" for name in changed]
     problems = engine_problems(model, "reward_model", config.trainer.world_size)
+    problems += _idle_engine_problems(config, model, "reward_model", "reward_model.model")
     longest = config.data.max_prompt_length + config.data.max_response_length + 1
     budget = model.forward_max_token_len_per_gpu
     if model.use_dynamic_bsz and budget * sequence_ranks(model) < longest:
@@ -330,6 +333,11 @@ def _algorithm_problems(config: PPOConfig) -> list[str]:
         asked = [f"algorithm.rollout_correction.{name}" for name in given]
     if config.actor_rollout_ref.actor.policy_loss.loss_mode in ("decoupled", "icepop"):
         asked.append(f"{ACTOR}.policy_loss.loss_mode={config.actor_rollout_ref.actor.policy_loss.loss_mode}")
+        idle = changed_keys(config, "algorithm.rollout_correction.rollout_is")
+        problems += [f"{name} has no effect with {asked[-1]}, which weighs by the plain ratio" for name in idle]
+    if not algorithm.use_kl_in_reward:
+        idle = [*changed_keys(config, "algorithm.kl_ctrl."), *changed_keys(config, "algorithm.kl_penalty")]
+        problems += [f"{name} has no effect with algorithm.use_kl_in_reward=false" for name in idle]
     if asked and (correction.bypass_mode or not rollout.calculate_log_probs):
         problems.append(
             f"{asked[0]} compares the trainer's log-probs with the rollout's: rollout_correction.bypass_mode must be "
@@ -345,6 +353,11 @@ def _algorithm_problems(config: PPOConfig) -> list[str]:
 def _loss_problems(config: PPOConfig) -> list[str]:
     actor, loss = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.policy_loss
     problems = []
+    if loss.loss_mode in SEQUENCE_LOSSES and actor.loss_agg_mode == "token-mean":
+        problems.append(
+            f"{ACTOR}.policy_loss.loss_mode={loss.loss_mode} is a loss of whole sequences, which token-mean would weigh by "
+            f"their lengths: set {ACTOR}.loss_agg_mode=seq-mean-token-mean"
+        )
     if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
         problems.append(
             f"{ACTOR}.loss_scale_factor={actor.loss_scale_factor} is read with loss_agg_mode=seq-mean-token-sum-norm "
@@ -387,16 +400,23 @@ def _run_problems(trainer: RunConfig) -> list[str]:
     return problems
 
 
-def _idle_problems(config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: str) -> list[str]:
-    """Settings of an engine or backend that is not the chosen one would silently do nothing."""
+def _idle_engine_problems(
+    config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: str, model_prefix: str
+) -> list[str]:
+    """Settings of an engine that is not the chosen one would silently do nothing."""
     idle = "fsdp_config" if engine.strategy == "megatron" else "megatron"
     changed = changed_keys(config, f"{prefix}.{idle}.")
     if engine.strategy == "megatron":
         changed += [name for key in FSDP_ONLY_KEYS for name in changed_keys(config, f"{prefix}.{key}")]
-        changed += [name for key in FSDP_ONLY_MODEL_KEYS for name in changed_keys(config, _model_key(config, key))]
+        changed += [name for key in FSDP_ONLY_MODEL_KEYS for name in changed_keys(config, f"{model_prefix}.{key}")]
     else:
         changed += changed_keys(config, f"{prefix}.fsdp_config.{IDLE_FSDP_KEYS[engine.strategy]}")
-    problems = [f"{name} has no effect with {prefix}.strategy={engine.strategy}" for name in changed]
+    return [f"{name} has no effect with {prefix}.strategy={engine.strategy}" for name in changed]
+
+
+def _idle_problems(config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: str) -> list[str]:
+    """Settings of an engine or backend that is not the chosen one would silently do nothing."""
+    problems = _idle_engine_problems(config, engine, prefix, "model" if isinstance(config, SFTConfig) else MODEL)
     if isinstance(config, SFTConfig):
         used, instead = ("megatron", "") if engine.strategy == "megatron" else ("fsdp_config", ": use offload_policy")
         names = ("param_offload", "optimizer_offload", "grad_offload")
@@ -413,10 +433,6 @@ def _idle_problems(config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: 
     if config.trainer.backend != "ray":
         problems += [f"{name} has no effect with trainer.backend=local" for name in changed_keys(config, "ray_init.")]
     return problems
-
-
-def _model_key(config: PPOConfig | SFTConfig, name: str) -> str:
-    return f"model.{name}" if isinstance(config, SFTConfig) else f"{MODEL}.{name}"
 
 
 def _file_problems(config: PPOConfig | SFTConfig) -> list[str]:

@@ -36,6 +36,7 @@ class SamplerOrder(RowOrder):
 
     def __iter__(self) -> Iterator[np.ndarray]:
         passed_over = 0 if hasattr(self.sampler, "load_state_dict") else self.position
+        goes_on = self.position > 0  # what a resumed sampler has left may be less than a batch
         while True:
             numbers, taken = iter(self.sampler), 0
             for _ in range(passed_over):
@@ -44,9 +45,9 @@ class SamplerOrder(RowOrder):
                 taken += 1
                 self.position += self.batch_size
                 yield batch
-            if not taken and not passed_over:
+            if not taken and not goes_on:
                 raise ValueError(f"data.sampler: {self.name} yielded fewer than {self.batch_size} rows, one batch")
-            self.epoch, self.position, passed_over = self.epoch + 1, 0, 0
+            self.epoch, self.position, passed_over, goes_on = self.epoch + 1, 0, 0, False
 
     def _next(self, numbers: Iterator[Any]) -> np.ndarray | None:
         batch: list[int] = []

@@ -54,6 +54,12 @@ class LocalAdamW(torch.optim.AdamW):
                 maximize=False,
             )
 
+    def make_states(self) -> None:
+        """Those of a first step, before it: torch, asked for states that are not there yet, would take a step."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._state(param)
+
     def _state(self, param: nn.Parameter) -> dict[str, Tensor]:
         state = self.state[param]
         if not state:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshrl.config.model import ModelConfig
+from meshrl.models.loading import is_value_head
 
 ADAPTER = "default"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -52,18 +53,20 @@ def add_adapters(hf_model: PreTrainedModel, config: ModelConfig) -> None:
                 f"model.target_modules puts an adapter on fused experts ('{name.split('.lora_')[0]}'), which cannot be "
                 f"merged: name the attention's projections of {type(hf_model).__name__} instead"
             )
-        param.requires_grad_("lora_" in name)
+        # The head of a value model begins at zero, and with it frozen there no adapter would get a gradient.
+        param.requires_grad_("lora_" in name or is_value_head(name))
 
 
 def target_names(hf_model: PreTrainedModel, wanted: list[str]) -> list[str]:
-    """The modules that get an adapter: those named or, for `all-linear`, every linear layer but the output projection.
+    """The modules that get an adapter: those named or, for `all-linear`, every linear layer but the head.
 
     Experts that a model keeps as one fused tensor are no linear layers and get none.
     """
     if wanted != ["all-linear"]:
         return wanted
     head = hf_model.get_output_embeddings()
-    return [name for name, module in hf_model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    linears = ((name, module) for name, module in hf_model.named_modules() if isinstance(module, nn.Linear))
+    return [name for name, module in linears if module is not head and not is_value_head(name)]
 
 
 @contextmanager

@@ -25,7 +25,7 @@ PLURALS = {
     "ground_truth": "ground_truths",
     "extra_info": "extra_infos",
 }
-ON_DEMAND = {"prompt": "prompts", "response_ids": "response_ids"}
+ON_DEMAND = {"prompt": "prompts", "response_ids": "response_ids", "turn_rewards": "turn_rewards"}
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,9 @@ class RewardManager:
         if "response_ids" in self._extras:
             rows = zip(data.batch["responses"], mask.bool(), strict=True)
             columns["response_ids"] = [response[inside].tolist() for response, inside in rows]
+        if "turn_rewards" in self._extras:
+            # What tools and environments gave, in order; a sample of a single turn has none.
+            columns["turn_rewards"] = data.non_tensor_batch.get("turn_rewards", [[] for _ in range(len(data))])
         return [{name: column[at] for name, column in columns.items()} for at in range(len(data))]
 
     def _token_level(self, answers: list[list[dict[str, Any]]], mask: Tensor) -> Tensor:

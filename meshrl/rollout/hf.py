@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -32,6 +33,7 @@ from meshrl.models.buffers import named_weights
 from meshrl.rollout.admission import NO_WEIGHTS, known_tags, refusal, room
 from meshrl.rollout.base import TAGS
 from meshrl.rollout.embedded.sampler import derived_seed
+from meshrl.rollout.embedded.stops import find_stop
 from meshrl.rollout.requests import Chunk, Request
 from meshrl.rollout.stepping import SteppingRollout
 from meshrl.rollout.weight_stream import checked
@@ -67,10 +69,9 @@ class Answer:
 
     def _has_stop_string(self, tokenizer: Tokenizer | None) -> bool:
         params = self.request.params
-        if not params.stop or tokenizer is None or len(self.token_ids) < params.min_tokens:
+        if not params.stop or tokenizer is None or len(self.token_ids) <= params.min_tokens:
             return False
-        text = str(tokenizer.decode(self.token_ids))
-        return any(stop in text for stop in params.stop)
+        return find_stop(tokenizer, np.array(self.token_ids), params.stop) is not None
 
     def chunk(self, start: int, version: int, finish_reason: str | None) -> Chunk:
         """The tokens from `start` on; with `finish_reason` the answer's last ones."""

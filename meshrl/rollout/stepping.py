@@ -133,12 +133,16 @@ class SteppingRollout(Rollout):
         entering = asyncio.ensure_future(asyncio.to_thread(self._enter, requests, deliver, streams=True))
         try:
             await asyncio.shield(entering)
-            self._start_thread()
+            if self._thread is None:
+                # Beside the loop as well; the ledger is known to this thread only.
+                await asyncio.to_thread(self._start_thread, current_ledger(), served_method())
             while unfinished:
                 try:
                     item = await asyncio.wait_for(queue.get(), POLL_SECONDS)
                 except TimeoutError:
                     self._raise_failure()
+                    if self._closed:
+                        raise RuntimeError("the rollout was closed while requests were running") from None
                     continue
                 unfinished -= item.finish_reason is not None
                 yield item
@@ -166,7 +170,11 @@ class SteppingRollout(Rollout):
                 if mode != "wait" or not (self._left or self.has_work()):
                     self._paused = True
                     return
-                self._advance()
+                if self.is_suspended():
+                    with booked(IDLE):  # no step before everything is back
+                        self._work.wait(POLL_SECONDS)
+                else:
+                    self._advance()
 
     def resume(self, tags: Sequence[str] | None = None) -> None:
         if tags is not None:
@@ -190,6 +198,8 @@ class SteppingRollout(Rollout):
     def _enter(self, requests: Sequence[Request], deliver: Deliver, streams: bool = False) -> None:
         names = [request.request_id for request in requests]
         with self._work:
+            if self._closed:
+                raise RuntimeError("the rollout is closed: nothing can be generated with it any more")
             taken = next((name for name in names if name in self._left), None)
             if taken is None and len(set(names)) < len(names):
                 taken = next(name for name in names if names.count(name) > 1)
@@ -226,11 +236,10 @@ class SteppingRollout(Rollout):
                     del self._left[name], self._deliver[name]
                     self.streaming.discard(name)
 
-    def _start_thread(self) -> None:
+    def _start_thread(self, ledger: Ledger | None, method: str) -> None:
         with self.lock:
             if self._thread is None:
-                call = current_ledger(), served_method()
-                self._thread = threading.Thread(target=self._run, args=call, name="rollout", daemon=True)
+                self._thread = threading.Thread(target=self._run, args=(ledger, method), name="rollout", daemon=True)
                 self._thread.start()
 
     def _run(self, ledger: Ledger | None, method: str) -> None:

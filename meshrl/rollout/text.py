@@ -29,6 +29,10 @@ class TextStream:
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens make certain."""
         known = len(self._tokens)
+        if self.stops and known < self.start < known + len(token_ids):
+            # What stands before `start` must not be looked at together with the rest.
+            free = self.start - known
+            return self.push(token_ids[:free]) + self.push(token_ids[free:])
         self._tokens += token_ids
         text = self._new_text(len(self._tokens), waits=True)
         if text is None:

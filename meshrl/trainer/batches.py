@@ -28,6 +28,9 @@ class KeptBatches:
         if self.megabytes == 0:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        for number, file in batch_files(self.folder).items():
+            if number > step:  # of an attempt that this run has gone back behind
+                file.unlink()
         self.last.save_to_disk(self.folder / f"step_{step}.dataproto")
         self._delete_old()
 

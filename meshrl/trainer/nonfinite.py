@@ -68,5 +68,6 @@ class NonFiniteSteps:
         if self.limit is not None and self.count > self.limit:
             raise NonFiniteError(
                 f"{self.count} optimizer steps had a gradient that is not finite, more than trainer.max_nan_steps "
-                f"({self.limit}): look at step {step} with meshrl replay, lower the learning rate or grad_clip"
+                f"({self.limit or '0, or nan_gradient=stop'}): look at step {step} with meshrl replay, lower the "
+                "learning rate or grad_clip"
             )

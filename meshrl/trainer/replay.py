@@ -112,6 +112,7 @@ def replay_config(run: RunFiles, start: Found | None, folder: str, words: Sequen
             "trainer.logger=[file]",
             "trainer.save_freq=-1",
             "trainer.max_nan_steps=null",
+            "trainer.nan_gradient=skip",
             "trainer.max_ckpt_to_keep=null",
             "trainer.max_actor_ckpt_to_keep=null",
             "trainer.max_critic_ckpt_to_keep=null",

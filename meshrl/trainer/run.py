@@ -187,9 +187,9 @@ def ppo_pools(config: PPOConfig, units: BatchUnits, steps: int) -> list[Pool]:
         device=trainer.device,
         collective_deadline=trainer.deadlines.collective,
         mini_batches=units.mini_batches_per_epoch,
-        total_optimizer_steps=steps * units.optimizer_steps_per_step,
+        # While only the critic learns, the policy's schedule waits.
+        total_optimizer_steps=max(1, steps - trainer.critic_warmup) * units.optimizer_steps_per_step,
         with_reference=uses_reference(config),
-        stop_on_nan_gradient=trainer.nan_gradient == "stop",
         seed=trainer.seed,
         with_rollout=config.actor_rollout_ref.hybrid_engine,
         with_sum_pi_squared=config.algorithm.adv_estimator in TOKEN_BASELINES,
@@ -354,7 +354,7 @@ def make_keeper(
     return Keeper(
         checkpoints,
         KeptBatches(run.batches, megabytes),
-        NonFiniteSteps(trainer.max_nan_steps, dumps, screen.message),
+        NonFiniteSteps(0 if trainer.nan_gradient == "stop" else trainer.max_nan_steps, dumps, screen.message),
         StopRequest(trainer.deadlines.stop),
         MemoryCopies(copies, screen.message, shelves),
     )

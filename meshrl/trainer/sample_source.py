@@ -6,6 +6,7 @@ Batches may be begun before they are needed, see `Schedule`; a rollout that dies
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -41,6 +42,9 @@ from meshrl.weights.colocated import over_ranks
 from meshrl.weights.pools import MeetingPoint
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+# Batches in a row of which failed rewards leave nothing, before the run gives up.
+MOST_EMPTY = 8
 
 
 class SampleSource:
@@ -90,7 +94,8 @@ class SampleSource:
 
     def next_batch(self) -> Scored | None:
         """The oldest batch begun, answered and scored; what has become too old is dropped and counted."""
-        dropped = 0.0
+        dropped, empty = 0.0, 0
+        lost = dict.fromkeys(("reward/errors", "reward/dropped"), 0.0)  # of batches that are passed over
         while True:
             self.begin_batches()
             if not self.begun:
@@ -101,9 +106,20 @@ class SampleSource:
             self.updates.forget_before(begun.heard)
             ages = self.schedule.drop_stale(batch, self.version)
             dropped += ages["training/stale_dropped"]
-            if batch.batch["response_mask"].any() or not dropped:
+            if batch.batch["response_mask"].any():
                 news = {"training/stale_dropped": dropped, "training/epoch": begun.epoch}
-                return batch, metrics | ages | news
+                if empty:
+                    metrics |= {name: metrics.get(name, 0.0) + count for name, count in lost.items()}
+                return batch, metrics | ages | news | {"training/empty_batches": float(empty)}
+            if not ages["training/stale_dropped"]:
+                empty += 1
+                lost = {name: count + metrics.get(name, 0.0) for name, count in lost.items()}
+                logger.warning("no sample of batch %d is left to train on: it is passed over", begun.number)
+            if empty == MOST_EMPTY:
+                raise ValueError(
+                    f"no sample of {empty} batches in a row is left to train on: look at what fails in the reward "
+                    "(reward.on_error says what happens then)"
+                )
 
     def begin_batches(self) -> None:
         """Begins the batch of this step, and as many of the next steps as the schedule allows."""
@@ -190,7 +206,10 @@ class SampleSource:
 
     def call_balanced(self, method: Any, batch: DataProto, dp_size: int | None = None) -> DataProto:
         """Calls a per-sample method with the samples spread so that all ranks get about the same number of tokens."""
-        order = self.balanced_order(batch.batch["attention_mask"].sum(1).numpy(), 1, dp_size or self.units.dp_size)
+        dp_size = dp_size or self.units.dp_size
+        order = np.arange(len(batch))
+        if len(batch) % dp_size == 0:  # else the dispatch pads them
+            order = self.balanced_order(batch.batch["attention_mask"].sum(1).numpy(), 1, dp_size)
         request = DataProto(batch.batch.select("input_ids", "attention_mask", "response_mask"), {}, {})
         request.reorder(order)
         answer = method(request)
@@ -261,5 +280,16 @@ class SampleSource:
 
 def total_steps(config: PPOConfig, rows: int) -> int:
     """How many steps the run has: as configured, or as the epochs over the data give."""
-    per_epoch = rows // config.data.train_batch_size
-    return config.trainer.total_training_steps or per_epoch * config.trainer.total_epochs
+    data, trainer = config.data, config.trainer
+    if trainer.total_training_steps is not None:
+        return trainer.total_training_steps
+    # Filtered groups of one epoch and the next make a batch together.
+    filters = config.algorithm.filter_groups.enable
+    epochs = trainer.total_epochs
+    steps = rows * epochs // data.train_batch_size if filters else rows // data.train_batch_size * epochs
+    if steps == 0:
+        raise ValueError(
+            f"{rows} rows in {epochs} epochs make no batch of data.train_batch_size ({data.train_batch_size}) prompts: "
+            "set trainer.total_training_steps, more trainer.total_epochs or a smaller batch"
+        )
+    return steps

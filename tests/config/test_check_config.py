@@ -16,6 +16,8 @@ MakeModel = Callable[..., Path]
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MEGATRON = [f"{ACTOR}.strategy=megatron"]
+GAE = ["algorithm.adv_estimator=gae"]
+CORRECTION = "algorithm.rollout_correction"
 EXPERTS = ["actor_rollout_ref.model.override_config.num_experts=16"]
 
 
@@ -67,6 +69,19 @@ BROKEN = [
     ),
     ([*MEGATRON, f"{ACTOR}.context_parallel_size=2"], "context_parallel_size has no effect", "strategy=megatron"),
     ([*MEGATRON, "actor_rollout_ref.model.lora_rank=4"], "lora_rank has no effect", "strategy=megatron"),
+    (
+        [*GAE, "critic.strategy=megatron", "critic.model.lora_rank=8"],
+        "critic.model.lora_rank has no effect",
+        "megatron",
+    ),
+    ([*GAE, "critic.megatron.param_offload=true"], "critic.megatron.param_offload has no effect", "strategy=fsdp2"),
+    (
+        [f"{ACTOR}.policy_loss.loss_mode=icepop", f"{CORRECTION}.rollout_is=sequence"],
+        "rollout_is has no effect",
+        "icepop",
+    ),
+    ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "loss of whole sequences", "loss_agg_mode=seq-mean-token-mean"),
+    (["algorithm.kl_ctrl.kl_coef=0.1"], "kl_ctrl.kl_coef has no effect", "use_kl_in_reward=false"),
     ([*MEGATRON, f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=2"], "pipeline_model_parallel_size > 1", ""),
     ([f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.data_parallel_size=3"], "n_gpus (8 = ", "2 * 3 = 6"),
     # batches
@@ -117,7 +132,11 @@ BROKEN = [
         "bypass_mode",
         "calculate_log_probs must be true",
     ),
-    (["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0"], "kl_ctrl.type=adaptive", "above 0"),
+    (
+        ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0"],
+        "kl_ctrl.type=adaptive",
+        "above 0",
+    ),
     ([f"{ROLLOUT}.n=1"], "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n (1)"),
     (["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=1"], "algorithm.adv_estimator=rloo", "at least 2"),
     (

@@ -41,6 +41,24 @@ class Harder(Backwards):
         self.level = state["level"]
 
 
+class Remembering(Backwards):
+    """Goes on within a pass where its state says."""
+
+    taken = 0
+
+    def __iter__(self):
+        while self.taken < self.count:
+            self.taken += 1
+            yield self.taken - 1
+        self.taken = 0
+
+    def state_dict(self):
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.taken = state["taken"]
+
+
 class Wrong(Backwards):
     def __iter__(self):
         return iter([0, self.count, 1, 2])
@@ -143,3 +161,14 @@ def test_the_documented_example_goes_from_easy_to_hard_and_on_from_its_state(tmp
     later = SamplerOrder(data, config, 10)
     later.load_state_dict(first.state_dict())
     assert [next(batch).tolist() for batch in [iter(later)] * 57] == whole[33:90]
+
+
+def test_a_sampler_with_a_state_goes_on_when_less_than_a_batch_is_left(make):
+    whole = take(make("Remembering"), 5)
+    for done in range(1, 5):
+        first = make("Remembering")
+        assert take(first, done) == whole[:done]
+        second = make("Remembering")
+        second.load_state_dict(first.state_dict())
+        assert take(second, 5 - done) == whole[done:]
+        assert second.epoch == 2

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from meshrl.config.optim import OptimConfig
-from meshrl.engines.optim import LearningRate, build_optimizer, lr_factor
+from meshrl.engines.optim import LearningRate, LocalAdamW, build_optimizer, lr_factor
 
 
 def rates(config: OptimConfig, total: int, steps: int) -> list[float]:
@@ -81,3 +82,20 @@ def test_frozen_parameters_are_left_alone():
     optimizer.step()
     assert torch.equal(frozen, torch.ones(2))
     assert not torch.equal(trained, torch.ones(2))
+
+
+def test_states_asked_for_before_the_first_step_leave_that_step_as_it_is():
+    def weights_after(asks: bool) -> torch.Tensor:
+        module = torch.nn.Linear(3, 2, bias=False)
+        with torch.no_grad():
+            module.weight.copy_(torch.arange(6.0).view(2, 3))
+        optimizer = LocalAdamW(module.parameters(), lr=0.1, fused=True)
+        if asks:
+            optimizer.make_states()
+            found = get_optimizer_state_dict(module, optimizer)
+            assert found["state"]["weight"]["step"] == 0
+        module(torch.tensor([[1.0, -2.0, 3.0]])).sum().backward()
+        optimizer.step()
+        return module.weight.detach()
+
+    assert torch.equal(weights_after(True), weights_after(False))

@@ -212,6 +212,20 @@ def test_functions_get_prompt_and_tokens_if_they_name_them(data, tokenizer):
     assert score(data, tokenizer, many, per_batch=True)[0].sum(1).tolist() == [2, 1, 4, 0]
 
 
+def test_functions_get_the_rewards_of_turns_if_they_name_them(data, tokenizer):
+    def one(data_source, solution_str, ground_truth, extra_info, turn_rewards):
+        return float(sum(turn_rewards))
+
+    assert score(data, tokenizer, one)[0].sum(1).tolist() == [0, 0, 0, 0]
+    data.non_tensor_batch["turn_rewards"] = np.array([[1.0, 0.5], [], [2.0], [-1.0], None], dtype=object)[:4]
+    assert score(data, tokenizer, one)[0].sum(1).tolist() == [1.5, 0, 2, -1]
+
+    def many(turn_rewards, solution_strs, **_):
+        return [float(len(found)) for found in turn_rewards]
+
+    assert score(data, tokenizer, many, per_batch=True)[0].sum(1).tolist() == [2, 0, 1, 1]
+
+
 def test_an_info_that_the_batch_has_already_is_refused(data, tokenizer):
     with pytest.raises(RewardError, match=r"\['uid'\], which the batch has already"):
         score(data, tokenizer, each([{"score": 1, "uid": 3}] * 4))

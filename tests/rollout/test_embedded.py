@@ -1,5 +1,6 @@
 """The embedded rollout against Transformers' own model on the finished sequences, and against itself alone."""
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from meshrl.rollout.embedded import runner as runner_module
 from meshrl.rollout.embedded import slots as slots_module
 from meshrl.rollout.embedded.engine import EmbeddedRollout
 from meshrl.rollout.embedded.slots import SlotCache
+from meshrl.rollout.requests import Request
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_mixed", "qwen3_moe", "deepseek_v3"]
 PAD, VOCABULARY = 0, 41
@@ -212,6 +214,39 @@ def test_how_the_cache_grows_changes_nothing(make_lm, monkeypatch, lengths, grow
     wanted = generate(make_lm("qwen3"), data, how)
     monkeypatch.setattr(slots_module, "GROWTH", growth)
     assert_same(generate(make_lm("qwen3"), data, how), wanted)
+
+
+def test_a_long_prompt_may_enter_in_pieces_beside_a_row_that_goes_on(make_lm, monkeypatch):
+    monkeypatch.setattr(slots_module, "GROWTH", 1)
+    generator = torch.Generator().manual_seed(5)
+    asked = [(3, 2), (3, 30), (60, 3)]  # the third takes the first one's row while the second decodes
+    prompts = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length, _ in asked]
+    wanted = [
+        Request(f"{at}", tuple(prompt), SamplingParams(max_tokens=count), seed=at)
+        for at, (prompt, (_, count)) in enumerate(zip(prompts, asked, strict=True))
+    ]
+    whole, pieces = (
+        rollout(make_lm("qwen3"), max_num_seqs=2, max_num_batched_tokens=budget).complete(wanted)
+        for budget in (512, 16)
+    )
+    assert [answer.token_ids for answer in pieces] == [answer.token_ids for answer in whole]
+    assert [len(answer.token_ids) for answer in pieces] == [2, 30, 3]
+
+
+def test_a_long_row_takes_no_memory_for_short_ones():
+    cache = SlotCache(num_blocks=8, block_size=4, max_length=1 << 20)
+    cache.make_room(64, 16)
+    key = torch.ones(1, 4, 1, 64)
+    keys, _ = cache.of(0, key, key)
+    keys[:, :, :16] = 1.0
+    before = psutil.Process().memory_info().rss
+    cache.make_room(64, 20000)
+    keys, _ = cache.of(0, key, key)
+    keys[0, :, :20000] = 2.0
+    taken = psutil.Process().memory_info().rss - before
+    assert keys[:, :, :16].mean() > 1
+    assert not keys[1:, :, 16:64].any()
+    assert taken < 200 << 20  # all rows would be 1.2 GiB, for the keys alone
 
 
 def test_the_cache_never_grows_beyond_the_longest_possible_sequence(make_lm, monkeypatch):

@@ -249,6 +249,20 @@ def test_stop_strings_end_an_answer_where_its_text_holds_them(make_lm, tokenizer
         assert answer.finish_reason == ("stop" if held else "length")
 
 
+def test_a_stop_string_from_before_the_least_number_of_tokens_does_not_end_an_answer(make_lm, tokenizer):
+    model = make_lm("qwen3", vocab_size=len(tokenizer))
+    prompt = tuple(tokenizer("1+2=")["input_ids"])
+    stops = ("1", "2", "=", "7")
+    requests = [Request(f"r{i}", prompt, SamplingParams(40, stop=stops, min_tokens=20), i) for i in range(30)]
+    free = made(model).complete([Request(r.request_id, prompt, SamplingParams(40), r.seed) for r in requests])
+    answers = made(model, tokenizer=tokenizer).complete(requests)
+    assert any(len(a.token_ids) > 21 for a in answers)
+    for answer, whole in zip(answers, free, strict=True):
+        texts = [tokenizer.decode(whole.token_ids[:n]) for n in range(41)]
+        first = next((n for n, text in enumerate(texts) if n > 20 and text.endswith(stops)), 40)
+        assert answer.token_ids == whole.token_ids[:first]
+
+
 def test_a_stop_string_without_a_tokenizer_is_an_error_of_its_request(make_lm):
     requests = [*asked(2), Request("s", (2, 3), SamplingParams(4, stop=("x",)))]
     answers = made(make_lm("qwen3")).complete(requests)
@@ -378,6 +392,73 @@ def test_leaving_while_the_engine_is_busy_leaves_nothing_behind(make_lm):
     assert all_back(rollout)
 
 
+@pytest.mark.parametrize("has_thread", [False, True])
+def test_a_request_that_enters_does_not_hold_up_the_event_loop(make_lm, monkeypatch, has_thread):
+    """Something long, such as a weight update, gets the lock right behind it."""
+    rollout, enter = made(make_lm("qwen3")), EmbeddedRollout._enter
+    held, ticked, in_time = threading.Event(), threading.Event(), []
+
+    def hold():
+        with rollout.lock:
+            held.set()
+            in_time.append(ticked.wait(5))
+
+    def enter_before_it(self, *args, **settings):
+        enter(self, *args, **settings)
+        threading.Thread(target=hold).start()
+        held.wait()
+
+    async def tick():
+        while not held.is_set():
+            await asyncio.sleep(0.001)
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        ticked.set()
+
+    async def story():
+        first, second = asked(2, SamplingParams(3))
+        if has_thread:
+            await collect(rollout, [first])
+        monkeypatch.setattr(EmbeddedRollout, "_enter", enter_before_it)
+        return (await asyncio.gather(collect(rollout, [second]), tick()))[0]
+
+    assert asyncio.run(story())[-1].finish_reason == "length"
+    rollout.close()
+    assert in_time == [True]
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_closed_rollout_takes_no_requests(make_lm):
+    rollout = made(make_lm("qwen3"))
+    asyncio.run(collect(rollout, asked(1)))
+    rollout.close()
+    rollout.close()
+    for call in (rollout.complete, lambda requests: list(rollout.as_they_end(requests))):
+        with pytest.raises(RuntimeError, match="is closed"):
+            call(asked(1))
+    with pytest.raises(RuntimeError, match="is closed"):
+        asyncio.run(asyncio.wait_for(collect(rollout, asked(1)), 20))
+
+
+def test_a_stream_that_came_in_while_the_rollout_closed_ends_with_words(make_lm, monkeypatch):
+    monkeypatch.setattr("meshrl.rollout.stepping.POLL_SECONDS", 0.05)
+    rollout, abort = made(make_lm("qwen3")), EmbeddedRollout.abort
+    rollout.pause()
+
+    async def story():
+        stream = asyncio.ensure_future(collect(rollout, asked(1)))
+        while not rollout._left:
+            await asyncio.sleep(0.001)
+        monkeypatch.setattr(EmbeddedRollout, "abort", lambda self, request_ids=None: None)  # came too early for it
+        await asyncio.to_thread(rollout.close)
+        monkeypatch.setattr(EmbeddedRollout, "abort", abort)
+        with pytest.raises(RuntimeError, match="closed while requests were running"):
+            await asyncio.wait_for(stream, 20)
+
+    asyncio.run(story())
+    assert all_back(rollout)
+
+
 def test_a_name_that_is_taken_does_not_end_whoever_has_it(make_lm):
     rollout, (request,) = made(make_lm("qwen3")), asked(1, SamplingParams(30))
 
@@ -470,6 +551,30 @@ def test_pausing_keeps_ends_or_waits_for_what_runs(make_lm):
     assert [a.token_ids for a in answers.values()] == wanted
     with pytest.raises(ValueError, match="pause mode"):
         rollout.pause("never")
+
+
+def test_a_pause_that_waits_makes_no_step_while_memory_is_released(make_lm, monkeypatch):
+    rollout, requests = made(make_lm("qwen3")), asked(3)
+    wanted = tokens_of(rollout.complete(requests))
+    answers = enter(rollout, requests)
+    advance(rollout, 3)
+    rollout.release(["kv_cache"])
+    suspended, step = [], EmbeddedRollout.step
+
+    def noted(self):
+        suspended.append(self.is_suspended())
+        return [] if suspended[-1] else step(self)
+
+    monkeypatch.setattr(EmbeddedRollout, "step", noted)
+    thread = threading.Thread(target=rollout.pause, args=("wait",))
+    thread.start()
+    thread.join(timeout=0.2)
+    assert thread.is_alive()
+    rollout.resume(["kv_cache"])
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    assert set(suspended) == {False}
+    assert [a.token_ids for a in answers.values()] == wanted
 
 
 def test_releasing_and_resuming_in_the_middle_changes_no_token(make_lm):

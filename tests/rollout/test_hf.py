@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from contract import CHARACTERS, PROMPTS, RolloutContract, make_model, request
@@ -55,6 +57,22 @@ def test_stop_strings_need_a_tokenizer():
     rollout.update_weights((), 0)
     (answer,) = rollout.complete([request(PROMPTS[0], SamplingParams(max_tokens=2, stop=("x",)))])
     assert "tokenizer" in (answer.error or "")
+
+
+def test_a_stop_string_counts_behind_the_least_number_of_tokens_only():
+    model, tokenizer = make_model(3), char_tokenizer(CHARACTERS)
+    rollout = HFRollout(model, pad_token_id=0, tokenizer=tokenizer, shares_weights=True)
+    rollout.update_weights((), 0)
+    (whole,) = rollout.complete([request(PROMPTS[2], SamplingParams(max_tokens=30), 4)])
+    text = "".join(tokenizer.convert_ids_to_tokens(whole.token_ids))
+    # One that was there before, one that the last protected token completes, and one that comes behind it.
+    stops = text[2:5], text[7:10], text[14:17]
+    assert [text.rindex(stop) for stop in stops] == [2, 7, 14]
+    params = SamplingParams(max_tokens=30, stop=stops, min_tokens=10)
+    (cut,) = rollout.complete([request(PROMPTS[2], params, 4)])
+    assert (len(cut.token_ids), cut.finish_reason) == (17, "stop")
+    (free,) = rollout.complete([request(PROMPTS[2], replace(params, stop=stops[:2]), 4)])
+    assert (len(free.token_ids), free.finish_reason) == (30, "length")
 
 
 def test_without_weights_nothing_is_generated():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -22,10 +24,9 @@ class Scripted(EngineClient):
         self.ends_before_the_abort = ends_before_the_abort
         self.moments: dict[str, asyncio.Event] = {}
         self.aborted: set[str] = set()
+        self.paused = False
 
     async def start(self) -> None: ...
-    async def pause(self) -> None: ...
-    async def resume(self) -> None: ...
     async def begin(self) -> None: ...
     async def update(self, bucket: Sequence[object]) -> None: ...
     async def end(self, version: int | None) -> None: ...
@@ -33,6 +34,12 @@ class Scripted(EngineClient):
     async def release(self, tags: Sequence[str]) -> None: ...
     async def take_back(self, tags: Sequence[str]) -> None: ...
     async def close(self) -> None: ...
+
+    async def pause(self) -> None:
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.paused = False
 
     def refusal(self, request: Request) -> str | None:
         return None
@@ -108,3 +115,114 @@ def test_answers_are_handed_out_in_the_order_they_end(scripted):
 
     asyncio.run_coroutine_threadsafe(end_in_order(), rollout._loop)
     assert [answer.request_id for answer in answers] == [f"r{number}" for number in order]
+
+
+async def collect(rollout: RemoteRollout, requests: list[Request]) -> list[Chunk]:
+    return [chunk async for chunk in rollout.generate(requests)]
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_closed_rollout_answers_at_once(scripted):
+    _, rollout = scripted
+    rollout.close()
+    started = time.monotonic()
+    calls = [
+        lambda: rollout.complete(asked(1)),
+        lambda: next(rollout.as_they_end(asked(1))),
+        lambda: asyncio.run(collect(rollout, asked(1))),
+        lambda: rollout.pause("wait"),
+        lambda: rollout.resume(),
+        lambda: rollout.update_weights([], 4),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="is closed"):
+            call()
+    rollout.abort()
+    rollout.close()
+    assert time.monotonic() - started < 10
+
+
+def test_an_abort_right_behind_a_request_ends_it_with_a_reason(scripted):
+    _, rollout = scripted
+    chunks: list[Chunk] = []
+
+    async def at_once() -> None:
+        await rollout._submit(asked(3), chunks.append)
+        await rollout._abort(["r0", "r2"])
+
+    rollout._call(at_once())
+    assert [(chunk.request_id, chunk.finish_reason) for chunk in chunks if chunk.finish_reason] == [
+        ("r0", "abort"),
+        ("r2", "abort"),
+    ]
+    assert set(rollout._answers) == {("r1", 0)}
+
+
+def test_leaving_while_the_requests_come_in_leaves_nothing_behind(scripted):
+    _, rollout = scripted
+
+    async def leave() -> None:
+        rollout._loop.call_soon_threadsafe(time.sleep, 0.2)
+        asking = asyncio.create_task(collect(rollout, asked(2)))
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    asyncio.run(leave())
+    assert not rollout._answers
+
+
+def test_a_pause_that_waits_lets_kept_answers_end(scripted):
+    client, rollout = scripted
+    found: list[Completion] = []
+    asking = threading.Thread(target=lambda: found.extend(rollout.complete(asked(1))))
+    asking.start()
+    wait_for(lambda: "r0/0" in client.moments)
+    rollout.pause("keep")
+    assert client.paused
+    pausing = threading.Thread(target=rollout.pause, args=("wait",))
+    pausing.start()
+    wait_for(lambda: not client.paused)
+    assert not rollout._open.is_set()  # new ones wait
+    rollout._loop.call_soon_threadsafe(client.moments["r0/0"].set)
+    pausing.join(20)
+    asking.join(20)
+    assert client.paused
+    assert found[0].finish_reason == "length"
+    rollout.resume()
+    assert not client.paused
+
+
+def test_a_pause_does_not_wait_for_answers_that_cannot_end(scripted):
+    client, rollout = scripted
+    asking = threading.Thread(target=lambda: rollout.complete(asked(1)))
+    asking.start()
+    wait_for(lambda: "r0/0" in client.moments)
+    rollout.release(["kv_cache"])
+    with pytest.raises(RuntimeError, match="mode 'abort'"):
+        rollout.pause("wait")
+    assert client.paused
+    rollout.pause("abort")
+    asking.join(20)
+    assert not asking.is_alive()
+
+
+def test_a_name_that_is_taken_does_not_end_whoever_has_it(scripted):
+    client, rollout = scripted
+    found: list[Completion] = []
+    asking = threading.Thread(target=lambda: found.extend(rollout.complete(asked(1))))
+    asking.start()
+    wait_for(lambda: "r0/0" in client.moments)
+    with pytest.raises(ValueError, match="already running"):
+        rollout.complete(asked(1))
+    rollout._loop.call_soon_threadsafe(client.moments["r0/0"].set)
+    asking.join(20)
+    assert (found[0].finish_reason, client.aborted) == ("length", set())

@@ -50,6 +50,22 @@ def test_a_failing_reward_is_counted_where_asked(task, tmp_path):
         assert 0 < row["reward/errors"] < 512
 
 
+def test_a_batch_of_which_nothing_is_left_is_passed_over_and_eight_of_them_end_the_run(task, tmp_path):
+    count = tmp_path / "count"
+    count.write_text("")
+    body = (
+        f"open('{count}', 'a').write('.'); assert len(open('{count}').read()) > 512, 'down'; return len(solution_str)"
+    )
+    drop = (*own_reward(tmp_path, body), "reward.on_error=drop")
+    run = task.train(tmp_path / "run", *SHORT, *drop)
+    assert [row["training/empty_batches"] for row in run.metrics] == [1, 0]
+    assert [row["reward/errors"] for row in run.metrics] == [512, 0]
+    small = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "reward.on_error=drop")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ValueError, match="no sample of 8 batches in a row is left"):
+        task.train(tmp_path / "none", *SHORT, *small, *own_reward(tmp_path / "other", "assert 0, 'down'"))
+
+
 def test_a_batch_reward_of_the_wrong_length(task, tmp_path):
     file = tmp_path / "reward.py"
     file.write_text(

@@ -59,7 +59,7 @@ def worker(task, tmp_path):
     config = task.config(tmp_path, *OPTIONS).actor_rollout_ref
     group = create_worker_group(
         ResourcePool([1], use_gpu=False),
-        ClassWithInitArgs(ActorRolloutRefWorker, config, WorkerSettings("cpu", 60.0, 1, 10, False, False)),
+        ClassWithInitArgs(ActorRolloutRefWorker, config, WorkerSettings("cpu", 60.0, 1, 10, False)),
     )
     group.init_model()
     group.sync_weights(0)

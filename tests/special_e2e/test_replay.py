@@ -176,7 +176,11 @@ def test_gradients_that_are_not_finite_are_counted_dumped_and_limited(task, brok
     with pytest.raises(NonFiniteError, match=r"4 optimizer steps .*max_nan_steps \(3\): look at step 3"):
         task.train(tmp_path / "limited", *plain, "trainer.max_nan_steps=3")
     assert len(task_metrics(tmp_path / "limited")) == 3
+    with pytest.raises(NonFiniteError, match=r"2 optimizer steps .*nan_gradient=stop"):
+        task.train(tmp_path / "stopped", *plain, "trainer.nan_gradient=stop")
+    assert len(task_metrics(tmp_path / "stopped")) == 2
     # the dump is enough to see it again, though the run kept nothing else
+    assert replay(tmp_path / "stopped", 2).metrics["actor/skipped_steps"] == 2
     found = replay(tmp_path / "limited", 2)
     assert found.metrics["actor/skipped_steps"] == 2
     assert found.numbers["critic/score/mean"][0] == found.numbers["critic/score/mean"][1]

@@ -17,9 +17,9 @@ NAMES = ("input_ids", "attention_mask", "response_mask")
 
 @pytest.fixture
 def start(task, tmp_path):
-    def make(stop_on_nan=False, mini_batches=1, *overrides):
+    def make(mini_batches=1, *overrides):
         config = task.config(tmp_path, *overrides).actor_rollout_ref
-        settings = WorkerSettings("cpu", 60.0, mini_batches, 10, True, stop_on_nan)
+        settings = WorkerSettings("cpu", 60.0, mini_batches, 10, True)
         group = create_worker_group(
             ResourcePool([1], use_gpu=False), ClassWithInitArgs(ActorRolloutRefWorker, config, settings)
         )
@@ -93,12 +93,16 @@ def test_a_gradient_of_nan_is_skipped_and_counted(answers):
     assert not torch.equal(group.compute_log_prob(data).batch["old_log_probs"], before)
 
 
-def test_a_gradient_of_nan_stops_where_asked(start, answers):
-    _, data = answers
-    bad = with_advantages(data)
-    bad.batch["advantages"][0] = float("nan")
-    with pytest.raises((WorkerError, FloatingPointError), match="nan_gradient=stop"):
-        start(True).update_actor(bad)
+def test_a_mini_batch_that_has_lost_all_its_samples_moves_nothing(answers):
+    group, data = answers
+    before = group.compute_log_prob(data).batch["old_log_probs"]
+    empty = with_advantages(data)
+    for name in ("response_mask", "advantages"):
+        empty.batch[name] = torch.zeros_like(empty.batch[name])
+    (metrics,) = group.update_actor(empty)
+    assert metrics["actor/pg_loss"] == 0
+    assert metrics["actor/grad_norm"] == 0
+    assert torch.equal(group.compute_log_prob(data).batch["old_log_probs"], before)
 
 
 def test_weights_reach_the_rollout_with_a_newer_version_only(answers):
@@ -123,7 +127,7 @@ def test_weights_reach_the_rollout_with_a_newer_version_only(answers):
 
 def policy(task, tmp_path, world, *overrides):
     config = task.config(tmp_path, f"trainer.n_gpus_per_node={world}", *overrides).actor_rollout_ref
-    settings = WorkerSettings("cpu", 60.0, 1, 10, True, False)
+    settings = WorkerSettings("cpu", 60.0, 1, 10, True)
     group = create_worker_group(
         ResourcePool([world], use_gpu=False), ClassWithInitArgs(ActorRolloutRefWorker, config, settings)
     )
@@ -219,7 +223,7 @@ def test_a_phase_that_takes_more_than_the_budget_ends_the_call(start, prompts, a
     used = dict.fromkeys(("now", "peak"), 10 << 30)
     for name, key in (("used", "now"), ("peak", "peak")):
         monkeypatch.setattr(ProcessMeter, name, lambda self, key=key: used[key])
-    group = start(False, 1, "actor_rollout_ref.memory_budget_gigabytes=12")
+    group = start(1, "actor_rollout_ref.memory_budget_gigabytes=12")
     calls = {
         "gen": lambda: group.generate_sequences(prompts),
         "switch_release": lambda: group.compute_log_prob(data),

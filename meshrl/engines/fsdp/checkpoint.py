@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from meshrl.engines.extra_state import extra_state, load_extra
 from meshrl.engines.fsdp.reading import local_rows
 from meshrl.engines.master import MasterAdamW
+from meshrl.engines.optim import LocalAdamW
 from meshrl.engines.stored_reading import Stored
 from meshrl.engines.stored_state import STEP, Rectangle, Shape, Snapshot
 from meshrl.models.buffers import persistent_buffers
@@ -110,6 +111,8 @@ def _moments(engine: FSDPEngine, optimizer: torch.optim.Optimizer) -> State:
                 moments |= {(kind, name): held[kind] for kind in ("exp_avg", "exp_avg_sq")}
                 moments[STEP, name] = torch.tensor(float(optimizer.steps))
         return moments
+    if isinstance(optimizer, LocalAdamW):
+        optimizer.make_states()
     found = get_optimizer_state_dict(engine.module, optimizer, options=FLAT)
     start = "state." + engine.prefix
     for key, value in found.items():

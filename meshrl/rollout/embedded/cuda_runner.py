@@ -236,7 +236,8 @@ class PagedRunner(Runner):
             self.last.copy_(last)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # Other threads may use the device meanwhile: weights arrive beside generation.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._step(size)
             self._pool = self._pool or graph.pool()
             self._graphs[size] = graph

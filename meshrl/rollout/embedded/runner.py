@@ -186,7 +186,8 @@ class SlotRunner(Runner):
         self._close_gaps()
         count = rows.end
         context = SlotDecode(self.cache, rows, count)
-        self.cache.make_room(count, context.width)
+        # Rows in the middle of their prefill are written to as well, behind what they hold.
+        self.cache.make_room(count, int(rows.length[:count].max()) + 1)
         hidden = self.hidden(self.last[:count], context.positions, context, one_each=True)
         rows.length[:count] += rows.alive[:count]
         logits = self.logits(hidden)

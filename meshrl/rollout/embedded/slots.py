@@ -5,6 +5,8 @@ Blocks are what memory is counted in; only those that outlive their sequence (ca
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -17,6 +19,22 @@ from meshrl.rollout.embedded.rows import Rows
 from meshrl.rollout.embedded.scheduler import Piece
 
 GROWTH = 128
+SMALL = 1 << 20  # bytes
+
+
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory where something is written: one long row among short ones does not make all of them long.
+
+    What has never been written is masked, but a weight of zero times NaN would still be NaN.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < SMALL:
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        # With huge pages the first token of a row would take two megabytes for each head.
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class SlotCache:
@@ -40,10 +58,7 @@ class SlotCache:
             self.stores[layer] = self._grown(store[0]), self._grown(store[1])
 
     def _grown(self, old: Tensor) -> Tensor:
-        new = old.new_empty(self.rows, old.shape[1], self.room, old.shape[3])
-        # What has never been written is masked, but a weight of zero times NaN would still be NaN.
-        new[: old.shape[0], :, old.shape[2] :] = 0
-        new[old.shape[0] :] = 0
+        new = untouched_zeros((self.rows, old.shape[1], self.room, old.shape[3]), old.dtype)
         new[: old.shape[0], :, : old.shape[2]] = old
         return new
 
@@ -51,7 +66,7 @@ class SlotCache:
         """The slots of a layer, made on first use in the shape of its keys and values [.., heads, tokens, dim]."""
         if layer not in self.stores:
             self.stores[layer] = tuple(  # type: ignore[assignment]
-                x.new_zeros(self.rows, x.shape[1], self.room, x.shape[3]) for x in (key, value)
+                untouched_zeros((self.rows, x.shape[1], self.room, x.shape[3]), x.dtype) for x in (key, value)
             )
         return self.stores[layer]
 

@@ -13,7 +13,14 @@ TOKENS_PER_CHARACTER, MORE_TOKENS = 4, 8
 
 def find_stop(tokenizer: Tokenizer, tokens: np.ndarray, stops: Sequence[str]) -> str | None:
     """The stop string in the text of an answer that its last token has completed, if any."""
-    # Earlier ones would have ended the answer before: the tail is enough, and a step stays short.
+    # What older tokens have completed was let pass, before min_tokens: the tail is enough, and a step stays short.
     tail = tokens[-(TOKENS_PER_CHARACTER * max(map(len, stops)) + MORE_TOKENS) :]
-    text = tokenizer.decode(tail.tolist(), skip_special_tokens=False)
-    return next((stop for stop in stops if stop in text), None)
+    text = str(tokenizer.decode(tail.tolist(), skip_special_tokens=False))
+    ends = {stop: place + len(stop) for stop in stops if (place := text.rfind(stop)) >= 0}
+    if not ends:
+        return None
+    # Not by length alone: the last token may have mended a character that was broken before.
+    before = str(tokenizer.decode(tail[:-1].tolist(), skip_special_tokens=False))
+    pairs = zip(before, text, strict=False)
+    known = next((place for place, (old, new) in enumerate(pairs) if old != new), min(len(before), len(text)))
+    return next((stop for stop, end in ends.items() if end > known), None)

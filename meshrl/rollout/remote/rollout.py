@@ -63,7 +63,7 @@ class RemoteRollout(Rollout):
 
     def _call(self, work: Coroutine[Any, Any, T], deadline: float | None = None) -> T:
         """Runs a coroutine on the loop and waits for it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self._post(work)
         limit = deadline or self.deadline
         try:
             return future.result(limit)
@@ -72,6 +72,12 @@ class RemoteRollout(Rollout):
                 raise  # the engine's own words
             future.cancel()
             raise TimeoutError(f"the rollout's engine did not answer within {limit:.0f} s") from error
+
+    def _post(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        if self._closed:  # the loop has stopped and would never run it
+            work.close()
+            raise RuntimeError("the rollout is closed: its engine can be asked for nothing any more")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     # Requests
 
@@ -93,8 +99,8 @@ class RemoteRollout(Rollout):
                 waiting[task] = request
                 task.add_done_callback(ended.put)
 
+        self._call(begin())  # a refused name is somebody else's: nothing to abort then
         try:
-            self._call(begin())
             while waiting:
                 # No deadline: a pause may last. The engine's own failures end every answer.
                 try:
@@ -112,7 +118,8 @@ class RemoteRollout(Rollout):
                     answer.versions = final.get((answer.request_id, answer.index), answer.versions)
                     yield answer
         finally:
-            self.abort([request.request_id for request in requests])
+            if waiting:
+                self.abort([request.request_id for request in waiting.values()])
 
     def _wait_for(self, future: Future[None]) -> None:
         # No deadline: a pause may last. The engine's own failures end every answer.
@@ -131,9 +138,10 @@ class RemoteRollout(Rollout):
         def deliver(chunk: Chunk) -> None:
             loop.call_soon_threadsafe(arrived.put_nowait, chunk)
 
-        submitted = asyncio.run_coroutine_threadsafe(self._submit(requests, deliver), self._loop)
+        # Whoever leaves meanwhile has still asked.
+        entering = asyncio.wrap_future(self._post(self._submit(requests, deliver)))
         try:
-            await asyncio.wrap_future(submitted)
+            await asyncio.shield(entering)
             while unfinished:
                 try:
                     chunk = await asyncio.wait_for(arrived.get(), POLL_SECONDS)
@@ -144,8 +152,10 @@ class RemoteRollout(Rollout):
                 unfinished -= chunk.finish_reason is not None
                 yield chunk
         finally:
-            if unfinished and submitted.done() and submitted.exception() is None:
-                await asyncio.to_thread(self.abort, [request.request_id for request in requests])
+            if unfinished:
+                await asyncio.wait([entering], timeout=ABORT_SECONDS)
+                if entering.done() and entering.exception() is None:  # else none of these names is ours
+                    await asyncio.to_thread(self.abort, [request.request_id for request in requests])
 
     async def _submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
         names = [request.request_id for request in requests]
@@ -175,12 +185,15 @@ class RemoteRollout(Rollout):
         return asyncio.create_task(until_ended())
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        self._call(self._abort(request_ids))
+        if not self._closed:  # closing has ended all of them
+            self._call(self._abort(request_ids))
 
     async def _abort(self, request_ids: Sequence[str] | None) -> None:
         wanted = [a for (name, _), a in self._answers.items() if request_ids is None or name in request_ids]
         if not wanted:
             return
+        # A task that is cancelled before its first step never runs: it could neither say that it ended nor leave.
+        await asyncio.sleep(0)
         for answer in wanted:
             answer.aborted = True
             if not answer.sent and answer.task is not None:
@@ -206,7 +219,7 @@ class RemoteRollout(Rollout):
                 self._call(self._gate())
                 self.abort()
             elif mode == "wait":
-                self._wait_for(asyncio.run_coroutine_threadsafe(self._drain(), self._loop))
+                self._wait_for(self._post(self._drain()))
             self._paused = True
             self._call(self._gate())
 
@@ -214,8 +227,17 @@ class RemoteRollout(Rollout):
         """Holds new requests back and waits for those that run."""
         self._open.clear()
         running = [answer.task for answer in self._answers.values() if answer.sent and answer.task is not None]
-        if running:
-            await asyncio.wait(running)
+        if not running:
+            return
+        if self._released or self._lacks_weights:
+            raise RuntimeError(
+                "answers are running that cannot end, since the rollout has released memory or lacks weights: resume "
+                "what was released and update the weights first, or pause with mode 'abort'"
+            )
+        if self._engine_paused:  # by an earlier pause: they could never end
+            await self.client.resume()
+            self._engine_paused = False
+        await asyncio.wait(running)
 
     async def _gate(self) -> None:
         """Opens or closes the way for requests, here and in the engine, as the present state demands."""

@@ -66,11 +66,13 @@ class Service:
         """Holds new requests back, then pauses the rollout."""
         self.slots.shut(True)
         await asyncio.to_thread(self.rollout.pause, mode)
+        if not self.slots.is_shut:  # somebody resumed while the last answers were waited for
+            await asyncio.to_thread(self.rollout.resume)
 
     async def resume(self) -> None:
         """Lets the rollout and those that wait go on."""
+        self.slots.shut(False)  # first: a pause that ends now looks at it
         await asyncio.to_thread(self.rollout.resume)
-        self.slots.shut(False)
 
     async def update(self, read: Callable[[], Mapping[str, Tensor]], version: int | None) -> int:
         """Brings weights in under a version (by default the next); wrong ones are refused before any is copied."""

@@ -121,7 +121,8 @@ class Answering(Response):
         async for chunk in generation.chunks():
             if chunk.finish_reason == "error":
                 # An engine in this process refuses at the door what it cannot serve; later errors are its own.
-                refused = isinstance(self.service.rollout, SteppingRollout) and not transcript.completion_tokens
+                came = transcript.completion_tokens or chunk.token_ids
+                refused = isinstance(self.service.rollout, SteppingRollout) and not came
                 raise ApiError(400 if refused else 500, chunk.error or "the rollout gave no reason")
             if first:
                 self.service.metrics.first_token.observe(time.monotonic() - self._started)

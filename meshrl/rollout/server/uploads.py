@@ -46,10 +46,9 @@ def _read(files: Iterable[str | Path], service: Service) -> dict[str, Tensor]:
 def _by_transformers(path: str, service: Service) -> dict[str, Tensor]:
     """For files that name or cut their tensors in another way than the model does."""
     # While transformers builds a model, torch's default dtype is another one for all threads: nothing may be generated.
-    was_paused = service.slots.is_shut
     service.rollout.pause("keep")
     try:
         return folder_weights(path, service.opened.dtype, service.opened.trust_remote_code)
     finally:
-        if not was_paused:
+        if not service.slots.is_shut:  # by now: somebody may have paused or resumed meanwhile
             service.rollout.resume()

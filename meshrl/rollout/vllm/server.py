@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from meshrl.models.loading import load_model_config
+from meshrl.rollout.base import TAGS
 from meshrl.rollout.remote.client import EngineClient, ModelFacts, Piece, span_versions
 from meshrl.rollout.remote.http import Http
 from meshrl.rollout.remote.process import ServerProcess, free_port
@@ -53,6 +54,7 @@ class VllmServer(EngineClient):
         self._folder: Path | None = None
         self._process: ServerProcess | None = None
         self._url = url
+        self._released: set[str] = set()
 
     async def start(self) -> None:
         self._folder = Path(self._exchange or memory_folder())
@@ -117,11 +119,17 @@ class VllmServer(EngineClient):
     async def release(self, tags: Sequence[str]) -> None:
         if self._arguments.get("enable_sleep_mode"):
             await self._http.post("/sleep", level="2" if "weights" in tags else "1", mode="keep")
+            # Everything sleeps now: what nobody released comes back at once.
+            for tag in TAGS:
+                if tag not in tags and tag not in self._released:
+                    await self._http.post("/wake_up", tags=tag)
+        self._released |= set(tags)
 
     async def take_back(self, tags: Sequence[str]) -> None:
         if self._arguments.get("enable_sleep_mode"):
             for tag in tags:
                 await self._http.post("/wake_up", tags=tag)
+        self._released -= set(tags)
 
     async def close(self) -> None:
         if hasattr(self, "_http"):

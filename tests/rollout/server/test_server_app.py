@@ -7,6 +7,7 @@ import threading
 from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer as FastTokenizer
@@ -14,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from meshrl.rollout.base import Rollout
+from meshrl.rollout.embedded.stops import find_stop
 from meshrl.rollout.requests import Chunk, SamplingParams
 from meshrl.rollout.server.app import build_app
 from meshrl.rollout.server.errors import ApiError
@@ -21,6 +23,8 @@ from meshrl.rollout.server.limits import Slots
 from meshrl.rollout.server.metrics import Histogram
 from meshrl.rollout.server.service import Service
 from meshrl.rollout.server.settings import Settings
+from meshrl.rollout.server.uploads import from_folder
+from meshrl.rollout.stepping import SteppingRollout
 from meshrl.rollout.text import TextStream, answer_text
 
 
@@ -80,6 +84,10 @@ async def gives_nan(_, request):
     yield Chunk(request.request_id, 0, [2], [float("nan")], [0], "length")
 
 
+async def fails_at_once(_, request):
+    yield Chunk(request.request_id, 0, [2], [-1.0], [0], "error", "the device fell off")
+
+
 async def refuses(_, request):
     yield Chunk(request.request_id, 0, [], [], [], "error", "no such thing")
 
@@ -92,8 +100,8 @@ async def hangs(rollout, request):
 
 @pytest.fixture
 def serve(tiny_model_folder, tokenizer):
-    def make(script, **settings):
-        rollout = Scripted(script)
+    def make(script, kind=Scripted, **settings):
+        rollout = kind(script)
         opened = SimpleNamespace(
             rollout=rollout,
             tokenizer=tokenizer,
@@ -162,6 +170,58 @@ def test_nan_and_late_errors_are_the_servers_own(serve):
     _, client = serve(refuses)
     answer = post(client)
     assert (answer.status_code, answer.json()["error"]["message"]) == (500, "no such thing")
+
+
+def test_only_what_an_engine_refuses_at_the_door_is_the_clients_fault(serve):
+    class InProcess(Scripted, SteppingRollout):
+        add = step = has_work = drop = None  # the script stands for them
+
+    for script, status in ((refuses, 400), (fails_at_once, 500)):
+        _, client = serve(script, kind=InProcess)
+        assert post(client).status_code == status
+
+
+def test_resuming_while_a_pause_waits_leaves_nothing_paused(serve):
+    rollout, client = serve(two_tokens, token="t")
+    waits, goes_on = threading.Event(), threading.Event()
+
+    def pause(mode):
+        waits.set()
+        assert goes_on.wait(20)
+        rollout.paused = mode
+
+    rollout.pause = pause
+    secret = {"authorization": "Bearer t"}
+
+    async def story():
+        pausing = asyncio.create_task(client.post("/pause", json={"mode": "wait"}, headers=secret))
+        await asyncio.to_thread(waits.wait)
+        assert (await client.post("/resume", headers=secret)).status_code == 200
+        goes_on.set()
+        await pausing
+        return await client.post("/v1/completions", json=BODY)
+
+    assert asyncio.run(story()).status_code == 200
+    assert rollout.paused is None
+
+
+@pytest.mark.parametrize("shut", [True, False])
+def test_reading_weights_ends_with_the_rollout_as_it_is_wanted_by_then(serve, tmp_path, monkeypatch, shut):
+    rollout, _ = serve(two_tokens)
+    slots = Slots(1, 1)
+    slots.shut(not shut)
+    opened = SimpleNamespace(dtype=torch.float32, trust_remote_code=False)
+    service = SimpleNamespace(slots=slots, rollout=rollout, opened=opened, shapes={"w": [1]}, tied=())
+    (tmp_path / "config.json").write_text("{}")
+
+    def read(*_):
+        assert rollout.paused == "keep"
+        slots.shut(shut)  # somebody pauses or resumes meanwhile
+        return {"w": torch.zeros(1)}
+
+    monkeypatch.setattr("meshrl.rollout.server.uploads.folder_weights", read)
+    assert set(from_folder(str(tmp_path), service)) == {"w"}
+    assert rollout.paused == ("keep" if shut else None)
 
 
 def test_a_request_that_takes_too_long_is_ended(serve):
@@ -318,8 +378,7 @@ def test_stop_strings_are_held_back_and_cut(tokenizer, step):
     assert sent + rest == "0101012"
     assert streamed("01a", ["ab"], False) == ("01", "a")
     # Before `start` tokens stop strings are text like any other.
-    if step == 1:
-        assert "".join(streamed("abc1ab2", ["ab"], True, start=3)) == "abc1"
+    assert "".join(streamed("abc1ab2", ["ab"], True, start=3)) == "abc1"
 
 
 def test_the_token_that_ended_an_answer_has_no_text(tokenizer):
@@ -329,3 +388,23 @@ def test_the_token_that_ended_an_answer_has_no_text(tokenizer):
     assert answer_text(tokenizer, params, tokens, "stop") == "012"
     assert answer_text(tokenizer, params, tokens, "length") == "0123"
     assert answer_text(tokenizer, params, [*tokens, 1], "stop") == "0123"
+
+
+def test_a_stop_string_before_the_least_number_of_tokens_stays_in_the_text(tokenizer):
+    params = SamplingParams(max_tokens=9, stop=("ab",), min_tokens=4)
+    tokens = tokenizer("0abc1ab")["input_ids"]
+    assert answer_text(tokenizer, params, tokens, "stop") == "0abc1"
+    assert answer_text(tokenizer, params, tokens[:5], "length") == "0abc1"
+
+
+def test_a_stop_string_is_found_when_its_last_token_comes(byte_tokenizer):
+    tokens = np.array(byte_tokenizer("1漢字=漢字=漢字")["input_ids"])
+
+    def found(*stops):
+        return [n for n in range(1, len(tokens) + 1) if find_stop(byte_tokenizer, tokens[:n], stops)]
+
+    # Once each time: what stands further back in the tail was let pass.
+    assert found("漢字") == [7, 14, 21]
+    assert found("字=漢", "1") == [1, 11, 18]
+    assert found("=漢字=") == [15]
+    assert found("none") == []

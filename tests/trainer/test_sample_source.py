@@ -1,0 +1,47 @@
+"""How many steps a run has, and samples that do not divide by the ranks they are spread over."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from meshrl.config.root import PPOConfig
+from meshrl.data.proto import DataProto
+from meshrl.trainer.sample_source import SampleSource, total_steps
+
+
+def steps(rows: int, batch: int, epochs: int, filters: bool, given: int | None = None) -> int:
+    config = PPOConfig()
+    config.data.train_batch_size, config.trainer.total_epochs = batch, epochs
+    config.algorithm.filter_groups.enable, config.trainer.total_training_steps = filters, given
+    return total_steps(config, rows)
+
+
+def test_steps_by_epochs():
+    assert steps(100, 30, 4, filters=False) == 12
+    assert steps(100, 30, 4, filters=True) == 13
+    assert steps(100, 128, 30, filters=True) == 23
+    assert steps(100, 128, 1, filters=False, given=5) == 5
+
+
+@pytest.mark.parametrize("filters", [False, True])
+def test_a_run_without_a_step_is_refused_with_the_numbers(filters):
+    with pytest.raises(ValueError, match=r"100 rows in 1 epochs make no batch of data\.train_batch_size \(128\)"):
+        steps(100, 128, 1, filters)
+
+
+@pytest.mark.parametrize(("samples", "ranks"), [(8, 4), (6, 4), (3, 8)])
+def test_samples_that_do_not_divide_by_the_ranks_are_answered_in_their_order(samples, ranks):
+    lengths = torch.arange(samples, 0, -1)
+    mask = (torch.arange(samples) < lengths[:, None]).long()
+    batch = DataProto.from_dict({"input_ids": mask * lengths[:, None], "attention_mask": mask, "response_mask": mask})
+    source = SimpleNamespace(units=SimpleNamespace(dp_size=1), balanced_order=lambda work, _, dp: work.argsort())
+    asked = []
+
+    def method(request: DataProto) -> DataProto:
+        asked.append(request.batch["attention_mask"].sum(1).tolist())
+        return DataProto.from_dict({"found": request.batch["input_ids"][:, 0].clone()})
+
+    answer = SampleSource.call_balanced(source, method, batch, ranks)
+    assert answer.batch["found"].tolist() == lengths.tolist()
+    assert (asked[0] == lengths.tolist()) == (samples % ranks != 0)
