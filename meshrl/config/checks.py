@@ -355,7 +355,7 @@ def _loss_problems(config: PPOConfig) -> list[str]:
     problems = []
     if loss.loss_mode in SEQUENCE_LOSSES and actor.loss_agg_mode == "token-mean":
         problems.append(
-            f"{ACTOR}.policy_loss.loss_mode={loss.loss_mode} is a loss of whole sequences, which token-mean would weigh "
+            f"{ACTOR}.policy_loss.loss_mode={loss.loss_mode} is a loss of whole sequences, which token-mean weighs "
             f"by their lengths: set {ACTOR}.loss_agg_mode=seq-mean-token-mean"
         )
     if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
