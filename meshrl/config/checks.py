@@ -48,8 +48,9 @@ FSDP_ONLY_KEYS = (
     "use_torch_compile",
     "activation_memory_budget",
 )
-SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
 FSDP_ONLY_MODEL_KEYS = ("lora_rank", "lora_adapter_path", "enable_activation_offload", "use_remove_padding")
+# Policy losses whose objective is a mean of sequences.
+SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
 IDLE_FSDP_KEYS = {"fsdp2": "use_orig_params", "fsdp": "reshard_after_forward"}
 
 

@@ -28,8 +28,31 @@ def attend_varlen(
     if dim < query.shape[-1]:
         # The kernels want values of the queries' size; what zeros add is cut off again.
         value = F.pad(value, (0, query.shape[-1] - dim))
-    attend = _flash_4 if has_flash_4(query.device) and query.shape[-1] % 8 == 0 else _torch
-    return attend(query, key, value, borders, longest, scaling, window)[..., :dim]
+    if has_flash_4(query.device) and query.shape[-1] % 8 == 0:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        out = flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            cu_seqlens_q=borders[0],
+            cu_seqlens_k=borders[1],
+            max_seqlen_q=longest[0],
+            max_seqlen_k=longest[1],
+            softmax_scale=scaling,
+            causal=True,
+            window_size=(None, None) if window is None else (window - 1, 0),
+        )
+    else:
+        from torch.nn.attention.varlen import varlen_attn
+
+        # Older releases share key heads among query heads without being told to.
+        told = {"enable_gqa": query.shape[1] != key.shape[1]} if _takes_gqa_flag() else {}
+        seen = (-1 if window is None else window - 1, 0)
+        out = varlen_attn(query, key, value, *borders, *longest, scale=scaling, window_size=seen, **told)  # type: ignore[arg-type]
+    if isinstance(out, tuple):  # some releases of FlashAttention 4 return the log-sums too
+        out = out[0]
+    return out[..., :dim]
 
 
 @cache
@@ -39,51 +62,6 @@ def has_flash_4(device: torch.device) -> bool:
         return False
     # An older flash-attn owns the same parent package, so that its part is looked for.
     return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
-
-
-def _flash_4(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    borders: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    scaling: float,
-    window: int | None,
-) -> Tensor:
-    from flash_attn.cute import flash_attn_varlen_func
-
-    out = flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        cu_seqlens_q=borders[0],
-        cu_seqlens_k=borders[1],
-        max_seqlen_q=longest[0],
-        max_seqlen_k=longest[1],
-        softmax_scale=scaling,
-        causal=True,
-        window_size=(None, None) if window is None else (window - 1, 0),
-    )
-    return out[0] if isinstance(out, tuple) else out  # some releases return the log-sums too
-
-
-def _torch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    borders: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    scaling: float,
-    window: int | None,
-) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    # Older releases share key heads among query heads without being told to.
-    told = {"enable_gqa": query.shape[1] != key.shape[1]} if _takes_gqa_flag() else {}
-    window_size = (-1 if window is None else window - 1, 0)
-    out = varlen_attn(query, key, value, *borders, *longest, scale=scaling, window_size=window_size, **told)  # type: ignore[arg-type]
-    assert isinstance(out, Tensor)  # a pair only where auxiliary results are asked for
-    return out
 
 
 @cache

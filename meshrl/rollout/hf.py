@@ -33,9 +33,9 @@ from meshrl.models.buffers import named_weights
 from meshrl.rollout.admission import NO_WEIGHTS, known_tags, refusal, room
 from meshrl.rollout.base import TAGS
 from meshrl.rollout.embedded.sampler import derived_seed
-from meshrl.rollout.embedded.stops import find_stop
 from meshrl.rollout.requests import Chunk, Request
 from meshrl.rollout.stepping import SteppingRollout
+from meshrl.rollout.stops import find_stop
 from meshrl.rollout.weight_stream import checked
 
 

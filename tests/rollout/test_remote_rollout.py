@@ -180,12 +180,18 @@ def test_leaving_while_the_requests_come_in_leaves_nothing_behind(scripted):
     assert not rollout._answers
 
 
-def test_a_pause_that_waits_lets_kept_answers_end(scripted):
-    client, rollout = scripted
+def begin_one(client, rollout) -> tuple[threading.Thread, list[Completion]]:
+    """Asks for one answer in a thread, until the engine has begun it; the list gets what comes."""
     found: list[Completion] = []
     asking = threading.Thread(target=lambda: found.extend(rollout.complete(asked(1))))
     asking.start()
     wait_for(lambda: "r0/0" in client.moments)
+    return asking, found
+
+
+def test_a_pause_that_waits_lets_kept_answers_end(scripted):
+    client, rollout = scripted
+    asking, found = begin_one(client, rollout)
     rollout.pause("keep")
     assert client.paused
     pausing = threading.Thread(target=rollout.pause, args=("wait",))
@@ -203,9 +209,7 @@ def test_a_pause_that_waits_lets_kept_answers_end(scripted):
 
 def test_a_pause_does_not_wait_for_answers_that_cannot_end(scripted):
     client, rollout = scripted
-    asking = threading.Thread(target=lambda: rollout.complete(asked(1)))
-    asking.start()
-    wait_for(lambda: "r0/0" in client.moments)
+    asking, _ = begin_one(client, rollout)
     rollout.release(["kv_cache"])
     with pytest.raises(RuntimeError, match="mode 'abort'"):
         rollout.pause("wait")
@@ -217,10 +221,7 @@ def test_a_pause_does_not_wait_for_answers_that_cannot_end(scripted):
 
 def test_a_name_that_is_taken_does_not_end_whoever_has_it(scripted):
     client, rollout = scripted
-    found: list[Completion] = []
-    asking = threading.Thread(target=lambda: found.extend(rollout.complete(asked(1))))
-    asking.start()
-    wait_for(lambda: "r0/0" in client.moments)
+    asking, found = begin_one(client, rollout)
     with pytest.raises(ValueError, match="already running"):
         rollout.complete(asked(1))
     rollout._loop.call_soon_threadsafe(client.moments["r0/0"].set)

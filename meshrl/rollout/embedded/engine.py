@@ -38,10 +38,10 @@ from meshrl.rollout.embedded.rows import Rows, Sequence
 from meshrl.rollout.embedded.runner import Launch
 from meshrl.rollout.embedded.sampler import derived_seed
 from meshrl.rollout.embedded.scheduler import Piece, Scheduler
-from meshrl.rollout.embedded.stops import find_stop
 from meshrl.rollout.embedded.tensor_parallel import TensorParallel
 from meshrl.rollout.requests import Chunk, Request
 from meshrl.rollout.stepping import POLL_SECONDS, SteppingRollout
+from meshrl.rollout.stops import find_stop
 from meshrl.rollout.weight_stream import checked
 from meshrl.telemetry.ledger import IDLE, booked
 

@@ -19,7 +19,7 @@ from meshrl.rollout.embedded.rows import Rows
 from meshrl.rollout.embedded.scheduler import Piece
 
 GROWTH = 128
-SMALL = 1 << 20  # bytes
+SMALL = 1 << 20  # bytes that are not worth a mapping of their own
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,6 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from meshrl.rollout.base import Rollout
-from meshrl.rollout.embedded.stops import find_stop
 from meshrl.rollout.requests import Chunk, SamplingParams
 from meshrl.rollout.server.app import build_app
 from meshrl.rollout.server.errors import ApiError
@@ -25,6 +24,7 @@ from meshrl.rollout.server.service import Service
 from meshrl.rollout.server.settings import Settings
 from meshrl.rollout.server.uploads import from_folder
 from meshrl.rollout.stepping import SteppingRollout
+from meshrl.rollout.stops import find_stop
 from meshrl.rollout.text import TextStream, answer_text
 
 
