@@ -147,6 +147,8 @@ def _apply(tree: DictConfig, root: type, setting: Setting, written: str, sources
     if setting.name != leaf.name and leaf.base_type is not dict:
         return f"unknown key {written}: {leaf.name} holds one value ({type_name(leaf.type)}), no keys"
     value = setting.value
+    if value is False and "off" in leaf.info.choices:  # YAML takes the bare word for a truth value
+        value = "off"
     if leaf.base_type is list and value is not None and not isinstance(value, list):
         value = [value]
     try:

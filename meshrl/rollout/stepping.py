@@ -170,6 +170,7 @@ class SteppingRollout(Rollout):
                 if mode != "wait" or not (self._left or self.has_work()):
                     self._paused = True
                     return
+                self._raise_failure()
                 if self.is_suspended():
                     with booked(IDLE):  # no step before everything is back
                         self._work.wait(POLL_SECONDS)

@@ -59,6 +59,8 @@ def problems(*overrides):
             [BYPASS, f"{CORRECTION}.rollout_is_batch_normalize=true"],
             "rollout_is_batch_normalize needs the whole batch",
         ),
+        ([f"{CORRECTION}.rollout_is_batch_normalize=true"], "has no effect without weights"),
+        ([f"{CORRECTION}.rollout_is=off", f"{CORRECTION}.rollout_is_threshold=3.0"], "has no effect without weights"),
     ],
 )
 def test_what_does_not_go_together_is_said(overrides, words):

@@ -67,6 +67,8 @@ def test_clip_ratio_alone_moves_both_sides() -> None:
         ("trainer.experiment_name=a=b", "trainer.experiment_name", "a=b"),
         ("trainer.experiment_name=007", "trainer.experiment_name", "7"),
         ("trainer.val_before_train=False", "trainer.val_before_train", False),
+        ("trainer.gates.non_finite=off", "trainer.gates.non_finite", "off"),
+        ("algorithm.rollout_correction.rollout_is=off", "algorithm.rollout_correction.rollout_is", "off"),
         (f"{ACTOR}.optim.lr=3e-4", f"{ACTOR}.optim.lr", 3e-4),
         (f"{ACTOR}.optim.betas=[0.9,0.99]", f"{ACTOR}.optim.betas", [0.9, 0.99]),
         ("+actor_rollout_ref.model.override_config.a.b=2", "actor_rollout_ref.model.override_config", {"a": {"b": 2}}),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from meshrl.data.proto import DataProto
 from meshrl.rollout.embedded.engine import EmbeddedRollout
 from meshrl.rollout.requests import Completion, Request, SamplingParams
 
@@ -472,6 +473,24 @@ def test_a_name_that_is_taken_does_not_end_whoever_has_it(make_lm):
     chunks = asyncio.run(twice())
     rollout.close()
     assert chunks[-1].finish_reason == "length"
+
+
+def test_an_engine_that_failed_in_its_thread_says_so_to_everyone(make_lm, monkeypatch):
+    rollout, requests = made(make_lm("qwen3")), asked(2)
+    monkeypatch.setattr(rollout.runner, "decode", lambda: 1 / 0)
+    with pytest.raises(RuntimeError, match="engine failed") as caught:
+        asyncio.run(collect(rollout, requests))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    enter(rollout, asked(1))
+    ids = torch.tensor([[2, 3, 4]])
+    fields = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "seeds": torch.arange(1)}
+    for call in (
+        lambda: rollout.pause("wait"),
+        lambda: rollout.complete([Request("other", (2, 3), LONG, 0)]),
+        lambda: rollout.generate_sequences(DataProto.from_dict(fields), LONG),
+    ):
+        with pytest.raises(RuntimeError, match="engine failed"):
+            call()
 
 
 def test_streams_and_batches_share_the_engine(make_lm):

@@ -327,6 +327,7 @@ class EmbeddedRollout(SteppingRollout):
                     self._submit(sequence)
             while answers.left:
                 with self._work:
+                    self._raise_failure()
                     if self._paused or self.is_suspended():
                         with booked(IDLE):  # new weights have to come
                             self._work.wait(POLL_SECONDS)
