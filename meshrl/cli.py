@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -33,10 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         _complain("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has gone, as in `meshrl config | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_has_gone():  # as in `meshrl config | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         problems = getattr(error, "problems", None)  # ConfigError, without importing the config for it
         if problems is not None:
             if os.environ.get("MESHRL_TRACEBACK"):
@@ -54,6 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _complain(str(error))  # an end that was asked for
         return int(code)
+
+
+def _reader_has_gone() -> bool:
+    """Whether our standard output is a pipe that was closed at its other end; a run has other pipes, to its workers."""
+    try:
+        output = sys.stdout.fileno()
+    except OSError:  # it is no file
+        return False
+    poll = select.poll()
+    poll.register(output, 0)
+    return bool(poll.poll(0))  # errors and hang-ups are told without being asked for
 
 
 def _exit_code_of(error: Exception) -> int:

@@ -39,7 +39,7 @@ def rearrange_micro_batches(
         "group_size": force_group_size,
         "workload": workload,
     }
-    if dp_group is not None and same_micro_num_in_dp and fixed_num_micro_batches is None:
+    if dp_group is not None and same_micro_num_in_dp:
         plan = _plan_together(lengths, max_token_len, dp_group, options)
     else:
         plan = plan_micro_batches(lengths, max_token_len, **options)
@@ -143,6 +143,9 @@ def _select_value(value: Any, samples: np.ndarray) -> Any:
 def _select_rows(data: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
     if not data.is_nested:
         return data[torch.from_numpy(rows).to(data.device)]
+    if len(rows) == 0 and data.layout is torch.jagged:  # torch makes no nested tensor of no rows
+        no_rows = torch.zeros(1, dtype=torch.int64, device=data.device)
+        return torch.nested.nested_tensor_from_jagged(data.values()[:0], no_rows)
     parts = data.unbind()
     return torch.nested.as_nested_tensor([parts[row] for row in rows.tolist()], layout=data.layout)
 

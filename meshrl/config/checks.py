@@ -47,6 +47,7 @@ FSDP_ONLY_KEYS = (
     "context_parallel_size",
     "use_torch_compile",
     "activation_memory_budget",
+    "keep_logits_megabytes",
 )
 FSDP_ONLY_MODEL_KEYS = ("lora_rank", "lora_adapter_path", "enable_activation_offload", "use_remove_padding")
 # Policy losses whose objective is a mean of sequences.
@@ -88,6 +89,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *_reader_problems(config),
         *_budget_problems(config),
         *_dtype_problems(config),
+        *_adapter_problems(config),
         *multi_turn_problems(config),
         *_algorithm_problems(config),
         *estimator_problems(config),
@@ -279,6 +281,17 @@ def _sampling_problems(config: PPOConfig) -> list[str]:
     return problems
 
 
+def _adapter_problems(config: PPOConfig) -> list[str]:
+    model = config.actor_rollout_ref.model
+    unmergeable = [name for name in ("lm_head", "embed_tokens") if name in model.target_modules]
+    if not model.lora_rank or not unmergeable:
+        return []
+    return [
+        f"{MODEL}.target_modules: adapters of {' and '.join(unmergeable)} cannot be merged into the weights that the "
+        "rollout gets: name linear layers before the head alone"
+    ]
+
+
 def _reader_problems(config: PPOConfig) -> list[str]:
     """Keys of the rollout that are set, but that its engine does not read."""
     name = config.actor_rollout_ref.rollout.name
@@ -412,7 +425,13 @@ def _idle_engine_problems(
         changed += [name for key in FSDP_ONLY_MODEL_KEYS for name in changed_keys(config, f"{model_prefix}.{key}")]
     else:
         changed += changed_keys(config, f"{prefix}.fsdp_config.{IDLE_FSDP_KEYS[engine.strategy]}")
-    return [f"{name} has no effect with {prefix}.strategy={engine.strategy}" for name in changed]
+    problems = [f"{name} has no effect with {prefix}.strategy={engine.strategy}" for name in changed]
+    needs = {"activation_memory_budget": "use_torch_compile", "megatron.grad_offload": "megatron.optimizer_offload"}
+    for name, needed in needs.items():
+        given = changed_keys(config, f"{prefix}.{name}")
+        if given and given[0] not in changed and not get_value(config, f"{prefix}.{needed}"):
+            problems.append(f"{given[0]} has no effect without {prefix}.{needed}=true")
+    return problems
 
 
 def _idle_problems(config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: str) -> list[str]:

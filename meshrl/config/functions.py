@@ -27,7 +27,7 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
 
 def _import(path: str) -> ModuleType:
     file = Path(path)
-    if file.suffix != ".py" and not file.exists():
+    if file.suffix != ".py" and not file.is_file():
         return importlib.import_module(path)
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {path}")

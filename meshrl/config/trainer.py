@@ -111,7 +111,7 @@ class TrainerConfig(RunConfig):
     )
     validation_data_dir: str | None = key(None, "Folder for all validation samples, one jsonl file per validation.")
     gates: GatesConfig = section(GatesConfig, "What is watched while the run goes on.")
-    log_val_generations: int = key(0, "Validation samples shown by the trackers each time.", low=0)
+    log_val_generations: int = key(0, "Samples of each validation that are kept for the report; 0: 8.", low=0)
 
     @property
     def checkpoints_to_keep(self) -> int | None:

@@ -125,7 +125,8 @@ class CallBook:
             if call.silent:
                 return
             del self._open[number]
-            self._turn_began[call.line] = time.monotonic()
+            if not self._queues(call):
+                self._turn_began[call.line] = time.monotonic()
         if call.failures:
             call.future.set_error(self._worker_error(call))
         else:
@@ -183,10 +184,17 @@ class CallBook:
 
     def _is_late(self, call: OpenCall, now: float) -> bool:
         if call.failed_at is not None:
-            return now - call.failed_at > self._deadlines.release
-        if any(other.number < call.number and other.line == call.line for other in self._open.values()):
-            return False  # it still queues behind an older call, which has its own deadline
+            if self._queues(call, call.silent):
+                return False  # the others have not come to it yet
+            return now - max(call.failed_at, self._started(call)) > self._deadlines.release
+        if self._queues(call):
+            return False  # the older call has its own deadline
         return now - self._started(call) > call.limit
+
+    def _queues(self, call: OpenCall, on: Sequence[int] | None = None) -> bool:
+        """Whether an older call of its line is under way, on some of the ranks `on` if they are given."""
+        older = [each for each in self._open.values() if each.number < call.number and each.line == call.line]
+        return any(on is None or not set(on).isdisjoint(each.silent) for each in older)
 
     def _started(self, call: OpenCall) -> float:
         return max(call.opened_at, self._turn_began.get(call.line, 0.0))

@@ -91,6 +91,7 @@ class CallSpec:
 
 _modes: dict[str, PlanFn | None] = {}
 _SPEC_ATTRIBUTE = "__meshrl_call__"
+_MESH_ATTRIBUTE = "__meshrl_mesh__"  # of the plans that nd_dispatch makes
 
 
 def register(
@@ -107,10 +108,10 @@ def register(
     `dispatch_fn` sees them, unless `materialize_futures=False`.
     """
     plan = _plan_of(dispatch_mode)
-    if execute_mode is Execute.RANK_ZERO and dispatch_mode in _SHARDING_MODES:
-        raise ValueError(
-            f"{dispatch_mode} shards its data over the ranks: with Execute.RANK_ZERO the rest would be lost"
-        )
+    mesh = getattr(dispatch_mode, _MESH_ATTRIBUTE, None)
+    if execute_mode is Execute.RANK_ZERO and (mesh is not None or dispatch_mode in _SHARDING_MODES):
+        name = dispatch_mode if mesh is None else f"nd_dispatch('{mesh}')"
+        raise ValueError(f"{name} shards its data over the ranks: with Execute.RANK_ZERO the rest would be lost")
 
     def mark(method: F) -> F:
         setattr(method, _SPEC_ATTRIBUTE, CallSpec(plan, execute_mode, blocking, materialize_futures))
@@ -165,6 +166,7 @@ def nd_dispatch(mesh_name: str, pad: bool = True, direct: bool = False) -> PlanF
         calls = [RankCall(rank, *shards.of(entry.dp_rank)) for rank, entry in enumerate(entries)]
         return Plan(calls, lambda answers: shards.join([answers[rank] for rank in collectors]), direct)
 
+    setattr(plan, _MESH_ATTRIBUTE, mesh_name)
     return plan
 
 

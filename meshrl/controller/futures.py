@@ -1,11 +1,14 @@
 """Results that are not there yet, and the thread that waits for them in order."""
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from meshrl.telemetry.ledger import booked
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -106,7 +109,7 @@ class SerialThread:
         return self._unfinished > 0
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job; it must handle its own exceptions."""
+        """Queue a job; it should handle its own exceptions: nobody hears of others but the log."""
         with self._lock:
             self._unfinished += 1
             if self._thread is None:
@@ -119,6 +122,8 @@ class SerialThread:
             job = self._jobs.get()
             try:
                 job()
+            except BaseException:
+                logger.exception("a job of thread %s failed", self._name)
             finally:
                 with self._lock:
                     self._unfinished -= 1

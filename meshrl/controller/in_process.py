@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from meshrl.controller.calls import Deadlines
 from meshrl.controller.dispatch import RankCall, is_proto
 from meshrl.controller.errors import ControllerError, GroupBrokenError, WorkerError
 from meshrl.controller.flight_recorder import Collective
@@ -32,8 +33,11 @@ class InProcessBackend:
 
     world_size = 1
 
-    def __init__(self, pool: ResourcePool, spec: ClassWithInitArgs, role: str, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, pool: ResourcePool, spec: ClassWithInitArgs, role: str, deadlines: Deadlines, env: Mapping[str, str]
+    ) -> None:
         self._role = role
+        self._deadlines = deadlines
         self._stopped: ControllerError | None = None
         self._turn = threading.RLock()
         self._background = SerialThread(f"meshrl-{role}")
@@ -55,8 +59,11 @@ class InProcessBackend:
         def run() -> None:
             with booked(f"wait_{future.whom}"), threading.Lock() if direct else self._turn:
                 try:
-                    answer = self._run(method, call_worker, (self._worker, method, args, kwargs))
-                except WorkerError as error:
+                    worker = self._worker
+                    if worker is None:
+                        self.check()
+                    answer = self._run(method, call_worker, (worker, method, args, kwargs))
+                except ControllerError as error:
                     future.set_error(error)
                 else:
                     future.set_result([answer])
@@ -100,17 +107,35 @@ class InProcessBackend:
         return {}
 
     def stop(self, error: ControllerError, graceful: bool) -> None:
-        """Let go of the worker."""
+        """Let go of the worker, after what is queued if `graceful`; a call that outlasts the deadline runs on."""
         if self._stopped is None:
             self._stopped = error
-            if graceful and hasattr(self._worker, "close"):
-                self._worker.close()
+            if graceful:
+                self._close_worker()
             self._worker = None
+
+    def _close_worker(self) -> None:
+        queued_ones_done = threading.Event()
+        if self._background.busy:
+            self._background.submit(queued_ones_done.set)
+        else:
+            queued_ones_done.set()
+        limit = self._deadlines.shutdown
+        # the turn as well: another thread may be in a call of its own
+        if queued_ones_done.wait(limit) and self._turn.acquire(timeout=limit):
+            try:
+                if hasattr(self._worker, "close"):
+                    self._worker.close()
+            finally:
+                self._turn.release()
 
     def _run(self, method: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         try:
             return function(*args)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            if in_main_thread and not isinstance(error, (Exception, SystemExit)):
+                raise  # Ctrl-C, or the end of the run: the caller's
             failure = Failure.of(error)
             raise WorkerError(
                 f"{method} failed on rank 0 of '{self._role}': {failure.error_type}: {failure.message}\n"

@@ -236,6 +236,7 @@ class ProcessBackend:
         while not record.gone and _readable(record.sock) and self._read_answer(rank):
             pass  # what it had sent before its end still counts
         record.gone, record.exitcode = True, exitcode
+        _end_children(record.pid, signal.SIGTERM if self._stopping else signal.SIGKILL)
         if not self._stopping:
             while _pass_on(record):
                 pass
@@ -355,7 +356,7 @@ def start_local(
             "set trainer.nnodes=1, or use backend='ray'"
         )
     if in_process or (in_process is None and pool.world_size == 1):
-        return InProcessBackend(pool, spec, role, env)
+        return InProcessBackend(pool, spec, role, deadlines, env)
     return ProcessBackend(pool, spec, role, deadlines, env)
 
 
@@ -423,6 +424,12 @@ def _kill_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
+
+
+def _end_children(pid: int, number: signal.Signals) -> None:
+    """End what a worker that is gone has left running: in its own way if the worker was told to end."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
 
 
 def _readable(sock: socket.socket) -> bool:

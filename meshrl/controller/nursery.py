@@ -5,6 +5,7 @@ and then forks a worker whenever it is asked to, in milliseconds. It never runs 
 touches no GPU. It reports how each worker ended, and ends itself when the controller does.
 """
 
+import contextlib
 import importlib
 import os
 import pickle
@@ -41,22 +42,30 @@ class Nursery:
         self._fork_lock = threading.Lock()  # one request at a time, so that each asker gets its own pid
         self._lock = threading.Lock()
         self._pids: list[int] = []
+        self._asked = 0
+        self._awaited: int | None = None  # the number of the request that somebody waits for
         self._arrived = threading.Condition(self._lock)
         self._listeners: dict[int, Callable[[int | None], None]] = {}
         self._ended: dict[int, int | None] = {}
         self.alive = True
-        threading.Thread(target=self._listen, name="meshrl-nursery", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name="meshrl-nursery", daemon=True)
+        self._listener.start()
 
     def fork(
         self, sock: socket.socket, preload: Sequence[str], timeout: float, on_exit: Callable[[int | None], None]
     ) -> int:
         """Fork a worker that talks over `sock`; returns its pid. `on_exit` gets its exit code (-N: by signal N)."""
-        request = pickle.dumps({"preload": list(preload), "sys_path": sys.path, "cwd": os.getcwd()})
+        options = {"preload": list(preload), "sys_path": sys.path, "cwd": os.getcwd()}
         with self._fork_lock, self._lock:
             if not self.alive:
                 raise NurseryError("the nursery process has ended")
+            self._asked += 1
+            self._awaited = self._asked
+            request = pickle.dumps({**options, "number": self._asked})
             socket.send_fds(self._control, [len(request).to_bytes(_SIZE_BYTES, "little") + request], [sock.fileno()])
-            if not self._arrived.wait_for(lambda: self._pids or not self.alive, timeout):
+            answered = self._arrived.wait_for(lambda: self._pids or not self.alive, timeout)
+            self._awaited = None
+            if not answered:
                 raise NurseryError(f"the nursery did not fork a worker within {timeout:g} s")
             if not self._pids:
                 raise NurseryError("the nursery process ended before it could fork a worker")
@@ -68,15 +77,14 @@ class Nursery:
         return pid
 
     def _listen(self) -> None:
-        with self._control.makefile("rb") as stream:
+        # a nursery that was killed with a request unread resets the connection
+        with contextlib.suppress(ConnectionError), self._control.makefile("rb") as stream:
             for line in stream:
-                kind, pid, exitcode = line.split()
+                kind, pid, value = line.split()
                 if kind == b"forked":
-                    with self._lock:
-                        self._pids.append(int(pid))
-                        self._arrived.notify_all()
+                    self._note_forked(int(pid), number=int(value))
                 else:
-                    self._tell(int(pid), int(exitcode))
+                    self._tell(int(pid), exitcode=int(value))
         with self._lock:
             self.alive = False
             self._arrived.notify_all()
@@ -84,6 +92,15 @@ class Nursery:
         for orphan in orphans:
             self._tell(orphan, None)
         self._process.wait()
+
+    def _note_forked(self, pid: int, number: int) -> None:
+        with self._lock:
+            if number == self._awaited:
+                self._pids.append(pid)
+                self._arrived.notify_all()
+            else:
+                # it came too late: whoever asked has closed its socket, which ends it, and nobody wants to hear of that
+                self._listeners[pid] = lambda exitcode: None
 
     def _tell(self, pid: int, exitcode: int | None) -> None:
         with self._lock:
@@ -157,7 +174,7 @@ def serve(control_fd: int, preload: Sequence[str] = ()) -> None:
                         end.close()
                     _become_worker(worker_fd, options)
                 os.close(worker_fd)
-                control.sendall(f"forked {pid} 0\n".encode())
+                control.sendall(f"forked {pid} {options['number']}\n".encode())
 
 
 def _next_request(control: socket.socket) -> tuple[dict[str, Any], int] | None:

@@ -192,12 +192,14 @@ class WorkerGroup:
     ) -> Future[Any]:
         """Dispatch now, or, if an argument is not ready, in the background; calls keep their order either way."""
         future: Future[Any] = Future(self.role)
+        backend = self._backend  # a call that waits for its arguments is none for workers that were started meanwhile
 
         def dispatch() -> None:
             ready_args, ready_kwargs = materialize(args, kwargs) if resolve else (args, kwargs)
+            backend.check()
             plan = make_plan(ready_args, ready_kwargs)
             future.set_transform(plan.collect)
-            self._backend.submit(self._prefix + method, plan.calls, future, blocking=blocking, direct=plan.direct)
+            backend.submit(self._prefix + method, plan.calls, future, blocking=blocking, direct=plan.direct)
 
         def dispatch_later() -> None:
             try:
@@ -205,7 +207,7 @@ class WorkerGroup:
             except BaseException as error:
                 future.set_error(error)
 
-        self._backend.check()
+        backend.check()
         if self._launcher.busy or (resolve and not blocking and has_pending(args, kwargs)):
             self._launcher.submit(dispatch_later)
         else:

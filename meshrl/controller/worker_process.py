@@ -112,7 +112,7 @@ class _Process:
         answer: Any
         try:
             answer = Parcel.pack(self.run(request, parcels))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # whatever it was, the controller waits for an answer
             answer = Parcel.pack(Failure.of(error))
         with self.send_lock:
             send_message(self.sock, request.number, [answer])

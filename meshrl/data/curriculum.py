@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +20,7 @@ class SamplerOrder(RowOrder):
     """Batches of the row numbers that a sampler yields; an epoch is one iteration of it.
 
     The sampler is `data.sampler.class_name(data_source, data_config)`. It may have `update(batch)`, called with every
-    batch that was trained on, and `state_dict`/`load_state_dict`; without these a resumed run passes over what an
+    batch that was trained on, and `state_dict` with `load_state_dict`; without both a resumed run passes over what an
     earlier one took. The next batch is drawn after the update.
     """
 
@@ -35,8 +37,12 @@ class SamplerOrder(RowOrder):
         return self.num_rows // self.batch_size
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        passed_over = 0 if hasattr(self.sampler, "load_state_dict") else self.position
+        passed_over = 0 if self._has_state else self.position
         goes_on = self.position > 0  # what a resumed sampler has left may be less than a batch
+        # at the end of its pass, its state may have it begin the next one at once, or first end this one
+        begun = goes_on and self._has_state and self.position == self.batches_per_epoch * self.batch_size
+        if begun:
+            self.epoch, self.position = self.epoch + 1, 0
         while True:
             numbers, taken = iter(self.sampler), 0
             for _ in range(passed_over):
@@ -47,7 +53,9 @@ class SamplerOrder(RowOrder):
                 yield batch
             if not taken and not goes_on:
                 raise ValueError(f"data.sampler: {self.name} yielded fewer than {self.batch_size} rows, one batch")
-            self.epoch, self.position, passed_over, goes_on = self.epoch + 1, 0, 0, False
+            if taken or not begun:
+                self.epoch += 1
+            self.position, passed_over, goes_on, begun = 0, 0, False, False
 
     def _next(self, numbers: Iterator[Any]) -> np.ndarray | None:
         batch: list[int] = []
@@ -68,10 +76,28 @@ class SamplerOrder(RowOrder):
             self.sampler.update(batch)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"sampler": self.sampler.state_dict()} if hasattr(self.sampler, "state_dict") else {}
-        return super().state_dict() | own
+        if not self._has_state:
+            return super().state_dict()
+        own = self.sampler.state_dict()
+        try:
+            # a checkpoint keeps this in JSON, which would change the keys of a dict and has no tensors
+            pickled = base64.b64encode(pickle.dumps(own)).decode()
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"data.sampler: what {self.name}.state_dict() returns cannot be pickled ({error}): "
+                "return numbers, texts, arrays, tensors and containers of these"
+            ) from error
+        return super().state_dict() | {"pickled_sampler": pickled}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        if "sampler" in state:
+        if not self._has_state:
+            return
+        if "pickled_sampler" in state:
+            self.sampler.load_state_dict(pickle.loads(base64.b64decode(state["pickled_sampler"])))
+        elif "sampler" in state:  # of an older version
             self.sampler.load_state_dict(state["sampler"])
+
+    @property
+    def _has_state(self) -> bool:
+        return hasattr(self.sampler, "state_dict") and hasattr(self.sampler, "load_state_dict")

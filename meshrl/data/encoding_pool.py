@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -42,7 +44,9 @@ def encode_in_processes(
     starts = list(range(0, len(prompts), CHUNK))
     found: dict[int, list[np.ndarray]] = {}
     with ExitStack() as stack:
-        workers = [stack.enter_context(_Encoder(tokenizer, tools)) for _ in range(min(processes, len(starts)))]
+        workers = [stack.enter_context(_Encoder()) for _ in range(min(processes, len(starts)))]
+        for worker in workers:
+            worker.send((tokenizer, tools))
         waiting = iter(starts)
         busy = {worker.connection: worker for worker in workers if worker.give(prompts, next(waiting, None))}
         while busy:
@@ -62,8 +66,11 @@ def encode_in_processes(
 class _Encoder:
     """One process and the chunk it works on."""
 
-    def __init__(self, tokenizer: Tokenizer, tools: list[dict[str, Any]] | None):
+    def __init__(self) -> None:
         self.connection, theirs = Pipe()
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
+            seconds = max(1, int(CHUNK_SECONDS))
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
         self.start = 0
         try:
             self.process = subprocess.Popen(
@@ -74,24 +81,34 @@ class _Encoder:
             )
         finally:
             theirs.close()
-        self.connection.send((tokenizer, tools))
+
+    def send(self, message: Any) -> None:
+        try:
+            self.connection.send(message)
+        except BlockingIOError:
+            raise TimeoutError(f"a tokenizing process has read nothing for {CHUNK_SECONDS:g} s") from None
+        except OSError:
+            raise self._ended() from None
 
     def give(self, prompts: Sequence[Any], start: int | None) -> bool:
         """Hands over the chunk at `start`, if there is one."""
         if start is None:
             return False
         self.start = start
-        self.connection.send((start, list(prompts[start : start + CHUNK])))
+        self.send((start, list(prompts[start : start + CHUNK])))
         return True
 
     def answer(self) -> list[np.ndarray]:
         try:
             done, value = self.connection.recv()
         except (EOFError, OSError):
-            raise RuntimeError(f"a tokenizing process ended with exit code {self.process.wait(END_SECONDS)}") from None
+            raise self._ended() from None
         if not done:
             raise value
         return value
+
+    def _ended(self) -> RuntimeError:
+        return RuntimeError(f"a tokenizing process ended with exit code {self.process.wait(END_SECONDS)}")
 
     def __enter__(self) -> _Encoder:
         return self

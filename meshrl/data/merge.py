@@ -24,8 +24,8 @@ def same_value(left: Any, right: Any) -> bool:
         return set(left) == set(right) and all(same_value(value, right[key]) for key, value in left.items())
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
         return type(left) is type(right) and len(left) == len(right) and all(map(same_value, left, right))
-    if isinstance(left, float) and isinstance(right, float) and left != left:
-        return right != right
+    if isinstance(left, float | np.floating) and isinstance(right, float | np.floating) and left != left:
+        return bool(right != right)
     return bool(np.all(left == right))
 
 
@@ -52,7 +52,7 @@ def concat_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 continue
             if key == "timing":
                 known = merged.setdefault(key, {})
-                merged[key] = {name: max(known.get(name, 0.0), seconds) for name, seconds in value.items()}
+                merged[key] = known | {name: max(known.get(name, 0.0), seconds) for name, seconds in value.items()}
                 continue
             if key in merged and not same_value(merged[key], value):
                 raise ValueError(

@@ -60,7 +60,7 @@ class MixedOrder(RowOrder):
         for _ in range(self.epoch * per_epoch + self.position):
             shares.next()
         while True:
-            if self.position == per_epoch:
+            if self.position >= per_epoch:  # beyond it after a run with another batch size
                 self.epoch, self.position = self.epoch + 1, 0
             batch = np.empty(self.batch_size, dtype=np.int64)
             for at in range(self.batch_size):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -16,6 +16,8 @@ from meshrl.data.mixing import Shares
 from meshrl.data.prompts import Prompt, fit_prompt, prompt_batch
 from meshrl.data.proto import DataProto
 from meshrl.data.sampling import RowOrder
+
+T = TypeVar("T")
 
 # A stream without end must not be searched without end for a prompt that fits.
 MOST_DROPPED = 100_000
@@ -42,6 +44,7 @@ class PromptStream(RowOrder):
         self.batch_size, self.seed = batch_size, seed
         self.dropped = self.truncated = 0
         self.epoch = self.position = 0
+        self._before_epoch = 0, 0  # what was dropped and truncated in earlier epochs
         self._window: dict[int, Prompt] = {}
 
     def __len__(self) -> int:
@@ -54,6 +57,8 @@ class PromptStream(RowOrder):
 
     def __iter__(self) -> Iterator[np.ndarray]:
         while True:
+            # what is passed over is counted again
+            self.dropped, self.truncated = self._before_epoch
             passed_over, prompts = self.position, enumerate(self._prompts())
             for _ in range(passed_over):
                 next(prompts, None)
@@ -67,6 +72,15 @@ class PromptStream(RowOrder):
                     f"{self.batch_size} ({self.dropped} were dropped as too long): add data or lower the batch size"
                 )
             self.epoch, self.position = self.epoch + 1, 0
+            self._before_epoch = self.dropped, self.truncated
+
+    def state_dict(self) -> dict[str, Any]:
+        dropped, truncated = self._before_epoch
+        return super().state_dict() | {"dropped_before": dropped, "truncated_before": truncated}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._before_epoch = state.get("dropped_before", 0), state.get("truncated_before", 0)
 
     def batch(self, numbers: np.ndarray) -> DataProto:
         """The prompts of the batch that was given out last."""
@@ -76,8 +90,14 @@ class PromptStream(RowOrder):
         return {"data/dropped_prompts": self.dropped, "data/truncated_prompts": self.truncated}
 
     def _prompts(self) -> Iterator[Prompt]:
-        """What is left of an epoch's rows after tokenizing."""
-        rows = mixed(self._sources(), self.config.train_weights) if self.config.train_weights else self._all_files()
+        if not self.config.train_weights:
+            return self._fitting(self._all_files())
+        # tokenized before they are mixed: what is dropped must not count as a part of its file's share
+        sources = [self._fitting(self._endless(at)) for at in range(len(self.files))]
+        return mixed(sources, self.config.train_weights)
+
+    def _fitting(self, rows: Iterator[Row]) -> Iterator[Prompt]:
+        """What is left of the rows after tokenizing."""
         in_a_row = 0
         for number, row in enumerate(rows):
             ids = encode_prompt(self.tokenizer, row[self.config.prompt_key], number, self.tools)
@@ -99,9 +119,6 @@ class PromptStream(RowOrder):
         order = rng.permutation(len(self.files)) if self.config.shuffle else np.arange(len(self.files))
         rows = (row for at in order for row in stream_rows(self.files[at], (self.config.prompt_key,)))
         return shuffled(rows, self.config.shuffle_buffer, rng) if self.config.shuffle else rows
-
-    def _sources(self) -> list[Iterator[Row]]:
-        return [self._endless(at) for at in range(len(self.files))]
 
     def _endless(self, at: int) -> Iterator[Row]:
         epoch = 0
@@ -127,8 +144,8 @@ def shuffled(rows: Iterable[Row], buffer_size: int, rng: np.random.Generator) ->
         yield buffer[at]
 
 
-def mixed(sources: Sequence[Iterator[Row]], weights: Sequence[float]) -> Iterator[Row]:
-    """Rows of several endless sources in the shares of their weights."""
+def mixed(sources: Sequence[Iterator[T]], weights: Sequence[float]) -> Iterator[T]:
+    """What several endless sources give, in the shares of their weights."""
     shares = Shares(weights)
     while True:
         yield next(sources[shares.next()])

@@ -15,6 +15,7 @@ from meshrl.data.packing import PackedRow
 from meshrl.engines.log_probs import linear_log_probs, linear_sum_pi_squared
 from meshrl.models.loading import VALUE_HEAD
 from meshrl.parallel.attention import AttentionContext
+from meshrl.parallel.packable import check_layers, longest_fixed_rotation
 from meshrl.parallel.prefix_tree import PrefixTree
 from meshrl.parallel.sequence import SequenceShard
 
@@ -45,6 +46,8 @@ class PackedModel(nn.Module):
         self.hf_model = hf_model
         # With dropout, equal prefixes get unequal states: each place draws its own.
         self.drops_out = any(isinstance(m, nn.Dropout) and m.p > 0 for m in hf_model.base_model.modules())
+        self.longest = longest_fixed_rotation(hf_model)
+        self._is_checked = False
 
     def forward(
         self,
@@ -56,6 +59,7 @@ class PackedModel(nn.Module):
     ) -> dict[str, Tensor]:
         """One number a target under each name; ranks that share a sequence compute a part and all get all."""
         wanted = Wanted(temperature, with_entropy, with_sum_pi_squared)
+        self._check_lengths(row)
         if shard is None:
             return self.answer(self._padded(row)[row.predictors], row.targets, wanted)
         tree = self._tree(row, shard)
@@ -92,7 +96,19 @@ class PackedModel(nn.Module):
         out = self.hf_model.base_model(
             input_ids=input_ids[None], position_ids=position_ids, use_cache=False, attention_context=context
         )
+        if not self._is_checked:
+            check_layers(self.hf_model)
+            self._is_checked = True
         return out.last_hidden_state[0]
+
+    def _check_lengths(self, row: PackedRow) -> None:
+        longest = max(row.lengths, default=0)
+        if self.longest is not None and longest > self.longest:
+            raise ValueError(
+                f"a sample has {longest} tokens: beyond {self.longest} the rotary embedding of "
+                f"{type(self.hf_model).__name__} depends on the longest sample of a micro-batch. Take shorter samples, "
+                "or a rope_type whose angles are fixed (model.override_config.rope_parameters)"
+            )
 
     def _padded(self, row: PackedRow) -> Tensor:
         """The hidden states of a padded rectangle, by the model's own attention."""

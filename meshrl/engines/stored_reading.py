@@ -98,18 +98,19 @@ class Stored:
             found: Tensor = view[tuple(slice(0, length) for length in shape)]
             return found if dtype is None else found.to(dtype)
         target = torch.empty(shape, dtype=dtype or view[tuple(slice(0, 0) for _ in shape)].dtype)
-        self.fill(kind, name, tuple(0 for _ in shape), target)
+        self.fill(kind, name, shape, tuple(0 for _ in shape), target)
         return target
 
-    def fill(self, kind: str, name: str, start: Shape, target: Tensor) -> None:
-        """Copies all that is stored of a rectangle into `target`, which has its shape."""
+    def fill(self, kind: str, name: str, shape: Shape, start: Shape, target: Tensor) -> None:
+        """Copies all that is stored of a rectangle of a tensor of `shape` into `target`, which has the rectangle's."""
         filled = 0
-        shape = self.shapes.get((kind, name), ())
-        ends = [begin + length for begin, length in zip(start, target.shape, strict=True)]
-        if shape and (len(shape) != target.dim() or any(a > b for a, b in zip(ends, shape, strict=True))):
+        found = self.shapes.get((kind, name), shape)
+        if found != shape:
             raise ValueError(
-                f"'{name}' is {list(shape)} in the checkpoint, the model wants it up to {ends}: it is of another model"
+                f"'{name}' ({kind}) is {list(found)} in the checkpoint and {list(shape)} in the model: it is of "
+                "another model, or of adapters of another rank"
             )
+        ends = [begin + length for begin, length in zip(start, target.shape, strict=True)]
         for chunk in self._where.get((kind, name), []):
             low = [max(a, b) for a, b in zip(start, chunk.start, strict=True)]
             high = [min(a, b + n) for a, b, n in zip(ends, chunk.start, chunk.size, strict=True)]
@@ -179,7 +180,11 @@ class _IndexUnpickler(pickle.Unpickler):
     """Lets in what torch's index is made of, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == torch_metadata.__name__ or (module, name) == (_StorageInfo.__module__, _StorageInfo.__name__):
+        # Not whatever the module can reach: it has imports of its own, and a name may have dots.
+        known = getattr(torch_metadata, name, None) if module == torch_metadata.__name__ else None
+        if isinstance(known, type) and known.__module__ == module:
+            return known
+        if (module, name) == (_StorageInfo.__module__, _StorageInfo.__name__):
             return super().find_class(module, name)
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)

@@ -121,7 +121,7 @@ def write_snapshot(snapshot: Snapshot, folder: Path, rank: int) -> Part:
         for rectangle in snapshot.rectangles:
             stream.write(bytes(-stream.written % ALIGNMENT))
             offset = stream.written
-            torch.save(_alone(rectangle.tensor), stream)  # type: ignore[arg-type]
+            stream.save(_alone(rectangle.tensor))
             size, dtype = tuple(rectangle.tensor.shape), rectangle.tensor.dtype
             place = rectangle.kind, rectangle.name, rectangle.shape, rectangle.start, size
             part.entries.append(Entry(*place, dtype, file.name, offset, stream.written - offset))
@@ -141,11 +141,25 @@ class _Summed:
 
     def __init__(self, stream: BinaryIO):
         self._stream, self.written, self.sum = stream, 0, 0
+        self._problem: OSError | None = None
+
+    def save(self, tensor: Tensor) -> None:
+        """Appends a tensor; where the file cannot be written, the error says why."""
+        try:
+            torch.save(tensor, self)  # type: ignore[arg-type]
+        except RuntimeError:
+            if self._problem is None:
+                raise
+            raise self._problem from None  # torch tells only of a place that it did not expect
 
     def write(self, data: bytes) -> int:
         self.sum = zlib.crc32(data, self.sum)
         self.written += len(data)
-        return self._stream.write(data)
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self._problem = OSError(error.errno, error.strerror, self._stream.name)
+            raise self._problem from error
 
     def flush(self) -> None:
         self._stream.flush()

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 META = torch.device("meta")
-# Buffers are smaller than this, and a parameter that is not is never allocated, not even for a moment.
+# Buffers of floats are smaller than this, and a parameter that is not is never allocated, not even for a moment.
 LARGE = 1 << 24
 FACTORIES: frozenset[Callable[..., Any]] = frozenset(
     {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
@@ -42,7 +42,10 @@ def without_memory() -> Iterator[None]:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Makes new tensors of `LARGE` elements and more on the meta device, where the caller names no other."""
+    """Makes new tensors of `LARGE` floats and more on the meta device, where the caller names no other.
+
+    Others are no parameters but buffers, such as the mask of all positions that some models have.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -50,6 +53,6 @@ class _LargeOnMeta(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in FACTORIES and kwargs.get("device") is None:
             shape_only = func(*args, **(kwargs | {"device": META}))
-            if shape_only.numel() >= LARGE:
+            if shape_only.numel() >= LARGE and shape_only.is_floating_point():
                 return shape_only
         return func(*args, **kwargs)

@@ -15,8 +15,8 @@ Shape = tuple[int, ...]
 
 STACK = re.compile(r"(?P<experts>.+\.experts)\.(?P<kind>gate_up_proj|down_proj)")
 # How a family's files name the projections of an expert, and the block that holds the experts.
-EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2")}
-BLOCK_NAMES = {"mixtral": (".mlp.", ".block_sparse_moe.")}
+EXPERT_NAMES = dict.fromkeys(("mixtral", "minimax", "minimax_m2"), ("w1", "w3", "w2"))
+BLOCK_NAMES = dict.fromkeys(EXPERT_NAMES, (".mlp.", ".block_sparse_moe."))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +22,25 @@ ADAPTER_CONFIG = "adapter_config.json"
 SCALING_FILE = "adapter_scaling.json"
 # All experts of a layer as one tensor, not `experts.0.`.
 FUSED_EXPERTS = re.compile(r"\.experts\.(?!\d)")
+# What an adapter may add: two matrices, around a weight that moves down, or a module that is saved beside it.
+MERGEABLE = re.compile(rf"\.lora_[AB]\.{ADAPTER}\.weight$|\.base_layer\.|\.original_module\.")
 
 
 def add_adapters(hf_model: PreTrainedModel, config: ModelConfig) -> None:
     """Puts adapters into the target modules (or loads them from `lora_adapter_path`) and freezes the rest."""
     try:
-        from peft import LoraConfig, PeftConfig, inject_adapter_in_model, set_peft_model_state_dict
-        from peft.utils import load_peft_weights
+        from peft import LoraConfig, PeftConfig, PeftType, inject_adapter_in_model
     except ImportError as error:
         raise ImportError("model.lora_rank > 0 needs peft: pip install 'meshrl[lora]'") from error
     if config.lora_adapter_path is not None:
         if not Path(config.lora_adapter_path).is_dir():
             raise FileNotFoundError(f"model.lora_adapter_path: no folder '{config.lora_adapter_path}'")
         lora = PeftConfig.from_pretrained(config.lora_adapter_path)
+        if (kind := PeftType(lora.peft_type)) != PeftType.LORA:
+            raise ValueError(
+                f"model.lora_adapter_path={config.lora_adapter_path} has peft_type {kind.value}: only LORA can be "
+                "merged into the weights that rollouts get"
+            )
     else:
         lora = LoraConfig(
             r=config.lora_rank,
@@ -43,18 +50,65 @@ def add_adapters(hf_model: PreTrainedModel, config: ModelConfig) -> None:
             task_type="CAUSAL_LM",
         )
     hf_model.requires_grad_(False)
+    own_names = {name for name, _ in hf_model.named_parameters()}
     inject_adapter_in_model(lora, hf_model, adapter_name=ADAPTER)
+    _refuse_unmergeable(hf_model, own_names)
     if config.lora_adapter_path is not None:
-        set_peft_model_state_dict(hf_model, load_peft_weights(config.lora_adapter_path), adapter_name=ADAPTER)
+        _load_adapters(hf_model, config.lora_adapter_path)
     for name, param in hf_model.named_parameters():
-        # For some models peft takes the names of an MLP's projections for those of the experts.
-        if FUSED_EXPERTS.search(name) and ".lora_" in name:
-            raise ValueError(
-                f"model.target_modules puts an adapter on fused experts ('{name.split('.lora_')[0]}'), which cannot be "
-                f"merged: name the attention's projections of {type(hf_model).__name__} instead"
-            )
         # The head of a value model begins at zero, and with it frozen there no adapter would get a gradient.
         param.requires_grad_("lora_" in name or is_value_head(name))
+
+
+def _refuse_unmergeable(hf_model: PreTrainedModel, own_names: set[str]) -> None:
+    """Rollouts get a linear layer's weight plus the product of its two matrices: nothing else may be trained."""
+    head: Any = hf_model.get_output_embeddings()
+    if hasattr(head, "lora_A"):
+        raise ValueError(
+            "model.target_modules (or those of model.lora_adapter_path) put an adapter on the head, whose own weight "
+            "is what log-probs are computed with: take it out of them"
+        )
+    for name, module in hf_model.named_modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        # For some models peft takes the names of an MLP's projections for those of the experts.
+        if FUSED_EXPERTS.search(f"{name}."):
+            raise ValueError(
+                f"model.target_modules puts an adapter on fused experts ('{name}'), which cannot be merged: name the "
+                f"attention's projections of {type(hf_model).__name__} instead"
+            )
+        layer: Any = module
+        if not isinstance(layer.get_base_layer(), nn.Linear):
+            raise ValueError(
+                f"model.target_modules (or those of model.lora_adapter_path) put an adapter on '{name}', a "
+                f"{type(layer.get_base_layer()).__name__}: only those of linear layers can be merged, take it out"
+            )
+        if variants := getattr(layer, "lora_variant", None):
+            raise ValueError(
+                f"model.lora_adapter_path: the adapter of '{name}' is a {type(variants[ADAPTER]).__name__}, which "
+                "cannot be merged: train one without use_dora and other variants of LoRA"
+            )
+    for name, _ in hf_model.named_parameters():
+        if name not in own_names and not MERGEABLE.search(name):
+            raise ValueError(
+                f"model.lora_adapter_path trains '{name}' beside lora_A and lora_B, which cannot be merged: train one "
+                "without lora_bias, modules_to_save and trainable_token_indices"
+            )
+
+
+def _load_adapters(hf_model: PreTrainedModel, folder: str) -> None:
+    from peft import set_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    found = load_peft_weights(folder, device="cpu")
+    result: Any = set_peft_model_state_dict(hf_model, found, adapter_name=ADAPTER)
+    missing = [name for name in result.missing_keys if ".lora_" in name]
+    if missing or result.unexpected_keys:
+        raise ValueError(
+            f"model.lora_adapter_path={folder} does not fit {type(hf_model).__name__}: {len(missing)} of the model's "
+            f"adapter tensors are missing and {len(result.unexpected_keys)} of its {len(found)} are unexpected (first: "
+            f"'{[*missing, *result.unexpected_keys][0]}'); it must be of a model with the same modules and layers"
+        )
 
 
 def target_names(hf_model: PreTrainedModel, wanted: list[str]) -> list[str]:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import GENERATION_CONFIG_NAME
 
+from meshrl.models.buffers import named_weights
+from meshrl.models.key_map import STACK, parts_of
 from meshrl.models.tensor_files import INDEX_NAME, SINGLE_NAME, save_tensors
 
 SHARD_BYTES = 4 << 30
@@ -59,6 +64,22 @@ def as_file_tensors(weights: Iterable[tuple[str, Tensor]], hf_model: PreTrainedM
         yield from revert_weight_conversion(hf_model, {name: tensor}).items()
 
 
+def check_file_names(hf_model: Any) -> None:
+    """Refuses a mixture of experts whose files have other names than `key_map` knows: some engines go by those."""
+    weights, family = named_weights(hf_model), str(hf_model.config.model_type)
+    if not any(map(STACK.fullmatch, weights)):
+        return
+    one_of_each_kind = {re.sub(r"\.\d+\.", ".*.", name): name for name in weights}
+    for name in one_of_each_kind.values():
+        ours = {part.name: part.shape for part in parts_of(name, tuple(weights[name].shape), family)}
+        theirs = {file: tuple(t.shape) for file, t in as_file_tensors([(name, weights[name])], hf_model)}
+        if ours != theirs:
+            raise ValueError(
+                f"not supported yet: model_type '{family}' with rollout.name=vllm or sglang: its files hold '{name}' "
+                f"as '{min(theirs)}', and it would be sent as '{min(ours)}'; set rollout.name=embedded or hf"
+            )
+
+
 def write_shards(
     folder: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES, *, copies: bool = True
 ) -> None:
@@ -96,7 +117,8 @@ def save_configs(folder: str | Path, hf_model: PreTrainedModel) -> None:
     config.architectures = [type(hf_model).__name__]
     config.save_pretrained(folder)
     if hf_model.can_generate() and hf_model.generation_config is not None:
-        hf_model.generation_config.save_pretrained(folder)
+        # `save_pretrained` refuses what loading only warns of, and no checkpoint may fail for that.
+        hf_model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
 
 
 def _name_shards(folder: Path, parts: list[list[str]], total: int) -> None:

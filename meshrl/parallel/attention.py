@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from meshrl.parallel.packable import note_attended
+
 ATTENTION_NAME = "meshrl"
 
 
@@ -57,6 +59,7 @@ def attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
     check_layer(module, layer_idx, sliding_window)
+    note_attended(module)
     return attention_context.attend(layer_idx, query, key, value, scale, sliding_window), None
 
 

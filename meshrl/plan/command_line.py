@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from meshrl.config.root import PPOConfig
     from meshrl.config.sft import SFTConfig
     from meshrl.plan.lengths import Lengths
+    from meshrl.plan.model import PlannedModel
     from meshrl.plan.planner import Plan
 
 BEST = 10
@@ -90,16 +92,54 @@ def read_and_plan(arguments: argparse.Namespace) -> tuple[Plan, Callable[[Any], 
         words.append("trainer.backend=ray")
     if arguments.sft:
         demonstrations = load_config(recipe, words, SFTConfig).config
-        model = find_model(demonstrations.model, arguments.model_config)
+        model = find_model(demonstrations.model, arguments.model_config, "model.path")
         make_one = partial(make_sft_plan, model=model, cluster=cluster, lengths=_sft_lengths(demonstrations, arguments))
         return make_one(demonstrations), make_one, problems_of(demonstrations, model)
     config = load_config(recipe, words, PPOConfig).config
     model = find_model(config.actor_rollout_ref.model, arguments.model_config)
-    own = config.critic.model.path is not None
-    critic = find_model(config.critic.model) if own else None
-    lengths = _lengths(config, arguments)
-    make = partial(make_plan, model=model, cluster=cluster, lengths=lengths, critic_model=critic)
-    return make(config), partial(make, quick=True), problems_of(config, model)
+    remarks = problems_of(config, model)
+    make = partial(
+        make_plan,
+        model=model,
+        cluster=cluster,
+        lengths=_lengths(config, arguments),
+        critic_model=_critic_model(config, arguments),
+        reward_model=_reward_model(config, remarks),
+    )
+    return make(config), partial(make, quick=True), remarks
+
+
+def _critic_model(config: PPOConfig, arguments: argparse.Namespace) -> PlannedModel | None:
+    """Without a path of its own a critic has the policy's, but not its adapters."""
+    from meshrl.config.critic import uses_critic
+    from meshrl.plan.model import find_model
+
+    own, policy = config.critic.model, config.actor_rollout_ref.model
+    if not uses_critic(config.critic, config.algorithm.adv_estimator):
+        return None
+    if own.path is not None:
+        return find_model(own, key="critic.model.path")
+    return find_model(replace(own, path=policy.path), arguments.model_config)
+
+
+def _reward_model(config: PPOConfig, remarks: list[str]) -> PlannedModel | None:
+    """The model that scores; adds what of the scoring cannot be counted to the remarks."""
+    from meshrl.plan.generation import EXTERNAL
+    from meshrl.plan.model import find_model, is_found
+
+    judge, scores = config.reward.judge, config.reward_model
+    if judge.path is not None:
+        left_out = "time is" if judge.engine in EXTERNAL else "memory and time are"
+        remarks.append(f"the {left_out} not counted of the judge, {judge.path} (reward.judge)")
+    if not scores.enable:
+        return None
+    if is_found(scores.model):
+        return find_model(scores.model)
+    remarks.append(
+        f"the memory and time are not counted of the reward model: there is no folder '{scores.model.path}' "
+        "(reward_model.model.path), and no built-in shape of that name"
+    )
+    return None
 
 
 def _lengths(config: PPOConfig, arguments: argparse.Namespace) -> Lengths:

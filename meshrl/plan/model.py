@@ -144,8 +144,20 @@ class PlannedModel:
         return self.config.to_dict()
 
 
-def find_model(model: ModelConfig, config_file: str | None = None) -> PlannedModel:
-    """The model of a recipe: `config_file` if given, its folder if it is there, else a known shape by its name."""
+def is_found(model: ModelConfig) -> bool:
+    """Whether a model's shape is known here, by its folder or its name."""
+    if not model.path:
+        return False
+    return (Path(model.path) / "config.json").is_file() or known_name(model.path) is not None
+
+
+def find_model(
+    model: ModelConfig, config_file: str | None = None, key: str = "actor_rollout_ref.model.path"
+) -> PlannedModel:
+    """The model of a recipe: `config_file` if given, its folder if it is there, else a known shape by its name.
+
+    `key` is the recipe's name for its path.
+    """
     lora = model if model.lora_rank > 0 or model.lora_adapter_path else None
     override = dict(model.override_config)
     if config_file is not None:
@@ -158,7 +170,7 @@ def find_model(model: ModelConfig, config_file: str | None = None) -> PlannedMod
         fields = json.loads(file.read_text(encoding="utf-8"))
         return PlannedModel(_config(fields, override, str(file)), str(file), lora)
     if not model.path:
-        raise ValueError("the recipe names no model: set actor_rollout_ref.model.path, or give --model-config FILE")
+        raise ValueError(f"the recipe names no model: set {key}, or give --model-config FILE")
     name = known_name(model.path)
     if name is None:
         raise ValueError(

@@ -5,19 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from meshrl.algorithms import COVARIANCE_LOSSES
+from meshrl.config.algorithm import TOKEN_BASELINES
+from meshrl.config.algorithm_checks import uses_reference
 from meshrl.config.critic import uses_critic
 from meshrl.config.rollout import READERS
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.config.units import BatchUnits, SFTBatchUnits
-from meshrl.plan.generation import Generation
+from meshrl.plan.generation import EXTERNAL, Generation
 from meshrl.plan.hardware import Cluster
 from meshrl.plan.lengths import Lengths
 from meshrl.plan.model import PlannedModel
-from meshrl.plan.roles import Cutting, Parts, Role, roles_of, uses_reference
+from meshrl.plan.roles import Cutting, Parts, Role, roles_of
 from meshrl.plan.sync import Sync, plan_sync
 from meshrl.plan.timing import EFFICIENCY, Bubble, Clock, Efficiency
 from meshrl.plan.training import Phase, Training, fullest
+from meshrl.trainer.correction import corrects_rollout
+from meshrl.trainer.schedule import correction_of
 
 # The driver's context, communication buffers and what fragmentation wastes: not for tensors.
 RESERVE = 2 << 30
@@ -88,14 +93,17 @@ def make_plan(
     lengths: Lengths,
     *,
     critic_model: PlannedModel | None = None,
+    reward_model: PlannedModel | None = None,
     efficiency: Efficiency = EFFICIENCY,
     quick: bool = False,
 ) -> Plan:
     """Plans one step. The config must have its followers filled and `trainer`'s processes set to the cluster's.
 
+    Without a `critic_model` a critic is the policy's, adapters included; without a `reward_model` none is counted.
     `quick` leaves the plan of the weight sync out.
     """
-    return _Planner(config, model, cluster, lengths, critic_model, efficiency, quick).plan()
+    roles = {role.name: role for role in roles_of(config, model, critic_model, reward_model)}
+    return _Planner(config, roles, cluster, lengths, efficiency, quick).plan()
 
 
 def make_sft_plan(
@@ -115,18 +123,25 @@ def make_sft_plan(
     return Plan(config, role, cluster, lengths, [phase], bubble)
 
 
+def judge_memory(config: PPOConfig, cluster: Cluster) -> Parts:
+    """What a judge on the workers keeps in every phase, where it is known: external engines take their share of all."""
+    judge = config.reward.judge
+    if judge.path is None or judge.engine not in EXTERNAL:
+        return {}
+    return {"judge": int(cluster.hardware.memory_bytes * judge.gpu_memory_utilization)}
+
+
 class _Planner:
     def __init__(
-        self, config: PPOConfig, model: PlannedModel, cluster: Cluster, lengths: Lengths,
-        critic_model: PlannedModel | None, efficiency: Efficiency, quick: bool,
+        self, config: PPOConfig, roles: dict[str, Role], cluster: Cluster, lengths: Lengths,
+        efficiency: Efficiency, quick: bool,
     ):  # fmt: skip
         self.config, self.lengths = config, lengths
         self.clock = Clock(cluster, efficiency)
         self.units = BatchUnits.from_config(config)
-        self.roles = {role.name: role for role in roles_of(config, model, critic_model)}
-        self.actor = self.roles["actor"]
-        self.training = Training(self.roles, "actor", lengths, cluster, self.clock)
-        self.generation = Generation(config, model, self.actor, cluster)
+        self.roles, self.actor = roles, roles["actor"]
+        self.training = Training(self.roles, "actor", lengths, cluster, self.clock, judge_memory(config, cluster))
+        self.generation = Generation(config, self.actor.model, self.actor, cluster)
         self.sync = plan_sync(self.generation, self.clock, quick)
 
     def plan(self) -> Plan:
@@ -137,6 +152,11 @@ class _Planner:
         self.rollout_memory = {"rollout weights": self.generation.weights, "KV cache": cache}
         beside = self._beside()
         phases = [self._generate(prefill + decode)]
+        if "reward_model" in self.roles:
+            scores = self.config.reward_model
+            most = scores.forward_max_token_len_per_gpu if scores.use_dynamic_bsz else None
+            cutting = Cutting(most, scores.micro_batch_size_per_gpu)
+            phases.append(training.answer("reward", self.roles["reward_model"], cutting, beside))
         if self._needs_old_log_probs:
             cutting = Cutting.of(policy.rollout, "log_prob")
             phases.append(training.answer("old_log_prob", self.actor, cutting, beside))
@@ -166,11 +186,17 @@ class _Planner:
 
     @property
     def _needs_old_log_probs(self) -> bool:
-        """As the trainer decides it, but for rarer estimators and losses, which also need them."""
-        algorithm = self.config.algorithm
+        """As the trainer decides it."""
+        algorithm, loss_mode = self.config.algorithm, self.config.actor_rollout_ref.actor.policy_loss.loss_mode
         if algorithm.rollout_correction.bypass_mode:
             return False
-        return self.units.optimizer_steps_per_step > 1 or algorithm.use_kl_in_reward
+        wanted = (
+            algorithm.use_kl_in_reward
+            or loss_mode in COVARIANCE_LOSSES
+            or algorithm.adv_estimator in TOKEN_BASELINES
+            or corrects_rollout(correction_of(self.config), loss_mode)
+        )
+        return wanted or self.units.optimizer_steps_per_step > 1
 
     def _beside(self) -> Parts:
         """What a rollout on the same devices keeps while the trainer works."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from meshrl.config.algorithm_checks import uses_reference
 from meshrl.config.critic import uses_critic
 from meshrl.config.engine import EngineConfig
 from meshrl.config.layout import dp_size, sequence_ranks
@@ -56,7 +57,7 @@ class Cutting:
 
 @dataclass(frozen=True)
 class Role:
-    """A model that an engine holds: the actor, its reference, or the critic."""
+    """A model that an engine holds: the actor, its reference, the critic, or the reward model."""
 
     name: str
     model: PlannedModel
@@ -280,8 +281,13 @@ class Role:
         return {"logits": chunk, "gradient of the head": several * weight * FLOAT + grad_hidden}
 
 
-def roles_of(config: PPOConfig, model: PlannedModel, critic_model: PlannedModel | None = None) -> list[Role]:
-    """The actor and, where the recipe has them, its reference and the critic; all on the same devices."""
+def roles_of(
+    config: PPOConfig,
+    model: PlannedModel,
+    critic_model: PlannedModel | None = None,
+    reward_model: PlannedModel | None = None,
+) -> list[Role]:
+    """The actor and, where the recipe has them, its reference, critic and reward model; all on the same devices."""
     policy, world = config.actor_rollout_ref, config.trainer.world_size
     found = [Role("actor", model, policy.model, policy.actor, world)]
     if uses_reference(config) and (model.lora is None or policy.ref.model.path is not None):
@@ -290,12 +296,10 @@ def roles_of(config: PPOConfig, model: PlannedModel, critic_model: PlannedModel 
         found.append(Role("ref", plain, policy.model, policy.actor, world, trains=False, offloads=offloads))
     if uses_critic(config.critic, config.algorithm.adv_estimator):
         found.append(Role("critic", critic_model or model, config.critic.model, config.critic, world, head="value"))
+    if reward_model is not None:
+        own = config.reward_model
+        found.append(Role("reward_model", reward_model, own.model, own, world, trains=False, head="value"))
     return found
-
-
-def uses_reference(config: PPOConfig) -> bool:
-    """Whether a frozen reference is asked for."""
-    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
 def budget_of(role: Role, lengths: Lengths, samples: int, cutting: Cutting) -> Budget:

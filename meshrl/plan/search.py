@@ -19,6 +19,7 @@ from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig, SFTDataConfig
 from meshrl.config.tree import get_value, leaves, set_value
 from meshrl.config.values import unsupported
+from meshrl.models.loading import torch_dtype
 from meshrl.models.sizes import expert_count
 from meshrl.plan.hardware import Cluster
 from meshrl.plan.model import PlannedModel
@@ -233,11 +234,16 @@ class Found:
 
 
 def search(plan: Plan, make: MakePlan, best: int = 10, seconds: float = SEARCH_SECONDS) -> Found:
-    """The fastest layouts that fit and that the config's checks allow, as far as the search comes in its time."""
+    """The fastest layouts that fit and that the config's checks allow, as far as the search comes in its time.
+
+    The recipe as it is takes part.
+    """
     config, model = plan.config, plan.model
     known = set(problems_of(config, model))
-    found: list[Candidate] = []
-    todo = [layout for layout in layouts(config, model, plan.cluster) if least_bytes(layout, plan) <= plan.capacity]
+    found = [Candidate({}, make(config))] if plan.fits else []
+    others = [layout for layout in layouts(config, model, plan.cluster) if least_bytes(layout, plan) <= plan.capacity]
+    own = {name: get_value(config, name) for name in layout_keys(config)}
+    todo = others if own in others else [own, *others]
     ends = time.monotonic() + seconds
     seen = 0
     for layout in sorted(todo, key=_splits):
@@ -246,7 +252,7 @@ def search(plan: Plan, make: MakePlan, best: int = 10, seconds: float = SEARCH_S
         seen += 1
         for checkpointing in (False, True):
             candidate = _first_fit(config, model, layout | {names_of(config).checkpointing: checkpointing}, known, make)
-            if candidate is not None:
+            if candidate is not None and all(candidate.settings != other.settings for other in found):
                 found.append(candidate)
     return Found(sorted(found, key=lambda candidate: candidate.plan.seconds)[:best], seen, len(todo))
 
@@ -261,7 +267,14 @@ def least_bytes(layout: Settings, plan: Plan) -> float:
     """What a rank holds of weights and gradients at the least, roughly: layouts far beyond the memory are left out."""
     model, world, names = plan.model, plan.cluster.devices, names_of(plan.config)
     if layout[f"{names.engine}.strategy"] != "megatron":
-        return 12 * model.num_params / world
+        fsdp = engine_of(plan.config).fsdp_config
+        if fsdp.offload_policy:
+            return 0.0
+        size = torch_dtype(fsdp.model_dtype).itemsize
+        trained = sum(p.numel() for p in model.modules.parameters() if p.requires_grad)
+        frozen = sum(p.numel() for p in model.modules.parameters() if not p.requires_grad)
+        # Frozen weights of one device are kept in 16 bits, whatever they are loaded in.
+        return (3 * size * trained + min(size, 2) * frozen) / world
     sizes = {axis: layout[f"{names.megatron}.{key}"] or 1 for axis, key in MEGATRON_KEYS.items()}
     etp = sizes["etp"] if sizes["ep"] > 1 else sizes["tp"]
     dense = (model.num_params - model.expert_params) / (sizes["tp"] * sizes["pp"])
@@ -274,7 +287,8 @@ def _first_fit(
 ) -> Candidate | None:
     """The largest micro-batch that fits, with as little offloading as it needs."""
     names = names_of(config)
-    sizes: Sequence[int | None] = MICRO_BATCHES if cuts_by_tokens(config) else (None,)
+    own = get_value(config, names.tokens)
+    sizes: Sequence[int | None] = sorted({own, *MICRO_BATCHES}, reverse=True) if cuts_by_tokens(config) else (None,)
     place = names.megatron if layout[f"{names.engine}.strategy"] == "megatron" else names.fsdp
     none = {f"{place}.optimizer_offload": False, f"{place}.param_offload": False}
     offloads = (none, none | {f"{place}.optimizer_offload": True}) if isinstance(config, PPOConfig) else ({},)
@@ -294,6 +308,14 @@ def _first_fit(
 def _differing(config: Config, settings: Settings) -> Settings:
     """Only what is not so already."""
     return {name: value for name, value in settings.items() if get_value(config, name) != value}
+
+
+def layout_keys(config: Config) -> list[str]:
+    """The keys that lay the model that learns out."""
+    names = names_of(config)
+    axes = [f"{names.engine}.ulysses_sequence_parallel_size", f"{names.engine}.context_parallel_size"]
+    megatron = [f"{names.megatron}.{name}" for name in MEGATRON_KEYS.values()]
+    return [f"{names.engine}.strategy", f"{names.fsdp}.fsdp_size", *axes, *megatron]
 
 
 def layouts(config: Config, model: PlannedModel, cluster: Cluster) -> Iterator[Settings]:

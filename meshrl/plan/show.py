@@ -55,16 +55,17 @@ def _head(plan: Plan) -> Iterator[str]:
 def _memory(plan: Plan) -> Iterator[str]:
     names = {name for phase in plan.phases for name in phase.memory}
     rows = [name for name in ORDER if name in names] + sorted(names - set(ORDER))
+    wide = max(22, *map(len, rows))
     yield "memory of the fullest rank, GiB"
-    yield f"{'':>22}" + "".join(f"{phase.name:>15}" for phase in plan.phases)
+    yield f"{'':>{wide}}" + "".join(f"{phase.name:>15}" for phase in plan.phases)
     for name in rows:
         cells = (phase.memory.get(name, 0) / GIB for phase in plan.phases)
-        yield f"{name:>22}" + "".join(f"{cell:>15.2f}" if cell else f"{'':>15}" for cell in cells)
-    yield f"{'together':>22}" + "".join(f"{phase.total / GIB:>15.2f}" for phase in plan.phases)
+        yield f"{name:>{wide}}" + "".join(f"{cell:>15.2f}" if cell else f"{'':>15}" for cell in cells)
+    yield f"{'together':>{wide}}" + "".join(f"{phase.total / GIB:>15.2f}" for phase in plan.phases)
     if any(phase.stage for phase in plan.phases):
-        yield f"{'on pipeline stage':>22}" + "".join(f"{phase.stage:>15}" for phase in plan.phases)
+        yield f"{'on pipeline stage':>{wide}}" + "".join(f"{phase.stage:>15}" for phase in plan.phases)
     room = plan.capacity / GIB
-    yield f"{'left':>22}" + "".join(f"{room - phase.total / GIB:>15.2f}" for phase in plan.phases)
+    yield f"{'left':>{wide}}" + "".join(f"{room - phase.total / GIB:>15.2f}" for phase in plan.phases)
     reserved = plan.cluster.hardware.memory_gib - room
     yield f"of {plan.cluster.hardware.memory_gib:.1f} GiB, {reserved:.0f} are left to driver, links and fragmentation"
 

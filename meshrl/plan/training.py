@@ -33,19 +33,21 @@ class Phase:
 
 @dataclass(frozen=True)
 class Training:
-    """All roles on the same devices, with the samples of a step. `main` is the role that is told without its name."""
+    """All roles on the same devices, with the samples of a step. `main` is the role that is told without its name,
+    `always` what others hold there in every phase."""
 
     roles: Mapping[str, Role]
     main: str
     lengths: Lengths
     cluster: Cluster
     clock: Clock
+    always: Parts = field(default_factory=dict)
 
     # Memory
 
     def held(self, stage: int, awake: str = "", optimizer: bool = False) -> Parts:
         """What the roles hold on the device while `awake` works (with its `optimizer`) and the others rest."""
-        parts: Parts = {}
+        parts = dict(self.always)
         for name, role in self.roles.items():
             states = role.states(min(stage, len(role.stages) - 1))
             on_host = not role.is_megatron and role.engine.fsdp_config.offload_policy

@@ -34,11 +34,11 @@ class Failure:
 
     kind: str
     text: str
-    error: Exception | None = None
+    error: Exception | SystemExit | None = None
     whole: bool = False
 
     @staticmethod
-    def of(error: Exception, whole: bool = False) -> Failure:
+    def of(error: Exception | SystemExit, whole: bool = False) -> Failure:
         """What a function raised."""
         kind = "timeout" if isinstance(error, CallTimeoutError) else "raised"
         return Failure(kind, f"{type(error).__name__}: {error}", error, whole)
@@ -157,7 +157,7 @@ class InTurn:
     def _answer(self, sample: Sample) -> Any:
         try:
             return call_within(self.timeout, lambda: call_one(self.function, sample, self.extras))
-        except Exception as error:  # whatever a user's function does
+        except (Exception, SystemExit) as error:  # whatever a user's function does: exit() ends its call, not the run
             return Failure.of(error)
 
 
@@ -170,7 +170,7 @@ class AtOnce:
     def __call__(self, samples: Sequence[Sample]) -> list[Any]:
         try:
             answers = call_within(self.timeout, lambda: call_many(self.function, samples, self.extras))
-        except Exception as error:  # whatever a user's function does
+        except (Exception, SystemExit) as error:
             return [Failure.of(error, whole=True)] * len(samples)
         if not hasattr(answers, "__len__") or len(answers) != len(samples):
             got = f"{len(answers)} scores" if hasattr(answers, "__len__") else repr(answers)[:80]

@@ -11,7 +11,9 @@ from typing import Any
 
 from meshrl.rewards.sandbox.run import Finished, Limits, run_python
 
-BLOCK = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+# Fences go in pairs, whatever the language of a block; ```words``` within a line are a pair, too, without a block.
+BLOCK = re.compile(r"```[^`\n]+```|```[ \t]*([^\s`]*)[^`\n]*\n(.*?)```", re.DOTALL)
+PYTHON = ("", "py", "python", "python3")
 
 
 def code(
@@ -52,8 +54,8 @@ def code(
 
 
 def extract_code(text: str) -> str:
-    """The last fenced block, or the whole text where there is none."""
-    blocks = BLOCK.findall(text)
+    """The last fenced block of Python or of no named language, or the whole text where there is none."""
+    blocks = [found[2] for found in BLOCK.finditer(text) if found[2] is not None and found[1].lower() in PYTHON]
     return blocks[-1] if blocks else text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,13 +55,17 @@ def as_result(answer: Any, tokens: int | None = None) -> dict[str, Any]:
 def _number(score: Any) -> float:
     if not isinstance(score, NUMBER):
         raise BadAnswerError("invalid", f"a reward must be a finite number, got {score!r}")
-    try:
-        value = float(score)
-    except OverflowError:
-        value = float("inf")
+    value = _as_float(score)
     if not abs(value) <= LARGEST_SCORE:  # true for NaN
         raise BadAnswerError("nan", f"a reward must be a finite number, got {_brief(score)}")
     return value
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an int has any size
+        return math.inf
 
 
 def _token_scores(scores: Sequence[Any], tokens: int | None) -> list[float]:
@@ -125,8 +130,8 @@ class Scores:
             metrics |= {f"reward/{name}/mean": float(np.mean(column)) for name, column in self.parts.items()}
         own = {f"{name}/score" for name in self.parts} if len(self.parts) > 1 else set()
         for name, column in self.infos.items():
-            numbers = [float(value) for value in column if isinstance(value, NUMBER) and np.isfinite(value)]
-            if numbers and name not in own:
+            numbers = [_as_float(value) for value in column if isinstance(value, NUMBER)]
+            if (numbers := [number for number in numbers if math.isfinite(number)]) and name not in own:
                 metrics[f"reward_extra/{name}/mean"] = float(np.mean(numbers))
         return metrics
 

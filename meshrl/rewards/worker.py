@@ -44,7 +44,7 @@ def serve(connection: Connection) -> None:
 def _answer(call: Callable[[], Any]) -> bytes:
     try:
         return pickle.dumps(("answer", call()))
-    except Exception as error:  # whatever a user's function does, or an answer that cannot be sent
+    except (Exception, SystemExit) as error:  # whatever a user's function does, or an answer that cannot be sent
         return pickle.dumps(("raised", f"{type(error).__name__}: {error}"))
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -23,6 +25,29 @@ def memory_folder() -> str:
     return tempfile.mkdtemp(prefix="meshrl-", dir=parent)
 
 
+def take_memory(file: IO[bytes], start: int, size: int) -> None:
+    """Sets room for a part of a file aside: writing to mapped memory that finds none would end the process at once."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(file.fileno(), start, size)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        there = os.fstatvfs(file.fileno())
+        raise OSError(
+            errno.ENOSPC,
+            f"No space left for {size} bytes of weights, {there.f_bavail * there.f_frsize} bytes are free: lower "
+            "rollout.update_weights_bucket_megabytes, or give the container more shared memory (--shm-size)",
+            file.name,
+        ) from error
+
+
+def aligned(size: int) -> int:
+    """Rounded up, so that what follows may be of any type."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 class SharedFile:
     """A buffer that is filled again and again; it grows with the largest filling."""
 
@@ -35,6 +60,7 @@ class SharedFile:
         entries, end = _laid_out(tensors)
         if end > len(self._buffer):
             with open(self.path, "ab") as file:
+                take_memory(file, 0, end)
                 file.truncate(end)
             self._buffer = torch.from_file(self.path, shared=True, size=end, dtype=torch.uint8)
         for (_, tensor), (_, place) in zip(tensors, _views(self._buffer, entries), strict=True):
@@ -64,7 +90,7 @@ def _laid_out(tensors: Sequence[tuple[str, Tensor]]) -> tuple[list[Entry], int]:
     end = 0
     for name, tensor in tensors:
         entries.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
-        end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        end += aligned(tensor.numel() * tensor.element_size())
     return entries, end
 
 

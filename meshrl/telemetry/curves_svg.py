@@ -107,8 +107,9 @@ def _y_scale(panel: Panel, drawn: Sequence[Series]) -> Scale:
     values = [value for curve in drawn for value in curve.values]
     low, high = min(values), max(values)
     if panel.log_scale:
-        decades = math.floor(math.log10(low)), math.ceil(math.log10(high))
-        return Scale(10.0 ** decades[0], 10.0 ** decades[1], HEIGHT - BOTTOM, TOP, log=True)
+        first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+        # Means of many points may all be alike where the points were not.
+        return Scale(10.0**first, 10.0 ** max(first + 1, last), HEIGHT - BOTTOM, TOP, log=True)
     if panel.stacked or starts_at_zero(values):
         low = 0.0
     ticks = nice_ticks(low, high)

@@ -159,15 +159,10 @@ def build_panels(records: Sequence[Record]) -> list[Panel]:
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
     """Centred moving average; at the ends over what is there of the window."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
     half = window // 2
-    result = []
-    for i in range(len(values)):
-        start, end = max(0, i - half), min(len(values), i + half + 1)
-        result.append((sums[end] - sums[start]) / (end - start))
-    return result
+    # Each window is added up anew: in differences of running sums, small values behind a large one would be lost.
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(part) / len(part) for part in windows]
 
 
 def smoothing_window(count: int) -> int:

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,6 +37,8 @@ class RunFiles:
         self.checkpoints = self.path / "checkpoints"
         self.batches = self.path / "batches"
         self.nonfinite = self.path / "nonfinite"
+        self.dumps = self.path / "dumps"
+        self.model = self.path / "model"
 
     def read_metrics(self) -> list[dict[str, float]]:
         """The logged records in order: `step`, `time` (unix seconds) and the metrics, flat."""
@@ -77,7 +79,7 @@ class RunFolder(RunFiles):
             raise ValueError(f"the run folder {self.path} is a file: choose another path (trainer.default_local_dir)")
         self.path.mkdir(parents=True, exist_ok=True)
         self.moved_to: Path | None = None
-        self.last_step = last_step
+        self.last_step, self.is_new = last_step, not resume
         self._log_handlers: list[tuple[logging.Logger, logging.Handler, int]] = []
         if resume:
             for file in (self.metrics, self.generations, self.distributions):
@@ -141,14 +143,20 @@ class RunFolder(RunFiles):
     def _move_aside(self) -> None:
         own = (self.config, self.config_sources, self.metrics, self.generations, self.distributions)
         made = (self.report, self.curves, self.log, self.tensorboard, self.timeline)
-        kept = (self.checkpoints, self.batches, self.nonfinite)
-        old = [f for f in (*own, *made, *kept) if f.exists()]
-        if not old:
-            return
-        self.moved_to = _new_numbered_folder(self.path)
-        for file in old:
-            file.rename(self.moved_to / file.name)
-        logger.warning("%s holds an earlier run: its files are now in %s", self.path, self.moved_to)
+        kept = (self.checkpoints, self.batches, self.nonfinite, self.dumps, self.model)
+        old = [f for f in (*own, *made, *kept, *self.path.glob("stall-*.txt")) if f.exists()]
+        self.moved_to = move_aside(old, self.path)
+
+
+def move_aside(old: Sequence[Path], folder: Path) -> Path | None:
+    """Moves what an earlier run has left in a folder into a new `previous-N/` there; says so."""
+    if not old:
+        return None
+    moved_to = _new_numbered_folder(folder)
+    for file in old:
+        file.rename(moved_to / file.name)
+    logger.warning("%s holds an earlier run: its files are now in %s", folder, moved_to)
+    return moved_to
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:

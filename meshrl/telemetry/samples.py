@@ -10,7 +10,7 @@ from typing import Any
 
 from meshrl.data.proto import DataProto
 from meshrl.telemetry.distributions import histogram
-from meshrl.telemetry.run_folder import RunFolder
+from meshrl.telemetry.run_folder import RunFolder, move_aside
 from meshrl.telemetry.token_details import finish_reasons, token_details
 
 Decode = Callable[[DataProto], list[str]]
@@ -22,6 +22,7 @@ _OF_TOKENS = (
 class SampleLog:
     """Writes sampled generations: a few into the run folder, all into `rollout_data_dir` / `validation_data_dir`.
 
+    The few are those of a step or of a whole validation. What an earlier run has left in the folders moves aside.
     With `decode_tokens` (text of token ids) the few have their tokens with log-probs, advantages and versions. How the
     scores and lengths of a training step are spread goes into distributions.jsonl. `stops` are the tokens that end an
     answer.
@@ -41,6 +42,9 @@ class SampleLog:
         self.run, self.decode_tokens, self.stops = run, decode_tokens, tuple(stops)
         self.few = {"train": training_samples, "val": validation_samples}
         self.folders = {"train": rollout_data_dir, "val": validation_data_dir}
+        # How many of the few are written: a validation may come in several batches.
+        self._written: Counter[tuple[str, int]] = Counter()
+        self._begun: set[Path] = set()
         if run.last_step is not None:
             self._forget_after(run.last_step)
 
@@ -57,20 +61,28 @@ class SampleLog:
     def _forget_after(self, step: int) -> None:
         """Deletes the files of steps that a run which goes on will take again: it would write behind their lines."""
         for folder in filter(None, self.folders.values()):
-            for file in Path(folder).glob("*.jsonl"):
-                if file.stem.isdecimal() and int(file.stem) > step:
+            for file in _files_of_steps(Path(folder)):
+                if int(file.stem) > step:
                     file.unlink()
 
     def _log(self, batch: DataProto, decode: Decode, step: int, split: str) -> None:
         folder = self.folders[split]
-        few = batch.slice(0, min(self.few[split], len(batch)))
+        few = batch.slice(0, min(self.few[split] - self._written[split, step], len(batch)))
+        self._written[split, step] += len(few)
         self.run.append_generations(self._rows(few, decode, split, detailed=True), step)
         if folder is not None:
-            file = Path(folder) / f"{step}.jsonl"
-            file.parent.mkdir(parents=True, exist_ok=True)
+            file = self._begin(Path(folder).resolve()) / f"{step}.jsonl"
             with file.open("a", encoding="utf-8", errors="backslashreplace") as out:
                 for row in self._rows(batch, decode, split):
                     out.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=_plain) + "\n")
+
+    def _begin(self, folder: Path) -> Path:
+        """The folder; before the first samples of a new run, what an earlier one has left there moves aside."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.run.is_new and folder not in self._begun:
+            move_aside(_files_of_steps(folder), folder)
+        self._begun.add(folder)
+        return folder
 
     def _rows(self, batch: DataProto, decode: Decode, split: str, detailed: bool = False) -> Iterator[dict[str, Any]]:
         if batch.batch is None or len(batch) == 0:
@@ -111,6 +123,10 @@ class SampleLog:
             "response_length": histogram(lengths.numpy()),
             "finish": dict(Counter(self._finish(batch))),
         }
+
+
+def _files_of_steps(folder: Path) -> list[Path]:
+    return [file for file in folder.glob("*.jsonl") if file.stem.isdecimal()]
 
 
 def _plain(value: Any) -> Any:

@@ -65,8 +65,9 @@ def learning(records: Sequence[Record]) -> Verdict:
     if not checks:
         return Verdict(question, OPEN, "Nothing yet", "no reward and no loss was logged so far")
     level = checks[0].level
-    if level == GOOD and any(check.level == BAD for check in checks[1:]):
-        return Verdict(question, WATCH, "Only in training", f"{checks[0].text}; but {checks[1].text}", checks)
+    fell = next((check for check in checks[1:] if check.level == BAD), None)
+    if level == GOOD and fell is not None:
+        return Verdict(question, WATCH, "Only in training", f"{checks[0].text}; but {fell.text}", checks)
     if level != GOOD and len(checks) > 1 and all(check.level == GOOD for check in checks[1:]):
         # One number of each validation says nothing of its noise.
         unsure, answer = (WATCH, "Only on validation") if level == BAD else (OPEN, "Perhaps")

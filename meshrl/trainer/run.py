@@ -129,7 +129,10 @@ def train_once(
     fetch_shelved(trainer, config.ray_init, notes.append, restarts.opened)
     found = state_to_resume(trainer, notes.append, restarts.opened)
     first_step = found.step if found else 0
-    with open_run(trainer, found, restarts) as run, StepConsole(steps, console, first_step=first_step) as screen:
+    with (
+        open_run(trainer, found, restarts, model.path) as run,
+        StepConsole(steps, console, first_step=first_step) as screen,
+    ):
         start_run(run, screen, config, sources, notes + units.lines())
         if is_finished(found, steps, run, trainer, screen):
             return run.path
@@ -138,7 +141,7 @@ def train_once(
                 screen.message(f"{words} prompts: {data.dropped} dropped, {data.truncated} truncated, {len(data)} left")
         samples = SampleLog(
             run,
-            validation_samples=max(8, trainer.log_val_generations),
+            validation_samples=trainer.log_val_generations or 8,
             rollout_data_dir=trainer.rollout_data_dir,
             validation_data_dir=trainer.validation_data_dir,
             decode_tokens=lambda ids: str(tokenizer.decode(ids)),
@@ -176,7 +179,7 @@ def train_once(
                 keeper.fit(loop)
             if trainer.save_final_model and not trainer.val_only:
                 screen.message(f"model: {save_model(actor, run, tokenizer)}")
-        screen.message(f"report: {write_report(run.path)}")
+        report_run(run, screen)
         return run.path
 
 
@@ -249,7 +252,7 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
     found = state_to_resume(trainer, notes.append, restarts.opened)
     first_step = found.step if found else 0
     with (
-        open_run(trainer, found, restarts) as run,
+        open_run(trainer, found, restarts, path) as run,
         StepConsole(steps, console, columns=SFT_COLUMNS, first_step=first_step) as screen,
     ):
         start_run(run, screen, config, sources, notes + units.lines())
@@ -276,7 +279,7 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
                 keeper.fit(loop)
             if trainer.save_final_model:
                 screen.message(f"model: {save_model(group, run, tokenizer)}")
-        screen.message(f"report: {write_report(run.path)}")
+        report_run(run, screen)
         return run.path
 
 
@@ -299,13 +302,18 @@ def note_restart(restarts: Restarts, found: Found | None, tracker: Tracking) -> 
     tracker.constants |= restarts.metrics()
 
 
-def open_run(trainer: RunConfig, found: Found | None, restarts: Restarts) -> RunFolder:
+def open_run(trainer: RunConfig, found: Found | None, restarts: Restarts, model_path: str | None = None) -> RunFolder:
     """The run's folder: its files go on where the checkpoint to go on from is one of its own."""
     again, restarts.opened = restarts.opened or restarts.is_since(RunFiles(trainer.run_dir).config), True
     folder = Path(trainer.run_dir).resolve() / FOLDER
     if found is None or found.path.resolve().parent not in (folder, copies_folder(trainer.run_dir)):
         # What an attempt before has written of steps that were not kept is written again.
         with told_without_traceback("trainer.default_local_dir"):
+            if not again and Path(model_path or "").resolve() == (own := RunFiles(trainer.run_dir).model):
+                raise ValueError(
+                    f"a new run would move the model that it is to start from, {own}, to previous-N/ with the files "
+                    "of the run that made it: choose another folder for this run"
+                )
             return RunFolder(trainer.run_dir, resume=again, last_step=-1 if again else None)
     set_later_ones_aside(folder, found.step)
     return RunFolder(trainer.run_dir, resume=True, last_step=found.step)
@@ -316,11 +324,24 @@ def is_finished(found: Found | None, steps: int, run: RunFolder, trainer: RunCon
     if found is None or found.step < steps or getattr(trainer, "val_only", False):
         return False
     screen.message(f"the run is finished: {found.path} is after step {found.step} of {steps}, nothing is left to train")
-    if trainer.save_final_model and not (run.path / "model").is_dir():
+    if trainer.save_final_model and not run.model.is_dir():
         return False
     if not run.report.exists():
-        write_report(run.path)
+        report_run(run, screen)
     return True
+
+
+def report_run(run: RunFolder, screen: StepConsole) -> None:
+    """Draws the report; a run whose report cannot be drawn has still done its work."""
+    try:
+        said = f"report: {write_report(run.path)}"
+    except Exception as error:
+        logger.warning("the report could not be drawn", exc_info=True)
+        said = (
+            f"warning: the report could not be drawn: {type(error).__name__}: {error}; {run.log} has the traceback, "
+            f"meshrl report {run.path} tries again"
+        )
+    screen.message(said)
 
 
 def ppo_parts(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> dict[str, Part]:
@@ -396,7 +417,7 @@ def tracking(config: PPOConfig | SFTConfig, run: RunFolder, screen: StepConsole)
 
 def save_model(group: WorkerGroup, run: RunFolder, tokenizer: Tokenizer) -> Path:
     """Writes the trained model with its tokenizer to `model/` in the run's folder."""
-    folder, aside = run.path / "model", run.path / ".model.partial"
+    folder, aside = run.model, run.path / ".model.partial"
     shutil.rmtree(aside, ignore_errors=True)
     group.save_model(str(aside.absolute()))
     tokenizer.save_pretrained(aside)

@@ -91,6 +91,7 @@ def adapter_exchange(
     dtype: torch.dtype = torch.float32,
     bucket_megabytes: int = 512,
     verify: bool = True,
+    delta: bool = False,
     deadline: float = 600.0,
     carrier: str = "auto",
 ) -> tuple[FSDP2Source, WeightSync]:
@@ -113,6 +114,7 @@ def adapter_exchange(
         dtypes=dict.fromkeys(shapes, dtype),
         carrier=carrier_for([plan], device, carrier, deadline),
         verify=verify,
+        delta=delta,
         deadline=deadline,
     )
     return source, sync

@@ -1,7 +1,8 @@
 """Checksums of rectangles that add up: those of disjoint parts of a rectangle make that of the whole, on any layout.
 
 Every element counts by its bits, times a number that depends on its row plus one that depends on its column, modulo
-2^64. So a part that is missing, changed, or at another place changes the sum, and integer sums are the same on every
+2^64. So what is missing, changed, or at another place changes the sum, unless the sums of all rows and of all columns
+stay as they were: of equal elements that trade places crosswise it sees nothing. Integer sums are the same on every
 device whatever the order. No temporary of the data's size is made: some rows are summed at a time.
 """
 

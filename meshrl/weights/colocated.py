@@ -31,7 +31,7 @@ from meshrl.weights.exchange import Traffic
 from meshrl.weights.merging import MergingSync
 from meshrl.weights.rollout_placement import RolloutLayout
 from meshrl.weights.sources import has_fsdp2
-from meshrl.weights.sync import SyncReport, refuse, sync_weights
+from meshrl.weights.sync import SyncReport, end_refusal, refuse, sync_weights
 from meshrl.weights.transport import SyncError
 
 
@@ -80,7 +80,7 @@ def policy_sync(
             layout, own = RolloutLayout.of(parallel, rank_and_world()[1]), rollout_params(hf_model)
             return connect(engine, own, layout=layout, hf_config=hf_model.config, delta=delta, **options)
         if isinstance(engine, FSDPEngine) and engine.has_adapters and engine.is_sharded and adapters == "alone":
-            return MergingSync(engine, hf_model, **options)
+            return MergingSync(engine, hf_model, delta=delta, **options)
         return connect(engine, rollout_params(hf_model), delta=delta, **options)
 
     return AtFirstUse(make)
@@ -120,6 +120,7 @@ class Stream:
 
     def __call__(self, rollout: Rollout, version: int) -> SyncReport:
         started, traffic = time.perf_counter(), Traffic()
+        end_refusal(rollout)
         hf_model: Any = getattr(rollout, "hf_model", None)
         own = rollout_params(hf_model) if self.verify and hf_model is not None else {}
         parallel: Any = getattr(rollout, "parallel", None)

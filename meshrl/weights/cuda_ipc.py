@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from meshrl.rollout.shared_file import aligned
 from meshrl.weights.shared_memory import SharedMemoryCarrier
 
 
@@ -19,7 +20,7 @@ class CudaIpcCarrier(SharedMemoryCarrier):
     """As shared memory, but the slots lie on the sender's GPU; the file holds only the numbers and the GPU's handle."""
 
     def __init__(self, folder: str | Path, rank: int, slot_bytes: int, device: torch.device):
-        self.cuda_slots = torch.empty(2 * slot_bytes, dtype=torch.uint8, device=device)
+        self.cuda_slots = torch.empty(2 * aligned(slot_bytes), dtype=torch.uint8, device=device)
         self.stream = torch.cuda.current_stream(device)
         handle, draft = Path(folder) / f"rank{rank}.handle", Path(folder) / f"rank{rank}.handle.new"
         draft.write_bytes(pickle.dumps(reduce_tensor(self.cuda_slots)))
@@ -31,6 +32,9 @@ class CudaIpcCarrier(SharedMemoryCarrier):
 
     def _own_slots(self, memory: np.ndarray, slot_bytes: int) -> list[Tensor]:
         return list(self.cuda_slots.split(slot_bytes))
+
+    def _take_memory(self, number: int, nbytes: int) -> None:
+        """The GPU's is there from the beginning."""
 
     def _peer_slots(self, rank: int, memory: np.ndarray) -> list[Tensor]:
         rebuild: Callable[..., Tensor]

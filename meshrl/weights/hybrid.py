@@ -111,6 +111,11 @@ class HybridEngine:
         self._expect(TRAIN)
         if self.version < 0:
             raise RuntimeError("the rollout has no weights yet: sync them before generating")
+        if self.shares_weights and self.has_trained:
+            raise RuntimeError(
+                f"the rollout shares the trainer's weights, which an update has moved on from version {self.version}: "
+                "sync them before generating"
+            )
         if "weights" in self._released:
             if self.has_trained:
                 raise RuntimeError(

@@ -49,12 +49,16 @@ def base_dtypes(source: FSDP2Source) -> dict[str, torch.dtype]:
 
 
 class MergingSync:
-    """Brings base and adapters to the rollout of its own process; `base_sync_done`: from then on adapters alone."""
+    """Brings base and adapters to the rollout of its own process; `base_sync_done`: from then on adapters alone.
 
-    def __init__(self, engine: FSDPEngine, hf_model: Any, **options: Any):
+    `delta`: of adapters only what changed.
+    """
+
+    def __init__(self, engine: FSDPEngine, hf_model: Any, *, delta: bool = False, **options: Any):
         self.engine, self.options = engine, options
         self.params = rollout_params(hf_model)
-        self.source, self.sync = adapter_exchange(engine, master=all_float32(self.params), **options)
+        master = all_float32(self.params)
+        self.source, self.sync = adapter_exchange(engine, master=master, delta=delta, **options)
         self.base: dict[str, Tensor] = {}
         self._is_there = False  # whether the rollout has the weights that no adapter changes
 

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from meshrl.engines.base import Engine
 from meshrl.models.buffers import named_weights
+from meshrl.models.saving import check_file_names
 from meshrl.models.sizes import expert_count, head_dim
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.shared_file import memory_folder
@@ -50,7 +51,7 @@ from meshrl.weights.shards import Shards
 from meshrl.weights.shared_memory import SharedMemoryCarrier, open_together
 from meshrl.weights.sources import FSDP2Source, Source, source_of
 from meshrl.weights.streamed import StreamedSync, streamed_sync
-from meshrl.weights.sync import WORD_BYTES, SyncReport, WeightSync
+from meshrl.weights.sync import WORD_BYTES, SyncReport, WeightSync, end_refusal
 from meshrl.weights.transport import Carrier, Deadline, SyncError, SyncTimeoutError
 
 CARRIERS = ("auto", "shared_memory", "cuda_ipc", "process_group")
@@ -276,10 +277,12 @@ def connect_rollout(
     if streams:
         if model is None:
             raise ValueError(f"{type(rollout).__name__} has no Hugging Face module: give the `model` it generates with")
+        check_file_names(model)
         params = named_weights(model)
         # An engine elsewhere takes its weights from host memory.
         device = device if device is not None and isinstance(rollout, SteppingRollout) else torch.device("cpu")
     else:
+        end_refusal(rollout)
         params = rollout_params(rollout.hf_model)
         device = next(iter(params.values())).device
     parallel = getattr(rollout, "parallel", None)

@@ -7,6 +7,7 @@ slot says whom it is for and by which tag; the reader answers by writing the tag
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshrl.rollout.shared_file import aligned, take_memory
 from meshrl.weights.transport import Carrier, Incoming, Naps, SyncError
 
 PROCESS, GAVE_UP, SLOT = 0, 1, 8  # places of numbers; those of a slot follow from SLOT on, SLOT apart
@@ -28,11 +30,12 @@ class SharedMemoryCarrier(Carrier):
     """One rank of a group of processes that share `folder`, best in a file system that lives in memory."""
 
     def __init__(self, folder: str | Path, rank: int, slot_bytes: int):
-        self.folder = Path(folder)
+        self.folder, slot_bytes = Path(folder), aligned(slot_bytes)
         self.numbers, memory = self._own(rank, slot_bytes)
         self._peers: dict[int, tuple[np.ndarray, list[Tensor]]] = {}
         super().__init__(rank, self._own_slots(memory, slot_bytes))
         self._order = {slot.data_ptr(): number for number, (slot, _) in enumerate(self._slots)}
+        self._taken = [0] * len(self._slots)  # bytes of each slot that have memory
 
     def _path(self, rank: int) -> Path:
         return self.folder / f"rank{rank}"
@@ -40,8 +43,9 @@ class SharedMemoryCarrier(Carrier):
     def _own(self, rank: int, slot_bytes: int) -> tuple[np.ndarray, np.ndarray]:
         """Makes this rank's file complete under another name first: whoever finds it can use it."""
         path, draft = self._path(rank), self._path(rank).with_suffix(".new")
-        with draft.open("wb") as file:
-            file.truncate(HEADER_BYTES + 2 * slot_bytes)
+        self._file = draft.open("wb")
+        take_memory(self._file, 0, HEADER_BYTES)
+        self._file.truncate(HEADER_BYTES + 2 * slot_bytes)
         memory = np.memmap(draft, np.uint8, "r+")
         numbers = memory[:HEADER_BYTES].view(np.int64)
         numbers[PROCESS] = os.getpid()
@@ -65,6 +69,17 @@ class SharedMemoryCarrier(Carrier):
             memory = np.memmap(self._path(rank), np.uint8, "r+")
             self._peers[rank] = memory[:HEADER_BYTES].view(np.int64), self._peer_slots(rank, memory)
         return self._peers[rank]
+
+    def outgoing(self, nbytes: int) -> Tensor:
+        slot = super().outgoing(nbytes)
+        self._take_memory(self._order[self._slots[0][0].data_ptr()], nbytes)
+        return slot
+
+    def _take_memory(self, number: int, nbytes: int) -> None:
+        """Only now: a rank that sends little takes little."""
+        if nbytes > self._taken[number]:
+            take_memory(self._file, HEADER_BYTES + number * self.slot_bytes, nbytes)
+            self._taken[number] = nbytes
 
     def _post(self, slot: Tensor, nbytes: int, to: int, tag: int) -> tuple[int, int, int]:
         number = self._order[slot.data_ptr()]
@@ -110,6 +125,7 @@ class SharedMemoryCarrier(Carrier):
     def close(self) -> None:
         super().close()
         self._peers.clear()
+        self._file.close()
         self.unlink()
 
 
@@ -118,14 +134,19 @@ def open_together(carrier: SharedMemoryCarrier, world_size: int, barrier: Callab
 
     From then on memory goes with the last process that has it, however that ends.
     """
-    for rank in range(world_size):
-        if rank != carrier.rank:
-            carrier.peer(rank)
-    barrier()
-    carrier.unlink()
-    barrier()
-    if carrier.rank == 0:
-        carrier.folder.rmdir()
+    try:
+        for rank in range(world_size):
+            if rank != carrier.rank:
+                carrier.peer(rank)
+        barrier()
+        carrier.unlink()
+        barrier()
+        if carrier.rank == 0:
+            carrier.folder.rmdir()
+    except BaseException:
+        # Without this rank no other gets through either, and one that died leaves its file to the others.
+        shutil.rmtree(carrier.folder, ignore_errors=True)
+        raise
 
 
 class _FromMemory(Incoming):

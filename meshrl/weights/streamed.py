@@ -34,7 +34,7 @@ from meshrl.weights.exchange import Traffic
 from meshrl.weights.placement import Placement
 from meshrl.weights.plan import ReshardPlan
 from meshrl.weights.shards import Shards
-from meshrl.weights.sync import SyncReport, WeightSync, refuse
+from meshrl.weights.sync import SyncReport, WeightSync, end_refusal, refuse
 from meshrl.weights.transport import Carrier, SyncRefusedError
 
 Blank = tuple[Sequence[int], torch.dtype]
@@ -111,9 +111,7 @@ class StreamedSync:
     def _hand_over(self, rollout: Rollout, weights: Iterator[tuple[str, Tensor]], version: int) -> float:
         """The engine takes the version; for how long answers stood still meanwhile."""
         started, runs = time.perf_counter(), rollout.stats()["running"] > 0
-        # After a sync that failed, of this connection or an earlier one, it has given its weights up.
-        if rollout.version < 0:
-            rollout.resume(("weights",))
+        end_refusal(rollout)
         self.is_mixed = True
         rollout.update_weights(weights, version)
         self.is_mixed = False

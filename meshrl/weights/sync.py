@@ -137,8 +137,8 @@ class WeightSync:
             rollout.gaps.restart()
         self._is_open = True
         try:
-            if rollout is not None and self.is_mixed:
-                rollout.resume(("weights",))
+            if rollout is not None:
+                end_refusal(rollout)
             exchange = self._begin(version, held)
             if self.staged:
                 exchange.run()  # the rollout goes on generating
@@ -318,6 +318,12 @@ def refuse(rollout: Rollout, because: BaseException) -> None:
         rollout.release(("weights",))
     except Exception as error:  # its engine may be gone: what came first is to be told
         because.add_note(f"nor could the rollout give its weights up: {type(error).__name__}: {error}")
+
+
+def end_refusal(rollout: Rollout) -> None:
+    """Has a rollout take memory for weights again that it gave up after a sync that failed, by whatever way."""
+    if rollout.version < 0:
+        rollout.resume(("weights",))
 
 
 def check_dtypes(plan: ReshardPlan, destination: Shards | None, dtypes: Mapping[str, torch.dtype]) -> None:

@@ -29,6 +29,9 @@ from meshrl.telemetry.ledger import booked
 # The role's Hugging Face files lie here: configs and tokenizer always, the weights with `hf_model`.
 HF_FOLDER = "huggingface"
 MEMORY = Path("/dev/shm")
+# Another run's process may live in a container of its own, where /proc does not show it: its folder is left alone for
+# longer than a copy takes.
+LEFT_BEHIND_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,18 @@ class Shelved:
 
     def new_folder(self) -> Path:
         """A folder of this process's in memory; those that killed processes have left there go."""
-        for folder in MEMORY.glob(f"{self.shelves.key}-pid-*"):
-            if not Path("/proc", folder.name.split("-")[-2]).exists():
+        for folder in MEMORY.glob(f"{self.shelves.key.rpartition('-')[0]}-*-pid-*"):
+            of_this_run = folder.name.startswith(f"{self.shelves.key}-")
+            if not Path("/proc", folder.name.split("-")[-2]).exists() and (of_this_run or _is_old(folder)):
                 shutil.rmtree(folder, ignore_errors=True)
         return Path(tempfile.mkdtemp(prefix=f"{self.shelves.key}-pid-{os.getpid()}-", dir=MEMORY))
+
+
+def _is_old(folder: Path) -> bool:
+    try:
+        return time.time() - folder.stat().st_mtime > LEFT_BEHIND_SECONDS
+    except FileNotFoundError:  # another process removes it too
+        return False
 
 
 class CheckpointedWorker(Worker):
@@ -92,15 +103,20 @@ class CheckpointedWorker(Worker):
         own = Path(root) if shelved is None else shelved.new_folder()
         folder = own / role
         engine, _ = self._checkpointed()
-        with self._engine_awake():
-            files = self._write_hf_files(folder, with_weights="hf_model" in contents)
-            beside = {f"{role}/{name}": other.snapshot(("model",)) for name, other in self._saved_beside().items()}
-            parts = {name: write_snapshot(state, own / name, self.rank) for name, state in beside.items()}
-            snapshot = engine.snapshot([name for name in contents if name in CONTENTS])
-            if background:
-                snapshot = snapshot.copied()
-            else:
-                parts[role] = write_snapshot(snapshot, folder, self.rank)
+        try:
+            with self._engine_awake():
+                files = self._write_hf_files(folder, with_weights="hf_model" in contents)
+                beside = {f"{role}/{name}": other.snapshot(("model",)) for name, other in self._saved_beside().items()}
+                parts = {name: write_snapshot(state, own / name, self.rank) for name, state in beside.items()}
+                snapshot = engine.snapshot([name for name in contents if name in CONTENTS])
+                if background:
+                    snapshot = snapshot.copied()
+                else:
+                    parts[role] = write_snapshot(snapshot, folder, self.rank)
+        except BaseException:
+            if shelved is not None:  # memory that nobody else would free
+                shutil.rmtree(own, ignore_errors=True)
+            raise
         held = time.perf_counter() - started
         left = (role, snapshot) if background else None
         if background:
@@ -138,15 +154,18 @@ class CheckpointedWorker(Worker):
         shelved: Shelved | None,
     ) -> Written:
         started = time.perf_counter()
-        if left is not None:
-            role, snapshot = left
-            parts = parts | {role: write_snapshot(snapshot, root / role, self.rank)}
-        records = [record_file(file, root) for file in files]
-        records += [record for part in parts.values() for record in part.records(root)]
-        entries = {folder: part.entries for folder, part in parts.items()}
-        if shelved is not None:
-            shelved.shelves.put(shelved.step, {record.name: root / record.name for record in records})
-            shutil.rmtree(root)
+        try:
+            if left is not None:
+                role, snapshot = left
+                parts = parts | {role: write_snapshot(snapshot, root / role, self.rank)}
+            records = [record_file(file, root) for file in files]
+            records += [record for part in parts.values() for record in part.records(root)]
+            entries = {folder: part.entries for folder, part in parts.items()}
+            if shelved is not None:
+                shelved.shelves.put(shelved.step, {record.name: root / record.name for record in records})
+        finally:
+            if shelved is not None:
+                shutil.rmtree(root)
         return Written(records, seconds + time.perf_counter() - started, entries)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -71,6 +71,8 @@ def test_nested_round_trip(wrap) -> None:  # type: ignore[no-untyped-def]
     assert restored.layout is torch.jagged
     for one, other in zip(restored.unbind(), rows, strict=True):
         assert torch.equal(one, other * 2)
+    parts, _ = rearrange_micro_batches(batch, max_token_len=12, min_num_micro_batch=8)
+    assert [len(part["input_ids"].unbind()) for part in parts] == [1] * 7 + [0]
 
 
 def test_options_reach_the_plan() -> None:

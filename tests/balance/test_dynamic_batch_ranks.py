@@ -19,9 +19,11 @@ def _rank(rank: int, directory: str) -> None:
     lengths = [[4, 4, 4, 4, 4], [9, 8, 9, 8, 7]][rank]
     mask = (torch.arange(9) < torch.tensor(lengths)[:, None]).long()
     outcome = {}
-    for cap in (17, 8):
+    for cap, fixed in ((17, None), (8, None), (18, 2)):
         try:
-            parts, _ = rearrange_micro_batches({"attention_mask": mask}, cap, dp_group=torch.distributed.group.WORLD)
+            parts, _ = rearrange_micro_batches(
+                {"attention_mask": mask}, cap, torch.distributed.group.WORLD, fixed_num_micro_batches=fixed
+            )
             outcome[cap] = [int(part["attention_mask"].sum()) for part in parts]
         except ValueError as error:
             outcome[cap] = str(error)
@@ -37,3 +39,5 @@ def test_ranks_agree_on_the_count_and_on_failure(tmp_path: Path) -> None:
     assert all(0 < load <= 17 for load in light["17"] + heavy["17"])
     assert "sample 0 has 9 tokens" in heavy["8"]
     assert "another data-parallel rank" in light["8"]
+    assert "5 samples with 41 tokens do not fit into fixed_num_micro_batches=2" in heavy["18"]
+    assert "another data-parallel rank" in light["18"]

@@ -176,6 +176,15 @@ def test_ctrl_c_is_130(run: Run, settings: list[str], trainer: Any) -> None:
     assert run("train", "grpo", *settings) == (130, "", "meshrl: interrupted\n")
 
 
+def test_a_pipe_that_breaks_in_a_run_is_a_failure_of_infrastructure(
+    run: Run, settings: list[str], trainer: Any
+) -> None:
+    trainer.outcome = BrokenPipeError(32, "Broken pipe")
+    code, _, err = run("train", "grpo", *settings)
+    assert code == 75
+    assert err.endswith("meshrl: the run failed: BrokenPipeError: [Errno 32] Broken pipe\n")
+
+
 def test_config_prints_the_tree_with_sources(run: Run, tmp_path: Path) -> None:
     code, out, err = run("config", "grpo", "actor_rollout_ref.rollout.n=4", "--only", "actor_rollout_ref.rollout")
     assert (code, err) == (0, "")

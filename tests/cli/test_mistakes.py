@@ -40,6 +40,7 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Run:
         (["sft", "grpo"], "grpo is a recipe of meshrl train: use that command"),
         (["plan", "demo_sft", "--gpus", "8xH100"], "demo_sft is a recipe of meshrl sft"),
         (["plan", "grpo", "trainer.sed=1", "trainer.sede=1", "--gpus", "8xH100"], "\nmeshrl: unknown key trainer.sede"),
+        (["plan", "--sft", "--gpus", "8xH100"], "the recipe names no model: set model.path"),
         (["plan", "grpo", "--gpus", "8xH100", "--hardware", "nofile"], "--hardware: there is no file nofile"),
         (["plan", "grpo", "--gpus", "8xH100", "--model-config", "nofile"], "--model-config: there is no file nofile"),
         (

@@ -70,6 +70,11 @@ BROKEN = [
     ([*MEGATRON, f"{ACTOR}.context_parallel_size=2"], "context_parallel_size has no effect", "strategy=megatron"),
     ([*MEGATRON, "actor_rollout_ref.model.lora_rank=4"], "lora_rank has no effect", "strategy=megatron"),
     (
+        ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,embed_tokens,lm_head]"],
+        "model.target_modules: adapters of lm_head and embed_tokens",
+        "name linear layers",
+    ),
+    (
         [*GAE, "critic.strategy=megatron", "critic.model.lora_rank=8"],
         "critic.model.lora_rank has no effect",
         "megatron",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import threading
@@ -218,8 +219,15 @@ class Probe(Worker):
     def wait_for_release(self) -> bool:
         return self.released.wait(20)
 
-    def fork_a_sleeper(self) -> None:
-        subprocess.Popen(["sleep", "20"], close_fds=False)
+    def fork_a_sleeper(self) -> int:
+        return subprocess.Popen(["sleep", "20"], close_fds=False).pid
+
+    @register(Dispatch.ONE_TO_ALL, blocking=False)
+    def cancelled(self) -> None:
+        raise asyncio.CancelledError("by itself")
+
+    def close(self) -> None:
+        self.log.append("closed")
 
     def square_on_gpu(self, x: torch.Tensor) -> torch.Tensor:
         torch.cuda.set_device(self.local_rank)

@@ -214,6 +214,8 @@ def test_mistakes_in_registering():
         register({"dispatch_fn": print})
     with pytest.raises(ValueError, match="the rest would be lost"):
         register(Dispatch.DP_COMPUTE_PROTO, execute_mode=Execute.RANK_ZERO)
+    with pytest.raises(ValueError, match=r"nd_dispatch\('grid'\) shards its data .* the rest would be lost"):
+        register(nd_dispatch("grid"), execute_mode=Execute.RANK_ZERO)
     with pytest.raises(ValueError, match="exists already"):
         register_dispatch_mode("ONE_TO_ALL")
     with pytest.raises(ValueError, match="unknown dispatch mode 'NONE'"):

@@ -19,11 +19,13 @@ from controller_workers import Probe, has_ended
 from meshrl.controller import (
     ClassWithInitArgs,
     Deadlines,
+    GroupBrokenError,
     ResourcePool,
     WorkerDied,
     WorkerError,
     create_worker_group,
 )
+from meshrl.controller.futures import Future, SerialThread
 from meshrl.controller.nursery import get_nursery
 from meshrl.data.proto import DataProto
 
@@ -118,11 +120,19 @@ def test_a_kill_is_reported_within_seconds():
 def test_a_worker_whose_socket_is_held_by_its_child_is_still_found_dead():
     with start(2) as group:
         pid = group.about()[0]["pid"]
-        group.execute_rank(0, "fork_a_sleeper")
+        child = group.execute_rank(0, "fork_a_sleeper")
         waiting = group.sleep_later(30)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
             waiting.get(5)
+        assert has_ended(child)
+
+
+def test_children_end_with_their_workers():
+    group = start(2)
+    children = group.execute_all("fork_a_sleeper")
+    group.shutdown()
+    assert all(has_ended(child) for child in children)
 
 
 def test_nd_dispatch_over_three_axes():
@@ -287,6 +297,75 @@ def test_in_process_errors_keep_their_cause():
     with pytest.raises(WorkerError) as caught:
         group.fail([0])
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.fixture
+def in_process():
+    with create_worker_group(ResourcePool([1], use_gpu=False), ClassWithInitArgs(Probe)) as group:
+        yield group
+
+
+def test_an_in_process_group_ends_after_what_is_queued(in_process):
+    worker = in_process._backend._worker
+    running, queued = in_process.sleep_later(0.2), in_process.note("queued")
+    in_process.shutdown()
+    assert running.get(0) == [None]
+    assert queued.get(0) == [1]
+    assert worker.log == ["queued", "closed"]
+    with pytest.raises(GroupBrokenError, match="it was shut down"):
+        in_process.note("later")
+
+
+def test_an_in_process_call_that_outlasts_the_shutdown_is_not_waited_for():
+    group = create_worker_group(
+        ResourcePool([1], use_gpu=False), ClassWithInitArgs(Probe), deadlines=Deadlines(shutdown=0.1)
+    )
+    worker = group._backend._worker
+    running, queued = group.wait_for_release(), group.note("queued")
+    group.shutdown()
+    assert not running.done()
+    worker.released.set()
+    assert running.get(5) == [True]
+    with pytest.raises(GroupBrokenError, match="it was shut down"):
+        queued.get(5)
+    assert worker.log == []  # closing it beside its own call would be worse than not closing it
+
+
+def test_what_is_no_exception_is_an_answer_too(in_process):
+    for _ in range(2):  # the thread lives on
+        with pytest.raises(WorkerError, match="CancelledError: by itself"):
+            in_process.cancelled().get(5)
+    with start(2) as group:
+        with pytest.raises(WorkerError, match="CancelledError: by itself"):
+            group.cancelled().get(5)
+        assert group.broadcast(1) == [(0, 1), (1, 1)]
+
+
+def test_the_end_of_the_run_is_the_callers(in_process, monkeypatch):
+    def interrupt(x):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(in_process._backend._worker, "broadcast", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        in_process.broadcast(1)
+
+
+def test_a_serial_thread_survives_a_job_that_raises(caplog):
+    thread, done = SerialThread("jobs"), threading.Event()
+    thread.submit(sys.exit)
+    thread.submit(done.set)
+    assert done.wait(5)
+    assert "a job of thread jobs failed" in caplog.text
+
+
+def test_a_call_from_before_a_restart_is_none_for_the_new_workers(in_process):
+    argument = Future()
+    call = in_process.note(argument)
+    in_process.restart()
+    argument.set_result("old")
+    with pytest.raises(GroupBrokenError, match="it is being started again"):
+        call.get(5)
+    assert in_process.execute_all("read_log") == [[]]
 
 
 def test_a_group_that_was_lost_can_be_started_again():

@@ -1,6 +1,7 @@
 """A sampler of the user's own: the rows it yields, what it hears, where it goes on, and how it fails."""
 
 import itertools
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,9 @@ from meshrl.data.curriculum import SamplerOrder
 from meshrl.data.proto import DataProto
 
 SAMPLERS = '''
+import torch
+
+
 class Backwards:
     def __init__(self, data_source, data_config):
         self.count = len(data_source)
@@ -59,6 +63,43 @@ class Remembering(Backwards):
         self.taken = state["taken"]
 
 
+class Says(Backwards):
+    def state_dict(self):
+        return {"count": self.count}
+
+
+class Loads(Backwards):
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+class Scores(Remembering):
+    """Its state is of kinds that JSON has not."""
+
+    scores = {3: torch.tensor([0.5]), (0, 1): None}
+
+    def state_dict(self):
+        return {"taken": self.taken, "scores": self.scores}
+
+    def load_state_dict(self, state):
+        self.taken, self.scores = state["taken"], state["scores"]
+
+
+class Unpicklable(Remembering):
+    def state_dict(self):
+        return {"rows": (row for row in range(3))}
+
+
+class AtOnce(Remembering):
+    """Begins the next pass at once where its state is the end of one."""
+
+    def __iter__(self):
+        self.taken = self.taken % self.count
+        while self.taken < self.count:
+            self.taken += 1
+            yield self.taken - 1
+
+
 class Wrong(Backwards):
     def __iter__(self):
         return iter([0, self.count, 1, 2])
@@ -84,9 +125,9 @@ class Data:
 def make(tmp_path: Path):
     (tmp_path / "samplers.py").write_text(SAMPLERS)
 
-    def order(name):
+    def order(name, rows=7):
         config = DataConfig(sampler=SamplerConfig(str(tmp_path / "samplers.py"), name))
-        return SamplerOrder([None] * 7, config, batch_size=3)
+        return SamplerOrder([None] * rows, config, batch_size=3)
 
     return order
 
@@ -102,12 +143,14 @@ def test_rows_come_as_the_sampler_says_epoch_by_epoch(make):
     order.update({"solved": 1})
 
 
-def test_without_a_state_it_passes_over_what_was_taken(make):
-    whole = take(make("Backwards"), 5)
+@pytest.mark.parametrize("name", ["Backwards", "Says", "Loads"])
+def test_without_a_state_it_passes_over_what_was_taken(make, name):
+    """A sampler has a state if it can both say and load it."""
+    whole = take(make(name), 5)
     for done in range(5):
-        first = make("Backwards")
+        first = make(name)
         take(first, done)
-        later = make("Backwards")
+        later = make(name)
         later.load_state_dict(first.state_dict())
         assert take(later, 5 - done) == whole[done:]
 
@@ -172,3 +215,27 @@ def test_a_sampler_with_a_state_goes_on_when_less_than_a_batch_is_left(make):
         second.load_state_dict(first.state_dict())
         assert take(second, 5 - done) == whole[done:]
         assert second.epoch == 2
+
+
+def test_a_state_comes_back_from_json_as_it_was(make):
+    first, later = make("Scores"), make("Scores")
+    take(first, 1)
+    later.sampler.scores = None
+    later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert later.sampler.scores == {3: torch.tensor([0.5]), (0, 1): None}
+    assert take(later, 1) == [[3, 4, 5]]
+    with pytest.raises(ValueError, match=r"Unpicklable.state_dict\(\) returns cannot be pickled \(.*generator"):
+        make("Unpicklable").state_dict()
+
+
+@pytest.mark.parametrize("name", ["Remembering", "AtOnce"])
+@pytest.mark.parametrize("rows", [6, 7])
+def test_epochs_are_counted_alike_after_a_stop_at_an_epochs_end(make, name, rows):
+    whole = make(name, rows)
+    expected = [(batch.tolist(), whole.epoch, whole.position) for batch in itertools.islice(whole, 5)]
+    for done in range(5):
+        first, later = make(name, rows), make(name, rows)
+        take(first, done)
+        later.load_state_dict(first.state_dict())
+        found = [(batch.tolist(), later.epoch, later.position) for batch in itertools.islice(later, 5 - done)]
+        assert found == expected[done:]

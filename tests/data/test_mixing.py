@@ -62,6 +62,13 @@ def test_it_goes_on_from_any_batch():
     assert take(order(shuffle=False), 14) != whole
 
 
+def test_epochs_end_after_a_change_of_the_batch_size():
+    mixed = order(size=4)
+    mixed.load_state_dict({"epoch": 0, "position": 27})  # no multiple of 4
+    assert len(take(mixed, 2)) == 2
+    assert (mixed.epoch, mixed.position) == (1, 4)
+
+
 def test_what_cannot_be_drawn_is_said():
     with pytest.raises(ValueError, match="not all 0"):
         Shares((0, 0))

@@ -508,6 +508,12 @@ def test_concat_merges_meta_info() -> None:
     np.testing.assert_array_equal(meta["array"], array)
     dicts = [make(1, {"metrics": {"loss": [1, 2], "lr": 0.1}}), make(1, {"metrics": {"loss": [3]}})]
     assert DataProto.concat(dicts).meta_info["metrics"] == {"loss": [1, 2, 3], "lr": [0.1]}
+    timed = [make(1, {"timing": times}) for times in ({"gen": 1.0, "tool": 9.0}, {"gen": 3.0})]
+    assert DataProto.concat(timed).meta_info["timing"] == {"gen": 3.0, "tool": 9.0}
+    assert DataProto.concat(timed[::-1]).meta_info["timing"] == {"gen": 3.0, "tool": 9.0}
+    DataProto.concat([make(1, {"x": kind("nan")}) for kind in (np.float32, np.float64, float, np.float32)])
+    with pytest.raises(ValueError, match="'x' differs"):
+        DataProto.concat([make(1, {"x": np.float32("nan")}), make(1, {"x": np.float32(1)})])
     with pytest.raises(ValueError, match="metrics"):
         DataProto.concat([parts[0], dicts[0]])
     with pytest.raises(ValueError, match="'step' differs: 1 before, 9 in part 1"):

@@ -80,6 +80,32 @@ def test_weights_are_shares_of_endless_files(files, tokenizer):
     assert prompts.epoch == 0
 
 
+def test_dropped_prompts_are_no_part_of_a_share(files, tokenizer):
+    options = {"max_prompt_length": 3, "filter_overlong_prompts": True, "train_weights": [1.0, 2.0, 1.0]}
+    prompts = make(files, tokenizer, size=8, **options)
+    counts = Counter()
+    for numbers in itertools.islice(iter(prompts), 10):
+        counts.update(prompts.batch(numbers).non_tensor_batch["data_source"])
+    assert counts == {"a.jsonl": 20, "b.jsonl": 40, "c.jsonl": 20}
+    assert prompts.metrics()["data/dropped_prompts"] > 0
+
+
+def test_a_resumed_stream_counts_on(files, tokenizer):
+    options = {"max_prompt_length": 3, "filter_overlong_prompts": True}
+    whole = make(files, tokenizer, **options)
+    expected = []
+    for _ in itertools.islice(iter(whole), 9):
+        expected.append((whole.epoch, whole.metrics()))
+    assert expected[-1][0] >= 2
+    for done in range(9):
+        first, later = make(files, tokenizer, **options), make(files, tokenizer, **options)
+        take(first, done)
+        later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        take(later, 1)
+        assert (later.epoch, later.metrics()) == expected[done]
+    later.load_state_dict({"epoch": 1, "position": 0})  # as an older version wrote it
+
+
 def test_long_prompts_are_dropped_or_cut_and_counted(files, tokenizer):
     dropping = make(files, tokenizer, max_prompt_length=3, filter_overlong_prompts=True, shuffle=False)
     kept = [row["prompt"] for row in read_rows(files) if len(row["prompt"]) <= 3]

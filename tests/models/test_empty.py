@@ -92,6 +92,7 @@ def test_only_what_is_made_inside_and_large_or_a_parameter_is_without_memory():
             self.register_parameter("none", None)
             self.register_buffer("table", torch.arange(5.0).cos())
             self.register_buffer("mask", torch.ones(7, 7).tril())
+            self.register_buffer("large_mask", torch.ones(2, LARGE // 2, dtype=torch.bool).tril())
 
     with without_memory():
         layer = Layer()
@@ -102,6 +103,7 @@ def test_only_what_is_made_inside_and_large_or_a_parameter_is_without_memory():
     assert layer.none is None
     assert torch.equal(layer.table, torch.arange(5.0).cos())
     assert torch.equal(layer.mask, torch.ones(7, 7).tril())
+    assert layer.large_mask.sum() == 3
     assert not there.is_meta
     with pytest.raises(ZeroDivisionError), without_memory():
         1 / 0  # noqa: B018

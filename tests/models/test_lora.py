@@ -1,4 +1,4 @@
-"""Which parameters learn beside adapters."""
+"""Which parameters learn beside adapters, and which adapters are taken."""
 
 import pytest
 import torch
@@ -8,7 +8,8 @@ from meshrl.models.loading import load_model
 from meshrl.models.lora import add_adapters
 from meshrl.trainer.verify import small_config, write_model
 
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
+safetensors = pytest.importorskip("safetensors.torch")
 
 
 def test_the_head_of_a_value_model_learns_by_itself(tmp_path):
@@ -29,3 +30,65 @@ def test_of_a_language_model_only_adapters_learn(tmp_path):
     model = load_model(str(tmp_path), "sdpa", "lm")
     add_adapters(model, ModelConfig(path=str(tmp_path), lora_rank=4))
     assert all("lora_" in name for name, param in model.named_parameters() if param.requires_grad)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_model(small_config("qwen3"), tmp_path / "model")
+
+
+def write_adapter(folder, config):
+    """A peft folder beside a model's, with values that differ from first ones."""
+    model = peft.get_peft_model(load_model(str(folder), "sdpa"), config)
+    for name, param in model.named_parameters():
+        if "lora_" in name:
+            param.data.fill_(0.5)
+    model.save_pretrained(folder.parent / "adapter")
+    return folder.parent / "adapter"
+
+
+def with_adapter(folder, adapter):
+    model = load_model(str(folder), "sdpa")
+    add_adapters(model, ModelConfig(path=str(folder), lora_adapter_path=str(adapter)))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"lora_bias": True}, "lora_B.default.bias.*lora_bias"),
+        ({"modules_to_save": ["norm"]}, "norm.modules_to_save.default.weight.*modules_to_save"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, "target_modules.*model.embed_tokens"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules.*the head"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_adapters_that_cannot_be_merged_are_refused(folder, config, named):
+    """The rollout would generate without them."""
+    adapter = write_adapter(folder, peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"]} | config))
+    with pytest.raises(ValueError, match=named):
+        with_adapter(folder, adapter)
+
+
+def test_adapters_of_another_kind_are_refused(folder):
+    adapter = write_adapter(folder, peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
+    with pytest.raises(ValueError, match="peft_type IA3: only LORA"):
+        with_adapter(folder, adapter)
+
+
+def test_a_stored_adapter_must_fit_the_model(folder):
+    adapter = write_adapter(folder, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    loaded = [p for name, p in with_adapter(folder, adapter).named_parameters() if ".lora_" in name]
+    count = len(loaded)
+    assert all((param == 0.5).all() for param in loaded)
+
+    file = adapter / "adapter_model.safetensors"
+    tensors = safetensors.load_file(file)
+    safetensors.save_file({n.replace("model.layers", "language_model.layers"): t for n, t in tensors.items()}, file)
+    with pytest.raises(ValueError, match=f"{count} of the model's .* missing and {count} of its {count} are unexpec"):
+        with_adapter(folder, adapter)
+    safetensors.save_file({n: t for n, t in tensors.items() if ".layers.0." in n}, file)
+    with pytest.raises(ValueError, match=r"missing and 0 of its 2 .*'model.layers.1.self_attn.q_proj.lora_A"):
+        with_adapter(folder, adapter)

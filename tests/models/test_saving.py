@@ -4,9 +4,12 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshrl.models.saving import save_hf_folder
+from meshrl.models.buffers import named_weights
+from meshrl.models.saving import as_file_tensors, check_file_names, save_configs, save_hf_folder
+from meshrl.rollout.weight_stream import as_files
+from meshrl.weights.connect import connect_stream
 
 IDS = torch.arange(12).view(2, 6) + 2
 
@@ -27,6 +30,16 @@ def test_plain_transformers_reads_it_back(make_lm, tmp_path, family, shard_bytes
     shards = list((tmp_path / "model").glob("*.safetensors"))
     assert (len(shards) > 1) == (shard_bytes == 20_000)
     assert (tmp_path / "model" / "model.safetensors.index.json").exists() == (len(shards) > 1)
+
+
+def test_a_generation_config_is_written_as_it_was_read(make_lm, tmp_path):
+    """Loading only warns of values without effect; transformers itself refuses to save them."""
+    model, odd = make_lm("llama"), {"temperature": 0.9, "top_p": 0.6}
+    model.generation_config.update(**odd)
+    with pytest.raises(ValueError, match="do_sample"):
+        model.generation_config.save_pretrained(tmp_path)
+    save_configs(tmp_path, model)
+    assert odd.items() <= json.loads((tmp_path / "generation_config.json").read_text()).items()
 
 
 def test_a_failed_save_leaves_the_old_folder(make_lm, tmp_path):
@@ -55,3 +68,25 @@ def test_a_rank_that_only_helps_writes_nothing(make_lm, tmp_path):
     save_hf_folder(tmp_path / "model", stream(), model, writes=False)
     assert len(seen) == len(list(model.parameters()))
     assert not (tmp_path / "model").exists()
+
+
+def of_family(family):
+    config = AutoConfig.for_model(family)
+    config.num_hidden_layers = 2
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "glm4_moe", "minimax", "minimax_m2"])
+def test_other_engines_get_experts_by_the_names_of_files(family):
+    model = of_family(family)
+    check_file_names(model)
+    weights = list(named_weights(model).items())
+    sent, written = dict(as_files(weights, family)), dict(as_file_tensors(weights, model))
+    assert {name: t.shape for name, t in sent.items()} == {name: t.shape for name, t in written.items()}
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "phimoe", "granitemoe", "ernie4_5_moe"])
+def test_experts_whose_files_have_other_names_are_refused(family):
+    with pytest.raises(ValueError, match=rf"model_type '{family}' with rollout.name=vllm.*as 'model\.layers"):
+        connect_stream(None, of_family(family))

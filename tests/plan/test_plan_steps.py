@@ -2,6 +2,7 @@
 
 import json
 import time
+from argparse import Namespace
 from itertools import pairwise
 
 import numpy as np
@@ -14,12 +15,13 @@ from meshrl.config.checks import check_config
 from meshrl.config.root import PPOConfig
 from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.parallel.replay import ideal_bubble
+from meshrl.plan.command_line import _critic_model
 from meshrl.plan.generation import _decoding
 from meshrl.plan.hardware import parse_cluster
 from meshrl.plan.lengths import drawn_lengths
 from meshrl.plan.model import KNOWN, find_model, known_name
 from meshrl.plan.planner import make_plan
-from meshrl.plan.roles import Budget, Role
+from meshrl.plan.roles import Budget, Role, roles_of
 from meshrl.plan.search import changed, nearest_fit, search, stages_in_letters
 from meshrl.plan.sync import _count_slices
 from meshrl.plan.timing import model_flops, pipeline_bubble
@@ -72,6 +74,54 @@ def test_phases_follow_the_recipe():
     assert {"ref parameters", "critic optimizer"} <= set(phase(plan, "update_actor").memory)
     assert "critic gradients" in phase(plan, "update_critic").memory
     assert "critic gradients" not in phase(plan, "update_actor").memory
+
+
+@pytest.mark.parametrize(
+    ("words", "needs"),
+    [
+        ([], False),
+        (["algorithm.rollout_correction.rollout_is=token"], True),
+        (["algorithm.rollout_correction.rollout_rs=token_k1"], True),
+        (["async_training.max_staleness=1"], True),
+        (["async_training.max_staleness=1", "algorithm.rollout_correction.rollout_is=off"], False),
+        (["actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"], True),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=32", "algorithm.rollout_correction.bypass_mode=true"], False),
+    ],
+)
+def test_old_log_probs_are_planned_where_the_trainer_needs_them(words, needs):
+    config, make = load("1xH200", *words, model="Qwen3-0.6B")
+    assert ("old_log_prob" in [phase.name for phase in make(config).phases]) == needs
+
+
+def numbers(capsys, *words):
+    """What the command says of a recipe, as numbers."""
+    policy = "actor_rollout_ref.model.path=Qwen3-0.6B"
+    assert main(["plan", "grpo", policy, *BASE, *words, "--gpus", "1xH100", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("words", "trained"), [([], 596e6), (["critic.model.lora_rank=8"], 5.05e6)])
+def test_a_critic_has_the_policys_path_but_not_its_adapters(words, trained):
+    lora = ["algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n=1", "actor_rollout_ref.model.lora_rank=4"]
+    config, _ = load("1xH100", *lora, *words, model="Qwen3-0.6B")
+    model = find_model(config.actor_rollout_ref.model)
+    _, critic = roles_of(config, model, _critic_model(config, Namespace(model_config=None)))
+    # Remainders of 16 bits and two moments in float32.
+    assert critic.states().optimizer == pytest.approx(10 * trained, rel=0.01)
+
+
+def test_a_reward_model_and_a_judge_have_their_room(capsys):
+    plain = numbers(capsys)
+    scored = numbers(capsys, "reward_model.enable=true", "reward_model.model.path=Qwen3-1.7B")
+    assert [phase["name"] for phase in scored["phases"]] == ["generate", "reward", "update_actor", "sync"]
+    held = scored["phases"][2]["memory"]["reward_model parameters"]
+    assert held == pytest.approx(2 * 1.72e9, rel=0.01)  # bfloat16 on one device, without a language model's head
+    assert scored["phases"][2]["bytes"] == plain["phases"][1]["bytes"] + held
+    unknown = numbers(capsys, "reward_model.enable=true", "reward_model.model.path=elsewhere")
+    assert any("elsewhere" in remark for remark in unknown["remarks"])
+    judged = numbers(capsys, "reward.judge.path=elsewhere", "reward.judge.engine=vllm")
+    assert judged["phases"][1]["memory"]["judge"] == pytest.approx(0.2 * 79.1 * 2**30, rel=0.02)
+    assert any("judge" in remark for remark in numbers(capsys, "reward.judge.path=elsewhere")["remarks"])
 
 
 def test_more_shards_hold_less_and_offload_takes_it_away():
@@ -128,6 +178,31 @@ def test_search_ranks_what_fits_and_what_the_config_allows():
     assert isinstance(loaded, PPOConfig)
     # With no time at all it looks at nothing.
     assert search(plan, make, seconds=-1.0).seen == 0
+
+
+LONG = [
+    *("data.max_prompt_length=2048", "data.max_response_length=32768", "data.train_batch_size=16"),
+    *("actor_rollout_ref.actor.ppo_mini_batch_size=16", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=36864"),
+]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "model", "words"),
+    [
+        ("1xH100", "Qwen3-8B", ["actor_rollout_ref.model.lora_rank=32"]),
+        ("1xH200", "Qwen3-0.6B", LONG),
+        ("1xH200", "Qwen3-0.6B", ["actor_rollout_ref.actor.fsdp_config.param_offload=true"]),
+    ],
+    ids=["few weights are trained", "a budget above all that are tried", "another way to offload"],
+)
+def test_a_search_finds_at_least_the_recipe_that_fits(gpus, model, words):
+    config, make = load(gpus, *words, model=model)
+    plan = make(config)
+    found = search(plan, make, best=100)
+    assert plan.fits
+    assert {} in [candidate.settings for candidate in found.best]
+    assert found.best[0].plan.seconds <= plan.seconds
+    assert len(found.best) > 1
 
 
 def test_stages_in_letters():

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def act(data_source, solution_str, ground_truth, extra_info):
         os._exit(7)
     elif todo == "raise":
         raise KeyError("no such thing")
+    elif todo == "leave":
+        sys.exit(0)
     elif todo == "unsendable":
         return {"score": 1.0, "why": lambda: None}
     elif todo == "meet":

@@ -9,7 +9,7 @@ def each(values):
 
     def function(data_source, solution_str, ground_truth, extra_info):
         value = values[extra_info["n"]]
-        if isinstance(value, Exception):
+        if isinstance(value, Exception | SystemExit):
             raise value
         return value
 

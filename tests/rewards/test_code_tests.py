@@ -57,6 +57,9 @@ def test_the_last_block_is_the_program():
     assert extract_code("```python\n1\n```\n text ```py\n2\n```") == "2\n"
     assert extract_code("```\n3\n```") == "3\n"
     assert extract_code("4") == "4"
+    assert extract_code("Input:\n```text\n5\n```\nSolution:\n```Python\n6\n```\nRun:\n```bash\n7\n```\n") == "6\n"
+    assert extract_code("use ```input()``` here:\n```python title=main\n8\n```") == "8\n"
+    assert extract_code("```cpp\n9\n```") == "```cpp\n9\n```"
 
 
 @pytest.mark.parametrize("bad", [None, "", "  ", [], [1], {"inputs": ["1"], "outputs": []}, {"inputs": []}, 3])

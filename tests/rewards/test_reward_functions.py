@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from meshrl.config.functions import load_function
 from meshrl.config.load import load_config
 from meshrl.config.reward import (
     BUILT_IN_REWARDS,
@@ -223,3 +224,13 @@ def test_functions_are_looked_for_before_anything_starts(tmp_path):
         "no function 'g'"
         in found(f"custom_reward_function.path={tmp_path}/mine.py", "custom_reward_function.name=g")[0]
     )
+
+
+def test_a_package_is_found_also_from_the_folder_that_holds_it(tmp_path, monkeypatch):
+    (tmp_path / "scores_in_a_package").mkdir()
+    (tmp_path / "scores_in_a_package" / "__init__.py").write_text("def compute_score(**_):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert load_function("scores_in_a_package", "compute_score")() == 1.0
+    with pytest.raises(ValueError, match="cannot import nothing_here"):
+        load_function("nothing_here", "compute_score")

@@ -102,6 +102,7 @@ def test_extra_infos_that_are_all_lists_stay_one_dimensional(data, tokenizer):
 
 BAD = {
     "raises": ("raised", KeyError("digits")),
+    "exits": ("raised", SystemExit(0)),
     "nan": ("nan", math.nan),
     "infinite": ("nan", -math.inf),
     "too large for float32": ("nan", 1e39),
@@ -118,7 +119,9 @@ BAD = {
 
 
 # A batch whose function raises fails as a whole: see below.
-CASES = [(name, per_batch) for name in BAD for per_batch in (False, True) if not (per_batch and name == "raises")]
+CASES = [
+    (name, per_batch) for name in BAD for per_batch in (False, True) if not (per_batch and name in ("raises", "exits"))
+]
 
 
 @pytest.mark.parametrize(("name", "per_batch"), CASES)
@@ -135,11 +138,12 @@ def test_a_bad_answer_stops_or_counts(data, tokenizer, name, per_batch):
     assert extra == {}
 
 
-def test_a_batch_that_fails_as_a_whole(data, tokenizer):
+@pytest.mark.parametrize("error", [TimeoutError("the sandbox is down"), SystemExit("the sandbox is down")])
+def test_a_batch_that_fails_as_a_whole(data, tokenizer, error):
     def function(**_):
-        raise TimeoutError("the sandbox is down")
+        raise error
 
-    with pytest.raises(RewardError, match="failed on a batch: TimeoutError: the sandbox is down"):
+    with pytest.raises(RewardError, match=f"failed on a batch: {type(error).__name__}: the sandbox is down"):
         score(data, tokenizer, function, per_batch=True)
     scores, _, metrics = score(data, tokenizer, function, per_batch=True, on_error="zero")
     assert not scores.any()
@@ -236,6 +240,8 @@ def test_numbers_said_beside_become_metrics(data, tokenizer):
     _, extra, metrics = score(data, tokenizer, each(values))
     assert extra["t"].tolist() == ["a", None, None, None]
     assert metrics == {"reward/errors": 0.0, "reward_extra/n/mean": 1.75, "reward_extra/ok/mean": 1.0}
+    large = [{"score": 0, "n": 2**70}, {"score": 0, "n": 0}, {"score": 0, "n": 10**400}, 0]
+    assert score(data, tokenizer, each(large))[2]["reward_extra/n/mean"] == 2.0**69
 
 
 @pytest.mark.parametrize("per_batch", [False, True])

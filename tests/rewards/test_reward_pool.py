@@ -89,6 +89,9 @@ def test_bad_samples_cost_only_themselves(data, tokenizer, tmp_path):
         _, extra, metrics = made(with_infos(data, "exit", "unsendable", "score", "score"))
         assert [metrics[f"reward/errors/{kind}"] for kind in ("died", "raised")] == [1, 1]
         assert extra["process"][2] == extra["process"][3]
+        _, extra, metrics = made(with_infos(data, "score", "leave", "score", "score"))
+        assert metrics["reward/errors/raised"] == 1
+        assert extra["process"][0] == extra["process"][3]
 
 
 def test_the_policy_is_to_stop_where_it_is(data, tokenizer):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from megatron_trials import write_small_model
 from process_group import own_device
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
@@ -31,6 +32,7 @@ LAYOUTS = {
     "fsdp1": (2, {"strategy": "fsdp"}),
     "fsdp1-hybrid": (4, {"strategy": "fsdp", "fsdp_size": 2}),
     "fsdp1-sp2": (4, {"strategy": "fsdp", SP: 2}),
+    "fsdp1-ddp2": (2, {"strategy": "fsdp", "fsdp_size": 1}),
 }
 EXTRAS = {
     "plain": {},
@@ -117,6 +119,30 @@ def test_every_axis_and_pair_is_in_the_grid():
     assert {layout for _, layout, _ in GRID} == set(LAYOUTS)
     assert {extra for _, _, extra in GRID} == set(EXTRAS)
     assert {family for family, _, _ in GRID} == {*FAMILIES, *LATENT}
+
+
+def moved_and_used(trial):
+    """Whether FSDP1's parts are where they were moved to, before and after a forward, and of random weights too."""
+    engine = FSDPEngine(trial.model, trial.engine, None, device=torch.device("cpu"))
+    engine.initialize()
+    handles = [unit._handle for unit in FullyShardedDataParallel.fsdp_modules(engine.module)]
+    before = [handle.flat_param.data_ptr() for handle in handles]
+    engine.module.to = lambda device: engine.module._apply(torch.clone)  # stands for the way to another device and back
+    engine.sharding.move(torch.device("cpu"))
+    moved = [handle.flat_param.data_ptr() for handle in handles]
+    data = trial.batches(61)[0].chunk(engine.dp_size)[engine.dp_rank]
+    data.meta_info = {"temperature": 1.0, "use_dynamic_bsz": True, "max_token_len": 1000}
+    engine.forward(data)
+    return before, moved, [handle.flat_param.data_ptr() for handle in handles]
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_fsdp1_goes_on_with_what_was_moved(ranks, folders, random):
+    world, trial = make_trial(folders["qwen3"], "fsdp1", "plain")
+    trial.model.random_init = random
+    for before, moved, after in ranks(world).run(moved_and_used, trial):
+        assert moved == after
+        assert all(old != new for old, new in zip(before, after, strict=True))
 
 
 def test_micro_batches_really_accumulate(folders):

@@ -36,6 +36,8 @@ LAYOUTS = {
     "ep2": (2, "qwen3_moe", {"ep": 2}),
     "ep4": (4, "qwen3_moe", {"ep": 4}),
     "ep2-etp2": (4, "qwen3_moe", {"tp": 2, "ep": 2, "etp": 2}),
+    "etp2": (2, "qwen3_moe", {"etp": 2}),
+    "tp2-etp1": (2, "qwen3_moe", {"tp": 2, "etp": 1}),
     "tp2-pp2-ep2": (4, "mixtral", {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
     "tp2-pp2-cp2-ep4": (8, "qwen3_moe", {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "etp": 1, "vpp": 2}),
     "latent": (1, "deepseek_v3", {}),

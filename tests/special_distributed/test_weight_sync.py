@@ -221,14 +221,16 @@ class CopyingRollout(PlainRollout):
             param.data.zero_()
 
 
-def lora_to_copies(folder: Path, adapters: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+def lora_to_copies(
+    folder: Path, adapters: str, delta: bool = False
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
     """Merged by the sync, and by hand from whole tensors; and the bytes that came."""
     from meshrl.weights.colocated import policy_sync
 
     engine = fsdp_engine(folder, lora_rank=4)
     model, reference = blank_lm(folder), blank_lm(folder)
     rollout = CopyingRollout(model)
-    sync = policy_sync(engine, rollout, bucket_megabytes=1, verify=True, delta=False, deadline=40.0, adapters=adapters)
+    sync = policy_sync(engine, rollout, bucket_megabytes=1, verify=True, delta=delta, deadline=40.0, adapters=adapters)
     found, expected, received = [], [], []
     for version in (1, 2, 3):
         with torch.no_grad():
@@ -269,6 +271,11 @@ def test_adapters_arrive_merged(ranks, sync_folders, adapters):
             # The base comes once, also for a rollout that lost it: from then on matrices of rank 4 alone.
             assert received[0] > 0.4 * size
             assert received[1] == received[2] < 0.2 * received[0]
+    if adapters == "alone":
+        # Of the two matrices one has not changed.
+        for found, expected, changed in ranks(2).run(lora_to_copies, sync_folders["qwen2"], adapters, True):
+            torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-5, atol=1e-5)
+            assert max(changed[1:]) < 0.8 * received[1]
 
 
 def adapters_alone(folder: Path) -> tuple[dict, list[dict], dict, list[int]]:

@@ -299,6 +299,16 @@ def test_only_positive_values_far_apart_have_a_scale_by_powers_of_ten():
         ElementTree.fromstring(draw_panel(panel))
 
 
+def test_one_large_value_does_not_take_the_others_with_it():
+    values = [1e20 if step == 20 else 0.7 for step in range(60)]
+    assert smooth(values, 5)[30:] == pytest.approx([0.7] * 30)
+    alike_in_the_mean = [0.0078125, 1.9921875] * 600
+    for row in (values, alike_in_the_mean):
+        (panel,) = build_panels([{"step": i, "actor/grad_norm": value} for i, value in enumerate(row)])
+        assert panel.log_scale
+        ElementTree.fromstring(draw_panel(panel))
+
+
 def test_smoothing_and_thinning_against_plain_loops():
     values = [random.Random(1).random() for _ in range(101)]
     expected = [sum(values[max(0, i - 3) : i + 4]) / len(values[max(0, i - 3) : i + 4]) for i in range(101)]

@@ -82,7 +82,6 @@ def test_resume_continues_the_files_behind_a_half_written_line(tmp_path):
 
 
 def test_a_second_run_moves_the_first_aside_and_loses_nothing(tmp_path, caplog):
-    (tmp_path / "model").mkdir()
     for number in range(3):
         with caplog.at_level(logging.WARNING):
             run = RunFolder(tmp_path)
@@ -92,6 +91,10 @@ def test_a_second_run_moves_the_first_aside_and_loses_nothing(tmp_path, caplog):
         run.tensorboard.mkdir()
         (run.tensorboard / "events").write_text(str(number))
         (run.checkpoints / f"global_step_{number}").mkdir(parents=True)
+        run.model.mkdir()
+        (run.model / "model.safetensors").write_text(str(number))
+        (run.dumps / f"step_{number}").mkdir(parents=True)
+        (tmp_path / "stall-1.txt").write_text(str(number))
         run.report.write_text("report")
         assert (run.moved_to is None) == (number == 0)
     assert str(tmp_path / "previous-2") in caplog.text
@@ -103,7 +106,9 @@ def test_a_second_run_moves_the_first_aside_and_loses_nothing(tmp_path, caplog):
         assert (files.tensorboard / "events").read_text() == str(number)
         assert files.report.exists()
         assert [path.name for path in files.checkpoints.iterdir()] == [f"global_step_{number}"]
-    assert (tmp_path / "model").is_dir()
+        assert (files.model / "model.safetensors").read_text() == str(number)
+        assert [path.name for path in files.dumps.iterdir()] == [f"step_{number}"]
+        assert (folder / "stall-1.txt").read_text() == str(number)
     assert not (tmp_path / "previous-3").exists()
 
 

@@ -98,3 +98,30 @@ def read_bytes(file) -> list[dict[str, object]]:
 def test_a_decoder_that_loses_a_sample_is_noticed(run):
     with pytest.raises(ValueError, match="longer"):
         SampleLog(run).log_training(batch(2), lambda data: ["only one"], 1)
+
+
+def test_a_validation_in_several_batches_has_as_many_samples_as_in_one(run):
+    log = SampleLog(run, validation_samples=3)
+    for step in (5, 10):
+        for _ in range(4):
+            log.log_validation(batch(2), decode, step)
+    assert [(r["step"], r["response"]) for r in run.read_generations()] == [
+        (step, f"answer {i}") for step in (5, 10) for i in (0, 1, 0)
+    ]
+
+
+def test_the_samples_of_an_earlier_run_move_aside(tmp_path):
+    every = tmp_path / "all"
+    for number, name in enumerate(("first", "second")):
+        with RunFolder(tmp_path / name) as run:
+            log = SampleLog(run, rollout_data_dir=str(every), validation_data_dir=str(every))
+            for step in range(1, 4 - number):
+                log.log_training(batch(number + 1), decode, step)
+            log.log_validation(batch(1), decode, 1)
+    assert len(read(every / "1.jsonl")) == 3
+    assert sorted(file.name for file in every.glob("*.jsonl")) == ["1.jsonl", "2.jsonl"]
+    assert sorted(file.name for file in (every / "previous-1").iterdir()) == ["1.jsonl", "2.jsonl", "3.jsonl"]
+    with RunFolder(tmp_path / "second", resume=True, last_step=1) as run:
+        SampleLog(run, rollout_data_dir=str(every)).log_training(batch(1), decode, 2)
+    assert not (every / "previous-2").exists()
+    assert len(read(every / "2.jsonl")) == 1

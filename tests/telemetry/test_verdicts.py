@@ -60,6 +60,10 @@ def test_a_validation_that_falls_while_the_reward_rises_is_named():
     found = learning(records)
     assert (found.level, found.answer) == (WATCH, "Only in training")
     assert "0.500 → 0.400" in found.text
+    first = VALIDATION.replace("val-core/", "val-core/another_")
+    records = [record | {first: float(record["step"])} if VALIDATION in record else record for record in records]
+    records = [dict(sorted(record.items())) for record in records]
+    assert "0.500 → 0.400" in learning(records).text
     records[40][VALIDATION] = 0.6
     assert learning(records).level == GOOD
 

@@ -1,9 +1,11 @@
 """When checkpoints are written, how many stay, what happens if writing one fails; with workers that only pretend."""
 
 import errno
+import io
 import json
 import os
 import pickle
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from safetensors.torch import save_file
 
 from meshrl.config.trainer import RunConfig
 from meshrl.controller import ControllerError
+from meshrl.controller.shelves import Shelves
 from meshrl.data.proto import DataProto
 from meshrl.engines.stored_reading import Stored
 from meshrl.engines.stored_state import Rectangle, Snapshot, record_file, write_index, write_snapshot
@@ -28,7 +31,8 @@ from meshrl.trainer.checkpoint import (
     step_folders,
 )
 from meshrl.trainer.mirror import Mirror
-from meshrl.workers.checkpointing import Written
+from meshrl.workers import checkpointing
+from meshrl.workers.checkpointing import CheckpointedWorker, Shelved, Written
 
 
 @dataclass
@@ -200,10 +204,11 @@ def test_rectangles_are_put_together_from_other_cuts(tmp_path):
     assert stored.steps_of("w") == stored.steps_of("of no other number") == stored.steps_of() == 4
     for r, c, h, w in ((2, 1, 3, 3), (0, 0, 7, 1), (6, 4, 1, 1)):
         target = torch.zeros(h, w, dtype=torch.float64)
-        stored.fill("param", "w", (r, c), target)
+        stored.fill("param", "w", (7, 5), (r, c), target)
         assert torch.equal(target.float(), whole[r : r + h, c : c + w])
-    with pytest.raises(ValueError, match=r"'w' is \[7, 5\] in the checkpoint, the model wants it up to \[8, 5\]"):
-        stored.fill("param", "w", (5, 0), torch.zeros(3, 5))
+    for other in ((8, 5), (6, 5), (7, 5, 1)):  # a smaller one would fit into it
+        with pytest.raises(ValueError, match=r"'w' \(param\) is \[7, 5\] in the checkpoint and \[" + str(other[0])):
+            stored.fill("param", "w", other, (5, 0), torch.zeros(1, 5))
     write_index(tmp_path, written[:2])
     with pytest.raises(ValueError, match="holds 23 of 35 elements of 'w'"):
         Stored(tmp_path).whole("w")
@@ -235,7 +240,7 @@ def test_files_of_format_1_are_read(tmp_path):
     assert torch.equal(stored.whole("w"), whole)
     assert torch.equal(stored.whole("b", "exp_avg"), moment)
     target = torch.zeros(2, 2)
-    stored.fill("param", "w", (3, 1), target)
+    stored.fill("param", "w", (6, 3), (3, 1), target)
     assert torch.equal(target, whole[3:5, 1:])
     assert stored.steps_of("w") == 8
 
@@ -252,7 +257,23 @@ def test_reading_an_index_runs_nothing(tmp_path, monkeypatch):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Runs()))
     with pytest.raises(ValueError, match="mkdir is no part of an index"):
         Stored(tmp_path)
+    by_way_of_its_imports = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08os.mkdir\x93"
+    (tmp_path / ".metadata").write_bytes(by_way_of_its_imports + b"\x8c\x0fhere-it-was-run\x85R.")
+    with pytest.raises(ValueError, match=r"metadata.os.mkdir is no part of an index"):
+        Stored(tmp_path)
     assert not (tmp_path / "here-it-was-run").exists()
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    class Disk(io.FileIO):
+        def write(self, data):
+            if data:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return 0
+
+    monkeypatch.setattr(Path, "open", lambda file, mode: Disk(file, "w"))
+    with pytest.raises(OSError, match=r"No space left on device: .*__0_0.distcp"):
+        write_snapshot(Snapshot([Rectangle("param", "w", (3,), (0,), torch.zeros(3))]), tmp_path, 0)
 
 
 def test_a_mirror_gets_every_checkpoint_and_gives_the_newest_back(tmp_path):
@@ -281,3 +302,49 @@ def test_a_mirror_that_fails_is_said_and_the_run_goes_on(tmp_path):
     assert names(tmp_path / "here") == ["global_step_2", "global_step_4"]
     assert len(said) == 2
     assert "could not be copied" in said[0]
+
+
+class Lost(Shelves):
+    """Shelves that nobody answers for."""
+
+    def put(self, step, files):
+        raise TimeoutError("a node does not answer")
+
+
+class PretendWorker(CheckpointedWorker):
+    def _checkpointed(self):
+        return None, None
+
+    def _engine_awake(self):
+        raise MemoryError("no room for the engine")
+
+
+@pytest.fixture
+def shelved(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpointing, "MEMORY", tmp_path)
+    return Shelved(Lost("meshrl-copies-ours", ("a", "b"), 1.0), 7)
+
+
+def test_a_copy_that_fails_leaves_nothing_in_memory(tmp_path, shelved):
+    own = shelved.new_folder()
+    (own / "state.bin").write_bytes(b"x")
+    with pytest.raises(TimeoutError):
+        PretendWorker()._finish(None, own, [own / "state.bin"], {}, 0.0, shelved)
+    assert names(tmp_path) == []
+    with pytest.raises(MemoryError):
+        PretendWorker().save_checkpoint(str(tmp_path / "aside"), "actor", ["model"], False, shelved)
+    assert names(tmp_path) == []
+
+
+def test_what_killed_processes_have_left_in_memory_goes(tmp_path, shelved):
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    pid = {"ours": gone.pid, "another": gone.pid, "fresh": gone.pid, "alive": os.getpid()}
+    for key, number in pid.items():
+        (tmp_path / f"meshrl-copies-{key}-pid-{number}-x").mkdir()
+    for key in ("another", "alive"):
+        os.utime(tmp_path / f"meshrl-copies-{key}-pid-{pid[key]}-x", (0, 0))
+    own = shelved.new_folder()
+    # a fresh one of another run may be of a process that /proc does not show here
+    left = [f"meshrl-copies-{key}-pid-{pid[key]}-x" for key in ("alive", "fresh")]
+    assert names(tmp_path) == sorted([*left, own.name])

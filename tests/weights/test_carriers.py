@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import shutil
 import time
 from itertools import accumulate
 from pathlib import Path
@@ -13,13 +14,15 @@ import torch
 import torch.distributed as dist
 from layouts import QWEN2, PlainRollout, copies, fsdp2, random_tensors, tp
 
+from meshrl.rollout.shared_file import MEMORY, SharedFile, memory_folder
 from meshrl.weights.exchange import Exchange
 from meshrl.weights.folder import FolderCarrier
 from meshrl.weights.plan import plan_reshard
 from meshrl.weights.process_group import ProcessGroupCarrier
 from meshrl.weights.shards import Shards, local_tensors
-from meshrl.weights.shared_memory import SharedMemoryCarrier
+from meshrl.weights.shared_memory import SharedMemoryCarrier, open_together
 from meshrl.weights.sync import WORD_BYTES, WeightSync
+from meshrl.weights.transport import Deadline, SyncTimeoutError
 
 BUCKET = 4096
 
@@ -217,6 +220,61 @@ def test_two_buckets_are_all_the_memory(tmp_path):
         if all(bucket < min(growths) < gathered for growths in zip(*grown, strict=True)):
             return
     raise AssertionError(f"every turn grew by more than {gathered} bytes, or by none: {grown}")
+
+
+@pytest.fixture
+def folder():
+    """In shared memory, of which nothing stays."""
+    made = Path(memory_folder())
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.mark.skipif(not MEMORY.exists() or not hasattr(os, "posix_fallocate"), reason="needs Linux's shared memory")
+@pytest.mark.parametrize("kind", ["carrier", "file"])
+def test_memory_that_is_not_there_is_an_error(folder, kind):
+    """Not the end of the process when it writes."""
+    size = shutil.disk_usage(folder).total + (1 << 20)
+    large = torch.ones(1, dtype=torch.uint8).expand(size)
+    wants = {
+        "carrier": lambda: SharedMemoryCarrier(folder, 0, size).outgoing(size),
+        "file": lambda: SharedFile(folder / "weights").write([("large", large)]),
+    }
+    with pytest.raises(OSError, match=rf"No space left for {size} .* \d+ bytes are free.*update_weights_bucket_megab"):
+        wants[kind]()
+
+
+def test_memory_is_taken_by_what_is_sent(folder):
+    carrier = SharedMemoryCarrier(folder, 0, 1 << 20)
+
+    def taken():
+        return os.stat(folder / "rank0").st_blocks * 512
+
+    assert taken() < 1 << 16
+    carrier.outgoing(1 << 19).fill_(1)
+    assert 1 << 19 <= taken() < 1 << 20
+    carrier.send(1 << 19, 1, 1)
+    carrier.outgoing(1 << 20).fill_(1)
+    assert 3 << 19 <= taken() < 2 << 20
+    carrier.close()
+
+
+def test_both_slots_hold_elements_of_any_type(folder):
+    sender, reader = (SharedMemoryCarrier(folder, rank, 2050) for rank in (0, 1))
+    written, read = [slot for slot, _ in sender._slots], reader.peer(0)[1]
+    assert [len(slot) for slot in read] == [sender.slot_bytes] * 2
+    for number, slot in enumerate(written):
+        slot[:2048].view(torch.float64).fill_(number + 0.5)
+    assert [slot[:2048].view(torch.float64).unique().tolist() for slot in read] == [[0.5], [1.5]]
+
+
+def test_nothing_is_left_of_memory_that_not_all_opened(folder):
+    carrier = SharedMemoryCarrier(folder, 0, 1 << 10)
+    carrier.deadline = Deadline(0.05)
+    SharedMemoryCarrier(folder, 1, 1 << 10)  # of one that died
+    with pytest.raises(SyncTimeoutError, match="rank 2 to open its shared memory"):
+        open_together(carrier, 3, lambda: None)
+    assert not folder.exists()
 
 
 def test_the_count_of_tensors_sees_a_copy():

@@ -70,3 +70,10 @@ def test_faults_change_the_sum(fault):
         wrong[3:5] = 0
     assert int(checksum(values, 0, 0)) != int(checksum(wrong, 0, 0))
     assert int(checksum(values, 0, 0)) == int(checksum(values.clone(), 0, 0))
+
+
+def test_what_leaves_the_sums_of_rows_and_columns_alone_goes_unseen():
+    """As the module says."""
+    mirrored = torch.eye(2).flip(0)
+    assert int(checksum(torch.eye(2), 0, 0)) == int(checksum(mirrored, 0, 0))
+    assert int(checksum(torch.eye(2), 0, 0)) != int(checksum(torch.diag(torch.tensor([1.0, 2.0])).flip(0), 0, 0))

@@ -111,14 +111,14 @@ def test_back_to_the_version_that_was_there():
     with pytest.raises(ValueError, match="version 3 is not newer than the rollout's 3"):
         switch.to_rollout(3)
     switch.to_rollout(4)
-    # One that kept its weights just goes on.
-    kept = hybrid(other := Log(), shares_weights=True)
+    # One that kept weights of its own just goes on.
+    kept = hybrid(other := Log(), free_cache_engine=False)
     kept.to_rollout(1)
     kept.to_train()
     kept.has_trained = True
     other.calls.clear()
     kept.back_to_rollout()
-    assert other.calls == [("resume", "kv_cache")]
+    assert other.calls == []
     assert kept.phase == "rollout"
 
 
@@ -128,6 +128,12 @@ def test_shared_weights_stay_and_a_kept_cache_stays():
     switch.to_rollout(1)
     switch.to_train()
     assert log.calls[-1] == ("release", "kv_cache")
+    switch.back_to_rollout()
+    switch.to_train()
+    switch.has_trained = True
+    with pytest.raises(RuntimeError, match="shares the trainer's weights, which an update has moved on from version 1"):
+        switch.back_to_rollout()
+    switch.to_rollout(2)
     keeps = hybrid(log2 := Log(), free_cache_engine=False)
     keeps.to_rollout(1)
     keeps.to_train()

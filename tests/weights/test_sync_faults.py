@@ -6,7 +6,13 @@ import re
 import pytest
 from layouts import QWEN2, PlainRollout, ThreadGroup, fsdp2, random_tensors, tp
 
+from meshrl.models.loading import new_causal_lm
+from meshrl.parallel.attention import ATTENTION_NAME
+from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.weights.colocated import Stream
 from meshrl.weights.exchange import Exchange
+from meshrl.weights.pools import connect_rollout
+from meshrl.weights.sync import refuse
 from meshrl.weights.transport import Mailboxes, SyncError, SyncRefusedError, SyncTimeoutError, ThreadCarrier
 
 
@@ -190,6 +196,61 @@ def test_a_rank_that_raises_ends_all(monkeypatch):
     assert not [rank for rank, _ in group.wrong(old) if rank in whole]
     assert rollouts[1].version == -1
     assert all(rollout.version == -1 for rank, rollout in rollouts.items() if rank not in whole)
+    monkeypatch.undo()
+    # New connections know nothing of it.
+    again, new = group_of(), random_tensors(group.plan.source.tensors, seed=3)
+    again.load(new)
+    assert not [r for r in again.run(3, rollouts=rollouts).values() if isinstance(r, Exception)]
+    assert again.wrong(new) == []
+    assert [(r.version, r.released) for r in rollouts.values()] == [(3, ())] * 4
+
+
+class Alone:
+    """An engine on one rank that knows nothing of plans."""
+
+    def __init__(self, model):
+        self.module = model
+
+    def per_tensor_params(self):
+        yield from self.module.named_parameters()
+
+
+class Describing:
+    """A group of two pools in which everybody says what this rank says, until weights have been described."""
+
+    rank, world = 1, 2
+
+    def gather(self, told, what):
+        self.told = told
+        if what == "to describe their weights":
+            raise LookupError
+        return [told] * self.world
+
+
+def test_a_rollout_that_refused_takes_the_next_stream_and_the_next_connection(make_lm, monkeypatch):
+    model = make_lm("qwen3")
+    rollout = EmbeddedRollout(new_causal_lm(model.config, ATTENTION_NAME), pad_token_id=0)
+    stream, copy = Stream(Alone(model), verify=True), rollout._copy
+
+    def copy_wrongly(weights):
+        copy(weights)
+        rollout._own["model.norm.weight"].data[0] += 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout, "_copy", copy_wrongly)
+        with pytest.raises(SyncError, match=r"'model.norm.weight' differs"):
+            stream(rollout, 1)
+    assert rollout.version == -1
+    assert stream(rollout, 2).version == rollout.version == 2
+
+    refuse(rollout, RuntimeError("its trainer is gone"))
+    group = Describing()
+    with pytest.raises(LookupError):
+        connect_rollout(rollout, group, 1)
+    assert {name: shape for name, (shape, _) in group.told["params"].items()} == {
+        name: list(param.shape) for name, param in model.named_parameters()
+    }
+    assert rollout.version == -1
 
 
 class DyingGroup:

@@ -23,7 +23,7 @@ from meshrl.engines.fsdp.reading import local_rows
 from meshrl.engines.master import MasterAdamW
 from meshrl.engines.optim import LocalAdamW
 from meshrl.engines.stored_reading import Stored
-from meshrl.engines.stored_state import STEP, Rectangle, Shape, Snapshot
+from meshrl.engines.stored_state import PARAM, STEP, Rectangle, Shape, Snapshot
 from meshrl.models.buffers import persistent_buffers
 
 if TYPE_CHECKING:
@@ -48,14 +48,17 @@ def load_state(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> Non
     """Reads what `contents` names into the engine, whatever layout or engine wrote it."""
     stored = Stored(folder)
     state = _state(engine, contents)
+    more = [name for name in stored.names() if (PARAM, name) not in state] if "model" in contents else []
+    if more:
+        raise ValueError(f"'{folder}' is of another model: it holds {len(more)} weights more, such as '{more[0]}'")
     with torch.no_grad():
         for (kind, name), value in state.items():
             if kind == STEP:
                 state[kind, name] = torch.full_like(value, stored.steps_of(name))
                 continue
-            local, start, _ = _local(value)
+            local, start, shape = _local(value)
             if local.numel():
-                stored.fill(kind, name, start, local)
+                stored.fill(kind, name, shape, start, local)
     _restore(engine, state)
     if "extra" in contents:
         load_extra(folder, engine.rank, engine.device, getattr(engine, "learning_rate", None))
@@ -86,7 +89,7 @@ def _state(engine: FSDPEngine, contents: Sequence[str]) -> State:
     state: State = {}
     optimizer = getattr(engine, "optimizer", None)
     if "model" in contents:
-        state |= {("param", name): value for name, value in _weights(engine).items()}
+        state |= {(PARAM, name): value for name, value in _weights(engine).items()}
     if "optimizer" in contents and optimizer is not None:
         state |= _moments(engine, optimizer)
     return state

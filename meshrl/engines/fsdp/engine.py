@@ -92,9 +92,9 @@ class FSDPEngine(Engine):
         self.module = self.sharding.module
         # Weights that FSDP keeps in host memory are gathered from there.
         home = torch.device("cpu") if self.engine_config.fsdp_config.offload_policy else self.device
-        if model.random_init:
+        if model.random_init and how != "fsdp":
             fill_randomly(self.module, home)
-        elif fills_later:
+        elif fills_later and not model.random_init:
             fill(self.module, WRAPPER_PREFIX, Path(model.path or ""), lambda: self._model(load_model), home)
         move_buffers(self.module, self.device, torch_dtype(self.engine_config.fsdp_config.mixed_precision.buffer_dtype))
         if self.optim_config is not None:
@@ -104,8 +104,11 @@ class FSDPEngine(Engine):
     def _placement(self) -> str:
         """How the parameters lie: `whole` or `whole-bf16` on a single rank, else by `fsdp2` or `fsdp`."""
         config = self.engine_config.fsdp_config
-        if self.world_size > 1 or config.offload_policy or self.engine_config.strategy != "fsdp2":
-            return self.engine_config.strategy
+        if self.engine_config.strategy == "fsdp" and self.layout.size("fsdp") > 1:
+            return "fsdp"
+        # With nothing to cut, FSDP1 would not add the copies' gradients up: what follows is for both strategies.
+        if self.world_size > 1 or config.offload_policy:
+            return "fsdp2"
         if precision_policy(config) is None:
             return "whole"
         param, kept = torch_dtype(config.mixed_precision.param_dtype), torch_dtype(config.model_dtype)
@@ -153,6 +156,8 @@ class FSDPEngine(Engine):
                     f"'{next(iter(buffers))}', which strategy=fsdp does not carry: use fsdp2"
                 )
 
+            if self.model_config.random_init:  # FSDP1 flattens parameters that have memory
+                fill_randomly(module, self.device)
             return FSDP1(module.to(self.device), self.hf_model, self.layout, self.device, config)
         if self.has_adapters and not config.offload_policy:
             module.to(self.device)

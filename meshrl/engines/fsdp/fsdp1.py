@@ -57,5 +57,12 @@ class FSDP1(Sharding):
                     if id(param) not in inner:
                         yield f"{prefix}.{name}".replace(WRAPPER_NAME, "").lstrip("."), param.detach().clone()
 
+    def move(self, device: torch.device) -> None:
+        super().move(device)
+        for unit in FullyShardedDataParallel.fsdp_modules(self.module):
+            handle = unit._handle
+            if handle is not None:  # where it finds its part after a forward: else the old memory would come back
+                handle.flat_param._local_shard = handle.flat_param.data
+
     def clip_grad_norm(self, max_norm: float) -> float:
         return float(self.module.clip_grad_norm_(max_norm))  # type: ignore[operator]

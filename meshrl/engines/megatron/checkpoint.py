@@ -79,7 +79,7 @@ def load_state(engine: MegatronEngine, folder: Path, contents: Sequence[str]) ->
             for piece in _pieces(engine, key):
                 name, shape, start = module_place(piece.name, piece.shape, piece.start, experts)
                 region = piece.region(value)
-                stored.fill(kind, name, start, region if len(shape) == region.dim() else region[None])
+                stored.fill(kind, name, shape, start, region if len(shape) == region.dim() else region[None])
             if kind == "param":
                 param.data.copy_(value)
             if engine.optim_config is not None and isinstance(param, nn.Parameter) and param in held:

@@ -19,6 +19,11 @@ from meshrl.config.optim import OptimConfig
 
 def with_gradients(chunks: Sequence[nn.Module], config: TransformerConfig, megatron: MegatronConfig) -> list[Any]:
     """The chunks with float32 gradient buffers, summed over data-parallel and context-parallel ranks."""
+    if megatron.expert_tensor_parallel_size not in (None, megatron.tensor_model_parallel_size):
+        # Experts are then copied over other ranks than the rest; Megatron-Core marks them with ep > 1 alone.
+        for name, param in (pair for chunk in chunks for pair in chunk.named_parameters()):
+            if ".experts." in name:
+                param.allreduce = False  # type: ignore[attr-defined]
     sharded = megatron.use_distributed_optimizer
     how = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.data.proto import DataProto
 from meshrl.models.buffers import persistent_buffers
+from meshrl.parallel.packable import longest_fixed_rotation
 from meshrl.rollout.base import TAGS, SamplingParams, check_no_empty_prompt
 from meshrl.rollout.embedded.answers import AnswerBatch, as_chunk
 from meshrl.rollout.embedded.blocks import BlockManager
@@ -93,6 +94,8 @@ class EmbeddedRollout(SteppingRollout):
             self.parallel.shard(hf_model, self.device)
         block_size = block_size or (CUDA_BLOCK if self.device.type == "cuda" else CPU_BLOCK)
         max_model_len = max_model_len or context_length(hf_model)
+        if (fixed := longest_fixed_rotation(hf_model)) is not None:
+            max_model_len = min(max_model_len or fixed, fixed)
         if num_blocks is None:
             num_blocks = default_num_blocks(
                 hf_model, block_size, max_num_seqs, max_model_len, memory_share, self.parallel

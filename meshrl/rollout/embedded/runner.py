@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from meshrl.parallel.attention import AttentionContext
+from meshrl.parallel.packable import check_layers
 from meshrl.rollout.embedded.adjust import Adjuster
 from meshrl.rollout.embedded.layers import PlainLayers, is_plain
 from meshrl.rollout.embedded.parts import Parts
@@ -69,6 +70,7 @@ class Runner(ABC):
         self.plain = self._plain_layers(owns_weights) if is_plain(hf_model) else None
         self.adjuster = Adjuster(rows, vocabulary, self.device)
         self._settings: tuple[int, int, Settings, bool] | None = None
+        self._is_checked = False
 
     @abstractmethod
     def load(self, sequence: Sequence, length: int) -> None:
@@ -120,6 +122,9 @@ class Runner(ABC):
         out = self.hf_model.base_model(
             input_ids=ids, position_ids=positions, use_cache=False, attention_context=context
         )
+        if not self._is_checked:
+            check_layers(self.hf_model)
+            self._is_checked = True
         return out.last_hidden_state.flatten(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:

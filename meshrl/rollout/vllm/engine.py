@@ -230,13 +230,14 @@ class VllmRollout(SteppingRollout):
             given = known_tags(tags) - self._released
             if "kv_cache" in given:
                 self._forget()
-            if self._sleeps and given == {"kv_cache"}:
-                self.engine.release_kv_cache_memory()
-            elif self._sleeps and given:
-                # Level 2 drops the weights, which come anew; level 1 would keep a copy in host memory.
-                self.engine.sleep(level=2, mode="keep")
-                if "kv_cache" not in given | self._released:
-                    self.engine.wake_up(["kv_cache"])
+            asleep = given | self._released
+            if self._sleeps and given:
+                if "weights" in self._released:  # else vLLM takes itself for asleep and frees nothing
+                    self.engine.wake_up(["weights"])
+                # Level 2 drops the weights, which come anew; level 1 keeps a copy in host memory while they sleep.
+                self.engine.sleep(level=2 if "weights" in asleep else 1, mode="keep")
+                if back := sorted(set(TAGS) - asleep):
+                    self.engine.wake_up(back)
             self._released |= given
             self._lacks_weights |= "weights" in given
 

@@ -117,13 +117,15 @@ class VllmServer(EngineClient):
         await self._http.post("/reset_prefix_cache", reset_running_requests="true")
 
     async def release(self, tags: Sequence[str]) -> None:
+        asleep = set(tags) | self._released
         if self._arguments.get("enable_sleep_mode"):
-            await self._http.post("/sleep", level="2" if "weights" in tags else "1", mode="keep")
+            if "weights" in self._released:  # else vLLM takes itself for asleep and frees nothing
+                await self._http.post("/wake_up", tags="weights")
+            await self._http.post("/sleep", level="2" if "weights" in asleep else "1", mode="keep")
             # Everything sleeps now: what nobody released comes back at once.
-            for tag in TAGS:
-                if tag not in tags and tag not in self._released:
-                    await self._http.post("/wake_up", tags=tag)
-        self._released |= set(tags)
+            for tag in sorted(set(TAGS) - asleep):
+                await self._http.post("/wake_up", tags=tag)
+        self._released = asleep
 
     async def take_back(self, tags: Sequence[str]) -> None:
         if self._arguments.get("enable_sleep_mode"):

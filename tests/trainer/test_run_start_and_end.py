@@ -1,0 +1,46 @@
+"""How a run opens its folder, and how it ends with its report."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from meshrl.config.errors import ConfigError
+from meshrl.config.trainer import RunConfig
+from meshrl.telemetry.run_folder import RunFolder
+from meshrl.trainer.checkpoint import Found
+from meshrl.trainer.restarts import Restarts
+from meshrl.trainer.run import is_finished, open_run, report_run
+
+
+def test_a_new_run_does_not_move_the_model_that_it_starts_from(tmp_path):
+    trainer, model = RunConfig(default_local_dir=str(tmp_path)), tmp_path / "model"
+    model.mkdir()
+    with pytest.raises(ConfigError, match=rf"trainer.default_local_dir: .*{model}"):
+        open_run(trainer, None, Restarts(tmp_path, 0, 0.0, time.time()), str(model))
+    assert model.is_dir()
+    assert open_run(trainer, None, Restarts(tmp_path, 0, 0.0, time.time()), "elsewhere").moved_to is not None
+    assert not model.exists()
+
+
+def test_the_model_of_an_earlier_run_is_not_taken_for_this_ones(tmp_path):
+    """A run that goes on from a checkpoint elsewhere and has no step left still writes its model."""
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    trainer = RunConfig(default_local_dir=str(tmp_path / "run"))
+    found, screen = Found(tmp_path / "other" / "global_step_1", 1, {}), SimpleNamespace(message=lambda text: None)
+    with open_run(trainer, found, Restarts(tmp_path / "run", 0, 0.0, time.time())) as run:
+        assert not is_finished(found, 1, run, trainer, screen)
+        assert (run.moved_to / "model").is_dir()
+
+
+def test_a_report_that_cannot_be_drawn_is_a_warning(tmp_path, monkeypatch):
+    def broken(path):
+        raise ValueError("math domain error")
+
+    said = []
+    monkeypatch.setattr("meshrl.trainer.run.write_report", broken)
+    with RunFolder(tmp_path) as run:
+        run.start_log()
+        report_run(run, SimpleNamespace(message=said.append))
+    assert "could not be drawn: ValueError: math domain error" in said[0]
+    assert "Traceback" in run.log.read_text()
