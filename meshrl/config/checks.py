@@ -154,6 +154,13 @@ def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
         *_idle_engine_problems(config, critic, "critic", "critic.model"),
         *_optim_problems(critic.optim, "critic.optim"),
     ]
+    actor = config.actor_rollout_ref.actor
+    budgets = actor.activation_memory_budget, critic.activation_memory_budget
+    if actor.use_torch_compile and critic.use_torch_compile and budgets[0] != budgets[1]:
+        problems.append(
+            f"{ACTOR}.activation_memory_budget ({budgets[0]}) and critic.activation_memory_budget ({budgets[1]}) "
+            "must be equal: torch has one for all models of a process"
+        )
     longest = config.data.max_prompt_length + config.data.max_response_length
     if critic.use_dynamic_bsz and critic.ppo_max_token_len_per_gpu * sequence_ranks(critic) < longest:
         problems.append(

@@ -69,6 +69,9 @@ BROKEN = [
     ),
     ([*MEGATRON, f"{ACTOR}.context_parallel_size=2"], "context_parallel_size has no effect", "strategy=megatron"),
     ([*MEGATRON, "actor_rollout_ref.model.lora_rank=4"], "lora_rank has no effect", "strategy=megatron"),
+    ([*MEGATRON, f"{ACTOR}.keep_logits_megabytes=9"], "keep_logits_megabytes has no effect", "strategy=megatron"),
+    ([*MEGATRON, f"{ACTOR}.megatron.grad_offload=true"], "grad_offload has no effect", "optimizer_offload=true"),
+    ([f"{ACTOR}.activation_memory_budget=0.3"], "activation_memory_budget has no effect", "use_torch_compile=true"),
     (
         ["actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.target_modules=[q_proj,embed_tokens,lm_head]"],
         "model.target_modules: adapters of lm_head and embed_tokens",
@@ -369,6 +372,11 @@ CRITIC = ["algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n=1", "train
         (["critic.ppo_mini_batch_size=7"], "critic.ppo_mini_batch_size (7 prompts)"),
         (["critic.ulysses_sequence_parallel_size=3"], "must be divisible by critic.ulysses_sequence_parallel_size (3)"),
         (["critic.ppo_max_token_len_per_gpu=10"], "critic.ppo_max_token_len_per_gpu (10) must hold the longest sample"),
+        (
+            [f"{name}.use_torch_compile=true" for name in ("actor_rollout_ref.actor", "critic")]
+            + ["critic.activation_memory_budget=0.3"],
+            "activation_memory_budget (1.0) and critic.activation_memory_budget (0.3) must be equal",
+        ),
         (["critic.enable=false"], "critic.enable=false does not go with algorithm.adv_estimator=gae"),
         (["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "critic.optim.lr=1e-4"], "has no effect"),
         (["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", "trainer.critic_warmup=2"], "has no effect"),
