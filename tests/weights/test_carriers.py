@@ -215,9 +215,10 @@ def test_two_buckets_are_all_the_memory(tmp_path):
         answers = run_ranks(peak_growth, "process_group", folder, plans, start="spawn")
         assert [held for _, _, held in answers] == [2 * bucket] * 2
         assert all(2 * bucket <= tensors < 2 * bucket + bucket // 8 for tensors, _, _ in answers), answers
-        # The whole process: the allocator takes memory of its own too (0 to 64 MiB, at random); another turn shows it.
+        # The whole process: the allocator takes memory of its own too (0 to 64 MiB, at random), or has some left;
+        # another turn shows it.
         grown.append([growth for _, growth, _ in answers])
-        if all(bucket < min(growths) < gathered for growths in zip(*grown, strict=True)):
+        if all(any(bucket < growth < gathered for growth in growths) for growths in zip(*grown, strict=True)):
             return
     raise AssertionError(f"every turn grew by more than {gathered} bytes, or by none: {grown}")
 
