@@ -1,6 +1,7 @@
 """What must hold between an algorithm and the rest of the config."""
 
 from meshrl.config.algorithm import TOKEN_BASELINES
+from meshrl.config.correction import RATIO_LOSSES, correction_of
 from meshrl.config.root import PPOConfig
 from meshrl.config.tree import changed_keys
 
@@ -115,24 +116,15 @@ def bypass_problems(config: PPOConfig) -> list[str]:
     return problems
 
 
-def _weighs(config: PPOConfig) -> bool:
-    """Whether tokens get importance weights: where asked for, and by default where samples may be stale."""
-    correction, how = config.algorithm.rollout_correction, config.async_training
-    if config.actor_rollout_ref.actor.policy_loss.loss_mode in ("decoupled", "icepop"):
-        return True  # by their own rule, which has a message of its own
-    may_be_stale = bool(how.max_staleness if how.batches_ahead is None else how.batches_ahead)
-    return correction.rollout_is not in (None, "off") or (
-        correction.rollout_is is None and may_be_stale and not correction.bypass_mode
-    )
-
-
 def threshold_problems(config: PPOConfig) -> list[str]:
     """Bounds and modes of the rollout correction that cannot be read."""
     correction = config.algorithm.rollout_correction
     problems = _bound_problems(f"{CORRECTION}.rollout_is_threshold", str(correction.rollout_is_threshold), True)
     if correction.rollout_is_batch_normalize and correction.bypass_mode:
         problems.append(f"{CORRECTION}.rollout_is_batch_normalize needs the whole batch: bypass_mode must be false")
-    if not problems and not _weighs(config):
+    # Losses that weigh by the plain ratio have a message of their own.
+    plain_ratio = config.actor_rollout_ref.actor.policy_loss.loss_mode in RATIO_LOSSES
+    if not problems and not plain_ratio and correction_of(config).rollout_is is None:
         idle = changed_keys(config, f"{CORRECTION}.rollout_is_")
         problems += [f"{key} has no effect without weights: set {CORRECTION}.rollout_is as well" for key in idle]
     if correction.rollout_rs is None:

@@ -24,6 +24,11 @@ class AsyncTrainingConfig:
         None, "Batches begun early; null: max_staleness. With more, what gets too old is dropped and counted.", low=0
     )
 
+    @property
+    def num_ahead(self) -> int:
+        """How many batches are begun before the one that is trained."""
+        return self.max_staleness if self.batches_ahead is None else self.batches_ahead
+
 
 def async_problems(config: "PPOConfig") -> list[str]:
     """What does not go together in placement and staleness."""
@@ -49,9 +54,8 @@ def async_problems(config: "PPOConfig") -> list[str]:
         )
     if rollout.nnodes > 1 and config.trainer.backend != "ray":
         problems.append(f"actor_rollout_ref.rollout.nnodes={rollout.nnodes} needs trainer.backend=ray")
-    ahead = how.max_staleness if how.batches_ahead is None else how.batches_ahead
-    problems += _combination_problems(config, ahead)
-    if ahead and not rollout.calculate_log_probs:
+    problems += _combination_problems(config, how.num_ahead)
+    if how.num_ahead and not rollout.calculate_log_probs:
         problems.append("async_training.max_staleness needs actor_rollout_ref.rollout.calculate_log_probs=true")
     return problems
 

@@ -15,6 +15,7 @@ from meshrl.config.algorithm_checks import (
 )
 from meshrl.config.asynchronous import async_problems
 from meshrl.config.checkpoint_checks import checkpoint_problems
+from meshrl.config.correction import RATIO_LOSSES
 from meshrl.config.critic import uses_critic
 from meshrl.config.data_checks import data_problems, sampler_file_problems
 from meshrl.config.data_files import data_file_problems
@@ -352,7 +353,7 @@ def _algorithm_problems(config: PPOConfig) -> list[str]:
     if not correction.bypass_mode:
         given = [name for name in ("rollout_is", "rollout_rs") if getattr(correction, name) not in (None, "off")]
         asked = [f"algorithm.rollout_correction.{name}" for name in given]
-    if config.actor_rollout_ref.actor.policy_loss.loss_mode in ("decoupled", "icepop"):
+    if config.actor_rollout_ref.actor.policy_loss.loss_mode in RATIO_LOSSES:
         asked.append(f"{ACTOR}.policy_loss.loss_mode={config.actor_rollout_ref.actor.policy_loss.loss_mode}")
         idle = changed_keys(config, "algorithm.rollout_correction.rollout_is")
         problems += [f"{name} has no effect with {asked[-1]}, which weighs by the plain ratio" for name in idle]

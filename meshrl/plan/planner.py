@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshrl.algorithms import COVARIANCE_LOSSES
-from meshrl.config.algorithm import TOKEN_BASELINES
 from meshrl.config.algorithm_checks import uses_reference
 from meshrl.config.critic import uses_critic
 from meshrl.config.rollout import READERS
@@ -21,8 +19,7 @@ from meshrl.plan.roles import Cutting, Parts, Role, roles_of
 from meshrl.plan.sync import Sync, plan_sync
 from meshrl.plan.timing import EFFICIENCY, Bubble, Clock, Efficiency
 from meshrl.plan.training import Phase, Training, fullest
-from meshrl.trainer.correction import corrects_rollout
-from meshrl.trainer.schedule import correction_of
+from meshrl.trainer.correction import needs_old_log_probs
 
 # The driver's context, communication buffers and what fragmentation wastes: not for tensors.
 RESERVE = 2 << 30
@@ -157,7 +154,7 @@ class _Planner:
             most = scores.forward_max_token_len_per_gpu if scores.use_dynamic_bsz else None
             cutting = Cutting(most, scores.micro_batch_size_per_gpu)
             phases.append(training.answer("reward", self.roles["reward_model"], cutting, beside))
-        if self._needs_old_log_probs:
+        if needs_old_log_probs(self.config, self.units.optimizer_steps_per_step):
             cutting = Cutting.of(policy.rollout, "log_prob")
             phases.append(training.answer("old_log_prob", self.actor, cutting, beside))
         if uses_reference(self.config):
@@ -183,20 +180,6 @@ class _Planner:
     @property
     def _stages(self) -> range:
         return range(len(self.actor.stages))
-
-    @property
-    def _needs_old_log_probs(self) -> bool:
-        """As the trainer decides it."""
-        algorithm, loss_mode = self.config.algorithm, self.config.actor_rollout_ref.actor.policy_loss.loss_mode
-        if algorithm.rollout_correction.bypass_mode:
-            return False
-        wanted = (
-            algorithm.use_kl_in_reward
-            or loss_mode in COVARIANCE_LOSSES
-            or algorithm.adv_estimator in TOKEN_BASELINES
-            or corrects_rollout(correction_of(self.config), loss_mode)
-        )
-        return wanted or self.units.optimizer_steps_per_step > 1
 
     def _beside(self) -> Parts:
         """What a rollout on the same devices keeps while the trainer works."""

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from meshrl.algorithms import compute_rollout_correction_and_rejection_mask
-from meshrl.config.algorithm import RolloutCorrectionConfig
+from meshrl.algorithms import COVARIANCE_LOSSES, compute_rollout_correction_and_rejection_mask
+from meshrl.config.algorithm import TOKEN_BASELINES, RolloutCorrectionConfig
+from meshrl.config.correction import RATIO_LOSSES, correction_of
+from meshrl.config.root import PPOConfig
 from meshrl.data.proto import DataProto
-
-# These losses take the ratio itself, and bound it in their own way.
-RATIO_LOSSES = ("decoupled", "icepop")
 
 
 def corrects_rollout(config: RolloutCorrectionConfig, loss_mode: str) -> bool:
     """Whether anything is done about the difference between `old_log_probs` and the rollout's."""
     return config.rollout_is is not None or config.rollout_rs is not None or loss_mode in RATIO_LOSSES
+
+
+def needs_old_log_probs(config: PPOConfig, optimizer_steps: int) -> bool:
+    """On-policy, with one optimizer step a batch, the update itself knows the old log-probs: no pass is needed."""
+    algorithm, loss_mode = config.algorithm, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if algorithm.rollout_correction.bypass_mode:
+        return False
+    wanted = (
+        algorithm.use_kl_in_reward
+        or loss_mode in COVARIANCE_LOSSES
+        or algorithm.adv_estimator in TOKEN_BASELINES
+        or corrects_rollout(correction_of(config), loss_mode)
+    )
+    return wanted or optimizer_steps > 1
 
 
 def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, loss_mode: str) -> dict[str, float]:

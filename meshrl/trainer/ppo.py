@@ -27,8 +27,8 @@ from meshrl.algorithms import (
     get_kl_controller,
 )
 from meshrl.balance import seqlen_metrics
-from meshrl.config.algorithm import TOKEN_BASELINES
 from meshrl.config.algorithm_checks import uses_reference
+from meshrl.config.correction import correction_of
 from meshrl.config.root import PPOConfig
 from meshrl.controller import WorkerGroup
 from meshrl.data.prompts import PromptDataset
@@ -41,13 +41,12 @@ from meshrl.telemetry.metrics import compute_data_metrics, compute_throughput_me
 from meshrl.telemetry.samples import SampleLog
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracker
-from meshrl.trainer.correction import correct_rollout, corrects_rollout
+from meshrl.trainer.correction import correct_rollout, corrects_rollout, needs_old_log_probs
 from meshrl.trainer.dynamic_sampling import DynamicSampling
 from meshrl.trainer.gates import Gates
 from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.reward_components import reward_components
 from meshrl.trainer.sample_source import SampleSource
-from meshrl.trainer.schedule import correction_of
 from meshrl.trainer.validation import Validator
 from meshrl.workers.actor_loss import skips_samples_without_advantage
 
@@ -219,15 +218,8 @@ class PPOTrainer(SampleSource):
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """On-policy, with one optimizer step a batch, the update itself knows the old log-probs: no pass is needed."""
-        on_policy = self.units.optimizer_steps_per_step == 1
-        algorithm = self.config.algorithm
-        wanted = (
-            algorithm.use_kl_in_reward
-            or self.loss_mode in COVARIANCE_LOSSES
-            or algorithm.adv_estimator in TOKEN_BASELINES
-        )
-        return not self.bypasses_old_log_probs and (wanted or self.corrects_rollout or not on_policy)
+        """Whether a pass for them comes before the update."""
+        return needs_old_log_probs(self.config, self.units.optimizer_steps_per_step)
 
     @property
     def corrects_rollout(self) -> bool:

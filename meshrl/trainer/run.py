@@ -19,6 +19,7 @@ from meshrl.agents.toolbox import tool_schemas
 from meshrl.config import quick_yaml
 from meshrl.config.algorithm import TOKEN_BASELINES
 from meshrl.config.algorithm_checks import bypass_loss, uses_reference
+from meshrl.config.correction import correction_of
 from meshrl.config.critic import uses_critic
 from meshrl.config.errors import ConfigError, told_without_traceback
 from meshrl.config.root import PPOConfig
@@ -71,7 +72,6 @@ from meshrl.trainer.profiling import step_profiler
 from meshrl.trainer.restarts import Restarts, surviving
 from meshrl.trainer.rollout_care import RolloutCare
 from meshrl.trainer.sample_source import total_steps
-from meshrl.trainer.schedule import correction_of
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
 from meshrl.trainer.slow_types import slow_types
 from meshrl.trainer.stall import StallWatch

@@ -10,17 +10,15 @@ has in a synchronous run, long answers are not put off, and a sample is never ol
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from meshrl.config.algorithm import RolloutCorrectionConfig
 from meshrl.config.root import PPOConfig
 from meshrl.controller import Future
 from meshrl.data.proto import DataProto
-from meshrl.trainer.correction import RATIO_LOSSES
 
 # In the prompts' meta_info: the number of their batch, from which the samples' seeds are made.
 NUMBER = "number"
@@ -37,7 +35,7 @@ class Schedule:
     def of(cls, config: PPOConfig) -> Schedule:
         """As the config says."""
         how = config.async_training
-        return cls(how.max_staleness if how.batches_ahead is None else how.batches_ahead, how.max_staleness)
+        return cls(how.num_ahead, how.max_staleness)
 
     def drop_stale(self, batch: DataProto, version: int) -> dict[str, float]:
         """Takes samples with a token that is too old out of `response_mask`; how old the batch is."""
@@ -53,18 +51,6 @@ class Schedule:
             "training/partial_share": float((newest < oldest).float().mean()),
             "training/stale_dropped": float(dropped.sum()),
         }
-
-
-def correction_of(config: PPOConfig) -> RolloutCorrectionConfig:
-    """What is done about the rollout's policy; where samples may be stale, importance weights are on by default."""
-    chosen = config.algorithm.rollout_correction
-    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    stale = Schedule.of(config).batches_ahead > 0
-    if chosen.rollout_is == "off":
-        return replace(chosen, rollout_is=None)
-    if stale and chosen.rollout_is is None and not chosen.bypass_mode and loss_mode not in RATIO_LOSSES:
-        return replace(chosen, rollout_is="token")
-    return chosen
 
 
 @dataclass(frozen=True)

@@ -101,13 +101,18 @@ def test_a_row_without_targets_still_has_a_gradient_of_zeros(make_lm, samples):
     assert all(p.grad is not None and not p.grad.any() for p in module.parameters())
 
 
-def tiny(kind, **more):
+def tiny(kind, attention=ATTENTION_NAME, **more):
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
     how = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = AutoConfig.for_model(kind, **(sizes | heads | how | more))
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME).eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+def assert_equals_each_alone(samples, kind, **more):
+    found, _, _ = log_probs_of(PackedCausalLM(tiny(kind, **more)), samples)
+    torch.testing.assert_close(found, alone(tiny(kind, "eager", **more), samples)[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -121,16 +126,12 @@ def tiny(kind, **more):
 def test_layers_that_take_a_row_for_one_sample_are_refused(samples, kind, more, words):
     with pytest.raises(ValueError, match=words):
         log_probs_of(PackedCausalLM(tiny(kind, **more)), samples)
-    assert log_probs_of(PackedCausalLM(tiny("gpt2", n_embd=32, n_layer=2, n_head=2)), samples)
+    assert_equals_each_alone(samples, "gpt2", n_embd=32, n_layer=2, n_head=2)
 
 
 def test_angles_that_depend_on_the_longest_sample_are_refused(samples):
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_theta": 1e4}
-    for longest in (9, 8):  # the longest sample has 9 tokens
-        rope = {"rope_type": "longrope", **factors}
-        module = PackedCausalLM(tiny("phi3", rope_parameters=rope, original_max_position_embeddings=longest))
-        if longest == 9:
-            assert log_probs_of(module, samples)
-            continue
-        with pytest.raises(ValueError, match="a sample has 9 tokens: beyond 8 the rotary embedding of Phi3ForCausalLM"):
-            log_probs_of(module, samples)
+    rope = {"rope_parameters": {"rope_type": "longrope", **factors}}
+    assert_equals_each_alone(samples, "phi3", original_max_position_embeddings=9, **rope)  # the longest has 9 tokens
+    with pytest.raises(ValueError, match="a sample has 9 tokens: beyond 8 the rotary embedding of Phi3ForCausalLM"):
+        log_probs_of(PackedCausalLM(tiny("phi3", original_max_position_embeddings=8, **rope)), samples)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from meshrl.config.checks import check_config
+from meshrl.config.correction import correction_of
 from meshrl.config.root import PPOConfig
 from meshrl.data.proto import DataProto
-from meshrl.trainer.schedule import Schedule, correction_of
+from meshrl.trainer.schedule import Schedule
 
 
 def aged_batch(rows):
