@@ -64,19 +64,38 @@ def as_file_tensors(weights: Iterable[tuple[str, Tensor]], hf_model: PreTrainedM
         yield from revert_weight_conversion(hf_model, {name: tensor}).items()
 
 
-def check_file_names(hf_model: Any) -> None:
-    """Refuses a mixture of experts whose files have other names than `key_map` knows: some engines go by those."""
+def kind_of(name: str) -> str:
+    """A weight's name without the numbers of its layer and expert."""
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
+
+
+def other_names(hf_model: PreTrainedModel) -> dict[str, tuple[str, str]]:
+    """Kinds of weights that files name otherwise than `key_map` does, each with both names of one of them."""
     weights, family = named_weights(hf_model), str(hf_model.config.model_type)
-    if not any(map(STACK.fullmatch, weights)):
-        return
-    one_of_each_kind = {re.sub(r"\.\d+\.", ".*.", name): name for name in weights}
-    for name in one_of_each_kind.values():
+    found: dict[str, tuple[str, str]] = {}
+    owners: dict[str, str] = {}
+    for kind, name in {kind_of(name): name for name in weights}.items():
         ours = {part.name: part.shape for part in parts_of(name, tuple(weights[name].shape), family)}
         theirs = {file: tuple(t.shape) for file, t in as_file_tensors([(name, weights[name])], hf_model)}
         if ours != theirs:
+            found[kind] = min(ours), min(theirs)
+        for file in theirs:
+            if owners.setdefault(file, name) != name:
+                raise ValueError(
+                    f"not supported yet: model_type '{family}' with rollout.name=vllm or sglang: its files hold "
+                    f"'{owners[file]}' and '{name}' in one tensor, '{file}'; set rollout.name=embedded or hf"
+                )
+    return found
+
+
+def check_cuttable(hf_model: Any) -> None:
+    """Refuses a mixture of experts whose files hold them in another form than `key_map` knows, and cuts."""
+    for kind, (ours, theirs) in other_names(hf_model).items():
+        if STACK.fullmatch(kind):
             raise ValueError(
-                f"not supported yet: model_type '{family}' with rollout.name=vllm or sglang: its files hold '{name}' "
-                f"as '{min(theirs)}', and it would be sent as '{min(ours)}'; set rollout.name=embedded or hf"
+                f"not supported yet: model_type '{hf_model.config.model_type}' with rollout.name=vllm or sglang over "
+                f"several ranks: its files hold '{theirs}' where '{ours}' would be cut; set "
+                "rollout.tensor_model_parallel_size=1, or rollout.name=embedded or hf"
             )
 
 

@@ -4,26 +4,67 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from meshrl.models.key_map import parts_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 Named = tuple[str, Tensor]
 
 
-def expected_shapes(config: Any) -> dict[str, list[int]]:
-    """The Hugging Face names and shapes of the weights of a model with this config; nothing is allocated."""
+def model_without_memory(config: Any) -> PreTrainedModel:
+    """A model with this config of which nothing is allocated."""
     from transformers import AutoModelForCausalLM
 
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return model
+
+
+def shapes_of(model: PreTrainedModel) -> dict[str, list[int]]:
+    """The Hugging Face names and shapes of a model's weights."""
     from meshrl.models.buffers import named_weights
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    model.tie_weights()
     return {name: list(weight.shape) for name, weight in named_weights(model).items()}
+
+
+def expected_shapes(config: Any) -> dict[str, list[int]]:
+    """The same of a model with this config."""
+    return shapes_of(model_without_memory(config))
+
+
+class FileWeights:
+    """The weights of a model with this config, on their way to an engine that knows them by the names of its files."""
+
+    def __init__(self, config: Any):
+        from meshrl.models.saving import other_names
+
+        self._model, self._type = model_without_memory(config), str(config.model_type)
+        self._others = other_names(self._model)
+        self.shapes = shapes_of(self._model)
+
+    def renamed(self, weights: Iterable[Named]) -> Iterator[Named]:
+        """The stream by those names: of stacked experts often each for itself."""
+        from meshrl.models.saving import as_file_tensors, kind_of
+
+        for name, tensor in weights:
+            if kind_of(name) in self._others:
+                yield from as_file_tensors([(name, tensor)], self._model)
+                continue
+            parts = parts_of(name, tuple(tensor.shape), self._type)
+            if len(parts) == 1:
+                yield parts[0].name, tensor
+                continue
+            tensor = tensor.detach().contiguous()
+            for part in parts:
+                place = tensor.storage_offset() + part.offset
+                yield part.name, tensor.as_strided(part.shape, (part.row_stride, part.col_stride), place)
 
 
 def checked(weights: Iterable[Named], expected: Mapping[str, Iterable[int]]) -> Iterator[Named]:
@@ -39,19 +80,6 @@ def checked(weights: Iterable[Named], expected: Mapping[str, Iterable[int]]) -> 
         yield name, tensor
     if left:
         raise ValueError(f"weight sync: {len(left)} parameters were never sent, such as '{next(iter(left))}'")
-
-
-def as_files(weights: Iterable[Named], model_type: str) -> Iterator[Named]:
-    """By the names of a model's files, as every engine knows them: of a layer's stacked experts each for itself."""
-    for name, tensor in weights:
-        parts = parts_of(name, tuple(tensor.shape), model_type)
-        if len(parts) == 1:
-            yield parts[0].name, tensor
-            continue
-        tensor = tensor.detach().contiguous()
-        for part in parts:
-            place = tensor.storage_offset() + part.offset
-            yield part.name, tensor.as_strided(part.shape, (part.row_stride, part.col_stride), place)
 
 
 @contextmanager

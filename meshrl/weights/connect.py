@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from meshrl.engines.base import Engine
 from meshrl.models.buffers import named_weights, persistent_buffers
-from meshrl.models.saving import check_file_names
+from meshrl.models.saving import check_cuttable
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.shared_file import memory_folder
 from meshrl.weights.placement import Placement, replicas
@@ -139,7 +139,8 @@ def connect_stream(
 
     Without `layout` every rank's engine takes all of every tensor; with one it cuts its part out itself, as vLLM does.
     """
-    check_file_names(model)
+    if layout is not None:
+        check_cuttable(model)
     rank, world = rank_and_world()
     weights = named_weights(model)
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}

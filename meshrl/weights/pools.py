@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from meshrl.engines.base import Engine
 from meshrl.models.buffers import named_weights
-from meshrl.models.saving import check_file_names
+from meshrl.models.saving import check_cuttable
 from meshrl.models.sizes import expert_count, head_dim
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.shared_file import memory_folder
@@ -277,7 +277,8 @@ def connect_rollout(
     if streams:
         if model is None:
             raise ValueError(f"{type(rollout).__name__} has no Hugging Face module: give the `model` it generates with")
-        check_file_names(model)
+        if getattr(rollout, "parallel", None) is not None:
+            check_cuttable(model)
         params = named_weights(model)
         # An engine elsewhere takes its weights from host memory.
         device = device if device is not None and isinstance(rollout, SteppingRollout) else torch.device("cpu")

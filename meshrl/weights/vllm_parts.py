@@ -45,3 +45,14 @@ def unsent(model: nn.Module) -> list[str]:
     largest = torch._foreach_norm([p.data for p in params.values()], ord=math.inf)
     values = torch.stack([value.float() for value in largest]).tolist()
     return [name for name, value in zip(params, values, strict=True) if math.isnan(value)]
+
+
+def owners_of_weights(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The layers that have each parameter: several share one, as an embedding and a head do."""
+    names = {id(p): name for name, p in model.named_parameters() if p.numel()}
+    owners: dict[str, list[nn.Module]] = {}
+    for layer in model.modules():
+        for param in layer.parameters(recurse=False):
+            if id(param) in names:
+                owners.setdefault(names[id(param)], []).append(layer)
+    return owners

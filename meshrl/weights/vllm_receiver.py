@@ -19,11 +19,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from meshrl.rollout.shared_file import Entry, read_tensors
 from meshrl.rollout.vllm.arguments import BACKEND
 from meshrl.rollout.vllm.parallel import Parallel, parallel_of
-from meshrl.weights.vllm_parts import own_parts, unsent
+from meshrl.weights.vllm_parts import own_parts, owners_of_weights, unsent
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Receiver(WeightTransferEngine[NoInit, Bucket]):
 
     def start_weight_update(self) -> None:
         """From here until the end the model must not run."""
+        self.owners = owners_of_weights(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -77,6 +79,7 @@ class Receiver(WeightTransferEngine[NoInit, Bucket]):
 
     def finish_weight_update(self) -> None:
         """The model may run again."""
+        self.passed_over = [name for name, layers in self.owners.items() if all(map(_took_nothing, layers))]
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             self._repack_tied_layers()
@@ -109,12 +112,22 @@ class Receiver(WeightTransferEngine[NoInit, Bucket]):
         """Nothing to release."""
 
 
+def _took_nothing(layer: torch.nn.Module) -> bool:
+    """Whether a layer still waits for the first of its weights: one that has them all no longer waits."""
+    info = get_layerwise_info(layer)
+    return info.can_load() and not info.load_numel
+
+
 class WorkerExtension:
     """What we add to vLLM's worker; naming this class makes it import this module."""
 
     def unsent_weights(self: Any) -> list[str]:
         """Parameters in which this rank has kept something that it was not sent, after an update."""
         return unsent(self.get_model()) if self.parallel_config.tensor_parallel_size > 1 else []
+
+    def passed_over(self: Any) -> list[str]:
+        """Parameters of layers that took nothing in the last update, with which vLLM goes on as they were."""
+        return self.weight_transfer_engine.passed_over
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

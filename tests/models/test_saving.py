@@ -7,9 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshrl.models.buffers import named_weights
-from meshrl.models.saving import as_file_tensors, check_file_names, save_configs, save_hf_folder
-from meshrl.rollout.weight_stream import as_files
+from meshrl.models.saving import as_file_tensors, other_names, save_configs, save_hf_folder
+from meshrl.rollout.weight_stream import FileWeights
 from meshrl.weights.connect import connect_stream
+from meshrl.weights.rollout_placement import RolloutLayout
 
 IDS = torch.arange(12).view(2, 6) + 2
 
@@ -77,16 +78,24 @@ def of_family(family):
         return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "glm4_moe", "minimax", "minimax_m2"])
-def test_other_engines_get_experts_by_the_names_of_files(family):
+FAMILIES = ["mixtral", "qwen3_moe", "glm4_moe", "minimax", "minimax_m2", "gpt_neox"]
+OTHER_EXPERTS = ["gpt_oss", "llama4_text", "phimoe", "granitemoe"]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_EXPERTS, "ernie4_5_moe", "exaone_moe"])
+def test_other_engines_get_weights_by_the_names_of_files(family):
     model = of_family(family)
-    check_file_names(model)
     weights = list(named_weights(model).items())
-    sent, written = dict(as_files(weights, family)), dict(as_file_tensors(weights, model))
+    sent, written = dict(FileWeights(model.config).renamed(weights)), dict(as_file_tensors(weights, model))
     assert {name: t.shape for name, t in sent.items()} == {name: t.shape for name, t in written.items()}
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "phimoe", "granitemoe", "ernie4_5_moe"])
-def test_experts_whose_files_have_other_names_are_refused(family):
-    with pytest.raises(ValueError, match=rf"model_type '{family}' with rollout.name=vllm.*as 'model\.layers"):
-        connect_stream(None, of_family(family))
+@pytest.mark.parametrize("family", OTHER_EXPERTS)
+def test_experts_in_another_form_are_not_cut(family):
+    with pytest.raises(ValueError, match=rf"model_type '{family}' with rollout.name=vllm.*hold 'model\.layers"):
+        connect_stream(None, of_family(family), layout=RolloutLayout(tp=2))
+
+
+def test_several_weights_in_one_tensor_of_the_files_are_refused():
+    with pytest.raises(ValueError, match=r"'hrm_text' .*q_proj.*_proj.* in one tensor, .*gqkv_proj"):
+        other_names(of_family("hrm_text"))

@@ -56,19 +56,20 @@ _versions = itertools.count(1)
 
 def make_model(seed: int) -> PreTrainedModel:
     """A tiny model whose initial weights are large, so that a wrong token, position or weight shows."""
-    return _made(Qwen3Config(**SHAPE, tie_word_embeddings=True), seed)
+    return make_from(Qwen3Config(**SHAPE, tie_word_embeddings=True), seed)
 
 
 def make_experts_model(seed: int) -> PreTrainedModel:
     """The same with experts, and a head of its own."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-    return _made(Qwen3MoeConfig(**SHAPE, **experts, tie_word_embeddings=False), seed)
+    return make_from(Qwen3MoeConfig(**SHAPE, **experts, tie_word_embeddings=False), seed)
 
 
-def _made(config: PretrainedConfig, seed: int) -> PreTrainedModel:
+def make_from(config: PretrainedConfig, seed: int, attention: str = "sdpa") -> PreTrainedModel:
+    """A model with this config and random weights."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
 
 
 def request(prompt: tuple[int, ...], params: SamplingParams, seed: int = 0) -> Request:

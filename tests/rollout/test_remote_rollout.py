@@ -12,12 +12,20 @@ import pytest
 from meshrl.rollout.remote.client import EngineClient, ModelFacts, Piece
 from meshrl.rollout.remote.rollout import RemoteRollout
 from meshrl.rollout.requests import Chunk, Completion, Request, SamplingParams, gather
+from meshrl.rollout.weight_stream import FileWeights
+
+
+class NoWeights(FileWeights):
+    """Of a model that has none."""
+
+    def __init__(self) -> None:
+        self.shapes, self._others = {}, {}
 
 
 class Scripted(EngineClient):
     """Says of each answer one token at once, and the rest when its name is let go or aborted."""
 
-    facts = ModelFacts(vocabulary=100, context=64, shapes={})
+    facts = ModelFacts(vocabulary=100, context=64, weights=NoWeights())
     start_seconds = 10.0
 
     def __init__(self, *, ends_before_the_abort: bool = False):

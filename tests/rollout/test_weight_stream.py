@@ -10,11 +10,11 @@ import time
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import AutoConfig, Qwen3Config
 
 from meshrl.rollout.fair_lock import FairLock
 from meshrl.rollout.shared_file import SharedFile, as_one_segment, read_tensors
-from meshrl.rollout.weight_stream import as_files, buckets, checked, expected_shapes
+from meshrl.rollout.weight_stream import FileWeights, buckets, checked, expected_shapes
 
 
 def named(*sizes: int, dtype: torch.dtype = torch.float32) -> list[tuple[str, torch.Tensor]]:
@@ -170,7 +170,9 @@ def test_one_segment_holds_copies_of_all_types():
 def test_experts_get_the_names_of_files():
     gate_up, down, norm = torch.randn(3, 8, 5), torch.randn(3, 5, 4), torch.randn(5)
     stream = [("model.layers.2.mlp.experts.gate_up_proj", gate_up), ("model.layers.2.mlp.experts.down_proj", down)]
-    found = dict(as_files([*stream, ("model.norm.weight", norm)], "mixtral"))
+    sizes = {"hidden_size": 4, "num_hidden_layers": 3, "num_local_experts": 3, "intermediate_size": 4, "vocab_size": 8}
+    config = AutoConfig.for_model("mixtral", **sizes, num_attention_heads=1, num_key_value_heads=1)
+    found = dict(FileWeights(config).renamed([*stream, ("model.norm.weight", norm)]))
     block = "model.layers.2.block_sparse_moe.experts"
     expected = {"model.norm.weight": norm}
     for number in range(3):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from meshrl.rollout.requests import Request
+from meshrl.rollout.weight_stream import FileWeights
 
 
 @dataclass
@@ -29,8 +30,7 @@ class ModelFacts:
 
     vocabulary: int
     context: int
-    shapes: dict[str, list[int]] = field(repr=False)
-    model_type: str = ""
+    weights: FileWeights = field(repr=False)
 
 
 class EngineClient(ABC):

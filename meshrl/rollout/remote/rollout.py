@@ -20,7 +20,7 @@ from meshrl.rollout.admission import NO_WEIGHTS, known_tags
 from meshrl.rollout.base import PAUSE_MODES, TAGS, Rollout
 from meshrl.rollout.remote.client import EngineClient, Piece
 from meshrl.rollout.requests import Chunk, Completion, Request, gather
-from meshrl.rollout.weight_stream import as_files, buckets, checked, noted
+from meshrl.rollout.weight_stream import buckets, checked, noted
 
 T = TypeVar("T")
 Deliver = Callable[[Chunk], None]
@@ -288,7 +288,8 @@ class RemoteRollout(Rollout):
             self._call(self.client.begin())
             try:
                 # Here and not on the loop: gathering the tensors may be a collective of the caller's threads.
-                named = as_files(checked(weights, self.client.facts.shapes), self.client.facts.model_type)
+                expected = self.client.facts.weights
+                named = expected.renamed(checked(weights, expected.shapes))
                 for bucket in buckets(named, self.bucket_bytes):
                     self._call(self.client.update(bucket))
             except BaseException as error:

@@ -21,7 +21,7 @@ from meshrl.rollout.remote.client import EngineClient, ModelFacts, Piece
 from meshrl.rollout.requests import Request
 from meshrl.rollout.sglang.sampling import as_piece, cut_at_stop, sampling_fields, sglang_refusal
 from meshrl.rollout.shared_file import as_one_segment
-from meshrl.rollout.weight_stream import expected_shapes
+from meshrl.rollout.weight_stream import FileWeights
 
 
 class SglangClient(EngineClient):
@@ -32,7 +32,7 @@ class SglangClient(EngineClient):
         trusted = bool(self._arguments.get("trust_remote_code"))
         config = load_model_config(path, trust_remote_code=trusted)
         context = int(self._arguments.get("context_length") or config.max_position_embeddings)
-        self.facts = ModelFacts(int(config.vocab_size), context, expected_shapes(config), str(config.model_type))
+        self.facts = ModelFacts(int(config.vocab_size), context, FileWeights(config))
         own = config.eos_token_id
         ends = own if isinstance(own, list) else [own] if own is not None else []
         self.end_tokens = frozenset([*ends, *stop_token_ids(path, load_tokenizer(path, trusted))])

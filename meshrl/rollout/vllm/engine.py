@@ -30,7 +30,7 @@ from meshrl.rollout.shared_file import MEMORY, SharedFile, memory_folder
 from meshrl.rollout.stepping import SteppingRollout
 from meshrl.rollout.vllm.arguments import BACKEND, engine_arguments
 from meshrl.rollout.vllm.parallel import Parallel, complaint, parallel_of
-from meshrl.rollout.weight_stream import as_files, buckets, checked, expected_shapes, noted
+from meshrl.rollout.weight_stream import FileWeights, buckets, checked, noted
 
 ADAPTER = "policy"
 NO_NUMBERS = "the model's log-probs are no numbers: the trainer's weights may have become infinite"
@@ -58,8 +58,7 @@ class VllmRollout(SteppingRollout):
             raise ImportError("rollout.name=vllm needs vLLM: pip install 'meshrl[vllm]'") from error
         self.pad_token_id, self.bucket_bytes = pad_token_id, bucket_bytes
         hf_config = load_model_config(path, trust_remote_code=trust_remote_code)
-        self._shapes, self.vocabulary = expected_shapes(hf_config), int(hf_config.vocab_size)
-        self._model_type = str(hf_config.model_type)
+        self._weights, self.vocabulary = FileWeights(hf_config), int(hf_config.vocab_size)
         self._folder = Path(memory_folder())
         self._file = SharedFile(self._folder / "weights")
         self._is_guest = dist.is_initialized()
@@ -180,7 +179,7 @@ class VllmRollout(SteppingRollout):
             self._lacks_weights = True  # until all of them are in
             self.engine.collective_rpc("start_weight_update")
             try:
-                named = as_files(checked(weights, self._shapes), self._model_type)
+                named = self._weights.renamed(checked(weights, self._weights.shapes))
                 for bucket in buckets(named, self.bucket_bytes):
                     self.engine.collective_rpc("update_weights", args=(self._as_message(bucket),))
             except BaseException as error:
@@ -189,7 +188,8 @@ class VllmRollout(SteppingRollout):
                     self.engine.collective_rpc("finish_weight_update")
                 raise
             self.engine.collective_rpc("finish_weight_update")
-            if problem := complaint(self.engine.collective_rpc("unsent_weights")):
+            found = (self.engine.collective_rpc(asked) for asked in ("unsent_weights", "passed_over"))
+            if problem := complaint(*found):
                 raise RuntimeError(problem)
             self._forget()
             self._adapter = None  # vLLM has dropped it

@@ -34,8 +34,14 @@ def parallel_of(config: Any, rank: int, hf_config: Any) -> Parallel | None:
     return Parallel(size, rank, size if spreads else 0)
 
 
-def complaint(unsent: Iterable[Sequence[str]]) -> str | None:
-    """What is wrong after an update, from the names of the parameters of each rank that are no numbers."""
+def complaint(unsent: Iterable[Sequence[str]], passed_over: Iterable[Sequence[str]]) -> str | None:
+    """What is wrong after an update: each rank's parameters that are no numbers, and those that stayed as they were."""
+    kept = [name for names in passed_over for name in names]
+    if kept:
+        return (
+            f"weight sync: vLLM did not take what it was sent for '{kept[0]}' ({len(kept)} parameters in all): it "
+            "cannot renew those of this model while it runs; set rollout.name to sglang, embedded or hf"
+        )
     found = [name for names in unsent for name in names]
     if not found:
         return None

@@ -24,7 +24,7 @@ from meshrl.rollout.shared_file import SharedFile, memory_folder
 from meshrl.rollout.vllm.arguments import ENVIRONMENT, command_line
 from meshrl.rollout.vllm.parallel import complaint
 from meshrl.rollout.vllm.sampling import sampling_fields, vllm_refusal
-from meshrl.rollout.weight_stream import expected_shapes
+from meshrl.rollout.weight_stream import FileWeights
 
 # The engine behind the server knows a request by its name with this before it.
 SERVED_AS = "generate-tokens-"
@@ -48,7 +48,7 @@ class VllmServer(EngineClient):
     ):
         config = load_model_config(path, trust_remote_code=bool((arguments or {}).get("trust_remote_code")))
         context = int((arguments or {}).get("max_model_len") or config.max_position_embeddings)
-        self.facts = ModelFacts(int(config.vocab_size), context, expected_shapes(config), str(config.model_type))
+        self.facts = ModelFacts(int(config.vocab_size), context, FileWeights(config))
         self.start_seconds, self._arguments, self._path = start_seconds, dict(arguments or {}), path
         self._exchange, self._environment = exchange, ENVIRONMENT | dict(environment or {})
         self._folder: Path | None = None
@@ -109,8 +109,9 @@ class VllmServer(EngineClient):
     async def end(self, version: int | None) -> None:
         await self._http.post("/finish_weight_update", {"weight_version": str(version)} if version is not None else {})
         if version is not None:
-            found = await self._http.post("/collective_rpc", {"method": "unsent_weights"})
-            if problem := complaint(found["results"]):
+            unsent = await self._http.post("/collective_rpc", {"method": "unsent_weights"})
+            passed_over = await self._http.post("/collective_rpc", {"method": "passed_over"})
+            if problem := complaint(unsent["results"], passed_over["results"]):
                 raise RuntimeError(problem)
 
     async def flush(self) -> None:
