@@ -202,12 +202,13 @@ def compute_gpg_outcome_advantage(
 ) -> Advantages:
     """GPG (arXiv:2504.02546): alpha * (score - group mean) / f_norm.
 
-    `alpha` defaults to samples / samples with a non-zero score, which keeps the gradient's size when many are zero.
-    `epsilon` is not used.
+    `alpha` defaults to samples / samples with a non-zero score, which keeps the gradient's size when many are zero;
+    samples without a token, which were dropped, do not count. `epsilon` is not used.
     """
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
     if alpha is None:
-        alpha = len(scores) / max(int(torch.count_nonzero(scores)), 1)
+        there = response_mask.bool().any(-1)
+        alpha = int(there.sum()) / max(int(torch.count_nonzero(scores[there])), 1)
     advantages = to_tokens(groups.centered(scores) * (alpha / f_norm), response_mask)
     return advantages, advantages

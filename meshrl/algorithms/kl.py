@@ -13,6 +13,9 @@ from meshrl.algorithms.stats import BatchStats, resolve_stats
 
 # exp() of a log-ratio is taken within this bound: e^20 is 4.9e8, far above any useful ratio and far below overflow.
 LOG_RATIO_BOUND = 20.0
+# The adaptive coefficient falls to no less than this share of itself in one step: by the formula alone it would change
+# its sign where a step has five times as many samples as the horizon.
+SMALLEST_FACTOR = 0.01
 
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
@@ -68,10 +71,10 @@ class FixedKLController:
         """Nothing to adapt."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.value = float(state["value"])
+        """The coefficient is the config's, also where a run that goes on has changed it."""
 
 
 class AdaptiveKLController:
@@ -85,15 +88,18 @@ class AdaptiveKLController:
         self.horizon = float(horizon)
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Change the coefficient by at most 20 % per `horizon` samples; `n_steps` is the number of samples seen."""
+        """Change the coefficient by at most 20 % per `horizon` samples; `n_steps` is the number of samples seen.
+
+        It stays positive: one update leaves at least `SMALLEST_FACTOR` of it.
+        """
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * n_steps / self.horizon
+        self.value *= max(1.0 + error * n_steps / self.horizon, SMALLEST_FACTOR)
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.value = float(state["value"])
+        self.value = float(state.get("value", self.value))  # a fixed controller's state has none
 
 
 def get_kl_controller(kl_ctrl: Any) -> KLController:

@@ -9,6 +9,8 @@ import torch
 from meshrl.algorithms.checks import check_not_empty
 
 BLOCK_ELEMENTS = 2**18  # a megabyte of float32 for each thread
+# Squared deviations below this share of the squares may be those of rounding alone.
+NEARLY_EQUAL = 1e-6
 
 
 def masked_sum(values: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
@@ -90,6 +92,10 @@ class Moments:
         squares = around_zero - count * mean**2
         if not squares > 0.5 * around_zero:  # the difference would lose digits
             squares = _squared_norm(torch.sub(values, mean, out=scratch).mul_(weight))
+            if squares <= NEARLY_EQUAL * around_zero:
+                same = float(values.flatten()[weight.argmax()])
+                if torch.equal(values, weight * same):  # the mean of equal values is that value, not one near it
+                    mean, squares = same, 0.0
         total, step = self.count + count, mean - self.mean
         self.squares += squares + step**2 * self.count * count / total
         self.mean += step * count / total

@@ -1,5 +1,7 @@
 """What must hold between an algorithm and the rest of the config."""
 
+import math
+
 from meshrl.config.algorithm import TOKEN_BASELINES
 from meshrl.config.correction import RATIO_LOSSES, correction_of
 from meshrl.config.root import PPOConfig
@@ -13,6 +15,34 @@ ROLLOUT_RS_MODES = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
     "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
+# The losses that clip the ratio, and those that also bound it at negative advantages (`clip_ratio_c`).
+DUAL_CLIP = ("vanilla", "decoupled", "icepop", "dppo_tv", "dppo_kl")
+CLIPPED = (*DUAL_CLIP, "gspo", "geo_mean", "cispo", "clip_cov")
+# Keys that some estimators or some losses read, and which.
+ESTIMATOR_KEYS = {
+    "algorithm.gamma": ("gae", "reinforce_plus_plus"),
+    "algorithm.lam": ("gae",),
+    "algorithm.norm_adv_by_std_in_grpo": ("grpo", "grpo_vectorized", "grpo_passk", "gdpo"),
+    "algorithm.gdpo_reward_keys": ("gdpo",),
+    "algorithm.gdpo_reward_weights": ("gdpo",),
+}
+LOSS_KEYS = {
+    "clip_ratio": CLIPPED,
+    "clip_ratio_low": CLIPPED,
+    "clip_ratio_high": CLIPPED,
+    "clip_ratio_c": DUAL_CLIP,
+    "policy_loss.tau_pos": ("sapo",),
+    "policy_loss.tau_neg": ("sapo",),
+    "policy_loss.clip_cov_ratio": ("clip_cov",),
+    "policy_loss.clip_cov_lb": ("clip_cov",),
+    "policy_loss.clip_cov_ub": ("clip_cov",),
+    "policy_loss.kl_cov_ratio": ("kl_cov",),
+    "policy_loss.ppo_kl_coef": ("kl_cov",),
+    "policy_loss.dro_beta": ("dro",),
+    "policy_loss.icepop_low": ("icepop",),
+    "policy_loss.icepop_high": ("icepop",),
+    "policy_loss.behaviour_weight_cap": ("decoupled",),
+}
 
 
 def uses_reference(config: PPOConfig) -> bool:
@@ -21,7 +51,7 @@ def uses_reference(config: PPOConfig) -> bool:
 
 
 def estimator_problems(config: PPOConfig) -> list[str]:
-    """What single estimators ask for, and keys that only they read."""
+    """What single estimators ask for."""
     algorithm, name = config.algorithm, config.algorithm.adv_estimator
     problems = []
     if name == "gdpo":
@@ -38,9 +68,6 @@ def estimator_problems(config: PPOConfig) -> list[str]:
                 "adv_estimator=gdpo would not see the overlong penalty: set reward_manager.overlong_buffer.log=true "
                 "and name overlong_reward in algorithm.gdpo_reward_keys"
             )
-    else:
-        changed = changed_keys(config, "algorithm.gdpo_")
-        problems += [f"{key} has no effect with algorithm.adv_estimator={name}: it is for gdpo" for key in changed]
     if name in TOKEN_BASELINES:
         if algorithm.rollout_correction.bypass_mode:
             problems.append(
@@ -51,6 +78,28 @@ def estimator_problems(config: PPOConfig) -> list[str]:
     greedy = not config.actor_rollout_ref.rollout.do_sample or config.actor_rollout_ref.rollout.temperature == 0
     if name == "remax" and greedy:
         problems.append(f"adv_estimator=remax compares samples with the greedy answer: {ROLLOUT} must sample")
+    return problems
+
+
+def idle_key_problems(config: PPOConfig) -> list[str]:
+    """Keys that the chosen estimator and the chosen loss do not read."""
+    changed, estimator, loss = changed_keys(config), config.algorithm.adv_estimator, effective_loss(config)
+    problems = [
+        f"{key} has no effect with algorithm.adv_estimator={estimator}: it is for {', '.join(readers)}"
+        for key, readers in ESTIMATOR_KEYS.items()
+        if key in changed and estimator not in readers
+    ]
+    chosen = f"{ACTOR}.policy_loss.loss_mode={loss}"
+    if bypass_loss(config):
+        chosen = f"{CORRECTION}.loss_type={config.algorithm.rollout_correction.loss_type}"
+    problems += [
+        f"{ACTOR}.{key} has no effect with {chosen}: it is for {', '.join(readers)}"
+        for key, readers in LOSS_KEYS.items()
+        if f"{ACTOR}.{key}" in changed and loss not in readers
+    ]
+    if not config.actor_rollout_ref.actor.use_kl_loss:
+        idle = [key for key in (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type") if key in changed]
+        problems += [f"{key} has no effect without {ACTOR}.use_kl_loss=true" for key in idle]
     return problems
 
 
@@ -146,8 +195,9 @@ def _bound_problems(name: str, text: str, may_be_range: bool) -> list[str]:
         numbers = [float(number) for number in text.split("_")]
     except ValueError:
         numbers = []
-    if not 1 <= len(numbers) <= 2 or numbers[0] <= 0 or numbers[0] > numbers[-1]:
-        return [f"{name}={text}: give a number above 0, or lower_upper such as 0.5_5.0"]
+    finite = all(map(math.isfinite, numbers))
+    if not finite or not 1 <= len(numbers) <= 2 or numbers[0] <= 0 or numbers[0] > numbers[-1]:
+        return [f"{name}={text}: give a finite number above 0, or lower_upper such as 0.5_5.0"]
     if len(numbers) == 2 and not may_be_range:
         return [f"{name}={text}: modes of k2 and k3 have an upper bound only"]
     return []
@@ -158,3 +208,11 @@ def bypass_loss(config: PPOConfig) -> bool:
     correction, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
     asked = correction.loss_type == "reinforce" or correction.rollout_rs is not None or loss == "bypass_mode"
     return correction.bypass_mode and asked
+
+
+def effective_loss(config: PPOConfig) -> str:
+    """The policy loss that is computed: with a loss of bypass mode the one that it builds on."""
+    correction, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if bypass_loss(config) or loss == "bypass_mode":
+        return "gpg" if correction.loss_type == "reinforce" else "vanilla"
+    return loss

@@ -10,6 +10,7 @@ from meshrl.config.algorithm_checks import (
     bypass_problems,
     estimator_problems,
     filter_groups_problems,
+    idle_key_problems,
     reference_problems,
     threshold_problems,
 )
@@ -94,6 +95,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *multi_turn_problems(config),
         *_algorithm_problems(config),
         *estimator_problems(config),
+        *idle_key_problems(config),
         *filter_groups_problems(config),
         *reference_problems(config),
         *bypass_problems(config),

@@ -22,7 +22,9 @@ class GatesConfig:
     non_finite: str = key("stop", "When a batch has NaN or inf to train on; the batch is kept.", choices=ACTIONS)
     entropy_collapse: str = key("warn", "When the entropy has all but gone.", choices=ACTIONS)
     entropy_share: float = key(0.05, "Share of the first step's entropy below which it has.", low=0, high=1)
-    equal_rewards: str = key("warn", "When all rewards of a step are the same, or of each group.", choices=ACTIONS)
+    equal_rewards: str = key(
+        "warn", "When no sample has an advantage: all rewards are the same, or of each group.", choices=ACTIONS
+    )
     patience: int = key(3, "Steps in a row before the last two of these count.", low=1)
     limits: dict[str, Any] = key({}, "Bounds of any metric: {max, min, then}, or just a largest value (warn).")
     repeat_every: int = key(50, "Say the same warning again after so many steps.", low=1)

@@ -26,7 +26,12 @@ class DemonstrationDataset:
         for number, row in enumerate(read_rows(files, required=wanted)):
             ids, learn = self._fit(*self._encode(row, number), number)
             if not learn[1:].any():
-                raise ValueError(f"demonstration {number} has no token left to learn within data.max_length")
+                longer = "raise data.max_length, set data.truncation=left to keep the row's end, or "
+                raise ValueError(
+                    f"demonstration {number} has no token left to learn within data.max_length={config.max_length} "
+                    f"(data.truncation={config.truncation}): {longer if len(ids) == config.max_length else ''}leave "
+                    "the row out"
+                )
             self.sequences.append((ids, learn))
 
     def __len__(self) -> int:

@@ -32,16 +32,21 @@ def code(
     The program is the answer's last Python block, or all of it. The reference (or its JSON) is `{"inputs": [...],
     "outputs": [...]}` for programs that read and print, or checks in Python that run after the program: one text, or a
     list of texts that count each. `limits` are those of `meshrl.rewards.sandbox.run.Limits`.
+
+    Checks come into the sandbox when the program's code has run, so that it cannot read them. They share its
+    interpreter, though: a program written against them (a result that is equal to everything, a look at its callers,
+    `meshrl.rewards.sandbox.launch` spoken by the program itself) can still pass. Programs that read and print cannot.
     """
     program, tests = extract_code(solution_str), read_tests(ground_truth)
     bounds = _limits(limits or {})
     passed, first = 0, ""
     for checks, stdin, wanted in tests:
+        told = None
         if checks is not None:
             # Said after the last check: a program that ends before, even with exit code 0, has not passed.
             wanted = secrets.token_hex(16)
-            checks = f"{program}\n\n{checks}\nprint('\\n{wanted}')\n"
-        finished = run_python(checks or program, stdin, bounds, interpreter=interpreter, strict=strict)
+            told = (checks, wanted)
+        finished = run_python(program, stdin, bounds, interpreter=interpreter, strict=strict, checks=told)
         right = _passed(finished, wanted, only_end=checks is not None)
         passed += right
         if not right:

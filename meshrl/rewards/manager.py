@@ -29,7 +29,7 @@ from meshrl.rewards.pool import InPool, WorkerPool
 from meshrl.rewards.results import LARGEST_SCORE, BadAnswerError, RewardError, Scores, as_result, object_column
 from meshrl.threads import Threads
 
-__all__ = ["RewardError", "RewardManager", "as_result", "drop_samples"]
+__all__ = ["RewardError", "RewardManager", "as_result", "drop_samples", "scored_rows"]
 
 MANAGERS = ("naive", "batch", "dapo", "prime")
 POLICIES = ("stop", "zero", "drop")
@@ -253,6 +253,12 @@ def drop_samples(batch: DataProto, dropped: np.ndarray) -> None:
     for row in rows:
         uids[row] = f"{uids[row]}/dropped{row}"
     batch.non_tensor_batch["uid"] = uids
+
+
+def scored_rows(batch: DataProto) -> np.ndarray:
+    """Which samples have a score, [samples] bool: the 0 of one that is dropped for a failed reward is none."""
+    dropped = batch.non_tensor_batch.get(DROPPED)
+    return np.ones(len(batch), dtype=bool) if dropped is None else ~dropped.astype(bool)
 
 
 def _response_mask(data: DataProto) -> Tensor:

@@ -126,8 +126,9 @@ class Scores:
         metrics |= {f"reward/errors/{kind}": float(self.failures[kind]) for kind in KINDS if self.failures[kind]}
         if self.dropped.any():
             metrics["reward/dropped"] = float(self.dropped.sum())
-        if len(self.parts) > 1:
-            metrics |= {f"reward/{name}/mean": float(np.mean(column)) for name, column in self.parts.items()}
+        kept = ~self.dropped
+        if len(self.parts) > 1 and kept.any():
+            metrics |= {f"reward/{name}/mean": float(np.mean(column[kept])) for name, column in self.parts.items()}
         own = {f"{name}/score" for name in self.parts} if len(self.parts) > 1 else set()
         for name, column in self.infos.items():
             numbers = [_as_float(value) for value in column if isinstance(value, NUMBER)]

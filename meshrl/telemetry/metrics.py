@@ -39,8 +39,9 @@ def compute_data_metrics(
 ) -> dict[str, float]:
     """Scores and rewards per sample, advantages and returns per response token, lengths: mean, max and min of each.
 
-    The first five are (samples, response tokens), the lengths (samples,). `clip_ratio` is the share of samples
-    that fill the given maximum. Advantages and returns are left out if no token of the batch was sampled.
+    The first five are (samples, response tokens), the lengths (samples,); scores and rewards may be those of fewer
+    samples than the rest, where some have none. `clip_ratio` is the share of samples that fill the given maximum.
+    Advantages and returns are left out if no token of the batch was sampled.
     """
     if token_level_scores.shape[0] == 0:
         raise ValueError("there are no data metrics of a batch with 0 samples")

@@ -11,18 +11,25 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from meshrl.config.algorithm import FilterGroupsConfig
 from meshrl.data.joining import concat_samples
 from meshrl.data.prompts import object_array
 from meshrl.data.proto import DataProto
-from meshrl.rewards.manager import DROPPED
+from meshrl.rewards.manager import scored_rows
 from meshrl.telemetry.metrics import reduce_metrics
 
 Scored = tuple[DataProto, dict[str, Any]]
 WHOLE_SCORE = ("seq_reward", "seq_final_reward", "score")
 # Over several rounds these add up, and of these the last counts; of all others the mean.
-COUNTED = ("reward/errors", "reward/dropped", "training/stale_dropped")
+COUNTED = (
+    "reward/errors",
+    "reward/dropped",
+    "reward/baseline/errors",
+    "training/stale_dropped",
+    "training/empty_batches",
+)
 LAST = ("training/epoch",)
 
 
@@ -61,12 +68,14 @@ class DynamicSampling:
                 raise self._too_few(have, rounds, generated)
             found = self._round()
             if found is None:
+                # What was found waits for a run that goes on with more epochs.
+                self.surplus = concat_samples(kept, self.pad_token_id) if kept else None
                 return None
             batch, metrics = found
             differ = informative_groups(batch, self.config.metric, self.samples_per_group)
             for name, value in metrics.items():
                 collected.setdefault(name, []).append(value)
-            scores += batch.batch["token_level_scores"].sum(1).tolist()
+            scores += batch.batch["token_level_scores"][torch.from_numpy(scored_rows(batch))].sum(1).tolist()
             rounds, generated, alike = rounds + 1, generated + len(differ), alike + int((~differ).sum())
             if differ.any():
                 kept.append(batch.select_idxs(np.flatnonzero(np.repeat(differ, self.samples_per_group))))
@@ -120,9 +129,8 @@ class DynamicSampling:
 def informative_groups(batch: DataProto, metric: str | None, samples_per_group: int) -> np.ndarray:
     """For each group of neighbouring rows whether its samples differ in the metric; dropped samples do not count."""
     values = metric_values(batch, metric).reshape(-1, samples_per_group)
-    dropped = ~batch.batch["response_mask"].any(1).numpy().reshape(values.shape)  # among them what became too old
-    if DROPPED in batch.non_tensor_batch:
-        dropped |= batch.non_tensor_batch[DROPPED].astype(bool).reshape(values.shape)
+    there = batch.batch["response_mask"].any(1).numpy() & scored_rows(batch)  # what became too old is not
+    dropped = ~there.reshape(values.shape)
     lowest = np.where(dropped, np.inf, values).min(1)
     highest = np.where(dropped, -np.inf, values).max(1)
     return highest > lowest

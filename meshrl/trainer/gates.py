@@ -167,8 +167,8 @@ class Gates:
         if config.equal_rewards == "off":
             return
         same = metrics.get("critic/score/max", 1.0) == metrics.get("critic/score/min", 0.0)
-        idle = metrics.get(WITHOUT_SIGNAL) == 1.0
-        if self._lasts("equal_rewards", same or idle):
+        # Equal scores alone do not say it: a critic, or the KL in the reward, may still give advantages.
+        if self._lasts("equal_rewards", metrics.get(WITHOUT_SIGNAL) == 1.0):
             what = (
                 f"every sample has the reward {metrics['critic/score/mean']:.3g}"
                 if same

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from meshrl.data.proto import DataProto
-from meshrl.rewards.manager import DROPPED, drop_samples
+from meshrl.rewards.manager import drop_samples, scored_rows
 
 GREEDY = "greedy"
 
@@ -26,11 +27,10 @@ def add_greedy_baselines(
     asked = DataProto(prompts.batch, dict(prompts.non_tensor_batch), {**prompts.meta_info, GREEDY: True})
     answers = generate(asked)
     found = score(answers)
-    baselines = answers.batch["token_level_scores"].sum(1)
+    baselines, scored = answers.batch["token_level_scores"].sum(1), scored_rows(answers)
     batch.batch["reward_baselines"] = baselines.repeat_interleave(samples_per_prompt)
-    if DROPPED in answers.non_tensor_batch:
-        drop_samples(batch, np.repeat(answers.non_tensor_batch[DROPPED].astype(bool), samples_per_prompt))
-    return {
-        "reward/baseline/mean": float(baselines.mean()),
-        "reward/baseline/errors": found.get("reward/errors", 0.0),
-    }
+    drop_samples(batch, np.repeat(~scored, samples_per_prompt))
+    metrics = {"reward/baseline/errors": found.get("reward/errors", 0.0)}
+    if scored.any():
+        metrics["reward/baseline/mean"] = float(baselines[torch.from_numpy(scored)].mean())
+    return metrics

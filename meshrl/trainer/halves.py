@@ -13,6 +13,7 @@ from rich.console import Console
 from meshrl.config.errors import ConfigError
 from meshrl.config.root import PPOConfig
 from meshrl.data.proto import DataProto
+from meshrl.rewards.manager import scored_rows
 from meshrl.telemetry.run_folder import RunFiles
 from meshrl.trainer.batches import batch_files, load_batch
 from meshrl.trainer.ppo import PPOTrainer
@@ -45,6 +46,7 @@ class TrainOnly(PPOTrainer):
                 watched = torch.zeros_like(batch.batch["response_mask"])
                 watched[self.token] = 1
                 batch.batch["watched"] = watched
+            self.last = batch
             metrics |= self.train_step(batch)
             metrics |= self.keeper.after_step(self, metrics)
             self.tracker.log(metrics | self.time_metrics(metrics), self.step)
@@ -78,10 +80,11 @@ class RolloutOnly(PPOTrainer):
     def train_step(self, batch: DataProto) -> dict[str, Any]:
         """Nothing but a look at the samples."""
         tensors = batch.batch
+        scored = torch.from_numpy(scored_rows(batch))
         self.samples.log_training(batch, self.reward.decode, self.step)
         return {
             "training/global_step": self.step,
-            "critic/score/mean": float(tensors["token_level_scores"].sum(1).mean()),
+            "critic/score/mean": float(tensors["token_level_scores"][scored].sum(1).mean()),
             "response_length/mean": float(tensors["response_mask"].sum(1).float().mean()),
             "perf/total_num_tokens": int(tensors["attention_mask"].sum()),
         }

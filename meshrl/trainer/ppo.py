@@ -35,7 +35,7 @@ from meshrl.data.prompts import PromptDataset
 from meshrl.data.proto import DataProto
 from meshrl.data.sampling import RowOrder
 from meshrl.data.stream import PromptStream
-from meshrl.rewards.manager import RewardManager
+from meshrl.rewards.manager import RewardManager, scored_rows
 from meshrl.telemetry.console import validation_accuracies
 from meshrl.telemetry.metrics import compute_data_metrics, compute_throughput_metrics
 from meshrl.telemetry.samples import SampleLog
@@ -48,7 +48,7 @@ from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.reward_components import reward_components
 from meshrl.trainer.sample_source import SampleSource
 from meshrl.trainer.validation import Validator
-from meshrl.workers.actor_loss import skips_samples_without_advantage
+from meshrl.workers.actor_loss import FRESH, skips_samples_without_advantage
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +168,8 @@ class PPOTrainer(SampleSource):
                 metrics |= self.add_old_log_probs(batch)
                 if self.corrects_rollout:
                     metrics |= correct_rollout(batch, self.correction, self.loss_mode)
+        if not batch.batch["response_mask"].any():
+            return metrics | self.pass_over(batch)
         if self.needs_reference:
             with self.phase("ref"):
                 batch = batch.union(self.call_balanced(self.actor.compute_ref_log_prob, batch))
@@ -193,6 +195,25 @@ class PPOTrainer(SampleSource):
         self.updates.update(batch)
         self.samples.log_training(batch, self.reward.decode, self.step)
         return metrics | data_metrics(batch, self.config)
+
+    def pass_over(self, batch: DataProto) -> dict[str, Any]:
+        """A step without an update: the rollout's correction has rejected every sample of its batch."""
+        logger.warning(
+            "step %d: algorithm.rollout_correction.rollout_rs=%s has rejected all samples: there is no update. If that "
+            "goes on, widen rollout_rs_threshold (%s) or find out why rollout and trainer differ",
+            self.step,
+            self.correction.rollout_rs,
+            self.correction.rollout_rs_threshold,
+        )
+        tensors = batch.batch
+        tensors["token_level_rewards"] = tensors["token_level_scores"]
+        for name in ("advantages", "returns"):
+            tensors[name] = torch.zeros_like(tensors["token_level_scores"])
+        if self.step > self.config.trainer.critic_warmup:
+            self.refresh_reference_if_due()
+        self.updates.update(batch)
+        self.samples.log_training(batch, self.reward.decode, self.step)
+        return {"training/rejected_batches": 1.0} | data_metrics(batch, self.config)
 
     @property
     def needs_reference(self) -> bool:
@@ -304,9 +325,13 @@ class PPOTrainer(SampleSource):
         if self.config.actor_rollout_ref.actor.use_kl_loss:
             names.append("ref_log_prob")
         names += [name for name in ("rollout_is_weights", "watched") if name in batch.batch.keys()]
+        tensors = batch.batch.select(*names)
+        if compare_with is not None:
+            # Older tokens differ because the policy has moved, which is no fault of the rollout.
+            tensors[FRESH] = batch.batch["versions"] == self.version
         measures_entropy = "old_log_probs" not in names or self.bypasses_old_log_probs
         meta = {"compare_with": compare_with, "measure_entropy": measures_entropy}
-        data = DataProto(batch.batch.select(*names), {}, meta)
+        data = DataProto(tensors, {}, meta)
         if self.config.actor_rollout_ref.actor.shuffle:
             data.reorder(np.random.default_rng((self.config.trainer.seed, self.step)).permutation(len(data)))
         if self.loss_mode in COVARIANCE_LOSSES:
@@ -336,9 +361,12 @@ class PPOTrainer(SampleSource):
 
     def covariance_of_mini_batches(self, data: DataProto) -> list[CovarianceStats | None]:
         """What clip_cov and kl_cov must know of each whole mini-batch, which no rank sees alone."""
-        found = []
+        found: list[CovarianceStats | None] = []
         for part in data.chunk(self.units.mini_batches_per_epoch):
             old, advantages, mask = (part.batch[name] for name in ("old_log_probs", "advantages", "response_mask"))
+            if not mask.any():  # all its samples were dropped: none of its tokens is chosen
+                found.append(CovarianceStats(0.0, 0.0, covariance_bound=float("inf")))
+                continue
             actor = self.config.actor_rollout_ref.actor
             stats = add_covariance_stats(BatchStats.of(mask), self.loss_mode, old, advantages, mask, actor)
             found.append(stats.covariance)
@@ -374,11 +402,11 @@ class PPOTrainer(SampleSource):
 
 def data_metrics(batch: DataProto, config: PPOConfig) -> dict[str, Any]:
     """What the batch looked like: scores, advantages, lengths, groups without signal."""
-    tensors = batch.batch
+    tensors, scored = batch.batch, torch.from_numpy(scored_rows(batch))
     mask, width = tensors["attention_mask"], tensors["responses"].shape[1]
     metrics: dict[str, Any] = compute_data_metrics(
-        tensors["token_level_scores"],
-        tensors["token_level_rewards"],
+        tensors["token_level_scores"][scored],
+        tensors["token_level_rewards"][scored],
         tensors["advantages"],
         tensors["returns"],
         tensors["response_mask"],
@@ -388,7 +416,8 @@ def data_metrics(batch: DataProto, config: PPOConfig) -> dict[str, Any]:
         config.data.max_prompt_length,
     )
     metrics["perf/total_num_tokens"] = int(mask.sum())
-    metrics["training/zero_advantage_share"] = float(_without_advantage(tensors["advantages"]).float().mean())
+    if tensors["response_mask"].any():
+        metrics["training/zero_advantage_share"] = float(_without_advantage(tensors["advantages"]).float().mean())
     return metrics
 
 

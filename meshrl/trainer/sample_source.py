@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from meshrl.agents.batch import SAMPLE_COLUMNS, agent_metrics
 from meshrl.balance import order_for_data_parallel
@@ -25,7 +26,7 @@ from meshrl.data.prompts import PromptDataset
 from meshrl.data.proto import DataProto
 from meshrl.data.sampling import RowOrder
 from meshrl.data.stream import PromptStream
-from meshrl.rewards.manager import RewardManager
+from meshrl.rewards.manager import RewardManager, scored_rows
 from meshrl.rollout.seeds import TRAINING, sample_seeds
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.trainer.bookkeeper import Bookkeeper
@@ -86,11 +87,14 @@ class SampleSource:
 
     def prompts(self) -> Iterator[DataProto]:
         """Batches of prompts in the order of the data's epochs."""
-        endless = self.config.trainer.total_training_steps is not None
+        last = None if self.config.trainer.total_training_steps is not None else self.config.trainer.total_epochs
+        place = {} if last is None else copy.deepcopy(self.order.state_dict())
         for rows in self.order:
-            if not endless and self.order.epoch >= self.config.trainer.total_epochs:
+            if last is not None and self.order.epoch >= last:
+                self.order.load_state_dict(place)  # these rows are for a run that goes on with more epochs
                 return
             yield self.train_data.batch(rows)
+            place = {} if last is None else copy.deepcopy(self.order.state_dict())
 
     def next_batch(self) -> Scored | None:
         """The oldest batch begun, answered and scored; what has become too old is dropped and counted."""
@@ -199,7 +203,8 @@ class SampleSource:
         if self.reward_model is not None:
             dp_size = self.units.reward_model_dp_size
             rm_scores = self.call_balanced(self.reward_model.compute_rm_score, batch, dp_size).batch["rm_scores"]
-            metrics["reward/rm_score_mean"] = float(rm_scores.sum(1).mean())
+            if (scored := scored_rows(batch)).any():
+                metrics["reward/rm_score_mean"] = float(rm_scores[torch.from_numpy(scored)].sum(1).mean())
             batch.batch["token_level_scores"] += self.config.reward_model.weight * rm_scores
             batch.non_tensor_batch[RM_SCORE] = rm_scores.sum(1).double().numpy()
         return metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,28 +22,39 @@ from meshrl.config.algorithm import RolloutCorrectionConfig
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import LossFunction
 
+# Marks the tokens that the weights of the update itself have sampled: only these can be held against the rollout.
+FRESH = "fresh"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """How many tokens of a mini-batch are computed, over all ranks, and how many of those are fresh."""
+
+    tokens: int
+    fresh: int = 0
+
 
 def make_actor_loss(
     config: ActorConfig,
     stats: BatchStats,
-    computed_tokens: int,
+    computed: Counted,
     compare_with: str | None,
     bypass: RolloutCorrectionConfig | None = None,
 ) -> LossFunction:
     """The loss function of one mini-batch, which has `stats` over all ranks.
 
-    `computed_tokens` is how many of its tokens are computed at all: samples without advantage may be left out. They add
+    `computed` says how many of its tokens are computed at all: samples without advantage may be left out. They add
     nothing to the loss, whose means are over all tokens; what is only watched (KL, clipping, entropy) is a mean over
-    the computed tokens. `compare_with` names the rollout's log-probs, compared while the weights are still the same.
-    With `bypass` the loss is that of two policies, corrected as it says.
+    the computed tokens, and not there where none is. `compare_with` names the rollout's log-probs; its `FRESH` tokens
+    are compared while the weights are still the same. With `bypass` the loss is that of two policies, corrected as it
+    says.
     """
     policy_loss = get_policy_loss_fn("bypass_mode" if bypass else config.policy_loss.loss_mode)
     settings: Any = SimpleNamespace(**vars(config), rollout_correction=bypass) if bypass else config
-    watched = BatchStats(dp_size=1, num_tokens=max(1, computed_tokens), num_sequences=stats.num_sequences)
-    rescale = (stats.num_tokens or 0) / max(1, computed_tokens)
+    rescale = (stats.num_tokens or 0) / max(1, computed.tokens)
 
-    def mean(values: Tensor, mask: Tensor) -> Tensor:
-        return agg_loss(values, mask, "token-mean", stats=watched)
+    def mean(values: Tensor, mask: Tensor, tokens: int) -> Tensor:
+        return agg_loss(values, mask, "token-mean", stats=BatchStats(1, tokens, stats.num_sequences))
 
     def loss_function(output: dict[str, Tensor], data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         batch = {name: value.to(output["log_probs"].device) for name, value in data.batch.items()}
@@ -61,19 +73,22 @@ def make_actor_loss(
         )
         metrics = {k: v if k == "actor/pg_loss" else v * rescale for k, v in metrics.items()}
         if "entropys" in output:
-            metrics["actor/entropy"] = mean(output["entropys"].detach(), mask)
+            metrics["actor/entropy"] = mean(output["entropys"].detach(), mask, max(1, computed.tokens))
             if config.entropy_coeff != 0:
                 loss = loss - config.entropy_coeff * _aggregate(config, output["entropys"], mask, stats)
         if config.use_kl_loss:
             kl = _aggregate(config, kl_penalty(log_prob, batch["ref_log_prob"], config.kl_loss_type), mask, stats)
             loss = loss + config.kl_loss_coef * kl
             metrics["actor/kl_loss"] = kl.detach() / stats.dp_size
+        if computed.tokens == 0:  # over all ranks, so that all of them leave out the same
+            metrics = {"actor/pg_loss": metrics["actor/pg_loss"]}
         if "watched" in batch:  # one token that somebody wants to see, see meshrl.trainer.replay
             metrics["watched/log_prob"] = (log_prob.detach() * batch["watched"]).sum()
             metrics["watched/seen"] = batch["watched"].sum().to(log_prob.dtype)
-        if compare_with is not None:
-            difference = (log_prob.detach() - batch[compare_with]).abs() * mask
-            metrics["training/rollout_log_prob_diff_mean"] = mean(difference, mask)
+        if compare_with is not None and computed.fresh > 0:
+            fresh = mask.bool() & batch[FRESH]
+            difference = (log_prob.detach() - batch[compare_with]).abs().masked_fill(~fresh, 0.0)
+            metrics["training/rollout_log_prob_diff_mean"] = mean(difference, fresh, computed.fresh)
             metrics["training/rollout_log_prob_diff_max"] = difference.max()
         return loss, metrics
 
@@ -98,11 +113,13 @@ def count_mini_batch(
     config: ActorConfig,
     dp_size: int,
     add_over_ranks: Callable[[Tensor], Tensor],
-) -> tuple[BatchStats, int]:
-    """Global counts of a mini-batch, and of the tokens in its rows that are `computed`."""
+    fresh: Tensor | None = None,
+) -> tuple[BatchStats, Counted]:
+    """Global counts of a mini-batch, and of the tokens in its rows that are `computed`, the `fresh` ones apart."""
     tokens_of = response_mask.sum(1)
-    local = [tokens_of.sum(), (tokens_of > 0).sum(), tokens_of[computed].sum()]
-    tokens, sequences, computed_tokens = add_over_ranks(torch.stack(local)).tolist()
+    compared = torch.zeros_like(response_mask) if fresh is None else response_mask * fresh
+    local = [tokens_of.sum(), (tokens_of > 0).sum(), tokens_of[computed].sum(), compared[computed].sum()]
+    tokens, sequences, computed_tokens, fresh_tokens = add_over_ranks(torch.stack(local)).tolist()
     scale = config.loss_scale_factor or float(response_mask.shape[1])
     # A mini-batch may have lost all its samples: its loss is 0 then.
-    return BatchStats(dp_size, max(1, tokens), max(1, sequences), scale), computed_tokens
+    return BatchStats(dp_size, max(1, tokens), max(1, sequences), scale), Counted(computed_tokens, fresh_tokens)

@@ -28,7 +28,7 @@ from meshrl.telemetry.metrics import reduce_metrics
 from meshrl.weights.colocated import policy_sync
 from meshrl.weights.hybrid import ROLLOUT, TRAIN, HybridEngine
 from meshrl.weights.pools import PoolGroup, PoolSync, connect_trainer
-from meshrl.workers.actor_loss import count_mini_batch, make_actor_loss, skips_samples_without_advantage
+from meshrl.workers.actor_loss import FRESH, count_mini_batch, make_actor_loss, skips_samples_without_advantage
 from meshrl.workers.answering import Answering
 from meshrl.workers.checkpointing import CheckpointedWorker
 from meshrl.workers.joining import join_ranks
@@ -273,7 +273,8 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         """One PPO update: epochs → mini-batches → micro-batches. Returns its metrics, the same on every rank.
 
         Without `old_log_probs` the update is on-policy: the old policy is the one before the step.
-        `meta_info["compare_with"]` names the rollout's log-probs, compared with the actor's before its first step.
+        `meta_info["compare_with"]` names the rollout's log-probs, compared with the actor's before its first step on
+        the tokens that `FRESH` marks. What no token of a mini-batch is computed for is not measured on it.
         """
         collected: dict[str, list[float]] = {}
         mini_batches = data.chunk(self.settings.mini_batches)
@@ -285,12 +286,14 @@ class ActorRolloutRefWorker(CheckpointedWorker):
                 for number, mini_batch in enumerate(mini_batches):
                     compare_with = data.meta_info.get("compare_with") if epoch == number == 0 else None
                     covariance = data.meta_info.get("covariance", [None] * len(mini_batches))[number]
-                    for name, value in self._update_on(mini_batch, compare_with, covariance).items():
+                    metrics = self._update_on(mini_batch, compare_with, covariance)
+                    if epoch == number == 0 and "actor/ppo_kl" in metrics:
+                        # Before the first step of a batch the policy must still be the old one.
+                        metrics["actor/ppo_kl_before"] = metrics["actor/ppo_kl"]
+                    for name, value in metrics.items():
                         collected.setdefault(name, []).append(value)
             self.actor.optimizer_zero_grad()
         skipped = {"actor/skipped_steps": sum(collected["actor/skipped_steps"])}
-        # Before the first step of a batch the policy must still be the old one.
-        skipped["actor/ppo_kl_before"] = collected["actor/ppo_kl"][0]
         return reduce_metrics(collected) | skipped | memory.metrics("update_actor")
 
     def _update_on(
@@ -299,8 +302,13 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         """One optimizer step on this rank's part of a mini-batch."""
         config, engine = self.config.actor, self.actor
         computed = self._rows_to_compute(data)
-        stats, computed_tokens = count_mini_batch(
-            data.batch["response_mask"], computed, config, engine.gradient_ranks, engine.sum_over_data_parallel
+        stats, counted = count_mini_batch(
+            data.batch["response_mask"],
+            computed,
+            config,
+            engine.gradient_ranks,
+            engine.sum_over_data_parallel,
+            fresh=None if compare_with is None else data.batch[FRESH],
         )
         stats = replace(stats, covariance=covariance)
         rows = data.select_idxs(computed) if len(computed) else self._blank(data)
@@ -312,14 +320,14 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             "calculate_entropy": config.entropy_coeff != 0 or data.meta_info["measure_entropy"],
         }
         engine.optimizer_zero_grad()
-        loss_function = make_actor_loss(config, stats, computed_tokens, compare_with, self.settings.bypass)
+        loss_function = make_actor_loss(config, stats, counted, compare_with, self.settings.bypass)
         metrics = engine.forward_backward_batch(rows, loss_function).metrics
         norm = engine.optimizer_step()
         return metrics | {
             "actor/grad_norm": norm,
             "actor/skipped_steps": float(not np.isfinite(norm)),
             "actor/lr": engine.lr_scheduler_step(),
-            "actor/computed_tokens_share": computed_tokens / max(1, stats.num_tokens or 0),
+            "actor/computed_tokens_share": counted.tokens / max(1, stats.num_tokens or 0),
         }
 
     def _rows_to_compute(self, data: DataProto) -> Tensor:

@@ -195,6 +195,23 @@ def test_whitening_keeps_its_digits_far_from_zero() -> None:
     torch.testing.assert_close(white[mask].double(), (kept - kept.mean()) / kept.std(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("value", [0.1, 33.3, -100.1, 1000.1])
+def test_equal_values_are_whitened_to_exactly_zero(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = torch.arange(70) < 50 + torch.arange(64)[:, None] % 7
+    values = torch.full((64, 70), value)
+    rewards = torch.zeros(64, 70)
+    rewards[torch.arange(64), mask.sum(1) - 1] = value
+    for elements in (2**18, 640):  # at once, and in blocks of nine rows
+        monkeypatch.setattr("meshrl.algorithms.masked.BLOCK_ELEMENTS", elements)
+        assert not masked_whiten(values, mask).any()
+        assert not compute_reinforce_plus_plus_outcome_advantage(rewards, mask)[0].any()
+        assert not compute_gae_advantage_return(rewards, torch.zeros(64, 70), mask, 1.0, 1.0)[0].any()
+        # The control: one that differs by little is seen, also in a block of its own.
+        other = values.clone()
+        other[-1, 0] *= 1.001
+        assert masked_whiten(other, mask)[-1, 0].abs() > 0.5
+
+
 def test_by_name_with_the_arguments_it_takes() -> None:
     rewards, mask, values = example(4, 6, gaps=True)
     index = np.array(["a", "a", "b", "b"])

@@ -97,6 +97,17 @@ def test_groups_are_counted() -> None:
     assert informative_samples(scores, INDEX).tolist() == [False, True, False, False, True, False, False, True, True]
 
 
+def test_dropped_samples_do_not_scale_gpg() -> None:
+    rewards, mask = torch.zeros(6, 3), torch.ones(6, 3)
+    rewards[:, -1] = torch.tensor([1.0, 2.0, 0.0, 2.0, 0.0, 5.0])
+    gpg = get_adv_estimator_fn("gpg")
+    kept, _ = gpg(rewards[:4], mask[:4], list("aabb"))
+    mask[4:] = 0  # one whose reward failed, and one that was rejected with its reward
+    found, _ = gpg(rewards, mask, list("aabbcd"))
+    assert found[:4].equal(kept)
+    assert kept[:, 0].tolist() == pytest.approx([-0.5 * 4 / 3, 0.5 * 4 / 3, -4 / 3, 4 / 3])
+
+
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "grpo_passk"])
 def test_equal_scores_give_exactly_zero(name: str) -> None:
     """0.1 summed and divided again is not 0.1 in float32: no noise may be blown up by the std's epsilon."""

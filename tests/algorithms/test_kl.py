@@ -110,6 +110,26 @@ def test_adaptive_controller_moves_towards_the_target_and_resumes() -> None:
     assert fixed.value == 0.3
 
 
+def test_a_resumed_fixed_controller_has_the_configs_coefficient() -> None:
+    for saved in (FixedKLController(0.001), AdaptiveKLController(0.001, 0.1, 100)):
+        changed = FixedKLController(0.5)
+        changed.load_state_dict(saved.state_dict())
+        assert changed.value == 0.5
+    adaptive = AdaptiveKLController(0.5, 0.1, 100)
+    adaptive.load_state_dict(FixedKLController(0.001).state_dict())
+    assert adaptive.value == 0.5
+
+
+def test_the_adaptive_coefficient_stays_positive_with_many_samples() -> None:
+    controller = AdaptiveKLController(0.1, target_kl=0.1, horizon=1000)
+    controller.update(current_kl=0.0, n_steps=4900)
+    assert controller.value == pytest.approx(0.1 * (1 - 0.2 * 4.9))  # the formula, as long as it is positive
+    for _ in range(3):
+        before = controller.value
+        controller.update(current_kl=0.0, n_steps=8192)
+        assert 0 < controller.value < before
+
+
 def test_controller_by_config() -> None:
     config = SimpleNamespace(type="adaptive", kl_coef=0.1, target_kl=0.2, horizon=1000)
     assert isinstance(get_kl_controller(config), AdaptiveKLController)

@@ -18,6 +18,8 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MEGATRON = [f"{ACTOR}.strategy=megatron"]
 GAE = ["algorithm.adv_estimator=gae"]
 CORRECTION = "algorithm.rollout_correction"
+LOSS = f"{ACTOR}.policy_loss"
+SAPO = [f"{LOSS}.loss_mode=sapo", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"]
 EXPERTS = ["actor_rollout_ref.model.override_config.num_experts=16"]
 
 
@@ -154,8 +156,8 @@ BROKEN = [
     ),
     ([f"{ACTOR}.loss_scale_factor=10"], "loss_scale_factor=10", "seq-mean-token-sum-norm"),
     ([f"{ACTOR}.clip_ratio_c=1"], "clip_ratio_c=1", "above 1"),
-    ([f"{ACTOR}.policy_loss.clip_cov_lb=6"], "clip_cov_lb (6.0)", "clip_cov_ub (5.0)"),
-    ([f"{ACTOR}.policy_loss.tau_pos=0"], "tau_pos=0", "above 0"),
+    ([f"{LOSS}.loss_mode=clip_cov", f"{LOSS}.clip_cov_lb=6"], "clip_cov_lb (6.0)", "clip_cov_ub (5.0)"),
+    ([*SAPO, f"{LOSS}.tau_pos=0"], "tau_pos=0", "above 0"),
     ([f"{ACTOR}.optim.betas=[0.9]"], "optim.betas=[0.9]", "two numbers"),
     ([f"{ACTOR}.optim.betas=[0.9,1]"], "optim.betas=[0.9, 1.0]", "below 1"),
     ([f"{ACTOR}.optim.lr_warmup_steps=5", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], "lr_warmup_steps (5)", "0.1"),

@@ -113,9 +113,12 @@ def test_long_ones_are_an_error_unless_configured(dataset):
 
 
 def test_nothing_left_to_learn_is_an_error(dataset, chat_tokenizer):
-    with pytest.raises(ValueError, match="demonstration 1 has no token left to learn"):
+    remedies = (
+        r"data.max_length=4 \(data.truncation=right\): raise data.max_length, set data.truncation=left .* row out"
+    )
+    with pytest.raises(ValueError, match=f"demonstration 1 has no token left to learn within {remedies}"):
         dataset([pair("1", "2"), pair("1234", "5")], max_length=4, truncation="right")
-    with pytest.raises(ValueError, match="demonstration 0 has no token left to learn"):
+    with pytest.raises(ValueError, match=r"demonstration 0 has no token left to learn .*: leave the row out"):
         dataset([{"talk": CONVERSATION[:2]}], chat_tokenizer, messages_key="talk")
 
 

@@ -53,6 +53,33 @@ def test_programs_with_checks(answer, tests, wanted):
     assert (found["score"], found["code_status"]) == wanted
 
 
+# A program that solves nothing, and looks for its checks (the number in them) in all that it can open before they run.
+LOOKS = """
+import glob, os
+names = [__file__, "/proc/self/cmdline", "/proc/self/environ", *glob.glob("../*")]
+texts = [open(name, errors="replace").read() for name in names if os.access(name, os.R_OK) and os.path.isfile(name)]
+print("found" if any(str(987650 + 4) in text for text in texts) else "nothing")
+print(open(__file__).read().rstrip().rsplit("print(", 1)[1][3:35])
+raise SystemExit(0)
+"""
+
+
+def test_a_program_cannot_read_its_checks():
+    checks = "assert solve(2) == 987654"
+    assert run_python(LOOKS, checks=(checks, "word")).stdout.startswith("nothing")
+    assert score(LOOKS, checks)["score"] == 0.0
+    # The control: it finds them where they are.
+    assert run_python(f"{LOOKS}\n{checks}").stdout.startswith("found")
+
+
+def test_checks_run_in_the_programs_own_module():
+    program = "import dataclasses\n@dataclasses.dataclass\nclass A:\n    x: int\nfrom os import *\nexec = print = None"
+    checks = "import pickle, sys\nassert pickle.loads(pickle.dumps(A(3))).x == 3\nassert sys.argv == [__file__]"
+    assert score(program, checks)["score"] == 1.0
+    assert score("def f():\n    return sys.argv", "f()")["score"] == 0.0  # what the program did not import is not there
+    assert score("x = 1", "#" * 2_000_000 + "\nassert x == 1")["score"] == 1.0
+
+
 def test_the_last_block_is_the_program():
     assert extract_code("```python\n1\n```\n text ```py\n2\n```") == "2\n"
     assert extract_code("```\n3\n```") == "3\n"

@@ -1,5 +1,6 @@
 """Several functions with weights, overlong shaping, dropped samples, and parts scored beside other work."""
 
+import copy
 import threading
 
 import numpy as np
@@ -9,9 +10,10 @@ from reward_samples import each
 
 from meshrl.data.proto import DataProto
 from meshrl.rewards.calling import RewardFunctionSpec
-from meshrl.rewards.manager import RewardError, RewardManager
+from meshrl.rewards.manager import RewardError, RewardManager, scored_rows
 from meshrl.rewards.overlong import OverlongBuffer
 from meshrl.rewards.parts import ScoredParts
+from meshrl.trainer.greedy_baseline import add_greedy_baselines
 
 
 def specs(**functions):
@@ -98,6 +100,21 @@ def test_dropped_samples_leave_batch_and_group(data, tokenizer):
     assert data.non_tensor_batch["uid"].tolist() == ["u0", "u1/dropped1", "u2/dropped2", "u3"]
     assert metrics["reward/dropped"] == 2
     assert metrics["reward/errors"] == 2
+
+
+def test_means_are_of_the_samples_that_are_kept(data, tokenizer):
+    functions = specs(good=(1.0, each([1, 2, 3, 6])), bad=(1.0, each([10, KeyError("x"), 20, None])))
+    metrics = RewardManager(functions, tokenizer, on_error="drop").add_scores(data)
+    assert (metrics["reward/good/mean"], metrics["reward/bad/mean"]) == (2.0, 15.0)
+    assert scored_rows(data).tolist() == [True, False, True, False]
+
+
+def test_a_baselines_mean_is_of_the_prompts_whose_answer_has_a_score(data, tokenizer):
+    """A prompt's samples are dropped with its greedy answer."""
+    manager = RewardManager(each([1, KeyError("x"), 2, 6]), tokenizer, on_error="drop")
+    metrics = add_greedy_baselines(data, data, 1, copy.deepcopy, manager.add_scores)
+    assert metrics == {"reward/baseline/mean": 3.0, "reward/baseline/errors": 1.0}
+    assert data.batch["response_mask"].any(1).tolist() == [True, False, True, False]  # the last answer is empty
 
 
 def test_add_scores_leaves_a_good_batch_as_it_was(data, tokenizer):

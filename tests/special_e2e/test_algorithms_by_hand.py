@@ -101,6 +101,7 @@ CASES = {
         Loss("reinforce", token_weight_cap=1.03),
         (
             f"{CORRECTION}.loss_type=reinforce",
+            f"{ACTOR}.clip_ratio=0.2",  # the default again: nothing is clipped
             f"{CORRECTION}.rollout_is=token",
             f"{CORRECTION}.rollout_is_threshold=1.03",
         ),

@@ -79,10 +79,7 @@ SHORT = (*UNEVEN, "trainer.total_training_steps=1", "trainer.test_freq=-1", "tra
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_policy_loss_gives_the_same_step_on_two_ranks(task, tmp_path, loss):
-    chosen = (
-        f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}",
-        "actor_rollout_ref.actor.policy_loss.kl_cov_ratio=0.1",
-    )
+    chosen = (f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}",)
     if loss in ("gspo", "sapo", "geo_mean"):
         chosen += ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",)
     one = task.train(tmp_path / "one", *SHORT, *chosen)

@@ -102,6 +102,8 @@ def test_a_mini_batch_that_has_lost_all_its_samples_moves_nothing(answers):
     (metrics,) = group.update_actor(empty)
     assert metrics["actor/pg_loss"] == 0
     assert metrics["actor/grad_norm"] == 0
+    # What was computed for no token is not measured as 0.
+    assert not metrics.keys() & {"actor/entropy", "actor/ppo_kl", "actor/ppo_kl_before", "actor/pg_clipfrac"}
     assert torch.equal(group.compute_log_prob(data).batch["old_log_probs"], before)
 
 

@@ -173,9 +173,37 @@ def test_too_few_groups_stop_with_the_numbers():
 
 
 def test_the_end_of_the_data_ends_the_run():
-    sampler = sampling(Source(), groups=9, epochs=1)
-    assert sampler.next_batch() is not None
+    source = Source()
+    sampler = sampling(source, groups=9, epochs=1)
+    first, _ = sampler.next_batch()
     assert sampler.next_batch() is None
+    # What was found beyond the first step waits for a run that goes on.
+    waiting = sampler.state_dict()["surplus"].non_tensor_batch["row"].tolist()
+    kept = [row for row in itertools.chain(*source.asked) if differs(row)]
+    assert [*first.non_tensor_batch["row"], *waiting] == list(np.repeat(kept, N))
+    assert waiting
+    later = sampling(Source(), groups=len(waiting) // N)
+    later.load_state_dict(sampler.state_dict())
+    batch, metrics = later.next_batch()
+    assert batch.non_tensor_batch["row"].tolist() == waiting
+    assert metrics["filter_groups/rounds"] == 0
+
+
+def test_what_counts_over_rounds_is_added_up_and_dropped_samples_have_no_score():
+    def answers(batches):
+        for number, batch in enumerate(batches):
+            batch.non_tensor_batch["reward_dropped"] = object_array([number == 0] * len(batch))
+            batch.batch["token_level_scores"] += 1.0
+            yield batch, {"training/empty_batches": 2.0, "reward/baseline/errors": 1.0, "other": 3.0}
+
+    source = Source(differs=lambda row: True)
+    scored = answers(source(prompts_of(rows))[0] for rows in ([1, 2], [4, 5]))
+    sampler = sampling(source, groups=2)
+    sampler.more = lambda: next(scored)
+    _, metrics = sampler.next_batch()
+    assert (metrics["training/empty_batches"], metrics["reward/baseline/errors"], metrics["other"]) == (4.0, 2.0, 3.0)
+    assert metrics["filter_groups/rounds"] == 2
+    assert metrics["filter_groups/score_before/mean"] == pytest.approx(2 + 1 / N)
 
 
 def test_which_groups_differ():

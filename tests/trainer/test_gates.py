@@ -51,6 +51,7 @@ def test_a_healthy_run_is_silent(run):
     assert steps.heard == []
 
 
+ONE_REWARD = {"critic__score__max": 0.25, "critic__score__min": 0.25, "critic__score__mean": 0.25}
 FAULTS = {
     "off policy": ({}, [{"actor__ppo_kl_before": 0.3}], "first_step", "from its own old log-probs"),
     "off policy by nan": ({}, [{"actor__ppo_kl_before": math.nan}], "first_step", "from its own old log-probs"),
@@ -59,7 +60,7 @@ FAULTS = {
     "collapse": ({"patience": 2}, [{}, *[{"actor__entropy": 0.03}] * 2], "entropy_collapse", "down from 0.8"),
     "one reward": (
         {"patience": 2},
-        [{"critic__score__max": 0.25, "critic__score__min": 0.25, "critic__score__mean": 0.25}] * 2,
+        [ONE_REWARD | {"training__zero_advantage_share": 1.0}] * 2,
         "equal_rewards",
         "every sample has the reward 0.25",
     ),
@@ -121,6 +122,26 @@ def test_what_is_off_for_a_moment_is_let_pass(run):
     for _ in range(4):
         assert watched.go(actor__entropy=0.01) == (set(), 0.0)
         assert watched.go() == (set(), 0.0)
+
+
+def test_equal_rewards_that_still_teach_are_let_pass(run):
+    """As with the KL in the reward, or a critic."""
+    watched = run(patience=1)
+    for _ in range(3):
+        assert watched.go(**ONE_REWARD) == (set(), 0.0)
+
+
+def test_steps_on_which_nothing_was_measured_say_nothing(run):
+    measured = ("actor/ppo_kl_before", "training/rollout_log_prob_diff_mean", "actor/entropy")
+    watched = run(patience=2)
+    bare = {name: value for name, value in HEALTHY.items() if name not in measured}
+    for step in range(3):
+        assert watched.gates.after_step(step, bare) == {"gates/warnings": 0.0}
+    # The first step that has numbers is the first one for the gates.
+    assert watched.go(actor__ppo_kl_before=0.3) == ({"gates/first_step"}, 1.0)
+    watched.go(actor__entropy=0.01)
+    watched.gates.after_step(9, bare)
+    assert watched.go(actor__entropy=0.01) == ({"gates/entropy_collapse"}, 2.0)
 
 
 def test_rollout_log_probs_as_old_ones_are_not_held_to_zero(run):

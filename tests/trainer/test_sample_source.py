@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from meshrl.config.root import PPOConfig
+from meshrl.data.prompts import object_array
 from meshrl.data.proto import DataProto
+from meshrl.data.sampling import BatchOrder
 from meshrl.trainer.sample_source import SampleSource, total_steps
 
 
@@ -28,6 +30,37 @@ def test_steps_by_epochs():
 def test_a_run_without_a_step_is_refused_with_the_numbers(filters):
     with pytest.raises(ValueError, match=r"100 rows in 1 epochs make no batch of data\.train_batch_size \(128\)"):
         steps(100, 128, 1, filters)
+
+
+def test_a_run_with_more_epochs_goes_on_where_the_epochs_ended():
+    data = SimpleNamespace(batch=list)
+
+    def asked(epochs, state=None):
+        order = BatchOrder(7, 3, shuffle=True, seed=1)
+        if state:
+            order.load_state_dict(state)
+        trainer = SimpleNamespace(total_training_steps=None, total_epochs=epochs)
+        source = SimpleNamespace(config=SimpleNamespace(trainer=trainer), order=order, train_data=data)
+        return list(SampleSource.prompts(source)), order.state_dict()
+
+    first, state = asked(1)
+    rest, _ = asked(3, state)
+    assert first + rest == asked(3)[0]
+    assert len(first) == 2
+
+
+def test_a_reward_models_mean_is_of_the_samples_that_have_a_score():
+    scores = torch.tensor([[0.0, 4.0], [0.0, 2.0], [0.0, 0.0]])
+    source = SimpleNamespace(
+        reward_model=SimpleNamespace(compute_rm_score=None),
+        units=SimpleNamespace(reward_model_dp_size=1),
+        config=PPOConfig(),
+        call_balanced=lambda *_: DataProto.from_dict({"rm_scores": scores}),
+    )
+    batch = DataProto.from_dict(
+        {"token_level_scores": torch.zeros(3, 2)}, {"reward_dropped": object_array([False, False, True])}
+    )
+    assert SampleSource.add_model_scores(source, batch) == {"reward/rm_score_mean": 3.0}
 
 
 @pytest.mark.parametrize(("samples", "ranks"), [(8, 4), (6, 4), (3, 8)])

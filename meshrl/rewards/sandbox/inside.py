@@ -173,7 +173,8 @@ def start_program(job: dict[str, Any], folder: Path, uid: int, mounted: bool, st
             "allowed, or set strict=false if the programs can be trusted"
         )
     say(status, isolation=isolation)
-    os.execve(job["interpreter"], [job["interpreter"], "-B", "-s", "main.py"], environment(work))
+    what = ["main.py"] if job["checks_at"] is None else ["-c", job["launcher"], str(job["checks_at"])]
+    os.execve(job["interpreter"], [job["interpreter"], "-B", "-s", *what], environment(work))
 
 
 def set_limits(limits: dict[str, Any], uid: int, own_user: bool, namespaces: bool) -> None:

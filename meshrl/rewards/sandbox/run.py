@@ -7,6 +7,7 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
+LAUNCHER = Path(__file__).with_name("launch.py")
 PACKAGE_ROOT = str(Path(__file__).parents[3])
 INSIDE = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from meshrl.rewards.sandbox.inside import main; main()"
 # For the sandbox's own start and end, which a busy machine may delay; a program has `Limits.seconds`.
@@ -63,15 +65,20 @@ def run_python(
     interpreter: str | None = None,
     strict: bool = True,
     namespaces: bool = True,
+    checks: tuple[str, str] | None = None,
 ) -> Finished:
     """Runs a Python program that nobody trusts; all its processes and files are gone when this returns.
 
     With `strict`, a kernel that grants too little isolation is a `SandboxError` instead of a risk.
-    `namespaces=False` does without them, as on a kernel that refuses them.
+    `namespaces=False` does without them, as on a kernel that refuses them. `checks` are Python code that runs in the
+    program's own interpreter when the program's code has run, and a word that is printed after it.
     """
     limits = limits or Limits()
+    ends = socket.socketpair() if checks is not None else None
     job = {
         "code": code,
+        "checks_at": None if ends is None else ends[1].fileno(),
+        "launcher": LAUNCHER.read_text(),
         "limits": asdict(limits),
         "interpreter": interpreter or default_interpreter(),
         "strict": strict,
@@ -85,12 +92,23 @@ def run_python(
         (folder / "job.json").chmod(0o600)
         (folder / "stdin").write_text(stdin)
         (folder / "stdin").chmod(0o600)
-        return _run(folder, limits)
+        told = _Told(ends, "\n".join(reversed(checks)).encode()) if ends and checks else None
+        return _run(folder, limits, told)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        for end in ends or ():
+            end.close()
 
 
-def _run(folder: Path, limits: Limits) -> Finished:
+@dataclass
+class _Told:
+    """What the program's launcher is told when it asks: our end of a socket and its end, and what is left to say."""
+
+    ends: tuple[socket.socket, socket.socket]
+    text: bytes
+
+
+def _run(folder: Path, limits: Limits, told: _Told | None) -> Finished:
     read_end, write_end = os.pipe()
     with os.fdopen(read_end, "rb", buffering=0) as status:
         try:
@@ -101,13 +119,15 @@ def _run(folder: Path, limits: Limits) -> Finished:
                 stderr=subprocess.PIPE,
                 cwd="/",
                 env={},
-                pass_fds=(write_end,),
+                pass_fds=(write_end,) if told is None else (write_end, told.ends[1].fileno()),
                 start_new_session=True,
             )
         finally:
             os.close(write_end)
+            if told is not None:
+                told.ends[1].close()
         try:
-            return _Watch(process, status, limits).finish()
+            return _Watch(process, status, limits, told).finish()
         finally:
             _end(process)
 
@@ -115,14 +135,17 @@ def _run(folder: Path, limits: Limits) -> Finished:
 class _Watch:
     """Reads the program's output and the sandbox's reports until all are closed or a limit is passed."""
 
-    def __init__(self, process: subprocess.Popen[bytes], status: IO[bytes], limits: Limits):
+    def __init__(self, process: subprocess.Popen[bytes], status: IO[bytes], limits: Limits, told: _Told | None):
         assert process.stdout is not None
         assert process.stderr is not None
-        self.process, self.limits = process, limits
+        self.process, self.limits, self.told = process, limits, told
         self.said: dict[str, bytes] = {"stdout": b"", "stderr": b"", "status": b""}
         self.selector = selectors.DefaultSelector()
         for name, stream in (("stdout", process.stdout), ("stderr", process.stderr), ("status", status)):
             self.selector.register(stream, selectors.EVENT_READ, name)
+        if told is not None:
+            told.ends[0].setblocking(False)  # a program that asks need not listen
+            self.selector.register(told.ends[0], selectors.EVENT_READ, "checks")
         self.deadline = time.monotonic() + START_SECONDS
         self.started, self.stopped = False, ""
 
@@ -139,6 +162,9 @@ class _Watch:
 
     def _read_some(self) -> None:
         for key, _ in self.selector.select(max(0.0, self.deadline - time.monotonic())):
+            if key.data == "checks":
+                self._tell(key.events)
+                continue
             piece = os.read(key.fd, 65536)
             if not piece:
                 self.selector.unregister(key.fileobj)
@@ -151,6 +177,23 @@ class _Watch:
                 self.said[key.data] = self.said[key.data][:room]
                 if not self.stopped:
                     self._stop("output")
+
+    def _tell(self, event: int) -> None:
+        """Answers the launcher piece by piece, and then hangs up."""
+        assert self.told is not None
+        line = self.told.ends[0]
+        try:
+            if event == selectors.EVENT_READ and line.recv(1):
+                self.selector.modify(line, selectors.EVENT_WRITE, "checks")
+                return
+            if event == selectors.EVENT_WRITE:
+                self.told.text = self.told.text[line.send(self.told.text) :]
+                if self.told.text:
+                    return
+        except OSError:  # the program has ended
+            pass
+        self.selector.unregister(line)
+        line.close()
 
     def _stop(self, why: str) -> None:
         self.stopped = why
