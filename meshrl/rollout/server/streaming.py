@@ -96,7 +96,7 @@ class Answering(Response):
         return ApiError(503, f"the request waited {seconds:g} s for its turn: try again later", retry_after=retry_after)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        transcript = Transcript(self.service.tokenizer, self.requests)
+        transcript = Transcript(self.service.tokenizer, self.requests, self.shape.continues)
         generation = Generation(self.service.rollout, self.requests)
         try:
             pieces = self._pieces(generation, transcript)
