@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -16,12 +18,14 @@ from transformers import PreTrainedTokenizerFast
 
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.requests import Chunk, Request, SamplingParams
+from meshrl.rollout.server import streaming
 from meshrl.rollout.server.answers import ChatShape, CompletionShape, Transcript
 from meshrl.rollout.server.app import build_app
 from meshrl.rollout.server.errors import ApiError
 from meshrl.rollout.server.limits import Slots
 from meshrl.rollout.server.metrics import Histogram
 from meshrl.rollout.server.protocol import ChatBody, CompletionBody
+from meshrl.rollout.server.run import _listen
 from meshrl.rollout.server.service import Service
 from meshrl.rollout.server.settings import Settings
 from meshrl.rollout.server.uploads import from_folder
@@ -230,6 +234,40 @@ def test_a_request_that_takes_too_long_is_ended(serve):
     rollout, client = serve(hangs, request_seconds=0.1)
     assert post(client).status_code == 504
     assert rollout.aborted
+
+
+def test_a_client_that_stops_reading_is_not_waited_for(serve, monkeypatch):
+    monkeypatch.setattr(streaming, "LAST_WORDS_SECONDS", 0.05)
+    _, client = serve(two_tokens, request_seconds=0.1)
+    app, read = client._transport.app, []
+    body = json.dumps(BODY | {"stream": True}).encode()
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+
+    async def send(message):
+        read.append(message["type"])
+        if len(read) > 1:
+            await asyncio.Event().wait()
+
+    async def call():
+        arriving = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive():
+            return next(arriving, None) or await asyncio.Event().wait()
+
+        await asyncio.wait_for(app(scope, receive, send), 20)
+
+    asyncio.run(call())
+    assert read == ["http.response.start", "http.response.body", "http.response.body"]
+
+
+def test_connections_end_when_nothing_is_read():
+    with _listen("127.0.0.1", 0, 0.2) as listening, socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(listening.getsockname())
+        sender, _ = listening.accept()
+        with sender, pytest.raises(OSError, match="timed out"):
+            sender.sendall(b"x" * (64 << 20))
 
 
 def test_a_body_that_trickles_in_is_not_waited_for(serve):
