@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from meshrl.agents.messages import Message
+from meshrl.agents.messages import Message, tool_message
 
 logger = logging.getLogger(__name__)
 MARK = "MESHRL0TURN0MARK"
@@ -79,7 +79,9 @@ class TurnEncoder:
         return str(text)
 
     def _tokens(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        # Half of a pair of surrogates, which JSON and file names may hold, is no text to a tokenizer.
+        whole = text.encode("utf-8", "replace").decode()
+        return list(self.tokenizer(whole, add_special_tokens=False)["input_ids"])
 
     def check(self, turns: Sequence[Sequence[str]], mode: str = "strict") -> None:
         """Raises unless turn-by-turn encoding equals the template's render of the whole conversation.
@@ -96,6 +98,7 @@ class TurnEncoder:
             ids = self._tokens(said)
             end = self._end_of_turn(roles[0])
             others = [self._words_of(role, number) for role in roles]
+            self._check_written(others)
             grown += [*ids, end, *self.following(others, end)]
             conversation += [{"role": "assistant", "content": said}, *others]
             self._compare(grown, self.prompt(conversation), roles, mode)
@@ -113,10 +116,21 @@ class TurnEncoder:
             )
         return first
 
+    def _check_written(self, others: Sequence[Message]) -> None:
+        """A template that knows nothing of a role may leave its turns out without a word."""
+        words = str(others[0]["content"])
+        _, _, behind = self.render([*OPENING, {"role": "assistant", "content": MARK}, *others]).rpartition(MARK)
+        if behind.count(words) < len(others):
+            roles = " and ".join(str(message["role"]) for message in others)
+            raise ValueError(
+                f"the chat template does not write what a turn of {roles} says, so the model would never see it: use a "
+                "template that knows this role"
+            )
+
     @staticmethod
     def _words_of(role: str, number: int) -> Message:
-        named = {"name": "tool", "tool_call_id": "000000000"} if role == "tool" else {}
-        return {"role": role, "content": f"{number}34 5", **named}
+        words = f"{number}34 5"
+        return tool_message("tool", words) if role == "tool" else {"role": role, "content": words}
 
     def _compare(self, grown: list[int], whole: list[int], roles: Sequence[str], mode: str) -> None:
         left, right = (self._without_space(grown), self._without_space(whole)) if mode != "strict" else (grown, whole)

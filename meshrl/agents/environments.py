@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshrl.agents.calling import beside
 from meshrl.agents.messages import Message, Sample
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.requests import Completion, Request, SamplingParams
@@ -54,8 +55,7 @@ class UserSimulator(Environment):
 
     async def step(self, text: str) -> Step:
         self.messages.append({"role": "assistant", "content": text})
-        answer = self.reply(self.messages)
-        said = await answer if isinstance(answer, Awaitable) else answer
+        said = await beside(self.reply, self.messages)
         if said is None:
             return Step(done=True)
         self.messages.append({"role": "user", "content": said})

@@ -21,7 +21,7 @@ from typing import Any
 from meshrl.agents.calling import call
 from meshrl.agents.encoding import TurnEncoder
 from meshrl.agents.environments import Environment, Step
-from meshrl.agents.messages import MalformedCall, Message, Sample, ToolAnswer, ToolCall
+from meshrl.agents.messages import MalformedCall, Message, Sample, ToolAnswer, ToolCall, tool_message
 from meshrl.agents.parsers import Call, ToolParser
 from meshrl.agents.requests import RequestDesk
 from meshrl.agents.toolbox import ToolBox, ToolSession
@@ -151,7 +151,7 @@ class AgentLoop:
         answers = list(await asyncio.gather(*map(self._answer, self._calls[:most])))
         answers += [self._too_many(asked, most) for asked in self._calls[most:]]
         self.trajectory.rewards += [answer.reward for answer in answers if answer.reward is not None]
-        return self._hear([{"role": "tool", "name": a.name, "content": a.text} for a in answers])
+        return self._hear([tool_message(a.name, a.text) for a in answers])
 
     async def _answer(self, asked: Call) -> ToolAnswer:
         if isinstance(asked, ToolCall):

@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# `role` and `content`, and `name` for the answer of a tool: as chat templates read them.
+# `role` and `content`, and `name` and `tool_call_id` for the answer of a tool: as chat templates read them.
 Message = dict[str, Any]
+# Some templates want an id of nine characters. The model's own ids are in its text, which is not read for them.
+CALL_ID = "000000000"
+
+
+def tool_message(name: str, content: str) -> Message:
+    """The answer of a tool as a turn of the conversation."""
+    return {"role": "tool", "name": name, "content": content, "tool_call_id": CALL_ID}
 
 
 @dataclass(frozen=True)

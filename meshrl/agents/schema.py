@@ -105,6 +105,7 @@ def argument_problem(arguments: Any, schema: Mapping[str, Any]) -> str | None:
             return f"unknown argument '{name}': it takes {', '.join(properties) or 'none'}"
         if not fits(value, properties[name]) and not (value is None and name not in schema.get("required", ())):
             wanted = properties[name].get("type") or properties[name].get("enum") or "another type"
+            wanted = " or ".join(map(str, wanted)) if isinstance(wanted, list) else wanted
             return f"argument '{name}' must be {wanted}, not {_json_name(value)}"
     return None
 
@@ -116,13 +117,15 @@ def fits(value: Any, schema: Mapping[str, Any]) -> bool:
     if "anyOf" in schema:
         return any(fits(value, option) for option in schema["anyOf"])
     kind = schema.get("type")
+    if isinstance(kind, list):
+        return any(fits(value, {**schema, "type": option}) for option in kind)
     if kind == "array":
         return isinstance(value, list) and all(fits(item, schema.get("items", {})) for item in value)
     if kind in ("integer", "number"):
         numbers = int if kind == "integer" else int | float
         return isinstance(value, numbers) and not isinstance(value, bool)
-    wanted: dict[str, Any] = {"string": str, "boolean": bool, "object": Mapping}
-    return kind is None or isinstance(value, wanted[kind])
+    wanted: dict[str, Any] = {"string": str, "boolean": bool, "object": Mapping, "null": types.NoneType}
+    return isinstance(value, wanted.get(str(kind), object))  # we know no more of others
 
 
 def _json_name(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from meshrl.agents.calling import call
+from meshrl.agents.calling import beside, call
 from meshrl.agents.messages import Sample, ToolAnswer, ToolCall
 from meshrl.agents.schema import argument_problem
 from meshrl.agents.tools import FunctionTool, Tool, as_result
@@ -58,11 +58,11 @@ class ToolSession:
         if tool is None:
             offered = ", ".join(self.box.tools) or "none"
             return self.refuse(asked.name, f"there is no tool '{asked.name}'; there are: {offered}")
-        problem = argument_problem(asked.arguments, tool.parameters or {})
-        if problem is not None:
-            return self.refuse(asked.name, problem)
         timeout = self.box.timeout if tool.timeout is None else tool.timeout
         try:
+            problem = argument_problem(asked.arguments, tool.parameters or {})
+            if problem is not None:
+                return self.refuse(asked.name, problem)
             async with self.gate:
                 run = await self._bound(tool, timeout)
                 # Bound to it: the tool's parameters may have the names of `call`'s own.
@@ -96,7 +96,8 @@ class ToolSession:
         """The tool's state for this sample; parallel calls share the one that is being made."""
         made = self._states.get(tool.name)
         if made is None or (made.done() and (made.cancelled() or made.exception() is not None)):
-            made = asyncio.create_task(call(tool.create, self.sample, timeout=timeout))
+            release = functools.partial(_release_late, tool)
+            made = asyncio.create_task(call(tool.create, self.sample, timeout=timeout, late=release))
             self._states[tool.name] = made
         return made
 
@@ -115,6 +116,18 @@ class ToolSession:
                 self.errors += 1
                 logger.warning("tool %s could not be released: %s: %s", name, type(error).__name__, error)
         self._states.clear()
+
+
+def _release_late(tool: Tool, state: Any) -> None:
+    """Releases a state whose `create` returned after its time; in a thread, maybe when all samples have ended."""
+
+    async def release() -> None:
+        await beside(tool.release, state)
+
+    try:
+        asyncio.run(release())
+    except Exception as error:
+        logger.warning("tool %s could not be released: %s: %s", tool.name, type(error).__name__, error)
 
 
 def truncate_text(text: str, limit: int, side: str) -> str:

@@ -303,9 +303,14 @@ def _adapter_problems(config: PPOConfig) -> list[str]:
 
 
 def _reader_problems(config: PPOConfig) -> list[str]:
-    """Keys of the rollout that are set, but that its engine does not read."""
-    name = config.actor_rollout_ref.rollout.name
-    return [
+    """Keys of the rollout, and of the judge, that are set, but that their engine does not read."""
+    name, judge, memory = config.actor_rollout_ref.rollout.name, config.reward.judge, "gpu_memory_utilization"
+    of_judge = [
+        f"{changed} is only read by reward.judge.engine={' or '.join(READERS[memory])}, but it is {judge.engine}"
+        for changed in changed_keys(config, f"reward.judge.{memory}")
+        if judge.engine not in READERS[memory]
+    ]
+    return of_judge + [
         f"{changed} is only read by {ROLLOUT}.name={' or '.join(engines)}, but it is {name}"
         for key, engines in READERS.items()
         if name not in engines

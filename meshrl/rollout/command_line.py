@@ -22,7 +22,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--engine", choices=ENGINES, default="embedded", help="what generates (default: embedded)")
     engine.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
-    engine.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
+    engine.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
     engine.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="most answers generated at once")
     engine.add_argument("--max-num-batched-tokens", type=int, default=8192, metavar="N", help="most tokens of a step")
     engine.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together")

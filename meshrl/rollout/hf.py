@@ -225,7 +225,8 @@ class HFRollout(SteppingRollout):
         return bool(self._released) or self._lacks_weights
 
     def drop(self, request_ids: Sequence[str] | None) -> list[Chunk]:
-        wanted = [key for key in self._answers if request_ids is None or key[0] in request_ids]
+        names = None if request_ids is None else set(request_ids)
+        wanted = [key for key in self._answers if names is None or key[0] in names]
         answers = [self._answers.pop(key) for key in wanted]
         return [answer.chunk(len(answer.token_ids), self.version, "abort") for answer in answers]
 
@@ -244,8 +245,9 @@ class HFRollout(SteppingRollout):
 
     def release(self, tags: Sequence[str] = TAGS) -> None:
         with self.lock:
-            self._released |= known_tags(tags)
-            if "weights" in tags and not self.shares_weights:
+            given = known_tags(tags) - self._released
+            self._released |= given
+            if "weights" in given and not self.shares_weights:
                 for param in self.hf_model.parameters():
                     param.data = param.data.new_empty(0, *param.shape).detach()
                 self._lacks_weights = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.model import ModelConfig
-from meshrl.config.rollout import ROLLOUTS, EngineKwargs, RolloutConfig
+from meshrl.config.rollout import READERS, ROLLOUTS, EngineKwargs, RolloutConfig
 from meshrl.models.buffers import named_weights
 from meshrl.models.loading import load_model, load_model_config, load_tokenizer, stop_token_ids, torch_dtype
 from meshrl.rollout.base import Rollout
@@ -58,7 +58,7 @@ class Opened:
 
 def open_rollout(path: str | Path, options: EngineOptions) -> Opened:
     """Loads the folder at `path` into an engine; raises ValueError or OSError for what the caller got wrong."""
-    device = _check(options)
+    device = check_options(options)
     config = load_model_config(path, trust_remote_code=options.trust_remote_code)
     text = config.get_text_config()
     length = getattr(text, "max_position_embeddings", None)
@@ -82,7 +82,8 @@ def open_rollout(path: str | Path, options: EngineOptions) -> Opened:
     )
 
 
-def _check(options: EngineOptions) -> torch.device:
+def check_options(options: EngineOptions) -> torch.device:
+    """The device that the options stand for; raises ValueError where they cannot be meant."""
     if options.engine not in ROLLOUTS:
         raise ValueError(f"unknown engine '{options.engine}': use one of {', '.join(ROLLOUTS)}")
     if options.arguments and options.engine not in EXTERNAL:
@@ -92,11 +93,26 @@ def _check(options: EngineOptions) -> torch.device:
         )
     if not 0 < options.gpu_memory_utilization <= 1:
         raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {options.gpu_memory_utilization}")
-    return _device(options.device)
+    for option in fields(EngineOptions):
+        value, readers = getattr(options, option.name), READERS.get(option.name, ROLLOUTS)
+        if options.engine not in readers and value != option.default:
+            raise ValueError(
+                f"{option.name} is {value}, but the {options.engine} engine does not read it, only "
+                f"{', '.join(readers)} do: leave it out"
+            )
+    device = _device(options.device)
+    if options.engine in EXTERNAL and device.type == "cpu" and torch.cuda.is_available():
+        raise ValueError(
+            f"device is cpu, but {options.engine} takes a GPU where torch sees one, and it sees "
+            f"{torch.cuda.device_count()}: hide them (CUDA_VISIBLE_DEVICES='') or use another engine"
+        )
+    return device
 
 
 def _build(path: str | Path, options: EngineOptions, device: torch.device, dtype: torch.dtype) -> Rollout:
     """The engine, with the folder's weights sent to it as a trainer would."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # engines that are not told take the current one
     # A tokenizer of the engine's own: it is used in another thread than the caller's.
     tokenizer = load_tokenizer(path, options.trust_remote_code)
     hf_model = load_model(path, PLAIN_ATTENTION, dtype=dtype, trust_remote_code=options.trust_remote_code)
@@ -141,6 +157,8 @@ def _device(name: str) -> torch.device:
             raise ValueError(f"unknown device '{name}': use auto, cpu or cuda") from error
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device '{name}': torch sees no GPU here (meshrl doctor says why); use auto or cpu")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device '{name}': torch sees {torch.cuda.device_count()} GPUs, and the first is cuda:0")
         return device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

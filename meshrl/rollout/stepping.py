@@ -155,7 +155,10 @@ class SteppingRollout(Rollout):
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         with self._work:
             wanted = list(self._left) if request_ids is None else [name for name in request_ids if name in self._left]
-            if wanted:
+            if wanted and self._failure is not None:  # whoever waits for them is told of it
+                for name in wanted:
+                    self._forget_request(name)
+            elif wanted:
                 self._hand_out(self.drop(wanted))
                 self.gaps.note(self.num_generated(), goes_on=bool(self._left))
             self._work.notify_all()
@@ -222,7 +225,12 @@ class SteppingRollout(Rollout):
     def _advance(self) -> None:
         """One step, with the lock held."""
         if self.has_work():
-            self._hand_out(self.step())
+            try:
+                chunks = self.step()
+            except Exception as error:  # whoever steps next, and whoever waits, must hear of it too
+                self._failure = error
+                raise
+            self._hand_out(chunks)
             self._num_steps += 1
             # Not `has_work`: a step that was launched ahead for answers that have ended gives no token to anybody.
             self.gaps.note(self.num_generated(), goes_on=bool(self._left))
@@ -234,8 +242,11 @@ class SteppingRollout(Rollout):
             if chunk.finish_reason is not None:
                 self._left[name] -= 1
                 if self._left[name] == 0:
-                    del self._left[name], self._deliver[name]
-                    self.streaming.discard(name)
+                    self._forget_request(name)
+
+    def _forget_request(self, name: str) -> None:
+        del self._left[name], self._deliver[name]
+        self.streaming.discard(name)
 
     def _start_thread(self, ledger: Ledger | None, method: str) -> None:
         with self.lock:
@@ -247,7 +258,7 @@ class SteppingRollout(Rollout):
         try:
             while True:
                 with self._work:
-                    if self._closed:
+                    if self._closed or self._failure is not None:
                         return
                     if self._paused or self.is_suspended() or not self.has_work():
                         self._work.wait(POLL_SECONDS)

@@ -4,85 +4,153 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.rollout.requests import SamplingParams
+from meshrl.rollout.stops import find_stop, special_tokens, split_stops
 
 # What a decoder puts for bytes that are no whole character (yet).
 BROKEN = "\ufffd"
 # More broken tokens than the bytes of a character: they will not be mended by waiting.
 MOST_BROKEN = 8
+# So many tokens at the end may be the beginning of a character.
+MOST_BEGUN = 3
+# How many tokens of a prompt to look at; more where these begin or end in the middle of a character.
+PROMPT_TAILS = (8, 64)
 
 
 class TextStream:
     """The text of one answer as its tokens come. Special tokens have none.
 
-    `start` is the number of tokens before which stop strings do not count.
+    `start` is the number of tokens before which stop strings do not count. Behind a `prompt` the text goes on where
+    that ends: some tokenizers leave out the space before a word that comes first.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), start: int = 0):
-        self.tokenizer, self.stops, self.start = tokenizer, tuple(stops), start
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), start: int = 0, prompt: Sequence[int] = ()):
+        self.tokenizer, self.start = tokenizer, start
+        specials = special_tokens(tokenizer)
+        self.special_ids = specials.ids
+        self.stops, written = split_stops(tuple(stops), specials.texts)
+        # Stop strings that name special tokens, and what a reader sees of them.
+        self._written = {stop: _without(stop, specials.texts) for stop in written}
         self._tokens: list[int] = []
-        self._context = self._read = 0  # tokens before `_read` have given their text; those from `_context` on help
+        self._before = self._end_of(prompt)  # tokens that have given their text, and help to read the next
+        self._unread: list[int] = []
         self._held = ""  # text that may turn out to be part of a stop string
+        self._passed = 0  # how much of it came before `start`
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens make certain."""
         known = len(self._tokens)
-        if self.stops and known < self.start < known + len(token_ids):
+        if (self.stops or self._written) and known < self.start < known + len(token_ids):
             # What stands before `start` must not be looked at together with the rest.
             free = self.start - known
             return self.push(token_ids[:free]) + self.push(token_ids[free:])
         self._tokens += token_ids
-        text = self._new_text(len(self._tokens), waits=True)
+        unread = len(self._unread)
+        self._unread += token_ids
+        text = self._new_text(len(self._unread))
         if text is None:
             # It ends in a half character: token by token, to know where that begins.
-            ends = range(known + 1, len(self._tokens) + 1)
-            text = "".join(self._new_text(end, waits=end - self._read < MOST_BROKEN) or "" for end in ends)
+            self._unread, coming = self._unread[:unread], token_ids
+            text = "".join(self._push_one(token) for token in coming)
         self._held += text
-        if not self.stops or len(self._tokens) <= self.start:
-            text, self._held = self._held, ""
-            return text
-        keep = self._certain(self._held)
+        if len(self._tokens) <= self.start:
+            self._passed = len(self._held)
+        keep = self._certain(self._held, len(text))
         text, self._held = self._held[:keep], self._held[keep:]
+        self._passed = max(0, self._passed - keep)
         return text
 
     def finish(self, stopped: bool) -> str:
-        """The rest; of an answer that has `stopped` only what stands before the first stop string."""
-        rest = self._held + (self._new_text(len(self._tokens), waits=False) or "")
+        """The rest; of an answer that has `stopped` only what stands before the stop string that did it."""
+        rest = self._held + (self._new_text(len(self._unread), waits=False) or "")
         self._held = ""
         if stopped:
-            found = [place for place in map(rest.find, self.stops) if place >= 0]
-            rest = rest[: min(found, default=len(rest))]
+            places = [self._place(stop, rest) for stop in self.stops]
+            if self._written and len(self._tokens) > self.start:
+                ended_by = find_stop(self.tokenizer, np.array(self._tokens), tuple(self._written))
+                places += [rest.rfind(self._written[ended_by])] if ended_by is not None else []
+            rest = rest[: min((place for place in places if place >= 0), default=len(rest))]
         return rest
 
-    def _new_text(self, end: int, waits: bool) -> str | None:
-        """The text of the tokens up to `end` that has not been given; None if it is broken at its end and `waits`."""
-        if self._read == end:
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """What each of these tokens would be if it came next, alone; special ones by name."""
+        known = len(self._decode(self._before))
+        return [
+            token_text(self.tokenizer, token)
+            if token in self.special_ids
+            else self._decode([*self._before, token])[known:]
+            for token in token_ids
+        ]
+
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        found: list[int] = []
+        for size in PROMPT_TAILS:
+            tail = list(prompt[-size:])
+            text = self._decode(tail)
+            if BROKEN not in text:
+                found = tail
+                if text:
+                    break
+        return found
+
+    def _push_one(self, token_id: int) -> str:
+        self._unread.append(token_id)
+        text = self._new_text(len(self._unread))
+        if text is None and len(self._unread) >= MOST_BROKEN:
+            whole = self._decode([*self._before, *self._unread])
+            # The last ones may still become a character, if the text stays what it is without them.
+            sizes = range(len(self._unread) - MOST_BEGUN, 0, -1)
+            fits = (n for n in sizes if whole.startswith(self._decode([*self._before, *self._unread[:n]])))
+            text = self._new_text(next(fits, len(self._unread)), waits=False)
+        return text or ""
+
+    def _new_text(self, count: int, waits: bool = True) -> str | None:
+        """The text of the first `count` unread tokens; None if it is broken at its end and `waits`."""
+        if count == 0:
             return ""
-        before = self._decode(self._tokens[self._context : self._read])
-        after = self._decode(self._tokens[self._context : end])
+        read = self._unread[:count]
+        before, after = self._decode(self._before), self._decode([*self._before, *read])
         if waits and after.endswith(BROKEN):
             return None
-        self._context, self._read = self._read, end
-        return after[len(before) :]
+        self._unread = self._unread[count:]
+        text = after[len(before) :]
+        # Tokens before those without text still help, and of these some (a first space) do as well.
+        self._before = read if text else self._before + [token for token in read if token not in self.special_ids]
+        return text
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True)) if token_ids else ""
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True)) if token_ids else ""
 
-    def _certain(self, text: str) -> int:
-        """How many characters of `text` no stop string can claim any more."""
+    def _place(self, stop: str, text: str) -> int:
+        """Where a stop string stands in held text, or -1; one that was complete before `start` does not count."""
+        return text.find(stop, max(0, self._passed - len(stop) + 1))
+
+    def _certain(self, text: str, new: int) -> int:
+        """How many characters of `text`, of which the last ones are `new`, no stop string can claim any more."""
         keep = len(text)
         for stop in self.stops:
-            found = text.find(stop)
-            if found >= 0:
-                keep = min(keep, found)
-                continue
-            for size in range(min(len(stop) - 1, len(text)), 0, -1):
-                if text.endswith(stop[:size]):
-                    keep = min(keep, len(text) - size)
-                    break
+            found = self._place(stop, text)
+            keep = min(keep, found if found >= 0 else _begins(stop[:-1], text))
+        for visible in filter(None, self._written.values()):
+            # Whether the special token was there is known when the answer ends here or goes on.
+            found = text.rfind(visible)
+            keep = min(keep, found if found + len(visible) > len(text) - new and found >= 0 else _begins(visible, text))
         return keep
+
+
+def _begins(stop: str, text: str) -> int:
+    """Where, at the end of a text, the beginning of a stop string stands that is as long as possible."""
+    sizes = range(min(len(stop), len(text)), 0, -1)
+    return len(text) - next((size for size in sizes if text.endswith(stop[:size])), 0)
+
+
+def _without(text: str, specials: frozenset[str]) -> str:
+    for special in sorted(specials, key=len, reverse=True):
+        text = text.replace(special, "")
+    return text
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
@@ -90,9 +158,15 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     return str(tokenizer.decode([token_id], skip_special_tokens=False))
 
 
-def answer_text(tokenizer: Tokenizer, params: SamplingParams, token_ids: Sequence[int], finish_reason: str) -> str:
-    """The text of a whole answer: without the stop that ended it."""
-    stream = TextStream(tokenizer, params.stop, params.min_tokens)
+def answer_text(
+    tokenizer: Tokenizer,
+    params: SamplingParams,
+    token_ids: Sequence[int],
+    finish_reason: str,
+    prompt: Sequence[int] = (),
+) -> str:
+    """The text of a whole answer: without the stop that ended it. Behind a `prompt` it goes on where that ends."""
+    stream = TextStream(tokenizer, params.stop, params.min_tokens, prompt)
     stopped = finish_reason == "stop"
     if stopped and token_ids and token_ids[-1] in params.stop_token_ids:
         token_ids = token_ids[:-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshrl.config.reward import JudgeConfig
+from meshrl.config.rollout import READERS
 from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.prompts import object_array
 from meshrl.data.proto import DataProto
@@ -26,13 +27,14 @@ class JudgeWorker(Worker):
         """Loads the judge's folder into an engine."""
         config = self.config
         device = join_ranks(self.settings.device, self.local_rank, self.settings.collective_deadline)
+        share, share_is_read = config.gpu_memory_utilization, config.engine in READERS["gpu_memory_utilization"]
         options = EngineOptions(
             engine=config.engine,
             dtype=config.dtype,
             device=str(device),
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
-            gpu_memory_utilization=config.gpu_memory_utilization,
+            gpu_memory_utilization=share if share_is_read else EngineOptions.gpu_memory_utilization,
             trust_remote_code=config.trust_remote_code,
             arguments=dict(config.engine_kwargs),
         )

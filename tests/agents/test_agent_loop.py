@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from dataclasses import replace
 
 import pytest
-from scripted import END, TOKENIZER, ScriptedRollout, call_text, ids_of, make_agent, run_loop, sample
+from scripted import (
+    CHATML,
+    END,
+    TOKENIZER,
+    ScriptedRollout,
+    call_text,
+    chatml_tokenizer,
+    ids_of,
+    make_agent,
+    run_loop,
+    sample,
+)
 
+from meshrl.agents.encoding import TurnEncoder
 from meshrl.agents.environments import Environment, ModelUser, ScriptedUser, Step, UserSimulator
 from meshrl.agents.loop import State
 from meshrl.agents.messages import ToolResult
@@ -287,6 +301,30 @@ def test_a_user_as_a_function_sees_the_conversation():
     run_loop(make_agent(environment=lambda: UserSimulator(answer)), ScriptedRollout(says("a", "b", "c")))
     assert seen[0] == [("user", "hi"), ("assistant", "a")]
     assert seen[1] == [*seen[0], ("user", "more"), ("assistant", "b")]
+
+
+def test_a_user_as_a_plain_function_holds_nobody_up():
+    everyone = threading.Barrier(3)
+
+    def answer(messages):
+        everyone.wait(20)
+
+    async def run():
+        return await asyncio.gather(*(UserSimulator(answer).step("a") for _ in range(3)))
+
+    assert [step.done for step in asyncio.run(run())] == [True] * 3
+
+
+def test_templates_get_the_ids_of_calls_that_they_were_checked_with():
+    wants_id = CHATML.replace(
+        "{% for m in messages %}",
+        "{% for m in messages %}{% if m.role == 'tool' and m.tool_call_id | length != 9 %}"
+        "{{ raise_exception('an id has 9 characters') }}{% endif %}",
+    )
+    agent = replace(make_agent([add]), encoder=TurnEncoder(chatml_tokenizer(wants_id), [END]))
+    agent.encoder.check([["tool"]])
+    _, found = run_loop(agent, ScriptedRollout(says(call_text("add", a=2, b=3), "five")))
+    assert found.ending == "stop"
 
 
 def test_a_user_played_by_a_model_sees_the_roles_swapped():

@@ -137,7 +137,28 @@ def test_numbers_take_integers_and_no_booleans():
     assert fits("x", {"anyOf": [{"type": "integer"}, {"type": "string"}]})
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "fine"),
+    [
+        (["string", "null"], "b", True),
+        (["string", "null"], None, True),
+        (["string", "null"], 3, False),
+        (["array", "null"], [1], False),
+        ("null", None, True),
+        ("null", "b", False),
+        ("of another draft", "b", True),
+    ],
+)
+def test_types_of_a_schema_that_is_not_ours(kind, value, fine):
+    schema = {"properties": {"site": {"type": kind, "items": {"type": "string"}}}, "required": ["site"]}
+    problem = argument_problem({"site": value}, schema)
+    assert (problem is None) == fine
+    if isinstance(kind, list) and not fine:
+        assert f"must be {kind[0]} or null" in problem
+
+
 def test_results_become_text():
+    assert as_result(ToolResult(42, 1)) == ToolResult("42", 1.0)
     assert as_result("a").text == "a"
     assert as_result(None).text == ""
     assert as_result({"a": [1, "ä"]}).text == '{"a": [1, "ä"]}'

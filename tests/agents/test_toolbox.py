@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 
@@ -139,6 +140,63 @@ def test_what_goes_wrong_is_told_and_counted():
     assert (session.calls, session.errors) == (6, 5)
 
 
+def test_a_tool_can_end_neither_the_process_nor_the_batch():
+    @tool
+    def leaves() -> str:
+        """Ends the process."""
+        sys.exit("usage: ...")
+
+    @tool
+    async def leaves_too() -> str:
+        """Ends the process from the event loop."""
+        raise SystemExit(2)
+
+    @tool
+    async def cancels() -> str:
+        """Is cancelled by something of its own."""
+        waiting = asyncio.create_task(asyncio.sleep(10))
+        waiting.cancel()
+        return await waiting
+
+    @tool
+    def number() -> ToolResult:
+        """No text."""
+        return ToolResult(42, reward=1)
+
+    @tool
+    def unpaid() -> ToolResult:
+        """No number."""
+        return ToolResult("good", reward="much")
+
+    tools = [leaves, leaves_too, cancels, number, unpaid]
+    answers, session = ask(tools, *[ToolCall(one.name, {}) for one in tools])
+    assert [a.text for a in answers[:4]] == [
+        "Error: RuntimeError: SystemExit: usage: ...",
+        "Error: RuntimeError: SystemExit: 2",
+        "Error: RuntimeError: CancelledError: ",
+        "42",
+    ]
+    assert "ValueError" in answers[4].text
+    assert (session.calls, session.errors) == (5, 4)
+
+
+def test_a_sample_that_is_cancelled_still_ends():
+    async def run():
+        session = ToolSession(ToolBox([forever]), Sample(7, (1,)))
+        asked = asyncio.create_task(session.answer(ToolCall("forever", {})))
+        await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.wait([asked], timeout=20)
+        return asked.cancelled()
+
+    @tool
+    async def forever() -> None:
+        """Waits."""
+        await asyncio.Event().wait()
+
+    assert asyncio.run(run())
+
+
 def test_plain_tools_do_not_hold_up_each_other():
     everyone = threading.Barrier(8)
 
@@ -200,6 +258,38 @@ def test_tools_that_fail_at_both_ends():
     assert "no room" in answers[0].text
     assert answers[1].text == "x"
     assert session.errors == 2
+
+
+@pytest.mark.parametrize("still_runs", [True, False])
+def test_a_state_that_comes_too_late_is_released(still_runs):
+    asked, released = threading.Event(), threading.Event()
+
+    class Slow(Tool):
+        """Slow."""
+
+        def create(self, sample: Sample) -> str:
+            asked.wait(20)
+            return "state"
+
+        def execute(self, state: str) -> str:
+            return state
+
+        async def release(self, state: str) -> None:
+            assert state == "state"
+            released.set()
+
+    async def run():
+        session = ToolSession(ToolBox([Slow()], timeout=0.01), Sample(7, (1,)))
+        answer = await session.answer(ToolCall("slow", {}))
+        await session.close()
+        if still_runs:
+            asked.set()
+            await asyncio.to_thread(released.wait, 20)
+        return answer
+
+    assert "longer than 0.01 seconds" in asyncio.run(run()).text
+    asked.set()
+    assert released.wait(20)
 
 
 @pytest.mark.parametrize("side", ["left", "right", "middle"])

@@ -90,12 +90,19 @@ def test_a_tool_cannot_end_its_own_turn():
     assert encoder.following(hidden, END) == encoder.following(harmless, END)
 
 
+def test_half_a_character_is_no_end_of_the_run():
+    encoder = TurnEncoder(chatml_tokenizer(), [END])
+    halves = encoder.following([{"role": "tool", "content": "4\ud800"}], END)
+    assert halves == encoder.following([{"role": "tool", "content": "4?"}], END)
+
+
 FORGETFUL = CHATML.replace("{% for m in messages %}", "{% for m in messages[-2:] %}")
 NUMBERED = CHATML.replace("<|start|>{{ m['role'] }}", "<|start|>{{ loop.index }} {{ m['role'] }}")
 NO_TOOLS = CHATML.replace(
     "{% for m in messages %}",
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('roles must alternate') }}{% endif %}",
 )
+DEAF = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
 SPACED = CHATML.replace(
     "{{ m['content'] }}", "{{ m['content'] }}{% if m.role == 'assistant' and not loop.last %} {% endif %}"
 )
@@ -107,6 +114,7 @@ SPACED = CHATML.replace(
         (FORGETFUL, "cannot be used turn by turn"),
         (NUMBERED, "cannot be used turn by turn"),
         (NO_TOOLS, "cannot render turns of user, assistant, tool: roles must alternate"),
+        (DEAF, "does not write what a turn of tool says"),
     ],
 )
 def test_templates_that_do_not_fit_are_refused_with_words(template, words):

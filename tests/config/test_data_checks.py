@@ -33,6 +33,10 @@ def problems(*overrides):
         ([*JUDGE, "reward_manager.overlap=true"], "waits until they have generated"),
         (["reward.name=exact_match", "reward.judge.path=judge"], "set reward.name=judge"),
         (["reward.name=exact_match", "reward.judge.max_tokens=9"], "without reward.judge.path"),
+        (
+            [*JUDGE, "reward.judge.engine=hf", "reward.judge.gpu_memory_utilization=0.3"],
+            "only read by reward.judge",
+        ),
         (["trainer.gates.limits={a: {most: 1}}"], "has no most"),
     ],
 )
@@ -49,6 +53,7 @@ def test_what_does_not_go_together_is_said(overrides, words):
         SAMPLER,
         ["reward.name=judge", "reward.kwargs.url=u", "reward.kwargs.model=m"],
         [*JUDGE, "reward.kwargs.low=-1"],
+        [*JUDGE, "reward.judge.engine=hf"],
         ["reward.functions.judge={weight: 1, kwargs: {high: 9}}", "reward.judge.path=judge"],
         ["trainer.gates.limits={actor/grad_norm: 1, actor/entropy: {min: 0.1, then: stop}}"],
     ],

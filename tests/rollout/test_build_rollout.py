@@ -1,9 +1,12 @@
-"""Which GPUs an engine in processes of its own gets to see."""
+"""Which GPUs an engine in processes of its own gets to see, and which words SGLang's server gets."""
+
+import argparse
 
 import pytest
 import torch
 
 from meshrl.rollout.build import own_gpus
+from meshrl.rollout.sglang.server import command_line
 
 
 @pytest.mark.parametrize(
@@ -36,3 +39,22 @@ def test_gpus_that_are_not_there_are_counted(monkeypatch):
 
 def test_on_cpus_nothing_is_hidden():
     assert own_gpus(torch.device("cpu"), 1) == {}
+
+
+def test_sglang_gets_lists_as_words_and_mappings_as_json():
+    wanted = {"cuda_graph_bs": [1, 2, 4], "json_model_override_args": {"rope_theta": 1}, "tp_size": 2, "a": None}
+    words = command_line("m", wanted | {"disable_radix_cache": True, "b": False})
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model-path")
+    parser.add_argument("--cuda-graph-bs", type=int, nargs="+")
+    for name in ("--json-model-override-args", "--tp-size"):
+        parser.add_argument(name)
+    parser.add_argument("--disable-radix-cache", action="store_true")
+    found = vars(parser.parse_args(words))
+    assert found == {
+        "model_path": "m",
+        "cuda_graph_bs": [1, 2, 4],
+        "json_model_override_args": '{"rope_theta": 1}',
+        "tp_size": "2",
+        "disable_radix_cache": True,
+    }

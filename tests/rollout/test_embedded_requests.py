@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -493,6 +494,32 @@ def test_an_engine_that_failed_in_its_thread_says_so_to_everyone(make_lm, monkey
             call()
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_step_that_fails_in_one_callers_thread_is_heard_by_the_others(make_lm, monkeypatch, streams):
+    rollout, (first, second) = made(make_lm("qwen3")), asked(2)
+    rollout.pause()
+    breaks = iter([True])
+    monkeypatch.setattr(rollout, "step", lambda: 1 / 0 if next(breaks, False) else [])  # once; then it gives nothing
+    heard: list[Exception] = []
+
+    def ask(request, streamed):
+        try:
+            asyncio.run(collect(rollout, [request])) if streamed else rollout.complete([request])
+        except Exception as error:
+            heard.append(error)
+
+    callers = [threading.Thread(target=ask, args=pair, daemon=True) for pair in ((first, False), (second, streams))]
+    for caller in callers:
+        caller.start()
+    while len(rollout._left) < 2:
+        time.sleep(0.001)
+    rollout.resume()
+    for caller in callers:
+        caller.join(5)
+    assert [type(error.__cause__ or error) for error in heard] == [ZeroDivisionError] * 2
+    rollout.close()
+
+
 def test_streams_and_batches_share_the_engine(make_lm):
     rollout = made(make_lm("qwen3"), max_num_seqs=5)
     streamed, batch = asked(4), [Request(f"b{i}", r.prompt_token_ids, LONG, i) for i, r in enumerate(asked(5, seed=50))]
@@ -640,6 +667,8 @@ def test_each_bad_request_ends_with_its_own_error_and_all_others_finish(make_lm)
         "token 41": Request("high", (2, 41), LONG),
         "token -1": Request("negative", (-1,), LONG),
         "logit_bias": Request("bias", (2,), SamplingParams(4, logit_bias={41: 1.0})),
+        "stop_token_ids": Request("ends", (2,), SamplingParams(4, min_tokens=1, stop_token_ids=(0, 41))),
+        "stop_token_ids names": Request("negative end", (2,), SamplingParams(4, stop_token_ids=(-5,))),
         "top_log_probs": Request("top", (2,), SamplingParams(4, top_log_probs=42)),
         "n is": Request("many", (2,), SamplingParams(4, n=70_000)),
         "every token": Request("nothing", (2,), SamplingParams(4, min_tokens=1, stop_token_ids=tuple(range(41)))),
@@ -683,7 +712,6 @@ def test_extreme_sampling_values_are_harmless(make_lm):
         SamplingParams(3, top_k=10**9, top_p=1e-12, min_p=1.0),
         SamplingParams(3, repetition_penalty=1e30),
         SamplingParams(3, logit_bias={2: 1e30, 3: -1e30}),
-        SamplingParams(3, stop_token_ids=(-5, 10**12)),
     ]
     requests = [Request(f"r{i}", (2, 3), kind, seed=(-1) ** i * 10**30) for i, kind in enumerate(kinds)]
     answers = made(make_lm("qwen3")).complete(requests)

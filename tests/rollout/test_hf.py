@@ -85,6 +85,7 @@ def test_released_weights_take_no_memory():
     model = make_model(3)
     rollout = HFRollout(model, pad_token_id=0)
     rollout.release(["weights"])
+    rollout.release()  # once more
     assert all(param.untyped_storage().nbytes() == 0 for param in model.parameters())
     rollout.resume(["weights"])
     rollout.update_weights(make_model(4).named_parameters(), 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,12 +16,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import meshrl.rollout.offline.job as offline
 from meshrl.cli import main
 from meshrl.models.loading import load_tokenizer
+from meshrl.rollout import opened
 from meshrl.rollout.offline.job import Job, generate
+from meshrl.rollout.offline.journal import Journal
 from meshrl.rollout.opened import EngineOptions, open_rollout
 from meshrl.rollout.requests import SamplingParams
 
@@ -85,6 +90,72 @@ def test_every_row_has_its_answers_or_an_error(tiny_model_folder, tmp_path, quie
             assert (torch.tensor(log_probs) - wanted).abs().max() < 1e-4
             assert text == tokenizer.decode(tokens, skip_special_tokens=True)
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_prompt_that_the_chat_template_refuses_fails_alone(tiny_model_folder, tmp_path, quiet):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_folder, folder)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = "{% if messages[1:] %}{{ raise_exception('one turn only') }}{% endif %}1+2="
+    tokenizer.save_pretrained(folder)
+    turn = {"role": "user", "content": "1"}
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": [turn]}, {"prompt": [turn, turn]}, {"prompt": "1"}])
+    assert "1 failed" in generate(make_job(folder, prompts, "out.jsonl", n=1), SMALL, quiet)
+    assert [row["error"] for row in read_rows(tmp_path / "out.jsonl")] == [None, "one turn only", None]
+    assert "3 of 3 rows" in quiet.file.getvalue()
+    assert ", 1 failed" in quiet.file.getvalue()
+
+
+def test_texts_go_on_where_the_prompt_ends(tiny_model_folder, tmp_path, quiet):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_folder, folder)
+    words = {
+        name: i for i, name in enumerate(["<pad>", "<eos>", *(f"▁{i}" for i in range(len(load_tokenizer(folder))))])
+    }
+    inner = FastTokenizer(models.WordLevel(words, unk_token="<pad>"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(folder)
+    rows = [{"prompt": "1 2"}, {"prompt": [3, 4]}, {"prompt": [{"role": "user", "content": "1 2"}]}]
+    prompts = write_rows(tmp_path / "in.jsonl", rows)
+    generate(make_job(folder, prompts, "out.jsonl", n=1), SMALL, quiet)
+    texts = [row["responses"][0] for row in read_rows(tmp_path / "out.jsonl")]
+    assert [text[0] for text in texts[:2]] == [" ", " "]
+    assert texts[2][0] != " "
+
+
+def test_failures_are_counted_as_they_come(tmp_path):
+    results = [(i, {"responses": [], "error": "no" if i % 3 else None}) for i in range(10)]
+    with Journal(tmp_path / "partial", "same") as journal:
+        journal.add(results)
+        assert journal.failed == 6
+    with Journal(tmp_path / "partial", "same") as journal:
+        assert (len(journal.results), journal.failed) == (10, 6)
+
+
+def test_a_job_is_known_by_what_decides_its_answers():
+    job = Job("model", Path("in"), Path("out"), SamplingParams(3))
+    rows = [{"prompt": "1"}]
+    plain = job.fingerprint(rows, EngineOptions(device="cpu"))
+    sizes = EngineOptions(device="cpu", max_num_seqs=3, max_num_batched_tokens=9, gpu_memory_utilization=0.1)
+    assert job.fingerprint(rows, sizes) == plain
+    others = [
+        EngineOptions(device="cpu", engine="hf"),
+        EngineOptions(device="cpu", dtype="bfloat16"),
+        EngineOptions(device="cpu", max_model_len=9),
+        EngineOptions(device="cpu", engine="vllm"),
+        EngineOptions(device="cpu", engine="vllm", arguments={"quantization": "fp8"}),
+        EngineOptions(device="meta"),
+    ]
+    assert len({plain, *(job.fingerprint(rows, options) for options in others)}) == 7
+
+
+def test_parquet_from_lines_has_the_columns_of_all_rows(tiny_model_folder, tmp_path, quiet):
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": "1"}, {"prompt": "2", "late": 3}])
+    job = make_job(tiny_model_folder, prompts, "out.parquet", n=1)
+    generate(job, SMALL, quiet)
+    assert pq.read_table(job.out)["late"].to_pylist() == [None, 3]
 
 
 def test_parquet_keeps_its_columns_and_types(tiny_model_folder, tmp_path, quiet):
@@ -166,6 +237,13 @@ def test_results_of_another_job_are_not_mixed_in(tiny_model_folder, tmp_path, qu
         ([{"prompt": "1", "error": "?"}], {}, "column 'error'"),
         ([{"prompt": "1"}], {"out": "out.csv"}, ".parquet or .jsonl"),
         ([{"prompt": "1"}], {"out": "no/where.jsonl"}, "no folder"),
+        (
+            [{"prompt": "1", "a": 1}, {"prompt": "1", "a": "x"}],
+            {"out": "out.parquet"},
+            "do not fit into a parquet table",
+        ),
+        ([{"prompt": "1", "a": {}}], {"out": "out.parquet"}, "do not fit into a parquet table"),
+        ([{"prompt": "1", "a": 2**70}], {"out": "out.parquet"}, "do not fit into a parquet table"),
         ([{"prompt": "1"}], {"seed": -1}, "seed"),
     ],
 )
@@ -205,6 +283,8 @@ def test_options_that_do_nothing_are_refused(tiny_model_folder, capsys):
         (EngineOptions(dtype="int3"), "dtype"),
         (EngineOptions(device="abacus"), "device"),
         (EngineOptions(max_model_len=10**6), "64 tokens"),
+        (EngineOptions(engine="hf", max_num_batched_tokens=9), "max_num_batched_tokens is 9, but the hf engine"),
+        (EngineOptions(engine="hf", gpu_memory_utilization=0.9), "gpu_memory_utilization is 0.9, but the hf engine"),
     ):
         with pytest.raises(ValueError, match=words):
             open_rollout(tiny_model_folder, options)
@@ -212,6 +292,26 @@ def test_options_that_do_nothing_are_refused(tiny_model_folder, capsys):
     assert main(["serve", "/no/such/model"]) == 1
     assert main(["serve", str(tiny_model_folder), "--engine-arg", "x"]) == 1
     assert "max_concurrency must be above 0" in capsys.readouterr().err
+
+
+def test_devices_are_those_asked_for(tiny_model_folder, monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    for engine in ("vllm", "sglang"):
+        with pytest.raises(ValueError, match=rf"{engine} takes a GPU where torch sees one, and it sees 2: hide them"):
+            open_rollout(tiny_model_folder, EngineOptions(engine=engine, device="cpu"))
+    with pytest.raises(ValueError, match="torch sees 2 GPUs"):
+        open_rollout(tiny_model_folder, EngineOptions(device="cuda:2"))
+    assert taken == []
+
+    def built(config, *_, **fields):
+        raise OSError(f"{config.name} on {taken}")
+
+    monkeypatch.setattr(opened, "build_rollout", built)
+    with pytest.raises(OSError, match=r"vllm on \[device\(type='cuda', index=1\)\]"):
+        open_rollout(tiny_model_folder, EngineOptions(engine="vllm", device="cuda:1"))
 
 
 def test_the_hf_engine_generates_the_same_log_probs(tiny_model_folder, tmp_path, quiet):

@@ -235,3 +235,52 @@ def test_a_name_that_is_taken_does_not_end_whoever_has_it(scripted):
     rollout._loop.call_soon_threadsafe(client.moments["r0/0"].set)
     asking.join(20)
     assert (found[0].finish_reason, client.aborted) == ("length", set())
+
+
+def test_closing_ends_the_engine_also_where_it_cannot_abort(scripted, monkeypatch):
+    client, rollout = scripted
+    answers = rollout.as_they_end(asked(1))
+
+    def ask() -> None:
+        with pytest.raises(RuntimeError, match="closed"):
+            next(answers)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_for(lambda: "r0/0" in client.moments)
+    ended = []
+
+    async def unreachable(names: Sequence[str]) -> None:
+        raise ConnectionError("no answer")
+
+    async def close() -> None:
+        ended.append(True)
+
+    monkeypatch.setattr(client, "abort", unreachable)
+    monkeypatch.setattr(client, "close", close)
+    with pytest.raises(ConnectionError, match="no answer"):
+        rollout.close()
+    assert ended == [True]
+    asking.join(20)
+    assert not asking.is_alive()
+
+
+class Counted(str):
+    """A name that counts how often it is compared."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return super().__eq__(other)
+
+
+def test_many_requests_are_entered_and_aborted_without_comparing_all_names(scripted):
+    _, rollout = scripted
+    names = [Counted(f"many{i}") for i in range(300)]
+    requests = [Request(name, (2, 3), SamplingParams(max_tokens=4), 0) for name in names]
+    answers = rollout.as_they_end(requests)
+    threading.Timer(0.05, rollout.abort, [names]).start()
+    assert len(list(answers)) == 300
+    assert Counted.compared < 20_000

@@ -15,9 +15,10 @@ from transformers import AutoConfig
 
 from meshrl.models.saving import save_hf_folder
 from meshrl.models.tiny import char_tokenizer
-from meshrl.rollout.requests import SamplingParams
+from meshrl.rollout.requests import Request, SamplingParams
 from meshrl.rollout.vllm.arguments import command_line, engine_arguments
 from meshrl.rollout.vllm.engine import VllmRollout
+from meshrl.rollout.vllm.sampling import sampling_fields
 
 SMALL = {
     "dtype": "float32",
@@ -183,3 +184,12 @@ def test_arguments_that_the_rollout_needs_cannot_be_taken_away():
         engine_arguments("model", {"logprobs_mode": "raw_logprobs"})
     words = command_line("model", {"enforce_eager": True, "max_model_len": 64, "enable_prefix_caching": False})
     assert {"--enforce-eager", "--max-model-len=64", "--no-enable-prefix-caching"} <= set(words)
+
+
+@pytest.mark.parametrize(
+    ("stops", "skips"), [(("a",), True), (("<eos>",), False), (("a", "b<eos>"), False), ((), None)]
+)
+def test_vllm_writes_special_tokens_out_where_a_stop_string_names_one(stops, skips):
+    request = Request("r", (1, 2), SamplingParams(max_tokens=3, stop=stops))
+    fields = sampling_fields(request, 0, 9, lambda: frozenset({"<eos>"}))
+    assert fields.get("skip_special_tokens") == skips

@@ -154,8 +154,9 @@ class EmbeddedRollout(SteppingRollout):
         if min(prompt) < 0 or max(prompt) >= self.vocabulary:
             wrong = next(token for token in prompt if not 0 <= token < self.vocabulary)
             return f"token {wrong} of the prompt is outside of the vocabulary of {self.vocabulary}"
-        if any(not 0 <= token < self.vocabulary for token in params.logit_bias):
-            return f"logit_bias names a token outside of the vocabulary of {self.vocabulary}"
+        for what, tokens in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            if any(not 0 <= token < self.vocabulary for token in tokens):
+                return f"{what} names a token outside of the vocabulary of {self.vocabulary}"
         if params.stop and self.tokenizer is None:
             return "stop strings need a tokenizer, and this rollout was built without one"
         if params.n > MOST_ANSWERS:
@@ -337,7 +338,7 @@ class EmbeddedRollout(SteppingRollout):
                     else:
                         self._advance()
         finally:
-            if answers.left:
+            if answers.left and self._failure is None:
                 with self.lock:
                     self._hand_out(self._drain())
                     self.scheduler.take([name])

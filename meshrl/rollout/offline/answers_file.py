@@ -19,7 +19,7 @@ TOKEN_COLUMNS = ("response_token_ids", "response_log_probs")
 SUFFIXES = (".parquet", ".jsonl")
 
 
-def check_output(out: Path, rows: Sequence[Row], token_ids: bool, restart: bool) -> None:
+def check_output(out: Path, prompts: Path, rows: Sequence[Row], token_ids: bool, restart: bool) -> None:
     """Raises, before anything is computed, if the output could not be written."""
     if out.suffix not in SUFFIXES:
         raise ValueError(f"--out '{out}' must end in {' or '.join(SUFFIXES)}")
@@ -31,6 +31,8 @@ def check_output(out: Path, rows: Sequence[Row], token_ids: bool, restart: bool)
     taken = next((name for name in names if any(name in row for row in rows)), None)
     if taken is not None:
         raise ValueError(f"the prompts have a column '{taken}', where an answer would be written: rename it")
+    if out.suffix == ".parquet" and prompts.suffix != ".parquet":
+        _table(prompts, rows)
 
 
 def write_output(out: Path, prompts: Path, rows: Sequence[Row], results: Sequence[Result]) -> None:
@@ -71,7 +73,11 @@ def _table(prompts: Path, rows: Sequence[Row]) -> pa.Table:
 
     if prompts.suffix == ".parquet":
         return pq.read_table(prompts)
+    # Not `from_pylist`, which takes the columns of the first row for all there are.
+    names = dict.fromkeys(name for row in rows for name in row)
     try:
-        return pa.Table.from_pylist(list(rows))
-    except (pa.ArrowException, UnicodeError) as error:
+        table = pa.table({name: [row.get(name) for row in rows] for name in names})
+        pq.write_table(table.schema.empty_table(), pa.BufferOutputStream())  # some types are no parquet
+        return table
+    except (pa.ArrowException, UnicodeError, OverflowError) as error:
         raise ValueError(f"the rows of '{prompts}' do not fit into a parquet table, write .jsonl: {error}") from error

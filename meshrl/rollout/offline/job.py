@@ -16,15 +16,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from rich.console import Console
 
-from meshrl.data.encoding import encode_prompt
+from meshrl.data.encoding import encode_prompt, is_chat
 from meshrl.data.files import Row, read_rows
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.offline.answers_file import check_output, write_output
 from meshrl.rollout.offline.journal import Journal, Result
 from meshrl.rollout.offline.progress import Progress
-from meshrl.rollout.opened import EngineOptions, Opened, open_rollout
+from meshrl.rollout.opened import EngineOptions, Opened, check_options, open_rollout
 from meshrl.rollout.requests import Completion, Request, SamplingParams
 from meshrl.rollout.seeds import sample_seeds
 from meshrl.rollout.text import answer_text
@@ -63,13 +64,14 @@ class Job:
             restart=arguments.restart,
         )
 
-    def fingerprint(self, rows: Sequence[Row]) -> str:
-        """Equal for jobs whose answers are equal."""
+    def fingerprint(self, rows: Sequence[Row], options: EngineOptions) -> str:
+        """Equal for jobs whose answers are equal: sizes of batches and of memory do not count."""
+        engine = [options.engine, options.dtype, check_options(options).type, options.max_model_len, options.arguments]
         digest = hashlib.sha256()
         for row in rows:
             digest.update(json.dumps(row.get(self.prompt_key), default=repr).encode() + b"\n")
         asked = [str(Path(self.model).resolve()), asdict(self.params), self.seed, self.token_ids, digest.hexdigest()]
-        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([*asked, *engine], default=repr).encode()).hexdigest()
 
 
 def generate(job: Job, options: EngineOptions, console: Console | None = None) -> str:
@@ -80,7 +82,7 @@ def generate(job: Job, options: EngineOptions, console: Console | None = None) -
     partial = job.out.with_name(job.out.name + ".partial")
     if job.restart:
         partial.unlink(missing_ok=True)
-    with Journal(partial, job.fingerprint(rows)) as journal:
+    with Journal(partial, job.fingerprint(rows, options)) as journal:
         earlier = len(journal.results)
         started = time.perf_counter()
         tokens = 0
@@ -95,10 +97,9 @@ def generate(job: Job, options: EngineOptions, console: Console | None = None) -
                 opened.rollout.close()
         write_output(job.out, job.prompts, rows, [journal.results[number] for number in range(len(rows))])
         journal.remove()
-    failed = sum(result["error"] is not None for result in journal.results.values())
     seconds = time.perf_counter() - started
     return (
-        f"wrote {len(rows)} rows to {job.out}: {earlier} were there already, {failed} failed; "
+        f"wrote {len(rows)} rows to {job.out}: {earlier} were there already, {journal.failed} failed; "
         f"{tokens} tokens in {seconds:.1f} s"
     )
 
@@ -108,7 +109,7 @@ def _read(job: Job) -> list[Row]:
     if all(row.get(job.prompt_key) is None for row in rows):
         columns = ", ".join(map(str, rows[0])) or "nothing"
         raise ValueError(f"no row of '{job.prompts}' has a '{job.prompt_key}': name the column (it has: {columns})")
-    check_output(job.out, rows, job.token_ids, job.restart)
+    check_output(job.out, job.prompts, rows, job.token_ids, job.restart)
     return rows
 
 
@@ -153,7 +154,7 @@ class _Run:
                 continue
             try:
                 prompt = self._encode(row, number)
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, TemplateError) as error:
                 journal.add([(number, self._result([], str(error)))])
                 continue
             group.append((number, Request(f"row-{number}", prompt, self.job.params, self._seeds[number])))
@@ -171,15 +172,17 @@ class _Run:
 
     def _results(self, group: Group, answers: Sequence[Completion]) -> Iterator[tuple[int, Result]]:
         n = self.job.params.n
-        for place, (number, _) in enumerate(group):
+        for place, (number, request) in enumerate(group):
             own = answers[place * n : (place + 1) * n]
             problem = next((answer.error for answer in own if answer.finish_reason == "error"), None)
-            yield number, self._result([] if problem is not None else own, problem)
+            # A chat's answer is a text of its own; others go on with that of the prompt.
+            before = () if is_chat(self.rows[number][self.job.prompt_key]) else request.prompt_token_ids
+            yield number, self._result([] if problem is not None else own, problem, before)
 
-    def _result(self, answers: Sequence[Completion], error: str | None) -> Result:
+    def _result(self, answers: Sequence[Completion], error: str | None, before: Sequence[int] = ()) -> Result:
         params, tokenizer = self.job.params, self.opened.tokenizer
         result: dict[str, Any] = {
-            "responses": [answer_text(tokenizer, params, a.token_ids, a.finish_reason or "") for a in answers],
+            "responses": [answer_text(tokenizer, params, a.token_ids, a.finish_reason or "", before) for a in answers],
             "finish_reasons": [answer.finish_reason for answer in answers],
             "error": error,
         }
@@ -189,5 +192,4 @@ class _Run:
         return result
 
     def _show(self, journal: Journal, progress: Progress) -> None:
-        failed = sum(result["error"] is not None for result in journal.results.values())
-        progress.show(len(journal.results), failed, int(self.rollout.stats().get("generated_tokens", 0)))
+        progress.show(len(journal.results), journal.failed, int(self.rollout.stats().get("generated_tokens", 0)))

@@ -18,6 +18,7 @@ class Journal:
     def __init__(self, path: Path, fingerprint: str):
         self.path = path
         self.results: dict[int, Result] = {}
+        self.failed = 0
         good = self._read(fingerprint) if path.exists() and _has_results(path) else 0
         self._file = path.open("r+b" if path.exists() else "w+b")
         # A kill may have cut the last line short.
@@ -37,20 +38,24 @@ class Journal:
                     return good
                 if good == 0 and entry.get("fingerprint") != fingerprint:
                     raise ValueError(
-                        f"'{self.path}' is of a run with another model, prompts or sampling: "
+                        f"'{self.path}' is of a run with another model, engine, prompts or sampling: "
                         "finish that one, choose another --out, or forget it with --restart"
                     )
                 if good:
-                    self.results[entry.pop("row")] = entry
+                    self._keep(entry.pop("row"), entry)
                 good += len(line)
         return good
 
     def add(self, results: Iterable[tuple[int, Result]]) -> None:
         """Keeps the results of some rows for good."""
         for row, result in results:
-            self.results[row] = result
+            self._keep(row, result)
             self._file.write(json.dumps({"row": row, **result}).encode() + b"\n")
         self._flush()
+
+    def _keep(self, row: int, result: Result) -> None:
+        self.results[row] = result
+        self.failed += result["error"] is not None
 
     def _flush(self) -> None:
         self._file.flush()

@@ -159,10 +159,11 @@ class RemoteRollout(Rollout):
 
     async def _submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
         names = [request.request_id for request in requests]
-        running = {name for name, _ in self._answers}
-        taken = next((name for i, name in enumerate(names) if name in running or name in names[:i]), None)
-        if taken is not None:
-            raise ValueError(f"request id '{taken}' is already running: every request needs an id of its own")
+        known = {name for name, _ in self._answers}
+        for name in names:
+            if name in known:
+                raise ValueError(f"request id '{name}' is already running: every request needs an id of its own")
+            known.add(name)
         for request in requests:
             problem = NO_WEIGHTS if self.version < 0 else self.client.refusal(request)
             for index in range(request.params.n):
@@ -189,7 +190,8 @@ class RemoteRollout(Rollout):
             self._call(self._abort(request_ids))
 
     async def _abort(self, request_ids: Sequence[str] | None) -> None:
-        wanted = [a for (name, _), a in self._answers.items() if request_ids is None or name in request_ids]
+        names = None if request_ids is None else set(request_ids)
+        wanted = [a for (name, _), a in self._answers.items() if names is None or name in names]
         if not wanted:
             return
         # A task that is cancelled before its first step never runs: it could neither say that it ended nor leave.
@@ -317,8 +319,10 @@ class RemoteRollout(Rollout):
         if self._closed:
             return
         try:
-            self._call(self._abort(None), deadline=CLOSE_SECONDS)
-            self._call(self.client.close(), deadline=CLOSE_SECONDS)
+            try:
+                self._call(self._abort(None), deadline=CLOSE_SECONDS)
+            finally:  # its server must not outlive an engine that no longer answers
+                self._call(self.client.close(), deadline=CLOSE_SECONDS)
         finally:
             self._closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -44,9 +44,12 @@ class Piece:
 
 
 class Transcript:
-    """Turns the chunks of all answers into pieces, and counts tokens."""
+    """Turns the chunks of all answers into pieces, and counts tokens.
 
-    def __init__(self, tokenizer: Tokenizer, requests: Sequence[Request]):
+    Where an answer `continues` its prompt, its text goes on where that ends.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, requests: Sequence[Request], continues: bool = False):
         self.prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self.completion_tokens = 0
         self.answers = sum(request.params.n for request in requests)
@@ -54,9 +57,9 @@ class Transcript:
         self._first: dict[str, int] = {}
         self._texts: list[TextStream] = []
         for request in requests:
-            params = request.params
+            params, before = request.params, request.prompt_token_ids if continues else ()
             self._first[request.request_id] = len(self._texts)
-            self._texts += [TextStream(tokenizer, params.stop, params.min_tokens) for _ in range(params.n)]
+            self._texts += [TextStream(tokenizer, params.stop, params.min_tokens, before) for _ in range(params.n)]
 
     def piece(self, chunk: Chunk) -> Piece:
         """What a chunk brought, with its text."""
@@ -97,9 +100,11 @@ class Shape(ABC):
     prefix: str
     whole_object: str
     part_object: str
+    continues: bool  # whether an answer goes on with the prompt's text, or is one of its own
 
     def __init__(self, body: GenerationBody, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]):
         self.body, self.tokenizer, self.prompts = body, tokenizer, prompts
+        self._streams: dict[int, TextStream] = {}
         self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
@@ -133,6 +138,13 @@ class Shape(ABC):
             found["prompt_token_ids"] = list(self.prompts[piece.index // self.body.n])
         return found
 
+    def stream(self, index: int) -> TextStream:
+        """What has been read of an answer for the texts of its single tokens."""
+        if index not in self._streams:
+            before = self.prompts[index // self.body.n] if self.continues else ()
+            self._streams[index] = TextStream(self.tokenizer, prompt=before)
+        return self._streams[index]
+
     def top(self, piece: Piece, at: int) -> list[tuple[int, float]]:
         """The likeliest tokens beside token `at`, best first."""
         return sorted(piece.tops[at].items(), key=lambda pair: -pair[1]) if piece.tops else []
@@ -140,6 +152,7 @@ class Shape(ABC):
 
 class CompletionShape(Shape):
     prefix, whole_object, part_object = "cmpl", "text_completion", "text_completion"
+    continues = True
 
     def __init__(self, body: GenerationBody, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]):
         super().__init__(body, tokenizer, prompts)
@@ -157,17 +170,26 @@ class CompletionShape(Shape):
         return choice | self.ids(piece, with_prompt)
 
     def _log_probs(self, piece: Piece) -> dict[str, Any]:
-        tokens = [token_text(self.tokenizer, token) for token in piece.token_ids]
-        tops = []
-        for at in range(len(tokens)):
-            best: dict[str, float] = {}
-            for token, value in self.top(piece, at):
-                best.setdefault(token_text(self.tokenizer, token), finite(value))
-            tops.append(best)
-        offset, offsets = self._offsets.get(piece.index, 0), []
-        for token in piece.token_ids:
+        """The tokens' texts make up the answer's, and offsets point into it; special ones have a name but no text."""
+        stream, offset = self.stream(piece.index), self._offsets.get(piece.index, 0)
+        tokens: list[str] = []
+        tops: list[dict[str, float]] = []
+        offsets: list[int] = []
+        for at, token in enumerate(piece.token_ids):
+            top = self.top(piece, at)
+            others = stream.token_texts([other for other, _ in top])
+            text = stream.push([token])
+            if piece.finish_reason is not None and at == len(piece.token_ids) - 1:
+                text += stream.finish(stopped=False)
+            # Of a character that takes several tokens the last one has the text, the others have none.
+            own = token_text(self.tokenizer, token) if token in stream.special_ids else text
+            tokens.append(own)
             offsets.append(offset)
-            offset += len(str(self.tokenizer.decode([token], skip_special_tokens=True)))
+            offset += len(text)
+            best: dict[str, float] = {}
+            for other, (token_id, value) in zip(others, top, strict=True):
+                best.setdefault(own if token_id == token else other, finite(value))
+            tops.append(best | {own: finite(piece.log_probs[at])})  # also where it is none of the likeliest
         self._offsets[piece.index] = offset
         return {
             "tokens": tokens,
@@ -179,6 +201,7 @@ class CompletionShape(Shape):
 
 class ChatShape(Shape):
     prefix, whole_object, part_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    continues = False
 
     def __init__(self, body: GenerationBody, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]):
         super().__init__(body, tokenizer, prompts)
@@ -202,11 +225,14 @@ class ChatShape(Shape):
         return choice | self.ids(piece, with_prompt)
 
     def _token(self, piece: Piece, at: int) -> dict[str, Any]:
-        tops = [self._entry(token, value) for token, value in self.top(piece, at)]
-        return self._entry(piece.token_ids[at], piece.log_probs[at]) | {"top_logprobs": tops}
+        stream, token, top = self.stream(piece.index), piece.token_ids[at], self.top(piece, at)
+        own, *others = stream.token_texts([token, *(other for other, _ in top)])
+        stream.push([token])
+        tops = [self._entry(text, value) for text, (_, value) in zip(others, top, strict=True)]
+        return self._entry(own, piece.log_probs[at]) | {"top_logprobs": tops}
 
-    def _entry(self, token: int, value: float) -> dict[str, Any]:
-        text = token_text(self.tokenizer, token)
+    @staticmethod
+    def _entry(text: str, value: float) -> dict[str, Any]:
         # A token that is part of a character has bytes that its text does not show.
         return {"token": text, "logprob": finite(value), "bytes": None if BROKEN in text else list(text.encode())}
 

@@ -30,7 +30,7 @@ def serve(opened: Opened, settings: Settings, host: str, port: int, say: Callabl
     except ImportError as error:
         raise ImportError("serving needs fastapi and uvicorn: pip install 'meshrl[serve]'") from error
     _raise_file_limit()
-    listening = _listen(host, port)
+    listening = _listen(host, port, settings.request_seconds)
     service = Service(opened, settings)
     config = uvicorn.Config(
         build_app(service),
@@ -58,14 +58,18 @@ def _end(number: int, _: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, patience: float) -> socket.socket:
+    """A socket whose connections end when a client has read nothing of what waits for it for `patience` seconds."""
     if not 0 <= port < 65_536:
         raise ValueError(f"port must be between 0 and 65535, got {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise OSError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # else closing waits until all is read
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(patience * 1000, 2**31 - 1)))
+    return listening
 
 
 def _is_loopback(host: str) -> bool:

@@ -20,6 +20,8 @@ from meshrl.rollout.server.service import Service
 from meshrl.rollout.stepping import SteppingRollout
 
 ABORT_AGAIN_SECONDS = 0.2
+# How long a client may take to hear why its answer ends.
+LAST_WORDS_SECONDS = 2.0
 log = logging.getLogger(__name__)
 
 
@@ -86,7 +88,11 @@ class Answering(Response):
             error = ApiError(500, "the rollout failed: see the server's log")
         else:
             return
-        await self._say(error, scope, receive, send)
+        try:
+            async with asyncio.timeout(LAST_WORDS_SECONDS):
+                await self._say(error, scope, receive, send)
+        except TimeoutError:  # it has stopped reading; returning ends the connection
+            log.warning("a client does not read its answer: its connection is closed")
 
     def _too_late(self) -> ApiError:
         seconds = self.service.settings.request_seconds
@@ -96,7 +102,7 @@ class Answering(Response):
         return ApiError(503, f"the request waited {seconds:g} s for its turn: try again later", retry_after=retry_after)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        transcript = Transcript(self.service.tokenizer, self.requests)
+        transcript = Transcript(self.service.tokenizer, self.requests, self.shape.continues)
         generation = Generation(self.service.rollout, self.requests)
         try:
             pieces = self._pieces(generation, transcript)

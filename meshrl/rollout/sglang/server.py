@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -25,6 +26,10 @@ def command_line(path: str | Path, wanted: Mapping[str, Any]) -> list[str]:
         option = f"--{name.replace('_', '-')}"
         if value is True:
             words.append(option)
+        elif isinstance(value, (list, tuple)):
+            words += [option, *map(str, value)]
+        elif isinstance(value, Mapping):
+            words += [option, json.dumps(dict(value))]
         elif value is not False and value is not None:
             words += [option, str(value)]
     return words

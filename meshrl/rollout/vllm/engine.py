@@ -7,6 +7,7 @@ logits processor, a weight-transfer backend, sleep and wake, LoRA requests.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -28,6 +29,7 @@ from meshrl.rollout.base import TAGS
 from meshrl.rollout.requests import Chunk, Request
 from meshrl.rollout.shared_file import MEMORY, SharedFile, memory_folder
 from meshrl.rollout.stepping import SteppingRollout
+from meshrl.rollout.stops import special_texts
 from meshrl.rollout.vllm.arguments import BACKEND, engine_arguments
 from meshrl.rollout.vllm.parallel import Parallel, complaint, parallel_of
 from meshrl.rollout.weight_stream import FileWeights, buckets, checked, noted
@@ -59,6 +61,7 @@ class VllmRollout(SteppingRollout):
         self.pad_token_id, self.bucket_bytes = pad_token_id, bucket_bytes
         hf_config = load_model_config(path, trust_remote_code=trust_remote_code)
         self._weights, self.vocabulary = FileWeights(hf_config), int(hf_config.vocab_size)
+        self._specials = functools.partial(special_texts, str(path), trust_remote_code)
         self._folder = Path(memory_folder())
         self._file = SharedFile(self._folder / "weights")
         self._is_guest = dist.is_initialized()
@@ -115,7 +118,7 @@ class VllmRollout(SteppingRollout):
         added: list[str] = []
         for index in range(request.params.n):
             name = f"{request.request_id}/{index}"
-            fields = sampling_fields(request, index, self.context)
+            fields = sampling_fields(request, index, self.context, self._specials)
             params = SamplingParams(**fields, output_kind=RequestOutputKind.DELTA, flat_logprobs=True)
             prompt = TokensPrompt(prompt_token_ids=list(request.prompt_token_ids))
             try:
@@ -161,7 +164,8 @@ class VllmRollout(SteppingRollout):
         return bool(self._released) or self._lacks_weights
 
     def drop(self, request_ids: Sequence[str] | None) -> list[Chunk]:
-        wanted = [n for n, (r, _) in self._requests.items() if request_ids is None or r.request_id in request_ids]
+        names = None if request_ids is None else set(request_ids)
+        wanted = [n for n, (r, _) in self._requests.items() if names is None or r.request_id in names]
         self.engine.abort_request(wanted)
         dropped = [self._requests.pop(name) for name in wanted]
         tops: list[dict[int, float]] | None

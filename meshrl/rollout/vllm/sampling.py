@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from meshrl.rollout.admission import refusal, room
 from meshrl.rollout.embedded.sampler import derived_seed
 from meshrl.rollout.requests import Request
+from meshrl.rollout.stops import split_stops
 from meshrl.rollout.vllm.log_probs import adjusts, extra_args
 
 
@@ -21,8 +23,13 @@ def vllm_refusal(request: Request, vocabulary: int, context: int) -> str | None:
     return refusal(request, vocabulary, context)
 
 
-def sampling_fields(request: Request, index: int, context: int) -> dict[str, Any]:
-    """The fields of vLLM's sampling parameters for answer `index`, which is a request of its own to vLLM."""
+def sampling_fields(
+    request: Request, index: int, context: int, specials: Callable[[], frozenset[str]]
+) -> dict[str, Any]:
+    """The fields of vLLM's sampling parameters for answer `index`, which is a request of its own to vLLM.
+
+    `specials` gives the texts of special tokens, where there are stop strings.
+    """
     params = request.params
     seed = derived_seed(request.seed, index)
     fields: dict[str, Any] = {
@@ -39,7 +46,9 @@ def sampling_fields(request: Request, index: int, context: int) -> dict[str, Any
         "extra_args": extra_args(params, seed),
     }
     if params.stop:
-        fields |= {"stop": list(params.stop), "min_tokens": params.min_tokens, "skip_special_tokens": False}
+        # As in `stops`, but vLLM has one rule for all of them.
+        _, written = split_stops(params.stop, specials())
+        fields |= {"stop": list(params.stop), "min_tokens": params.min_tokens, "skip_special_tokens": not written}
     if params.temperature > 0 and not adjusts(params):
         fields |= {"top_k": max(params.top_k, 0), "top_p": params.top_p, "min_p": params.min_p}
     return fields

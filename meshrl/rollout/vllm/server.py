@@ -5,6 +5,7 @@ The server must run on this machine, or see `exchange` (the folder that weights 
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import sys
@@ -21,6 +22,7 @@ from meshrl.rollout.remote.http import Http
 from meshrl.rollout.remote.process import ServerProcess, free_port
 from meshrl.rollout.requests import Request
 from meshrl.rollout.shared_file import SharedFile, memory_folder
+from meshrl.rollout.stops import special_texts
 from meshrl.rollout.vllm.arguments import ENVIRONMENT, command_line
 from meshrl.rollout.vllm.parallel import complaint
 from meshrl.rollout.vllm.sampling import sampling_fields, vllm_refusal
@@ -46,7 +48,9 @@ class VllmServer(EngineClient):
         start_seconds: float = 600.0,
         exchange: str | Path | None = None,
     ):
-        config = load_model_config(path, trust_remote_code=bool((arguments or {}).get("trust_remote_code")))
+        trusted = bool((arguments or {}).get("trust_remote_code"))
+        config = load_model_config(path, trust_remote_code=trusted)
+        self._specials = functools.partial(special_texts, str(path), trusted)
         context = int((arguments or {}).get("max_model_len") or config.max_position_embeddings)
         self.facts = ModelFacts(int(config.vocab_size), context, FileWeights(config))
         self.start_seconds, self._arguments, self._path = start_seconds, dict(arguments or {}), path
@@ -79,7 +83,7 @@ class VllmServer(EngineClient):
             "request_id": name,
             "token_ids": list(request.prompt_token_ids),
             # The server counts the sampled token as one of the likeliest.
-            "sampling_params": sampling_fields(request, index, self.facts.context)
+            "sampling_params": sampling_fields(request, index, self.facts.context, self._specials)
             | {"logprobs": top + 1 if top else 0},
             "stream": True,
         }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -15,11 +17,15 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from meshrl.rollout.base import Rollout
-from meshrl.rollout.requests import Chunk, SamplingParams
+from meshrl.rollout.requests import Chunk, Request, SamplingParams
+from meshrl.rollout.server import streaming
+from meshrl.rollout.server.answers import ChatShape, CompletionShape, Transcript
 from meshrl.rollout.server.app import build_app
 from meshrl.rollout.server.errors import ApiError
 from meshrl.rollout.server.limits import Slots
 from meshrl.rollout.server.metrics import Histogram
+from meshrl.rollout.server.protocol import ChatBody, CompletionBody
+from meshrl.rollout.server.run import _listen
 from meshrl.rollout.server.service import Service
 from meshrl.rollout.server.settings import Settings
 from meshrl.rollout.server.uploads import from_folder
@@ -230,6 +236,40 @@ def test_a_request_that_takes_too_long_is_ended(serve):
     assert rollout.aborted
 
 
+def test_a_client_that_stops_reading_is_not_waited_for(serve, monkeypatch):
+    monkeypatch.setattr(streaming, "LAST_WORDS_SECONDS", 0.05)
+    _, client = serve(two_tokens, request_seconds=0.1)
+    app, read = client._transport.app, []
+    body = json.dumps(BODY | {"stream": True}).encode()
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+
+    async def send(message):
+        read.append(message["type"])
+        if len(read) > 1:
+            await asyncio.Event().wait()
+
+    async def call():
+        arriving = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive():
+            return next(arriving, None) or await asyncio.Event().wait()
+
+        await asyncio.wait_for(app(scope, receive, send), 20)
+
+    asyncio.run(call())
+    assert read == ["http.response.start", "http.response.body", "http.response.body"]
+
+
+def test_connections_end_when_nothing_is_read():
+    with _listen("127.0.0.1", 0, 0.2) as listening, socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect(listening.getsockname())
+        sender, _ = listening.accept()
+        with sender, pytest.raises(OSError, match="timed out"):
+            sender.sendall(b"x" * (64 << 20))
+
+
 def test_a_body_that_trickles_in_is_not_waited_for(serve):
     _, client = serve(two_tokens, body_seconds=0.1)
 
@@ -377,8 +417,10 @@ def test_stop_strings_are_held_back_and_cut(tokenizer, step):
     sent, rest = streamed("0101012", ["01013"], False)
     assert sent + rest == "0101012"
     assert streamed("01a", ["ab"], False) == ("01", "a")
-    # Before `start` tokens stop strings are text like any other.
+    # Before `start` tokens stop strings are text like any other, unless they end behind it.
     assert "".join(streamed("abc1ab2", ["ab"], True, start=3)) == "abc1"
+    assert "".join(streamed("01ab", ["ab"], True, start=3)) == "01"
+    assert "".join(streamed("01a23", ["ab", "a", "23"], True, start=3)) == "01a"
 
 
 def test_the_token_that_ended_an_answer_has_no_text(tokenizer):
@@ -408,3 +450,102 @@ def test_a_stop_string_is_found_when_its_last_token_comes(byte_tokenizer):
     assert found("字=漢", "1") == [1, 11, 18]
     assert found("=漢字=") == [15]
     assert found("none") == []
+
+
+def test_a_character_that_begins_behind_broken_ones_is_not_cut(byte_tokenizer):
+    broken, tokens = byte_tokenizer("é")["input_ids"][:1], byte_tokenizer("漢字")["input_ids"]
+    for count in range(1, 20):
+        stream = TextStream(byte_tokenizer)
+        pieces = [stream.push([token]) for token in [*broken * count, *tokens]]
+        assert "".join(pieces) + stream.finish(stopped=False) == "\ufffd" * count + "漢字"
+
+
+def test_stop_strings_are_looked_for_in_what_a_reader_sees(tokenizer):
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    one, two = tokenizer("12")["input_ids"]
+    letter = tokenizer("a")["input_ids"][0]
+
+    def found(tokens, *stops):
+        ended = next((n for n in range(1, len(tokens) + 1) if find_stop(tokenizer, np.array(tokens[:n]), stops)), None)
+        if ended is None:
+            return None
+        params = SamplingParams(max_tokens=200, stop=stops)
+        texts = {answer_text(tokenizer, params, tokens[:ended], "stop")}
+        stream = TextStream(tokenizer, stops)
+        texts.add("".join(stream.push([token]) for token in tokens[:ended]) + stream.finish(stopped=True))
+        (text,) = texts
+        return ended, text
+
+    # Special tokens have no text, however many there are.
+    assert found([one, pad, two, letter], "12") == (3, "")
+    assert found([letter, one, *[pad] * 100, two], "12") == (103, "a")
+    assert found([pad, eos], "a", "d>", "<") is None
+    # Unless a stop string names one.
+    assert found([letter, pad, one], "<pad>") == (2, "a")
+    assert found([one, letter, pad, two], "a<pad>") == (3, "1")
+    assert found([letter, letter, two, pad], "a<pad>", "<eos>") is None
+    assert found([one, letter, pad, two, one], "a<pad>2") == (4, "1")
+
+
+def words_tokenizer():
+    """As SentencePiece makes them: a space belongs to the word behind it."""
+    names = ("<eos>", "<pad>", "<unk>", "▁one", "▁two", "▁three", "▁", "a", "b")
+    inner = FastTokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("step", [1, 2, 50])
+@pytest.mark.parametrize("prompt", [[3, 4], [6], [3, 1], [1], []])
+def test_spaces_before_words_are_kept(step, prompt):
+    tokenizer, tokens = words_tokenizer(), [6, 4, 1, 5, 0, 0, 3, 7]
+
+    def read(ids):
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    stream = TextStream(tokenizer, prompt=prompt)
+    pieces = [stream.push(tokens[i : i + step]) for i in range(0, len(tokens), step)]
+    assert read(prompt) + "".join(pieces) == read(prompt + tokens)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+def test_tokens_and_offsets_fit_the_text(stream, chat):
+    tokenizer = words_tokenizer()
+    kind, shape_of = (ChatBody, ChatShape) if chat else (CompletionBody, CompletionShape)
+    asked = {"messages": [{"role": "user", "content": "one"}], "logprobs": True, "top_logprobs": 1}
+    asked = asked if chat else {"prompt": "one", "logprobs": 1}
+    shape = shape_of(kind(model="tiny", **asked), tokenizer, [[3]])
+    params = SamplingParams(max_tokens=9, stop_token_ids=(0,), top_log_probs=1)
+    transcript = Transcript(tokenizer, [Request("r", (3,), params)], shape.continues)
+    tokens, log_probs = [4, 7, 1, 5, 0], [-0.5, -0.25, -2.0, -3.0, -4.0]
+    tops = [{4: -0.5}, {7: -0.25}, {5: -0.1}, {4: -0.2}, {3: -0.3}]
+    steps = [slice(i, i + 1) for i in range(5)] if stream else [slice(0, 5)]
+    pieces = [
+        transcript.piece(
+            Chunk("r", 0, tokens[s], log_probs[s], [0] * 5, "stop" if s.stop == 5 else None, None, tops[s])
+        )
+        for s in steps
+    ]
+    text = "".join(piece.text for piece in pieces)
+    choices = [shape.part(piece) if stream else shape.whole(piece) for piece in pieces]
+    first = "two" if chat else " two"
+    assert text == f"{first}a three"
+    if chat:
+        entries = [entry for choice in choices for entry in choice["logprobs"]["content"]]
+        assert [entry["token"] for entry in entries] == [first, "a", "<pad>", " three", "<eos>"]
+        assert [entry["top_logprobs"][0]["token"] for entry in entries] == [first, "a", " three", " two", " one"]
+        return
+    names, offsets, likeliest = (
+        [entry for choice in choices for entry in choice["logprobs"][name]]
+        for name in ("tokens", "text_offset", "top_logprobs")
+    )
+    assert names == [" two", "a", "<pad>", " three", "<eos>"]
+    assert offsets == [0, 4, 5, 5, 11]
+    assert likeliest == [
+        {" two": -0.5},
+        {"a": -0.25},
+        {" three": -0.1, "<pad>": -2.0},
+        {" two": -0.2, " three": -3.0},
+        {" one": -0.3, "<eos>": -4.0},
+    ]

@@ -72,10 +72,16 @@ def test_log_probs_are_those_of_the_model(client, hf_model, tokenizer):
     assert choice.logprobs.tokens == [tokenizer.decode([token]) for token in choice.token_ids]
     for text, offset in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
         assert text in tokenizer.all_special_tokens or choice.text[offset] == text
-    for row, tops in zip(wanted, choice.logprobs.top_logprobs, strict=True):
+    assert "".join(t for t in choice.logprobs.tokens if t not in tokenizer.all_special_tokens) == choice.text
+    for row, tops, text in zip(wanted, choice.logprobs.top_logprobs, choice.logprobs.tokens, strict=True):
         best = row.topk(3)
-        assert list(tops) == [tokenizer.decode([token]) for token in best.indices.tolist()]
-        assert (torch.tensor(list(tops.values())) - best.values).abs().max() < 1e-4
+        assert list(tops)[:3] == [tokenizer.decode([token]) for token in best.indices.tolist()]
+        assert (torch.tensor(list(tops.values())[:3]) - best.values).abs().max() < 1e-4
+        assert set(list(tops)[3:]) <= {text}
+    # The sampled token is there in any case.
+    assert any(len(tops) == 4 for tops in choice.logprobs.top_logprobs)
+    for row, tops in zip(choice.logprobs.token_logprobs, choice.logprobs.top_logprobs, strict=True):
+        assert row in tops.values()
 
 
 def test_several_prompts_and_answers_have_an_order_and_differ(client):
