@@ -45,7 +45,7 @@ def without_memory() -> Iterator[None]:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Makes new tensors of `LARGE` floats and more on the meta device, where the caller names no other; fills none there.
+    """Makes new tensors of `LARGE` floats and more on the meta device, where the caller names no other, and fills none.
 
     Others are no parameters but buffers, such as the mask of all positions that some models have.
     """

@@ -4,6 +4,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -110,3 +111,21 @@ def test_only_what_is_made_inside_and_large_or_a_parameter_is_without_memory():
     after = Layer()
     assert not after.small.is_meta
     assert not after.large.is_meta
+
+
+class Fillings(TorchDispatchMode):
+    """Counts what would fill a tensor without memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "normal" in str(func) and args[0].is_meta
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_has_no_memory_is_not_filled():
+    with Fillings() as plain, torch.device("meta"):
+        AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"])
+    with Fillings() as ours:
+        empty_causal_lm(CONFIGS["qwen3_moe"], "eager")
+    assert (plain.count > 0, ours.count) == (True, 0)
