@@ -265,6 +265,28 @@ def test_closing_ends_the_engine_also_where_it_cannot_abort(scripted, monkeypatc
     assert not asking.is_alive()
 
 
+def test_closing_ends_what_other_threads_ask_for(scripted, monkeypatch):
+    client, rollout = scripted
+    asked, found = threading.Event(), []
+
+    async def never(tags: Sequence[str]) -> None:
+        asked.set()
+        await asyncio.sleep(600)
+
+    def release() -> None:
+        with pytest.raises(RuntimeError, match="the rollout is closed"):
+            rollout.release()
+        found.append("told")
+
+    monkeypatch.setattr(client, "release", never)
+    asking = threading.Thread(target=release)
+    asking.start()
+    assert asked.wait(10)
+    rollout.close()
+    asking.join(10)
+    assert found == ["told"]
+
+
 class Counted(str):
     """A name that counts how often it is compared."""
 

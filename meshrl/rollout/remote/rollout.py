@@ -10,7 +10,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ POLL_SECONDS = 1.0
 # How long an aborted answer may take to end by itself, and the engine to close.
 ABORT_SECONDS = 2.0
 CLOSE_SECONDS = 30.0
+CLOSED = "the rollout is closed: its engine can be asked for nothing any more"
 
 
 class RemoteRollout(Rollout):
@@ -47,6 +48,7 @@ class RemoteRollout(Rollout):
         self._answers: dict[tuple[str, int], _Answer] = {}
         self._paused = self._lacks_weights = self._closed = False
         self._released: set[str] = set()
+        self._asked: set[Future[Any]] = set()  # what somebody waits for
         self._tokens = self._relabelled = 0
         self._one_at_a_time = threading.RLock()
         self._loop = asyncio.new_event_loop()
@@ -67,6 +69,8 @@ class RemoteRollout(Rollout):
         limit = deadline or self.deadline
         try:
             return future.result(limit)
+        except CancelledError as error:
+            raise RuntimeError(CLOSED) from error
         except TimeoutError as error:
             if future.done():
                 raise  # the engine's own words
@@ -76,8 +80,13 @@ class RemoteRollout(Rollout):
     def _post(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         if self._closed:  # the loop has stopped and would never run it
             work.close()
-            raise RuntimeError("the rollout is closed: its engine can be asked for nothing any more")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+            raise RuntimeError(CLOSED)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._asked.add(future)
+        future.add_done_callback(self._asked.discard)
+        if self._closed:  # in between
+            future.cancel()
+        return future
 
     # Requests
 
@@ -325,6 +334,8 @@ class RemoteRollout(Rollout):
                 self._call(self.client.close(), deadline=CLOSE_SECONDS)
         finally:
             self._closed = True
+            for future in list(self._asked):  # else other threads would wait for their deadline
+                future.cancel()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_SECONDS)
 
