@@ -84,8 +84,6 @@ class RemoteRollout(Rollout):
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._asked.add(future)
         future.add_done_callback(self._asked.discard)
-        if self._closed:  # in between
-            future.cancel()
         return future
 
     # Requests
