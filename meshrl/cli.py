@@ -349,12 +349,15 @@ def _convert(arguments: argparse.Namespace) -> int | None:
 def _replay(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from meshrl.config.errors import ConfigError
     from meshrl.trainer.replay import replay, show
 
     try:
         token = _sample_and_token(arguments.token) if arguments.token else None
         replayed = replay(arguments.run_dir, arguments.step, token, arguments.words)
         show(replayed, token, Console())
+    except ConfigError:
+        raise
     except (OSError, ValueError, IndexError) as error:
         _complain(str(error))
         return RUN_ERROR
@@ -405,8 +408,9 @@ def _timeline(arguments: argparse.Namespace) -> int | None:
 def _load(words: Sequence[str], sft: bool) -> "Loaded[Any]":
     """The first word is the recipe unless it sets a key."""
     from meshrl.config import PPOConfig, SFTConfig, load_config
+    from meshrl.config.recipe import is_recipe
 
-    has_recipe = bool(words) and "=" not in words[0]
+    has_recipe = bool(words) and is_recipe(words[0])
     loaded: Loaded[Any] = load_config(
         words[0] if has_recipe else None, words[1:] if has_recipe else words, SFTConfig if sft else PPOConfig
     )

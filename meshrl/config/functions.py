@@ -14,7 +14,7 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     """Import the file or module `path` and return its callable `name`; a `ValueError` says what went wrong."""
     try:
         module = _import(path)
-    except Exception as error:  # a user's module may fail in any way
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way
         raise ValueError(f"cannot import {path}: {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if function is None:

@@ -1,5 +1,6 @@
 """From a recipe and `a.b.c=value` overrides to a typed config that knows where each value came from."""
 
+import os
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -127,6 +128,9 @@ def _parse_override(text: str, root: type) -> list[Setting]:
     name = name.lstrip("+").strip()
     if not equals or not name or name.startswith(("-", "~")):
         raise ConfigError([f"cannot read the override {text!r}: write it as a.b.c=value"])
+    leaf = _leaf_of(canonical(name), root)
+    if leaf is not None and leaf.holds_text and not leaf.info.choices and _is_plain(value.strip()):
+        return [Setting(name, value.strip(), COMMAND_LINE)]
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
@@ -137,6 +141,18 @@ def _parse_override(text: str, root: type) -> list[Setting]:
     if isinstance(parsed["value"], dict) and canonical(name) in sections(root):
         return [Setting(key, v, COMMAND_LINE) for key, v in _flatten(parsed["value"], f"{name}.", root)]
     return [Setting(name, parsed["value"], COMMAND_LINE)]
+
+
+def _is_plain(text: str) -> bool:
+    """Whether a text value stands for itself: YAML would read `12:30` and `1e5` as numbers and `#` as a comment."""
+    return text not in ("", "~", "null", "None") and not text.startswith(("'", '"', "[", "{"))
+
+
+def _expanded(value: Any) -> Any:
+    """With the home folder for `~/`: shells leave it as it is behind an equals sign."""
+    if isinstance(value, list):
+        return [_expanded(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _apply(tree: DictConfig, root: type, setting: Setting, written: str, sources: dict[str, str]) -> str | None:
@@ -150,7 +166,10 @@ def _apply(tree: DictConfig, root: type, setting: Setting, written: str, sources
     if value is False and "off" in leaf.info.choices:  # YAML takes the bare word for a truth value
         value = "off"
     if leaf.base_type is list and value is not None and not isinstance(value, list):
+        if isinstance(value, dict) and leaf.item_type in (str, int, float, bool):
+            return f"{written} must be {type_name(leaf.type)}, not {value!r}"
         value = [value]
+    value = _expanded(value)
     try:
         OmegaConf.update(tree, setting.name, value, merge=True, force_add=setting.name != leaf.name)
     except OmegaConfBaseException:

@@ -34,6 +34,11 @@ def shipped_recipes() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
+def is_recipe(word: str) -> bool:
+    """Whether a word of the command line names a recipe, and does not set a key."""
+    return "=" not in word or (word.endswith((".yaml", ".yml")) and Path(word).is_file())
+
+
 def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:
     """The file of a recipe given by path (also relative to `beside`) or by shipped name."""
     given = Path(recipe)

@@ -26,6 +26,18 @@ class Leaf:
         options = [option for option in _options(self.type) if option is not types.NoneType]
         return typing.get_origin(options[0]) or options[0]
 
+    @property
+    def item_type(self) -> Any:
+        """What a list holds, if the key is one and says so."""
+        options = [option for option in _options(self.type) if option is not types.NoneType]
+        return next(iter(typing.get_args(options[0])), None)
+
+    @property
+    def holds_text(self) -> bool:
+        """Whether the value is a text, or a list of texts, and nothing else but null."""
+        options = [option for option in _options(self.type) if option is not types.NoneType]
+        return len(options) == 1 and (self.base_type is str or (self.base_type is list and self.item_type is str))
+
 
 def _options(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

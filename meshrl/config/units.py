@@ -6,7 +6,7 @@ from meshrl.config.actor import ActorConfig
 from meshrl.config.critic import CriticConfig, uses_critic
 from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError
-from meshrl.config.layout import dp_size
+from meshrl.config.layout import dp_size, model_ranks
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 
@@ -43,6 +43,14 @@ class BatchUnits:
             raise ConfigError(problems)
         actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
         ranks = dp_size(actor, config.trainer.world_size)
+        if ranks == 0:
+            raise ConfigError(
+                [
+                    f"the {model_ranks(actor)} ranks that share a model of {ACTOR} (tensor, pipeline and sequence "
+                    f"ranks) are more than trainer.nnodes * trainer.n_gpus_per_node "
+                    f"({config.trainer.world_size})"
+                ]
+            )
         prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
         critic = config.critic
         critic_mini_batches = prompts // (critic.ppo_mini_batch_size or mini)

@@ -79,6 +79,7 @@ def _written(out: str | None, overrides: list[str]) -> list[str]:
 def read_and_plan(arguments: argparse.Namespace) -> tuple[Plan, Callable[[Any], Plan], list[str]]:
     """The plan, how to plan another config of the same run quickly, and what the config's own checks say."""
     from meshrl.config import PPOConfig, SFTConfig, load_config
+    from meshrl.config.recipe import is_recipe
     from meshrl.plan.hardware import hardware_table, parse_cluster
     from meshrl.plan.model import find_model
     from meshrl.plan.planner import make_plan, make_sft_plan
@@ -86,7 +87,7 @@ def read_and_plan(arguments: argparse.Namespace) -> tuple[Plan, Callable[[Any], 
 
     cluster = parse_cluster(arguments.gpus, arguments.gpus_per_node, hardware_table(arguments.hardware))
     words = list(arguments.words)
-    recipe = words.pop(0) if words and "=" not in words[0] else None
+    recipe = words.pop(0) if words and is_recipe(words[0]) else None
     words += [f"trainer.nnodes={cluster.nodes}", f"trainer.n_gpus_per_node={cluster.per_node}"]
     if cluster.nodes > 1:
         words.append("trainer.backend=ray")

@@ -4,11 +4,12 @@ import json
 import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from meshrl.config import quick_yaml
 
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 # JSON has no NaN or infinity: they are written as these strings, so that every reader can parse the file.
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _RESERVED = frozenset({"step", "time"})
+LOCK = ".lock"
 
 
 class RunFiles:
@@ -67,7 +69,7 @@ class RunFiles:
 
 
 class RunFolder(RunFiles):
-    """The folder a run writes. The files of an earlier run there move into `previous-N/` first.
+    """The folder a run writes, alone. The files of an earlier run there move into `previous-N/` first.
 
     `resume=True` continues the files that are there instead; with `last_step`, records of later steps are cut off.
     Other things in the folder stay.
@@ -81,6 +83,7 @@ class RunFolder(RunFiles):
         self.moved_to: Path | None = None
         self.last_step, self.is_new = last_step, not resume
         self._log_handlers: list[tuple[logging.Logger, logging.Handler, int]] = []
+        self._lock = held(self.path)
         if resume:
             for file in (self.metrics, self.generations, self.distributions):
                 _end_last_line(file)
@@ -131,6 +134,8 @@ class RunFolder(RunFiles):
             log_source.setLevel(level_before)
             handler.close()
         self._log_handlers.clear()
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -146,6 +151,39 @@ class RunFolder(RunFiles):
         kept = (self.checkpoints, self.batches, self.nonfinite, self.dumps, self.model)
         old = [f for f in (*own, *made, *kept, *self.path.glob("stall-*.txt")) if f.exists()]
         self.moved_to = move_aside(old, self.path)
+
+
+def held(folder: Path) -> IO[str] | None:
+    """A file whose lock says that this process writes into a folder; raises where another one does.
+
+    Such a lock ends with its process, however that ends. Not all file systems have them: None.
+    """
+    import fcntl
+
+    stream = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115
+    try:
+        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        stream.seek(0)
+        who = stream.read().strip() or "another process"
+        stream.close()
+        raise ValueError(
+            f"a run is writing into {folder} ({who}): wait for its end, or choose another folder "
+            "(trainer.default_local_dir)"
+        ) from error
+    except OSError:
+        stream.close()
+        return None
+    stream.truncate(0)
+    stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    stream.flush()
+    return stream
+
+
+def check_unheld(folder: str | os.PathLike[str]) -> None:
+    """Raises if another process writes into a folder."""
+    if (Path(folder) / LOCK).is_file() and (found := held(Path(folder))) is not None:
+        found.close()
 
 
 def move_aside(old: Sequence[Path], folder: Path) -> Path | None:

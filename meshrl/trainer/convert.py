@@ -94,7 +94,7 @@ def to_hf(
     Adapters are merged into the weights or, with `adapter`, written alone as peft's folder. `dtype`: else as stored.
     """
     folder = _role_folder(Path(checkpoint), role)
-    out = _free_place(Path(out), overwrite)
+    out = _free_place(out, overwrite, checkpoint)
     stored = Stored(folder)
     if adapter:
         return _to_peft(folder, stored, out, dtype)
@@ -130,9 +130,22 @@ def _role_folder(path: Path, role: str | None) -> Path:
     return path / chosen
 
 
-def _free_place(out: Path, overwrite: bool) -> Path:
-    if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
+def _free_place(
+    to: str | Path, overwrite: bool, *read: str | Path, made: tuple[str, ...] = ("config.json", "adapter_config.json")
+) -> Path:
+    """Where to write: nothing is there, or what `overwrite` may replace, which is what was `made` so before."""
+    out = Path(to).resolve()
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return out
+    if not overwrite:
         raise ValueError(f"{out} is there already: choose another place, or --overwrite")
+    for source in read:
+        if Path(source).resolve().is_relative_to(out):
+            raise ValueError(f"{out} holds what is read, {source}: choose another place")
+    if not any((out / name).is_file() for name in made):
+        raise ValueError(
+            f"{out} is nothing that this would write (it has no {' or '.join(made)}): choose another place"
+        )
     return out
 
 
@@ -235,7 +248,7 @@ def from_megatron(
     overwrite: bool = False,
 ) -> Converted:
     """Writes a Megatron-Core distributed checkpoint as a Hugging Face folder, with configs and tokenizer of `like`."""
-    out, like = _free_place(Path(out), overwrite), Path(like)
+    out, like = _free_place(out, overwrite, folder, like), Path(like)
     hf_config = load_model_config(like)
     expected = hf_tensors(hf_config)
 
@@ -267,7 +280,7 @@ def from_hf(folder: str | Path, out: str | Path, *, role: str = "actor", overwri
 
     A run goes on from it with `trainer.resume_mode=resume_path`.
     """
-    source, out = Path(folder), _free_place(Path(out), overwrite)
+    source, out = Path(folder), _free_place(out, overwrite, folder, made=(MANIFEST,))
     if not (source / "config.json").is_file():
         raise ValueError(f"no model at '{source}': expected a folder with config.json")
     model = empty_model(source, "eager", "value" if role == "critic" else "lm")

@@ -47,7 +47,7 @@ from meshrl.rewards.loading import load_reward_manager
 from meshrl.telemetry.bar import counting_bar
 from meshrl.telemetry.console import SFT_COLUMNS, StepConsole
 from meshrl.telemetry.report import write_report
-from meshrl.telemetry.run_folder import RunFiles, RunFolder
+from meshrl.telemetry.run_folder import RunFiles, RunFolder, check_unheld
 from meshrl.telemetry.samples import SampleLog
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.telemetry.trackers import Tracking
@@ -101,6 +101,8 @@ def train(
     restarts = Restarts.of(config.trainer)
     if make_loop is not PPOTrainer:
         restarts.limit, config.trainer.memory_copy_freq = 0, -1
+    with told_without_traceback("trainer.default_local_dir"):
+        check_unheld(config.trainer.run_dir)
     with held_copies(config.trainer):
         return surviving(lambda: train_once(config, restarts, sources, console, make_loop), restarts)
 
@@ -230,6 +232,8 @@ def critic_worker(config: PPOConfig, settings: WorkerSettings, units: BatchUnits
 def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Console | None = None) -> Path:
     """Fine-tunes a model on demonstrations; writes it to `model/` in the run's folder, which it returns."""
     restarts = Restarts.of(config.trainer)
+    with told_without_traceback("trainer.default_local_dir"):
+        check_unheld(config.trainer.run_dir)
     with held_copies(config.trainer):
         return surviving(lambda: sft_once(config, restarts, sources, console), restarts)
 
@@ -315,8 +319,10 @@ def open_run(trainer: RunConfig, found: Found | None, restarts: Restarts, model_
                     "of the run that made it: choose another folder for this run"
                 )
             return RunFolder(trainer.run_dir, resume=again, last_step=-1 if again else None)
+    with told_without_traceback("trainer.default_local_dir"):
+        run = RunFolder(trainer.run_dir, resume=True, last_step=found.step)
     set_later_ones_aside(folder, found.step)
-    return RunFolder(trainer.run_dir, resume=True, last_step=found.step)
+    return run
 
 
 def is_finished(found: Found | None, steps: int, run: RunFolder, trainer: RunConfig, screen: StepConsole) -> bool:

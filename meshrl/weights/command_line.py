@@ -84,5 +84,7 @@ def parse_axes(text: str, known: tuple[str, ...]) -> dict[str, int]:
         name, _, size = part.partition("=")
         if name not in known or not size.isdigit() or int(size) < 1:
             raise ValueError(f"'{part}' is no axis of '{text}': use {', '.join(f'{axis}=N' for axis in known)}")
+        if name in found:
+            raise ValueError(f"'{text}' names the axis {name} twice: give its size once")
         found[name] = int(size)
     return found

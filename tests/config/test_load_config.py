@@ -11,6 +11,10 @@ from meshrl.config.tree import get_value, leaves, sections
 ACTOR = "actor_rollout_ref.actor"
 
 
+# What YAML takes for numbers, times, truth values, comments and marks of its own.
+ODD_WORDS = ["007", "1e5", "12:30", "0x10", "on", "run #3", "@x", "*x", "%x"]
+
+
 def problems_of(*overrides: str, recipe: Path | str | None = None, root: type = PPOConfig) -> list[str]:
     with pytest.raises(ConfigError) as error:
         load_config(recipe, overrides, root)
@@ -65,7 +69,10 @@ def test_clip_ratio_alone_moves_both_sides() -> None:
         ("trainer.logger=['console','wandb']", "trainer.logger", ["console", "wandb"]),
         ("trainer.total_training_steps=null", "trainer.total_training_steps", None),
         ("trainer.experiment_name=a=b", "trainer.experiment_name", "a=b"),
-        ("trainer.experiment_name=007", "trainer.experiment_name", "7"),
+        *((f"trainer.experiment_name={word}", "trainer.experiment_name", word) for word in ODD_WORDS),
+        ("trainer.experiment_name='5'", "trainer.experiment_name", "5"),
+        ("trainer.default_local_dir=~/runs", "trainer.default_local_dir", str(Path.home() / "runs")),
+        ("data.train_files=[~/a.jsonl]", "data.train_files", [str(Path.home() / "a.jsonl")]),
         ("trainer.val_before_train=False", "trainer.val_before_train", False),
         ("trainer.gates.non_finite=off", "trainer.gates.non_finite", "off"),
         ("algorithm.rollout_correction.rollout_is=off", "algorithm.rollout_correction.rollout_is", "off"),
@@ -119,6 +126,7 @@ def test_nothing_is_suggested_for_nonsense() -> None:
         ("data.val_batch_size=x", "data.val_batch_size must be int or null, not 'x'"),
         ("data.shuffle=perhaps", "data.shuffle must be bool, not 'perhaps'"),
         (f"{ACTOR}.optim.betas=[a,b]", f"{ACTOR}.optim.betas must be list of float, not ['a', 'b']"),
+        ("data.train_files={a: 1}", "data.train_files must be list of str, not {'a': 1}"),
         (f"{ACTOR}.optim.lr=[1]", f"{ACTOR}.optim.lr must be float, not [1]"),
         ("trainer=3", "trainer is a section: set the keys below it"),
         ("trainer.seed.x=3", "unknown key trainer.seed.x: trainer.seed holds one value (int), no keys"),
@@ -299,3 +307,19 @@ def test_what_is_done_to_one_config_is_not_in_the_next() -> None:
     assert second == load_config(None, []).config != first
     assert second.data.train_files == PPOConfig().data.train_files
     assert second.trainer.logger == PPOConfig().trainer.logger
+
+
+def test_a_recipe_below_a_folder_with_an_equals_sign(tmp_path, capsys) -> None:
+    from meshrl.cli import main
+
+    (tmp_path / "lr=1").mkdir()
+    recipe = write(tmp_path / "lr=1" / "mine.yaml", "trainer: {seed: 17}\n")
+    assert main(["config", str(recipe), "--only", "trainer.seed"]) == 0
+    assert "17" in capsys.readouterr().out
+
+
+def test_a_module_that_exits_is_an_error(tmp_path) -> None:
+    from meshrl.config.functions import load_function
+
+    with pytest.raises(ValueError, match=r"cannot import .*leaves.py: SystemExit: 0"):
+        load_function(str(write(tmp_path / "leaves.py", "import sys\nsys.exit(0)\n")), "score")

@@ -281,6 +281,7 @@ def test_the_command_prints_and_writes(capsys, tmp_path):
         (["--gpus", "1xH200", "--mean-response", "100000"], "max_response_length"),
         (["--gpus", "1xH200", "--mean-response", "0"], "--mean-response (0) must lie between 1"),
         (["actor_rollout_ref.model.path=unknown", "--gpus", "1xH200"], "--model-config"),
+        (["actor_rollout_ref.actor.ulysses_sequence_parallel_size=4", "--gpus", "2xH200"], "the 4 ranks that share a"),
     ],
 )
 def test_mistakes_are_told(capsys, words, message):

@@ -194,12 +194,12 @@ def change_config(checkpoint, manifest=True, **fields):
 def test_what_cannot_be_converted_is_said_and_leaves_the_old_alone(copied, tmp_path, capsys, how, said):
     how(copied)
     (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "old.txt").write_text("old")
+    (tmp_path / "hf" / "config.json").write_text("old")
     assert main(["convert", str(copied), str(tmp_path / "hf"), "--overwrite"]) == 1
     import re
 
     assert re.search(said, capsys.readouterr().err)
-    assert (tmp_path / "hf" / "old.txt").read_text() == "old"
+    assert (tmp_path / "hf" / "config.json").read_text() == "old"
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -218,10 +218,10 @@ def test_a_full_disk(copied, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(saving, "save_tensors", full_at_the_third)
     monkeypatch.setattr(convert, "SHARD_BYTES", 1)  # a file for each tensor
     (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / "old.txt").write_text("old")
+    (tmp_path / "hf" / "config.json").write_text("old")
     assert main(["convert", str(copied), str(tmp_path / "hf"), "--overwrite"]) == 1
     assert "No space left" in capsys.readouterr().err
-    assert [p.name for p in (tmp_path / "hf").iterdir()] == ["old.txt"]
+    assert [p.name for p in (tmp_path / "hf").iterdir()] == ["config.json"]
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -234,6 +234,25 @@ def test_wrong_words(copied, base, tmp_path, capsys):
     assert "there is no checkpoint" in capsys.readouterr().err
     assert main(["convert", str(base("qwen3")), str(tmp_path / "c"), "--dtype", "bf16"]) == 1
     assert "is a Hugging Face folder" in capsys.readouterr().err
+
+
+def test_nothing_else_is_overwritten(copied, base, tmp_path, capsys):
+    """Neither what is read nor what no conversion has made."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("all of it")
+    (tmp_path / "file").write_text("data")
+    for out, words in (
+        (copied, "holds what is read"),
+        (copied.parent, "holds what is read"),
+        (tmp_path / "home", "nothing that this would write"),
+        (tmp_path / "file", "nothing that this would write"),
+    ):
+        assert main(["convert", str(copied), str(out), "--overwrite"]) == 1
+        assert words in capsys.readouterr().err
+    assert main(["convert", str(base("qwen3")), str(tmp_path / "home"), "--overwrite"]) == 1
+    assert (tmp_path / "home" / "thesis.txt").read_text() == "all of it"
+    assert main(["convert", str(copied), str(tmp_path / "hf")]) == 0
+    assert main(["convert", str(copied), str(tmp_path / "hf"), "--overwrite"]) == 0
 
 
 @pytest.mark.parametrize("what", ["truncated", "missing", "quantized", "another"])

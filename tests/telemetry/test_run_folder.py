@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from meshrl.telemetry.run_folder import RunFiles, RunFolder, flatten_config
+from meshrl.telemetry.run_folder import RunFiles, RunFolder, check_unheld, flatten_config
 
 
 def test_metrics_come_back_as_written_and_every_line_is_strict_json(tmp_path):
@@ -188,3 +188,31 @@ def test_a_run_that_goes_on_cuts_later_steps(tmp_path):
     on.append_metrics({"x": 9.0}, 3)
     assert [row["step"] for row in on.read_metrics()] == [0, 1, 2, 3]
     assert on.moved_to is None
+
+
+WRITES = """
+import sys
+from meshrl.telemetry.run_folder import RunFolder
+folder = RunFolder(sys.argv[1])
+folder.append_metrics({"a": 1.0}, 1)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    words = [sys.executable, "-c", WRITES, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        refused = rf"a run is writing into .* \(process {other.pid} on .*choose another folder"
+        for tried in (lambda: RunFolder(tmp_path), lambda: RunFolder(tmp_path, resume=True)):
+            with pytest.raises(ValueError, match=refused):
+                tried()
+        with pytest.raises(ValueError, match=refused):
+            check_unheld(tmp_path)
+        assert len(RunFiles(tmp_path).read_metrics()) == 1  # whoever only reads may
+        other.kill()
+    check_unheld(tmp_path)
+    with RunFolder(tmp_path, resume=True) as folder:
+        folder.append_metrics({"a": 2.0}, 2)
+    assert [record["step"] for record in folder.read_metrics()] == [1, 2]

@@ -51,6 +51,8 @@ def test_mistakes_are_told_in_a_line(folder, capsys):
     assert "4 attention heads must be divisible by tensor_model_parallel_size (3)" in capsys.readouterr().err
     assert main(["plan-sync", folder, "--train", "warp=2", "--rollout", "tp=1"]) == 2
     assert "'warp=2' is no axis of 'warp=2': use tp=N, pp=N" in capsys.readouterr().err
+    assert main(["plan-sync", folder, "--train", "tp=2", "--rollout", "tp=2,tp=2"]) == 2
+    assert "'tp=2,tp=2' names the axis tp twice" in capsys.readouterr().err
     assert main(["plan-sync", folder + "/none", "--train", "tp=2", "--rollout", "tp=1"]) == 2
 
 
