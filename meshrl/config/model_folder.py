@@ -11,10 +11,11 @@ from meshrl.config.model import ModelConfig
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json")
 
 
 def folder_problems(model: ModelConfig, prefix: str) -> list[str]:
-    """Whether the model's folder has a config and a tokenizer."""
+    """Whether the model's folder has a config, weights and a tokenizer."""
     if not model.path:
         return [f"set {prefix}.path to the folder of a Hugging Face model"]
     folder = Path(model.path)
@@ -28,6 +29,8 @@ def folder_problems(model: ModelConfig, prefix: str) -> list[str]:
     problems = []
     if not (folder / "config.json").is_file():
         problems.append(f"{prefix}.path={model.path} has no config.json")
+    if not model.random_init and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+        problems.append(f"{prefix}.path={model.path} has no weights (none of {', '.join(WEIGHT_FILES)})")
     tokenizer, name = (Path(model.tokenizer_path), "tokenizer_path") if model.tokenizer_path else (folder, "path")
     if not any((tokenizer / file).is_file() for file in TOKENIZER_FILES):
         problems.append(f"{prefix}.{name}={tokenizer} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
