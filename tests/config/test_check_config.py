@@ -289,6 +289,25 @@ def test_model_folder_without_weights(fine: MakePPO) -> None:
     assert check_config(config) == []
 
 
+def test_what_is_no_checkpoint_is_told(fine: MakePPO, tmp_path: Path) -> None:
+    def problems(folder: Path) -> list[str]:
+        return check_config(fine("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}"))
+
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    assert "the folder of a run that has no checkpoints" in problems(run)[0]
+    for step in (2, 10):
+        (run / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
+    newest = run / "checkpoints" / "global_step_10"
+    assert problems(run)[0].endswith(f"is the folder of a run, not one checkpoint: name {newest}")
+    assert problems(newest.parent)[0].endswith(f"holds checkpoints, not one checkpoint: name {newest}")
+    (newest / "manifest.json").touch()
+    assert problems(newest) == []
+    model = fine().actor_rollout_ref.model.path
+    assert "is a Hugging Face model, not a checkpoint" in problems(Path(model or ""))[0]
+
+
 def test_seed_fits_into_63_bits(fine: MakePPO) -> None:
     assert check_config(fine(f"trainer.seed={2**63 - 1}")) == []
     with pytest.raises(ConfigError, match=r"trainer.seed=9223372036854775808 must be at most 9223372036854775807"):
