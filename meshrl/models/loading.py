@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from meshrl.config.model_folder import TOKENIZER_FILES
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.empty import without_memory
 
@@ -159,6 +160,8 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokeniz
     """Loads a tokenizer and makes sure that it has a padding and an end token."""
     if not Path(path).is_dir():
         raise FileNotFoundError(f"no tokenizer at '{path}': expected a folder with tokenizer files")
+    if not any((Path(path) / file).is_file() for file in TOKENIZER_FILES):
+        raise FileNotFoundError(f"'{path}' has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer at '{path}' has no eos_token: RL needs one to know where an answer ends")
