@@ -27,7 +27,7 @@ def make_model(tmp_path: Path) -> MakeModel:
         shape = {"num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 4096, **fields}
         (folder / "config.json").write_text(json.dumps(shape))
         (folder / "tokenizer.json").write_text("{}")
-        (folder / "model.safetensors").touch()
+        (folder / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
         return folder
 
     return make

@@ -289,6 +289,26 @@ def test_model_folder_without_weights(fine: MakePPO) -> None:
     assert check_config(config) == []
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "(0 bytes) has no header of safetensors"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "has no header of safetensors"),
+        (b"\x02" + bytes(7) + b"[]", "has no header of safetensors"),
+        (b"\x1f" + bytes(7) + b'{"a": {"data_offsets": [0, 4]}}' + bytes(3), "has 42 of 43 bytes"),
+        (b"\x1f" + bytes(7) + b'{"a": {"data_offsets": [0, 4]}}' + bytes(4), None),
+    ],
+)
+def test_damaged_weights_are_named(fine: MakePPO, content: bytes, words: str | None) -> None:
+    config = fine()
+    file = Path(config.actor_rollout_ref.model.path or "") / "model.safetensors"
+    file.write_bytes(content)
+    problems = check_config(config)
+    assert len(problems) == (0 if words is None else 1)
+    assert words is None or f"actor_rollout_ref.model.path: {file} " in problems[0]
+    assert words is None or words in problems[0]
+
+
 def test_what_is_no_checkpoint_is_told(fine: MakePPO, tmp_path: Path) -> None:
     def problems(folder: Path) -> list[str]:
         return check_config(fine("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}"))
