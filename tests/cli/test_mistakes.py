@@ -83,6 +83,20 @@ def test_a_wrong_key_in_a_recipe_is_still_a_wrong_key(tmp_path: Path) -> None:
             load_config(recipe, [], root) if root else load_config(recipe)
 
 
+@pytest.mark.parametrize("task", ["sort", "calculator"])
+def test_a_demo_loads_its_config_before_it_warms_up(
+    fails: Run, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshrl.trainer import calculator, demo
+
+    for module in (demo, calculator):
+        monkeypatch.setattr(module, "sft", lambda *_: pytest.fail("the warm-up has begun"))
+    assert fails("demo", "--task", task, "--out", str(tmp_path), "trainer.sed=3") == (
+        2,
+        "meshrl: unknown key trainer.sed: did you mean trainer.seed? (command line)\n",
+    )
+
+
 def test_a_reference_that_leads_nowhere_has_its_source() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.experiment_name: .*'nokey' not found \(command line\)"):
         load_config("grpo", ["trainer.experiment_name=${nokey}"])
