@@ -111,6 +111,7 @@ def test_a_job_of_which_every_row_failed_fails(tiny_model_folder, tmp_path, caps
     prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": [999]}, {"prompt": [999]}])
     assert main(["generate", str(tiny_model_folder), "--prompts", str(prompts), "--out", f"{tmp_path}/out.jsonl"]) == 1
     assert "2 failed" in (said := capsys.readouterr().err)
+    assert "\r" not in said  # no bar of transformers' own
     assert "; first error (2 of 2): " in said
     assert all("999" in row["error"] for row in read_rows(tmp_path / "out.jsonl"))
 
@@ -260,6 +261,7 @@ def test_results_of_another_job_are_not_mixed_in(tiny_model_folder, tmp_path, qu
         ),
         ([{"prompt": "1", "a": {}}], {"out": "out.parquet"}, "do not fit into a parquet table"),
         ([{"prompt": "1", "a": 2**70}], {"out": "out.parquet"}, "do not fit into a parquet table"),
+        ([{"prompt": "1"}], {"out": "in.jsonl", "restart": True}, "is the file of the prompts"),
         ([{"prompt": "1"}], {"seed": -1}, "seed"),
     ],
 )
