@@ -69,9 +69,7 @@ def rl_run(
     return train(loaded.config, loaded.sources, console)
 
 
-def rl_config(
-    out: Path, model: Path, files: dict[str, str], seed: int, overrides: Sequence[str]
-) -> Loaded[PPOConfig]:
+def rl_config(out: Path, model: Path, files: dict[str, str], seed: int, overrides: Sequence[str]) -> Loaded[PPOConfig]:
     """The config of the RL part."""
     settings = [
         f"data.train_files=[{files['prompts']}]",
