@@ -275,10 +275,11 @@ def _config(arguments: argparse.Namespace) -> None:
 def _serve(arguments: argparse.Namespace) -> int | None:
     from meshrl.rollout.command_line import engine_options, server_settings
     from meshrl.rollout.opened import open_rollout
-    from meshrl.rollout.server.run import serve
+    from meshrl.rollout.server.run import check_address, serve
 
     try:
         settings = server_settings(arguments)
+        check_address(arguments.host, arguments.port)
         opened = open_rollout(arguments.model, engine_options(arguments))
         serve(opened, settings, arguments.host, arguments.port, _say)
     except (OSError, ValueError, ImportError) as error:

@@ -7,21 +7,18 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from pathlib import Path
 from typing import Any
-
-import yaml
 
 from meshrl.agents.calling import beside, call
 from meshrl.agents.messages import Sample, ToolAnswer, ToolCall
 from meshrl.agents.schema import argument_problem
 from meshrl.agents.tools import FunctionTool, Tool, as_result
 from meshrl.config.functions import load_function
+from meshrl.config.multi_turn import read_tool_config
 from meshrl.config.rollout import MultiTurnConfig
 
 logger = logging.getLogger(__name__)
 GAP = "..."
-ENTRY_KEYS = ("path", "class_name", "config", "name", "timeout")
 
 
 class ToolBox:
@@ -155,27 +152,6 @@ def load_tools(paths: Sequence[str], config_path: str | None = None) -> list[Too
 def tool_schemas(config: MultiTurnConfig) -> list[dict[str, Any]]:
     """What prompts must show the model: the schemas of all tools of a run, none where multi-turn is off."""
     return [tool.schema() for tool in load_tools(config.tools, config.tool_config_path)] if config.enable else []
-
-
-def read_tool_config(path: str) -> list[Mapping[str, Any]]:
-    """The entries of a tool file: `tools:`, a list of import paths or of mappings with `path` and what goes with it."""
-    try:
-        read = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"cannot read the tool file {path}: {' '.join(str(error).split())}") from error
-    listed = read.get("tools") if isinstance(read, Mapping) else None
-    if not isinstance(listed, list) or not listed:
-        raise ValueError(f"the tool file {path} needs a list under 'tools'")
-    entries: list[Mapping[str, Any]] = []
-    for entry in listed:
-        entry = {"path": entry} if isinstance(entry, str) else entry
-        unknown = sorted(set(entry) - set(ENTRY_KEYS)) if isinstance(entry, Mapping) else [repr(entry)]
-        if unknown:
-            raise ValueError(f"the tool file {path}: unknown key {unknown[0]}; a tool has {', '.join(ENTRY_KEYS)}")
-        if ("path" in entry) == ("class_name" in entry):
-            raise ValueError(f"the tool file {path}: each tool needs a 'path' such as my_tools.py:search")
-        entries.append(entry)
-    return entries
 
 
 def load_tool(entry: Mapping[str, Any]) -> Tool:

@@ -18,6 +18,8 @@ def checkpoint_problems(config: PPOConfig | SFTConfig) -> list[str]:
             problems.append("trainer.resume_mode=resume_path needs trainer.resume_from_path")
         elif not Path(trainer.resume_from_path).is_dir():
             problems.append(f"trainer.resume_from_path: there is no folder {trainer.resume_from_path}")
+        elif problem := _no_checkpoint_problem(Path(trainer.resume_from_path)):
+            problems.append(f"trainer.resume_from_path={trainer.resume_from_path} {problem}")
     elif trainer.resume_from_path is not None:
         problems.append(
             f"trainer.resume_from_path has no effect with trainer.resume_mode={trainer.resume_mode}: set resume_path"
@@ -37,6 +39,23 @@ def checkpoint_problems(config: PPOConfig | SFTConfig) -> list[str]:
         if "model" not in contents:
             problems.append(f"{role}.save_contents={contents} must hold model: nothing could go on from it")
     return problems
+
+
+def _no_checkpoint_problem(path: Path) -> str | None:
+    """What a folder is instead of a checkpoint, and what to name; None where it may be one."""
+    if (path / "manifest.json").is_file():
+        return None
+    for folder in (path / "checkpoints", path):
+        steps = [int(step.name[12:]) for step in folder.glob("global_step_*") if step.name[12:].isdecimal()]
+        if steps:
+            what = "is the folder of a run" if folder != path else "holds checkpoints"
+            return f"{what}, not one checkpoint: name {folder}/global_step_{max(steps)}"
+    instead = "name RUN/checkpoints/global_step_N"
+    if (path / "config.yaml").is_file():
+        return f"is the folder of a run that has no checkpoints (trainer.save_freq writes them): {instead} of another"
+    if (path / "config.json").is_file():
+        return f"is a Hugging Face model, not a checkpoint: {instead}, or begin with it (its key is model.path)"
+    return None
 
 
 def _roles(config: PPOConfig) -> list[str]:

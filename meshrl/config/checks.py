@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from meshrl.config.algorithm import GROUP_ESTIMATORS
@@ -135,7 +136,7 @@ def _reference_file_problems(config: PPOConfig) -> list[str]:
     path, actor = config.actor_rollout_ref.ref.model.path, config.actor_rollout_ref.actor
     if path is None:
         return []
-    model = _read_by_ids(replace(config.actor_rollout_ref.model, path=path), config)
+    model = _read_by_ids(replace(config.actor_rollout_ref.model, path=path, random_init=False), config)
     longest = config.data.max_prompt_length + config.data.max_response_length
     words = "data.max_prompt_length + max_response_length"
     return _model_problems(model, "actor_rollout_ref.ref.model", actor, ACTOR, longest, words)
@@ -476,6 +477,8 @@ def _file_problems(config: PPOConfig | SFTConfig) -> list[str]:
         problems.append(f"trainer.test_freq={config.trainer.test_freq} needs data.val_files")
     if isinstance(config, PPOConfig) and config.trainer.val_only and not config.data.val_files:
         problems.append("trainer.val_only=true needs data.val_files")
+    if Path(config.trainer.run_dir).is_file():
+        problems.append(f"trainer.default_local_dir={config.trainer.run_dir} is a file: name a folder")
     return problems + data_file_problems(config)
 
 

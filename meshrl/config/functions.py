@@ -2,9 +2,10 @@
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +24,23 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"{name!r} in {path} is a {type(function).__name__}, not a function")
     return function
+
+
+def argument_problem(function: Callable[..., Any], kwargs: Mapping[str, Any], label: str) -> str | None:
+    """Keyword arguments that a reward function does not take, or that it needs and is not given."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some callables have no signature
+        return None
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    options = [name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    if unknown := sorted(set(kwargs) - set(parameters)):
+        return (
+            f"reward function '{label}' takes no argument {', '.join(unknown)}: it has {', '.join(options) or 'none'}"
+        )
+    missing = [name for name in options if parameters[name].default is inspect.Parameter.empty and name not in kwargs]
+    return f"reward function '{label}' needs {', '.join(missing)}: give it in its kwargs" if missing else None
 
 
 def _import(path: str) -> ModuleType:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from meshrl.config.model import ModelConfig
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json")
+LONGEST_HEADER = 100_000_000  # safetensors' own limit
 
 
 def folder_problems(model: ModelConfig, prefix: str) -> list[str]:
-    """Whether the model's folder has a config and a tokenizer."""
+    """Whether the model's folder has a config, weights and a tokenizer."""
     if not model.path:
         return [f"set {prefix}.path to the folder of a Hugging Face model"]
     folder = Path(model.path)
@@ -28,6 +31,10 @@ def folder_problems(model: ModelConfig, prefix: str) -> list[str]:
     problems = []
     if not (folder / "config.json").is_file():
         problems.append(f"{prefix}.path={model.path} has no config.json")
+    if not model.random_init and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+        problems.append(f"{prefix}.path={model.path} has no weights (none of {', '.join(WEIGHT_FILES)})")
+    if not model.random_init:
+        problems += [f"{prefix}.path: {problem}" for problem in tensor_file_problems(folder)]
     tokenizer, name = (Path(model.tokenizer_path), "tokenizer_path") if model.tokenizer_path else (folder, "path")
     if not any((tokenizer / file).is_file() for file in TOKENIZER_FILES):
         problems.append(f"{prefix}.{name}={tokenizer} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
@@ -36,15 +43,48 @@ def folder_problems(model: ModelConfig, prefix: str) -> list[str]:
     return problems
 
 
+def read_json(file: Path) -> Any:
+    """What a JSON file holds; a `ValueError` that names it if it is none."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+
+
+def tensor_file_problems(folder: Path) -> list[str]:
+    """The safetensors files of a folder that are not whole, by their headers: the tensors are not read."""
+    return [problem for file in sorted(folder.glob("*.safetensors")) if (problem := _tensor_file_problem(file))]
+
+
+def _tensor_file_problem(file: Path) -> str | None:
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(min(length, LONGEST_HEADER)))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    except (struct.error, ValueError, TypeError, LookupError, AttributeError):
+        return f"{file} ({size} bytes) has no header of safetensors: it is truncated or damaged"
+    wanted = 8 + length + max(ends, default=0)
+    return None if size == wanted else f"{file} has {size} of {wanted} bytes: it is truncated or damaged"
+
+
+def damage_of(folder: Path) -> str | None:
+    """The first file of a model's folder that cannot be read, in words."""
+    for file in sorted(folder.glob("*.json")):
+        try:
+            read_json(file)
+        except ValueError as error:
+            return str(error)
+    return next(iter(tensor_file_problems(folder)), None)
+
+
 def read_model_config(model: ModelConfig) -> dict[str, Any]:
     """config.json with `override_config` applied; empty if there is none. A `ValueError` if it cannot be read."""
     file = Path(model.path or "") / "config.json"
     if not model.path or not file.is_file():
         return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    values = read_json(file)
     if not isinstance(values, dict):
         raise ValueError(f"{file} must hold a JSON object")
     return {**values, **values.get("text_config", {}), **model.override_config}

@@ -1,12 +1,18 @@
 """Checks of `actor_rollout_ref.rollout.multi_turn.*`."""
 
+import inspect
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from meshrl.config.functions import load_function
 from meshrl.config.root import PPOConfig
 from meshrl.config.tree import changed_keys
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+ENTRY_KEYS = ("path", "class_name", "config", "name", "timeout")
 
 
 def multi_turn_problems(config: PPOConfig) -> list[str]:
@@ -29,7 +35,7 @@ def multi_turn_problems(config: PPOConfig) -> list[str]:
 
 
 def multi_turn_file_problems(config: PPOConfig) -> list[str]:
-    """Tools and environments that cannot be imported."""
+    """Tools and environments that cannot be imported, and tools of which the model could not be told."""
     turns = config.actor_rollout_ref.rollout.multi_turn
     if not turns.enable:
         return []
@@ -37,14 +43,54 @@ def multi_turn_file_problems(config: PPOConfig) -> list[str]:
     paths = [("tools", path) for path in turns.tools]
     if turns.environment is not None:
         paths.append(("environment", turns.environment))
+    if turns.tool_config_path is not None:
+        try:
+            entries = read_tool_config(turns.tool_config_path)
+            paths += [("tool_config_path", str(entry.get("path") or entry["class_name"])) for entry in entries]
+        except ValueError as error:
+            problems.append(f"{MULTI_TURN}.tool_config_path: {error}")
     for name, path in paths:
         module, colon, attribute = path.rpartition(":")
         if not colon:
             module, _, attribute = path.rpartition(".")
         try:
-            load_function(module, attribute)
+            found = load_function(module, attribute)
         except ValueError as error:
             problems.append(f"{MULTI_TURN}.{name}: {error}")
-    if turns.tool_config_path is not None and not Path(turns.tool_config_path).is_file():
-        problems.append(f"{MULTI_TURN}.tool_config_path: there is no file {turns.tool_config_path}")
+            continue
+        if name != "environment" and (bare := _without_hint(found)):
+            problems.append(
+                f"{MULTI_TURN}.{name}: parameter '{bare}' of tool '{attribute}' has no type hint: the model must be "
+                "told what to give"
+            )
     return problems
+
+
+def _without_hint(found: Any) -> str | None:
+    """The first parameter of a plain function that has no type hint; a decorated one has been asked for them."""
+    if not inspect.isfunction(found):
+        return None
+    return next((name for name in inspect.signature(found).parameters if name not in found.__annotations__), None)
+
+
+def read_tool_config(path: str) -> list[Mapping[str, Any]]:
+    """The entries of a tool file: `tools:`, a list of import paths or of mappings with `path` and what goes with it."""
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path}")
+    try:
+        read = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"cannot read the tool file {path}: {' '.join(str(error).split())}") from error
+    listed = read.get("tools") if isinstance(read, Mapping) else None
+    if not isinstance(listed, list) or not listed:
+        raise ValueError(f"the tool file {path} needs a list under 'tools'")
+    entries: list[Mapping[str, Any]] = []
+    for entry in listed:
+        entry = {"path": entry} if isinstance(entry, str) else entry
+        unknown = sorted(set(entry) - set(ENTRY_KEYS)) if isinstance(entry, Mapping) else [repr(entry)]
+        if unknown:
+            raise ValueError(f"the tool file {path}: unknown key {unknown[0]}; a tool has {', '.join(ENTRY_KEYS)}")
+        if ("path" in entry) == ("class_name" in entry):
+            raise ValueError(f"the tool file {path}: each tool needs a 'path' such as my_tools.py:search")
+        entries.append(entry)
+    return entries

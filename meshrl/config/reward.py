@@ -6,17 +6,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshrl.config.functions import load_function
+from meshrl.config.functions import argument_problem, load_function
 from meshrl.config.key import key, section
 from meshrl.config.rollout import ROLLOUTS
-
-BUILT_IN_REWARDS = ("exact_match", "sort_digits", "coin_toss", "format_match", "math_verify", "code", "judge")
-
 
 # Arguments of a judge that only make sense behind a URL, or stand in reward.judge.
 JUDGE_URL_OPTIONS = (
     "url", "model", "max_tokens", "temperature", "timeout", "retries", "backoff", "concurrency", "api_key_env",
 )  # fmt: skip
+# The arguments of built-in functions, by name, and those of them that must be given (a judge's: see judge_problems).
+REWARD_OPTIONS: dict[str, tuple[str, ...]] = {
+    "exact_match": ("extract", "ignore_case"),
+    "sort_digits": (),
+    "coin_toss": (),
+    "format_match": ("pattern", "whole"),
+    "math_verify": ("timeout",),
+    "code": ("partial", "interpreter", "strict", "limits"),
+    "judge": (*JUDGE_URL_OPTIONS, "template", "pattern", "low", "high"),
+}
+NEEDED_OPTIONS = {"format_match": ("pattern",)}
+BUILT_IN_REWARDS = tuple(REWARD_OPTIONS)
 
 
 @dataclass
@@ -97,6 +106,7 @@ def reward_problems(
     if custom.reward_kwargs and not custom.path:
         problems.append("custom_reward_function.reward_kwargs has no effect without custom_reward_function.path")
     problems += [problem for label, entry in reward.functions.items() if (problem := entry_problem(str(label), entry))]
+    problems += option_problems(reward)
     problems += judge_problems(reward, manager)
     buffer = manager.overlong_buffer
     if manager.name != "dapo" and buffer != OverlongBufferConfig():
@@ -112,6 +122,27 @@ def reward_problems(
         problems.append(
             f"reward_manager.num_processes has no effect with reward_manager.name={manager.name}: use prime"
         )
+    return problems
+
+
+def option_problems(reward: RewardConfig) -> list[str]:
+    """Arguments that a built-in function does not take, or that it needs and is not given."""
+    asked = [("reward.kwargs", reward.name, reward.kwargs)] if reward.name else []
+    for label, entry in reward.functions.items():
+        fields = entry if isinstance(entry, dict) else {}
+        kwargs = fields.get("kwargs") or {}
+        if not fields.get("path") and isinstance(kwargs, dict):
+            asked.append((f"reward.functions.{label}.kwargs", fields.get("name") or str(label), kwargs))
+    problems = []
+    for where, name, kwargs in asked:
+        options = REWARD_OPTIONS.get(name)
+        if options is None:
+            continue
+        if unknown := sorted(set(kwargs) - set(options)):
+            has = ", ".join(options) or "none"
+            problems.append(f"{where}: reward function '{name}' takes no argument {', '.join(unknown)}: it has {has}")
+        if missing := [option for option in NEEDED_OPTIONS.get(name, ()) if option not in kwargs]:
+            problems.append(f"{where}: reward function '{name}' needs {', '.join(missing)}: set {where}.{missing[0]}")
     return problems
 
 
@@ -146,19 +177,22 @@ def judge_problems(reward: RewardConfig, manager: RewardManagerConfig) -> list[s
 def reward_file_problems(reward: RewardConfig, custom: CustomRewardFunctionConfig) -> list[str]:
     """Functions that are not there, or whose packages are not."""
     named = {reward.name} if reward.name else set()
-    files = {"custom_reward_function": (custom.path, custom.name)} if custom.path else {}
+    files: dict[str, tuple[str, str, Any]] = {}
+    if custom.path:
+        files["custom_reward_function"] = (custom.path, custom.name, custom.reward_kwargs)
     for label, entry in reward.functions.items():
         entry = entry if isinstance(entry, dict) else {}
         if entry.get("path"):
-            files[f"reward.functions.{label}"] = (entry["path"], entry.get("name") or label)
+            files[f"reward.functions.{label}"] = (entry["path"], entry.get("name") or label, entry.get("kwargs"))
         else:
             named.add(entry.get("name") or label)
     problems = [] if named or files else ["set reward.name, reward.functions or custom_reward_function.path"]
-    for where, (path, name) in files.items():
+    for where, (path, name, kwargs) in files.items():
         try:
-            load_function(path, name)
+            problem = argument_problem(load_function(path, name), kwargs if isinstance(kwargs, dict) else {}, name)
         except ValueError as error:
-            problems.append(f"{where}: {error}")
+            problem = str(error)
+        problems += [f"{where}: {problem}"] if problem else []
     if reward.judge.path is not None and not Path(reward.judge.path).is_dir():
         problems.append(f"reward.judge.path: there is no folder {reward.judge.path}")
     for name, package, extra in (("math_verify", "math_verify", "meshrl[math]"), ("judge", "httpx", "httpx")):

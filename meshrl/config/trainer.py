@@ -24,7 +24,7 @@ class RunConfig:
     n_gpus_per_node: int = key(8, "Worker processes per machine, one per GPU if there are GPUs.", low=1)
     backend: str = key("local", "How workers are started.", choices=("local", "ray"))
     device: str = key("auto", "Where workers compute; auto: cuda if there is one.", choices=("auto", "cpu", "cuda"))
-    seed: int = key(1, "Seed of everything random.", low=0)
+    seed: int = key(1, "Seed of everything random.", low=0, high=2**63 - 1)
     total_epochs: int = key(30, "Passes over the training data.", low=1)
     total_training_steps: int | None = key(None, "Steps of the run; null: as total_epochs gives.", low=1)
     test_freq: int = key(-1, "Validate every so many steps; -1: never.", low=-1)

@@ -360,7 +360,10 @@ class DataProto:
     def load_from_disk(filepath: str | os.PathLike[str]) -> "DataProto":
         """Read what `save_to_disk` wrote; it is a pickle, so only from a source you trust."""
         with Path(filepath).open("rb") as file:
-            loaded = pickle.load(file)
+            try:
+                loaded = pickle.load(file)
+            except (pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, ImportError) as error:
+                raise ValueError(f"{filepath} is no whole file of DataProto.save_to_disk: {error}") from error
         if not isinstance(loaded, DataProto):
             raise ValueError(f"{filepath} holds a {type(loaded).__name__}, not a DataProto")
         return loaded

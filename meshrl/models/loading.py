@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, read_json
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.empty import without_memory
 
@@ -41,6 +43,17 @@ def torch_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+@contextmanager
+def naming_what_is_damaged(folder: str | Path) -> Iterator[None]:
+    """Libraries say what is wrong with a file, not with which: a `ValueError` names the one that cannot be read."""
+    try:
+        yield
+    except Exception as error:
+        if (problem := damage_of(Path(folder))) is None:
+            raise
+        raise ValueError(problem) from error
+
+
 def load_model_config(
     path: str | Path, override: dict[str, Any] | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
@@ -48,7 +61,8 @@ def load_model_config(
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"no model at '{path}': expected a folder with config.json")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    with naming_what_is_damaged(folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     for name, value in (override or {}).items():
         if not hasattr(config, name):
             raise ValueError(f"model.override_config.{name}: {type(config).__name__} has no field '{name}'")
@@ -69,14 +83,15 @@ def load_model(
 
     A value head that the folder does not have starts at zero: so do the values.
     """
-    loaded: Any = _auto_class(head).from_pretrained(
-        path,
-        config=_config_for(head, path, override, trust_remote_code),
-        dtype=dtype,
-        attn_implementation=attention,
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-    )
+    with naming_what_is_damaged(path):
+        loaded: Any = _auto_class(head).from_pretrained(
+            path,
+            config=_config_for(head, path, override, trust_remote_code),
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
     model, info = loaded
     new_head = [name for name in info["missing_keys"] if is_value_head(name)]
     missing = sorted(set(info["missing_keys"]) - set(new_head))
@@ -159,7 +174,10 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokeniz
     """Loads a tokenizer and makes sure that it has a padding and an end token."""
     if not Path(path).is_dir():
         raise FileNotFoundError(f"no tokenizer at '{path}': expected a folder with tokenizer files")
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if not any((Path(path) / file).is_file() for file in TOKENIZER_FILES):
+        raise FileNotFoundError(f"'{path}' has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
+    with naming_what_is_damaged(path):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer at '{path}' has no eos_token: RL needs one to know where an answer ends")
     if tokenizer.pad_token_id is None:
@@ -172,6 +190,6 @@ def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> list[int]:
     stops = {int(tokenizer.eos_token_id)}
     generation = Path(path) / "generation_config.json"
     if generation.is_file():
-        eos = json.loads(generation.read_text()).get("eos_token_id")
+        eos = read_json(generation).get("eos_token_id")
         stops.update(eos if isinstance(eos, list) else [eos] if eos is not None else [])
     return sorted(stops)

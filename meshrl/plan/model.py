@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
 
 from meshrl.config.model import ModelConfig
+from meshrl.config.model_folder import read_json
 from meshrl.engines.megatron.weight_map import hf_tensors, is_sparse_layer
 from meshrl.models.lora import add_adapters
 from meshrl.models.sizes import expert_count, head_dim
@@ -163,11 +163,11 @@ def find_model(
     if config_file is not None:
         if not Path(config_file).is_file():
             raise ValueError(f"--model-config: there is no file {config_file}")
-        fields = json.loads(Path(config_file).read_text(encoding="utf-8"))
+        fields = read_json(Path(config_file))
         return PlannedModel(_config(fields, override, config_file), config_file, lora)
     file = Path(model.path or "") / "config.json"
     if model.path and file.is_file():
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        fields = read_json(file)
         return PlannedModel(_config(fields, override, str(file)), str(file), lora)
     if not model.path:
         raise ValueError(f"the recipe names no model: set {key}, or give --model-config FILE")
@@ -188,7 +188,7 @@ def known_name(path: str) -> str | None:
 
 
 def _config(fields: dict[str, Any], override: dict[str, Any], source: str) -> PretrainedConfig:
-    if "model_type" not in fields:
+    if not isinstance(fields, dict) or "model_type" not in fields:
         raise ValueError(f"{source} has no model_type: give a Hugging Face config.json")
     config = AutoConfig.for_model(**fields)
     for name, value in override.items():

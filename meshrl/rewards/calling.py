@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshrl.config.functions import load_function
+from meshrl.config.functions import argument_problem, load_function
 from meshrl.rewards.functions import BUILT_IN
 
 RewardFunction = Callable[..., Any]
@@ -79,21 +79,8 @@ class RewardFunctionSpec:
 
 def check_arguments(function: RewardFunction, kwargs: Mapping[str, Any], label: str) -> None:
     """Refuses keyword arguments that a function does not take, and finds those it needs and is not given."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # some callables have no signature
-        return
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    options = [name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    unknown = sorted(set(kwargs) - set(parameters))
-    if unknown:
-        raise ValueError(
-            f"reward function '{label}' takes no argument {', '.join(unknown)}: it has {', '.join(options) or 'none'}"
-        )
-    missing = [name for name in options if parameters[name].default is inspect.Parameter.empty and name not in kwargs]
-    if missing:
-        raise ValueError(f"reward function '{label}' needs {', '.join(missing)}: give it in its kwargs")
+    if problem := argument_problem(function, kwargs, label):
+        raise ValueError(problem)
 
 
 def is_batch_function(function: RewardFunction) -> bool:

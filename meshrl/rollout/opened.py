@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import logging as transformers_logging
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import READERS, ROLLOUTS, EngineKwargs, RolloutConfig
@@ -58,6 +59,7 @@ class Opened:
 
 def open_rollout(path: str | Path, options: EngineOptions) -> Opened:
     """Loads the folder at `path` into an engine; raises ValueError or OSError for what the caller got wrong."""
+    transformers_logging.disable_progress_bar()
     device = check_options(options)
     config = load_model_config(path, trust_remote_code=options.trust_remote_code)
     text = config.get_text_config()

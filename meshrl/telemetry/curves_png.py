@@ -40,11 +40,19 @@ def curves_figure(panels: list[Panel], title: str) -> Any:
     FigureCanvasAgg(figure)
     figure.suptitle(_safe(title), y=1 - 0.15 / height, va="top", fontsize=15, fontweight="bold", color=_INK)
     grid = figure.subplots(rows, columns, squeeze=False, gridspec_kw=_margins(columns, rows))
+    steps = [step for panel in panels for curve in panel.series for step in curve.steps]
     for axes, panel in zip(grid.flat, panels, strict=False):
         _draw(axes, panel)
+        axes.set_xlim(*_with_margin(min(steps), max(steps)))
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_axis_off()
     return figure
+
+
+def _with_margin(first: float, last: float) -> tuple[float, float]:
+    """The range of all panels, so that what happened at once stands at one place."""
+    room = 0.02 * (last - first) or 0.5
+    return first - room, last + room
 
 
 def _margins(columns: int, rows: int) -> dict[str, float]:
@@ -71,6 +79,8 @@ def _draw(axes: Any, panel: Panel) -> None:
             _draw_curve(axes, curve)
         if panel.log_scale:
             axes.set_yscale("log")
+        elif not any(value for curve in panel.series for value in curve.values):
+            axes.set_ylim(0, 1)
         elif starts_at_zero(value for curve in panel.series for value in curve.values):
             axes.set_ylim(bottom=0)
     if not panel.log_scale:
@@ -82,7 +92,6 @@ def _draw(axes: Any, panel: Panel) -> None:
     axes.set_axisbelow(True)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.tick_params(which="both", colors=_MUTED, labelsize=8.5, length=0)
-    axes.margins(x=0.02)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color("#c4cad3")

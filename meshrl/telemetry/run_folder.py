@@ -6,10 +6,12 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
+
+import yaml
 
 from meshrl.config import quick_yaml
 
@@ -55,17 +57,12 @@ class RunFiles:
         return _read_lines(self.distributions)
 
     def read_config(self) -> dict[str, Any]:
-        """The resolved config, empty where none was written."""
-        if not self.config.exists():
-            return {}
-        loaded = quick_yaml.parsed(self.config.read_text(encoding="utf-8"))
-        return loaded if isinstance(loaded, dict) else {}
+        """The resolved config, empty where none was written or it cannot be read."""
+        return _mapping_in(self.config, quick_yaml.parsed)
 
     def read_config_sources(self) -> dict[str, str]:
         """Where each dotted config key got its value ("default", a recipe, ...), empty where it is not known."""
-        if not self.config_sources.exists():
-            return {}
-        return dict(json.loads(self.config_sources.read_text(encoding="utf-8")))
+        return _mapping_in(self.config_sources, json.loads)
 
 
 class RunFolder(RunFiles):
@@ -239,6 +236,18 @@ def _append_line(file: Path, record: Mapping[str, Any]) -> None:
     data = line.encode("utf-8", errors="backslashreplace")
     with open(file, "ab") as stream:
         stream.write(data)
+
+
+def _mapping_in(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """What a file holds; one that cannot be read is named and left out."""
+    if not file.exists():
+        return {}
+    try:
+        read = parse(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        logger.warning("%s cannot be read, it is left out: %s", file, " ".join(str(error).split()))
+        return {}
+    return read if isinstance(read, dict) else {}
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:

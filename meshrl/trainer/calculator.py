@@ -13,7 +13,7 @@ from rich.table import Table
 
 from meshrl.agents.calculator_task import DEMONSTRATIONS, TOOL_SHARE, make_calculator_model, write_calculator_data
 from meshrl.config.checks import ensure_runnable
-from meshrl.config.load import load_config
+from meshrl.config.load import Loaded, load_config
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.telemetry.run_folder import RunFiles
@@ -37,6 +37,8 @@ def main(
     )
     make_calculator_model(out / "assets" / "model", seed)
     files = write_calculator_data(out / "assets", seed)
+    # A mistake is told before the warm-up has trained.
+    ensure_runnable(rl_config(out, out / "sft" / "model", files, seed, overrides).config, check_files=False)
     console.print("[bold]2. Supervised warm-up[/] on the demonstrations")
     warm = warm_up(out, files, seed, console)
     console.print("[bold]3. RL[/] with GRPO: right answers are rewarded, calls are not")
@@ -62,6 +64,13 @@ def rl_run(
     out: Path, model: Path, files: dict[str, str], seed: int, overrides: Sequence[str], console: Console
 ) -> Path:
     """The RL part, with the user's own overrides on top of the recipe."""
+    loaded = rl_config(out, model, files, seed, overrides)
+    ensure_runnable(loaded.config)
+    return train(loaded.config, loaded.sources, console)
+
+
+def rl_config(out: Path, model: Path, files: dict[str, str], seed: int, overrides: Sequence[str]) -> Loaded[PPOConfig]:
+    """The config of the RL part."""
     settings = [
         f"data.train_files=[{files['prompts']}]",
         f"data.val_files=[{files['held_out']}]",
@@ -70,9 +79,7 @@ def rl_run(
         f"trainer.default_local_dir={out / 'grpo'}",
         *overrides,
     ]
-    loaded = load_config("calculator", settings, PPOConfig)
-    ensure_runnable(loaded.config)
-    return train(loaded.config, loaded.sources, console)
+    return load_config("calculator", settings, PPOConfig)
 
 
 def show_results(folder: Path, console: Console) -> None:

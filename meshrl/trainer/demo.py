@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrl.config.checks import ensure_runnable
-from meshrl.config.load import load_config
+from meshrl.config.load import Loaded, load_config
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.data.files import write_tables
@@ -46,11 +46,14 @@ def main(
     console.print(f"[bold]1. Making[/] a 0.4 M parameter model, {DEMONSTRATIONS} demonstrations, {PROMPTS:,} prompts")
     make_tiny_model(out / "assets" / "model", ALPHABET, seed)
     files = write_data(out / "assets", seed)
+    loaded = rl_config(out, out / "sft" / "model", files, seed, control, algorithm, overrides)
+    ensure_runnable(loaded.config, check_files=False)  # a mistake is told before the warm-up has trained
     console.print("[bold]2. Supervised warm-up[/] on the demonstrations")
-    warm = sft_run(out, files, seed, console)
+    sft_run(out, files, seed, console)
     rewards = "coin-toss rewards (control)" if control else "a checker's rewards"
     console.print(f"[bold]3. RL[/] with {algorithm.upper()}: {rewards}")
-    folder = rl_run(out, warm, files, seed, control, algorithm, overrides, console)
+    ensure_runnable(loaded.config)
+    folder = train(loaded.config, loaded.sources, console)
     show_results(folder, console)
     return folder
 
@@ -100,7 +103,7 @@ def sft_run(out: Path, files: dict[str, str], seed: int, console: Console) -> Pa
     return sft(loaded.config, loaded.sources, console) / "model"
 
 
-def rl_run(
+def rl_config(
     out: Path,
     model: Path,
     files: dict[str, str],
@@ -108,10 +111,9 @@ def rl_run(
     control: bool,
     algorithm: str,
     overrides: Sequence[str],
-    console: Console,
-) -> Path:
+) -> Loaded[PPOConfig]:
     """The RL part, with the user's own overrides on top of the recipe."""
-    loaded = load_config(
+    return load_config(
         f"demo_{algorithm}",
         [
             f"data.train_files=[{files['prompts']}]",
@@ -124,8 +126,6 @@ def rl_run(
         ],
         PPOConfig,
     )
-    ensure_runnable(loaded.config)
-    return train(loaded.config, loaded.sources, console)
 
 
 def show_results(folder: Path, console: Console) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from meshrl.config.errors import ConfigError
+from meshrl.config.errors import ConfigError, told_without_traceback
 from meshrl.config.root import PPOConfig
 from meshrl.data.proto import DataProto
 from meshrl.rewards.manager import scored_rows
@@ -19,6 +19,7 @@ from meshrl.trainer.batches import batch_files, load_batch
 from meshrl.trainer.ppo import PPOTrainer
 from meshrl.trainer.run import train
 
+BATCHES = "RUN/batches/step_N.dataproto"
 SCORE_DIFFERENCE = "replay/score_difference"
 
 
@@ -113,6 +114,8 @@ def train_only(
     files = list(batch_files(path).values()) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
         raise ConfigError([f"--train-only: there are no batches at {path}; trainer.keep_batches_megabytes keeps some"])
+    with told_without_traceback(f"--train-only needs a batch that a run has kept ({BATCHES})"):
+        load_batch(files[0])
 
     def make_loop(*parts: Any) -> TrainOnly:
         loop = TrainOnly(*parts)

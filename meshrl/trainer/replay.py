@@ -18,7 +18,7 @@ from meshrl.config.root import PPOConfig
 from meshrl.data.proto import DataProto
 from meshrl.models.loading import load_tokenizer
 from meshrl.telemetry.run_folder import RunFiles
-from meshrl.trainer.batches import batch_files
+from meshrl.trainer.batches import batch_files, load_batch
 from meshrl.trainer.checkpoint import FOLDER, Found, open_checkpoint, problems_of, step_folders
 from meshrl.trainer.halves import SCORE_DIFFERENCE, TrainOnly
 from meshrl.trainer.run import train
@@ -50,8 +50,13 @@ def replay(run_dir: str | Path, step: int, token: tuple[int, int] | None = None,
     if not Path(run_dir).is_dir():
         raise ValueError(f"there is no run folder {run_dir}")
     run = RunFiles(run_dir)
+    if step < 1:
+        steps = [int(row["step"]) for row in run.read_metrics() if "actor/lr" in row]
+        raise ValueError(f"there is no step {step}: they count from 1, and {run_dir} has {max(steps, default=0)}")
     recorded = next((row for row in run.read_metrics() if row["step"] == step and "actor/lr" in row), None)
     start, files = starting_point(run, step)
+    if token is not None:
+        _check_token(load_batch(files[-1])[0], token)
     with tempfile.TemporaryDirectory(prefix="meshrl-replay-") as folder:
         config = replay_config(run, start, folder, words)
         loops: list[TrainOnly] = []
@@ -68,6 +73,15 @@ def replay(run_dir: str | Path, step: int, token: tuple[int, int] | None = None,
     numbers = {name: (recorded[name], metrics[name]) for name in names} if recorded else {}
     numbers[SCORE_DIFFERENCE] = (0.0, metrics[SCORE_DIFFERENCE])
     return Replayed(step, numbers, loops[0].last, metrics, config)
+
+
+def _check_token(batch: DataProto, token: tuple[int, int]) -> None:
+    samples, tokens = batch.batch["response_mask"].shape
+    if token[0] >= samples or token[1] >= tokens:
+        raise ValueError(
+            f"--token {token[0]},{token[1]} is not in the batch: it has samples 0 to {samples - 1} with tokens 0 to "
+            f"{tokens - 1}"
+        )
 
 
 def starting_point(run: RunFiles, step: int) -> tuple[Found | None, list[Path]]:

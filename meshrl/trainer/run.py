@@ -117,7 +117,8 @@ def train_once(
     """One attempt at a run; goes on with what an attempt before has left in the run's folder."""
     model, trainer = config.actor_rollout_ref.model, config.trainer
     units = BatchUnits.from_config(config)
-    tokenizer = load_tokenizer(model.tokenizer_path or model.path or "", model.trust_remote_code)
+    with told_without_traceback():
+        tokenizer = load_tokenizer(model.tokenizer_path or model.path or "", model.trust_remote_code)
     judge = GroupAsk()
     reward = load_reward_manager(config, tokenizer, judge)
     tools = tool_schemas(config.actor_rollout_ref.rollout.multi_turn)
@@ -243,7 +244,8 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
     trainer = config.trainer
     units = SFTBatchUnits.from_config(config)
     path = config.model.path or ""
-    tokenizer = load_tokenizer(config.model.tokenizer_path or path, config.model.trust_remote_code)
+    with told_without_traceback():
+        tokenizer = load_tokenizer(config.model.tokenizer_path or path, config.model.trust_remote_code)
     val_files = config.data.val_files
     with told_without_traceback():
         train_data = DemonstrationDataset(config.data.train_files, tokenizer, config.data)

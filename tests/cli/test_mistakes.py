@@ -1,5 +1,6 @@
 """Mistakes on the command line: one line each that says what to change, an exit code that is not 0, no traceback."""
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Run:
         (["doctor", "--measure", "nofolder/x.yaml"], "--measure: there is no folder to write nofolder/x.yaml into"),
         (["verify", "--layers", "2"], "--layers 2 is for the shape of your own model"),
         (["verify", "--model", "nofolder"], "--model nofolder: there is no such folder with a config.json"),
+        (["serve", "nomodel", "--port", "99999"], "port must be between 0 and 65535, got 99999"),
         (["replay", "norun", "2"], "there is no run folder norun"),
         (["replay", ".", "2", "--token", "x"], "--token 'x' must be two numbers from 0, SAMPLE,TOKEN"),
         (["convert", "norun", "out", "--shard-mb", "0"], "--shard-mb (0) must be at least 1"),
@@ -81,6 +83,26 @@ def test_a_wrong_key_in_a_recipe_is_still_a_wrong_key(tmp_path: Path) -> None:
     for root in (None, SFTConfig):
         with pytest.raises(ConfigError, match=r"unknown key trainer\.sed"):
             load_config(recipe, [], root) if root else load_config(recipe)
+
+
+def test_a_port_in_use_is_told_before_the_model_is_loaded(fails: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1 port {port}" in fails("serve", "nomodel", "--port", str(port))[1]
+
+
+@pytest.mark.parametrize("task", ["sort", "calculator"])
+def test_a_demo_loads_its_config_before_it_warms_up(
+    fails: Run, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshrl.trainer import calculator, demo
+
+    for module in (demo, calculator):
+        monkeypatch.setattr(module, "sft", lambda *_: pytest.fail("the warm-up has begun"))
+    assert fails("demo", "--task", task, "--out", str(tmp_path), "trainer.sed=3") == (
+        2,
+        "meshrl: unknown key trainer.sed: did you mean trainer.seed? (command line)\n",
+    )
 
 
 def test_a_reference_that_leads_nowhere_has_its_source() -> None:

@@ -19,7 +19,7 @@ def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make_model(tmp_path: Path) -> MakeModel:
-    """Writes a model folder with a config.json of the given fields and a tokenizer file."""
+    """Writes a model folder with a config.json of the given fields, a tokenizer file and one of weights."""
 
     def make(**fields: object) -> Path:
         folder = tmp_path / "model"
@@ -27,6 +27,7 @@ def make_model(tmp_path: Path) -> MakeModel:
         shape = {"num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 4096, **fields}
         (folder / "config.json").write_text(json.dumps(shape))
         (folder / "tokenizer.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
         return folder
 
     return make

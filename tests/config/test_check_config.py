@@ -174,6 +174,16 @@ BROKEN = [
     (["data.val_files=/no/such.parquet"], "data.val_files", "/no/such.parquet"),
     (["actor_rollout_ref.model.path=null"], "set actor_rollout_ref.model.path", ""),
     (["actor_rollout_ref.model.path=/no/model"], "actor_rollout_ref.model.path=/no/model", "not a folder"),
+    (["trainer.default_local_dir=/etc/hostname"], "trainer.default_local_dir=/etc/hostname is a file", ""),
+    # rewards
+    (["reward.name=format_match"], "reward.kwargs: reward function 'format_match' needs pattern", ""),
+    (["reward.kwargs.patern=a"], "takes no argument patern", "it has extract, ignore_case"),
+    (
+        ["reward.name=null", "reward.functions={form: {name: format_match, kwargs: {pattern: a, hole: true}}}"],
+        "reward.functions.form.kwargs",
+        "takes no argument hole: it has pattern, whole",
+    ),
+    (["reward.name=null", "reward.functions.format_match=1"], "reward.functions.format_match.kwargs", "needs pattern"),
     (["reward.name=null"], "set reward.name, reward.functions or custom_reward_function.path", ""),
     # the model
     (["data.max_prompt_length=4000"], "(4512)", "max_position_embeddings (4096)"),
@@ -270,6 +280,68 @@ def test_model_folder_without_config_or_tokenizer(fine: MakePPO, tmp_path: Path)
     assert "has no config.json" in check_config(config)[0]
 
 
+def test_model_folder_without_weights(fine: MakePPO) -> None:
+    config = fine()
+    (Path(config.actor_rollout_ref.model.path or "") / "model.safetensors").unlink()
+    (problem,) = check_config(config)
+    assert "has no weights" in problem
+    config.actor_rollout_ref.model.random_init = True
+    assert check_config(config) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "(0 bytes) has no header of safetensors"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "has no header of safetensors"),
+        (b"\x02" + bytes(7) + b"[]", "has no header of safetensors"),
+        (b"\x1f" + bytes(7) + b'{"a": {"data_offsets": [0, 4]}}' + bytes(3), "has 42 of 43 bytes"),
+        (b"\x1f" + bytes(7) + b'{"a": {"data_offsets": [0, 4]}}' + bytes(4), None),
+    ],
+)
+def test_damaged_weights_are_named(fine: MakePPO, content: bytes, words: str | None) -> None:
+    config = fine()
+    file = Path(config.actor_rollout_ref.model.path or "") / "model.safetensors"
+    file.write_bytes(content)
+    problems = check_config(config)
+    assert len(problems) == (0 if words is None else 1)
+    assert words is None or f"actor_rollout_ref.model.path: {file} " in problems[0]
+    assert words is None or words in problems[0]
+
+
+def test_what_is_no_checkpoint_is_told(fine: MakePPO, tmp_path: Path) -> None:
+    def problems(folder: Path) -> list[str]:
+        return check_config(fine("trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}"))
+
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    assert "the folder of a run that has no checkpoints" in problems(run)[0]
+    for step in (2, 10):
+        (run / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
+    newest = run / "checkpoints" / "global_step_10"
+    assert problems(run)[0].endswith(f"is the folder of a run, not one checkpoint: name {newest}")
+    assert problems(newest.parent)[0].endswith(f"holds checkpoints, not one checkpoint: name {newest}")
+    (newest / "manifest.json").touch()
+    assert problems(newest) == []
+    model = fine().actor_rollout_ref.model.path
+    assert "is a Hugging Face model, not a checkpoint" in problems(Path(model or ""))[0]
+
+
+def test_seed_fits_into_63_bits(fine: MakePPO) -> None:
+    assert check_config(fine(f"trainer.seed={2**63 - 1}")) == []
+    with pytest.raises(ConfigError, match=r"trainer.seed=9223372036854775808 must be at most 9223372036854775807"):
+        fine(f"trainer.seed={2**63}")
+
+
+def test_arguments_of_own_reward_functions(fine: MakePPO, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def compute_score(data_source, solution_str, *, scale=1.0): ...\n")
+    own = ["reward.name=null", f"custom_reward_function.path={tmp_path / 'own.py'}"]
+    assert check_config(fine(*own, "custom_reward_function.reward_kwargs.scale=3")) == []
+    (problem,) = check_config(fine(*own, "custom_reward_function.reward_kwargs.foo=3"))
+    assert problem == "custom_reward_function: reward function 'compute_score' takes no argument foo: it has scale"
+
+
 def test_override_config_counts(fine: MakePPO) -> None:
     config = fine("data.max_prompt_length=4000", "actor_rollout_ref.model.override_config.max_position_embeddings=9999")
     assert check_config(config) == []
@@ -288,6 +360,7 @@ def test_data_of_an_unknown_kind(fine: MakePPO, tmp_path: Path) -> None:
     [
         ("def compute_score(**kwargs):\n    return 1.0\n", ""),
         ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int'\ndef compute_score(): ...\n", ""),
+        ("def compute_score(*, foo): ...\n", "reward function 'compute_score' needs foo"),
         ("def other():\n    return 1\n", "has no function 'compute_score'; it has other"),
         ("compute_score = 3\n", "is a int, not a function"),
         ("import no_such_module_at_all\n", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),

@@ -1,5 +1,6 @@
 """The tree itself: the field's names and defaults, a line of documentation per key, names that other rooms know."""
 
+import inspect
 import pickle
 import re
 from dataclasses import fields
@@ -303,14 +304,21 @@ def test_policy_loss_keys_are_those_that_the_losses_read() -> None:
 
 def test_names_shared_with_other_rooms() -> None:
     from meshrl.config.engine import DTYPES
-    from meshrl.config.reward import BUILT_IN_REWARDS
+    from meshrl.config.reward import NEEDED_OPTIONS, REWARD_OPTIONS
     from meshrl.config.trainer import LOGGERS
     from meshrl.models.loading import DTYPES as TORCH_DTYPES
     from meshrl.rewards.functions import BUILT_IN
     from meshrl.telemetry.trackers import LOGGERS as TRACKERS
 
     assert set(DTYPES) == set(TORCH_DTYPES)
-    assert set(BUILT_IN_REWARDS) == set(BUILT_IN)
+    kinds = {name: inspect.signature(function).parameters.values() for name, function in BUILT_IN.items()}
+    options = {name: {p.name: p.default for p in of if p.kind is p.KEYWORD_ONLY} for name, of in kinds.items()}
+    assert {name: set(of) for name, of in REWARD_OPTIONS.items()} == {name: set(of) for name, of in options.items()}
+    needed = {
+        name: [key for key, default in of.items() if default is inspect.Parameter.empty] for name, of in options.items()
+    }
+    assert needed.pop("judge") == ["url", "model"]
+    assert {name: tuple(of) for name, of in needed.items() if of} == NEEDED_OPTIONS
     assert set(LOGGERS) == set(TRACKERS)
 
 

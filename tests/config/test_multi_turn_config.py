@@ -45,6 +45,23 @@ def test_what_cannot_be_found_is_named(fine: Callable[..., PPOConfig], override:
     assert problem.startswith(words)
 
 
+def test_tools_without_type_hints_and_bad_tool_files(fine: Callable[..., PPOConfig], tmp_path: Path) -> None:
+    own, file = tmp_path / "own.py", tmp_path / "tools.yaml"
+    own.write_text("def plain(q): return q\ndef hinted(q: str): return q\n")
+    assert check_config(fine(ON, f"{KEY}.tools=[{own}:hinted]")) == []
+    (problem,) = check_config(fine(ON, f"{KEY}.tools=[{own}:plain]"))
+    assert problem.startswith(f"{KEY}.tools: parameter 'q' of tool 'plain' has no type hint")
+    for text, words in (
+        ("tools: 3", "needs a list"),
+        ("tools: [", "cannot read"),
+        (f"tools: [{own}:plain]", "no type"),
+    ):
+        file.write_text(text)
+        (problem,) = check_config(fine(ON, f"{KEY}.tool_config_path={file}"))
+        assert problem.startswith(f"{KEY}.tool_config_path: ")
+        assert words in problem
+
+
 def test_a_tool_file_is_enough(fine: Callable[..., PPOConfig], tmp_path: Path) -> None:
     (tmp_path / "tools.yaml").write_text("tools: [meshrl.agents.calculator:calculator]\n")
     assert check_config(fine(ON, f"{KEY}.tool_config_path={tmp_path / 'tools.yaml'}")) == []

@@ -32,6 +32,19 @@ def change_json(file, **fields):
     file.write_text(json.dumps(content | fields))
 
 
+def test_damaged_files_are_named(folder):
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match=rf"{weights} has {len(whole) - 100} of {len(whole)} bytes"):
+        load_model(folder, "sdpa")
+    weights.write_bytes(whole)
+    for name, load in (("tokenizer.json", load_tokenizer), ("config.json", load_model_config)):
+        (folder / name).write_text('{"a": ')
+        with pytest.raises(ValueError, match=rf"{folder / name} is not valid JSON"):
+            load(folder)
+
+
 def test_a_second_model_of_a_config_leaves_the_first_ones_attention_alone(tiny_model_folder):
     """Layers read it from the config at every call: packed documents would see each other."""
     first = load_model(tiny_model_folder, ATTENTION_NAME)

@@ -68,6 +68,7 @@ def test_every_row_has_its_answers_or_an_error(tiny_model_folder, tmp_path, quie
     line = generate(job, SMALL, quiet)
     assert "wrote 9 rows" in line
     assert "6 failed" in line
+    assert "; first error (1 of 6): " in line
     assert "9 of 9 rows" in quiet.file.getvalue()
     rows = read_rows(job.out)
     assert [row["id"] for row in rows] == list(range(9))
@@ -104,6 +105,22 @@ def test_a_prompt_that_the_chat_template_refuses_fails_alone(tiny_model_folder, 
     assert [row["error"] for row in read_rows(tmp_path / "out.jsonl")] == [None, "one turn only", None]
     assert "3 of 3 rows" in quiet.file.getvalue()
     assert ", 1 failed" in quiet.file.getvalue()
+
+
+def test_a_job_of_which_every_row_failed_fails(tiny_model_folder, tmp_path, capsys):
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": [999]}, {"prompt": [999]}])
+    assert main(["generate", str(tiny_model_folder), "--prompts", str(prompts), "--out", f"{tmp_path}/out.jsonl"]) == 1
+    assert "2 failed" in (said := capsys.readouterr().err)
+    assert "\r" not in said  # no bar of transformers' own
+    assert "; first error (2 of 2): " in said
+    assert all("999" in row["error"] for row in read_rows(tmp_path / "out.jsonl"))
+
+
+def test_a_model_without_a_tokenizer_is_refused(tiny_model_folder, tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((Path(tiny_model_folder) / name).read_bytes())
+    with pytest.raises(FileNotFoundError, match="has no tokenizer"):
+        open_rollout(tmp_path, SMALL)
 
 
 def test_texts_go_on_where_the_prompt_ends(tiny_model_folder, tmp_path, quiet):
@@ -244,6 +261,7 @@ def test_results_of_another_job_are_not_mixed_in(tiny_model_folder, tmp_path, qu
         ),
         ([{"prompt": "1", "a": {}}], {"out": "out.parquet"}, "do not fit into a parquet table"),
         ([{"prompt": "1", "a": 2**70}], {"out": "out.parquet"}, "do not fit into a parquet table"),
+        ([{"prompt": "1"}], {"out": "in.jsonl", "restart": True}, "is the file of the prompts"),
         ([{"prompt": "1"}], {"seed": -1}, "seed"),
     ],
 )

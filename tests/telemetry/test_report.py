@@ -196,6 +196,14 @@ def test_nothing_in_the_picture_lies_over_its_neighbour_or_the_edge(count):
         assert not any(one.overlaps(other) for other in everything[i + 1 :])
 
 
+def test_panels_share_their_steps_and_zeros_stand_at_the_bottom():
+    curves = [Series("a", [0, 5, 10], [0.0, 0.0, 0.0]), Series("b", [4], [3.0]), Series("c", [1, 10], [-1.0, 1.0])]
+    figure = curves_figure([Panel("A title", "unit", [curve]) for curve in curves], "a run")
+    assert [axes.get_xlim() for axes in figure.axes[:3]] == [(-0.2, 10.2)] * 3
+    assert figure.axes[0].get_ylim() == (0, 1)
+    assert figure.axes[2].get_ylim()[0] < -1
+
+
 def test_a_page_that_did_not_escape_would_be_caught():
     assert Page(f"<pre>{HOSTILE}</pre>").tags != Page("<pre>a</pre>").tags
 

@@ -70,6 +70,16 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path, caplog):
     assert "metrics.jsonl:3" in caplog.text
 
 
+@pytest.mark.parametrize("content", [b"a: [1", b"\xff\xfe\x00", b"a: \x00"])
+def test_a_config_that_cannot_be_read_is_named_and_left_out(tmp_path, caplog, content):
+    run = RunFolder(tmp_path)
+    run.config.write_bytes(content)
+    run.config_sources.write_bytes(content)
+    assert run.read_config() == run.read_config_sources() == {}
+    assert f"{run.config} cannot be read" in caplog.text
+    assert f"{run.config_sources} cannot be read" in caplog.text
+
+
 def test_resume_continues_the_files_behind_a_half_written_line(tmp_path):
     run = RunFolder(tmp_path)
     run.append_metrics({"x": 1.0}, 1)

@@ -25,6 +25,8 @@ def check_output(out: Path, prompts: Path, rows: Sequence[Row], token_ids: bool,
         raise ValueError(f"--out '{out}' must end in {' or '.join(SUFFIXES)}")
     if not out.parent.is_dir():
         raise FileNotFoundError(f"there is no folder '{out.parent}' to write '{out.name}' into")
+    if out.resolve() == prompts.resolve():
+        raise ValueError(f"--out '{out}' is the file of the prompts: choose another")
     if out.exists() and not restart:
         raise ValueError(f"'{out}' is there already: choose another --out, or write it anew with --restart")
     names = COLUMNS + (TOKEN_COLUMNS if token_ids else ())

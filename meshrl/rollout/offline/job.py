@@ -75,7 +75,10 @@ class Job:
 
 
 def generate(job: Job, options: EngineOptions, console: Console | None = None) -> str:
-    """Answers every row of the job and returns a line about it. Rows that cannot be answered say why."""
+    """Answers every row of the job and returns a line about it. Rows that cannot be answered say why.
+
+    A `ValueError` with that line, once it is all written, if none could be.
+    """
     rows = _read(job)
     if job.seed < 0:
         raise ValueError(f"seed must be 0 or more, got {job.seed}")
@@ -95,13 +98,22 @@ def generate(job: Job, options: EngineOptions, console: Console | None = None) -
                     tokens = progress.tokens
             finally:
                 opened.rollout.close()
-        write_output(job.out, job.prompts, rows, [journal.results[number] for number in range(len(rows))])
+        results = [journal.results[number] for number in range(len(rows))]
+        write_output(job.out, job.prompts, rows, results)
         journal.remove()
     seconds = time.perf_counter() - started
-    return (
+    line = (
         f"wrote {len(rows)} rows to {job.out}: {earlier} were there already, {journal.failed} failed; "
-        f"{tokens} tokens in {seconds:.1f} s"
+        f"{tokens} tokens in {seconds:.1f} s{_first_error(results)}"
     )
+    if journal.failed == len(rows):
+        raise ValueError(line)
+    return line
+
+
+def _first_error(results: Sequence[Result]) -> str:
+    errors = [result["error"] for result in results if result["error"] is not None]
+    return f"; first error ({errors.count(errors[0])} of {len(errors)}): {errors[0]}" if errors else ""
 
 
 def _read(job: Job) -> list[Row]:

@@ -58,6 +58,11 @@ def _end(number: int, _: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
+def check_address(host: str, port: int) -> None:
+    """Raises if nobody could listen there: for before a model is loaded."""
+    _listen(host, port, GRACE_SECONDS).close()
+
+
 def _listen(host: str, port: int, patience: float) -> socket.socket:
     """A socket whose connections end when a client has read nothing of what waits for it for `patience` seconds."""
     if not 0 <= port < 65_536:
