@@ -307,7 +307,7 @@ def _plan(arguments: argparse.Namespace) -> int | None:
     from meshrl.plan.command_line import planned
 
     try:
-        _say(planned(arguments))
+        _say(planned(arguments, lambda line: _complain(f"{line} ...")))
     except (OSError, ValueError) as error:
         for line in str(error).splitlines():
             _complain(line)

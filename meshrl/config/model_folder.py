@@ -11,7 +11,15 @@ from meshrl.config.families import megatron_problems
 from meshrl.config.model import ModelConfig
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "tekken.json",
+)
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json")
 LONGEST_HEADER = 100_000_000  # safetensors' own limit
 

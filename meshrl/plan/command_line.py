@@ -35,8 +35,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print numbers instead of text")
 
 
-def planned(arguments: argparse.Namespace) -> str:
-    """What the command prints."""
+def planned(arguments: argparse.Namespace, say: Callable[[str], None] = lambda line: None) -> str:
+    """What the command prints; `say` is told of what may take a while."""
     from meshrl.plan.show import candidate_json, change_lines, plan_json, plan_lines, search_lines
 
     if arguments.out and not arguments.search:
@@ -46,10 +46,12 @@ def planned(arguments: argparse.Namespace) -> str:
     if not plan.fits:
         from meshrl.plan.search import nearest_fit
 
+        say("it does not fit: looking for the nearest change that does")
         nearest = nearest_fit(plan, again)
     if arguments.search:
         from meshrl.plan.search import search
 
+        say("looking through other layouts")
         found = search(plan, again, BEST)
         if arguments.out and found.best:
             Path(arguments.out).write_text("".join(f"{word}\n" for word in found.best[0].overrides), encoding="utf-8")

@@ -105,7 +105,7 @@ class StepConsole:
             if bar := self._running_bar():
                 bar.update(self._task, completed=step)
         accuracies = validation_accuracies(metrics)
-        if len(accuracies) > 1 or (accuracies and not has_line):
+        if len(accuracies) > 1 or (accuracies and (not has_line or self._is_narrow())):
             shown = ", ".join(f"{name} {value:.3f}" for name, value in accuracies.items())
             self._print(f"validation at step {step}: {shown}", crop=False)
 
@@ -157,6 +157,11 @@ class StepConsole:
         shown = dict(metrics) | ({_ACCURACY: sum(means) / len(means)} if means else {})
         cells += [f"{_cell(column, shown):>{column.width}}" for column in self._columns]
         return ("".join(cells) + f"  {time_shares(metrics)}").rstrip()
+
+    def _is_narrow(self) -> bool:
+        """Whether the terminal cuts columns off."""
+        needed = self._step_width() + sum(column.width for column in self._columns)
+        return self.console.is_interactive and self.console.width < needed
 
     def _step_width(self) -> int:
         return 9 if self.total_steps is None else max(9, 2 * len(str(self.total_steps)) + 2)

@@ -295,7 +295,9 @@ def test_671b_is_planned_in_seconds(capsys):
     offload = "actor_rollout_ref.actor.megatron.optimizer_offload"
     assert main([*words, f"{offload}=false"]) == 0
     assert time.process_time() - started < 20  # about 5 where nothing else runs
-    found = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert "looking for the nearest change that does ..." in printed.err
+    found = json.loads(printed.out)
     assert found["model"]["parameters"] == pytest.approx(671e9, rel=0.001)
     assert not found["fits"]
     assert found["nearest"]["fits"]

@@ -134,6 +134,15 @@ def test_a_line_is_cut_to_a_narrow_terminal_not_wrapped(width):
     assert all(len(line) <= width for line in lines)
 
 
+@pytest.mark.parametrize(("width", "told"), [(80, True), (200, False)])
+def test_an_accuracy_whose_column_is_cut_off_gets_a_line(width, told):
+    console = terminal(width)
+    step_console = StepConsole(200, console)
+    step_console.finish()
+    step_console.log(METRICS | {"val-core/a/acc/mean@1": 0.375}, 50)
+    assert ("validation at step 50: a mean@1 0.375" in console.file.getvalue()) == told
+
+
 def test_after_finish_the_bar_stays_down():
     console = terminal()
     step_console = StepConsole(3, console)
