@@ -8,7 +8,7 @@ from transformers import Qwen3MoeConfig
 
 from meshrl.rollout.vllm.parallel import Parallel, complaint, parallel_of
 from meshrl.weights.rollout_placement import RolloutLayout
-from meshrl.weights.vllm_parts import own_parts, unsent
+from meshrl.weights.vllm_parts import own_parts, owners_of_weights, unsent
 
 CONFIG = Qwen3MoeConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, hidden_size=16, num_experts=4)
 
@@ -87,12 +87,24 @@ def test_what_was_not_sent_is_found_where_it_is_used(dtype):
     model.register_parameter("packed_away", torch.nn.Parameter(torch.empty(0)))
     model.register_parameter("quantized", torch.nn.Parameter(torch.zeros(4).to(torch.float8_e4m3fn), False))
     assert unsent(model) == []
-    assert complaint([[], []]) is None
+    assert complaint([[], []], [[], []]) is None
     with torch.no_grad():
         model[1].weight[3, 5] = torch.nan
     assert unsent(model) == ["1.weight"]
-    assert "vLLM's '1.weight' (2 parameters in all)" in (complaint([unsent(model), ["other"]]) or "")
+    assert "vLLM's '1.weight' (2 parameters in all)" in (complaint([unsent(model), ["other"]], [[], []]) or "")
 
 
 def test_a_dense_model_is_cut_alike_in_every_data_parallel_copy():
     assert parallel_of(settings(data_parallel_size=2), 1, SimpleNamespace()) == Parallel(2, 1)
+
+
+def test_what_vllm_passed_over_is_told():
+    told = complaint([[], []], [["attn.sinks"], ["attn.sinks"]]) or ""
+    assert "did not take what it was sent for 'attn.sinks' (2 parameters in all)" in told
+
+
+def test_a_shared_weight_has_several_owners():
+    model = nn.ModuleDict({"embed": nn.Embedding(3, 4), "head": nn.Linear(4, 3, bias=False), "norm": nn.LayerNorm(4)})
+    model["head"].weight = model["embed"].weight
+    found = {name: [type(layer).__name__ for layer in layers] for name, layers in owners_of_weights(model).items()}
+    assert found == {"embed.weight": ["Embedding", "Linear"], "norm.weight": ["LayerNorm"], "norm.bias": ["LayerNorm"]}
