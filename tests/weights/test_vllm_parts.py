@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from transformers import Qwen3MoeConfig
 
 from meshrl.rollout.vllm.parallel import Parallel, complaint, parallel_of
