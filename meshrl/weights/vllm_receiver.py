@@ -113,9 +113,12 @@ class Receiver(WeightTransferEngine[NoInit, Bucket]):
 
 
 def _took_nothing(layer: torch.nn.Module) -> bool:
-    """Whether a layer still waits for the first of its weights: one that has them all no longer waits."""
+    """Whether a layer still waits for the first of its weights: one that has them all no longer waits.
+
+    Of embeddings it cannot be told: vLLM's count for those that are padded and shared may be 0 where they were loaded.
+    """
     info = get_layerwise_info(layer)
-    return info.can_load() and not info.load_numel
+    return info.can_load() and not info.load_numel and not hasattr(layer, "num_embeddings")
 
 
 class WorkerExtension:
