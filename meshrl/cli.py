@@ -273,14 +273,16 @@ def _config(arguments: argparse.Namespace) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int | None:
+    from meshrl.config.errors import told_without_traceback
     from meshrl.rollout.command_line import engine_options, server_settings
     from meshrl.rollout.opened import open_rollout
     from meshrl.rollout.server.run import check_address, serve
 
+    with told_without_traceback():
+        settings, options = server_settings(arguments), engine_options(arguments)
     try:
-        settings = server_settings(arguments)
         check_address(arguments.host, arguments.port)
-        opened = open_rollout(arguments.model, engine_options(arguments))
+        opened = open_rollout(arguments.model, options)
         serve(opened, settings, arguments.host, arguments.port, _say)
     except (OSError, ValueError, ImportError) as error:
         _complain(str(error))
@@ -289,13 +291,15 @@ def _serve(arguments: argparse.Namespace) -> int | None:
 
 
 def _generate(arguments: argparse.Namespace) -> int | None:
+    from meshrl.config.errors import told_without_traceback
     from meshrl.rollout.command_line import engine_options, sampling_params
     from meshrl.rollout.offline.job import Job, generate
 
+    with told_without_traceback():
+        params, options = sampling_params(arguments), engine_options(arguments)
     try:
-        params = sampling_params(arguments)
         job = Job.from_arguments(arguments, params)
-        report = generate(job, engine_options(arguments))
+        report = generate(job, options)
     except (OSError, ValueError, ImportError) as error:
         _complain(str(error))
         return RUN_ERROR
@@ -350,11 +354,12 @@ def _convert(arguments: argparse.Namespace) -> int | None:
 def _replay(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from meshrl.config.errors import ConfigError
+    from meshrl.config.errors import ConfigError, told_without_traceback
     from meshrl.trainer.replay import replay, show
 
-    try:
+    with told_without_traceback():
         token = _sample_and_token(arguments.token) if arguments.token else None
+    try:
         replayed = replay(arguments.run_dir, arguments.step, token, arguments.words)
         show(replayed, token, Console())
     except ConfigError:

@@ -332,11 +332,15 @@ def is_finished(found: Found | None, steps: int, run: RunFolder, trainer: RunCon
     if found is None or found.step < steps or getattr(trainer, "val_only", False):
         return False
     screen.message(f"the run is finished: {found.path} is after step {found.step} of {steps}, nothing is left to train")
-    if trainer.save_final_model and not run.model.is_dir():
-        return False
+    if trainer.save_final_model and not _is_newer(run.model, than=found.path / STATE):
+        return False  # also where it is of an earlier end, and the run was extended and lost after its last checkpoint
     if not run.report.exists():
         report_run(run, screen)
     return True
+
+
+def _is_newer(path: Path, than: Path) -> bool:
+    return path.exists() and path.stat().st_mtime >= than.stat().st_mtime
 
 
 def report_run(run: RunFolder, screen: StepConsole) -> None:

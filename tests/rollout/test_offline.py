@@ -306,9 +306,9 @@ def test_options_that_do_nothing_are_refused(tiny_model_folder, capsys):
     ):
         with pytest.raises(ValueError, match=words):
             open_rollout(tiny_model_folder, options)
-    assert main(["serve", str(tiny_model_folder), "--max-concurrency", "0"]) == 1
+    assert main(["serve", str(tiny_model_folder), "--max-concurrency", "0"]) == 2
     assert main(["serve", "/no/such/model"]) == 1
-    assert main(["serve", str(tiny_model_folder), "--engine-arg", "x"]) == 1
+    assert main(["serve", str(tiny_model_folder), "--engine-arg", "x"]) == 2
     assert "max_concurrency must be above 0" in capsys.readouterr().err
 
 

@@ -1,5 +1,6 @@
 """How a run opens its folder, and how it ends with its report."""
 
+import os
 import time
 from types import SimpleNamespace
 
@@ -31,6 +32,20 @@ def test_the_model_of_an_earlier_run_is_not_taken_for_this_ones(tmp_path):
     with open_run(trainer, found, Restarts(tmp_path / "run", 0, 0.0, time.time())) as run:
         assert not is_finished(found, 1, run, trainer, screen)
         assert (run.moved_to / "model").is_dir()
+
+
+def test_the_model_of_an_earlier_end_is_written_again(tmp_path):
+    """The run was extended, and lost between its last checkpoint and its model."""
+    trainer, screen = RunConfig(default_local_dir=str(tmp_path)), SimpleNamespace(message=lambda text: None)
+    found = Found(tmp_path / "checkpoints" / "global_step_2", 2, {})
+    found.path.mkdir(parents=True)
+    (found.path / "trainer.json").write_text("{}")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "report.html").write_text("")
+    with RunFolder(tmp_path, resume=True) as run:
+        assert is_finished(found, 2, run, trainer, screen)
+        os.utime(tmp_path / "model", times=(1.0, 1.0))
+        assert not is_finished(found, 2, run, trainer, screen)
 
 
 def test_a_report_that_cannot_be_drawn_is_a_warning(tmp_path, monkeypatch):
