@@ -3,6 +3,7 @@
 from meshrl.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
     compute_advantage,
+    compute_distillation_advantage,
     compute_gae_advantage_return,
     compute_reinforce_plus_plus_outcome_advantage,
     compute_remax_outcome_advantage,
@@ -96,6 +97,7 @@ __all__ = [
     "agg_loss",
     "apply_kl_penalty",
     "compute_advantage",
+    "compute_distillation_advantage",
     "compute_entropy_loss",
     "compute_gae_advantage_return",
     "compute_gdpo_outcome_advantage",

@@ -1,4 +1,4 @@
-"""Advantage estimators by name, and those that need no groups: GAE, REINFORCE++, ReMax.
+"""Advantage estimators by name, and those that need no groups: GAE, REINFORCE++, ReMax, distillation.
 
 Every estimator takes [batch, response_length] tensors and returns `(advantages, returns)` of that shape, zero where
 `response_mask` is zero. A response is the tokens with mask 1; zeros inside it (tool output) are no steps of the policy.
@@ -169,3 +169,23 @@ def compute_remax_outcome_advantage(
     tokens = TokenCompaction(response_mask)
     returns = tokens.spread(discounted_suffix_sum(tokens.compact_rewards(token_level_rewards.float()), 1.0))
     return returns - to_tokens(reward_baselines.float(), response_mask), returns
+
+
+@register_adv_est("distillation")
+@torch.no_grad()
+def compute_distillation_advantage(
+    ref_log_prob: torch.Tensor, old_log_probs: torch.Tensor, response_mask: torch.Tensor
+) -> Advantages:
+    """On-policy distillation: how much likelier the teacher makes each token than the policy that sampled it.
+
+    Each token answers for itself alone, without discount. The mean over the policy's samples is minus the reverse KL,
+    and its policy gradient is that of the sum of the tokens' KLs with the texts before them held fixed.
+    """
+    check_matrix(ref_log_prob=ref_log_prob, old_log_probs=old_log_probs, response_mask=response_mask)
+    check_not_empty(response_mask)
+    mask = response_mask.bool()
+    advantages = (ref_log_prob.float() - old_log_probs.float()).masked_fill_(~mask, 0.0)
+    if not math.isfinite(float(advantages.sum())):
+        check_finite("ref_log_prob", ref_log_prob, mask)
+        check_finite("old_log_probs", old_log_probs, mask)
+    return advantages, advantages.clone()

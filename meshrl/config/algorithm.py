@@ -70,7 +70,7 @@ class AlgorithmConfig:
     adv_estimator: str = key(
         "gae",
         "Advantage estimator.",
-        choices=("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "remax"),
+        choices=("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "remax", "distillation"),
     )
     gamma: float = key(1.0, "Discount per token.", low=0, high=1)
     lam: float = key(1.0, "GAE's lambda.", low=0, high=1)
@@ -78,6 +78,12 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = key(False, "Subtract the KL to the reference from the reward.")
     kl_penalty: str = key("kl", "Estimator of that KL.", choices=KL_CHOICES)
     kl_ctrl: KLCtrlConfig = section(KLCtrlConfig, "Coefficient of that KL.")
+    distillation_coef: float = key(
+        0.0,
+        "Weight of a teacher beside the rewards: its log-prob of a token (ref.model.path) less the policy's, added to "
+        "the advantage.",
+        low=0,
+    )
     gdpo_reward_keys: list[str] = key(
         [],
         "gdpo: rewards to normalise one by one, among what the functions return; empty: each function's score.",

@@ -47,7 +47,32 @@ LOSS_KEYS = {
 
 def uses_reference(config: PPOConfig) -> bool:
     """Whether any term compares the policy with its reference."""
-    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    return config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward or has_teacher(config)
+
+
+def has_teacher(config: PPOConfig) -> bool:
+    """Whether the reference is a teacher, whose log-probs are learnt from."""
+    return config.algorithm.adv_estimator == "distillation" or config.algorithm.distillation_coef > 0
+
+
+def distillation_problems(config: PPOConfig) -> list[str]:
+    """What learning from a teacher asks for, and what it leaves without effect."""
+    algorithm, ref = config.algorithm, config.actor_rollout_ref.ref
+    if not has_teacher(config):
+        return []
+    asked = f"algorithm.distillation_coef={algorithm.distillation_coef:g}"
+    problems = []
+    if algorithm.adv_estimator == "distillation":
+        if algorithm.distillation_coef > 0:
+            problems.append(f"{asked} is for a teacher beside rewards, and adv_estimator=distillation has none")
+        if algorithm.use_kl_in_reward:
+            problems.append("algorithm.use_kl_in_reward: adv_estimator=distillation has no rewards")
+        asked = "algorithm.adv_estimator=distillation"
+    if ref.model.path is None:
+        problems.append(f"{asked} needs a teacher: set {REF}.model.path to a model with the same tokenizer")
+    if ref.update_every is not None:
+        problems.append(f"{asked}: {REF}.update_every={ref.update_every} would put the policy in its teacher's place")
+    return problems
 
 
 def estimator_problems(config: PPOConfig) -> list[str]:
@@ -131,7 +156,8 @@ def reference_problems(config: PPOConfig) -> list[str]:
     asked = {name: value for name, value in asked.items() if value is not None}
     if not uses_reference(config):
         return [
-            f"{name}={value} has no effect without a reference: set {ACTOR}.use_kl_loss or algorithm.use_kl_in_reward"
+            f"{name}={value} has no effect without a reference: set {ACTOR}.use_kl_loss or algorithm.use_kl_in_reward, "
+            "or learn from it as a teacher (algorithm.adv_estimator=distillation)"
             for name, value in asked.items()
         ]
     adapters = model.lora_rank > 0 or model.lora_adapter_path is not None

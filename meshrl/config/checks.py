@@ -9,6 +9,7 @@ from typing import Any
 from meshrl.config.algorithm import GROUP_ESTIMATORS
 from meshrl.config.algorithm_checks import (
     bypass_problems,
+    distillation_problems,
     estimator_problems,
     filter_groups_problems,
     idle_key_problems,
@@ -96,6 +97,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *multi_turn_problems(config),
         *_algorithm_problems(config),
         *estimator_problems(config),
+        *distillation_problems(config),
         *idle_key_problems(config),
         *filter_groups_problems(config),
         *reference_problems(config),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from meshrl.algorithms import COVARIANCE_LOSSES, compute_rollout_correction_and_rejection_mask
 from meshrl.config.algorithm import TOKEN_BASELINES, RolloutCorrectionConfig
+from meshrl.config.algorithm_checks import has_teacher
 from meshrl.config.correction import RATIO_LOSSES, correction_of
 from meshrl.config.root import PPOConfig
 from meshrl.data.proto import DataProto
@@ -21,6 +22,7 @@ def needs_old_log_probs(config: PPOConfig, optimizer_steps: int) -> bool:
         return False
     wanted = (
         algorithm.use_kl_in_reward
+        or has_teacher(config)
         or loss_mode in COVARIANCE_LOSSES
         or algorithm.adv_estimator in TOKEN_BASELINES
         or corrects_rollout(correction_of(config), loss_mode)

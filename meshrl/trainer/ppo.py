@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from meshrl.algorithms import (
@@ -24,10 +25,11 @@ from meshrl.algorithms import (
     agg_loss,
     apply_kl_penalty,
     compute_advantage,
+    compute_distillation_advantage,
     get_kl_controller,
 )
 from meshrl.balance import seqlen_metrics
-from meshrl.config.algorithm_checks import uses_reference
+from meshrl.config.algorithm_checks import has_teacher, uses_reference
 from meshrl.config.correction import correction_of
 from meshrl.config.root import PPOConfig
 from meshrl.controller import WorkerGroup
@@ -306,11 +308,19 @@ class PPOTrainer(SampleSource):
             config=algorithm,
             reward_baselines=tensors.get("reward_baselines"),
             old_log_probs=tensors.get("old_log_probs"),
+            ref_log_prob=tensors.get("ref_log_prob"),
             sum_pi_squared=tensors.get("sum_pi_squared"),
             rollout_is_weights=tensors.get("rollout_is_weights"),
             **extra,
         )
-        return metrics
+        return metrics | (self.add_teacher(tensors) if has_teacher(self.config) else {})
+
+    def add_teacher(self, tensors: TensorDict) -> dict[str, float]:
+        """Adds the teacher's part to advantages that come from rewards; how far the policy is from the teacher."""
+        mask = tensors["response_mask"]
+        likelier, _ = compute_distillation_advantage(tensors["ref_log_prob"], tensors["old_log_probs"], mask)
+        tensors["advantages"] += self.config.algorithm.distillation_coef * likelier
+        return {"distillation/reverse_kl": -float(agg_loss(likelier, mask, "token-mean"))}
 
     def update_actor(self, batch: DataProto) -> dict[str, float]:
         """Sends the samples to the actor so that every rank's mini-batches are parts of the same global ones."""

@@ -9,6 +9,7 @@ import torch
 from meshrl.algorithms import (
     ADVANTAGE_ESTIMATORS,
     compute_advantage,
+    compute_distillation_advantage,
     compute_gae_advantage_return,
     compute_reinforce_plus_plus_outcome_advantage,
     compute_remax_outcome_advantage,
@@ -173,6 +174,29 @@ def test_remax_equals_a_loop(gaps: bool) -> None:
     torch.testing.assert_close(returns, (slow + baselines[:, None]) * mask, rtol=1e-5, atol=1e-5)
 
 
+def test_the_gradient_of_distillation_is_that_of_the_reverse_kl() -> None:
+    """Over all tokens of a small vocabulary, each as often as the policy samples it."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(7, generator=generator, requires_grad=True)
+    policy, teacher = logits.log_softmax(0), torch.randn(7, generator=generator).log_softmax(0)
+    every_token = policy.detach()[:, None], torch.ones(7, 1)
+    advantages, _ = compute_distillation_advantage(teacher[:, None], *every_token)
+    surrogate = -(policy.detach().exp() * advantages[:, 0] * policy).sum()
+    (found,) = torch.autograd.grad(surrogate, logits, retain_graph=True)
+    (expected,) = torch.autograd.grad((policy.exp() * (policy - teacher)).sum(), logits, retain_graph=True)
+    torch.testing.assert_close(found, expected)
+    (forward,) = torch.autograd.grad((teacher.exp() * (teacher - policy)).sum(), logits)
+    assert not torch.allclose(found, forward, rtol=0.1)
+
+
+def test_distillation_looks_at_tokens_of_the_policy_only() -> None:
+    teacher, old = torch.tensor([[-1.0, float("nan"), -3.0]]), torch.tensor([[-2.0, -1.0, -1.0]])
+    advantages, returns = compute_distillation_advantage(teacher, old, torch.tensor([[1, 0, 1]]))
+    assert advantages.tolist() == returns.tolist() == [[1.0, 0.0, -2.0]]
+    with pytest.raises(ValueError, match="ref_log_prob"):
+        compute_distillation_advantage(teacher, old, torch.ones(1, 3))
+
+
 def test_whitening() -> None:
     values = torch.tensor([[1.0, 2.0, float("nan")], [4.0, float("inf"), 9.0]])
     mask = torch.tensor([[1, 1, 0], [1, 0, 1]])
@@ -269,7 +293,7 @@ def test_a_registered_estimator_is_run_by_name() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGE_ESTIMATORS) - {"distillation"}))  # it has no rewards
 def test_bad_rewards_are_refused_with_their_place(name: str, bad: float) -> None:
     rewards, mask, values = example(4, 6, gaps=False)
     rewards[2, 0] = bad

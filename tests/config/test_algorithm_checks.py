@@ -17,6 +17,9 @@ BYPASS = f"{CORRECTION}.bypass_mode=true"
 GDPO = "algorithm.adv_estimator=gdpo"
 
 
+TAUGHT = ("algorithm.adv_estimator=distillation", f"{REF}.model.path=x")
+
+
 def problems(*overrides):
     config = load_config("grpo", overrides).config
     assert unsupported(config) == []
@@ -36,6 +39,11 @@ def problems(*overrides):
             "is not there for actor_rollout_ref.actor.strategy=megatron",
         ),
         (["algorithm.adv_estimator=remax", f"{ROLLOUT}.n=1", f"{ROLLOUT}.temperature=0"], "must sample"),
+        (["algorithm.adv_estimator=distillation"], "needs a teacher: set actor_rollout_ref.ref.model.path"),
+        (["algorithm.distillation_coef=0.5"], "distillation_coef=0.5 needs a teacher"),
+        (["algorithm.distillation_coef=0.5", f"{REF}.model.path=x", f"{REF}.update_every=3"], "in its teacher's place"),
+        ([*TAUGHT, "algorithm.distillation_coef=0.5"], "distillation has none"),
+        ([*TAUGHT, "algorithm.use_kl_in_reward=true"], "has no rewards"),
         (["algorithm.filter_groups.max_num_gen_batches=3"], "filter_groups.enable=true"),
         (["data.gen_batch_size=3"], "filter_groups.enable=true"),
         (["algorithm.filter_groups.enable=true", f"{ROLLOUT}.calculate_log_probs=false"], "must be true"),
@@ -143,11 +151,16 @@ def test_the_keys_of_a_loss_are_those_that_change_it(name):
         assert (loss_of(name, BEFORE | {part: AFTER[part]}) != before) == (name in readers), key
 
 
-@pytest.mark.parametrize("name", ["gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "remax"])
+@pytest.mark.parametrize("name", ["gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "remax", "distillation"])
 def test_the_keys_of_an_estimator_are_those_that_change_it(name):
     rewards = torch.tensor([[0.0, 0.3, 1.0], [0.2, 0.0, 0.5], [0.1, 0.0, 2.0], [0.0, 0.7, 0.3]])
     given = {"values": rewards.flip(1), "reward_baselines": rewards[:, 0], "old_log_probs": -rewards}
-    given |= {"sum_pi_squared": rewards / 2, "token_level_rewards": rewards, "response_mask": torch.ones(4, 3)}
+    given |= {
+        "ref_log_prob": -2 * rewards,
+        "sum_pi_squared": rewards / 2,
+        "token_level_rewards": rewards,
+        "response_mask": torch.ones(4, 3),
+    }
 
     def advantages(**settings):
         return compute_advantage(name, **given, index=list("aabb"), **settings)[0].tolist()

@@ -132,6 +132,15 @@ def gdpo(batch: dict[str, Any], components: dict[str, float]) -> Rows:
     return whitened(on_tokens(total, batch["response_mask"]), batch["response_mask"])
 
 
+def distillation(batch: dict[str, Any]) -> Rows:
+    mask, teacher, old = batch["response_mask"], batch["ref_log_prob"].tolist(), batch["old_log_probs"].tolist()
+    found = [[0.0] * mask.shape[1] for _ in old]
+    for row in range(len(old)):
+        for t in tokens_of(mask, row):
+            found[row][t] = teacher[row][t] - old[row][t]
+    return found
+
+
 def gae(batch: dict[str, Any], gamma: float, lam: float) -> tuple[Rows, Rows]:
     mask, values, rewards = batch["response_mask"], batch["values"].tolist(), batch["token_level_rewards"].tolist()
     advantages = [[0.0] * mask.shape[1] for _ in values]

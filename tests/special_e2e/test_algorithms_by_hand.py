@@ -28,6 +28,7 @@ TWO_REWARDS = (
     f"reward.functions.dense={{weight: 1.0, name: compute_score, path: {REWARD}}}",
     'reward.functions.form={weight: 0.5, name: format_match, kwargs: {pattern: "[0-5]*[6-9]?"}}',
 )
+TEACHER = "actor_rollout_ref.ref.model.path=TEACHER"
 CLIP = Loss(low=0.05, high=0.05)
 
 
@@ -45,6 +46,11 @@ def advantages(name, batch):
         found, returns = by_hand.gae(batch, 0.97, 0.9)
         torch.testing.assert_close(batch["returns"], torch.tensor(returns), rtol=1e-4, atol=1e-5)
         return found
+    if name == "distillation":
+        return by_hand.distillation(batch)
+    if name == "grpo_and_teacher":
+        parts = by_hand.on_tokens(by_hand.grpo(batch), mask), by_hand.distillation(batch)
+        return [[a + 0.25 * b for a, b in zip(*rows, strict=True)] for rows in zip(*parts, strict=True)]
     return {"remax": by_hand.remax, "optimal_token_baseline": by_hand.token_baseline}[name](batch)
 
 
@@ -68,6 +74,8 @@ CASES = {
     "reinforce_plus_plus": ("reinforce_plus_plus", CLIP, (estimator("reinforce_plus_plus"),)),
     "remax": ("remax", CLIP, (estimator("remax"),)),
     "gdpo": ("gdpo", CLIP, (estimator("gdpo"), *TWO_REWARDS)),
+    "distillation": ("distillation", CLIP, (estimator("distillation"), TEACHER)),
+    "grpo_and_teacher": ("grpo_and_teacher", CLIP, ("algorithm.distillation_coef=0.25", TEACHER)),
     "gspo": (
         "grpo",
         Loss("gspo", low=3e-3, high=4e-3, aggregation="seq-mean-token-mean"),
@@ -133,6 +141,8 @@ def recorder(monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_three_steps_are_those_of_plain_loops(task, tmp_path, recorder, case):
     name, loss, overrides = CASES[case]
+    teacher = task.folder / "assets" / "model"  # as it was before the warm-up
+    overrides = tuple(word.replace("=TEACHER", f"={teacher}") for word in overrides)
     run = task.train(tmp_path, *SETTING, *(() if overrides[-3:] == TWO_REWARDS else DENSE), *overrides)
     assert [batch["step"] for batch in recorder.batches] == [1, 2, 3]
     assert len(recorder.mini_batches) == 3 * 2 * 2

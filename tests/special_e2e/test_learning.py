@@ -26,6 +26,21 @@ def test_grpo_learns_and_coin_tosses_do_not(task, tmp_path):
     assert end < start + 0.1
     assert 0.4 < control.metrics[-1]["critic/score/mean"] < 0.6
 
+    # A teacher says of each token what a checker says of whole answers: the same start comes as far in fewer steps.
+    taught = task.train(
+        tmp_path / "taught",
+        *data,
+        "algorithm.adv_estimator=distillation",
+        f"actor_rollout_ref.ref.model.path={learned.path / 'model'}",
+        "data.train_batch_size=512",
+        "actor_rollout_ref.rollout.n=1",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+        "trainer.total_training_steps=20",
+        "trainer.test_freq=20",
+    )
+    assert accuracies(taught)[1] > 0.9 * after
+    assert taught.metrics[-1]["distillation/reverse_kl"] < 0.5 * taught.metrics[1]["distillation/reverse_kl"]
+
     # The model it wrote is the one that was validated: plain transformers finds the same accuracy.
     model = AutoModelForCausalLM.from_pretrained(learned.path / "model")
     tokenizer = AutoTokenizer.from_pretrained(learned.path / "model")
