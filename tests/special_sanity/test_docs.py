@@ -64,7 +64,7 @@ def scene(tmp_path_factory):
     make_tiny_model(folder / "MODEL", "0123456789abcdefghijklmnopqrstuvwxyz>+= ", max_position_embeddings=32768)
     make_calculator_model(folder / "CHAT_MODEL", max_position_embeddings=32768)
     (folder / "examples").symlink_to(ROOT / "examples", target_is_directory=True)
-    for name in ("JUDGE_MODEL", "models/Qwen2.5-1.5B"):
+    for name in ("JUDGE_MODEL", "TEACHER", "models/Qwen2.5-1.5B"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(folder / "MODEL", target_is_directory=True)
     rows = [
