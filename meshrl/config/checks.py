@@ -27,7 +27,13 @@ from meshrl.config.errors import ConfigError
 from meshrl.config.gates import gate_problems
 from meshrl.config.layout import engine_problems, rollout_problems, sequence_ranks
 from meshrl.config.model import ModelConfig
-from meshrl.config.model_folder import fit_problems, folder_problems, read_model_config
+from meshrl.config.model_folder import (
+    fit_problems,
+    folder_problems,
+    packing_problems,
+    read_model_config,
+    stateful_layers,
+)
 from meshrl.config.multi_turn import multi_turn_file_problems, multi_turn_problems
 from meshrl.config.optim import OptimConfig
 from meshrl.config.packages import package_problems
@@ -126,11 +132,26 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
             "data.max_prompt_length + max_response_length",
         )
         problems += split_file_problems(config)
+        problems += _generation_problems(config)
         problems += sampler_file_problems(config)
         problems += _reference_file_problems(config)
         problems += reward_file_problems(config.reward, config.custom_reward_function)
         problems += multi_turn_file_problems(config)
     return problems
+
+
+def _generation_problems(config: PPOConfig) -> list[str]:
+    """The embedded rollout packs rows and has a cache of keys and values only."""
+    try:
+        found = stateful_layers(read_model_config(config.actor_rollout_ref.model))
+    except ValueError:
+        return []  # said where the model is checked
+    if found is None or config.actor_rollout_ref.rollout.name != "embedded":
+        return []
+    return [
+        f"actor_rollout_ref.rollout.name=embedded has no place for the state of the model's layers ({found}): "
+        "use vllm, sglang or hf"
+    ]
 
 
 def _reference_file_problems(config: PPOConfig) -> list[str]:
@@ -495,4 +516,6 @@ def _model_problems(
     positions = shape.get("max_position_embeddings")
     if positions is not None and length > positions:
         problems.append(f"{length_names} ({length}) is over the model's max_position_embeddings ({positions})")
+    if engine.strategy != "megatron":
+        problems += packing_problems(shape, model, prefix)
     return problems + fit_problems(shape, engine, engine_prefix)

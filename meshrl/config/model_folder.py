@@ -20,6 +20,17 @@ TOKENIZER_FILES = (
     "spiece.model",
     "tekken.json",
 )
+ATTENTION_KINDS = ("attention", "full_attention", "sliding_attention", "chunked_attention")
+STATE_KEYS = (
+    "linear_num_",
+    "linear_conv_",
+    "linear_attn_",
+    "mamba_",
+    "ssm_",
+    "state_size",
+    "conv_L_cache",
+    "lru_width",
+)
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json")
 LONGEST_HEADER = 100_000_000  # safetensors' own limit
 
@@ -96,6 +107,26 @@ def read_model_config(model: ModelConfig) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{file} must hold a JSON object")
     return {**values, **values.get("text_config", {}), **model.override_config}
+
+
+def stateful_layers(shape: dict[str, Any]) -> str | None:
+    """What of a config.json tells of layers that carry a state from token to token; None where all is attention."""
+    kinds = shape.get("layer_types") or shape.get("layers_block_type") or shape.get("block_types")
+    if kinds is not None:
+        others = sorted({str(kind) for kind in kinds} - {*ATTENTION_KINDS, "mlp", "moe"})
+        return f"layers of the kind {others[0]}" if others else None
+    return next((name for name in shape if name.startswith(STATE_KEYS)), None)
+
+
+def packing_problems(shape: dict[str, Any], model: ModelConfig, prefix: str) -> list[str]:
+    """Samples that share a row would leak into one another through such layers."""
+    found = stateful_layers(shape)
+    if found is None or not model.use_remove_padding:
+        return []
+    return [
+        f"{prefix}.path: {shape.get('model_type', 'the model')} carries a state from token to token ({found}), so that "
+        f"samples cannot share a row: set {prefix}.use_remove_padding=false"
+    ]
 
 
 def fit_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str) -> list[str]:

@@ -1,9 +1,11 @@
 """A config that is fine passes; each thing that can be wrong, alone, gives its one line with the numbers and keys."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -278,6 +280,32 @@ def test_model_folder_without_config_or_tokenizer(fine: MakePPO, tmp_path: Path)
     assert "is not valid JSON" in check_config(config)[0]
     (model / "config.json").unlink()
     assert "has no config.json" in check_config(config)[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "found"),
+    [
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, "kind linear_attention"),
+        ({"model_type": "qwen3_next", "linear_num_key_heads": 16}, "linear_num_key_heads"),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "kind conv"),
+        ({"model_type": "falcon_h1", "mamba_d_ssm": 16}, "mamba_d_ssm"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention", "full_attention"]}, None),
+        ({"model_type": "granitemoehybrid", "layer_types": ["attention"], "mamba_d_state": 8}, None),
+    ],
+)
+def test_models_whose_layers_carry_a_state_do_not_pack(fine: MakePPO, shape: dict[str, Any], found: str | None) -> None:
+    config = fine()
+    policy = config.actor_rollout_ref
+    (Path(policy.model.path or "") / "config.json").write_text(json.dumps(shape))
+    if found is None:
+        assert check_config(config) == []
+        return
+    packing, generating = check_config(config)
+    assert found in packing
+    assert "set actor_rollout_ref.model.use_remove_padding=false" in packing
+    assert "rollout.name=embedded has no place" in generating
+    policy.model.use_remove_padding, policy.rollout.name = False, "hf"
+    assert check_config(config) == []
 
 
 def test_model_folder_without_weights(fine: MakePPO) -> None:
