@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshrl.agents.messages import MalformedCall, ToolCall
+from meshrl.agents.schema import fits
 from meshrl.agents.tools import Tool
 
 Call = ToolCall | MalformedCall
@@ -79,6 +80,107 @@ class Llama3JsonParser(ToolParser):
                 at += 1
 
 
+class MistralParser(ToolParser):
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` once for every call."""
+
+    TAG, ARGUMENTS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+    def parse(self, text: str) -> Parsed:
+        content, *bodies = text.split(self.TAG)
+        return Parsed(content.strip(), [call for body in bodies for call in self._calls(body.strip())])
+
+    def _calls(self, body: str) -> Iterator[Call]:
+        head, named, arguments = body.partition(self.ARGUMENTS)
+        if named:
+            yield _named_call(head.partition(self.ID)[0], arguments)
+            return
+        try:
+            values = json.loads(body, strict=False)
+        except (ValueError, RecursionError) as error:
+            yield MalformedCall(f"the call is not valid JSON: {error}")
+            return
+        yield from map(_as_call, values if isinstance(values, list) else [values])
+
+
+class DeepSeekParser(ToolParser):
+    """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`; V3 and R1 write `function` in the name's
+    place, then the name and a fenced block of JSON."""
+
+    AROUND = re.compile("<｜tool▁calls▁(?:begin|end)｜>")
+    BLOCK = re.compile(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁sep｜>(.*?))?(<｜tool▁call▁end｜>|\Z)", re.DOTALL)
+    FENCED = re.compile(r"([^\n]+)\n```(?:json)?[ \t]*\n(.*?)\n?```", re.DOTALL)
+
+    def parse(self, text: str) -> Parsed:
+        text = self.AROUND.sub("", text)
+        return Parsed(self.BLOCK.sub("", text).strip(), [self._call(*found) for found in self.BLOCK.findall(text)])
+
+    def _call(self, head: str, body: str, end: str) -> Call:
+        if not end:
+            return MalformedCall("<｜tool▁call▁begin｜> without <｜tool▁call▁end｜>")
+        fenced = self.FENCED.fullmatch(body.strip()) if head.strip() == "function" else None
+        return _named_call(*fenced.groups()) if fenced else _named_call(head, body)
+
+
+class TaggedParser(ToolParser):
+    """A call between `<tool_call>` and `</tool_call>`, whose arguments stand between tags as plain texts."""
+
+    FORM = ""
+
+    def parse(self, text: str) -> Parsed:
+        block, calls = HermesParser.BLOCK, []
+        for body, end in block.findall(text):
+            calls.append(self._call(body.strip()) if end else MalformedCall("<tool_call> without </tool_call>"))
+        return Parsed(block.sub("", text).strip(), calls)
+
+    def _call(self, body: str) -> Call:
+        # Cut at the opening tags, not searched for pairs: a model may repeat one tag for ever.
+        found = self._cut(body)
+        if found is None:
+            return MalformedCall(f"a call must be {self.FORM}")
+        name, texts = found
+        return _call_with_texts(self.tools, name, texts)
+
+    @abstractmethod
+    def _cut(self, body: str) -> tuple[str, dict[str, str]] | None:
+        """The tool's name and its arguments, or None where the body has another form."""
+
+
+class Qwen3CoderParser(TaggedParser):
+    """`<function=name><parameter=x>value</parameter></function>` between the marks of a call."""
+
+    FORM = "<function=NAME> with <parameter=NAME>VALUE</parameter> inside"
+
+    def _cut(self, body: str) -> tuple[str, dict[str, str]] | None:
+        if not body.startswith("<function=") or not body.endswith("</function>"):
+            return None
+        head, *parts = body.removeprefix("<function=").removesuffix("</function>").split("<parameter=")
+        name, closed, rest = head.partition(">")
+        texts = {}
+        for part in parts:
+            key, _, value = part.rstrip().partition(">")
+            if not value.endswith("</parameter>"):
+                return None
+            texts[key.strip()] = value.removesuffix("</parameter>").removeprefix("\n").removesuffix("\n")
+        return (name.strip(), texts) if closed and not rest.strip() else None
+
+
+class GlmParser(TaggedParser):
+    """`name<arg_key>x</arg_key><arg_value>value</arg_value>` between the marks of a call."""
+
+    FORM = "NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"
+
+    def _cut(self, body: str) -> tuple[str, dict[str, str]] | None:
+        name, *parts = body.split("<arg_key>")
+        texts = {}
+        for part in parts:
+            key, _, value = part.partition("</arg_key>")
+            value = value.strip()
+            if not value.startswith("<arg_value>") or not value.endswith("</arg_value>"):
+                return None
+            texts[key.strip()] = value.removeprefix("<arg_value>").removesuffix("</arg_value>")
+        return (name.strip(), texts) if name.strip() and "<" not in name else None
+
+
 class CodeBlockParser(ToolParser):
     """A fenced code block is a call of the tool that runs code: the one its language names, or the only one.
 
@@ -112,6 +214,10 @@ PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,
     "qwen": HermesParser,
     "llama3_json": Llama3JsonParser,
+    "mistral": MistralParser,
+    "deepseek": DeepSeekParser,
+    "qwen3_coder": Qwen3CoderParser,
+    "glm": GlmParser,
     "code": CodeBlockParser,
 }
 
@@ -128,6 +234,29 @@ def _one_call(body: str) -> Call:
         return _as_call(json.loads(body, strict=False))
     except (ValueError, RecursionError) as error:
         return MalformedCall(f"the call is not valid JSON: {error}")
+
+
+def _named_call(name: str, arguments: str) -> Call:
+    try:
+        return _as_call({"name": name.strip(), "arguments": json.loads(arguments, strict=False)})
+    except (ValueError, RecursionError) as error:
+        return MalformedCall(f"the arguments are not valid JSON: {error}")
+
+
+def _call_with_texts(tools: Sequence[Tool], name: str, texts: Mapping[str, str]) -> Call:
+    """A call whose arguments come as texts: those that the tool's schema wants as something else are read as JSON."""
+    parameters = next((tool.parameters for tool in tools if tool.name == name), None) or {}
+    schemas = parameters.get("properties", {})
+    return ToolCall(name, {key: _value(text, schemas.get(key, {})) for key, text in texts.items()})
+
+
+def _value(text: str, schema: Mapping[str, Any]) -> Any:
+    if fits(text, schema):
+        return text
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return text  # the check of arguments against the schema says what is wrong
 
 
 def _as_call(value: Any) -> Call:

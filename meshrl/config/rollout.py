@@ -24,7 +24,7 @@ READERS = {
     "engine_kwargs.vllm": ("vllm",),
     "engine_kwargs.sglang": ("sglang",),
 }
-TOOL_FORMATS = ("hermes", "qwen", "llama3_json", "code")
+TOOL_FORMATS = ("hermes", "qwen", "llama3_json", "mistral", "deepseek", "qwen3_coder", "glm", "code")
 
 
 @dataclass

@@ -1,16 +1,18 @@
-"""Tool calls in three formats, well-formed and not."""
+"""Tool calls in every format, well-formed and not."""
 
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.agents.messages import MalformedCall, ToolCall
-from meshrl.agents.parsers import CodeBlockParser, HermesParser, Llama3JsonParser, make_parser
+from meshrl.agents.parsers import PARSERS, CodeBlockParser, HermesParser, Llama3JsonParser, make_parser
 from meshrl.agents.tools import tool
+from meshrl.config.rollout import TOOL_FORMATS
 
 
 @tool
@@ -72,6 +74,66 @@ CODE = [
     ("```python\nprint(1)", "", ["no closing"]),
 ]
 
+MISTRAL = [
+    ("just words", "just words", []),
+    ('Well.[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "g"}]', "Well.", [("f", {"x": 1}), ("g", {})]),
+    ('[TOOL_CALLS]f[ARGS]{"x": [1]}[TOOL_CALLS]g[CALL_ID]a1[ARGS]{}', "", [("f", {"x": [1]}), ("g", {})]),
+    ("[TOOL_CALLS]f[ARGS]x=1", "", ["arguments are not valid JSON"]),
+    ("[TOOL_CALLS]f[ARGS][1]", "", ["must be a JSON object"]),
+    ("[TOOL_CALLS]f(1)", "", ["not valid JSON"]),
+    ("[TOOL_CALLS][3]", "", ['with a "name"']),
+]
+B, S, E = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+DEEPSEEK = [
+    ("just words", "just words", []),
+    (
+        f'Hm<｜tool▁calls▁begin｜>{B}f{S}{{"x": 1}}{E}{B}g{S}{{}}{E}<｜tool▁calls▁end｜>',
+        "Hm",
+        [("f", {"x": 1}), ("g", {})],
+    ),
+    (f'{B}function{S}f\n```json\n{{"x": 1}}\n```{E}', "", [("f", {"x": 1})]),
+    (f'{B}function{S}{{"x": 1}}{E}', "", [("function", {"x": 1})]),  # a tool of that name
+    (f'{B}f{S}{{"x": 1}}', "", ["without <｜tool▁call▁end｜>"]),
+    (f"{B}f{E}", "", ["not valid JSON"]),
+    (f"{B}f{S}[1]{E}", "", ["must be a JSON object"]),
+]
+QWEN3_CODER = [
+    ("just words", "just words", []),
+    (
+        "So.<tool_call>\n<function=python>\n<parameter=code>\nprint(1)\nprint(2)\n</parameter>\n<parameter=limit>\n4\n"
+        "</parameter>\n</function>\n</tool_call>",
+        "So.",
+        [("python", {"code": "print(1)\nprint(2)", "limit": 4})],
+    ),
+    (
+        "<tool_call><function=python><parameter=code>7</parameter></function></tool_call>",
+        "",
+        [("python", {"code": "7"})],
+    ),
+    (
+        "<tool_call><function=python><parameter=limit>many</parameter></function></tool_call>",
+        "",
+        [("python", {"limit": "many"})],
+    ),
+    ("<tool_call><function=other></function></tool_call>", "", [("other", {})]),
+    ("<tool_call><function=f>x</function></tool_call>", "", ["<function=NAME>"]),
+    ('<tool_call>{"name": "f"}</tool_call>', "", ["<function=NAME>"]),
+    ("<tool_call><function=f></function>", "", ["without </tool_call>"]),
+]
+GLM = [
+    ("just words", "just words", []),
+    (
+        "So.<tool_call>python\n<arg_key>code</arg_key>\n<arg_value>1 < 2</arg_value>\n<arg_key>limit</arg_key>\n"
+        "<arg_value>4</arg_value>\n</tool_call><tool_call>shell</tool_call>",
+        "So.",
+        [("python", {"code": "1 < 2", "limit": 4}), ("shell", {})],
+    ),
+    ("<tool_call>python<arg_key>code</arg_key></tool_call>", "", ["NAME<arg_key>"]),
+    ("<tool_call></tool_call>", "", ["NAME<arg_key>"]),
+    ("<tool_call>python", "", ["without </tool_call>"]),
+]
+OTHERS = {"mistral": MISTRAL, "deepseek": DEEPSEEK, "qwen3_coder": QWEN3_CODER, "glm": GLM}
+
 
 def check(parser, text, content, calls):
     parsed = parser.parse(text)
@@ -95,6 +157,13 @@ def test_llama3_json(text, content, calls):
     check(Llama3JsonParser(), text, content, calls)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "content", "calls"), [(name, *case) for name, cases in OTHERS.items() for case in cases]
+)
+def test_other_formats(name, text, content, calls):
+    check(make_parser(name, [python, shell]), text, content, calls)
+
+
 @pytest.mark.parametrize(("text", "content", "calls"), CODE)
 def test_code_blocks(text, content, calls):
     check(CodeBlockParser([python, shell]), text, content, calls)
@@ -104,6 +173,10 @@ def test_the_only_tool_gets_blocks_of_any_language():
     check(CodeBlockParser([shell]), "```py\nx\n```", "", [("shell", {"script": "x\n"})])
 
 
+MARKS = st.sampled_from(
+    f"{B} {S} {E} [TOOL_CALLS] [ARGS] [CALL_ID] <tool_call> </tool_call> <function=python> </function> "
+    "<parameter=limit> </parameter> <arg_key> </arg_key> <arg_value> </arg_value> 3 {} [ x".split()
+)
 WORDS = st.text(max_size=6)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | WORDS,
@@ -126,12 +199,34 @@ def test_what_json_writes_comes_back(calls):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.text(alphabet='<>/tool_cal{}":,` \npython|_g', max_size=60))
+@given(st.text(alphabet='<>/tool_cal{}":,` \npython|_g', max_size=60) | st.lists(MARKS, max_size=12).map("".join))
 def test_nothing_that_a_model_writes_raises(text):
-    for name in ("hermes", "qwen", "llama3_json", "code"):
+    for name in PARSERS:
         parsed = make_parser(name, [python]).parse(text)
         assert isinstance(parsed.content, str)
         assert all(isinstance(call, ToolCall | MalformedCall) for call in parsed.calls)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_a_long_run_of_anything_is_read_quickly(name):
+    parser, began = make_parser(name, [python]), time.perf_counter()
+    tags = (
+        "<tool_call>",
+        "<tool_call>\n",
+        "<arg_key>",
+        "<arg_key>k</arg_key><arg_value>",
+        "<parameter=x>",
+        "<function=x>",
+    )
+    for unit in (*" \na{", *tags, B, f"{B}function{S}", "[TOOL_CALLS]", "```\n"):
+        parser.parse(unit * 8192)
+        parser.parse(f"<tool_call>{unit * 8192}</tool_call>")
+        parser.parse(f"{B}function{S}{unit * 8192}{E}")
+    assert time.perf_counter() - began < 30
+
+
+def test_the_config_offers_every_format():
+    assert set(TOOL_FORMATS) == set(PARSERS)
 
 
 def test_unknown_formats_are_refused():
