@@ -26,7 +26,7 @@ from meshrl.config.errors import ConfigError
 from meshrl.config.gates import gate_problems
 from meshrl.config.layout import engine_problems, rollout_problems, sequence_ranks
 from meshrl.config.model import ModelConfig
-from meshrl.config.model_folder import fit_problems, folder_problems, read_model_config
+from meshrl.config.model_folder import fit_problems, folder_problems, quantized_problem, read_model_config
 from meshrl.config.multi_turn import multi_turn_file_problems, multi_turn_problems
 from meshrl.config.optim import OptimConfig
 from meshrl.config.packages import package_problems
@@ -490,6 +490,8 @@ def _model_problems(
         shape: dict[str, Any] = read_model_config(model)
     except ValueError as error:
         return [*problems, f"{prefix}.path: {error}"]
+    if model.path and (quantized := quantized_problem(Path(model.path))):
+        problems.append(f"{prefix}.path: {quantized}")
     positions = shape.get("max_position_embeddings")
     if positions is not None and length > positions:
         problems.append(f"{length_names} ({length}) is over the model's max_position_embeddings ({positions})")

@@ -1,5 +1,6 @@
 """A config that is fine passes; each thing that can be wrong, alone, gives its one line with the numbers and keys."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -286,6 +287,18 @@ def test_model_folder_without_weights(fine: MakePPO) -> None:
     (problem,) = check_config(config)
     assert "has no weights" in problem
     config.actor_rollout_ref.model.random_init = True
+    assert check_config(config) == []
+
+
+def test_quantized_weights_are_refused(fine: MakePPO) -> None:
+    config = fine()
+    file = Path(config.actor_rollout_ref.model.path or "") / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {"quantization_config": {"quant_method": "fp8"}}))
+    (problem,) = check_config(config)
+    assert "quant_method=fp8" in problem
+    assert "bfloat16" in problem
+    file.write_text(json.dumps(values | {"quantization_config": None}))
     assert check_config(config) == []
 
 

@@ -32,7 +32,7 @@ from meshrl.engines.optim import LearningRate, build_master_optimizer, build_opt
 from meshrl.engines.packed_lm import PackedCausalLM, PackedModel, PackedValueModel
 from meshrl.engines.stored_state import Snapshot
 from meshrl.models.buffers import persistent_buffers
-from meshrl.models.loading import empty_model, load_model, torch_dtype
+from meshrl.models.loading import empty_model, load_model, refuse_quantized, torch_dtype
 from meshrl.models.lora import adapter_init, adapter_scaling, adapters_off, add_adapters, merged_params
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.parallel.layout import DATA_AXES, SEQUENCE_AXES, fsdp_layout
@@ -127,6 +127,7 @@ class FSDPEngine(Engine):
     def _model(self, make: Callable[..., PreTrainedModel]) -> PreTrainedModel:
         """The configured model, by one of the functions of `meshrl.models.loading`."""
         model = self.model_config
+        refuse_quantized(model.path or "")
         return make(
             model.path or "",
             ATTENTION_NAME if self.packs else "sdpa",
