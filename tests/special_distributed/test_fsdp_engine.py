@@ -145,6 +145,38 @@ def test_fsdp1_goes_on_with_what_was_moved(ranks, folders, random):
         assert all(old != new for old, new in zip(before, after, strict=True))
 
 
+def copied_after_use(trial):
+    """The largest difference between an engine that has answered and the trained one whose weights it took since."""
+    trained = FSDPEngine(trial.model, trial.engine, trial.optim, device=torch.device("cpu"))
+    copy = FSDPEngine(trial.model, trial.engine, None, device=torch.device("cpu"))
+    data = trial.batches(61)[0].chunk(trained.dp_size)[trained.dp_rank]
+    data.meta_info = {"temperature": 1.0, "use_dynamic_bsz": True, "max_token_len": 1000}
+
+    def loss(outputs, _):
+        value = outputs["log_probs"].sum()
+        return value, {"loss": value}
+
+    for engine in (trained, copy):
+        engine.initialize()
+        engine.forward(data)
+    trained.optimizer_zero_grad()
+    trained.forward_backward_batch(data, loss)
+    trained.optimizer_step()
+    before = copy.forward(data)["log_probs"]
+    copy.copy_weights_from(trained)
+    after, wanted = copy.forward(data)["log_probs"], trained.forward(data)["log_probs"]
+    return float((before - wanted).abs().max()), float((after - wanted).abs().max())
+
+
+@pytest.mark.parametrize("extra", ["plain", "prefetch"])
+def test_a_reference_is_refreshed_after_it_has_answered(ranks, folders, extra):
+    """Also where a forward pass leaves its weights gathered."""
+    world, trial = make_trial(folders["llama"], "fsdp2", extra)
+    for moved, left in ranks(world).run(copied_after_use, trial):
+        assert moved > 1e-4
+        assert left == 0
+
+
 def test_micro_batches_really_accumulate(folders):
     _, trial = make_trial(folders["llama"], "one", "plain")
     lengths = trial.batches(61)[0].batch["attention_mask"].sum(1)

@@ -305,6 +305,12 @@ class FSDPEngine(Engine):
         if device.type == "cpu" and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def copy_weights_from(self, other: Engine) -> None:
+        for engine in (self, other):
+            if isinstance(engine, FSDPEngine):
+                engine.sharding.reshard()
+        super().copy_weights_from(other)
+
     def per_tensor_params(self) -> Iterator[tuple[str, Tensor]]:
         params = ((name.removeprefix(WRAPPER_PREFIX), value) for name, value in self._full_params())
         yield from merged_params(params, self.adapter_scaling) if self.has_adapters else params
