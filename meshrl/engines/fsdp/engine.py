@@ -73,7 +73,7 @@ class FSDPEngine(Engine):
         model = self.model_config
         how = self._placement()
         # FSDP2 shards a model without memory and fills it afterwards; adapters are small and made with their values.
-        fills_later = (how == "fsdp2" and not self.has_adapters) or model.random_init
+        fills_later = how == "fsdp2" or model.random_init
         self.hf_model = self._model(empty_model if fills_later else load_model)
         if self.has_adapters:
             add_adapters(self.hf_model, model)
@@ -160,8 +160,6 @@ class FSDPEngine(Engine):
             if self.model_config.random_init:  # FSDP1 flattens parameters that have memory
                 fill_randomly(module, self.device)
             return FSDP1(module.to(self.device), self.hf_model, self.layout, self.device, config)
-        if self.has_adapters and not config.offload_policy:
-            module.to(self.device)
         return FSDP2(module, self.hf_model, self.layout, self.device.type, config)
 
     @property
