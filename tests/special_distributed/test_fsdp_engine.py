@@ -43,6 +43,7 @@ EXTRAS = {
     "checkpointing": {"checkpointing": True},
     "activations": {"activation_offload": True},
     "lora": {"lora_rank": 4},
+    "lora-cpu-policy": {"lora_rank": 4, "offload_policy": True},
     "lora-latent": {"lora_rank": 4, "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]},
     "by-size": {"min_num_params": 3000},
     "one-unit": {"disable": True},
@@ -60,6 +61,7 @@ GRID = [
     *[("qwen2", layout, "cpu-policy") for layout in ("fsdp2", "ddp2-fsdp2", "fsdp2-cp2")],
     *[("llama", "fsdp2", extra) for extra in ("activations", "by-size", "one-unit", "prefetch")],
     *[("qwen3", layout, "padded") for layout in ("one", "fsdp2", "ddp2-fsdp2", "fsdp1")],
+    ("llama", "fsdp2", "lora-cpu-policy"),
     ("qwen3_moe", "fsdp2", "lora"),
     ("qwen2", "fsdp2", "lora"),  # its biases come between a weight and its adapters
     ("qwen3_moe", "sp4", "checkpointing"),
