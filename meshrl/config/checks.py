@@ -31,6 +31,7 @@ from meshrl.config.model_folder import (
     fit_problems,
     folder_problems,
     packing_problems,
+    quantized_problem,
     read_model_config,
     stateful_layers,
 )
@@ -513,6 +514,8 @@ def _model_problems(
         shape: dict[str, Any] = read_model_config(model)
     except ValueError as error:
         return [*problems, f"{prefix}.path: {error}"]
+    if model.path and (quantized := quantized_problem(Path(model.path))):
+        problems.append(f"{prefix}.path: {quantized}")
     positions = shape.get("max_position_embeddings")
     if positions is not None and length > positions:
         problems.append(f"{length_names} ({length}) is over the model's max_position_embeddings ({positions})")

@@ -98,6 +98,23 @@ def damage_of(folder: Path) -> str | None:
     return next(iter(tensor_file_problems(folder)), None)
 
 
+def quantized_problem(folder: Path) -> str | None:
+    """What is wrong with a folder whose weights are quantized, in words: engines compute with the numbers in the files.
+
+    A `ValueError` if its config cannot be read.
+    """
+    file = folder / "config.json"
+    values = read_json(file) if file.is_file() else {}
+    how = values.get("quantization_config") if isinstance(values, dict) else None
+    if not how:
+        return None
+    method = how.get("quant_method", "unknown") if isinstance(how, dict) else how
+    return (
+        f"{folder} holds quantized weights (quantization_config.quant_method={method} in its config.json): take the "
+        "model in bfloat16 or float32, or convert it first (in Transformers: load it with dequantize=True and save it)"
+    )
+
+
 def read_model_config(model: ModelConfig) -> dict[str, Any]:
     """config.json with `override_config` applied; empty if there is none. A `ValueError` if it cannot be read."""
     file = Path(model.path or "") / "config.json"

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, read_json
+from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, quantized_problem, read_json
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.empty import without_memory
 
@@ -70,6 +70,12 @@ def load_model_config(
     return config
 
 
+def refuse_quantized(path: str | Path) -> None:
+    """A `ValueError` for a folder with quantized weights: read as they are, they would be other numbers."""
+    if problem := quantized_problem(Path(path)):
+        raise ValueError(problem)
+
+
 def load_model(
     path: str | Path,
     attention: str,
@@ -112,6 +118,7 @@ def empty_model(
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model of a folder without memory for its parameters; its buffers are real: most are in no file."""
+    refuse_quantized(path)
     config = _config_for(head, path, override, trust_remote_code)
     model = _without_memory(_auto_class(head), config, attention, dtype, trust_remote_code)
     if (Path(path) / "generation_config.json").is_file() and model.can_generate():

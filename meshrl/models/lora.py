@@ -27,7 +27,10 @@ MERGEABLE = re.compile(rf"\.lora_[AB]\.{ADAPTER}\.weight$|\.base_layer\.|\.origi
 
 
 def add_adapters(hf_model: PreTrainedModel, config: ModelConfig) -> None:
-    """Puts adapters into the target modules (or loads them from `lora_adapter_path`) and freezes the rest."""
+    """Puts adapters into the target modules (or loads them from `lora_adapter_path`) and freezes the rest.
+
+    The model may be without memory; its adapters have theirs.
+    """
     try:
         from peft import LoraConfig, PeftConfig, PeftType, inject_adapter_in_model
     except ImportError as error:
@@ -52,12 +55,29 @@ def add_adapters(hf_model: PreTrainedModel, config: ModelConfig) -> None:
     hf_model.requires_grad_(False)
     own_names = {name for name, _ in hf_model.named_parameters()}
     inject_adapter_in_model(lora, hf_model, adapter_name=ADAPTER)
+    _give_memory(hf_model)
     _refuse_unmergeable(hf_model, own_names)
     if config.lora_adapter_path is not None:
         _load_adapters(hf_model, config.lora_adapter_path)
     for name, param in hf_model.named_parameters():
         # The head of a value model begins at zero, and with it frozen there no adapter would get a gradient.
         param.requires_grad_("lora_" in name or is_value_head(name))
+
+
+def _give_memory(hf_model: PreTrainedModel) -> None:
+    """Adapters in a model without memory are small and get theirs at once: zeros, until they are drawn or loaded.
+
+    On torch's default device, which in planning is none either.
+    """
+    for name, module in hf_model.named_modules():
+        for own, param in module._parameters.items():
+            if param is not None and param.is_meta and ".lora_" in f"{name}.":
+                module._parameters[own] = nn.Parameter(torch.zeros(param.shape, dtype=param.dtype))
+
+
+def plain_name(name: str) -> str:
+    """What a parameter of a model with adapters is called in the plain model."""
+    return name.replace(".base_layer.", ".")
 
 
 def _refuse_unmergeable(hf_model: PreTrainedModel, own_names: set[str]) -> None:
@@ -173,11 +193,11 @@ def merged_params(
                 raise ValueError(f"adapter '{name}' did not follow its layer's own weight in the stream")
             base_name, base = waiting.pop(layer)
             delta = (tensor.float() @ down.pop(layer).float()) * scaling[layer]
-            yield base_name.replace(".base_layer.", "."), (base.float() + delta).to(base.dtype)
+            yield plain_name(base_name), (base.float() + delta).to(base.dtype)
         elif rest == "weight" and layer in scaling:
             waiting[layer] = (name, tensor)
         else:
-            yield name.replace(".base_layer.", "."), tensor
+            yield plain_name(name), tensor
     if waiting:
         raise ValueError(f"the adapter of '{next(iter(waiting))}' is missing in the stream")
 

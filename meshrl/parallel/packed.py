@@ -84,7 +84,9 @@ class PackedSequences:
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
         """Causal attention inside each document; see `AttentionContext`."""
-        if query.is_cuda and query.dtype in HALF_TYPES and len(self.runs) > 1:
+        # A window that hides something would need a mask of length x length, and kernels that take one.
+        is_masked = sliding_window is not None and self.max_length > sliding_window
+        if query.is_cuda and query.dtype in HALF_TYPES and (len(self.runs) > 1 or is_masked):
             return self._attend_varlen(query, key, value, scaling, sliding_window)
         return self._attend_runs(query, key, value, scaling, sliding_window)
 

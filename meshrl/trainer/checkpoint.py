@@ -300,22 +300,30 @@ def open_checkpoint(path: Path) -> Found:
         raise CheckpointError(f"there is no checkpoint {path}")
     if problems := problems_of(path):
         raise CheckpointError(f"the checkpoint {path} cannot be used: {'; '.join(problems[:3])}")
+    return _found(path)
+
+
+def _found(path: Path) -> Found:
     content = json.loads((path / STATE).read_text())
     return Found(path, int(content["step"]), content)
 
 
+def _is_whole(path: Path, say: Callable[[str], None]) -> bool:
+    """Says why, where it is not."""
+    if problems := problems_of(path):
+        say(f"the checkpoint {path} is passed over: {'; '.join(problems[:3])}")
+    return not problems
+
+
 def newest_complete(folder: Path, say: Callable[[str], None] = logger.warning) -> Found | None:
     """The newest checkpoint that is whole; says which newer ones are not, and why."""
-    damaged = []
-    for path in step_folders(folder):
-        if problems := problems_of(path):
-            say(f"the checkpoint {path} is passed over: {'; '.join(problems[:3])}")
-            damaged.append(path)
-            continue
-        return open_checkpoint(path)
-    if damaged:
+    paths = step_folders(folder)
+    for path in paths:
+        if _is_whole(path, say):
+            return _found(path)
+    if paths:
         raise CheckpointError(
-            f"none of the {len(damaged)} checkpoints in {folder} is whole; trainer.resume_mode=disable begins anew"
+            f"none of the {len(paths)} checkpoints in {folder} is whole; trainer.resume_mode=disable begins anew"
         )
     return None
 
@@ -334,9 +342,23 @@ def checkpoint_to_resume(
     if trainer.resume_mode == "resume_path":
         return open_checkpoint(Path(trainer.resume_from_path or ""))
     folder = Path(trainer.run_dir) / FOLDER
-    if trainer.remote_dir and not step_folders(folder) and (path := Mirror(trainer.remote_dir).fetch_newest(folder)):
-        say(f"the checkpoint {path} was fetched from {trainer.remote_dir}")
-    return newest_complete(folder, say)
+    try:
+        if (found := newest_complete(folder, say)) or not trainer.remote_dir:
+            return found
+    except CheckpointError:
+        if not trainer.remote_dir or not (found := _from_mirror(trainer.remote_dir, folder, say)):
+            raise
+        return found
+    return _from_mirror(trainer.remote_dir, folder, say)
+
+
+def _from_mirror(address: str, folder: Path, say: Callable[[str], None]) -> Found | None:
+    """The newest of a mirror's checkpoints that arrives whole."""
+    for path in Mirror(address).fetched(folder):
+        if _is_whole(path, say):
+            say(f"the checkpoint {path} was fetched from {address}")
+            return _found(path)
+    return None
 
 
 def set_later_ones_aside(folder: Path, step: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,10 +14,15 @@ from meshrl.models.saving import new_folder
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+SUPERSEDED = "manifest.superseded.json"
+PREFIX = "global_step_"
 
 
 class Mirror:
-    """Copies complete checkpoints in a thread, the manifest last, so that one there is complete or has none."""
+    """Copies complete checkpoints in a thread, the manifest last, so that one there is complete or has none.
+
+    One that another takes the place of loses its manifest first.
+    """
 
     def __init__(self, address: str, say: Callable[[str], None] = logger.warning):
         self.address, self.say = address, say
@@ -42,6 +47,10 @@ class Mirror:
 
     def _push(self, checkpoint: Path) -> None:
         target = f"{self.root}/{checkpoint.name}"
+        # Steps are copied as they are taken: what is there of this one or of later ones, the run has gone back from.
+        for step, name in self._steps():
+            if step >= int(checkpoint.name.removeprefix(PREFIX)):
+                self._supersede(f"{self.root}/{name}")
         files = sorted(file for file in checkpoint.rglob("*") if file.is_file())
         files.sort(key=lambda file: file == checkpoint / MANIFEST)
         for file in files:
@@ -49,20 +58,26 @@ class Mirror:
             self.files.makedirs(place.rpartition("/")[0], exist_ok=True)
             self.files.put_file(str(file), place)
 
-    def fetch_newest(self, folder: Path) -> Path | None:
-        """Brings the newest complete checkpoint here; None where there is none."""
-        if not self.files.exists(self.root):
-            return None
-        names = [str(path).rstrip("/").rpartition("/")[2] for path in self.files.ls(self.root, detail=False)]
-        steps = sorted(
-            (int(n.removeprefix("global_step_")), n) for n in names if n.removeprefix("global_step_").isdecimal()
-        )
-        for _, name in reversed(steps):
+    def fetched(self, folder: Path) -> Iterator[Path]:
+        """Brings the complete checkpoints here, one when it is asked for, the newest first."""
+        for _, name in self._steps():
             if self.files.exists(f"{self.root}/{name}/{MANIFEST}"):
                 with new_folder(folder / name) as aside:
                     self._fetch(f"{self.root}/{name}", aside)
-                return folder / name
-        return None
+                yield folder / name
+
+    def _steps(self) -> list[tuple[int, str]]:
+        """Those that are there, complete or not, by number and name, the newest first."""
+        if not self.files.exists(self.root):
+            return []
+        names = [str(path).rstrip("/").rpartition("/")[2] for path in self.files.ls(self.root, detail=False)]
+        numbers = [(name.removeprefix(PREFIX), name) for name in names if name.startswith(PREFIX)]
+        return sorted(((int(number), name) for number, name in numbers if number.isdecimal()), reverse=True)
+
+    def _supersede(self, folder: str) -> None:
+        """Takes its manifest from a checkpoint, which is then no longer one."""
+        if self.files.exists(f"{folder}/{MANIFEST}"):
+            self.files.mv(f"{folder}/{MANIFEST}", f"{folder}/{SUPERSEDED}")
 
     def _fetch(self, source: str, folder: Path) -> None:
         for path in self.files.find(source):

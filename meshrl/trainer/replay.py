@@ -117,7 +117,9 @@ def checkpoint_before(run: Path, step: int) -> Found | None:
 def replay_config(run: RunFiles, start: Found | None, folder: str, words: Sequence[str]) -> PPOConfig:
     """The run's own config, without all that does not belong to the step."""
     resume = ["trainer.resume_mode=disable"]
-    if start is not None:
+    if start is None and load_config(run.config, []).config.trainer.resume_mode == "resume_path":
+        resume = []  # the run's first weights are those it was told to begin with
+    elif start is not None:
         resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start.path}"]
     config: PPOConfig = load_config(
         run.config,
@@ -130,8 +132,12 @@ def replay_config(run: RunFiles, start: Found | None, folder: str, words: Sequen
             "trainer.max_ckpt_to_keep=null",
             "trainer.max_actor_ckpt_to_keep=null",
             "trainer.max_critic_ckpt_to_keep=null",
-            "actor_rollout_ref.actor.checkpoint.async_save=false",
-            "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]",
+            *(
+                f"{role}.checkpoint.{setting}"
+                for role in ("actor_rollout_ref.actor", "critic")
+                for setting in ("async_save=false", "save_contents=[model,optimizer,extra]", "load_contents=null")
+            ),
+            "trainer.remote_dir=null",
             "trainer.save_final_model=false",
             "trainer.test_freq=-1",
             "trainer.val_before_train=false",

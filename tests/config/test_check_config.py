@@ -317,6 +317,18 @@ def test_model_folder_without_weights(fine: MakePPO) -> None:
     assert check_config(config) == []
 
 
+def test_quantized_weights_are_refused(fine: MakePPO) -> None:
+    config = fine()
+    file = Path(config.actor_rollout_ref.model.path or "") / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {"quantization_config": {"quant_method": "fp8"}}))
+    (problem,) = check_config(config)
+    assert "quant_method=fp8" in problem
+    assert "bfloat16" in problem
+    file.write_text(json.dumps(values | {"quantization_config": None}))
+    assert check_config(config) == []
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

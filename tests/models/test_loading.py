@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from meshrl.models.loading import (
     empty_causal_lm,
+    empty_model,
     load_model,
     load_model_config,
     load_tokenizer,
@@ -43,6 +44,13 @@ def test_damaged_files_are_named(folder):
         (folder / name).write_text('{"a": ')
         with pytest.raises(ValueError, match=rf"{folder / name} is not valid JSON"):
             load(folder)
+
+
+def test_a_model_to_be_filled_has_no_quantized_weights(folder):
+    """Numbers in FP8 come with scales beside them: read by slices as they are, they would be other weights."""
+    change_json(folder / "config.json", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    with pytest.raises(ValueError, match=r"quant_method=fp8.*bfloat16"):
+        empty_model(folder, "sdpa")
 
 
 def test_a_second_model_of_a_config_leaves_the_first_ones_attention_alone(tiny_model_folder):

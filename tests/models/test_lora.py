@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshrl.config.model import ModelConfig
-from meshrl.models.loading import load_model
+from meshrl.models.loading import empty_model, load_model
 from meshrl.models.lora import add_adapters
 from meshrl.trainer.verify import small_config, write_model
 
@@ -76,6 +76,16 @@ def test_adapters_of_another_kind_are_refused(folder):
     adapter = write_adapter(folder, peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
     with pytest.raises(ValueError, match="peft_type IA3: only LORA"):
         with_adapter(folder, adapter)
+
+
+def test_adapters_of_a_model_without_memory_have_their_values(folder):
+    adapter = write_adapter(folder, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    model = empty_model(str(folder), "sdpa", dtype=torch.bfloat16)
+    add_adapters(model, ModelConfig(path=str(folder), lora_adapter_path=str(adapter)))
+    adapters = {name: param for name, param in model.named_parameters() if ".lora_" in name}
+    assert all((param == 0.5).all() and param.dtype == torch.bfloat16 for param in adapters.values())
+    assert all(param.is_meta for name, param in model.named_parameters() if name not in adapters)
+    assert all(param.requires_grad == (name in adapters) for name, param in model.named_parameters())
 
 
 def test_a_stored_adapter_must_fit_the_model(folder):

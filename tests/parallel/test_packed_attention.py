@@ -147,6 +147,20 @@ def test_the_cuda_kernel_equals_the_runs(scaling, heads, kv_heads, value_dim):
         assert worst(ours.grad.float(), theirs.grad) < 5e-2
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_window_takes_no_square_of_memory_on_a_gpu():
+    length, window = 8192, 512
+    half = [x.cuda() for x in random_qkv(length, 4, 2, 64, torch.bfloat16)]
+    packed = PackedSequences.of((length,), "cuda").ready()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = packed.attend(0, *half, 0.125, window)
+    assert torch.cuda.max_memory_allocated() - before < length * length
+    wanted = packed.attend(0, *(x.float() for x in half), 0.125, window)
+    assert worst(out.float(), wanted) < 2e-2
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
 def test_what_derives_from_the_lengths(lengths):

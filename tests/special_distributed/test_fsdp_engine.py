@@ -1,12 +1,14 @@
 """The FSDP engine on every axis, and every pair of axes, against one process running Hugging Face's own model."""
 
 import os
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from megatron_trials import write_small_model
 from process_group import own_device
+from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from meshrl.config.engine import EngineConfig
@@ -41,6 +43,7 @@ EXTRAS = {
     "checkpointing": {"checkpointing": True},
     "activations": {"activation_offload": True},
     "lora": {"lora_rank": 4},
+    "lora-cpu-policy": {"lora_rank": 4, "offload_policy": True},
     "lora-latent": {"lora_rank": 4, "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]},
     "by-size": {"min_num_params": 3000},
     "one-unit": {"disable": True},
@@ -58,6 +61,7 @@ GRID = [
     *[("qwen2", layout, "cpu-policy") for layout in ("fsdp2", "ddp2-fsdp2", "fsdp2-cp2")],
     *[("llama", "fsdp2", extra) for extra in ("activations", "by-size", "one-unit", "prefetch")],
     *[("qwen3", layout, "padded") for layout in ("one", "fsdp2", "ddp2-fsdp2", "fsdp1")],
+    ("llama", "fsdp2", "lora-cpu-policy"),
     ("qwen3_moe", "fsdp2", "lora"),
     ("qwen2", "fsdp2", "lora"),  # its biases come between a weight and its adapters
     ("qwen3_moe", "sp4", "checkpointing"),
@@ -145,6 +149,38 @@ def test_fsdp1_goes_on_with_what_was_moved(ranks, folders, random):
         assert all(old != new for old, new in zip(before, after, strict=True))
 
 
+def copied_after_use(trial):
+    """The largest difference between an engine that has answered and the trained one whose weights it took since."""
+    trained = FSDPEngine(trial.model, trial.engine, trial.optim, device=torch.device("cpu"))
+    copy = FSDPEngine(trial.model, trial.engine, None, device=torch.device("cpu"))
+    data = trial.batches(61)[0].chunk(trained.dp_size)[trained.dp_rank]
+    data.meta_info = {"temperature": 1.0, "use_dynamic_bsz": True, "max_token_len": 1000}
+
+    def loss(outputs, _):
+        value = outputs["log_probs"].sum()
+        return value, {"loss": value}
+
+    for engine in (trained, copy):
+        engine.initialize()
+        engine.forward(data)
+    trained.optimizer_zero_grad()
+    trained.forward_backward_batch(data, loss)
+    trained.optimizer_step()
+    before = copy.forward(data)["log_probs"]
+    copy.copy_weights_from(trained)
+    after, wanted = copy.forward(data)["log_probs"], trained.forward(data)["log_probs"]
+    return float((before - wanted).abs().max()), float((after - wanted).abs().max())
+
+
+@pytest.mark.parametrize("extra", ["plain", "prefetch"])
+def test_a_reference_is_refreshed_after_it_has_answered(ranks, folders, extra):
+    """Also where a forward pass leaves its weights gathered."""
+    world, trial = make_trial(folders["llama"], "fsdp2", extra)
+    for moved, left in ranks(world).run(copied_after_use, trial):
+        assert moved > 1e-4
+        assert left == 0
+
+
 def test_micro_batches_really_accumulate(folders):
     _, trial = make_trial(folders["llama"], "one", "plain")
     lengths = trial.batches(61)[0].batch["attention_mask"].sum(1)
@@ -153,25 +189,31 @@ def test_micro_batches_really_accumulate(folders):
 
 
 def peak_while_loading(trial):
-    """How much this rank's memory grew while it loaded, and how large its shard is."""
-    process = psutil.Process(os.getpid())
+    """By how much this rank's memory grew at most while it loaded, and how large its shard is."""
     torch.zeros(1)
-    before = process.memory_info().rss
-    engine = FSDPEngine(trial.model, trial.engine, None, device=torch.device("cpu"))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+    before = psutil.Process(os.getpid()).memory_info().rss
+    engine = FSDPEngine(trial.model, trial.engine, trial.optim, device=torch.device("cpu"))
     engine.initialize()
-    grown = process.memory_info().rss - before
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     shard = sum(p.to_local().numel() * 4 for p in engine.module.parameters())
-    return grown, shard
+    return int(peak.split()[1]) * 1024 - before, shard
 
 
-def test_each_rank_reads_only_its_slices(ranks, tmp_path):
+@pytest.mark.parametrize("extra", ["plain", "lora"])
+def test_each_rank_reads_only_its_slices(ranks, tmp_path, extra):
     """Loading costs a rank about its shard, not the model: the file is mapped and only the rows needed are read."""
     config = small_config("llama")
     config.hidden_size, config.intermediate_size, config.num_hidden_layers = 1024, 4096, 6
     config.vocab_size, config.head_dim = 8000, 128
     folder = write_model(config, tmp_path / "model")
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    _, trial = make_trial(folder, "fsdp4", "plain")
+    size = 0
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        size += sum(4 * tensor.numel() for tensor in tensors.values())
+        # In another type than the model's, whoever loads all of it also has all of it.
+        save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, file, {"format": "pt"})
+    _, trial = make_trial(folder, "fsdp4", extra)
     for grown, shard in ranks(4).run(peak_while_loading, trial):
         assert shard < size / 4 * 1.05
         # the shard and its padded copy, and the mapped pages of the slices

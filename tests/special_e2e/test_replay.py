@@ -14,14 +14,17 @@ from test_layouts import UNEVEN, WITH_REFERENCE
 from test_resume import assert_equal, without_own
 
 from meshrl.cli import main
+from meshrl.config import load_config
+from meshrl.config.show import to_yaml
 from meshrl.data.proto import DataProto
+from meshrl.telemetry.run_folder import RunFiles
 from meshrl.trainer.batches import KeptBatches, batch_files, load_batch
 from meshrl.trainer.checkpoint import problems_of
 from meshrl.trainer.halves import train_only
 from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.nonfinite import NonFiniteError
 from meshrl.trainer.ppo import PPOTrainer
-from meshrl.trainer.replay import explain_token, replay
+from meshrl.trainer.replay import explain_token, replay, replay_config
 from meshrl.trainer.stopping import RunStoppedError
 
 RUN = (
@@ -40,7 +43,10 @@ QUIET = Console(quiet=True)
 
 @pytest.fixture(scope="module")
 def run(task, tmp_path_factory):
-    return task.train(tmp_path_factory.mktemp("replay") / "run", *RUN)
+    folder = tmp_path_factory.mktemp("replay")
+    # What a run keeps where, and what it would read of it, does not change its steps.
+    kept = f"trainer.remote_dir={folder / 'mirror'}", "actor_rollout_ref.actor.checkpoint.load_contents=[model]"
+    return task.train(folder / "run", *RUN, *kept)
 
 
 @pytest.mark.parametrize("step", [1, 4], ids=["from the first weights", "over a step from a checkpoint"])
@@ -96,6 +102,21 @@ def test_a_token_is_explained(run, capsys):
     assert 1e-4 < abs(ratios[1] - 1) < 0.2
     assert main(["replay", str(run.path), "1", "--token", "0,0"]) == 0
     assert "same to the bit" in capsys.readouterr().out
+
+
+def test_a_run_is_replayed_however_it_saves(run, tmp_path):
+    critic = [
+        "algorithm.adv_estimator=gae",
+        "critic.checkpoint.async_save=true",
+        "critic.checkpoint.save_contents=[model]",
+    ]
+    of_another = run.path / "checkpoints" / "global_step_2"
+    begun = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={of_another}"]
+    for words in (critic, begun):
+        files = RunFiles(tmp_path)
+        files.config.write_text(to_yaml(load_config(run.path / "config.yaml", words).config))
+        made = replay_config(files, None, str(tmp_path / "again"), [])
+        assert made.trainer.resume_from_path == (str(of_another) if words is begun else None)
 
 
 def test_what_was_not_kept_is_said(run, tmp_path, capsys):

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -291,6 +292,66 @@ def test_a_mirror_gets_every_checkpoint_and_gives_the_newest_back(tmp_path):
     assert checkpoint_to_resume(trainer, said.append).step == 4
     assert "was fetched from file://" in said[0]
     assert names(tmp_path / "new" / "checkpoints") == ["global_step_4"]
+
+
+def test_a_copy_over_an_older_one_is_whole_or_absent(tmp_path):
+    """A run that takes a step again copies over what is at the mirror: cut short, that must not look like one."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    said = []
+    mirror = Mirror(f"file://{there}", said.append)
+    saver, trainer = checkpoints(here, mirror=mirror), PretendTrainer()
+    take(saver, trainer, 2, 4)
+    saver.finish()
+    put, trainer.state = mirror.files.put_file, {"x": 2}
+
+    def cut_short(file, place):
+        if place.endswith("1.bin"):
+            raise OSError("no connection")
+        put(file, place)
+
+    mirror.files.put_file = cut_short
+    try:
+        take(saver, trainer, 4)
+        saver.finish()
+    finally:
+        del mirror.files.put_file
+    assert "no connection" in said[0]
+    run = RunConfig(default_local_dir=str(tmp_path / "new"), remote_dir=f"file://{there}")
+    assert checkpoint_to_resume(run, said.append).step == 2
+
+
+def test_a_mirror_forgets_what_the_run_went_back_from(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    saver = checkpoints(here, mirror=Mirror(f"file://{there}"))
+    take(saver, PretendTrainer(), 2, 4, 6)
+    saver.finish()
+    # Another start goes on from step 2, or anew, and dies with its machine after step 4.
+    again = checkpoints(here, mirror=Mirror(f"file://{there}"))
+    take(again, PretendTrainer(), 4)
+    again.finish()
+    run = RunConfig(default_local_dir=str(tmp_path / "new"), remote_dir=f"file://{there}")
+    assert checkpoint_to_resume(run, [].append).step == 4
+    assert (there / "global_step_6" / "actor" / "0.bin").is_file()  # nothing but its word is gone
+
+
+def test_damaged_checkpoints_are_made_good_by_the_mirror(tmp_path):
+    run = RunConfig(default_local_dir=str(tmp_path), remote_dir=f"file://{tmp_path / 'there'}")
+    here, there = tmp_path / "checkpoints", tmp_path / "there"
+    saver = checkpoints(here, mirror=Mirror(run.remote_dir))
+    take(saver, PretendTrainer(), 2, 4)
+    saver.finish()
+    for step in (2, 4):
+        (here / f"global_step_{step}" / "actor" / "0.bin").write_bytes(b"short")
+    # The mirror's newest is damaged as well.
+    (there / "global_step_4" / "actor" / "1.bin").write_bytes(bytes(100))
+    said = []
+    assert checkpoint_to_resume(run, said.append).step == 2
+    assert not problems_of(here / "global_step_2")
+    assert "has been changed" in said[-2]
+    shutil.rmtree(there)
+    (here / "global_step_2" / "actor" / "0.bin").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
+        checkpoint_to_resume(run, said.append)
 
 
 def test_a_mirror_that_fails_is_said_and_the_run_goes_on(tmp_path):

@@ -32,7 +32,7 @@ from meshrl.engines.optim import LearningRate, build_master_optimizer, build_opt
 from meshrl.engines.packed_lm import PackedCausalLM, PackedModel, PackedValueModel
 from meshrl.engines.stored_state import Snapshot
 from meshrl.models.buffers import persistent_buffers
-from meshrl.models.loading import empty_model, load_model, torch_dtype
+from meshrl.models.loading import empty_model, load_model, refuse_quantized, torch_dtype
 from meshrl.models.lora import adapter_init, adapter_scaling, adapters_off, add_adapters, merged_params
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.parallel.layout import DATA_AXES, SEQUENCE_AXES, fsdp_layout
@@ -73,7 +73,7 @@ class FSDPEngine(Engine):
         model = self.model_config
         how = self._placement()
         # FSDP2 shards a model without memory and fills it afterwards; adapters are small and made with their values.
-        fills_later = (how == "fsdp2" and not self.has_adapters) or model.random_init
+        fills_later = how == "fsdp2" or model.random_init
         self.hf_model = self._model(empty_model if fills_later else load_model)
         if self.has_adapters:
             add_adapters(self.hf_model, model)
@@ -127,6 +127,7 @@ class FSDPEngine(Engine):
     def _model(self, make: Callable[..., PreTrainedModel]) -> PreTrainedModel:
         """The configured model, by one of the functions of `meshrl.models.loading`."""
         model = self.model_config
+        refuse_quantized(model.path or "")
         return make(
             model.path or "",
             ATTENTION_NAME if self.packs else "sdpa",
@@ -159,8 +160,6 @@ class FSDPEngine(Engine):
             if self.model_config.random_init:  # FSDP1 flattens parameters that have memory
                 fill_randomly(module, self.device)
             return FSDP1(module.to(self.device), self.hf_model, self.layout, self.device, config)
-        if self.has_adapters and not config.offload_policy:
-            module.to(self.device)
         return FSDP2(module, self.hf_model, self.layout, self.device.type, config)
 
     @property
@@ -303,6 +302,12 @@ class FSDPEngine(Engine):
             self.sharding.move(device)
         if device.type == "cpu" and self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def copy_weights_from(self, other: Engine) -> None:
+        for engine in (self, other):
+            if isinstance(engine, FSDPEngine):
+                engine.sharding.reshard()
+        super().copy_weights_from(other)
 
     def per_tensor_params(self) -> Iterator[tuple[str, Tensor]]:
         params = ((name.removeprefix(WRAPPER_PREFIX), value) for name, value in self._full_params())

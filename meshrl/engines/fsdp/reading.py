@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from meshrl.models.buffers import named_weights, persistent_buffers
 from meshrl.models.loading import is_value_head
+from meshrl.models.lora import plain_name
 from meshrl.models.tensor_files import tensor_files
 
 # Gives rows [start, stop) of the tensor with a name.
@@ -50,12 +51,14 @@ class SliceReader:
 def fill(
     module: nn.Module, prefix: str, folder: Path, load_whole: Callable[[], PreTrainedModel], device: torch.device
 ) -> None:
-    """Gives every parameter of a sharded module without memory its values, on a device, and every buffer of its state.
+    """Gives a sharded module's parameters without memory their values, on a device, and every buffer of its state.
 
-    `prefix` comes before the files' names.
+    `prefix` comes before the files' names. Adapters have their values already.
     """
     files = tensor_files(folder)
-    shapes = {name.removeprefix(prefix): tuple(value.shape) for name, value in named_weights(module).items()}
+    buffers = persistent_buffers(module)
+    wanted = {name: param for name, param in module.named_parameters() if param.is_meta} | buffers
+    shapes = {_file_name(name, prefix): tuple(value.shape) for name, value in wanted.items()}
     reader = SliceReader(files)
 
     def rows(name: str, start: int, stop: int) -> Tensor:
@@ -68,11 +71,15 @@ def fill(
     else:
         read = _rows_from_rank_zero(shapes, load_whole)
     _fill_rows(module, prefix, read, device)
-    for name, buffer in persistent_buffers(module).items():
+    for name, buffer in buffers.items():
         # In place, but for the type of real numbers: whatever the model's, a router's bias is float32.
-        value = read(name.removeprefix(prefix), 0, len(buffer) if buffer.dim() else 1)
+        value = read(_file_name(name, prefix), 0, len(buffer) if buffer.dim() else 1)
         dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
         buffer.data = value.to(dtype).reshape(buffer.shape)
+
+
+def _file_name(name: str, prefix: str) -> str:
+    return plain_name(name.removeprefix(prefix))
 
 
 def fill_randomly(module: nn.Module, device: torch.device) -> None:
@@ -106,11 +113,11 @@ def _fill_rows(module: nn.Module, prefix: str, read: ReadRows, device: torch.dev
     filled: dict[int, nn.Parameter] = {}
     for path, owner in module.named_modules():
         for name, param in list(owner._parameters.items()):
-            if param is None:
+            if param is None or not param.is_meta:
                 continue
             if id(param) not in filled:
                 full_name = f"{path}.{name}" if path else name
-                filled[id(param)] = _filled(param, full_name.removeprefix(prefix), read, device)
+                filled[id(param)] = _filled(param, _file_name(full_name, prefix), read, device)
             # Tied weights stay one parameter.
             setattr(owner, name, filled[id(param)])
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshrl.config.engine import FSDPConfig
@@ -38,6 +38,12 @@ class Sharding(ABC):
     def move(self, device: torch.device) -> None:
         """Brings this rank's part of the parameters to another device."""
         self.module.to(device)
+
+    def reshard(self) -> None:
+        """Has the module's parameters be this rank's parts: a forward pass may leave gathered ones in their place."""
+        for unit in self.module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
 
 
 class Whole(Sharding):
