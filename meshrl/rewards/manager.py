@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.data.proto import DataProto
+from meshrl.data.scored import DROPPED
 from meshrl.rewards.calling import (
     AtOnce,
     Failure,
@@ -29,12 +30,11 @@ from meshrl.rewards.pool import InPool, WorkerPool
 from meshrl.rewards.results import LARGEST_SCORE, BadAnswerError, RewardError, Scores, as_result, object_column
 from meshrl.threads import Threads
 
-__all__ = ["RewardError", "RewardManager", "as_result", "drop_samples", "scored_rows"]
+__all__ = ["RewardError", "RewardManager", "as_result", "drop_samples"]
 
 MANAGERS = ("naive", "batch", "dapo", "prime")
 POLICIES = ("stop", "zero", "drop")
 POOL_TIMEOUT = 300.0
-DROPPED = "reward_dropped"
 Caller = Callable[[Sequence[Sample]], list[Any]]
 
 
@@ -253,12 +253,6 @@ def drop_samples(batch: DataProto, dropped: np.ndarray) -> None:
     for row in rows:
         uids[row] = f"{uids[row]}/dropped{row}"
     batch.non_tensor_batch["uid"] = uids
-
-
-def scored_rows(batch: DataProto) -> np.ndarray:
-    """Which samples have a score, [samples] bool: the 0 of one that is dropped for a failed reward is none."""
-    dropped = batch.non_tensor_batch.get(DROPPED)
-    return np.ones(len(batch), dtype=bool) if dropped is None else ~dropped.astype(bool)
 
 
 def _response_mask(data: DataProto) -> Tensor:

@@ -9,8 +9,9 @@ import torch
 from reward_samples import each
 
 from meshrl.data.proto import DataProto
+from meshrl.data.scored import scored_rows
 from meshrl.rewards.calling import RewardFunctionSpec
-from meshrl.rewards.manager import RewardError, RewardManager, scored_rows
+from meshrl.rewards.manager import RewardError, RewardManager
 from meshrl.rewards.overlong import OverlongBuffer
 from meshrl.rewards.parts import ScoredParts
 from meshrl.trainer.greedy_baseline import add_greedy_baselines
