@@ -1,5 +1,6 @@
 """A config that is fine passes; each thing that can be wrong, alone, gives its one line with the numbers and keys."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.config import ConfigError, PPOConfig, SFTConfig, check_config, ensure_runnable, load_config
+from meshrl.config import ConfigError, PPOConfig, SFTConfig, check_config, ensure_runnable, load_config, model_folder
 from meshrl.config.model_folder import written_stages
 
 MakePPO = Callable[..., PPOConfig]
@@ -307,6 +308,49 @@ def test_damaged_weights_are_named(fine: MakePPO, content: bytes, words: str | N
     assert len(problems) == (0 if words is None else 1)
     assert words is None or f"actor_rollout_ref.model.path: {file} " in problems[0]
     assert words is None or words in problems[0]
+
+
+def test_a_download_that_was_cut_off_is_named(fine: MakePPO) -> None:
+    config = fine()
+    folder = Path(config.actor_rollout_ref.model.path or "")
+    parts = [f"model-0000{at}-of-00003.safetensors" for at in (1, 2, 3)]
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {f"layer.{at}": part for at, part in enumerate(parts)}}))
+    (folder / "model.safetensors").rename(folder / parts[0])
+    (problem,) = check_config(config)
+    assert problem == (
+        f"actor_rollout_ref.model.path: {index} names 3 files of weights, of which 2 are not there, such as {parts[1]}"
+    )
+    for part in parts[1:]:
+        (folder / part).write_bytes((folder / parts[0]).read_bytes())
+    assert check_config(config) == []
+    index.write_text("{")
+    assert "names no files of weights" in check_config(config)[0]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize("text", ["", '{"model": {"vocab"', "version https://git-lfs.github.com/spec/v1", "[]", "\xff"])
+def test_a_broken_tokenizer_is_named(fine: MakePPO, name: str, text: str) -> None:
+    config = fine("critic.enable=true", "algorithm.adv_estimator=gae")
+    file = Path(config.actor_rollout_ref.model.path or "") / name
+    file.write_bytes(text.encode("latin-1"))
+    problems = check_config(config)
+    assert problems
+    assert all(f"{file} " in problem and "JSON" in problem for problem in problems)
+    assert problems[0].startswith("actor_rollout_ref.model.path: ")
+    file.write_text("{}")
+    assert check_config(config) == []
+
+
+def test_of_a_huge_tokenizer_only_the_ends_are_read(fine: MakePPO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_folder, "MOST_PARSED", 10)
+    config = fine()
+    file = Path(config.actor_rollout_ref.model.path or "") / "tokenizer.json"
+    file.write_text('{"model": {"vocab": {"a": 1,')
+    (problem,) = check_config(config)
+    assert f"{file} (28 bytes) is no whole JSON object" in problem
+    file.write_text('{"model": {"vocab": {"a": 1}}}\n')
+    assert check_config(config) == []
 
 
 def test_what_is_no_checkpoint_is_told(fine: MakePPO, tmp_path: Path) -> None:
