@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.data.proto import DataProto
-from meshrl.data.scored import DROPPED
+from meshrl.data.scored import DROPPED, scored_rows
 from meshrl.rewards.calling import (
     AtOnce,
     Failure,
@@ -144,7 +144,10 @@ class RewardManager:
     def decode(self, data: DataProto) -> list[str]:
         """The answers as text, without special tokens."""
         tensors = data.batch
-        kept = torch.where(tensors["response_mask"].bool(), tensors["responses"], self.tokenizer.pad_token_id)
+        sampled = tensors["response_mask"].bool()
+        # Of a dropped sample no token counts, and yet it is to be read: all that follows its prompt.
+        shown = torch.where(torch.from_numpy(scored_rows(data))[:, None], sampled, _response_mask(data).bool())
+        kept = torch.where(shown, tensors["responses"], self.tokenizer.pad_token_id)
         return self.tokenizer.batch_decode(kept, skip_special_tokens=True)
 
     def waits(self) -> list[str]:
