@@ -122,6 +122,13 @@ BROKEN = [
     ([f"{ROLLOUT}.log_prob_max_token_len_per_gpu=1000"], f"{ROLLOUT}.log_prob_max_token_len_per_gpu (1000)", "1024"),
     (["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9"], "ref.log_prob_max_token_len_per_gpu (9)", "1024"),
     ([f"{ROLLOUT}.log_prob_use_dynamic_bsz=false"], f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", ""),
+    (["actor_rollout_ref.model.lora_alpha=32"], "lora_alpha has no effect", "model.lora_rank"),
+    (["actor_rollout_ref.model.target_modules=[q_proj]"], "target_modules has no effect", "model.lora_rank"),
+    ([f"{ACTOR}.optim.min_lr_ratio=0.1"], "min_lr_ratio=0.1 has no effect", "lr_scheduler_type=constant"),
+    (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.horizon=9"], "kl_ctrl.horizon has no effect", "fixed"),
+    (["trainer.nan_gradient=stop", "trainer.max_nan_steps=3"], "max_nan_steps=3 has no effect", "nan_gradient=stop"),
+    ([f"{ROLLOUT}.val_kwargs.temperature=0.6"], "val_kwargs.temperature has no effect", "do_sample=false"),
+    ([f"{ROLLOUT}.val_kwargs.top_p=0.9"], "val_kwargs.top_p has no effect", "do_sample=false"),
     # contradictions
     (["algorithm.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=true"], "use_kl_in_reward", "choose one"),
     ([f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature=0", "n=8"),
