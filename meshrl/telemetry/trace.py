@@ -136,6 +136,9 @@ def read_timeline(path: Path) -> list[Event]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             lines += file
+    except gzip.BadGzipFile as error:
+        if not lines:
+            raise ValueError(f"{path} is no timeline: {error}") from error
     except (EOFError, zlib.error) as error:
         logger.debug("%s is read up to its last whole line: %s", path, error)
     events = (line.strip().rstrip(",") for line in lines)
