@@ -183,14 +183,14 @@ class RewardManager:
     def _token_level(self, answers: list[list[dict[str, Any]]], mask: Tensor) -> Tensor:
         """The weighted sum of all functions' scores, in float64 until it is known to fit."""
         scores = torch.zeros(mask.shape, dtype=torch.float64)
-        last = _last(mask.sum(1)).tolist()
+        rows, last = torch.arange(len(mask)), _last(mask.sum(1))
         for spec, column in zip(self.specs, answers, strict=True):
-            for at, answer in enumerate(column):
-                score = answer["score"]
+            found = [answer["score"] for answer in column]
+            whole = [0.0 if isinstance(score, list) else score for score in found]
+            scores[rows, last] += spec.weight * torch.tensor(whole, dtype=torch.float64)
+            for at, score in enumerate(found):
                 if isinstance(score, list):
                     scores[at, mask[at].bool()] += spec.weight * torch.tensor(score, dtype=torch.float64)
-                else:
-                    scores[at, last[at]] += spec.weight * score
         return scores
 
     def _infos(self, answers: list[list[dict[str, Any]]], parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
