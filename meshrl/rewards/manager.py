@@ -120,7 +120,8 @@ class RewardManager:
             if self.log_overlong:
                 infos["overlong_reward"] = object_column(penalties.tolist())
                 infos["overlong"] = object_column((penalties < 0).tolist())
-        for row in torch.nonzero((token_level.abs() > LARGEST_SCORE).any(1)).flatten().tolist():
+        too_large = (token_level.amax(1) > LARGEST_SCORE) | (token_level.amin(1) < -LARGEST_SCORE)
+        for row in torch.nonzero(too_large).flatten().tolist():
             failed.count(row, Failure("nan", "its weighted scores add up to more than float32 holds"))
             token_level[row] = 0
         if self.on_error == "drop":
