@@ -71,10 +71,11 @@ def _schema_problem(found: Any) -> str | None:
 
     A decorated function has been asked when it was imported.
     """
+    is_tool_class = inspect.isclass(found) and found.__init__.__module__ == TOOLS
     try:
         if inspect.isfunction(found):
             function_schema(found)
-        elif inspect.isclass(found) and found.__init__.__module__ == TOOLS and found.parameters is None:
+        elif is_tool_class and found.parameters is None:
             function_schema(found.execute, skip=("self", "state"))
     except ValueError as error:
         return str(error)
