@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshrl.agents.messages import Sample, ToolResult
-from meshrl.agents.schema import function_schema, read_docstring
+from meshrl.config.tool_schema import function_schema, read_docstring
 
 
 class Tool:

@@ -122,7 +122,13 @@ def idle_key_problems(config: PPOConfig) -> list[str]:
         for key, readers in LOSS_KEYS.items()
         if f"{ACTOR}.{key}" in changed and loss not in readers
     ]
-    if not config.actor_rollout_ref.actor.use_kl_loss:
+    actor = config.actor_rollout_ref.actor
+    if f"{ACTOR}.clip_ratio" in changed and actor.clip_ratio not in (actor.clip_ratio_low, actor.clip_ratio_high):
+        problems.append(
+            f"{ACTOR}.clip_ratio={actor.clip_ratio} has no effect beside clip_ratio_low ({actor.clip_ratio_low}) and "
+            f"clip_ratio_high ({actor.clip_ratio_high}), which say both sides: leave it out"
+        )
+    if not actor.use_kl_loss:
         idle = [key for key in (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type") if key in changed]
         problems += [f"{key} has no effect without {ACTOR}.use_kl_loss=true" for key in idle]
     return problems

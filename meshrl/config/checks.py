@@ -298,6 +298,13 @@ def _sampling_problems(config: PPOConfig) -> list[str]:
             problems.append(f"{prefix}.top_p=0 leaves no token; 1.0 keeps all")
     if val.do_sample and val.temperature == 0:
         problems.append(f"{ROLLOUT}.val_kwargs.do_sample=true needs val_kwargs.temperature > 0")
+    if not val.do_sample:
+        idle = [f"{ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_k", "top_p") if getattr(val, name)]
+        problems += [
+            f"{name} has no effect with {ROLLOUT}.val_kwargs.do_sample=false, which takes the likeliest token: set true"
+            for name in idle
+            if name in changed_keys(config, name)
+        ]
     if rollout.update_weights_delta and rollout.free_cache_engine and config.actor_rollout_ref.hybrid_engine:
         problems.append(
             f"{ROLLOUT}.update_weights_delta=true builds on weights that {ROLLOUT}.free_cache_engine=true gives up: "
@@ -399,6 +406,9 @@ def _algorithm_problems(config: PPOConfig) -> list[str]:
         )
     if (correction.rollout_rs is None) != (correction.rollout_rs_threshold is None):
         problems.append("algorithm.rollout_correction.rollout_rs and rollout_rs_threshold go together: set both")
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "fixed":
+        idle = [name for key in ("horizon", "target_kl") for name in changed_keys(config, f"algorithm.kl_ctrl.{key}")]
+        problems += [f"{name} has no effect with algorithm.kl_ctrl.type=fixed: set adaptive" for name in idle]
     if algorithm.kl_ctrl.type == "adaptive" and algorithm.kl_ctrl.target_kl == 0:
         problems.append("algorithm.kl_ctrl.type=adaptive needs algorithm.kl_ctrl.target_kl above 0")
     return problems
@@ -441,6 +451,11 @@ def _optim_problems(optim: OptimConfig, prefix: str) -> list[str]:
             f"{prefix}.lr_warmup_steps ({optim.lr_warmup_steps}) and lr_warmup_steps_ratio "
             f"({optim.lr_warmup_steps_ratio}) both say how long to warm up: choose one"
         )
+    if optim.min_lr_ratio and optim.lr_scheduler_type == "constant":
+        problems.append(
+            f"{prefix}.min_lr_ratio={optim.min_lr_ratio} has no effect with {prefix}.lr_scheduler_type=constant: set "
+            "linear or cosine"
+        )
     return problems
 
 
@@ -448,6 +463,10 @@ def _run_problems(trainer: RunConfig) -> list[str]:
     problems = timeline_problems(trainer)
     if trainer.nnodes > 1 and trainer.backend != "ray":
         problems.append(f"trainer.nnodes={trainer.nnodes} needs trainer.backend=ray, not {trainer.backend}")
+    if trainer.nan_gradient == "stop" and trainer.max_nan_steps is not None:
+        problems.append(
+            f"trainer.max_nan_steps={trainer.max_nan_steps} has no effect with trainer.nan_gradient=stop: set skip"
+        )
     for name in ("test_freq", "save_freq", "memory_copy_freq"):
         if getattr(trainer, name) == 0:
             problems.append(f"trainer.{name}=0 must be -1 (never) or a number of steps")
@@ -466,6 +485,12 @@ def _idle_engine_problems(
     else:
         changed += changed_keys(config, f"{prefix}.fsdp_config.{IDLE_FSDP_KEYS[engine.strategy]}")
     problems = [f"{name} has no effect with {prefix}.strategy={engine.strategy}" for name in changed]
+    model: ModelConfig = get_value(config, model_prefix)
+    if not model.lora_rank and model.lora_adapter_path is None:
+        idle_keys = [
+            n for key in ("lora_alpha", "target_modules") for n in changed_keys(config, f"{model_prefix}.{key}")
+        ]
+        problems += [f"{name} has no effect without {model_prefix}.lora_rank" for name in idle_keys]
     needs = {"activation_memory_budget": "use_torch_compile", "megatron.grad_offload": "megatron.optimizer_offload"}
     for name, needed in needs.items():
         given = changed_keys(config, f"{prefix}.{name}")

@@ -12,9 +12,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from meshrl.config import quick_yaml
 from meshrl.config.aliases import RETIRED, canonical, nearest
 from meshrl.config.errors import ConfigError
-from meshrl.config.recipe import read_recipes
+from meshrl.config.recipe import Recipe, read_recipes
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.config.tree import Leaf, fill_followers, leaves, sections, type_name
@@ -52,7 +53,7 @@ def load_config(
     notes: list[str] = []
     settings: list[Setting] = []
     for file in read_recipes(recipe) if recipe is not None else []:
-        settings += [Setting(name, value, file.source(name)) for name, value in _flatten(file.values, "", root)]
+        settings += _settings_of(file, root)
     for override in overrides:
         try:
             settings += _parse_override(override, root)
@@ -71,6 +72,15 @@ def load_config(
     if problems:
         raise ConfigError(_of_the_other_command(recipe, settings, root) or problems)
     return Loaded(*_to_object(tree, sources), notes)
+
+
+def _settings_of(file: Recipe, root: type) -> Iterator[Setting]:
+    """What a recipe asks for: keys that hold texts take them as they are written, not as YAML types them."""
+    written = dict(_flatten(file.written, "", root))
+    for name, value in _flatten(file.values, "", root):
+        leaf = _leaf_of(canonical(name), root)
+        is_text = leaf is not None and leaf.takes_any_text
+        yield Setting(name, written.get(name, value) if is_text else value, file.source(name))
 
 
 def _of_the_other_command(recipe: str | Path | None, settings: Sequence[Setting], root: type) -> list[str]:
@@ -129,9 +139,12 @@ def _parse_override(text: str, root: type) -> list[Setting]:
     if not equals or not name or name.startswith(("-", "~")):
         raise ConfigError([f"cannot read the override {text!r}: write it as a.b.c=value"])
     leaf = _leaf_of(canonical(name), root)
-    if leaf is not None and leaf.holds_text and not leaf.info.choices and _is_plain(value.strip()):
+    is_text = leaf is not None and leaf.takes_any_text
+    if is_text and _is_plain(value.strip()):
         return [Setting(name, value.strip(), COMMAND_LINE)]
     try:
+        if is_text:
+            return [Setting(name, quick_yaml.texts(value), COMMAND_LINE)]
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         problem = getattr(error, "problem", None) or _first_line(error)

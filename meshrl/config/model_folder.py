@@ -3,6 +3,8 @@
 import json
 import re
 import struct
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,10 @@ STATE_KEYS = (
     "conv_L_cache",
     "lru_width",
 )
+TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json")
+# Bytes of a JSON file, beyond which only its ends are looked at: a check of a config must be quick.
+MOST_PARSED = 2**24
 LONGEST_HEADER = 100_000_000  # safetensors' own limit
 
 
@@ -57,9 +62,31 @@ def folder_problems(model: ModelConfig, prefix: str) -> list[str]:
     tokenizer, name = (Path(model.tokenizer_path), "tokenizer_path") if model.tokenizer_path else (folder, "path")
     if not any((tokenizer / file).is_file() for file in TOKENIZER_FILES):
         problems.append(f"{prefix}.{name}={tokenizer} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})")
+    problems += [f"{prefix}.{name}: {problem}" for problem in _json_problems(tokenizer, TOKENIZER_JSON)]
+    problems += [f"{prefix}.path: {problem}" for problem in _json_problems(folder, ("generation_config.json",))]
     if model.lora_adapter_path and not (Path(model.lora_adapter_path) / "adapter_config.json").is_file():
         problems.append(f"{prefix}.lora_adapter_path={model.lora_adapter_path} has no adapter_config.json")
     return problems
+
+
+def _json_problems(folder: Path, names: Sequence[str]) -> list[str]:
+    """What is there and no JSON object: a truncated file, or one that git has left in its large-file store."""
+    files = [folder / name for name in names if (folder / name).is_file()]
+    return [problem for file in files if (problem := _json_problem(file, file.stat().st_mtime_ns))]
+
+
+@cache
+def _json_problem(file: Path, changed: int) -> str | None:
+    # Read once: several roles share a tokenizer, whose file may have ten megabytes.
+    del changed
+    if (size := file.stat().st_size) > MOST_PARSED:
+        text = file.read_bytes().strip()
+        whole = text.startswith(b"{") and text.endswith(b"}")
+        return None if whole else f"{file} ({size} bytes) is no whole JSON object: it is truncated or damaged"
+    try:
+        return None if isinstance(read_json(file), dict) else f"{file} must hold a JSON object"
+    except ValueError as error:
+        return str(error)
 
 
 def read_json(file: Path) -> Any:
@@ -71,8 +98,22 @@ def read_json(file: Path) -> Any:
 
 
 def tensor_file_problems(folder: Path) -> list[str]:
-    """The safetensors files of a folder that are not whole, by their headers: the tensors are not read."""
-    return [problem for file in sorted(folder.glob("*.safetensors")) if (problem := _tensor_file_problem(file))]
+    """The safetensors files of a folder that are missing or not whole, by their headers: the tensors are not read."""
+    problems = [problem for file in sorted(folder.glob("*.safetensors")) if (problem := _tensor_file_problem(file))]
+    index = folder / "model.safetensors.index.json"
+    return problems + (_missing_parts(index) if index.is_file() else [])
+
+
+def _missing_parts(index: Path) -> list[str]:
+    """The files that an index names and that are not there, as after a download that was cut off."""
+    try:
+        named = sorted({str(name) for name in read_json(index)["weight_map"].values()})
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        return [f"{index} names no files of weights: {error}"]
+    missing = [name for name in named if not (index.parent / name).is_file()]
+    if not missing:
+        return []
+    return [f"{index} names {len(named)} files of weights, of which {len(missing)} are not there, such as {missing[0]}"]
 
 
 def _tensor_file_problem(file: Path) -> str | None:

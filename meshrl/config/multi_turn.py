@@ -9,9 +9,12 @@ import yaml
 
 from meshrl.config.functions import load_function
 from meshrl.config.root import PPOConfig
+from meshrl.config.tool_schema import function_schema
 from meshrl.config.tree import changed_keys
 
 MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+# Where the class that tools are made of is; nothing here imports it.
+TOOLS = "meshrl.agents.tools"
 ENTRY_KEYS = ("path", "class_name", "config", "name", "timeout")
 
 
@@ -58,19 +61,25 @@ def multi_turn_file_problems(config: PPOConfig) -> list[str]:
         except ValueError as error:
             problems.append(f"{MULTI_TURN}.{name}: {error}")
             continue
-        if name != "environment" and (bare := _without_hint(found)):
-            problems.append(
-                f"{MULTI_TURN}.{name}: parameter '{bare}' of tool '{attribute}' has no type hint: the model must be "
-                "told what to give"
-            )
+        if name != "environment" and (problem := _schema_problem(found)):
+            problems.append(f"{MULTI_TURN}.{name}: {problem}")
     return problems
 
 
-def _without_hint(found: Any) -> str | None:
-    """The first parameter of a plain function that has no type hint; a decorated one has been asked for them."""
-    if not inspect.isfunction(found):
-        return None
-    return next((name for name in inspect.signature(found).parameters if name not in found.__annotations__), None)
+def _schema_problem(found: Any) -> str | None:
+    """Why the model could not be told of a tool: of a plain function, or of a class that is made in no way of its own.
+
+    A decorated function has been asked when it was imported.
+    """
+    is_tool_class = inspect.isclass(found) and found.__init__.__module__ == TOOLS
+    try:
+        if inspect.isfunction(found):
+            function_schema(found)
+        elif is_tool_class and found.parameters is None:
+            function_schema(found.execute, skip=("self", "state"))
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def read_tool_config(path: str) -> list[Mapping[str, Any]]:

@@ -18,10 +18,11 @@ SHIPPED = Path(meshrl.recipes.__file__).parent
 
 @dataclass(frozen=True)
 class Recipe:
-    """One recipe file: its values as nested dicts, and the line of each key."""
+    """One recipe file: its values as nested dicts, as YAML types them and as they are written, and each key's line."""
 
     path: Path
     values: dict[str, Any]
+    written: dict[str, Any]
     lines: dict[str, int]
 
     def source(self, name: str) -> str:
@@ -60,9 +61,10 @@ def read_recipes(recipe: str | Path) -> list[Recipe]:
         if any(path.samefile(known.path) for known in chain):
             names = " -> ".join(known.path.name for known in [*chain, chain[0]])
             raise ConfigError([f"recipes stand on each other in a circle: {names}"])
-        values, lines = _read(path)
-        parent = values.pop("defaults", None)
-        chain.append(Recipe(path, values, lines))
+        read = _read(path)
+        read.values.pop("defaults", None)
+        parent = read.written.pop("defaults", None)
+        chain.append(read)
         if parent is None:
             return chain[::-1]
         if not isinstance(parent, str):
@@ -70,7 +72,7 @@ def read_recipes(recipe: str | Path) -> list[Recipe]:
         path = find_recipe(parent, beside=path.parent)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+def _read(path: Path) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8")
         values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
@@ -79,7 +81,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigError([f"{path} is not valid YAML: {' '.join(str(error).split())}"]) from error
     if not isinstance(values, dict):
         raise ConfigError([f"{path} must hold keys and values, not a list"])
-    return {str(name): value for name, value in values.items()}, lines
+    written = quick_yaml.texts(text) or {}
+    return Recipe(path, {str(name): value for name, value in values.items()}, written, lines)
 
 
 def _key_lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:

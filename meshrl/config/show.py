@@ -75,8 +75,17 @@ def _value_and_remark(config: Any, leaf: Leaf, sources: Mapping[str, str] | None
 
 def yaml_value(value: Any) -> str:
     """One value on one line of YAML."""
-    text = quick_yaml.as_text(value, _Quick, _Slow, default_flow_style=True, width=ONE_LINE)
+    text = quick_yaml.as_text(_escaped(value), _Quick, _Slow, default_flow_style=True, width=ONE_LINE)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _escaped(value: Any) -> Any:
+    """With `${` written so that a recipe reads it as these two characters, not as a reference to another key."""
+    if isinstance(value, Mapping):
+        return {name: _escaped(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def summary_lines(config: PPOConfig | SFTConfig) -> list[str]:

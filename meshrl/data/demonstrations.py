@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.sft import SFTDataConfig
-from meshrl.data.encoding import encode_prompt, is_chat, render_chat
+from meshrl.data.encoding import RowError, encode_prompt, is_chat, render_chat, shown
 from meshrl.data.files import Row, read_rows
 from meshrl.data.prompts import truncate
 from meshrl.data.proto import DataProto
@@ -23,19 +25,19 @@ class DemonstrationDataset:
         wanted = (config.messages_key,) if config.messages_key else (config.prompt_key, config.response_key)
         self.truncated = 0
         self.sequences: list[tuple[np.ndarray, np.ndarray]] = []
-        for number, row in enumerate(read_rows(files, required=wanted)):
-            ids, learn = self._fit(*self._encode(row, number), number)
-            if not learn[1:].any():
-                longer = "raise data.max_length, set data.truncation=left to keep the row's end, or "
-                raise ValueError(
-                    f"demonstration {number} has no token left to learn within data.max_length={config.max_length} "
-                    f"(data.truncation={config.truncation}): {longer if len(ids) == config.max_length else ''}leave "
-                    "the row out"
-                )
-            self.sequences.append((ids, learn))
+        for file in files:
+            for number, row in enumerate(read_rows([file], required=wanted)):
+                self.sequences.append(self._sequence(row, number, file))
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    def _sequence(self, row: Row, number: int, file: str) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and which of them to learn; what is wrong is told of the file and the row."""
+        try:
+            return self._fit(*self._encode(row, number), number)
+        except RowError as error:
+            raise error.at(file, number) from error
 
     def _encode(self, row: Row, number: int) -> tuple[np.ndarray, np.ndarray]:
         if self.config.messages_key:
@@ -43,22 +45,33 @@ class DemonstrationDataset:
         prompt = encode_prompt(self.tokenizer, row[self.config.prompt_key], number)
         response = row[self.config.response_key]
         if not isinstance(response, str):
-            raise ValueError(f"demonstration {number}: the response must be a string, got {response!r}")
-        answer = self.tokenizer(response, add_special_tokens=False)["input_ids"]
+            raise RowError(number, f"the response must be a string, got {shown(response)}")
+        try:
+            answer = self.tokenizer(response, add_special_tokens=False)["input_ids"]
+        except TypeError as error:  # half of a surrogate pair
+            raise RowError(number, f"the response cannot be tokenized ({error}): {shown(response)}") from error
         answer = np.asarray([*answer, self.tokenizer.eos_token_id], dtype=np.int64)
         return np.concatenate([prompt, answer]), np.arange(len(prompt) + len(answer)) >= len(prompt)
 
     def _fit(self, ids: np.ndarray, learn: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
-        limit = self.config.max_length
-        if len(ids) <= limit:
-            return ids, learn
-        if self.config.truncation == "error":
-            raise ValueError(
-                f"demonstration {number} has {len(ids)} tokens, more than data.max_length={limit}: raise it or set "
-                "data.truncation=left|right"
+        limit, where = self.config.max_length, self.config.truncation
+        if len(ids) > limit:
+            if where == "error":
+                raise RowError(
+                    number,
+                    f"the demonstration has {len(ids)} tokens, more than data.max_length={limit}: raise it or set "
+                    "data.truncation=left|right",
+                )
+            self.truncated += 1
+            ids, learn = truncate(ids, limit, where), truncate(learn, limit, where)
+        if not learn[1:].any():
+            longer = "raise data.max_length, set data.truncation=left to keep the row's end, or "
+            raise RowError(
+                number,
+                f"the demonstration has no token left to learn within data.max_length={limit} "
+                f"(data.truncation={where}): {longer if len(ids) == limit else ''}leave the row out",
             )
-        self.truncated += 1
-        return truncate(ids, limit, self.config.truncation), truncate(learn, limit, self.config.truncation)
+        return ids, learn
 
     def batch(self, numbers: np.ndarray) -> DataProto:
         """The sequences with these numbers, padded on the right; `response_mask` marks the tokens to learn."""
@@ -79,9 +92,18 @@ class DemonstrationDataset:
 def encode_conversation(tokenizer: Tokenizer, messages: object, number: int) -> tuple[np.ndarray, np.ndarray]:
     """Token ids of a conversation and the mask of its assistant turns, found by rendering it turn by turn."""
     if not isinstance(messages, list) or not is_chat(messages):
-        raise ValueError(f"demonstration {number} must be a list of messages with role and content, got {messages!r}")
+        raise RowError(
+            number, f"the demonstration must be a list of messages with role and content, got {shown(messages)}"
+        )
     if messages[0]["role"] == "assistant":
-        raise ValueError(f"demonstration {number} begins with the assistant: it needs a turn to answer to")
+        raise RowError(number, "the demonstration begins with the assistant: it needs a turn to answer to")
+    try:
+        return _assistant_turns(tokenizer, messages, number)
+    except (TypeError, TemplateError) as error:
+        raise RowError(number, f"the demonstration cannot be tokenized: {error}") from error
+
+
+def _assistant_turns(tokenizer: Tokenizer, messages: list[Any], number: int) -> tuple[np.ndarray, np.ndarray]:
     whole = render_chat(tokenizer, messages, add_generation_prompt=False)
     learn = np.zeros(len(whole), dtype=bool)
     for turn, message in enumerate(messages):
@@ -90,9 +112,10 @@ def encode_conversation(tokenizer: Tokenizer, messages: object, number: int) -> 
         before = render_chat(tokenizer, messages[:turn], add_generation_prompt=True)
         after = render_chat(tokenizer, messages[: turn + 1], add_generation_prompt=False)
         if whole[: len(before)] != before or whole[: len(after)] != after:
-            raise ValueError(
-                f"demonstration {number}, turn {turn}: the chat template renders earlier turns differently once later "
-                "ones follow, so the assistant's tokens cannot be told apart: use prompt and response columns instead"
+            raise RowError(
+                number,
+                f"turn {turn}: the chat template renders earlier turns differently once later ones follow, so the "
+                "assistant's tokens cannot be told apart: use prompt and response columns instead",
             )
         learn[len(before) : len(after)] = True
     return np.asarray(whole, dtype=np.int64), learn

@@ -6,23 +6,46 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+# How much of a prompt an error shows.
+SHOWN = 200
+
+
+class RowError(ValueError):
+    """What is wrong with the row of a number; whoever knows its file tells it with `at`."""
+
+    def __init__(self, number: int, words: str):
+        super().__init__(number, words)  # both, or it could not be pickled
+        self.number, self.words = number, words
+
+    def __str__(self) -> str:
+        return f"row {self.number}: {self.words}"
+
+    def at(self, file: str, number: int) -> ValueError:
+        """The same of a row of a file."""
+        return ValueError(f"data file '{file}', row {number}: {self.words}")
 
 
 def encode_prompt(
     tokenizer: Tokenizer, prompt: Any, number: int, tools: list[dict[str, Any]] | None = None
 ) -> np.ndarray:
     """Token ids of a prompt: a string as it is, or a list of chat messages through the tokenizer's chat template."""
-    if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
-    elif is_chat(prompt):
-        ids = render_chat(tokenizer, prompt, add_generation_prompt=True, tools=tools)
-    else:
-        raise ValueError(
-            f"prompt {number} must be a string or a list of messages with role and content, got {prompt!r}"
+    if not isinstance(prompt, str) and not is_chat(prompt):
+        raise RowError(
+            number, f"the prompt must be a string or a list of messages with role and content, got {shown(prompt)}"
         )
+    try:
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt)["input_ids"]
+        else:
+            ids = render_chat(tokenizer, prompt, add_generation_prompt=True, tools=tools)
+    except (TypeError, TemplateError) as error:  # half of a surrogate pair, roles in an order that the template refuses
+        raise RowError(number, f"the prompt cannot be tokenized ({error}): {shown(prompt)}") from error
     _check_tokens(ids, prompt, number)
     return np.asarray(ids, dtype=np.int64)
 
@@ -31,17 +54,27 @@ def encode_prompts(
     tokenizer: Tokenizer, prompts: Sequence[Any], first: int = 0, tools: list[dict[str, Any]] | None = None
 ) -> list[np.ndarray]:
     """`encode_prompt` of each; texts go to the tokenizer together. `first` is the number of the first of them."""
-    if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
-        return [encode_prompt(tokenizer, prompt, first + at, tools) for at, prompt in enumerate(prompts)]
-    found = [np.asarray(ids, dtype=np.int64) for ids in tokenizer(list(prompts))["input_ids"]]
-    for at, ids in enumerate(found):
-        _check_tokens(ids, prompts[at], first + at)
-    return found
+    if prompts and all(isinstance(prompt, str) for prompt in prompts):
+        try:
+            found = [np.asarray(ids, dtype=np.int64) for ids in tokenizer(list(prompts))["input_ids"]]
+        except TypeError:
+            pass  # one of them is no text: below it is told which
+        else:
+            for at, ids in enumerate(found):
+                _check_tokens(ids, prompts[at], first + at)
+            return found
+    return [encode_prompt(tokenizer, prompt, first + at, tools) for at, prompt in enumerate(prompts)]
 
 
 def _check_tokens(ids: Sequence[int] | np.ndarray, prompt: Any, number: int) -> None:
     if len(ids) == 0:
-        raise ValueError(f"prompt {number} has no tokens: {prompt!r}")
+        raise RowError(number, f"the prompt has no tokens: {shown(prompt)}")
+
+
+def shown(value: Any) -> str:
+    """A value for an error, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def is_chat(messages: Any) -> bool:

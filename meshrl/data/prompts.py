@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.data import DataConfig
-from meshrl.data.encoding import encode_prompts
+from meshrl.data.encoding import RowError, encode_prompts
 from meshrl.data.encoding_pool import OnProgress, encode_in_processes
 from meshrl.data.files import Row, read_rows
 from meshrl.data.proto import DataProto
@@ -43,16 +43,11 @@ class PromptDataset:
         sources = [read_rows([file], required=(config.prompt_key,)) for file in files]
         rows = [row for source in sources for row in source]
         source_of = np.repeat(np.arange(len(sources)), [len(source) for source in sources])
-        kept = []
-        for number, ids in enumerate(self._encoded(rows, tools, on_progress)):
-            fitting = fit_prompt(ids, number, config)
-            if fitting is None:
-                self.dropped += 1
-                continue
-            self.truncated += len(fitting) < len(ids)
-            self.rows.append(rows[number])
-            self.prompts.append(fitting)
-            kept.append(number)
+        try:
+            kept = self._take(rows, self._encoded(rows, tools, on_progress))
+        except RowError as error:
+            source = source_of[error.number]
+            raise error.at(files[source], error.number - int((source_of < source).sum())) from error
         if not self.rows:
             raise ValueError(
                 f"none of the {len(rows)} prompts is left: all are over "
@@ -63,6 +58,20 @@ class PromptDataset:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def _take(self, rows: Sequence[Row], encoded: Iterable[np.ndarray]) -> list[int]:
+        """Keeps the rows whose prompts fit; returns their numbers."""
+        kept = []
+        for number, ids in enumerate(encoded):
+            fitting = fit_prompt(ids, number, self.config)
+            if fitting is None:
+                self.dropped += 1
+                continue
+            self.truncated += len(fitting) < len(ids)
+            self.rows.append(rows[number])
+            self.prompts.append(fitting)
+            kept.append(number)
+        return kept
 
     def _encoded(
         self, rows: Sequence[Row], tools: list[dict[str, Any]] | None, on_progress: OnProgress | None
@@ -95,9 +104,10 @@ def fit_prompt(ids: np.ndarray, number: int, config: DataConfig) -> np.ndarray |
     if config.filter_overlong_prompts:
         return None
     if config.truncation == "error":
-        raise ValueError(
-            f"prompt {number} has {len(ids)} tokens, more than data.max_prompt_length={limit}: raise it, or set "
-            "data.filter_overlong_prompts=true or data.truncation=left|right|middle"
+        raise RowError(
+            number,
+            f"the prompt has {len(ids)} tokens, more than data.max_prompt_length={limit}: raise it, or set "
+            "data.filter_overlong_prompts=true or data.truncation=left|right|middle",
         )
     return truncate(ids, limit, config.truncation)
 

@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.data import DataConfig
-from meshrl.data.encoding import encode_prompt
+from meshrl.data.encoding import RowError, encode_prompt
 from meshrl.data.files import Row, stream_rows
 from meshrl.data.mixing import Shares
 from meshrl.data.prompts import Prompt, fit_prompt, prompt_batch
@@ -18,6 +18,8 @@ from meshrl.data.proto import DataProto
 from meshrl.data.sampling import RowOrder
 
 T = TypeVar("T")
+# A row with its file and its number in it.
+Placed = tuple[str, int, Row]
 
 # A stream without end must not be searched without end for a prompt that fits.
 MOST_DROPPED = 100_000
@@ -96,12 +98,15 @@ class PromptStream(RowOrder):
         sources = [self._fitting(self._endless(at)) for at in range(len(self.files))]
         return mixed(sources, self.config.train_weights)
 
-    def _fitting(self, rows: Iterator[Row]) -> Iterator[Prompt]:
+    def _fitting(self, rows: Iterator[Placed]) -> Iterator[Prompt]:
         """What is left of the rows after tokenizing."""
         in_a_row = 0
-        for number, row in enumerate(rows):
-            ids = encode_prompt(self.tokenizer, row[self.config.prompt_key], number, self.tools)
-            fitting = fit_prompt(ids, number, self.config)
+        for file, number, row in rows:
+            try:
+                ids = encode_prompt(self.tokenizer, row[self.config.prompt_key], number, self.tools)
+                fitting = fit_prompt(ids, number, self.config)
+            except RowError as error:
+                raise error.at(file, number) from error
             if fitting is None:
                 self.dropped, in_a_row = self.dropped + 1, in_a_row + 1
                 if in_a_row == MOST_DROPPED:
@@ -114,25 +119,29 @@ class PromptStream(RowOrder):
             self.truncated += len(fitting) < len(ids)
             yield row, fitting
 
-    def _all_files(self) -> Iterator[Row]:
+    def _all_files(self) -> Iterator[Placed]:
         rng = np.random.default_rng((self.seed, self.epoch))
         order = rng.permutation(len(self.files)) if self.config.shuffle else np.arange(len(self.files))
-        rows = (row for at in order for row in stream_rows(self.files[at], (self.config.prompt_key,)))
+        rows = (placed for at in order for placed in self._rows_of(at))
         return shuffled(rows, self.config.shuffle_buffer, rng) if self.config.shuffle else rows
 
-    def _endless(self, at: int) -> Iterator[Row]:
+    def _endless(self, at: int) -> Iterator[Placed]:
         epoch = 0
         while True:
-            rows: Iterator[Row] = stream_rows(self.files[at], (self.config.prompt_key,))
+            rows = self._rows_of(at)
             if self.config.shuffle:
                 rows = shuffled(rows, self.config.shuffle_buffer, np.random.default_rng((self.seed, epoch, at)))
             yield from rows
             epoch += 1
 
+    def _rows_of(self, at: int) -> Iterator[Placed]:
+        file = self.files[at]
+        return ((file, number, row) for number, row in enumerate(stream_rows(file, (self.config.prompt_key,))))
 
-def shuffled(rows: Iterable[Row], buffer_size: int, rng: np.random.Generator) -> Iterator[Row]:
+
+def shuffled(rows: Iterable[T], buffer_size: int, rng: np.random.Generator) -> Iterator[T]:
     """Every row once, each drawn from a buffer of the next ones."""
-    buffer: list[Row] = []
+    buffer: list[T] = []
     for row in rows:
         if len(buffer) < buffer_size:
             buffer.append(row)

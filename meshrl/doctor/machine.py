@@ -5,6 +5,7 @@ import resource
 import shutil
 import socket
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -13,18 +14,38 @@ from meshrl.doctor.findings import Finding, judged
 
 MIB, GIB = 2**20, 2**30
 SHARED_MEMORY = Path("/dev/shm")
+# Of control groups, version 2 and 1, as a container sees its own.
+MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 # A worker group keeps a few sockets, pipes and shared blocks for each rank open; Ray far more.
 HANDLES, HANDLES_PER_RANK = 256, 16
 
 
-def check_memory() -> Finding:
-    """The host's memory."""
+def check_memory(limits: Sequence[Path] = MEMORY_LIMITS) -> Finding:
+    """The host's memory, or what a container may take of it."""
     memory = psutil.virtual_memory()
-    found = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free, {os.cpu_count()} cores"
-    status = judged(memory.available / GIB, warn=4, fail=1)
+    available, total, where = memory.available, memory.total, ""
+    for file in limits:
+        limit, taken = _container_memory(file)
+        if limit < total:
+            available, total, where = min(available, max(0.0, limit - taken)), limit, " for this container"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = f"{available / GIB:.1f} of {total / GIB:.1f} GiB free{where}, {cores} cores"
+    status = judged(available / GIB, warn=4, fail=1)
     advice = "" if status == "ok" else "end other programs; the host holds data, offloaded weights and checkpoints"
-    return Finding("memory", status, found, advice, {"available_bytes": memory.available, "total_bytes": memory.total})
+    return Finding("memory", status, found, advice, {"available_bytes": available, "total_bytes": total})
+
+
+def _container_memory(limit_file: Path) -> tuple[float, float]:
+    """The limit of a control group and what is taken of it, without files that the kernel can forget."""
+    usage = {"memory.max": "memory.current"}.get(limit_file.name, "memory.usage_in_bytes")
+    try:
+        limit, taken = float(limit_file.read_text()), float(limit_file.with_name(usage).read_text())
+        lines = (line.split() for line in limit_file.with_name("memory.stat").read_text().splitlines())
+        forgettable = {name: float(value) for name, value in lines if name.endswith("inactive_file")}
+    except (OSError, ValueError):  # no such group, or "max": no limit
+        return float("inf"), 0.0
+    return limit, max(0.0, taken - max(forgettable.values(), default=0.0))
 
 
 def check_shared_memory(path: Path = SHARED_MEMORY, ranks: int = 2, is_needed: bool = True) -> Finding:

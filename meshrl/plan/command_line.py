@@ -41,6 +41,8 @@ def planned(arguments: argparse.Namespace, say: Callable[[str], None] = lambda l
 
     if arguments.out and not arguments.search:
         raise ValueError(f"--out {arguments.out} is for what --search finds: add --search")
+    if arguments.out and not Path(arguments.out).resolve().parent.is_dir():
+        raise ValueError(f"--out: there is no folder to write {arguments.out} into")  # before a search of minutes
     plan, again, remarks = read_and_plan(arguments)
     nearest, found = None, None
     if not plan.fits:

@@ -17,6 +17,7 @@ Bandwidths are in 10^9 bytes a second, memory in 2^30 bytes.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -79,7 +80,10 @@ def hardware_table(file: str | Path | None = None) -> dict[str, Hardware]:
         return table
     if not Path(file).is_file():
         raise ValueError(f"--hardware: there is no file {file}")
-    content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"--hardware: {file} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, Mapping):
         raise ValueError(f"{file} must map names of devices to their numbers ({', '.join(NUMBERS)})")
     for name, numbers in content.items():
@@ -103,8 +107,9 @@ def _entry(name: str, numbers: Any, known: Hardware | None, file: str | Path) ->
     if missing := [key for key in NUMBERS if key not in given]:
         raise ValueError(f"{file}: {name} lacks {', '.join(missing)}")
     for key in NUMBERS:
-        if isinstance(given[key], bool) or not isinstance(given[key], int | float) or given[key] <= 0:
-            raise ValueError(f"{file}: {name}.{key} must be a number above 0, got {given[key]!r}")
+        number = given[key]
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
+            raise ValueError(f"{file}: {name}.{key} must be a finite number above 0, got {number!r}")
     rest = {key: float(given[key]) for key in NUMBERS}
     return Hardware(name, **rest, measured=bool(given.get("measured", False)))
 

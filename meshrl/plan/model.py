@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+)
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import read_json
@@ -190,7 +196,12 @@ def known_name(path: str) -> str | None:
 def _config(fields: dict[str, Any], override: dict[str, Any], source: str) -> PretrainedConfig:
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise ValueError(f"{source} has no model_type: give a Hugging Face config.json")
-    config = AutoConfig.for_model(**fields)
+    if fields["model_type"] not in CONFIG_MAPPING:
+        raise ValueError(f"{source}: this version of transformers knows no model_type '{fields['model_type']}'")
+    try:
+        config = AutoConfig.for_model(**fields)
+    except Exception as error:  # each kind of config checks its fields in its own way
+        raise ValueError(f"{source} is refused by transformers: {' '.join(str(error).split())}") from error
     for name, value in override.items():
         if not hasattr(config, name):
             raise ValueError(f"model.override_config.{name}: {type(config).__name__} has no field '{name}'")

@@ -32,7 +32,8 @@ Answer to grade:
 {solution_str}
 
 Think briefly, then end with one line: Score: X, where X is a number from 0 (wrong) to 1 (right)."""
-SCORE = r"Score:\s*([-+]?\d+(?:\.\d+)?)"
+# Also as models like to set it: **Score:** 0.8, Score: $.5$, 1e-1.
+SCORE = r"Score:[\s*_`$]*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)"
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 INSTALL = "a judge behind a URL needs the package httpx: pip install httpx"
 _judgements = itertools.count()

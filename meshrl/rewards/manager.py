@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.data.proto import DataProto
+from meshrl.data.scored import DROPPED, scored_rows
 from meshrl.rewards.calling import (
     AtOnce,
     Failure,
@@ -29,12 +30,11 @@ from meshrl.rewards.pool import InPool, WorkerPool
 from meshrl.rewards.results import LARGEST_SCORE, BadAnswerError, RewardError, Scores, as_result, object_column
 from meshrl.threads import Threads
 
-__all__ = ["RewardError", "RewardManager", "as_result", "drop_samples", "scored_rows"]
+__all__ = ["RewardError", "RewardManager", "as_result", "drop_samples"]
 
 MANAGERS = ("naive", "batch", "dapo", "prime")
 POLICIES = ("stop", "zero", "drop")
 POOL_TIMEOUT = 300.0
-DROPPED = "reward_dropped"
 Caller = Callable[[Sequence[Sample]], list[Any]]
 
 
@@ -120,7 +120,8 @@ class RewardManager:
             if self.log_overlong:
                 infos["overlong_reward"] = object_column(penalties.tolist())
                 infos["overlong"] = object_column((penalties < 0).tolist())
-        for row in torch.nonzero((token_level.abs() > LARGEST_SCORE).any(1)).flatten().tolist():
+        too_large = (token_level.amax(1) > LARGEST_SCORE) | (token_level.amin(1) < -LARGEST_SCORE)
+        for row in torch.nonzero(too_large).flatten().tolist():
             failed.count(row, Failure("nan", "its weighted scores add up to more than float32 holds"))
             token_level[row] = 0
         if self.on_error == "drop":
@@ -144,7 +145,10 @@ class RewardManager:
     def decode(self, data: DataProto) -> list[str]:
         """The answers as text, without special tokens."""
         tensors = data.batch
-        kept = torch.where(tensors["response_mask"].bool(), tensors["responses"], self.tokenizer.pad_token_id)
+        sampled = tensors["response_mask"].bool()
+        # Of a dropped sample no token counts, and yet it is to be read: all that follows its prompt.
+        shown = torch.where(torch.from_numpy(scored_rows(data))[:, None], sampled, _response_mask(data).bool())
+        kept = torch.where(shown, tensors["responses"], self.tokenizer.pad_token_id)
         return self.tokenizer.batch_decode(kept, skip_special_tokens=True)
 
     def waits(self) -> list[str]:
@@ -180,14 +184,14 @@ class RewardManager:
     def _token_level(self, answers: list[list[dict[str, Any]]], mask: Tensor) -> Tensor:
         """The weighted sum of all functions' scores, in float64 until it is known to fit."""
         scores = torch.zeros(mask.shape, dtype=torch.float64)
-        last = _last(mask.sum(1)).tolist()
+        rows, last = torch.arange(len(mask)), _last(mask.sum(1))
         for spec, column in zip(self.specs, answers, strict=True):
-            for at, answer in enumerate(column):
-                score = answer["score"]
+            found = [answer["score"] for answer in column]
+            whole = [0.0 if isinstance(score, list) else score for score in found]
+            scores[rows, last] += spec.weight * torch.tensor(whole, dtype=torch.float64)
+            for at, score in enumerate(found):
                 if isinstance(score, list):
                     scores[at, mask[at].bool()] += spec.weight * torch.tensor(score, dtype=torch.float64)
-                else:
-                    scores[at, last[at]] += spec.weight * score
         return scores
 
     def _infos(self, answers: list[list[dict[str, Any]]], parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -253,12 +257,6 @@ def drop_samples(batch: DataProto, dropped: np.ndarray) -> None:
     for row in rows:
         uids[row] = f"{uids[row]}/dropped{row}"
     batch.non_tensor_batch["uid"] = uids
-
-
-def scored_rows(batch: DataProto) -> np.ndarray:
-    """Which samples have a score, [samples] bool: the 0 of one that is dropped for a failed reward is none."""
-    dropped = batch.non_tensor_batch.get(DROPPED)
-    return np.ones(len(batch), dtype=bool) if dropped is None else ~dropped.astype(bool)
 
 
 def _response_mask(data: DataProto) -> Tensor:

@@ -39,8 +39,8 @@ def as_result(answer: Any, tokens: int | None = None) -> dict[str, Any]:
         raise BadAnswerError(
             "invalid", f"a reward given as a dict needs the key 'score', got {sorted(map(str, result))}"
         )
-    if "acc" in result and not isinstance(result["acc"], NUMBER):
-        raise BadAnswerError("invalid", f"a reward's 'acc' must be a number, got {result['acc']!r}")
+    if "acc" in result:
+        _number(result["acc"], "a reward's 'acc'")
     score = result["score"]
     if isinstance(score, Tensor | np.ndarray):
         flat = torch.as_tensor(score)
@@ -52,12 +52,12 @@ def as_result(answer: Any, tokens: int | None = None) -> dict[str, Any]:
     return result
 
 
-def _number(score: Any) -> float:
+def _number(score: Any, what: str = "a reward") -> float:
     if not isinstance(score, NUMBER):
-        raise BadAnswerError("invalid", f"a reward must be a finite number, got {score!r}")
+        raise BadAnswerError("invalid", f"{what} must be a finite number, got {score!r}")
     value = _as_float(score)
     if not abs(value) <= LARGEST_SCORE:  # true for NaN
-        raise BadAnswerError("nan", f"a reward must be a finite number, got {_brief(score)}")
+        raise BadAnswerError("nan", f"{what} must be a finite number, got {_brief(score)}")
     return value
 
 

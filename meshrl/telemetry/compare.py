@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.telemetry.page import render_page, render_sections
-from meshrl.telemetry.panels import COLORS, TIME, Panel, Record, Series, build_panels, series_of, spans_decades
+from meshrl.telemetry.panels import TIME, WORKING, Panel, Record, Series, build_panels, series_of, spans_decades
 from meshrl.telemetry.report import HEADINGS, RunData, figure, read_run, write_whole
 from meshrl.telemetry.report_tables import best_of, recent_of, summary_series
 from meshrl.telemetry.report_text import as_text, visible
 from meshrl.telemetry.run_folder import flatten_config
 from meshrl.telemetry.verdicts import verdicts
 
-MOST_RUNS = COLORS - 1
+MOST_RUNS = WORKING - 1
 # Where runs are kept and what they are called differs always and says nothing.
 _NAMES = frozenset({"trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name"})
 _MISSING = "–"

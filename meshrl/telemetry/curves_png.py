@@ -10,6 +10,7 @@ from meshrl.telemetry.report_text import visible
 COLORS = (
     *("#2a6fdb", "#e0631b", "#14967a", "#9457c9", "#c99a06", "#d1477a", "#3fa7d6", "#9aa1ab"),
     *("#6b8e23", "#7a5230", "#5560a4", "#b0a08c", "#c9ced6"),
+    *("#f0a884", "#ead78f", "#8fc1f2", "#aed8a6", "#d78fc0"),
 )
 _INK, _MUTED, _GRID = "#1c2430", "#5d6775", "#e6e9ee"
 # Inches. Fixed ones: a layout that looks for them draws everything twice, longer than a short run trains.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from meshrl.telemetry.console import VALIDATION
 
 MAX_POINTS = 300
-# How many colours the page and the picture have.
-COLORS = 13
+# How many colours the page and the picture have, and how many of them are for anything but waiting.
+COLORS, WORKING = 18, 13
 LEARNING, HEALTH, TIME = "learning", "health", "time"
 
 Record = Mapping[str, float]

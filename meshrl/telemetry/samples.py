@@ -6,12 +6,16 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshrl.data.proto import DataProto
+from meshrl.data.scored import scored_rows
 from meshrl.telemetry.distributions import histogram
 from meshrl.telemetry.run_folder import RunFolder, move_aside
 from meshrl.telemetry.token_details import finish_reasons, token_details
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Decode = Callable[[DataProto], list[str]]
 _OF_TOKENS = (
@@ -87,7 +91,8 @@ class SampleLog:
     def _rows(self, batch: DataProto, decode: Decode, split: str, detailed: bool = False) -> Iterator[dict[str, Any]]:
         if batch.batch is None or len(batch) == 0:
             return
-        scores = batch.batch["token_level_scores"].sum(1).tolist()
+        scored = scored_rows(batch).tolist()
+        scores = [score if there else None for score, there in zip(_scores(batch).tolist(), scored, strict=True)]
         columns, reasons = batch.non_tensor_batch, self._finish(batch)
         for at, (text, score) in enumerate(zip(decode(batch), scores, strict=True)):
             row = {
@@ -119,10 +124,14 @@ class SampleLog:
         width = batch.batch["responses"].shape[1]
         lengths = batch.batch["attention_mask"][:, -width:].sum(1)
         return {
-            "score": histogram(batch.batch["token_level_scores"].sum(1).numpy()),
+            "score": histogram(_scores(batch)[scored_rows(batch)]),
             "response_length": histogram(lengths.numpy()),
             "finish": dict(Counter(self._finish(batch))),
         }
+
+
+def _scores(batch: DataProto) -> np.ndarray:
+    return batch.batch["token_level_scores"].sum(1).numpy()
 
 
 def _files_of_steps(folder: Path) -> list[Path]:

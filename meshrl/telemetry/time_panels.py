@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshrl.telemetry.panels import COLORS, TIME, Panel, Record, Series, finite, series_of
+from meshrl.telemetry.panels import TIME, WORKING, Panel, Record, Series, finite, series_of
 
 MAX_PHASES = 8
 _LEDGER = re.compile(r"^ledger_s/(?P<who>[^/]+)/(?P<what>.+)$")
@@ -20,7 +20,7 @@ _ORDER = (
     *("update_critic", "update_actor", "update_forward", "update_backward", "update_optimizer", "train"),
     *("sync", "save_checkpoint", "checkpoint", "testing"),
 )
-_WAITING, _OTHER = 7, 12
+_OTHER, _OTHER_WAIT = 12, 17
 _COLOR = {
     **dict.fromkeys(("gen", "generate"), 0),
     **dict.fromkeys(("update_actor", "update_backward", "train"), 1),
@@ -34,6 +34,11 @@ _COLOR = {
     **dict.fromkeys(("update_optimizer", "testing"), 10),
     **dict.fromkeys(("checkpoint", "save_checkpoint"), 11),
     "other": _OTHER,
+    "wait_controller": 7,
+    "wait_peers": 13,
+    "wait_reward": 14,
+    "wait_rollout": 15,
+    "wait_actor_rollout_ref": 16,
 }
 
 
@@ -98,7 +103,7 @@ def time_panels(records: Sequence[Record]) -> list[Panel]:
 
 def color_of(what: str) -> int:
     """The colour of a phase."""
-    return _WAITING if is_waiting(what) else _COLOR.get(what, sum(map(ord, what)) % COLORS)
+    return _COLOR.get(what, _OTHER_WAIT if is_waiting(what) else sum(map(ord, what)) % WORKING)
 
 
 def _seconds(records: Sequence[Record]) -> dict[str, dict[str, str]]:

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,23 @@ class TimelineFile:
         self._pids: dict[Key, int] = {CONTROLLER: 0}
         self._tids: dict[tuple[int, str, int], int] = {}
         kept = [event for event in read_timeline(path) if step_of(event) <= last_step] if path.exists() else []
-        with gzip.open(path, "wt", encoding="utf-8") as file:
+        self._go_on_from(kept)
+        aside = path.with_name(path.name + ".part")
+        with gzip.open(aside, "wt", encoding="utf-8") as file:
             file.write("[\n" + _lines(kept))
+        aside.replace(path)
+
+    def _go_on_from(self, kept: Sequence[Event]) -> None:
+        """Takes the numbers of processes and tracks from what is kept, or two tracks would become one."""
+        lanes: Counter[tuple[int, str]] = Counter()
+        for event in kept:
+            pid, name = event.get("pid", 0), str(event.get("args", {}).get("name"))
+            if event.get("name") == "process_name" and name != CONTROLLER[0]:
+                who, _, rank = name.rpartition(" rank ")
+                self._pids[who, int(rank)] = pid
+            elif event.get("name") == "thread_name":
+                self._tids[pid, name, lanes[pid, name]] = event["tid"]
+                lanes[pid, name] += 1
 
     def wants(self, step: int) -> bool:
         """Whether this step is to be written."""
@@ -70,7 +86,7 @@ class TimelineFile:
         self, key: Key, track: str, segments: Sequence[Segment], step: int, uncertainty: float | None = None
     ) -> list[Event]:
         """Events of one track, on as many lanes as there are at the same time; names are said once."""
-        pid = self._pids.setdefault(key, len(self._pids))
+        pid = self._pids.setdefault(key, max(self._pids.values()) + 1)
         events: list[Event] = []
         lanes: list[float] = []
         for start, end, name in segments:
@@ -78,7 +94,7 @@ class TimelineFile:
             lanes[lane : lane + 1] = [end]
             tid = self._tids.get((pid, track, lane))
             if tid is None:
-                tid = self._tids[pid, track, lane] = len(self._tids)
+                tid = self._tids[pid, track, lane] = max(self._tids.values(), default=-1) + 1
                 events += _names(key, pid, tid, track, step, uncertainty)
             ts, dur = round((start + self._since_1970) * 1e6, 1), round((end - start) * 1e6, 1)
             event = {"ph": "X", "pid": pid, "tid": tid, "cat": track, "name": name, "ts": ts, "dur": dur}
@@ -120,6 +136,9 @@ def read_timeline(path: Path) -> list[Event]:
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             lines += file
+    except gzip.BadGzipFile as error:
+        if not lines:
+            raise ValueError(f"{path} is no timeline: {error}") from error
     except (EOFError, zlib.error) as error:
         logger.debug("%s is read up to its last whole line: %s", path, error)
     events = (line.strip().rstrip(",") for line in lines)

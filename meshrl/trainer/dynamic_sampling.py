@@ -17,7 +17,7 @@ from meshrl.config.algorithm import FilterGroupsConfig
 from meshrl.data.joining import concat_samples
 from meshrl.data.prompts import object_array
 from meshrl.data.proto import DataProto
-from meshrl.rewards.manager import scored_rows
+from meshrl.data.scored import scored_rows
 from meshrl.telemetry.metrics import reduce_metrics
 
 Scored = tuple[DataProto, dict[str, Any]]

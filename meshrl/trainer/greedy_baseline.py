@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from meshrl.data.proto import DataProto
-from meshrl.rewards.manager import drop_samples, scored_rows
+from meshrl.data.scored import scored_rows
+from meshrl.rewards.manager import drop_samples
 
 GREEDY = "greedy"
 

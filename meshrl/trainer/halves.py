@@ -13,7 +13,7 @@ from rich.console import Console
 from meshrl.config.errors import ConfigError, told_without_traceback
 from meshrl.config.root import PPOConfig
 from meshrl.data.proto import DataProto
-from meshrl.rewards.manager import scored_rows
+from meshrl.data.scored import scored_rows
 from meshrl.telemetry.run_folder import RunFiles
 from meshrl.trainer.batches import batch_files, load_batch
 from meshrl.trainer.ppo import PPOTrainer

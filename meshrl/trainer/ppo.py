@@ -36,8 +36,9 @@ from meshrl.controller import WorkerGroup
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.proto import DataProto
 from meshrl.data.sampling import RowOrder
+from meshrl.data.scored import scored_rows
 from meshrl.data.stream import PromptStream
-from meshrl.rewards.manager import RewardManager, scored_rows
+from meshrl.rewards.manager import RewardManager
 from meshrl.telemetry.console import validation_accuracies
 from meshrl.telemetry.metrics import compute_data_metrics, compute_throughput_metrics
 from meshrl.telemetry.samples import SampleLog

@@ -25,8 +25,9 @@ from meshrl.controller import WorkerGroup
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.proto import DataProto
 from meshrl.data.sampling import RowOrder
+from meshrl.data.scored import scored_rows
 from meshrl.data.stream import PromptStream
-from meshrl.rewards.manager import RewardManager, scored_rows
+from meshrl.rewards.manager import RewardManager
 from meshrl.rollout.seeds import TRAINING, sample_seeds
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.trainer.bookkeeper import Bookkeeper

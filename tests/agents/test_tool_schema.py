@@ -7,8 +7,9 @@ from typing import Any, Literal
 import pytest
 
 from meshrl.agents.messages import ToolResult
-from meshrl.agents.schema import argument_problem, fits, function_schema, read_docstring
+from meshrl.agents.schema import argument_problem, fits
 from meshrl.agents.tools import Tool, as_result, tool
+from meshrl.config.tool_schema import function_schema, read_docstring
 
 
 @tool

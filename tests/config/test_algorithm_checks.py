@@ -183,6 +183,10 @@ def test_the_keys_of_an_estimator_are_those_that_change_it(name):
         ([f"{ACTOR}.policy_loss.loss_mode=gpg", f"{ACTOR}.clip_ratio=0.1"], "loss_mode=gpg: it is for vanilla"),
         ([f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_c=5"], "loss_mode=cispo: it is for vanilla"),
         ([BYPASS, f"{CORRECTION}.loss_type=reinforce", f"{ACTOR}.clip_ratio=0.1"], "with algorithm.rollout_correction"),
+        (
+            [f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.clip_ratio_low=0.1", f"{ACTOR}.clip_ratio_high=0.28"],
+            f"{ACTOR}.clip_ratio=0.3 has no effect beside clip_ratio_low (0.1) and clip_ratio_high (0.28)",
+        ),
     ],
 )
 def test_keys_that_nobody_reads_are_refused(overrides, words):
@@ -196,6 +200,7 @@ def test_keys_that_nobody_reads_are_refused(overrides, words):
         ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.9"],
         [GDPO, "algorithm.norm_adv_by_std_in_grpo=false"],
         [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.5", f"{ACTOR}.kl_loss_type=k1"],
+        [f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.clip_ratio_high=0.4"],
         [f"{ACTOR}.policy_loss.loss_mode=dppo_tv", f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_c=5"],
         [BYPASS, f"{ACTOR}.policy_loss.loss_mode=bypass_mode", f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_c=5"],
     ],

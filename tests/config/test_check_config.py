@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.config import ConfigError, PPOConfig, SFTConfig, check_config, ensure_runnable, load_config
+from meshrl.config import ConfigError, PPOConfig, SFTConfig, check_config, ensure_runnable, load_config, model_folder
 from meshrl.config.model_folder import written_stages
 
 MakePPO = Callable[..., PPOConfig]
@@ -123,6 +123,13 @@ BROKEN = [
     ([f"{ROLLOUT}.log_prob_max_token_len_per_gpu=1000"], f"{ROLLOUT}.log_prob_max_token_len_per_gpu (1000)", "1024"),
     (["actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=9"], "ref.log_prob_max_token_len_per_gpu (9)", "1024"),
     ([f"{ROLLOUT}.log_prob_use_dynamic_bsz=false"], f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", ""),
+    (["actor_rollout_ref.model.lora_alpha=32"], "lora_alpha has no effect", "model.lora_rank"),
+    (["actor_rollout_ref.model.target_modules=[q_proj]"], "target_modules has no effect", "model.lora_rank"),
+    ([f"{ACTOR}.optim.min_lr_ratio=0.1"], "min_lr_ratio=0.1 has no effect", "lr_scheduler_type=constant"),
+    (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.horizon=9"], "kl_ctrl.horizon has no effect", "fixed"),
+    (["trainer.nan_gradient=stop", "trainer.max_nan_steps=3"], "max_nan_steps=3 has no effect", "nan_gradient=stop"),
+    ([f"{ROLLOUT}.val_kwargs.temperature=0.6"], "val_kwargs.temperature has no effect", "do_sample=false"),
+    ([f"{ROLLOUT}.val_kwargs.top_p=0.9"], "val_kwargs.top_p has no effect", "do_sample=false"),
     # contradictions
     (["algorithm.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=true"], "use_kl_in_reward", "choose one"),
     ([f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature=0", "n=8"),
@@ -347,6 +354,49 @@ def test_damaged_weights_are_named(fine: MakePPO, content: bytes, words: str | N
     assert len(problems) == (0 if words is None else 1)
     assert words is None or f"actor_rollout_ref.model.path: {file} " in problems[0]
     assert words is None or words in problems[0]
+
+
+def test_a_download_that_was_cut_off_is_named(fine: MakePPO) -> None:
+    config = fine()
+    folder = Path(config.actor_rollout_ref.model.path or "")
+    parts = [f"model-0000{at}-of-00003.safetensors" for at in (1, 2, 3)]
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {f"layer.{at}": part for at, part in enumerate(parts)}}))
+    (folder / "model.safetensors").rename(folder / parts[0])
+    (problem,) = check_config(config)
+    assert problem == (
+        f"actor_rollout_ref.model.path: {index} names 3 files of weights, of which 2 are not there, such as {parts[1]}"
+    )
+    for part in parts[1:]:
+        (folder / part).write_bytes((folder / parts[0]).read_bytes())
+    assert check_config(config) == []
+    index.write_text("{")
+    assert "names no files of weights" in check_config(config)[0]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize("text", ["", '{"model": {"vocab"', "version https://git-lfs.github.com/spec/v1", "[]", "\xff"])
+def test_a_broken_tokenizer_is_named(fine: MakePPO, name: str, text: str) -> None:
+    config = fine("critic.enable=true", "algorithm.adv_estimator=gae")
+    file = Path(config.actor_rollout_ref.model.path or "") / name
+    file.write_bytes(text.encode("latin-1"))
+    problems = check_config(config)
+    assert problems
+    assert all(f"{file} " in problem and "JSON" in problem for problem in problems)
+    assert problems[0].startswith("actor_rollout_ref.model.path: ")
+    file.write_text("{}")
+    assert check_config(config) == []
+
+
+def test_of_a_huge_tokenizer_only_the_ends_are_read(fine: MakePPO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_folder, "MOST_PARSED", 10)
+    config = fine()
+    file = Path(config.actor_rollout_ref.model.path or "") / "tokenizer.json"
+    file.write_text('{"model": {"vocab": {"a": 1,')
+    (problem,) = check_config(config)
+    assert f"{file} (28 bytes) is no whole JSON object" in problem
+    file.write_text('{"model": {"vocab": {"a": 1}}}\n')
+    assert check_config(config) == []
 
 
 def test_what_is_no_checkpoint_is_told(fine: MakePPO, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_clip_ratio_alone_moves_both_sides() -> None:
         ("trainer.experiment_name=a=b", "trainer.experiment_name", "a=b"),
         *((f"trainer.experiment_name={word}", "trainer.experiment_name", word) for word in ODD_WORDS),
         ("trainer.experiment_name='5'", "trainer.experiment_name", "5"),
+        ("data.train_files=[007, on, 1_0]", "data.train_files", ["007", "on", "1_0"]),
         ("trainer.default_local_dir=~/runs", "trainer.default_local_dir", str(Path.home() / "runs")),
         ("data.train_files=[~/a.jsonl]", "data.train_files", [str(Path.home() / "a.jsonl")]),
         ("trainer.val_before_train=False", "trainer.val_before_train", False),
@@ -90,6 +91,25 @@ def test_override_values(override: str, name: str, value: object) -> None:
     assert get_value(loaded.config, name) == value
     assert type(get_value(loaded.config, name)) is type(value)
     assert loaded.sources[name] == "command line"
+
+
+def test_texts_of_a_recipe_are_taken_as_they_are_written(tmp_path: Path) -> None:
+    """YAML would make 7, True, 45000 seconds and 10.0 of them; keys that hold no texts are typed as ever."""
+    recipe = write(
+        tmp_path / "words.yaml",
+        "trainer: {experiment_name: 007, project_name: on, default_local_dir: 12:30:00, total_training_steps: 010}\n"
+        "data: {train_files: [2024-01-01, 010.0, no], prompt_key: 1e5, reward_fn_key: 'a b'}\n"
+        "data.val_files: 1_000\nactor_rollout_ref.ref.model.path: ~\n"
+        "algorithm: {rollout_correction: {rollout_is: off}}\n",
+    )
+    config = load_config(recipe).config
+    trainer, data = config.trainer, config.data
+    assert [trainer.experiment_name, trainer.project_name, trainer.default_local_dir] == ["007", "on", "12:30:00"]
+    assert [*data.train_files, *data.val_files] == ["2024-01-01", "010.0", "no", "1_000"]
+    assert (data.prompt_key, data.reward_fn_key) == ("1e5", "a b")
+    assert trainer.total_training_steps == 8
+    assert config.actor_rollout_ref.ref.model.path is None
+    assert config.algorithm.rollout_correction.rollout_is == "off"
 
 
 def test_the_last_override_wins() -> None:
@@ -126,7 +146,7 @@ def test_nothing_is_suggested_for_nonsense() -> None:
         ("data.val_batch_size=x", "data.val_batch_size must be int or null, not 'x'"),
         ("data.shuffle=perhaps", "data.shuffle must be bool, not 'perhaps'"),
         (f"{ACTOR}.optim.betas=[a,b]", f"{ACTOR}.optim.betas must be list of float, not ['a', 'b']"),
-        ("data.train_files={a: 1}", "data.train_files must be list of str, not {'a': 1}"),
+        ("data.train_files={a: 1}", "data.train_files must be list of str, not {'a': '1'}"),
         (f"{ACTOR}.optim.lr=[1]", f"{ACTOR}.optim.lr must be float, not [1]"),
         ("trainer=3", "trainer is a section: set the keys below it"),
         ("trainer.seed.x=3", "unknown key trainer.seed.x: trainer.seed holds one value (int), no keys"),

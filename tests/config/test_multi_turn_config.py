@@ -51,6 +51,28 @@ def test_tools_without_type_hints_and_bad_tool_files(fine: Callable[..., PPOConf
     assert check_config(fine(ON, f"{KEY}.tools=[{own}:hinted]")) == []
     (problem,) = check_config(fine(ON, f"{KEY}.tools=[{own}:plain]"))
     assert problem.startswith(f"{KEY}.tools: parameter 'q' of tool 'plain' has no type hint")
+    own.write_text(
+        "from datetime import date\nfrom meshrl.agents.tools import Tool\n"
+        "def typed(day: date): return 1\ndef unknown(x: 'Nowhere'): return 1\ndef stars(*words: str): return 1\n"
+        "def preset(x: str = date(2020, 1, 1)): return 1\ndef fine(x: list[str] | None = None): return 1\n"
+        "def plain(q): return q\n"
+        "class Made(Tool):\n    def execute(self, state, day: date): return 1\n"
+        "class Told(Made):\n    parameters = {'type': 'object', 'properties': {}}\n"
+        "class Own(Made):\n    def __init__(self, **how): self.parameters = how\n"
+    )
+    fresh = own.rename(tmp_path / "more.py")  # a file is imported once
+    for name, words in (
+        ("typed", "parameter 'day' of tool 'typed' has the type <class 'datetime.date'>, which JSON cannot hold"),
+        ("unknown", "the type hints of tool 'unknown' cannot be read: name 'Nowhere' is not defined"),
+        ("stars", "parameter 'words' of tool 'stars' cannot be given by name"),
+        ("preset", "parameter 'x' of tool 'preset' has a default or literal that JSON cannot hold"),
+        ("Made", "parameter 'day' of tool 'Made.execute' has the type"),
+    ):
+        (problem,) = check_config(fine(ON, f"{KEY}.tools=[{fresh}:{name}]"))
+        assert problem.startswith(f"{KEY}.tools: {words}")
+    for name in ("fine", "Told", "Own"):
+        assert check_config(fine(ON, f"{KEY}.tools=[{fresh}:{name}]")) == []
+    own = fresh
     for text, words in (
         ("tools: 3", "needs a list"),
         ("tools: [", "cannot read"),

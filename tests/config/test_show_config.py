@@ -16,12 +16,16 @@ ODD_VALUES = [
     "actor_rollout_ref.actor.optim.lr=3.3e-7",
     "actor_rollout_ref.model.override_config={rope: {theta: 1e6}, tie: true, name: 'no'}",
     "trainer.total_training_steps=12",
+    "trainer.default_local_dir=runs/\\${x}",
+    "data.val_files=['\\${a}', 'b\\\\\\${c}\\${']",
+    "actor_rollout_ref.model.override_config.text='\\${d}'",
 ]
 
 
 @pytest.mark.parametrize("with_sources", [True, False])
 def test_printed_config_reads_back(tmp_path: Path, with_sources: bool) -> None:
     loaded = load_config("grpo", ODD_VALUES)
+    assert loaded.config.data.val_files == ["${a}", "b\\${c}${"]
     text = to_yaml(loaded.config, loaded.sources if with_sources else None, docs=with_sources)
     (tmp_path / "again.yaml").write_text(text)
     assert load_config(tmp_path / "again.yaml").config == loaded.config

@@ -8,7 +8,7 @@ import pytest
 from ledger_workers import Sleeper
 
 from meshrl.controller import ResourcePool, WorkerError
-from meshrl.telemetry.ledger import booked
+from meshrl.telemetry.ledger import Span, booked
 from meshrl.telemetry.trace import TimelineFile, read_timeline
 from meshrl.trainer.bookkeeper import Bookkeeper
 
@@ -128,3 +128,23 @@ def test_a_cut_off_timeline_can_be_read_and_gone_on_with(tmp_path):
     with gzip.open(path, "rt") as file:
         names = [(e["args"]["step"], e["name"]) for e in json.load(file) if e.get("cat") == "ledger"]
     assert names == [(1, "reward"), (2, "reward"), (3, "other")]
+
+
+def test_a_timeline_that_goes_on_keeps_its_tracks_apart(tmp_path):
+    """Also where the first step after the stop has its tracks in another order, or a rank that is new."""
+    path, rank, new = tmp_path / "timeline.json.gz", ("actor", 0), ("critic", 1)
+    controller = {("controller", 0): [(0.0, 1.0, "other")]}
+    calls, micro = Span("calls", "f", 0.0, 0.5), Span("micro", "forward 0", 0.0, 0.5)
+    at_once = Span("calls", "g", 0.1, 0.4)
+    first = TimelineFile(path)
+    first.write(1, 0.0, 1.0, controller | {rank: [(0.0, 1.0, "sync")]}, {rank: [calls, at_once, micro]}, {})
+    again = TimelineFile(path, last_step=1)
+    later = controller | {new: [(0.0, 1.0, "sync")], rank: [(0.0, 1.0, "sync")]}
+    again.write(2, 0.0, 1.0, later, {rank: [micro, calls, at_once]}, {})
+    again.close()
+    events = read_timeline(path)
+    processes = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"}
+    tracks = [(e["pid"], e["tid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"]
+    assert sorted(processes) == [(0, "controller"), (1, "actor rank 0"), (2, "critic rank 1")]
+    assert len({tid for _, tid, _ in tracks}) == len(tracks) == 7
+    assert {(e["pid"], e["tid"], e["cat"]) for e in events if e["ph"] == "X"} == set(tracks)

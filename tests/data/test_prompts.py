@@ -101,7 +101,9 @@ def test_a_prompt_of_just_the_limit_stays(dataset):
 
 
 def test_long_prompts_are_an_error_unless_configured(dataset):
-    with pytest.raises(ValueError, match=r"prompt 1 has 10 tokens, more than data.max_prompt_length=4: raise it, or"):
+    with pytest.raises(
+        ValueError, match=r"row 1: the prompt has 10 tokens, more than data.max_prompt_length=4: raise it, or"
+    ):
         dataset(prompts("1", LONG), max_prompt_length=4)
 
 
@@ -135,12 +137,12 @@ def test_chat_prompts_without_a_template(dataset):
 
 @pytest.mark.parametrize("bad", [[], ["text"], [{"role": "user"}], {"role": "user", "content": "1"}, 5, [1, 2]])
 def test_what_is_no_prompt_is_named(dataset, chat_tokenizer, bad):
-    with pytest.raises(ValueError, match="prompt 1 must be a string or a list of messages"):
+    with pytest.raises(ValueError, match="row 1: the prompt must be a string or a list of messages"):
         dataset([{"prompt": "1"}, {"prompt": bad}], chat_tokenizer)
 
 
 def test_an_empty_prompt_is_named(dataset):
-    with pytest.raises(ValueError, match="prompt 1 has no tokens: ''"):
+    with pytest.raises(ValueError, match="row 1: the prompt has no tokens: ''"):
         dataset(prompts("1", ""))
 
 
@@ -167,3 +169,16 @@ def test_object_arrays_are_one_dimensional(values):
 )
 def test_ground_truth(row, wanted):
     assert ground_truth(row) == wanted
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_errors_name_the_file_and_its_row(tmp_path, chat_tokenizer, processes):
+    """Of several files, and also where the chat template or the tokenizer itself refuses a row."""
+    chat_tokenizer.chat_template = "{{ messages[0]['content'] + 1 }}"
+    for bad in (LONG, "", "\ud800", 5, [{"role": "user", "content": "1"}]):
+        for name, rows in (("a", ["1", "2"]), ("b", ["3", bad, "4"])):
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+        files = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+        config = DataConfig(max_prompt_length=4, filter_overlong_prompts_workers=processes)
+        with pytest.raises(ValueError, match=r"data file '.*b.jsonl', row 1: the prompt (has|must|cannot)"):
+            PromptDataset(files, chat_tokenizer, config)

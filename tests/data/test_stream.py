@@ -176,3 +176,15 @@ def test_a_stream_without_a_fitting_prompt_is_not_read_for_ever(files, tokenizer
     options = {"max_prompt_length": 0, "filter_overlong_prompts": True, "train_weights": [1.0, 1.0, 1.0]}
     with pytest.raises(ValueError, match=r"the last 50 prompts were all over data.max_prompt_length=0"):
         take(make(files, tokenizer, **options), 1)
+
+
+@pytest.mark.parametrize("weights", [[], [1.0, 1.0, 1.0]])
+def test_errors_name_the_file_and_its_row(files, tokenizer, weights):
+    rows = read_rows([files[1]])
+    for bad, words in (("1" * 9, "has 9 tokens, more than"), ("", "has no tokens"), (7, "must be a string")):
+        rows[5]["prompt"] = bad
+        with open(files[1], "w") as out:
+            out.writelines(json.dumps(row) + "\n" for row in rows)
+        prompts = make(files, tokenizer, train_weights=weights, max_prompt_length=8)
+        with pytest.raises(ValueError, match=rf"data file '{files[1]}', row 5: the prompt {words}"):
+            take(prompts, 20)

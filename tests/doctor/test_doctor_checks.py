@@ -20,6 +20,7 @@ from meshrl.doctor.versions import CONFLICTS, Conflict, check_python, check_vers
 LINKS = ["intra_node_gbs", "inter_node_gbs", "host_gbs", "latency_us"]
 KEYS = ["memory_gib", "bf16_tflops", "fp32_tflops", "memory_gbs", *LINKS, "measured"]
 Usage = namedtuple("Usage", "total used free")
+MEMORY_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def statuses(findings):
@@ -84,10 +85,25 @@ def test_disk(monkeypatch, tmp_path):
 
 
 def test_memory(monkeypatch):
-    assert machine.check_memory().numbers["total_bytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert machine.check_memory(limits=()).numbers["total_bytes"] == whole
     memory = namedtuple("Memory", "available total")(2**29, 2**34)
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: memory)
     assert machine.check_memory().status == "fail"
+
+
+@pytest.mark.parametrize(("limit", "usage"), [("memory.max", "memory.current"), MEMORY_V1])
+def test_memory_of_a_container(tmp_path, limit, usage):
+    (tmp_path / usage).write_text(f"{3 * 2**29}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {2**28}\ntotal_inactive_file {2**29}\n")
+    for text, total in (("max\n", None), (f"{2**62}\n", None), (f"{2**31}\n", 2**31)):
+        (tmp_path / limit).write_text(text)
+        found = machine.check_memory(limits=[tmp_path / limit])
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        assert found.numbers["total_bytes"] == (total or whole)
+        assert ("for this container" in found.found) == (total is not None)
+    assert found.numbers["available_bytes"] == 2**30
+    assert found.status == "warn"
 
 
 def test_host_name():

@@ -32,6 +32,8 @@ def test_a_file_adds_and_changes_devices(tmp_path):
         ("H200:\n  memory_gib: -1\n", "above 0"),
         ("- H200\n", "must map"),
         ("H200: 3\n", "mapping"),
+        ("H200: [1,", "is not valid YAML"),
+        ("H200: {memory_gib: .nan}", "H200.memory_gib must be a finite number above 0, got nan"),
     ],
 )
 def test_a_wrong_file_is_refused_with_what_to_change(tmp_path, text, word):

@@ -12,6 +12,7 @@ from transformers import AutoConfig, Qwen3MoeConfig
 from meshrl.cli import main
 from meshrl.config import load_config
 from meshrl.config.checks import check_config
+from meshrl.config.model import ModelConfig
 from meshrl.config.root import PPOConfig
 from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.parallel.replay import ideal_bubble
@@ -259,6 +260,20 @@ def test_known_shapes_have_their_names_size():
     assert "DeepSeek-V3" in KNOWN
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model_type": "nonesuch"}, "knows no model_type 'nonesuch'"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "is refused by transformers: .*hidden_size"),
+    ],
+)
+def test_a_config_file_that_transformers_refuses_is_named(tmp_path, fields, words):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=f"{file}.* {words}"):
+        find_model(ModelConfig(), str(file))
+
+
 def test_the_command_prints_and_writes(capsys, tmp_path):
     out = tmp_path / "best.txt"
     words = ["plan", "grpo", "actor_rollout_ref.model.path=Qwen3-0.6B", *BASE, "--gpus", "1xH200"]
@@ -277,6 +292,7 @@ def test_the_command_prints_and_writes(capsys, tmp_path):
     ("words", "message"),
     [
         (["--gpus", "8xH201"], "no device"),
+        (["--gpus", "1xH200", "--search", "--out", "no/such/folder/best.txt"], "--out: there is no folder to write"),
         (["--gpus", "1xH200", "--lengths", "no-such-file"], "no-such-file"),
         (["--gpus", "1xH200", "--mean-response", "100000"], "max_response_length"),
         (["--gpus", "1xH200", "--mean-response", "0"], "--mean-response (0) must lie between 1"),

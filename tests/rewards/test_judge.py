@@ -129,7 +129,18 @@ def test_so_many_at_a_time_and_no_more_in_order(serve, concurrency):
 
 @pytest.mark.parametrize(
     ("reply", "score"),
-    [("Score: 0.5", 0.5), ("Score: 7", 1.0), ("Score: -2", 0.0), ("none", None), ("Score: x", None), ("", None)],
+    [
+        ("Score: 0.5", 0.5),
+        ("Score: 7", 1.0),
+        ("Score: -2", 0.0),
+        ("none", None),
+        ("Score: x", None),
+        ("**Score:** 0.8", 0.8),
+        ("Score: .5", 0.5),
+        ("Score: 1e-1", 0.1),
+        ("Score: $0.25$ of 1", 0.25),
+        ("", None),
+    ],
 )
 def test_scores_are_read_and_cut(reply, score):
     found = Judge(lambda texts: [reply]).read(reply)

@@ -115,6 +115,7 @@ BAD = {
     "no score": ("invalid", {"reward": 1.0}),
     "nan inside": ("nan", {"score": math.nan, "acc": 1.0}),
     "no number in acc": ("invalid", {"score": 1.0, "acc": "yes"}),
+    "nan in acc": ("nan", {"score": 1.0, "acc": math.nan}),
 }
 
 

@@ -9,8 +9,9 @@ import torch
 from reward_samples import each
 
 from meshrl.data.proto import DataProto
+from meshrl.data.scored import scored_rows
 from meshrl.rewards.calling import RewardFunctionSpec
-from meshrl.rewards.manager import RewardError, RewardManager, scored_rows
+from meshrl.rewards.manager import RewardError, RewardManager
 from meshrl.rewards.overlong import OverlongBuffer
 from meshrl.rewards.parts import ScoredParts
 from meshrl.trainer.greedy_baseline import add_greedy_baselines
@@ -91,8 +92,9 @@ def test_dapo_adds_the_penalty_to_the_last_token(data, tokenizer):
 
 def test_dropped_samples_leave_batch_and_group(data, tokenizer):
     manager = RewardManager(each([1, KeyError("x"), [1.0], 2]), tokenizer, on_error="drop")
-    before = data.batch["response_mask"].clone()
+    before, texts = data.batch["response_mask"].clone(), manager.decode(data)
     metrics = manager.add_scores(data)
+    assert manager.decode(data) == texts  # what could not be scored is what one wants to read
     assert data.batch["token_level_scores"].tolist() == [[0, 1, 0, 0], [0] * 4, [0] * 4, [2, 0, 0, 0]]
     assert data.batch["response_mask"].sum(1).tolist() == [2, 0, 0, 0]
     assert data.batch["response_mask"][0].equal(before[0])

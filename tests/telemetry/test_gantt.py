@@ -62,5 +62,8 @@ def test_the_command(run, tmp_path, capsys):
     assert "has no step 7: it has 1, 2" in capsys.readouterr().err
     assert main(["timeline", str(run), "--out", str(run / "x.pdf")]) == 1
     assert ".png or .svg" in capsys.readouterr().err
+    (tmp_path / "x.json.gz").write_text("plain text")
+    assert main(["timeline", str(tmp_path / "x.json.gz")]) == 1
+    assert "x.json.gz is no timeline: Not a gzipped file" in capsys.readouterr().err
     assert main(["timeline", str(run / "nowhere")]) == 1
     assert "trainer.timeline=true" in capsys.readouterr().err

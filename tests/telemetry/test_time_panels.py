@@ -1,7 +1,12 @@
 """Where time, memory and tokens go: the ledger's books against sums by hand."""
 
+import itertools
+from pathlib import Path
+
 import pytest
 
+from meshrl.telemetry import panels, report
+from meshrl.telemetry.curves_png import COLORS
 from meshrl.telemetry.time_panels import accounts, color_of, time_panels
 
 
@@ -89,6 +94,18 @@ def test_balance_is_the_fullest_rank_above_the_mean():
     assert time_panels(records(**dict.fromkeys(names, 100.0))) == []
 
 
-def test_waits_have_one_colour_and_strangers_one_of_their_own():
-    assert color_of("wait_peers") == color_of("wait_rollout") != color_of("generate")
+def test_each_wait_has_a_colour_of_its_own_that_can_be_told_from_the_others():
+    waits = ["wait_controller", "wait_peers", "wait_reward", "wait_rollout", "wait_actor_rollout_ref", "wait_critic"]
+    shades = [[int(COLORS[color_of(name)][at : at + 2], 16) for at in (1, 3, 5)] for name in [*waits, "other"]]
+    for first, second in itertools.combinations(shades, 2):
+        assert max(abs(a - b) for a, b in zip(first, second, strict=True)) > 40
+    assert color_of("generate") not in map(color_of, waits)
     assert color_of("something new") == color_of("something new")
+
+
+def test_page_and_picture_have_the_same_colours():
+    css = (Path(report.__file__).parent / "report.css").read_text()
+    assert len(COLORS) == panels.COLORS
+    for number, color in enumerate(COLORS):
+        assert f"--c{number}: light-dark({color}, " in css
+        assert f".c{number} {{ color: var(--c{number}); }}" in css

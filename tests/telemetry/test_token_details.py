@@ -1,5 +1,7 @@
 """What is kept of single tokens: their text without half characters, their numbers, and how the answer ended."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -149,6 +151,17 @@ def test_a_step_leaves_details_of_a_few_and_the_spread_of_all(tmp_path):
             }
         ]
     assert "tokens" not in (everything / "3.jsonl").read_text()
+
+
+def test_samples_dropped_for_a_failed_reward_have_no_score(tmp_path):
+    samples = batch(10)
+    samples.non_tensor_batch["reward_dropped"] = object_array([at in (0, 2, 5) for at in range(10)])
+    with RunFolder(tmp_path / "run") as run:
+        SampleLog(run, training_samples=4, rollout_data_dir=str(tmp_path / "all")).log_training(samples, text_of, 1)
+        assert run.read_distributions()[0]["score"] == {"values": [0.0, 1.0], "counts": [3, 4]}
+        assert [row["score"] for row in run.read_generations()] == [None, 1.0, None, 1.0]
+    rows = [json.loads(line) for line in (tmp_path / "all" / "1.jsonl").read_text().splitlines()]
+    assert [at for at, row in enumerate(rows) if row["score"] is None] == [0, 2, 5]
 
 
 def test_the_agents_word_on_the_ending_counts(tmp_path):
