@@ -6,6 +6,7 @@ from meshrl.algorithms.advantages import (
     compute_gae_advantage_return,
     compute_reinforce_plus_plus_outcome_advantage,
     compute_remax_outcome_advantage,
+    estimator_takes,
     get_adv_estimator_fn,
     register_adv_est,
 )
@@ -49,6 +50,8 @@ from meshrl.algorithms.policy_losses import (
     compute_policy_loss_vanilla,
     get_policy_loss_fn,
     is_zero_where_advantage_is_zero,
+    log_ratio,
+    reduce_policy_loss,
     register_policy_loss,
 )
 from meshrl.algorithms.presets import PRESETS, get_preset
@@ -130,6 +133,7 @@ __all__ = [
     "compute_rollout_rejection_mask",
     "compute_value_loss",
     "entropy_from_logits",
+    "estimator_takes",
     "get_adv_estimator_fn",
     "get_kl_controller",
     "get_policy_loss_fn",
@@ -138,10 +142,12 @@ __all__ = [
     "informative_samples",
     "is_zero_where_advantage_is_zero",
     "kl_penalty",
+    "log_ratio",
     "masked_mean",
     "masked_sum",
     "masked_var",
     "masked_whiten",
+    "reduce_policy_loss",
     "register_adv_est",
     "register_policy_loss",
 ]

@@ -12,7 +12,6 @@ from meshrl.algorithms.policy_losses import (
     compute_policy_loss_vanilla,
     register_policy_loss,
 )
-from meshrl.algorithms.registry import unknown_name
 from meshrl.algorithms.rollout_correction import (
     RolloutCorrectionConfig,
     compute_rollout_correction_weights,
@@ -20,6 +19,7 @@ from meshrl.algorithms.rollout_correction import (
 )
 from meshrl.algorithms.stats import BatchStats, resolve_stats
 from meshrl.algorithms.trust_region_losses import compute_policy_loss_gpg
+from meshrl.registry import unknown_name
 
 
 @register_policy_loss("decoupled", zero_where_advantage_is_zero=True)

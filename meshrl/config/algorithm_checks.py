@@ -2,7 +2,8 @@
 
 import math
 
-from meshrl.config.algorithm import TOKEN_BASELINES
+from meshrl.config.actor import POLICY_LOSSES
+from meshrl.config.algorithm import ESTIMATORS, TOKEN_BASELINES
 from meshrl.config.correction import RATIO_LOSSES, correction_of
 from meshrl.config.root import PPOConfig
 from meshrl.config.tree import changed_keys
@@ -82,12 +83,12 @@ def estimator_problems(config: PPOConfig) -> list[str]:
 
 
 def idle_key_problems(config: PPOConfig) -> list[str]:
-    """Keys that the chosen estimator and the chosen loss do not read."""
+    """Keys that the chosen estimator and the chosen loss do not read; those of your own may read any."""
     changed, estimator, loss = changed_keys(config), config.algorithm.adv_estimator, effective_loss(config)
     problems = [
         f"{key} has no effect with algorithm.adv_estimator={estimator}: it is for {', '.join(readers)}"
         for key, readers in ESTIMATOR_KEYS.items()
-        if key in changed and estimator not in readers
+        if key in changed and estimator in ESTIMATORS and estimator not in readers
     ]
     chosen = f"{ACTOR}.policy_loss.loss_mode={loss}"
     if bypass_loss(config):
@@ -95,8 +96,12 @@ def idle_key_problems(config: PPOConfig) -> list[str]:
     problems += [
         f"{ACTOR}.{key} has no effect with {chosen}: it is for {', '.join(readers)}"
         for key, readers in LOSS_KEYS.items()
-        if f"{ACTOR}.{key}" in changed and loss not in readers
+        if f"{ACTOR}.{key}" in changed and loss in POLICY_LOSSES and loss not in readers
     ]
+    if estimator in ESTIMATORS and config.algorithm.adv_kwargs:
+        problems.append(f"algorithm.adv_kwargs is for an estimator of your own, not for {estimator}")
+    if loss in POLICY_LOSSES and config.actor_rollout_ref.actor.policy_loss.loss_kwargs:
+        problems.append(f"{ACTOR}.policy_loss.loss_kwargs is for a loss of your own, not for {loss}")
     if not config.actor_rollout_ref.actor.use_kl_loss:
         idle = [key for key in (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type") if key in changed]
         problems += [f"{key} has no effect without {ACTOR}.use_kl_loss=true" for key in idle]

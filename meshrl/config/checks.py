@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshrl.config.algorithm import GROUP_ESTIMATORS
+from meshrl.config.algorithm import ESTIMATORS, GROUP_ESTIMATORS
 from meshrl.config.algorithm_checks import (
     bypass_problems,
     estimator_problems,
@@ -29,6 +29,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import fit_problems, folder_problems, read_model_config
 from meshrl.config.multi_turn import multi_turn_file_problems, multi_turn_problems
 from meshrl.config.optim import OptimConfig
+from meshrl.config.own_code import external_lib_problems, own_function_problems
 from meshrl.config.packages import package_problems
 from meshrl.config.reward import reward_file_problems, reward_problems
 from meshrl.config.rollout import READERS
@@ -128,6 +129,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         problems += _reference_file_problems(config)
         problems += reward_file_problems(config.reward, config.custom_reward_function)
         problems += multi_turn_file_problems(config)
+        problems += external_lib_problems(config) or own_function_problems(config)
     return problems
 
 
@@ -145,7 +147,7 @@ def _reference_file_problems(config: PPOConfig) -> list[str]:
 def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
     """A critic is checked as the policy is; without one its settings would silently do nothing."""
     critic, estimator = config.critic, config.algorithm.adv_estimator
-    if (estimator == "gae") != uses_critic(critic, estimator):
+    if estimator in ESTIMATORS and (estimator == "gae") != uses_critic(critic, estimator):
         return [
             f"critic.enable={str(critic.enable).lower()} does not go with algorithm.adv_estimator={estimator}: "
             "gae needs a critic, the others have no use for one"
@@ -225,6 +227,7 @@ def _check_sft(config: SFTConfig, check_files: bool) -> list[str]:
             f"sequence: data.max_length ({data.max_length})"
         )
     if check_files:
+        problems += external_lib_problems(config)
         problems += _file_problems(config)
         problems += _model_problems(config.model, "model", engine, "engine", data.max_length, "data.max_length")
     return problems

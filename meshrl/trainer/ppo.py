@@ -309,6 +309,7 @@ class PPOTrainer(SampleSource):
             sum_pi_squared=tensors.get("sum_pi_squared"),
             rollout_is_weights=tensors.get("rollout_is_weights"),
             **extra,
+            **algorithm.adv_kwargs,
         )
         return metrics
 
