@@ -62,3 +62,4 @@ class Registry:
 
 ADVANTAGE_ESTIMATORS = Registry("advantage estimator")
 POLICY_LOSSES = Registry("policy loss")
+REWARD_MANAGERS = Registry("reward manager")

@@ -19,7 +19,7 @@ from meshrl.config.asynchronous import async_problems
 from meshrl.config.checkpoint_checks import checkpoint_problems
 from meshrl.config.correction import RATIO_LOSSES
 from meshrl.config.critic import uses_critic
-from meshrl.config.data_checks import data_problems, sampler_file_problems
+from meshrl.config.data_checks import custom_class_problems, data_problems, sampler_file_problems
 from meshrl.config.data_files import data_file_problems
 from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError
@@ -126,6 +126,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         )
         problems += split_file_problems(config)
         problems += sampler_file_problems(config)
+        problems += custom_class_problems(config)
         problems += _reference_file_problems(config)
         problems += reward_file_problems(config.reward, config.custom_reward_function)
         problems += multi_turn_file_problems(config)
@@ -475,14 +476,15 @@ def _idle_problems(config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: 
 
 
 def _file_problems(config: PPOConfig | SFTConfig) -> list[str]:
-    problems = [] if config.data.train_files else ["set data.train_files"]
+    has_own_rows = isinstance(config, PPOConfig) and config.data.custom_cls.path is not None
+    problems = [] if config.data.train_files or has_own_rows else ["set data.train_files"]
     if config.trainer.test_freq > 0 and not config.data.val_files:
         problems.append(f"trainer.test_freq={config.trainer.test_freq} needs data.val_files")
     if isinstance(config, PPOConfig) and config.trainer.val_only and not config.data.val_files:
         problems.append("trainer.val_only=true needs data.val_files")
     if Path(config.trainer.run_dir).is_file():
         problems.append(f"trainer.default_local_dir={config.trainer.run_dir} is a file: name a folder")
-    return problems + data_file_problems(config)
+    return problems + ([] if has_own_rows else data_file_problems(config))
 
 
 def _model_problems(

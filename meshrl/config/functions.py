@@ -65,6 +65,17 @@ def call_problem(function: Callable[..., Any], offered: Collection[str], must_ta
     return None
 
 
+def positional_problem(function: Callable[..., Any], words: str) -> str | None:
+    """Whether a function or class can be called with these arguments, named by their `words`, in this order."""
+    try:
+        inspect.signature(function).bind(*words.split(", "))
+    except TypeError as error:
+        return f"cannot be called with ({words}): {error}"
+    except ValueError:  # some callables have no signature
+        return None
+    return None
+
+
 def argument_problem(function: Callable[..., Any], kwargs: Mapping[str, Any], label: str) -> str | None:
     """Keyword arguments that a reward function does not take, or that it needs and is not given."""
     try:

@@ -11,6 +11,7 @@ from meshrl.config.actor import ACTOR, POLICY_LOSSES
 from meshrl.config.algorithm import ESTIMATORS
 from meshrl.config.critic import uses_critic
 from meshrl.config.functions import call_problem, import_code, with_absolute_file
+from meshrl.config.reward import manager_problems
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.config.tree import get_value, set_value
@@ -60,7 +61,11 @@ def with_absolute_files(config: Config) -> Config:
 def own_function_problems(config: PPOConfig) -> list[str]:
     """Names that nobody registered, and functions that are not there or cannot be called as a run calls them."""
     problems = [problem for _, problem in value_problems(config, imported=True)]
-    return problems or [*_estimator_problems(config), *_loss_problems(config)]
+    return problems or [
+        *_estimator_problems(config),
+        *_loss_problems(config),
+        *manager_problems(config.reward_manager),
+    ]
 
 
 def _estimator_problems(config: PPOConfig) -> list[str]:

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from meshrl.config.reward import MANAGERS
 from meshrl.data.proto import DataProto
+from meshrl.registry import REWARD_MANAGERS
 from meshrl.rewards.calling import (
     AtOnce,
     Failure,
@@ -29,13 +31,17 @@ from meshrl.rewards.pool import InPool, WorkerPool
 from meshrl.rewards.results import LARGEST_SCORE, BadAnswerError, RewardError, Scores, as_result, object_column
 from meshrl.threads import Threads
 
-__all__ = ["RewardError", "RewardManager", "as_result", "drop_samples", "scored_rows"]
+__all__ = ["RewardError", "RewardManager", "as_result", "drop_samples", "register_reward_manager", "scored_rows"]
 
-MANAGERS = ("naive", "batch", "dapo", "prime")
 POLICIES = ("stop", "zero", "drop")
 POOL_TIMEOUT = 300.0
 DROPPED = "reward_dropped"
 Caller = Callable[[Sequence[Sample]], list[Any]]
+
+
+def register_reward_manager(name: str) -> Callable[[type[RewardManager]], type[RewardManager]]:
+    """Decorator that enters a subclass of `RewardManager` under `name`."""
+    return REWARD_MANAGERS.register(name)
 
 
 class RewardManager:
@@ -45,6 +51,7 @@ class RewardManager:
     naive with a punishment of overlong answers. A score goes onto the last token; a list of one number for each
     response token goes onto them. A function that raises, hangs, dies or gives something that is no score stops the
     run (`on_error=stop`), gives nothing (`zero`), or takes its sample out of the training (`drop`), and is counted.
+    A subclass changes what `score` gives: everything else goes through it.
     """
 
     def __init__(

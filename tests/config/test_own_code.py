@@ -9,8 +9,9 @@ import pytest
 from meshrl.cli import main
 from meshrl.config import ConfigError, PPOConfig, SFTConfig, check_config, load_config
 from meshrl.config.own_code import with_absolute_files
-from meshrl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from meshrl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS
 
+TABLES = (ADVANTAGE_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS)
 MakePPO = Callable[..., PPOConfig]
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 LIB = "actor_rollout_ref.model.external_lib"
@@ -59,7 +60,7 @@ def lib(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def tables_as_before() -> object:
-    before = [(table, dict(table._functions)) for table in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES)]
+    before = [(table, dict(table._functions)) for table in TABLES]
     yield
     for table, functions in before:
         table._functions = functions
@@ -179,6 +180,30 @@ def test_workers_get_whole_paths(fine: MakePPO, code: Path, monkeypatch: pytest.
     assert config.actor_rollout_ref.model.external_lib == "own.py"
     plain = with_absolute_files(fine(f"{LIB}=package.module")).actor_rollout_ref
     assert (plain.actor.policy_loss.loss_mode, plain.model.external_lib) == ("vanilla", "package.module")
+
+
+MANAGERS = """
+from meshrl.rewards.manager import RewardManager, register_reward_manager
+
+@register_reward_manager("mine")
+class Mine(RewardManager): ...
+
+class Other:
+    def __init__(self, functions, tokenizer, **how): ...
+"""
+
+
+def test_a_reward_manager(fine: MakePPO, tmp_path: Path) -> None:
+    path = tmp_path / "managers.py"
+    path.write_text(MANAGERS)
+    assert check_config(fine(f"reward_manager.name={path}:Mine")) == []
+    assert check_config(fine("reward_manager.name=mine", f"{LIB}={path}")) == []
+    (problem,) = check_config(fine(f"reward_manager.name={path}:Other"))
+    assert problem.endswith(":Other must be a subclass of meshrl.rewards.manager.RewardManager")
+    (problem,) = check_config(fine(f"reward_manager.name={path}:Mien"))
+    assert "has no function 'Mien'; it has RewardManager, register_reward_manager, Mine, Other" in problem
+    with pytest.raises(ConfigError, match="did you mean prime"):
+        load_config("grpo", ["reward_manager.name=pime"])
 
 
 def test_the_dry_run_ends_with_2(fine: MakePPO, code: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,16 +1,23 @@
 """A user's own loss and estimator inside runs: a copy of a built-in one gives the same run, a changed one another."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from by_hand import Recorder
 from test_layouts import SHORT, compare
 
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 LIB = "actor_rollout_ref.model.external_lib"
 CODE = '''
+import json
+
 import torch
 from meshrl.algorithms import (
     compute_grpo_outcome_advantage, log_ratio, reduce_policy_loss, register_adv_est, register_policy_loss,
 )
+from meshrl.rewards.manager import RewardManager
 
 
 @register_policy_loss("my_vanilla", zero_where_advantage_is_zero=True)
@@ -45,6 +52,26 @@ def scaled(factor, **arguments):
 def grpo(token_level_rewards, response_mask, index, power=1.0):
     advantages, returns = compute_grpo_outcome_advantage(token_level_rewards, response_mask, index)
     return (advantages if power == 1.0 else advantages.sign() * advantages.abs() ** power), returns
+
+
+class HalfScores(RewardManager):
+    def score(self, data, again=False):
+        scores = super().score(data, again)
+        scores.token_level /= 2
+        return scores
+
+
+class Backwards:
+    """The rows of the files, the last first."""
+
+    def __init__(self, files, tokenizer, config):
+        self.rows = [json.loads(line) for file in files for line in open(file)][::-1]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        return self.rows[number]
 
 
 def without_mask(token_level_rewards):
@@ -110,3 +137,18 @@ def test_registered_names_reach_two_processes_and_ray(task, code, built_in, tmp_
     pytest.importorskip("ray")
     remote = task.train(tmp_path / "ray", *two, *names, "trainer.backend=ray", "ray_init.num_cpus=2")
     compare(local, remote, 0.0)
+
+
+def test_rows_of_a_class_of_ones_own(task, code, built_in, tmp_path, monkeypatch):
+    recorder = Recorder().watch(monkeypatch)
+    custom = (f"data.custom_cls.path={code}", "data.custom_cls.name=Backwards", "data.shuffle=false")
+    task.train(tmp_path / "own", *SHORT, *custom)
+    lines = Path(task.files["prompts"]).read_text().splitlines()[::-1]
+    assert list(recorder.batches[0]["raw_prompt"])[::4] == [json.loads(line)["prompt"] for line in lines[:12]]
+
+
+def test_a_reward_manager_of_ones_own(task, code, built_in, tmp_path):
+    own = task.train(tmp_path / "own", *SHORT, f"reward_manager.name={code}:HalfScores")
+    score = built_in.metrics[-1]["critic/score/mean"]
+    assert score > 0
+    assert own.metrics[-1]["critic/score/mean"] == pytest.approx(score / 2)
