@@ -43,6 +43,7 @@ from meshrl.algorithms.off_policy_losses import (
     compute_policy_loss_bypass_mode,
     compute_policy_loss_decoupled,
     compute_policy_loss_icepop,
+    compute_policy_loss_topr,
 )
 from meshrl.algorithms.policy_config import PolicyLossConfig
 from meshrl.algorithms.policy_losses import (
@@ -123,6 +124,7 @@ __all__ = [
     "compute_policy_loss_icepop",
     "compute_policy_loss_kl_cov",
     "compute_policy_loss_sapo",
+    "compute_policy_loss_topr",
     "compute_policy_loss_vanilla",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",

@@ -13,7 +13,7 @@ ACTOR = "actor_rollout_ref.actor"
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 POLICY_LOSSES = (
     "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro",
-    "decoupled", "icepop", "bypass_mode",
+    "decoupled", "icepop", "topr", "bypass_mode",
 )  # fmt: skip
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_CHOICES = KL_ESTIMATORS + tuple(f"{name}+" for name in KL_ESTIMATORS)

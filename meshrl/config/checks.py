@@ -421,6 +421,17 @@ def _optim_problems(optim: OptimConfig, prefix: str) -> list[str]:
             f"{prefix}.lr_warmup_steps ({optim.lr_warmup_steps}) and lr_warmup_steps_ratio "
             f"({optim.lr_warmup_steps_ratio}) both say how long to warm up: choose one"
         )
+    decay, is_wsd = optim.lr_decay_steps_ratio, optim.lr_scheduler_type == "wsd"
+    if not is_wsd and decay != OptimConfig().lr_decay_steps_ratio:
+        problems.append(
+            f"{prefix}.lr_decay_steps_ratio has no effect with lr_scheduler_type={optim.lr_scheduler_type}: it is for "
+            "wsd"
+        )
+    if is_wsd and (decay == 0 or optim.lr_warmup_steps_ratio + decay > 1):
+        problems.append(
+            f"{prefix}.lr_decay_steps_ratio ({decay}) must be above 0 and, with lr_warmup_steps_ratio "
+            f"({optim.lr_warmup_steps_ratio}), at most 1"
+        )
     return problems
 
 

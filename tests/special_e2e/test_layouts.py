@@ -73,7 +73,7 @@ def test_ray_equals_local_to_the_bit(task, tmp_path):
 
 
 # kl_cov picks the tokens of the highest covariance; where many are equal, the last bit of a log-prob decides.
-LOSSES = ("gspo", "sapo", "gpg", "clip_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro")
+LOSSES = ("gspo", "sapo", "gpg", "clip_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro", "topr")
 SHORT = (*UNEVEN, "trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false")
 
 
