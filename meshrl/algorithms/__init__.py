@@ -16,6 +16,7 @@ from meshrl.algorithms.covariance_losses import (
     add_covariance_stats,
     compute_policy_loss_clip_cov,
     compute_policy_loss_kl_cov,
+    compute_policy_loss_m2po,
 )
 from meshrl.algorithms.entropy import compute_entropy_loss, entropy_from_logits
 from meshrl.algorithms.group_advantages import (
@@ -123,6 +124,7 @@ __all__ = [
     "compute_policy_loss_gspo",
     "compute_policy_loss_icepop",
     "compute_policy_loss_kl_cov",
+    "compute_policy_loss_m2po",
     "compute_policy_loss_sapo",
     "compute_policy_loss_topr",
     "compute_policy_loss_vanilla",

@@ -13,7 +13,7 @@ ACTOR = "actor_rollout_ref.actor"
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 POLICY_LOSSES = (
     "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro",
-    "decoupled", "icepop", "topr", "bypass_mode",
+    "decoupled", "icepop", "m2po", "topr", "bypass_mode",
 )  # fmt: skip
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_CHOICES = KL_ESTIMATORS + tuple(f"{name}+" for name in KL_ESTIMATORS)
@@ -39,6 +39,7 @@ class PolicyLossConfig:
     icepop_low: float = key(0.5, "icepop: tokens whose trainer-to-rollout ratio is below are masked.", low=0)
     icepop_high: float = key(5.0, "icepop: tokens whose trainer-to-rollout ratio is above are masked.", low=0)
     behaviour_weight_cap: float = key(5.0, "decoupled: upper bound of the behaviour weights.", low=0)
+    m2_threshold: float = key(0.04, "m2po: bound of the mean squared log of the trainer-to-rollout ratio.", low=0)
 
 
 @dataclass

@@ -17,7 +17,7 @@ ROLLOUT_RS_MODES = (
     "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
 # The losses that clip the ratio, and those that also bound it at negative advantages (`clip_ratio_c`).
-DUAL_CLIP = ("vanilla", "decoupled", "icepop", "dppo_tv", "dppo_kl")
+DUAL_CLIP = ("vanilla", "decoupled", "icepop", "m2po", "dppo_tv", "dppo_kl")
 CLIPPED = (*DUAL_CLIP, "gspo", "geo_mean", "cispo", "clip_cov")
 # Keys that some estimators or some losses read, and which.
 ESTIMATOR_KEYS = {
@@ -43,6 +43,7 @@ LOSS_KEYS = {
     "policy_loss.icepop_low": ("icepop",),
     "policy_loss.icepop_high": ("icepop",),
     "policy_loss.behaviour_weight_cap": ("decoupled",),
+    "policy_loss.m2_threshold": ("m2po",),
 }
 
 

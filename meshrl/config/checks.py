@@ -406,7 +406,8 @@ def _loss_problems(config: PPOConfig) -> list[str]:
             problems.append(
                 f"{ACTOR}.policy_loss.{low} ({getattr(loss, low)}) must be below {high} ({getattr(loss, high)})"
             )
-    for name in ("tau_pos", "tau_neg", "clip_cov_ratio", "kl_cov_ratio", "dro_beta", "behaviour_weight_cap"):
+    positive = "tau_pos", "tau_neg", "clip_cov_ratio", "kl_cov_ratio", "dro_beta", "behaviour_weight_cap"
+    for name in (*positive, "m2_threshold"):
         if getattr(loss, name) == 0:
             problems.append(f"{ACTOR}.policy_loss.{name}=0 must be above 0")
     return problems

@@ -275,8 +275,7 @@ def test_extreme_log_probs_stay_finite(name: str) -> None:
 def test_metric_names_and_an_empty_micro_batch(name: str) -> None:
     data = example()
     stats = BatchStats.of(data.mask)
-    if name.endswith("_cov"):
-        stats = add_covariance_stats(stats, name, data.old, data.advantages, data.mask)
+    stats = add_covariance_stats(stats, name, data.old, data.advantages, data.mask, None, data.weights)
     nothing = torch.zeros_like(data.mask)
     loss, metrics = get_policy_loss_fn(name)(
         data.old, data.new, data.advantages, nothing, rollout_is_weights=data.weights, stats=stats
