@@ -15,7 +15,8 @@ import json
 
 import torch
 from meshrl.algorithms import (
-    compute_grpo_outcome_advantage, log_ratio, reduce_policy_loss, register_adv_est, register_policy_loss,
+    compute_gae_advantage_return, compute_grpo_outcome_advantage, log_ratio, reduce_policy_loss, register_adv_est,
+    register_policy_loss,
 )
 from meshrl.rewards.manager import RewardManager
 
@@ -74,6 +75,11 @@ class Backwards:
         return self.rows[number]
 
 
+def gae(token_level_rewards, response_mask, values, gamma, lam, old_log_probs):
+    assert old_log_probs.shape == values.shape
+    return compute_gae_advantage_return(token_level_rewards, values, response_mask, gamma, lam)
+
+
 def without_mask(token_level_rewards):
     return token_level_rewards.sum(-1), token_level_rewards.sum(-1)
 '''
@@ -120,6 +126,16 @@ def test_an_estimator_of_ones_own(task, code, built_in, tmp_path):
     )
     squared = built_in.metrics[-1]["critic/advantages/max"] ** 2
     assert changed.metrics[-1]["critic/advantages/max"] == pytest.approx(squared)
+
+
+def test_an_estimator_of_ones_own_has_the_critic_and_the_old_log_probs_it_names(task, code, tmp_path):
+    bare = (*SHORT, "algorithm.rollout_correction.bypass_mode=false", "actor_rollout_ref.actor.ppo_mini_batch_size=12")
+    built_in = task.train(tmp_path / "gae", *bare, "algorithm.adv_estimator=gae")
+    own = task.train(tmp_path / "own", *bare, f"algorithm.adv_estimator={code}:gae", "critic.enable=true")
+    assert own.metrics[-1]["critic/vf_loss"] == built_in.metrics[-1]["critic/vf_loss"]
+    assert own.metrics[-1]["critic/advantages/max"] == built_in.metrics[-1]["critic/advantages/max"]
+    assert "timing_s/old_log_prob" in own.metrics[-1]
+    assert "timing_s/old_log_prob" not in built_in.metrics[-1]
 
 
 def test_what_an_estimator_returns_is_looked_at(task, code, tmp_path):
