@@ -120,6 +120,7 @@ AFTER = {
     "clip_cov_ratio": 0.4,
     "kl_cov_ratio": 0.4,
     "icepop_low": 0.9,
+    "m2_threshold": 9.0,
 }
 
 
