@@ -20,8 +20,9 @@ from meshrl.agents.loop import Agent, AgentLoop, Limits
 from meshrl.agents.messages import Sample
 from meshrl.agents.parsers import make_parser
 from meshrl.agents.requests import RequestDesk
-from meshrl.agents.toolbox import ToolBox, load_by_path, load_tools
+from meshrl.agents.toolbox import ToolBox, load_tools
 from meshrl.agents.trajectory import ENDINGS, NO_VERSION, Trajectory
+from meshrl.config.functions import load_by_path
 from meshrl.config.rollout import MultiTurnConfig, RolloutConfig
 from meshrl.data.encoding import is_chat
 from meshrl.data.prompts import object_array

@@ -13,7 +13,7 @@ from meshrl.agents.calling import beside, call
 from meshrl.agents.messages import Sample, ToolAnswer, ToolCall
 from meshrl.agents.schema import argument_problem
 from meshrl.agents.tools import FunctionTool, Tool, as_result
-from meshrl.config.functions import load_function
+from meshrl.config.functions import load_by_path
 from meshrl.config.multi_turn import read_tool_config
 from meshrl.config.rollout import MultiTurnConfig
 
@@ -171,13 +171,3 @@ def load_tool(entry: Mapping[str, Any]) -> Tool:
         made.name = str(entry.get("name", made.name))
         made.timeout = entry.get("timeout", made.timeout)
     return made
-
-
-def load_by_path(path: str) -> Any:
-    """What `module:name`, `file.py:name` or `module.name` stands for."""
-    module, colon, name = path.rpartition(":")
-    if not colon:
-        module, _, name = path.rpartition(".")
-    if not module or not name:
-        raise ValueError(f"'{path}' is no import path: write it as module:name or file.py:name")
-    return load_function(module, name)

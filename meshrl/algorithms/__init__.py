@@ -7,6 +7,7 @@ from meshrl.algorithms.advantages import (
     compute_gae_advantage_return,
     compute_reinforce_plus_plus_outcome_advantage,
     compute_remax_outcome_advantage,
+    estimator_takes,
     get_adv_estimator_fn,
     register_adv_est,
 )
@@ -16,6 +17,7 @@ from meshrl.algorithms.covariance_losses import (
     add_covariance_stats,
     compute_policy_loss_clip_cov,
     compute_policy_loss_kl_cov,
+    compute_policy_loss_m2po,
 )
 from meshrl.algorithms.entropy import compute_entropy_loss, entropy_from_logits
 from meshrl.algorithms.group_advantages import (
@@ -43,6 +45,7 @@ from meshrl.algorithms.off_policy_losses import (
     compute_policy_loss_bypass_mode,
     compute_policy_loss_decoupled,
     compute_policy_loss_icepop,
+    compute_policy_loss_topr,
 )
 from meshrl.algorithms.policy_config import PolicyLossConfig
 from meshrl.algorithms.policy_losses import (
@@ -50,6 +53,8 @@ from meshrl.algorithms.policy_losses import (
     compute_policy_loss_vanilla,
     get_policy_loss_fn,
     is_zero_where_advantage_is_zero,
+    log_ratio,
+    reduce_policy_loss,
     register_policy_loss,
 )
 from meshrl.algorithms.presets import PRESETS, get_preset
@@ -121,7 +126,9 @@ __all__ = [
     "compute_policy_loss_gspo",
     "compute_policy_loss_icepop",
     "compute_policy_loss_kl_cov",
+    "compute_policy_loss_m2po",
     "compute_policy_loss_sapo",
+    "compute_policy_loss_topr",
     "compute_policy_loss_vanilla",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
@@ -132,6 +139,7 @@ __all__ = [
     "compute_rollout_rejection_mask",
     "compute_value_loss",
     "entropy_from_logits",
+    "estimator_takes",
     "get_adv_estimator_fn",
     "get_kl_controller",
     "get_policy_loss_fn",
@@ -140,10 +148,12 @@ __all__ = [
     "informative_samples",
     "is_zero_where_advantage_is_zero",
     "kl_penalty",
+    "log_ratio",
     "masked_mean",
     "masked_sum",
     "masked_var",
     "masked_whiten",
+    "reduce_policy_loss",
     "register_adv_est",
     "register_policy_loss",
 ]

@@ -15,12 +15,10 @@ import torch
 from meshrl.algorithms.checks import check_finite, check_length, check_matrix, check_not_empty
 from meshrl.algorithms.masked import Moments, mask_bytes, masked_whiten, row_blocks, whiten_
 from meshrl.algorithms.recurrence import TokenCompaction, discounted_suffix_sum, has_gaps
-from meshrl.algorithms.registry import Registry
+from meshrl.registry import ADVANTAGE_ESTIMATORS
 
 Advantages = tuple[torch.Tensor, torch.Tensor]
 GroupIndex = np.ndarray | Sequence[Any] | torch.Tensor
-
-ADVANTAGE_ESTIMATORS = Registry("advantage estimator")
 
 
 def register_adv_est(name: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -29,8 +27,13 @@ def register_adv_est(name: Any) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def get_adv_estimator_fn(name: Any) -> Callable[..., Advantages]:
-    """The advantage estimator called `name`."""
+    """The advantage estimator called `name`, or one's own by `file.py:name`."""
     return ADVANTAGE_ESTIMATORS.get(str(getattr(name, "value", name)))
+
+
+def estimator_takes(name: str, argument: str) -> bool:
+    """Whether an estimator names this argument: what costs a pass over the batch is computed for those alone."""
+    return argument in inspect.signature(get_adv_estimator_fn(name)).parameters
 
 
 def compute_advantage(
@@ -62,13 +65,21 @@ def compute_advantage(
         **extra,
     }
     parameters = inspect.signature(function).parameters
+    free = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     given = {key: value for key, value in offered.items() if value is not None and (takes_any or key in parameters)}
     for parameter in parameters.values():
-        required = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        required = parameter.default is parameter.empty and parameter.kind not in free
         if required and parameter.name not in given:
             raise ValueError(f"advantage estimator {name!r} needs {parameter.name}, which was not given")
-    return function(**given)
+    found = function(**given)
+    shapes = [getattr(part, "shape", None) for part in found] if isinstance(found, tuple) else None
+    if shapes != [response_mask.shape] * 2:
+        raise ValueError(
+            f"advantage estimator {name!r} must return (advantages, returns), both of response_mask's shape "
+            f"{list(response_mask.shape)}, not {type(found).__name__ if shapes is None else shapes}"
+        )
+    return found
 
 
 def outcome_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:

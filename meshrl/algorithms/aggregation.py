@@ -4,8 +4,8 @@ import torch
 
 from meshrl.algorithms.checks import check_matrix
 from meshrl.algorithms.masked import masked_sum
-from meshrl.algorithms.registry import unknown_name
 from meshrl.algorithms.stats import BatchStats, resolve_stats
+from meshrl.registry import unknown_name
 
 LOSS_AGG_MODES = (
     "token-mean",

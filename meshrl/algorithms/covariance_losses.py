@@ -1,29 +1,34 @@
-"""Clip-Cov and KL-Cov (arXiv:2505.22617): special treatment of the tokens whose log-prob and advantage vary together.
+"""Losses that choose tokens within the whole mini-batch, which no micro-batch can do alone.
 
-The tokens are chosen within the whole mini-batch, which no micro-batch can do alone. So the choice is made before any
-forward pass from the old log-probs (on-policy they are the current ones) by `add_covariance_stats`, and carried to
-every micro-batch as a few numbers: the two means, and the bounds of the chosen tokens. Tokens with equal covariance,
-such as all those of probability 1, are told apart by a fixed hash of their sample and position.
+Clip-Cov and KL-Cov (arXiv:2505.22617) choose those whose log-prob and advantage vary together, M2PO (arXiv:2510.01161)
+those that are furthest from the policy that sampled them. The choice is made before any forward pass from the old
+log-probs (on-policy they are the current ones) by `add_covariance_stats`, and carried to every micro-batch as a few
+numbers: two means, and the bounds of the chosen tokens. Tokens with equal covariance, such as all those of probability
+1, are told apart by a fixed hash of their sample and position.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from meshrl.algorithms.aggregation import token_mean_metric
 from meshrl.algorithms.checks import check_not_empty
+from meshrl.algorithms.kl import LOG_RATIO_BOUND
 from meshrl.algorithms.policy_config import PolicyLossConfig
 from meshrl.algorithms.policy_losses import (
     Metrics,
     check_loss_inputs,
     clipped_surrogate,
+    compute_policy_loss_vanilla,
     log_ratio,
     reduce_policy_loss,
     register_policy_loss,
 )
 from meshrl.algorithms.stats import BatchStats, CovarianceStats
 
-COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
+COVARIANCE_LOSSES = ("clip_cov", "kl_cov", "m2po")
 
 
 def add_covariance_stats(
@@ -33,10 +38,11 @@ def add_covariance_stats(
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
     config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
 ) -> BatchStats:
-    """`stats` with what clip_cov or kl_cov needs of the whole mini-batch; unchanged for every other loss.
+    """`stats` with what clip_cov, kl_cov or m2po needs of the whole mini-batch; unchanged for every other loss.
 
-    The tensors are the whole mini-batch's, over all ranks.
+    The tensors are the whole mini-batch's, over all ranks. Only m2po needs `rollout_is_weights`.
     """
     if loss_mode not in COVARIANCE_LOSSES:
         return stats
@@ -45,6 +51,9 @@ def add_covariance_stats(
     parameters = PolicyLossConfig.read(config)
     mask = response_mask.bool()
     tokens = int(mask.sum())
+    if loss_mode == "m2po":
+        bounds = _second_moment_bounds(old_log_prob, advantages, mask, rollout_is_weights, config)
+        return replace(stats, covariance=bounds)
     means = CovarianceStats(float(advantages[mask].double().mean()), float(old_log_prob[mask].double().mean()))
     covariance = _covariance(old_log_prob, advantages, means)[mask]
     keys = token_keys(old_log_prob, mask)[mask]
@@ -64,6 +73,48 @@ def _top_bounds(covariance: torch.Tensor, keys: torch.Tensor, count: int) -> dic
     tied = keys[covariance == bound].sort().values
     places = count - int((covariance > bound).sum())
     return {"covariance_bound": float(bound), "key_bound": int(tied[places - 1])}
+
+
+def _second_moment_bounds(
+    old_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    weights: torch.Tensor | None,
+    config: Any,
+) -> CovarianceStats:
+    """The bounds of as few tokens as possible without which the mean of log(weight)² is within m2_threshold."""
+    weights = _behaviour_weights("m2po", weights)
+    moving_on, distance = _moves_on(advantages, weights)[mask], _distance(weights)[mask]
+    keys = token_keys(old_log_prob, mask)[mask]
+    squares = distance.clamp(max=math.exp(LOG_RATIO_BOUND)).log().square()
+    largest = squares[moving_on].sort(descending=True).values
+    left = len(squares) - torch.arange(len(largest) + 1, device=squares.device)
+    sums = squares.sum() - torch.cat([largest.new_zeros(1), largest.cumsum(0)])
+    fits = (sums / left.clamp(min=1) <= PolicyLossConfig.read(config).m2_threshold).nonzero()
+    count = int(fits[0]) if len(fits) else len(largest)
+    if count == 0:
+        return CovarianceStats(0.0, 0.0, covariance_bound=float("inf"))
+    return CovarianceStats(0.0, 0.0, **_top_bounds(distance[moving_on], keys[moving_on], count))
+
+
+def _behaviour_weights(name: str, weights: torch.Tensor | None) -> torch.Tensor:
+    if weights is None:
+        raise ValueError(
+            f"policy loss {name!r} needs rollout_is_weights, the untruncated ratio of old_log_prob to the rollout's: "
+            "keep rollout_log_probs (rollout.calculate_log_probs=true)"
+        )
+    return weights.detach()
+
+
+def _distance(weights: torch.Tensor) -> torch.Tensor:
+    # Grows with |log(weight)|; a division is the same on every device, a logarithm is not.
+    wide = weights.double()
+    return torch.maximum(wide, 1.0 / wide)
+
+
+def _moves_on(advantages: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Tokens that have moved where their advantage would push them further: those that a clip would hold."""
+    return ((advantages > 0) & (weights > 1)) | ((advantages < 0) & (weights < 1))
 
 
 def _covariance(log_prob: torch.Tensor, advantages: torch.Tensor, means: CovarianceStats) -> torch.Tensor:
@@ -98,16 +149,31 @@ def _selection(
     stats: BatchStats | None,
 ) -> tuple[BatchStats, torch.Tensor, torch.Tensor]:
     """The stats with covariance, the tokens' covariances and their keys."""
+    stats = _completed(loss_mode, old_log_prob, advantages, response_mask, config, stats)
+    assert stats.covariance is not None
+    covariance = _covariance(old_log_prob, advantages, stats.covariance)
+    return stats, covariance, token_keys(old_log_prob, response_mask.bool())
+
+
+def _completed(
+    loss_mode: str,
+    old_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+    stats: BatchStats | None,
+    weights: torch.Tensor | None = None,
+) -> BatchStats:
+    """The stats with the choice in them; without any, the tensors are the whole mini-batch."""
     if stats is None:
         whole = BatchStats.of(response_mask)
-        stats = add_covariance_stats(whole, loss_mode, old_log_prob, advantages, response_mask, config)
+        stats = add_covariance_stats(whole, loss_mode, old_log_prob, advantages, response_mask, config, weights)
     if stats.covariance is None:
         raise ValueError(
             f"{loss_mode} chooses tokens within the whole mini-batch: before splitting it, complete the stats with "
-            "add_covariance_stats(stats, loss_mode, old_log_prob, advantages, response_mask, config)"
+            "add_covariance_stats(stats, loss_mode, old_log_prob, advantages, response_mask, config, ...)"
         )
-    covariance = _covariance(old_log_prob, advantages, stats.covariance)
-    return stats, covariance, token_keys(old_log_prob, response_mask.bool())
+    return stats
 
 
 @register_policy_loss("clip_cov", zero_where_advantage_is_zero=True)
@@ -169,3 +235,40 @@ def compute_policy_loss_kl_cov(
         "actor/cov_frac": penalised,
     }
     return reduce_policy_loss(losses, response_mask, loss_agg_mode, rollout_is_weights, stats, metrics)
+
+
+@register_policy_loss("m2po", zero_where_advantage_is_zero=True)
+def compute_policy_loss_m2po(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    stats: BatchStats | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """M2PO (arXiv:2510.01161): weighted by trainer / rollout, without the fewest tokens that keep the second moment of
+    that log-ratio over the mini-batch within m2_threshold; PPO's clip around `old_log_prob` bounds the update itself.
+
+    `rollout_is_weights` is that ratio, untruncated. Only tokens that it has moved towards their advantage are left out.
+    """
+    weights = _behaviour_weights("m2po", rollout_is_weights)
+    check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, weights)
+    stats = _completed("m2po", old_log_prob, advantages, response_mask, config, stats, weights)
+    assert stats.covariance is not None
+    distance, bounds = _distance(weights), stats.covariance
+    tied = (distance == bounds.covariance_bound) & (token_keys(old_log_prob, response_mask.bool()) <= bounds.key_bound)
+    left_out = _moves_on(advantages, weights) & ((distance > bounds.covariance_bound) | tied)
+    loss, metrics = compute_policy_loss_vanilla(
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        loss_agg_mode,
+        config,
+        weights.masked_fill(left_out, 0.0),
+        stats,
+    )
+    metrics["actor/rollout_masked_frac"] = token_mean_metric(left_out.float(), response_mask, stats)
+    return loss, metrics

@@ -8,8 +8,8 @@ import torch
 from meshrl.algorithms.aggregation import agg_loss
 from meshrl.algorithms.checks import check_matrix, check_not_empty, check_same_shape
 from meshrl.algorithms.masked import masked_mean, masked_sum
-from meshrl.algorithms.registry import unknown_name
 from meshrl.algorithms.stats import BatchStats, resolve_stats
+from meshrl.registry import unknown_name
 
 # exp() of a log-ratio is taken within this bound: e^20 is 4.9e8, far above any useful ratio and far below overflow.
 LOG_RATIO_BOUND = 20.0

@@ -1,4 +1,4 @@
-"""Policy losses for data from a policy other than the trainer's: decoupled PPO, IcePop, and the bypass form."""
+"""Policy losses for data from a policy other than the trainer's: decoupled PPO, IcePop, TOPR, and the bypass form."""
 
 from typing import Any
 
@@ -10,9 +10,10 @@ from meshrl.algorithms.policy_losses import (
     Metrics,
     check_loss_inputs,
     compute_policy_loss_vanilla,
+    log_ratio,
+    reduce_policy_loss,
     register_policy_loss,
 )
-from meshrl.algorithms.registry import unknown_name
 from meshrl.algorithms.rollout_correction import (
     RolloutCorrectionConfig,
     compute_rollout_correction_weights,
@@ -20,6 +21,7 @@ from meshrl.algorithms.rollout_correction import (
 )
 from meshrl.algorithms.stats import BatchStats, resolve_stats
 from meshrl.algorithms.trust_region_losses import compute_policy_loss_gpg
+from meshrl.registry import unknown_name
 
 
 @register_policy_loss("decoupled", zero_where_advantage_is_zero=True)
@@ -82,6 +84,36 @@ def compute_policy_loss_icepop(
         rollout_is_weights,
         stats,
     )
+
+
+@register_policy_loss("topr", zero_where_advantage_is_zero=True)
+def compute_policy_loss_topr(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "seq-mean-token-sum",
+    config: Any = None,
+    rollout_is_weights: torch.Tensor | None = None,
+    stats: BatchStats | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """TOPR (arXiv:2503.14286): the plain gradient, in which what is worse than the baseline fades as it gets unlikely.
+
+    Tokens of positive advantage have weight 1, those of negative advantage their sequence's ratio (the product of its
+    tokens') cut at 1, as a constant. The paper's objective is the mode seq-mean-token-sum.
+    """
+    check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
+    log_r = log_ratio(log_prob, old_log_prob, response_mask)
+    sequence_log_r = log_r.detach().sum(-1, keepdim=True)
+    tapered = advantages < 0
+    weights = torch.where(tapered, sequence_log_r.clamp(max=0.0).exp(), 1.0)
+    metrics = {
+        "actor/pg_clipfrac": tapered & (sequence_log_r > 0),
+        "actor/pg_clipfrac_lower": torch.zeros_like(tapered),
+        "actor/ppo_kl": -log_r,
+    }
+    losses = -advantages * weights * log_prob
+    return reduce_policy_loss(losses, response_mask, loss_agg_mode, rollout_is_weights, stats, metrics)
 
 
 def _masked_weight_loss(

@@ -24,6 +24,7 @@ class PolicyLossConfig:
     icepop_low: float = 0.5
     icepop_high: float = 5.0
     behaviour_weight_cap: float = 5.0  # decoupled
+    m2_threshold: float = 0.04  # m2po
 
     def __post_init__(self) -> None:
         for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
@@ -32,7 +33,8 @@ class PolicyLossConfig:
                 raise ValueError(f"{name} must not be negative, got {value}")
         if self.clip_ratio_c is not None and self.clip_ratio_c <= 1.0:
             raise ValueError(f"clip_ratio_c must be greater than 1.0, got {self.clip_ratio_c}")
-        for name in ("tau_pos", "tau_neg", "clip_cov_ratio", "kl_cov_ratio", "dro_beta", "behaviour_weight_cap"):
+        positive = "tau_pos", "tau_neg", "clip_cov_ratio", "kl_cov_ratio", "dro_beta", "behaviour_weight_cap"
+        for name in (*positive, "m2_threshold"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.clip_cov_lb >= self.clip_cov_ub:

@@ -14,8 +14,8 @@ from meshrl.algorithms.aggregation import agg_loss, token_mean_metric
 from meshrl.algorithms.checks import check_matrix
 from meshrl.algorithms.kl import LOG_RATIO_BOUND
 from meshrl.algorithms.policy_config import PolicyLossConfig
-from meshrl.algorithms.registry import Registry
 from meshrl.algorithms.stats import BatchStats, resolve_stats
+from meshrl.registry import POLICY_LOSSES
 
 Metrics = dict[str, torch.Tensor]
 
@@ -36,8 +36,7 @@ class PolicyLossFn(Protocol):
     ) -> tuple[torch.Tensor, Metrics]: ...
 
 
-POLICY_LOSSES = Registry("policy loss")
-_ZERO_WITH_ADVANTAGE: set[str] = set()
+_ZERO_WITH_ADVANTAGE: set[Callable[..., Any]] = set()
 
 
 def register_policy_loss(
@@ -47,20 +46,23 @@ def register_policy_loss(
 
     `zero_where_advantage_is_zero` promises that a sample whose advantages are all zero has no gradient.
     """
-    if zero_where_advantage_is_zero:
-        _ZERO_WITH_ADVANTAGE.add(name)
-    return POLICY_LOSSES.register(name)
+
+    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+        if zero_where_advantage_is_zero:
+            _ZERO_WITH_ADVANTAGE.add(function)
+        return POLICY_LOSSES.register(name)(function)
+
+    return enter
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
-    """The policy loss called `name`."""
+    """The policy loss called `name`, or one's own by `file.py:name`."""
     return POLICY_LOSSES.get(name)
 
 
 def is_zero_where_advantage_is_zero(name: str) -> bool:
     """Whether a sample with only zero advantages adds nothing to this loss's gradient, so it can be skipped."""
-    POLICY_LOSSES.get(name)
-    return name in _ZERO_WITH_ADVANTAGE
+    return POLICY_LOSSES.get(name) in _ZERO_WITH_ADVANTAGE
 
 
 def log_ratio(

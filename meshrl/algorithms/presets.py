@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meshrl.algorithms.registry import unknown_name
+from meshrl.registry import unknown_name
 
 _ACTOR = "actor_rollout_ref.actor"
 

@@ -15,7 +15,7 @@ from meshrl.algorithms.checks import check_finite, check_matrix, check_not_empty
 from meshrl.algorithms.kl import LOG_RATIO_BOUND
 from meshrl.algorithms.masked import masked_mean, masked_sum
 from meshrl.algorithms.policy_losses import log_ratio as bounded_log_ratio
-from meshrl.algorithms.registry import unknown_name
+from meshrl.registry import unknown_name
 
 ROLLOUT_RS_MODES = (
     *(f"{level}_k{kind}" for level in ("token", "seq_sum", "seq_mean") for kind in (1, 2, 3)),

@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True)
 class CovarianceStats:
-    """What clip_cov and kl_cov need to know of the whole mini-batch: two means, and the bounds of the chosen tokens."""
+    """What clip_cov, kl_cov and m2po must know of the whole mini-batch: two means, and bounds of the chosen tokens."""
 
     mean_advantage: float
     mean_log_prob: float
@@ -27,7 +27,7 @@ class BatchStats:
     num_tokens: int | None = None  # response tokens with mask 1
     num_sequences: int | None = None  # samples with at least one such token
     loss_scale_factor: float | None = None  # the horizon of seq-mean-token-sum-norm
-    covariance: CovarianceStats | None = None  # only for clip_cov and kl_cov
+    covariance: CovarianceStats | None = None  # only for clip_cov, kl_cov and m2po
 
     def __post_init__(self) -> None:
         if self.dp_size < 1:

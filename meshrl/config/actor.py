@@ -1,17 +1,19 @@
 """`actor_rollout_ref.actor.*` and `.ref.*`: the policy's update and the frozen reference."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from meshrl.config.checkpoint import CheckpointConfig
 from meshrl.config.engine import EngineConfig
 from meshrl.config.key import key, section
 from meshrl.config.optim import OptimConfig
+from meshrl.registry import POLICY_LOSSES as REGISTERED_LOSSES
 
 ACTOR = "actor_rollout_ref.actor"
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 POLICY_LOSSES = (
     "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro",
-    "decoupled", "icepop", "bypass_mode",
+    "decoupled", "icepop", "m2po", "topr", "bypass_mode",
 )  # fmt: skip
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 KL_CHOICES = KL_ESTIMATORS + tuple(f"{name}+" for name in KL_ESTIMATORS)
@@ -19,7 +21,13 @@ KL_CHOICES = KL_ESTIMATORS + tuple(f"{name}+" for name in KL_ESTIMATORS)
 
 @dataclass
 class PolicyLossConfig:
-    loss_mode: str = key("vanilla", "Policy loss.", choices=POLICY_LOSSES)
+    loss_mode: str = key(
+        "vanilla",
+        "Policy loss; one of your own as file.py:name, or a name that model.external_lib registers.",
+        choices=POLICY_LOSSES,
+        registry=REGISTERED_LOSSES,
+    )
+    loss_kwargs: dict[str, Any] = key({}, "Keyword arguments of a loss of your own.")
     tau_pos: float = key(1.0, "sapo: temperature of the gate at positive advantages.", low=0)
     tau_neg: float = key(1.05, "sapo: temperature of the gate at negative advantages.", low=0)
     clip_cov_ratio: float = key(0.0002, "clip_cov: share of tokens taken out of the gradient.", low=0, high=1)
@@ -31,6 +39,7 @@ class PolicyLossConfig:
     icepop_low: float = key(0.5, "icepop: tokens whose trainer-to-rollout ratio is below are masked.", low=0)
     icepop_high: float = key(5.0, "icepop: tokens whose trainer-to-rollout ratio is above are masked.", low=0)
     behaviour_weight_cap: float = key(5.0, "decoupled: upper bound of the behaviour weights.", low=0)
+    m2_threshold: float = key(0.04, "m2po: bound of the mean squared log of the trainer-to-rollout ratio.", low=0)
 
 
 @dataclass

@@ -1,9 +1,11 @@
 """`algorithm.*`: advantages, KL in the reward, and corrections between rollout and trainer."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from meshrl.config.actor import KL_CHOICES
 from meshrl.config.key import key, section
+from meshrl.registry import ADVANTAGE_ESTIMATORS
 
 GROUP_ESTIMATORS = (
     "grpo",
@@ -20,6 +22,7 @@ GROUP_ESTIMATORS = (
 )
 # These weigh each step by the squared length of the logits' gradient, which only the trainer's own pass knows.
 TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+ESTIMATORS = ("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "remax", "distillation")
 
 
 @dataclass
@@ -69,9 +72,11 @@ class RolloutCorrectionConfig:
 class AlgorithmConfig:
     adv_estimator: str = key(
         "gae",
-        "Advantage estimator.",
-        choices=("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "remax", "distillation"),
+        "Advantage estimator; one of your own as file.py:name, or a name that model.external_lib registers.",
+        choices=ESTIMATORS,
+        registry=ADVANTAGE_ESTIMATORS,
     )
+    adv_kwargs: dict[str, Any] = key({}, "Keyword arguments of an estimator of your own.")
     gamma: float = key(1.0, "Discount per token.", low=0, high=1)
     lam: float = key(1.0, "GAE's lambda.", low=0, high=1)
     norm_adv_by_std_in_grpo: bool = key(True, "Divide GRPO's advantages by the group's standard deviation.")
@@ -80,8 +85,7 @@ class AlgorithmConfig:
     kl_ctrl: KLCtrlConfig = section(KLCtrlConfig, "Coefficient of that KL.")
     distillation_coef: float = key(
         0.0,
-        "Weight of a teacher beside the rewards: its log-prob of a token (ref.model.path) less the policy's, added to "
-        "the advantage.",
+        "Weight of a teacher beside the rewards: its log-prob of a token less the policy's goes into the advantage.",
         low=0,
     )
     gdpo_reward_keys: list[str] = key(

@@ -2,7 +2,8 @@
 
 import math
 
-from meshrl.config.algorithm import TOKEN_BASELINES
+from meshrl.config.actor import POLICY_LOSSES
+from meshrl.config.algorithm import ESTIMATORS, TOKEN_BASELINES
 from meshrl.config.correction import RATIO_LOSSES, correction_of
 from meshrl.config.root import PPOConfig
 from meshrl.config.tree import changed_keys
@@ -16,7 +17,7 @@ ROLLOUT_RS_MODES = (
     "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
 # The losses that clip the ratio, and those that also bound it at negative advantages (`clip_ratio_c`).
-DUAL_CLIP = ("vanilla", "decoupled", "icepop", "dppo_tv", "dppo_kl")
+DUAL_CLIP = ("vanilla", "decoupled", "icepop", "m2po", "dppo_tv", "dppo_kl")
 CLIPPED = (*DUAL_CLIP, "gspo", "geo_mean", "cispo", "clip_cov")
 # Keys that some estimators or some losses read, and which.
 ESTIMATOR_KEYS = {
@@ -42,6 +43,7 @@ LOSS_KEYS = {
     "policy_loss.icepop_low": ("icepop",),
     "policy_loss.icepop_high": ("icepop",),
     "policy_loss.behaviour_weight_cap": ("decoupled",),
+    "policy_loss.m2_threshold": ("m2po",),
 }
 
 
@@ -107,12 +109,12 @@ def estimator_problems(config: PPOConfig) -> list[str]:
 
 
 def idle_key_problems(config: PPOConfig) -> list[str]:
-    """Keys that the chosen estimator and the chosen loss do not read."""
+    """Keys that the chosen estimator and the chosen loss do not read; those of your own may read any."""
     changed, estimator, loss = changed_keys(config), config.algorithm.adv_estimator, effective_loss(config)
     problems = [
         f"{key} has no effect with algorithm.adv_estimator={estimator}: it is for {', '.join(readers)}"
         for key, readers in ESTIMATOR_KEYS.items()
-        if key in changed and estimator not in readers
+        if key in changed and estimator in ESTIMATORS and estimator not in readers
     ]
     chosen = f"{ACTOR}.policy_loss.loss_mode={loss}"
     if bypass_loss(config):
@@ -120,15 +122,13 @@ def idle_key_problems(config: PPOConfig) -> list[str]:
     problems += [
         f"{ACTOR}.{key} has no effect with {chosen}: it is for {', '.join(readers)}"
         for key, readers in LOSS_KEYS.items()
-        if f"{ACTOR}.{key}" in changed and loss not in readers
+        if f"{ACTOR}.{key}" in changed and loss in POLICY_LOSSES and loss not in readers
     ]
-    actor = config.actor_rollout_ref.actor
-    if f"{ACTOR}.clip_ratio" in changed and actor.clip_ratio not in (actor.clip_ratio_low, actor.clip_ratio_high):
-        problems.append(
-            f"{ACTOR}.clip_ratio={actor.clip_ratio} has no effect beside clip_ratio_low ({actor.clip_ratio_low}) and "
-            f"clip_ratio_high ({actor.clip_ratio_high}), which say both sides: leave it out"
-        )
-    if not actor.use_kl_loss:
+    if estimator in ESTIMATORS and config.algorithm.adv_kwargs:
+        problems.append(f"algorithm.adv_kwargs is for an estimator of your own, not for {estimator}")
+    if loss in POLICY_LOSSES and config.actor_rollout_ref.actor.policy_loss.loss_kwargs:
+        problems.append(f"{ACTOR}.policy_loss.loss_kwargs is for a loss of your own, not for {loss}")
+    if not config.actor_rollout_ref.actor.use_kl_loss:
         idle = [key for key in (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type") if key in changed]
         problems += [f"{key} has no effect without {ACTOR}.use_kl_loss=true" for key in idle]
     return problems

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshrl.config.algorithm import GROUP_ESTIMATORS
+from meshrl.config.algorithm import ESTIMATORS, GROUP_ESTIMATORS
 from meshrl.config.algorithm_checks import (
     bypass_problems,
     distillation_problems,
@@ -20,7 +20,7 @@ from meshrl.config.asynchronous import async_problems
 from meshrl.config.checkpoint_checks import checkpoint_problems
 from meshrl.config.correction import RATIO_LOSSES
 from meshrl.config.critic import uses_critic
-from meshrl.config.data_checks import data_problems, sampler_file_problems
+from meshrl.config.data_checks import custom_class_problems, data_problems, sampler_file_problems
 from meshrl.config.data_files import data_file_problems
 from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError
@@ -37,6 +37,7 @@ from meshrl.config.model_folder import (
 )
 from meshrl.config.multi_turn import multi_turn_file_problems, multi_turn_problems
 from meshrl.config.optim import OptimConfig
+from meshrl.config.own_code import external_lib_problems, own_function_problems
 from meshrl.config.packages import package_problems
 from meshrl.config.reward import reward_file_problems, reward_problems
 from meshrl.config.rollout import READERS
@@ -135,9 +136,11 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         problems += split_file_problems(config)
         problems += _generation_problems(config)
         problems += sampler_file_problems(config)
+        problems += custom_class_problems(config)
         problems += _reference_file_problems(config)
         problems += reward_file_problems(config.reward, config.custom_reward_function)
         problems += multi_turn_file_problems(config)
+        problems += external_lib_problems(config) or own_function_problems(config)
     return problems
 
 
@@ -169,7 +172,7 @@ def _reference_file_problems(config: PPOConfig) -> list[str]:
 def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
     """A critic is checked as the policy is; without one its settings would silently do nothing."""
     critic, estimator = config.critic, config.algorithm.adv_estimator
-    if (estimator == "gae") != uses_critic(critic, estimator):
+    if estimator in ESTIMATORS and (estimator == "gae") != uses_critic(critic, estimator):
         return [
             f"critic.enable={str(critic.enable).lower()} does not go with algorithm.adv_estimator={estimator}: "
             "gae needs a critic, the others have no use for one"
@@ -249,6 +252,7 @@ def _check_sft(config: SFTConfig, check_files: bool) -> list[str]:
             f"sequence: data.max_length ({data.max_length})"
         )
     if check_files:
+        problems += external_lib_problems(config)
         problems += _file_problems(config)
         problems += _model_problems(config.model, "model", engine, "engine", data.max_length, "data.max_length")
     return problems
@@ -436,7 +440,8 @@ def _loss_problems(config: PPOConfig) -> list[str]:
             problems.append(
                 f"{ACTOR}.policy_loss.{low} ({getattr(loss, low)}) must be below {high} ({getattr(loss, high)})"
             )
-    for name in ("tau_pos", "tau_neg", "clip_cov_ratio", "kl_cov_ratio", "dro_beta", "behaviour_weight_cap"):
+    positive = "tau_pos", "tau_neg", "clip_cov_ratio", "kl_cov_ratio", "dro_beta", "behaviour_weight_cap"
+    for name in (*positive, "m2_threshold"):
         if getattr(loss, name) == 0:
             problems.append(f"{ACTOR}.policy_loss.{name}=0 must be above 0")
     return problems
@@ -455,6 +460,17 @@ def _optim_problems(optim: OptimConfig, prefix: str) -> list[str]:
         problems.append(
             f"{prefix}.min_lr_ratio={optim.min_lr_ratio} has no effect with {prefix}.lr_scheduler_type=constant: set "
             "linear or cosine"
+        )
+    decay, is_wsd = optim.lr_decay_steps_ratio, optim.lr_scheduler_type == "wsd"
+    if not is_wsd and decay != OptimConfig().lr_decay_steps_ratio:
+        problems.append(
+            f"{prefix}.lr_decay_steps_ratio has no effect with lr_scheduler_type={optim.lr_scheduler_type}: it is for "
+            "wsd"
+        )
+    if is_wsd and (decay == 0 or optim.lr_warmup_steps_ratio + decay > 1):
+        problems.append(
+            f"{prefix}.lr_decay_steps_ratio ({decay}) must be above 0 and, with lr_warmup_steps_ratio "
+            f"({optim.lr_warmup_steps_ratio}), at most 1"
         )
     return problems
 
@@ -521,14 +537,15 @@ def _idle_problems(config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: 
 
 
 def _file_problems(config: PPOConfig | SFTConfig) -> list[str]:
-    problems = [] if config.data.train_files else ["set data.train_files"]
+    has_own_rows = isinstance(config, PPOConfig) and config.data.custom_cls.path is not None
+    problems = [] if config.data.train_files or has_own_rows else ["set data.train_files"]
     if config.trainer.test_freq > 0 and not config.data.val_files:
         problems.append(f"trainer.test_freq={config.trainer.test_freq} needs data.val_files")
     if isinstance(config, PPOConfig) and config.trainer.val_only and not config.data.val_files:
         problems.append("trainer.val_only=true needs data.val_files")
     if Path(config.trainer.run_dir).is_file():
         problems.append(f"trainer.default_local_dir={config.trainer.run_dir} is a file: name a folder")
-    return problems + data_file_problems(config)
+    return problems + ([] if has_own_rows else data_file_problems(config))
 
 
 def _model_problems(

@@ -6,7 +6,7 @@ from meshrl.config.algorithm import RolloutCorrectionConfig
 from meshrl.config.root import PPOConfig
 
 # These losses take the ratio itself, and bound it in their own way.
-RATIO_LOSSES = ("decoupled", "icepop")
+RATIO_LOSSES = ("decoupled", "icepop", "m2po")
 
 
 def correction_of(config: PPOConfig) -> RolloutCorrectionConfig:

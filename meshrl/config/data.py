@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from meshrl.config.key import key, section
 
 TRUNCATIONS = ("error", "left", "right", "middle")
-CUSTOM = "custom dataset classes; write a file, and order its rows with data.sampler"
 
 
 @dataclass
 class CustomDatasetConfig:
-    path: str | None = key(None, "Python file that defines a dataset class.", pending=CUSTOM)
-    name: str | None = key(None, "Name of the class in that file.", pending=CUSTOM)
+    path: str | None = key(None, "Python file (or importable module) with a class that gives the rows.")
+    name: str | None = key(None, "Name of the class in it; made of (files, tokenizer, config), with a length and rows.")
 
 
 @dataclass
@@ -52,4 +51,4 @@ class DataConfig:
         low=0,
         pending="the controller reads the data itself; leave it at 0",
     )
-    custom_cls: CustomDatasetConfig = section(CustomDatasetConfig, "A dataset class of your own.")
+    custom_cls: CustomDatasetConfig = section(CustomDatasetConfig, "Rows from a class of your own.")

@@ -1,13 +1,18 @@
 """What must hold between the ways of reading and ordering the training data."""
 
-from meshrl.config.functions import load_function
+from meshrl.config.functions import load_function, positional_problem
 from meshrl.config.root import PPOConfig
 from meshrl.config.tree import changed_keys
 
 
 def data_problems(config: PPOConfig) -> list[str]:
-    """Mixing, streaming and samplers: what they ask for, and what does not go together."""
-    return [*_weight_problems(config), *_streaming_problems(config), *_sampler_problems(config)]
+    """Mixing, streaming, samplers and custom classes: what they ask for, and what does not go together."""
+    return [
+        *_weight_problems(config),
+        *_streaming_problems(config),
+        *_sampler_problems(config),
+        *_custom_problems(config),
+    ]
 
 
 def _weight_problems(config: PPOConfig) -> list[str]:
@@ -42,6 +47,33 @@ def _sampler_problems(config: PPOConfig) -> list[str]:
         other = "streaming" if data.streaming else "train_weights"
         return [f"data.sampler and data.{other} both say which prompts come next: choose one"]
     return []
+
+
+def _custom_problems(config: PPOConfig) -> list[str]:
+    custom, data = config.data.custom_cls, config.data
+    if (custom.path is None) != (custom.name is None):
+        return ["data.custom_cls.path and name go together: set both"]
+    if custom.path is None:
+        return []
+    problems = ["data.custom_cls gives all rows at once: data.streaming must be false"] if data.streaming else []
+    if data.train_weights:
+        problems.append("data.train_weights are for files that are read here: data.custom_cls says itself what comes")
+    return problems
+
+
+def custom_class_problems(config: PPOConfig) -> list[str]:
+    """A class of rows that is not there, or cannot be used as one."""
+    custom = config.data.custom_cls
+    if custom.path is None or custom.name is None:
+        return []
+    try:
+        found = load_function(custom.path, custom.name)
+    except ValueError as error:
+        return [f"data.custom_cls: {error}"]
+    if problem := positional_problem(found, "files, tokenizer, config"):
+        return [f"data.custom_cls: {custom.name} {problem}"]
+    missing = [name for name in ("__len__", "__getitem__") if isinstance(found, type) and not hasattr(found, name)]
+    return [f"data.custom_cls: {custom.name} has no {' and no '.join(missing)}"] if missing else []
 
 
 def sampler_file_problems(config: PPOConfig) -> list[str]:

@@ -1,11 +1,11 @@
-"""Loading a function that a user names by file (or module) and name."""
+"""Loading what a user names: a module, or a function by file (or module) and name; and whether it can be called."""
 
 import importlib
 import importlib.util
 import inspect
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,10 +13,7 @@ from typing import Any
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
     """Import the file or module `path` and return its callable `name`; a `ValueError` says what went wrong."""
-    try:
-        module = _import(path)
-    except (Exception, SystemExit) as error:  # a user's module may fail in any way
-        raise ValueError(f"cannot import {path}: {type(error).__name__}: {error}") from error
+    module = import_code(path)
     function = getattr(module, name, None)
     if function is None:
         offered = [other for other in vars(module) if not other.startswith("_") and callable(vars(module)[other])]
@@ -24,6 +21,59 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"{name!r} in {path} is a {type(function).__name__}, not a function")
     return function
+
+
+def load_by_path(path: str) -> Any:
+    """What `module:name`, `file.py:name` or `module.name` stands for."""
+    module, colon, name = path.rpartition(":")
+    if not colon:
+        module, _, name = path.rpartition(".")
+    if not module or not name:
+        raise ValueError(f"'{path}' is no import path: write it as module:name or file.py:name")
+    return load_function(module, name)
+
+
+def import_code(path: str) -> ModuleType:
+    """Import a module, or a file by its path; a `ValueError` says what went wrong."""
+    try:
+        return _import(path)
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way
+        raise ValueError(f"cannot import {path}: {type(error).__name__}: {error}") from error
+
+
+def with_absolute_file(place: str) -> str:
+    """`file.py` or `file.py:name` with the file's whole path, as a process in another folder needs it."""
+    file, colon, name = place.partition(":")
+    return f"{Path(file).resolve()}{colon}{name}" if Path(file).suffix == ".py" else place
+
+
+def call_problem(function: Callable[..., Any], offered: Collection[str], must_take: Collection[str]) -> str | None:
+    """What keeps a function from being called by keyword: what it needs beyond `offered`, or does not take."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some callables have no signature
+        return None
+    kinds = inspect.Parameter
+    free = (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)
+    named = {name: p for name, p in parameters.items() if p.kind not in (*free, kinds.POSITIONAL_ONLY)}
+    needed = [name for name, p in parameters.items() if p.default is kinds.empty and p.kind not in free]
+    if unmet := [name for name in needed if name not in named or name not in offered]:
+        return f"it needs {', '.join(unmet)}; what it can be given by name is {', '.join(offered)}"
+    takes_any = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
+    if untaken := [name for name in must_take if name not in named and not takes_any]:
+        return f"it takes no argument {', '.join(untaken)}: it is called by name with {', '.join(must_take)}"
+    return None
+
+
+def positional_problem(function: Callable[..., Any], words: str) -> str | None:
+    """Whether a function or class can be called with these arguments, named by their `words`, in this order."""
+    try:
+        inspect.signature(function).bind(*words.split(", "))
+    except TypeError as error:
+        return f"cannot be called with ({words}): {error}"
+    except ValueError:  # some callables have no signature
+        return None
+    return None
 
 
 def argument_problem(function: Callable[..., Any], kwargs: Mapping[str, Any], label: str) -> str | None:

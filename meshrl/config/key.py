@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field
 from typing import Any
 
+from meshrl.registry import Registry
+
 METADATA_NAME = "meshrl_key"
 
 
@@ -18,6 +20,7 @@ class KeyInfo:
     low: float | None = None
     high: float | None = None
     follows: str | None = None  # the dotted key whose value this one takes while it is null
+    registry: Registry | None = None  # beside the choices: the names that users register in it, and file.py:name
 
 
 def key(
@@ -29,9 +32,10 @@ def key(
     low: float | None = None,
     high: float | None = None,
     follows: str | None = None,
+    registry: Registry | None = None,
 ) -> Any:
     """A dataclass field for one key. Lists and dicts given as default are copied for each config."""
-    metadata = {METADATA_NAME: KeyInfo(doc, pending, choices, low, high, follows)}
+    metadata = {METADATA_NAME: KeyInfo(doc, pending, choices, low, high, follows, registry)}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default.copy(), metadata=metadata)
     return field(default=default, metadata=metadata)

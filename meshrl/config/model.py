@@ -12,7 +12,7 @@ class ModelConfig:
     tokenizer_path: str | None = key(None, "Folder with the tokenizer; null: the model's folder.")
     trust_remote_code: bool = key(False, "Run model or tokenizer code found in the folder.")
     external_lib: str | None = key(
-        None, "Python module imported before the model.", pending="nothing is imported before the model; leave it out"
+        None, "Python module (or file) imported first, here and in every worker: it may register losses and models."
     )
     random_init: bool = key(False, "Start from random weights of this shape; only config.json is read (benchmarks).")
     override_config: dict[str, Any] = key({}, "Fields of the model's config.json to change.")

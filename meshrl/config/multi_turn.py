@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from meshrl.config.functions import load_function
+from meshrl.config.functions import load_by_path
 from meshrl.config.root import PPOConfig
 from meshrl.config.tool_schema import function_schema
 from meshrl.config.tree import changed_keys
@@ -53,11 +53,8 @@ def multi_turn_file_problems(config: PPOConfig) -> list[str]:
         except ValueError as error:
             problems.append(f"{MULTI_TURN}.tool_config_path: {error}")
     for name, path in paths:
-        module, colon, attribute = path.rpartition(":")
-        if not colon:
-            module, _, attribute = path.rpartition(".")
         try:
-            found = load_function(module, attribute)
+            found = load_by_path(path)
         except ValueError as error:
             problems.append(f"{MULTI_TURN}.{name}: {error}")
             continue

@@ -14,5 +14,10 @@ class OptimConfig:
     eps: float = key(1e-8, "AdamW's epsilon: gradients much smaller than this move nothing.", low=0)
     lr_warmup_steps: int = key(-1, "Optimizer steps of linear warm-up; -1: by lr_warmup_steps_ratio.", low=-1)
     lr_warmup_steps_ratio: float = key(0.0, "Warm-up as a share of all optimizer steps.", low=0, high=1)
-    lr_scheduler_type: str = key("constant", "Schedule after the warm-up.", choices=("constant", "linear", "cosine"))
-    min_lr_ratio: float = key(0.0, "Where linear and cosine end, as a share of lr.", low=0, high=1)
+    lr_scheduler_type: str = key(
+        "constant",
+        "Schedule after the warm-up; wsd: constant, then a linear decay over lr_decay_steps_ratio.",
+        choices=("constant", "linear", "cosine", "wsd"),
+    )
+    lr_decay_steps_ratio: float = key(0.2, "wsd: the decay at the end, as a share of all steps.", low=0, high=1)
+    min_lr_ratio: float = key(0.0, "Where linear, cosine and wsd end, as a share of lr.", low=0, high=1)

@@ -31,7 +31,8 @@ def _wanted(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, str, str]]:
     for name in config.trainer.logger:
         if name in TRACKERS:
             yield f"trainer.logger={name}", name, name
-    for key in ("train_files", "val_files"):
+    reads_files = not isinstance(config, PPOConfig) or config.data.custom_cls.path is None
+    for key in ("train_files", "val_files") if reads_files else ():
         if any(Path(entry).is_dir() for entry in getattr(config.data, key)):
             yield f"a folder in data.{key}", "datasets", "datasets"
     if config.trainer.backend != "local":

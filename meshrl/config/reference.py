@@ -54,7 +54,8 @@ def _default(leaf: Leaf) -> str:
 def _meaning(leaf: Leaf) -> str:
     text = leaf.info.doc
     if leaf.info.choices:
-        text += " Choices: " + ", ".join(f"`{choice}`" for choice in leaf.info.choices) + "."
+        text += " Choices: " + ", ".join(f"`{choice}`" for choice in leaf.info.choices)
+        text += ", or your own." if leaf.info.registry else "."
     if isinstance(leaf.pending, Mapping):
         text += " *Not yet:* " + ", ".join(f"`{value}`" for value in leaf.pending) + "."
     elif leaf.pending:

@@ -9,6 +9,7 @@ from typing import Any
 from meshrl.config.functions import argument_problem, load_function
 from meshrl.config.key import key, section
 from meshrl.config.rollout import ROLLOUTS
+from meshrl.registry import REWARD_MANAGERS
 
 # Arguments of a judge that only make sense behind a URL, or stand in reward.judge.
 JUDGE_URL_OPTIONS = (
@@ -26,6 +27,7 @@ REWARD_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 NEEDED_OPTIONS = {"format_match": ("pattern",)}
 BUILT_IN_REWARDS = tuple(REWARD_OPTIONS)
+MANAGERS = ("naive", "batch", "dapo", "prime")
 
 
 @dataclass
@@ -80,7 +82,8 @@ class RewardManagerConfig:
     name: str = key(
         "naive",
         "How functions are called: for each sample (dapo: with overlong_buffer), for a batch, or in processes (prime).",
-        choices=("naive", "batch", "dapo", "prime"),
+        choices=MANAGERS,
+        registry=REWARD_MANAGERS,
     )
     timeout: float | None = key(
         None, "Seconds for one call; null: 300 with prime, whose hung processes are replaced, else no limit.", low=0.001
@@ -201,6 +204,21 @@ def reward_file_problems(reward: RewardConfig, custom: CustomRewardFunctionConfi
         if name in named and importlib.util.find_spec(package) is None:
             problems.append(f"the reward function {name} needs a package: pip install '{extra}'")
     return problems
+
+
+def manager_problems(manager: RewardManagerConfig) -> list[str]:
+    """A manager of the user's own that is not there, or is none."""
+    if manager.name in MANAGERS:
+        return []
+    try:
+        found = REWARD_MANAGERS.get(manager.name)
+    except ValueError as error:
+        return [f"reward_manager.name: {error}"]
+    # The class itself is above the config, which must stay light.
+    bases = [f"{base.__module__}.{base.__qualname__}" for base in getattr(found, "__mro__", ())]
+    if "meshrl.rewards.manager.RewardManager" in bases:
+        return []
+    return [f"reward_manager.name={manager.name} must be a subclass of meshrl.rewards.manager.RewardManager"]
 
 
 def entry_problem(label: str, entry: Any) -> str | None:

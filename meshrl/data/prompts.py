@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.data import DataConfig
+from meshrl.data.custom import custom_rows
 from meshrl.data.encoding import RowError, encode_prompts
 from meshrl.data.encoding_pool import OnProgress, encode_in_processes
 from meshrl.data.files import Row, read_rows
@@ -40,7 +41,10 @@ class PromptDataset:
         self.dropped = self.truncated = 0
         self.rows: list[Row] = []
         self.prompts: list[np.ndarray] = []
-        sources = [read_rows([file], required=(config.prompt_key,)) for file in files]
+        if config.custom_cls.path is not None:
+            sources = [custom_rows(files, tokenizer, config)]
+        else:
+            sources = [read_rows([file], required=(config.prompt_key,)) for file in files]
         rows = [row for source in sources for row in source]
         source_of = np.repeat(np.arange(len(sources)), [len(source) for source in sources])
         try:

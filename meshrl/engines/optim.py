@@ -98,14 +98,18 @@ def lr_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
     warmup = config.lr_warmup_steps
     if warmup < 0:
         warmup = int(config.lr_warmup_steps_ratio * total_steps)
-    low = config.min_lr_ratio
+    low, decays_from = config.min_lr_ratio, warmup
+    if config.lr_scheduler_type == "wsd":
+        decays_from = max(warmup, total_steps - round(config.lr_decay_steps_ratio * total_steps))
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
         if config.lr_scheduler_type == "constant":
             return 1.0
-        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        progress = min(1.0, (step - decays_from) / max(1, total_steps - decays_from))
+        if config.lr_scheduler_type == "wsd":
+            return 1.0 - (1.0 - low) * max(0.0, progress)
         if config.lr_scheduler_type == "linear":
             return 1.0 - (1.0 - low) * progress
         return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * progress))
@@ -114,7 +118,10 @@ def lr_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
 
 
 class LearningRate:
-    """Warm-up, then constant, linear or cosine decay to `min_lr_ratio`. Its state is the number of steps so far."""
+    """Warm-up, then constant, or a linear, cosine or late (wsd) decay to `min_lr_ratio`.
+
+    Its state is the number of steps so far.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: OptimConfig, total_steps: int):
         self.optimizer, self.peak = optimizer, config.lr

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from meshrl.config.reward import entry_problem
+from meshrl.config.reward import MANAGERS, entry_problem
 from meshrl.config.root import PPOConfig
+from meshrl.registry import REWARD_MANAGERS
 from meshrl.rewards.calling import RewardFunction, RewardFunctionSpec
 from meshrl.rewards.functions import BUILT_IN
 from meshrl.rewards.judge import Ask, Judge
@@ -24,10 +25,12 @@ def load_reward_manager(config: PPOConfig, tokenizer: Tokenizer, ask: Ask | None
     manager, specs = config.reward_manager, reward_function_specs(config)
     if config.reward.judge.path is not None and ask is not None:
         specs = [_with_model(spec, ask) for spec in specs]
-    return RewardManager(
+    built_in = manager.name in MANAGERS
+    make = RewardManager if built_in else cast(type[RewardManager], REWARD_MANAGERS.get(manager.name))
+    return make(
         specs,
         tokenizer,
-        name=manager.name,
+        name=manager.name if built_in else "naive",
         on_error=config.reward.on_error,
         timeout=manager.timeout,
         num_processes=manager.num_processes,

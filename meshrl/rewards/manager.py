@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from meshrl.config.reward import MANAGERS
 from meshrl.data.proto import DataProto
 from meshrl.data.scored import DROPPED, scored_rows
+from meshrl.registry import REWARD_MANAGERS
 from meshrl.rewards.calling import (
     AtOnce,
     Failure,
@@ -30,12 +32,16 @@ from meshrl.rewards.pool import InPool, WorkerPool
 from meshrl.rewards.results import LARGEST_SCORE, BadAnswerError, RewardError, Scores, as_result, object_column
 from meshrl.threads import Threads
 
-__all__ = ["RewardError", "RewardManager", "as_result", "drop_samples"]
+__all__ = ["RewardError", "RewardManager", "as_result", "drop_samples", "register_reward_manager"]
 
-MANAGERS = ("naive", "batch", "dapo", "prime")
 POLICIES = ("stop", "zero", "drop")
 POOL_TIMEOUT = 300.0
 Caller = Callable[[Sequence[Sample]], list[Any]]
+
+
+def register_reward_manager(name: str) -> Callable[[type[RewardManager]], type[RewardManager]]:
+    """Decorator that enters a subclass of `RewardManager` under `name`."""
+    return REWARD_MANAGERS.register(name)
 
 
 class RewardManager:
@@ -45,6 +51,7 @@ class RewardManager:
     naive with a punishment of overlong answers. A score goes onto the last token; a list of one number for each
     response token goes onto them. A function that raises, hangs, dies or gives something that is no score stops the
     run (`on_error=stop`), gives nothing (`zero`), or takes its sample out of the training (`drop`), and is counted.
+    A subclass changes what `score` gives: everything else goes through it.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from meshrl.algorithms import COVARIANCE_LOSSES, compute_rollout_correction_and_rejection_mask
-from meshrl.config.algorithm import TOKEN_BASELINES, RolloutCorrectionConfig
+from meshrl.algorithms import COVARIANCE_LOSSES, compute_rollout_correction_and_rejection_mask, estimator_takes
+from meshrl.config.algorithm import RolloutCorrectionConfig
 from meshrl.config.algorithm_checks import has_teacher
 from meshrl.config.correction import RATIO_LOSSES, correction_of
 from meshrl.config.root import PPOConfig
@@ -24,7 +24,8 @@ def needs_old_log_probs(config: PPOConfig, optimizer_steps: int) -> bool:
         algorithm.use_kl_in_reward
         or has_teacher(config)
         or loss_mode in COVARIANCE_LOSSES
-        or algorithm.adv_estimator in TOKEN_BASELINES
+        or estimator_takes(algorithm.adv_estimator, "old_log_probs")
+        or estimator_takes(algorithm.adv_estimator, "sum_pi_squared")
         or corrects_rollout(correction_of(config), loss_mode)
     )
     return wanted or optimizer_steps > 1

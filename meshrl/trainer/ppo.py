@@ -313,6 +313,7 @@ class PPOTrainer(SampleSource):
             sum_pi_squared=tensors.get("sum_pi_squared"),
             rollout_is_weights=tensors.get("rollout_is_weights"),
             **extra,
+            **algorithm.adv_kwargs,
         )
         return metrics | (self.add_teacher(tensors) if has_teacher(self.config) else {})
 
@@ -371,7 +372,7 @@ class PPOTrainer(SampleSource):
         return self.critic.update_critic(data)[0] | {"critic/vf_explained_var": float(1 - unexplained)}
 
     def covariance_of_mini_batches(self, data: DataProto) -> list[CovarianceStats | None]:
-        """What clip_cov and kl_cov must know of each whole mini-batch, which no rank sees alone."""
+        """What clip_cov, kl_cov and m2po must know of each whole mini-batch, which no rank sees alone."""
         found: list[CovarianceStats | None] = []
         for part in data.chunk(self.units.mini_batches_per_epoch):
             old, advantages, mask = (part.batch[name] for name in ("old_log_probs", "advantages", "response_mask"))
@@ -379,7 +380,8 @@ class PPOTrainer(SampleSource):
                 found.append(CovarianceStats(0.0, 0.0, covariance_bound=float("inf")))
                 continue
             actor = self.config.actor_rollout_ref.actor
-            stats = add_covariance_stats(BatchStats.of(mask), self.loss_mode, old, advantages, mask, actor)
+            weights = part.batch.get("rollout_is_weights")
+            stats = add_covariance_stats(BatchStats.of(mask), self.loss_mode, old, advantages, mask, actor, weights)
             found.append(stats.covariance)
         return found
 

@@ -16,12 +16,13 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.agents.toolbox import tool_schemas
+from meshrl.algorithms import estimator_takes
 from meshrl.config import quick_yaml
-from meshrl.config.algorithm import TOKEN_BASELINES
 from meshrl.config.algorithm_checks import bypass_loss, uses_reference
 from meshrl.config.correction import correction_of
 from meshrl.config.critic import uses_critic
 from meshrl.config.errors import ConfigError, told_without_traceback
+from meshrl.config.own_code import import_external_libs, with_absolute_files
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig, SFTDataConfig
 from meshrl.config.show import to_yaml
@@ -118,6 +119,7 @@ def train_once(
     model, trainer = config.actor_rollout_ref.model, config.trainer
     units = BatchUnits.from_config(config)
     with told_without_traceback():
+        import_external_libs(config)
         tokenizer = load_tokenizer(model.tokenizer_path or model.path or "", model.trust_remote_code)
     judge = GroupAsk()
     reward = load_reward_manager(config, tokenizer, judge)
@@ -188,7 +190,7 @@ def train_once(
 
 def ppo_pools(config: PPOConfig, units: BatchUnits, steps: int) -> list[Pool]:
     """Which workers a run needs and on which devices: all roles on the same, or the rollouts on their own."""
-    trainer = config.trainer
+    config, trainer = with_absolute_files(config), config.trainer
     settings = WorkerSettings(
         device=trainer.device,
         collective_deadline=trainer.deadlines.collective,
@@ -198,7 +200,7 @@ def ppo_pools(config: PPOConfig, units: BatchUnits, steps: int) -> list[Pool]:
         with_reference=uses_reference(config),
         seed=trainer.seed,
         with_rollout=config.actor_rollout_ref.hybrid_engine,
-        with_sum_pi_squared=config.algorithm.adv_estimator in TOKEN_BASELINES,
+        with_sum_pi_squared=estimator_takes(config.algorithm.adv_estimator, "sum_pi_squared"),
         bypass=correction_of(config) if bypass_loss(config) else None,
     )
     workers = {"actor_rollout_ref": ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, settings)}
@@ -245,6 +247,7 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
     units = SFTBatchUnits.from_config(config)
     path = config.model.path or ""
     with told_without_traceback():
+        import_external_libs(config)
         tokenizer = load_tokenizer(config.model.tokenizer_path or path, config.model.trust_remote_code)
     val_files = config.data.val_files
     with told_without_traceback():
@@ -252,7 +255,7 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
         val_data = DemonstrationDataset(val_files, tokenizer, config.data) if val_files else None
         order = batch_order(config.data, trainer, len(train_data))
     steps = total_sft_steps(config, len(train_data))
-    worker = ClassWithInitArgs(SFTWorker, config, steps)
+    worker = ClassWithInitArgs(SFTWorker, with_absolute_files(config), steps)
     notes = slow_types(config)
     fetch_shelved(trainer, config.ray_init, notes.append, restarts.opened)
     found = state_to_resume(trainer, notes.append, restarts.opened)

@@ -49,7 +49,8 @@ def make_actor_loss(
     are compared while the weights are still the same. With `bypass` the loss is that of two policies, corrected as it
     says.
     """
-    policy_loss = get_policy_loss_fn("bypass_mode" if bypass else config.policy_loss.loss_mode)
+    name = "bypass_mode" if bypass else config.policy_loss.loss_mode
+    policy_loss = get_policy_loss_fn(name)
     settings: Any = SimpleNamespace(**vars(config), rollout_correction=bypass) if bypass else config
     rescale = (stats.num_tokens or 0) / max(1, computed.tokens)
 
@@ -61,7 +62,7 @@ def make_actor_loss(
         log_prob, mask = output["log_probs"], batch["response_mask"]
         # Before the first step of an on-policy update the old policy is the current one.
         old_log_prob = batch.get("old_log_probs", log_prob.detach())
-        loss, metrics = policy_loss(
+        found = policy_loss(
             old_log_prob=old_log_prob,
             log_prob=log_prob,
             advantages=batch["advantages"],
@@ -70,7 +71,9 @@ def make_actor_loss(
             config=settings,
             rollout_is_weights=batch.get("rollout_is_weights"),
             stats=stats,
+            **config.policy_loss.loss_kwargs,
         )
+        loss, metrics = _checked(found, name, stats)
         metrics = {k: v if k == "actor/pg_loss" else v * rescale for k, v in metrics.items()}
         if "entropys" in output:
             metrics["actor/entropy"] = mean(output["entropys"].detach(), mask, max(1, computed.tokens))
@@ -93,6 +96,17 @@ def make_actor_loss(
         return loss, metrics
 
     return loss_function
+
+
+def _checked(found: Any, name: str, stats: BatchStats) -> tuple[Tensor, dict[str, Tensor]]:
+    """What a loss returned; one of the user's own may leave out metrics, or give plain numbers."""
+    loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+    if not isinstance(loss, Tensor) or loss.ndim or not isinstance(metrics, dict):
+        raise ValueError(
+            f"policy loss {name!r} must return (loss, metrics), a tensor of no dims and a dict, not {found!r}"
+        )
+    tensors = {key: torch.as_tensor(value, device=loss.device).detach() for key, value in metrics.items()}
+    return loss, {"actor/pg_loss": loss.detach().float() / stats.dp_size} | tensors
 
 
 def skips_samples_without_advantage(config: ActorConfig) -> bool:

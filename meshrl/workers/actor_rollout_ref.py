@@ -31,7 +31,7 @@ from meshrl.weights.pools import PoolGroup, PoolSync, connect_trainer
 from meshrl.workers.actor_loss import FRESH, count_mini_batch, make_actor_loss, skips_samples_without_advantage
 from meshrl.workers.answering import Answering
 from meshrl.workers.checkpointing import CheckpointedWorker
-from meshrl.workers.joining import join_ranks
+from meshrl.workers.joining import import_external_lib, join_ranks
 from meshrl.workers.resting import awake, rests, send_to_rest
 from meshrl.workers.settings import WorkerSettings
 
@@ -45,6 +45,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the engines and the rollout, in the order in which they share memory."""
+        import_external_lib(self.config.model)
         self.device = join_ranks(self.settings.device, self.local_rank, self.settings.collective_deadline)
         actor, model = self.config.actor, self.config.model
         self.actor = engine_class(actor)(

@@ -19,7 +19,7 @@ from meshrl.telemetry.ledger import booked
 from meshrl.telemetry.memory import MemoryLog, PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
 from meshrl.workers.checkpointing import CheckpointedWorker
-from meshrl.workers.joining import join_ranks
+from meshrl.workers.joining import import_external_lib, join_ranks
 from meshrl.workers.resting import awake, rests, send_to_rest
 from meshrl.workers.settings import WorkerSettings
 
@@ -33,6 +33,7 @@ class CriticWorker(CheckpointedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the engine."""
+        import_external_lib(self.config.model)
         self.device = join_ranks(self.settings.device, self.local_rank, self.settings.collective_deadline)
         self.engine = engine_class(self.config)(
             self.config.model,

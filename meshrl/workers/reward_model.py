@@ -9,7 +9,7 @@ from meshrl.controller import Dispatch, Worker, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.build import engine_class
 from meshrl.telemetry.ledger import booked
-from meshrl.workers.joining import join_ranks
+from meshrl.workers.joining import import_external_lib, join_ranks
 from meshrl.workers.resting import awake, rests, send_to_rest
 from meshrl.workers.settings import WorkerSettings
 
@@ -23,6 +23,7 @@ class RewardModelWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Builds the engine; the model only answers."""
+        import_external_lib(self.config.model)
         self.device = join_ranks(self.settings.device, self.local_rank, self.settings.collective_deadline)
         self.engine = engine_class(self.config)(self.config.model, self.config, None, device=self.device, head="value")
         self.engine.initialize()

@@ -13,7 +13,7 @@ from meshrl.parallel.mesh import contiguous_group, prepare_device
 from meshrl.telemetry.ledger import booked
 from meshrl.weights.pools import PoolGroup, PoolSync, connect_rollout
 from meshrl.workers.answering import Answering
-from meshrl.workers.joining import join_ranks
+from meshrl.workers.joining import import_external_lib, join_ranks
 from meshrl.workers.settings import WorkerSettings
 
 
@@ -31,6 +31,7 @@ class RolloutWorker(Worker):
         """Builds the rollout, without weights until the first sync."""
         model, rollout, deadline = self.config.model, self.config.rollout, self.settings.collective_deadline
         split, group = rollout.replica_size, None
+        import_external_lib(model)
         if split > 1:
             self.device = join_ranks(self.settings.device, self.local_rank, deadline)
             group = contiguous_group(split, deadline)

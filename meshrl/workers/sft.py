@@ -17,7 +17,7 @@ from meshrl.engines.build import engine_class
 from meshrl.models.saving import save_hf_folder
 from meshrl.telemetry.ledger import booked
 from meshrl.workers.checkpointing import CheckpointedWorker
-from meshrl.workers.joining import join_ranks
+from meshrl.workers.joining import import_external_lib, join_ranks
 
 
 class SFTWorker(CheckpointedWorker):
@@ -30,6 +30,7 @@ class SFTWorker(CheckpointedWorker):
     def init_model(self) -> None:
         """Builds the engine."""
         trainer = self.config.trainer
+        import_external_lib(self.config.model)
         device = join_ranks(trainer.device, self.local_rank, trainer.deadlines.collective)
         self.engine = engine_class(self.config.engine)(
             self.config.model,

@@ -1,4 +1,6 @@
-"""Which tokens Clip-Cov and KL-Cov choose."""
+"""Which tokens Clip-Cov, KL-Cov and M2PO choose."""
+
+import math
 
 import pytest
 import torch
@@ -81,3 +83,59 @@ def test_other_losses_need_nothing() -> None:
     assert add_covariance_stats(stats, "vanilla", old, advantages, mask) is stats
     with pytest.raises(ValueError, match="selects no token"):
         add_covariance_stats(stats, "kl_cov", old, advantages, torch.zeros_like(mask))
+
+
+def m2po_by_hand(
+    weights: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, threshold: float
+) -> tuple[set[tuple[int, int]], float]:
+    """One token after the other is left out, the furthest first, until the mean of what is left fits."""
+    squares = {(r, t): math.log(float(weights[r, t])) ** 2 for r, t in mask.nonzero().tolist()}
+    may_go = [at for at in squares if float(advantages[at]) * math.log(float(weights[at])) > 0]
+    gone: set[tuple[int, int]] = set()
+    while may_go and sum(squares.values()) / len(squares) > threshold:
+        gone.add(max(may_go, key=squares.__getitem__))
+        may_go = [at for at in may_go if at not in gone]
+        squares = {at: square for at, square in squares.items() if at not in gone}
+    return gone, sum(squares.values()) / max(1, len(squares))
+
+
+@pytest.mark.parametrize("threshold", [1e-4, 0.04, 0.1, 5.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_m2po_leaves_out_the_fewest_and_furthest_tokens(seed: int, threshold: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    old = -0.1 - torch.rand(6, 8, generator=generator)
+    mask = (torch.rand(6, 8, generator=generator) < 0.8).long()
+    advantages = torch.randn(6, 8, generator=generator)
+    log_weights = 0.7 * torch.randn(6, 8, generator=generator)
+    # What has moved against its advantage is never left out: with more of that no bound could be kept.
+    weights = torch.where(advantages * log_weights > 0, log_weights, 0.2 * log_weights).exp()
+    gone, rest = m2po_by_hand(weights, advantages, mask, threshold)
+    new = (old + 0.01).requires_grad_()
+    loss, metrics = get_policy_loss_fn("m2po")(
+        old, new, advantages, mask, config={"m2_threshold": threshold}, rollout_is_weights=weights
+    )
+    loss.backward()
+    left = {(r, t) for r, t in mask.nonzero().tolist()} - gone
+    assert {(r, t) for r, t in new.grad.nonzero().tolist()} == left
+    assert metrics["actor/rollout_masked_frac"].item() == pytest.approx(len(gone) / int(mask.sum()))
+    wanted = sum(-float(advantages[at] * weights[at]) * math.exp(0.01) for at in left) / int(mask.sum())
+    assert loss.item() == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    if threshold in (0.04, 0.1):
+        # The control: half the bound leaves out more.
+        assert gone != m2po_by_hand(weights, advantages, mask, threshold / 2)[0]
+        assert rest <= threshold
+    assert bool(gone) == (threshold < 5)
+
+
+def test_m2po_tells_equal_tokens_apart_and_needs_the_ratio() -> None:
+    old, advantages, mask = -torch.rand(4, 5), torch.ones(4, 5), torch.ones(4, 5).long()
+    weights = torch.full((4, 5), math.exp(0.3))
+    weights[:, 0] = 1.0
+    loss_fn = get_policy_loss_fn("m2po")
+    _, metrics = loss_fn(old, old, advantages, mask, rollout_is_weights=weights)
+    # 16 tokens of 0.09 and 4 of 0: with 13 of them left out, 3 * 0.09 / 7 fits; with 12, 4 * 0.09 / 8 does not.
+    assert metrics["actor/rollout_masked_frac"].item() == pytest.approx(13 / 20)
+    _, metrics = loss_fn(old, old, -advantages, mask, rollout_is_weights=weights)
+    assert metrics["actor/rollout_masked_frac"].item() == 0
+    with pytest.raises(ValueError, match="'m2po' needs rollout_is_weights"):
+        loss_fn(old, old, advantages, mask)

@@ -154,6 +154,33 @@ def test_geo_mean_equals_scalar_reference() -> None:
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
+def test_topr_equals_scalar_reference_and_its_weight_is_a_constant() -> None:
+    data = example(3)
+    data.advantages[0], data.advantages[1] = data.advantages[0].abs(), -data.advantages[1].abs()
+    data.new[1] = data.old[1] - 0.1  # an answer below the baseline that has become less likely, and one more likely
+    data.new[2] = (data.old[2] + 0.1).clamp(max=-0.01)
+    new = data.new.clone().requires_grad_()
+    loss, metrics = get_policy_loss_fn("topr")(data.old, new, data.advantages, data.mask)
+    loss.backward()
+    wanted, gradient, cut = 0.0, torch.zeros_like(data.new), 0
+    for row in range(len(data.mask)):
+        tokens = data.mask[row].nonzero()[:, 0].tolist()
+        ratio = math.exp(sum(float(data.new[row, t] - data.old[row, t]) for t in tokens))
+        for t in tokens:
+            a = float(data.advantages[row, t])
+            weight = min(1.0, ratio) if a < 0 else 1.0
+            wanted += -a * weight * float(data.new[row, t]) / len(data.mask)
+            gradient[row, t] = -a * weight / len(data.mask)
+            cut += a < 0 and ratio > 1
+    assert loss.item() == pytest.approx(wanted, rel=1e-5)
+    torch.testing.assert_close(new.grad, gradient, rtol=1e-5, atol=1e-6)
+    assert metrics["actor/pg_clipfrac"].item() == pytest.approx(cut / int(data.mask.sum()))
+    assert 0 < cut < int(data.mask.sum())
+    # The control: with the ratio at work for every sign it would be another loss.
+    perturbed, _ = get_policy_loss_fn("topr")(data.old, new, -data.advantages, data.mask)
+    assert perturbed.item() != pytest.approx(-wanted, rel=1e-3)
+
+
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
 def test_bypass_mode_equals_scalar_reference(loss_type: str) -> None:
     data, parameters = example(), PolicyLossConfig()
@@ -248,8 +275,7 @@ def test_extreme_log_probs_stay_finite(name: str) -> None:
 def test_metric_names_and_an_empty_micro_batch(name: str) -> None:
     data = example()
     stats = BatchStats.of(data.mask)
-    if name.endswith("_cov"):
-        stats = add_covariance_stats(stats, name, data.old, data.advantages, data.mask)
+    stats = add_covariance_stats(stats, name, data.old, data.advantages, data.mask, None, data.weights)
     nothing = torch.zeros_like(data.mask)
     loss, metrics = get_policy_loss_fn(name)(
         data.old, data.new, data.advantages, nothing, rollout_is_weights=data.weights, stats=stats

@@ -92,7 +92,7 @@ def check_split(data: SimpleNamespace, compute, stats_of_whole: BatchStats, tol:
 def test_policy_losses(name: str, data: SimpleNamespace) -> None:
     loss_fn = get_policy_loss_fn(name)
     stats = BatchStats.of(data.mask, loss_scale_factor=HORIZON)
-    stats = add_covariance_stats(stats, name, data.old, data.advantages, data.mask, CONFIG)
+    stats = add_covariance_stats(stats, name, data.old, data.advantages, data.mask, CONFIG, data.weights)
     for mode in LOSS_AGG_MODES:
 
         def compute(rows, parameter, stats, mode=mode):  # type: ignore[no-untyped-def]
@@ -174,8 +174,8 @@ def test_control_local_counts_do_depend_on_the_split(mode: str) -> None:
         check_split(data, compute, BatchStats.of(data.mask))
 
 
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov", "m2po"])
 def test_covariance_losses_refuse_a_part_without_the_whole(name: str) -> None:
     ones = torch.ones(2, 3)
     with pytest.raises(ValueError, match="add_covariance_stats"):
-        get_policy_loss_fn(name)(-ones, -ones, ones, ones, stats=BatchStats(2, 12, 4))
+        get_policy_loss_fn(name)(-ones, -ones, ones, ones, rollout_is_weights=ones, stats=BatchStats(2, 12, 4))

@@ -128,6 +128,7 @@ AFTER = {
     "clip_cov_ratio": 0.4,
     "kl_cov_ratio": 0.4,
     "icepop_low": 0.9,
+    "m2_threshold": 9.0,
 }
 
 
@@ -183,10 +184,6 @@ def test_the_keys_of_an_estimator_are_those_that_change_it(name):
         ([f"{ACTOR}.policy_loss.loss_mode=gpg", f"{ACTOR}.clip_ratio=0.1"], "loss_mode=gpg: it is for vanilla"),
         ([f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_c=5"], "loss_mode=cispo: it is for vanilla"),
         ([BYPASS, f"{CORRECTION}.loss_type=reinforce", f"{ACTOR}.clip_ratio=0.1"], "with algorithm.rollout_correction"),
-        (
-            [f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.clip_ratio_low=0.1", f"{ACTOR}.clip_ratio_high=0.28"],
-            f"{ACTOR}.clip_ratio=0.3 has no effect beside clip_ratio_low (0.1) and clip_ratio_high (0.28)",
-        ),
     ],
 )
 def test_keys_that_nobody_reads_are_refused(overrides, words):

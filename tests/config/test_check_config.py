@@ -17,6 +17,7 @@ MakeSFT = Callable[..., SFTConfig]
 MakeModel = Callable[..., Path]
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
+WSD = f"{ACTOR}.optim.lr_scheduler_type=wsd"
 MEGATRON = [f"{ACTOR}.strategy=megatron"]
 GAE = ["algorithm.adv_estimator=gae"]
 CORRECTION = "algorithm.rollout_correction"
@@ -169,6 +170,9 @@ BROKEN = [
     ([*SAPO, f"{LOSS}.tau_pos=0"], "tau_pos=0", "above 0"),
     ([f"{ACTOR}.optim.betas=[0.9]"], "optim.betas=[0.9]", "two numbers"),
     ([f"{ACTOR}.optim.betas=[0.9,1]"], "optim.betas=[0.9, 1.0]", "below 1"),
+    ([f"{ACTOR}.optim.lr_decay_steps_ratio=0.5"], "has no effect with lr_scheduler_type=constant", "it is for wsd"),
+    ([WSD, f"{ACTOR}.optim.lr_decay_steps_ratio=0"], "lr_decay_steps_ratio (0.0)", "must be above 0"),
+    ([WSD, f"{ACTOR}.optim.lr_decay_steps_ratio=0.7", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.4"], "(0.7)", "(0.4)"),
     ([f"{ACTOR}.optim.lr_warmup_steps=5", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], "lr_warmup_steps (5)", "0.1"),
     (["trainer.nnodes=2"], "trainer.nnodes=2", "trainer.backend=ray"),
     (["trainer.test_freq=0"], "trainer.test_freq=0", "-1"),

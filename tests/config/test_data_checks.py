@@ -6,6 +6,7 @@ from meshrl.config import check_config, load_config, unsupported
 
 STREAM = "data.streaming=true"
 STEPS = "trainer.total_training_steps=9"
+CUSTOM = ["data.custom_cls.path=a.py", "data.custom_cls.name=B"]
 SAMPLER = ["data.sampler.class_path=a.py", "data.sampler.class_name=B"]
 JUDGE = ["reward.name=judge", "reward.judge.path=judge"]
 
@@ -26,6 +27,9 @@ def problems(*overrides):
         ([STREAM, STEPS, "data.filter_overlong_prompts_workers=2"], "has no effect"),
         (["data.shuffle_buffer=5"], "without data.streaming"),
         (SAMPLER[:1], "go together"),
+        (CUSTOM[1:], "data.custom_cls.path and name go together"),
+        ([*CUSTOM, STREAM, STEPS], "data.streaming must be false"),
+        ([*CUSTOM, "data.train_files=[a]", "data.train_weights=[1]"], "are for files that are read here"),
         ([*SAMPLER, STREAM, STEPS], "data.sampler and data.streaming"),
         ([*SAMPLER, "data.train_files=[a]", "data.train_weights=[1]"], "data.sampler and data.train_weights"),
         (["reward.name=judge", "reward.kwargs.url=u"], "set reward.kwargs.model, or reward.judge.path"),
@@ -51,6 +55,7 @@ def test_what_does_not_go_together_is_said(overrides, words):
         ["data.train_files=[a,b]", "data.train_weights=[3,1]"],
         [STREAM, STEPS, "data.shuffle_buffer=5", "data.train_files=[a]", "data.train_weights=[3]"],
         SAMPLER,
+        [*CUSTOM, *SAMPLER],
         ["reward.name=judge", "reward.kwargs.url=u", "reward.kwargs.model=m"],
         [*JUDGE, "reward.kwargs.low=-1"],
         [*JUDGE, "reward.judge.engine=hf"],
@@ -60,3 +65,38 @@ def test_what_does_not_go_together_is_said(overrides, words):
 )
 def test_what_goes_together_is_not(overrides):
     assert problems(*overrides) == []
+
+
+CLASSES = """
+class Rows:
+    def __init__(self, files, tokenizer, config): ...
+    def __len__(self): return 1024
+    def __getitem__(self, number): return {"prompt": "6 * 7"}
+
+class Short(Rows):
+    def __init__(self, files): ...
+
+class NoLength:
+    def __init__(self, files, tokenizer, config, **more): ...
+    __getitem__ = None
+
+def make(files, tokenizer, config): return Rows(files, tokenizer, config)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Rows", None),
+        ("make", None),
+        ("Row", "has no function 'Row'; it has Rows, Short"),
+        ("Short", "Short cannot be called with (files, tokenizer, config): too many positional arguments"),
+        ("NoLength", "NoLength has no __len__"),
+    ],
+)
+def test_a_custom_class_is_looked_at_and_its_files_are_not(fine, tmp_path, name, words):
+    (tmp_path / "rows.py").write_text(CLASSES)
+    custom = (f"data.custom_cls.path={tmp_path / 'rows.py'}", f"data.custom_cls.name={name}")
+    for files in ("[]", "['somewhere://else.csv']"):
+        found = check_config(fine(*custom, f"data.train_files={files}"))
+        assert [words in problem for problem in found] == ([] if words is None else [True]), found

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from meshrl.config.data import DataConfig
+from meshrl.config.data import CustomDatasetConfig, DataConfig
 from meshrl.data.encoding import encode_prompt
 from meshrl.data.prompts import PromptDataset, ground_truth, object_array, truncate
 
@@ -182,3 +182,43 @@ def test_errors_name_the_file_and_its_row(tmp_path, chat_tokenizer, processes):
         config = DataConfig(max_prompt_length=4, filter_overlong_prompts_workers=processes)
         with pytest.raises(ValueError, match=r"data file '.*b.jsonl', row 1: the prompt (has|must|cannot)"):
             PromptDataset(files, chat_tokenizer, config)
+
+
+ROWS = """
+class Sums:
+    def __init__(self, files, tokenizer, config):
+        self.numbers, self.key = [int(file) for file in files], config.prompt_key
+        self.pad = tokenizer.pad_token_id
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, at):
+        if at == 7:
+            raise KeyError("seven")
+        number = self.numbers[at]
+        if number < 0:
+            return {"input_ids": [1], "attention_mask": [1]}
+        return {self.key: f"{number}+1=", "data_source": "sums", "ground_truth": str(number + 1)}
+"""
+
+
+def test_rows_of_a_custom_class_are_those_of_a_file(dataset, tmp_path, tokenizer):
+    (tmp_path / "sums.py").write_text(ROWS)
+    custom = CustomDatasetConfig(str(tmp_path / "sums.py"), "Sums")
+    numbers = [3, 14, 15]
+    own = PromptDataset([str(n) for n in numbers], tokenizer, DataConfig(custom_cls=custom))
+    rows = [{"prompt": f"{n}+1=", "data_source": "sums", "ground_truth": str(n + 1)} for n in numbers]
+    ours, theirs = (data.batch(np.arange(3)) for data in (own, dataset(rows)))
+    assert own.rows == rows
+    assert torch.equal(ours.batch["input_ids"], theirs.batch["input_ids"])
+    for name in ("data_source", "ground_truth", "raw_prompt"):
+        assert ours.non_tensor_batch[name].tolist() == theirs.non_tensor_batch[name].tolist()
+    with pytest.raises(ValueError, match="prompt 0 has 4 tokens, more than"):
+        PromptDataset(["3"], tokenizer, DataConfig(custom_cls=custom, max_prompt_length=3))
+    with pytest.raises(ValueError, match=r"row 1 of Sums must be a mapping with 'prompt' .* it has input_ids, att"):
+        PromptDataset(["3", "-1"], tokenizer, DataConfig(custom_cls=custom))
+    with pytest.raises(ValueError, match=r"Sums has no rows for \[\]"):
+        PromptDataset([], tokenizer, DataConfig(custom_cls=custom))
+    with pytest.raises(RuntimeError, match="Sums failed: KeyError: 'seven'"):
+        PromptDataset(["3"] * 8, tokenizer, DataConfig(custom_cls=custom))

@@ -50,7 +50,30 @@ def test_cosine_decay():
     assert wanted[-1] == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_warm_up_stable_decay():
+    config = OptimConfig(
+        lr=2.0, lr_scheduler_type="wsd", lr_warmup_steps=2, lr_decay_steps_ratio=0.4, min_lr_ratio=0.25
+    )
+    stable, decay = [2.0] * 5, [2.0 * (1 - 0.75 * step / 4) for step in range(1, 5)]
+    assert rates(config, 10, 13) == pytest.approx([1.0, 2.0, *stable[:4], 2.0, *decay[:3], *[decay[3]] * 3])
+    assert decay[3] == 0.5
+
+
+def test_wsd_between_constant_and_linear():
+    def factors(**fields):
+        factor = lr_factor(OptimConfig(lr_warmup_steps=3, **fields), 12)
+        return [factor(step) for step in range(15)]
+
+    constant, linear = factors(), factors(lr_scheduler_type="linear")
+    assert factors(lr_scheduler_type="wsd", lr_decay_steps_ratio=1.0) == linear
+    late = factors(lr_scheduler_type="wsd", lr_decay_steps_ratio=0.25)
+    assert late[:10] == constant[:10]
+    assert late[12:] == linear[12:]
+    assert constant != late != linear
+    assert factors(lr_scheduler_type="wsd", lr_decay_steps_ratio=0.0)[:12] == constant[:12]
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine", "wsd"])
 @pytest.mark.parametrize("total", [0, 1, 3])
 def test_short_runs_and_long_warm_ups_stay_between_zero_and_one(kind, total):
     factor = lr_factor(OptimConfig(lr_scheduler_type=kind, lr_warmup_steps=5), total)

@@ -73,7 +73,7 @@ def test_ray_equals_local_to_the_bit(task, tmp_path):
 
 
 # kl_cov picks the tokens of the highest covariance; where many are equal, the last bit of a log-prob decides.
-LOSSES = ("gspo", "sapo", "gpg", "clip_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro")
+LOSSES = ("gspo", "sapo", "gpg", "clip_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro", "topr")
 SHORT = (*UNEVEN, "trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false")
 
 
@@ -97,6 +97,19 @@ def test_every_estimator_without_a_critic_trains(task, tmp_path, estimator):
     run = task.train(tmp_path / "run", *SHORT, hot, f"algorithm.adv_estimator={estimator}")
     assert run.metrics[-1]["actor/grad_norm"] > 0
     assert run.metrics[-1]["actor/skipped_steps"] == 0
+
+
+def test_m2po_leaves_out_what_is_furthest_from_the_rollout(task, tmp_path):
+    loss = "actor_rollout_ref.actor.policy_loss"
+    three = (f"{loss}.loss_mode=m2po", "algorithm.rollout_correction.bypass_mode=false")
+    one = task.train(tmp_path / "one", *SHORT, *three)
+    two = task.train(tmp_path / "two", *SHORT, *three, "trainer.n_gpus_per_node=2")
+    compare(one, two, 1e-5)
+    assert one.metrics[-1]["actor/grad_norm"] > 0
+    assert one.metrics[-1]["actor/rollout_masked_frac"] == 0
+    rounded = ("actor_rollout_ref.rollout.dtype=bfloat16", f"{loss}.m2_threshold=1e-7")
+    off = task.train(tmp_path / "off", *SHORT, *three, *rounded)
+    assert 0 < off.metrics[-1]["actor/rollout_masked_frac"] < 1
 
 
 def test_kl_cov_trains_on_the_tokens_it_picks(task, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "meshrl"
 # From the lowest floor to the highest. A room may import its own floor's rooms and those below.
 FLOORS = [
-    {"config", "recipes", "imports", "threads"},
+    {"config", "recipes", "imports", "registry", "threads"},
     {"data", "algorithms", "balance"},
     {"models", "telemetry"},
     {"parallel"},
