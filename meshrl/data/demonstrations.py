@@ -13,17 +13,21 @@ from meshrl.data.encoding import encode_prompt, is_chat, render_chat
 from meshrl.data.files import Row, read_rows
 from meshrl.data.prompts import truncate
 from meshrl.data.proto import DataProto
+from meshrl.data.sampling import chosen_rows
 
 
 class DemonstrationDataset:
     """Prompt and response (or whole conversations) as token ids; only responses and assistant turns are learned."""
 
-    def __init__(self, files: Sequence[str], tokenizer: Tokenizer, config: SFTDataConfig):
+    def __init__(self, files: Sequence[str], tokenizer: Tokenizer, config: SFTDataConfig, max_samples: int = -1):
+        """`max_samples` are taken of the rows (-1: all)."""
         self.tokenizer, self.config = tokenizer, config
         wanted = (config.messages_key,) if config.messages_key else (config.prompt_key, config.response_key)
         self.truncated = 0
         self.sequences: list[tuple[np.ndarray, np.ndarray]] = []
-        for number, row in enumerate(read_rows(files, required=wanted)):
+        rows = read_rows(files, required=wanted)
+        for number in chosen_rows(len(rows), max_samples, config.shuffle, config.seed or 0):
+            row = rows[number]
             ids, learn = self._fit(*self._encode(row, number), number)
             if not learn[1:].any():
                 longer = "raise data.max_length, set data.truncation=left to keep the row's end, or "

@@ -14,6 +14,7 @@ from meshrl.data.encoding import encode_prompts
 from meshrl.data.encoding_pool import OnProgress, encode_in_processes
 from meshrl.data.files import Row, read_rows
 from meshrl.data.proto import DataProto
+from meshrl.data.sampling import chosen_rows
 
 # How many prompts are tokenized together.
 AT_ONCE = 256
@@ -31,10 +32,11 @@ class PromptDataset:
         config: DataConfig,
         tools: list[dict[str, Any]] | None = None,
         on_progress: OnProgress | None = None,
+        max_samples: int = -1,
     ):
         """`tools` are the schemas of tools that the chat template tells the model about.
 
-        `on_progress` hears how many of how many prompts are tokenized.
+        `on_progress` hears how many of how many prompts are tokenized; `max_samples` are taken of the rows (-1: all).
         """
         self.tokenizer, self.config = tokenizer, config
         self.dropped = self.truncated = 0
@@ -43,6 +45,8 @@ class PromptDataset:
         sources = [read_rows([file], required=(config.prompt_key,)) for file in files]
         rows = [row for source in sources for row in source]
         source_of = np.repeat(np.arange(len(sources)), [len(source) for source in sources])
+        chosen = chosen_rows(len(rows), max_samples, config.shuffle, config.seed or 0)
+        rows, source_of = [rows[number] for number in chosen], source_of[chosen]
         kept = []
         for number, ids in enumerate(self._encoded(rows, tools, on_progress)):
             fitting = fit_prompt(ids, number, config)
