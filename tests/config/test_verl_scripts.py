@@ -268,6 +268,7 @@ def test_what_is_so_anyway_changes_nothing(override: str) -> None:
         (["data.apply_chat_template_kwargs.enable_thinking=False"], ["chat template"]),
         ([f"{ROLLOUT}.multi_turn.interaction_config_path=x.yaml"], [f"set {ROLLOUT}.multi_turn.environment"]),
         (["data.train_max_samples=0"], ["-1 takes all"]),
+        (["data.train_max_samples=2048", "data.streaming=true"], ["does not go with data.streaming=true"]),
         (["data.train_max_samples=100"], ["fewer than one batch of 1024"]),
     ],
 )  # fmt: skip
@@ -341,3 +342,10 @@ def test_a_coefficient_of_a_kl_that_is_off_may_be_zero_only() -> None:
                        "algorithm.kl_ctrl.kl_coef=0", f"{ACTOR}.kl_loss_coef=0") == []  # fmt: skip
     for key in ("algorithm.kl_ctrl.kl_coef", f"{ACTOR}.kl_loss_coef"):
         assert any(key in problem for problem in problems_of(f"{key}=0.5"))
+
+
+def test_routes_cannot_be_replayed() -> None:
+    key = f"{MEGATRON}.override_transformer_config.moe_enable_routing_replay"
+    refused = [line for line in problems_of(*PPO_MEGATRON, f"+{key}=true") if key in line]
+    assert len(refused) == 1
+    assert "no routes are recorded" in refused[0]

@@ -148,3 +148,12 @@ def test_missing_columns_and_templates_are_named(dataset):
         dataset([{"talk": CONVERSATION}], messages_key="talk")
     with pytest.raises(ValueError, match="prompt 0 has no tokens"):
         dataset([pair("", "2")])
+
+
+def test_only_so_many_samples_are_taken(tmp_path, tokenizer):
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps(pair(str(number), "1")) + "\n" for number in range(9)))
+    data = DemonstrationDataset([str(file)], tokenizer, SFTDataConfig(shuffle=False), 3)
+    assert [tokenizer.decode(ids[0]) for ids, _ in data.sequences] == ["0", "1", "2"]
+    assert len(DemonstrationDataset([str(file)], tokenizer, SFTDataConfig(), 4)) == 4
+    assert len(DemonstrationDataset([str(file)], tokenizer, SFTDataConfig())) == 9

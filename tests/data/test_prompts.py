@@ -167,3 +167,20 @@ def test_object_arrays_are_one_dimensional(values):
 )
 def test_ground_truth(row, wanted):
     assert ground_truth(row) == wanted
+
+
+def test_only_so_many_samples_are_taken_of_all_files(tmp_path, tokenizer):
+    files = []
+    for name, texts in (("a", "012"), ("b", "3456789")):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+        files.append(str(tmp_path / f"{name}.jsonl"))
+
+    def taken(max_samples, **settings):
+        data = PromptDataset(files, tokenizer, DataConfig(**settings), max_samples=max_samples)
+        return "".join(row["prompt"] for row in data.rows), data.source_of_row.tolist()
+
+    assert taken(5, shuffle=False) == ("01234", [0, 0, 0, 1, 1])
+    assert taken(-1)[0] == taken(99)[0] == "0123456789"
+    drawn = {seed: taken(5, seed=seed)[0] for seed in range(6)}
+    assert all(len(set(texts)) == 5 and sorted(texts) == list(texts) for texts in drawn.values())
+    assert len(set(drawn.values())) > 1
