@@ -257,6 +257,8 @@ def _expanded(value: Any) -> Any:
 def _apply(tree: DictConfig, root: type, setting: Setting, written: str, sources: dict[str, str]) -> str | None:
     """Set one value; returns what is wrong with it, if anything."""
     leaf = _leaf_of(setting.name, root)
+    if setting.value is None and setting.name in sections(root):
+        return None  # a heading with nothing under it
     if leaf is None:
         return _unknown(setting.name, written, root)
     if setting.name != leaf.name and leaf.base_type is not dict:

@@ -223,6 +223,7 @@ def value_after(name: str, *overrides: str) -> object:
         ("trainer.resume_from_path=False", "trainer.resume_from_path", None),
         (f"{ACTOR}.profiler.all_ranks=True", "global_profiler.ranks", []),
         ("global_profiler.steps=null", "global_profiler.steps", []),
+        (f"{REF}.model=null", f"{REF}.model.path", None),
         (f"{ACTOR}.checkpoint.contents=['model']", f"{ACTOR}.checkpoint.save_contents", ["model"]),
         (f"{MEGATRON}.override_ddp_config={{overlap_param_gather: true}}", f"{MEGATRON}.overlap_param_gather", True),
     ],
