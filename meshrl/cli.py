@@ -428,8 +428,11 @@ def _load(words: Sequence[str], sft: bool) -> "Loaded[Any]":
 def _ready(loaded: "Loaded[PPOConfig] | Loaded[SFTConfig]", arguments: argparse.Namespace) -> bool:
     """Check the config; on a dry run show what would run, and return False."""
     from meshrl.config import check_config, ensure_runnable
+    from meshrl.config.checks import check_notes
     from meshrl.config.show import summary_lines
 
+    for note in check_notes(loaded.config, loaded.sources):
+        _complain(f"note: {note}")
     if not arguments.dry_run:
         if arguments.skip_files:
             from meshrl.config.errors import ConfigError

@@ -129,7 +129,10 @@ def idle_key_problems(config: PPOConfig) -> list[str]:
     if loss in POLICY_LOSSES and config.actor_rollout_ref.actor.policy_loss.loss_kwargs:
         problems.append(f"{ACTOR}.policy_loss.loss_kwargs is for a loss of your own, not for {loss}")
     if not config.actor_rollout_ref.actor.use_kl_loss:
-        idle = [key for key in (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type") if key in changed]
+        names = ["kl_loss_type"]
+        if config.actor_rollout_ref.actor.kl_loss_coef != 0:  # 0 says the same
+            names.insert(0, "kl_loss_coef")
+        idle = [key for name in names if (key := f"{ACTOR}.{name}") in changed]
         problems += [f"{key} has no effect without {ACTOR}.use_kl_loss=true" for key in idle]
     return problems
 

@@ -30,7 +30,7 @@ def checkpoint_problems(config: PPOConfig | SFTConfig) -> list[str]:
         problems.append(f"a checkpoint is kept whole, actor and critic together: {told} must be the same")
     roles = ["checkpoint"] if isinstance(config, SFTConfig) else _roles(config)
     if trainer.save_freq < 0:
-        idle = [*keep, *(["trainer.remote_dir"] if trainer.remote_dir and trainer.resume_mode != "auto" else [])]
+        idle = ["trainer.remote_dir"] if trainer.remote_dir and trainer.resume_mode != "auto" else []
         for role in roles:
             idle += [name for key in ("save_contents", "async_save") for name in changed_keys(config, f"{role}.{key}")]
         return problems + [f"{name} has no effect without trainer.save_freq" for name in idle]
@@ -39,6 +39,12 @@ def checkpoint_problems(config: PPOConfig | SFTConfig) -> list[str]:
         if "model" not in contents:
             problems.append(f"{role}.save_contents={contents} must hold model: nothing could go on from it")
     return problems
+
+
+def checkpoint_notes(config: PPOConfig | SFTConfig) -> list[str]:
+    """How many checkpoints to keep, where none is written."""
+    keep = _keys_of_keep(config.trainer) if config.trainer.save_freq < 0 else {}
+    return [f"{name} is for checkpoints, and trainer.save_freq=-1 writes none" for name in keep]
 
 
 def _no_checkpoint_problem(path: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,15 @@ from meshrl.config.algorithm_checks import (
     threshold_problems,
 )
 from meshrl.config.asynchronous import async_problems
-from meshrl.config.checkpoint_checks import checkpoint_problems
+from meshrl.config.checkpoint_checks import checkpoint_notes, checkpoint_problems
 from meshrl.config.correction import RATIO_LOSSES
 from meshrl.config.critic import uses_critic
-from meshrl.config.data_checks import custom_class_problems, data_problems, sampler_file_problems
+from meshrl.config.data_checks import (
+    custom_class_problems,
+    data_problems,
+    sample_problems,
+    sampler_file_problems,
+)
 from meshrl.config.data_files import data_file_problems
 from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError
@@ -40,13 +46,13 @@ from meshrl.config.optim import OptimConfig
 from meshrl.config.own_code import external_lib_problems, own_function_problems
 from meshrl.config.packages import package_problems
 from meshrl.config.reward import reward_file_problems, reward_problems
-from meshrl.config.rollout import READERS
+from meshrl.config.rollout import READERS, UNNEEDED
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.config.split_rollout import split_file_problems, split_problems
 from meshrl.config.telemetry_checks import profiler_problems, timeline_problems
 from meshrl.config.trainer import RunConfig
-from meshrl.config.tree import changed_keys, fill_followers, get_value
+from meshrl.config.tree import changed_keys, counted_as_changed, fill_followers, get_value
 from meshrl.config.units import batch_problems
 from meshrl.config.values import unsupported, value_problems
 
@@ -83,6 +89,26 @@ def check_config(config: PPOConfig | SFTConfig, check_files: bool = True) -> lis
     if problems:
         return problems  # the checks below count on numbers in their ranges
     return _check_sft(config, check_files) if isinstance(config, SFTConfig) else _check_ppo(config, check_files)
+
+
+def check_notes(config: PPOConfig | SFTConfig, sources: Mapping[str, str]) -> list[str]:
+    """Keys that were written and do nothing here, but could do no harm either: a line each."""
+    notes = checkpoint_notes(config)
+    if config.trainer.backend != "ray":
+        notes += [f"{name} is for trainer.backend=ray: no Ray is started" for name in changed_keys(config, "ray_init.")]
+    if isinstance(config, PPOConfig):
+        rollout = config.actor_rollout_ref.rollout
+        notes += [
+            f"{name} is not needed with {ROLLOUT}.name={rollout.name}: {why}"
+            for key, why in UNNEEDED.get(rollout.name, {}).items()
+            for name in changed_keys(config, f"{ROLLOUT}.{key}")
+        ]
+    # A default that somebody wrote is what happens anyway; said of a key that nothing reads, it is worth a word.
+    written = {name for name, source in sources.items() if source != "default" and not source.startswith("follows ")}
+    known = check_config(config, check_files=False)
+    with counted_as_changed(written):
+        more = check_config(config, check_files=False)
+    return [*notes, *(line for line in more if line not in known)]
 
 
 def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
@@ -240,6 +266,7 @@ def _check_sft(config: SFTConfig, check_files: bool) -> list[str]:
     problems = [
         *engine_problems(engine, "engine", config.trainer.world_size),
         *batch_problems(config),
+        *sample_problems(config),
         *_optim_problems(config.optim, "optim"),
         *_run_problems(config.trainer),
         *checkpoint_problems(config),
@@ -349,7 +376,7 @@ def _reader_problems(config: PPOConfig) -> list[str]:
     return of_judge + [
         f"{changed} is only read by {ROLLOUT}.name={' or '.join(engines)}, but it is {name}"
         for key, engines in READERS.items()
-        if name not in engines
+        if name not in engines and key not in UNNEEDED.get(name, {})
         for changed in changed_keys(config, f"{ROLLOUT}.{key}")
     ]
 
@@ -402,7 +429,8 @@ def _algorithm_problems(config: PPOConfig) -> list[str]:
         problems += [f"{name} has no effect with {asked[-1]}, which weighs by the plain ratio" for name in idle]
     if not algorithm.use_kl_in_reward:
         idle = [*changed_keys(config, "algorithm.kl_ctrl."), *changed_keys(config, "algorithm.kl_penalty")]
-        problems += [f"{name} has no effect with algorithm.use_kl_in_reward=false" for name in idle]
+        off = "algorithm.kl_ctrl.kl_coef" if algorithm.kl_ctrl.kl_coef == 0 else None  # 0 says the same
+        problems += [f"{name} has no effect with algorithm.use_kl_in_reward=false" for name in idle if name != off]
     if asked and (correction.bypass_mode or not rollout.calculate_log_probs):
         problems.append(
             f"{asked[0]} compares the trainer's log-probs with the rollout's: rollout_correction.bypass_mode must be "
@@ -531,8 +559,6 @@ def _idle_problems(config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: 
         ]
     if config.trainer.backend == "ray" and importlib.util.find_spec("ray") is None:
         problems.append("trainer.backend=ray needs Ray: pip install 'meshrl[ray]'")
-    if config.trainer.backend != "ray":
-        problems += [f"{name} has no effect with trainer.backend=local" for name in changed_keys(config, "ray_init.")]
     return problems
 
 

@@ -25,6 +25,10 @@ class DataConfig:
     train_weights: list[float] = key(
         [], "Share of each training file in the prompts; empty: each prompt comes once an epoch.", low=0
     )
+    train_max_samples: int = key(
+        -1, "Train on so many rows: drawn by the seed with shuffle, else the first; -1: all.", low=-1
+    )
+    val_max_samples: int = key(-1, "Validate on so many rows, chosen in the same way; -1: all.", low=-1)
     streaming: bool = key(False, "Read and tokenize training prompts as they are needed, not all at the start.")
     shuffle_buffer: int = key(10000, "Rows that streaming draws from to shuffle.", low=1)
     val_files: list[str] = key([], "Validation prompts, in the same formats; without them there is no validation.")
@@ -44,11 +48,5 @@ class DataConfig:
     sampler: SamplerConfig = section(SamplerConfig, "An order of the training prompts of your own.")
     truncation: str = key(
         "error", "What to do with a prompt over max_prompt_length; left keeps its end.", choices=TRUNCATIONS
-    )
-    dataloader_num_workers: int = key(
-        0,
-        "Processes that read data beside the controller.",
-        low=0,
-        pending="the controller reads the data itself; leave it at 0",
     )
     custom_cls: CustomDatasetConfig = section(CustomDatasetConfig, "Rows from a class of your own.")

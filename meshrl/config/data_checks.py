@@ -1,7 +1,9 @@
 """What must hold between the ways of reading and ordering the training data."""
 
+from meshrl.config.data_files import prompts_of_a_batch
 from meshrl.config.functions import load_function, positional_problem
 from meshrl.config.root import PPOConfig
+from meshrl.config.sft import SFTConfig
 from meshrl.config.tree import changed_keys
 
 
@@ -12,7 +14,21 @@ def data_problems(config: PPOConfig) -> list[str]:
         *_streaming_problems(config),
         *_sampler_problems(config),
         *_custom_problems(config),
+        *sample_problems(config),
     ]
+
+
+def sample_problems(config: PPOConfig | SFTConfig) -> list[str]:
+    """How many rows are taken of the files."""
+    data, batch = config.data, prompts_of_a_batch(config)
+    problems = [
+        f"data.{name}=0 leaves no row; -1 takes all"
+        for name in ("train_max_samples", "val_max_samples")
+        if getattr(data, name) == 0
+    ]
+    if 0 < data.train_max_samples < batch:
+        problems.append(f"data.train_max_samples ({data.train_max_samples}) is fewer than one batch of {batch}")
+    return problems
 
 
 def _weight_problems(config: PPOConfig) -> list[str]:
@@ -34,6 +50,8 @@ def _streaming_problems(config: PPOConfig) -> list[str]:
     filters = config.algorithm.filter_groups
     if filters.enable and filters.max_num_gen_batches == 0:
         problems.append("data.streaming=true has no epoch to bound: set algorithm.filter_groups.max_num_gen_batches")
+    if config.data.train_max_samples >= 0:
+        problems.append("data.train_max_samples does not go with data.streaming=true, which has no end: leave it at -1")
     if config.data.filter_overlong_prompts_workers > 1:
         problems.append("data.filter_overlong_prompts_workers has no effect with data.streaming=true")
     return problems

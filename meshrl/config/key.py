@@ -1,6 +1,5 @@
 """How a config key is declared: its default, its one-line documentation, and what it may be set to."""
 
-from collections.abc import Mapping
 from dataclasses import Field, dataclass, field
 from typing import Any
 
@@ -14,8 +13,7 @@ class KeyInfo:
     """What is known of a key besides its type and default."""
 
     doc: str
-    # A string: the key may keep its default only. A mapping: these values are refused, wherever they come from.
-    pending: str | Mapping[Any, str] | None = None
+    pending: str | None = None  # why the key may keep its default only
     choices: tuple[Any, ...] = ()
     low: float | None = None
     high: float | None = None
@@ -27,7 +25,7 @@ def key(
     default: Any,
     doc: str,
     *,
-    pending: str | Mapping[Any, str] | None = None,
+    pending: str | None = None,
     choices: tuple[Any, ...] = (),
     low: float | None = None,
     high: float | None = None,

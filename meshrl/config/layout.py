@@ -128,15 +128,14 @@ def _overlap_problems(megatron: MegatronConfig, prefix: str) -> list[str]:
 
 
 def rollout_problems(rollout: RolloutConfig, prefix: str, world_size: int, is_apart: bool = False) -> list[str]:
-    """Whether rollouts of tp (or ep) * dp ranks fill the processes: those of the trainer, or `is_apart` their own."""
-    tp, ep, dp = rollout.tensor_model_parallel_size, rollout.expert_parallel_size, rollout.data_parallel_size
-    names = f"{prefix}.{'tensor_model' if tp >= ep else 'expert'}_parallel_size * data_parallel_size"
-    sizes = f"{max(tp, ep)} * {dp} = {rollout.replica_size}"
+    """Whether rollouts of tp (or ep) ranks fill the processes: those of the trainer, or `is_apart` their own."""
+    tp, ep = rollout.tensor_model_parallel_size, rollout.expert_parallel_size
+    name = f"{prefix}.{'tensor_model' if tp >= ep else 'expert'}_parallel_size"
     own = rollout.nnodes * rollout.n_gpus_per_node
     if is_apart and own % rollout.replica_size:
-        return [f"{prefix}.nnodes * n_gpus_per_node ({own}) must be divisible by {names} ({sizes})"]
+        return [f"{prefix}.nnodes * n_gpus_per_node ({own}) must be divisible by {name} ({rollout.replica_size})"]
     if not is_apart and world_size % rollout.replica_size:
-        return [_indivisible(world_size, names, sizes)]
+        return [_indivisible(world_size, name, rollout.replica_size)]
     return []
 
 

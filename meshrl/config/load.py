@@ -13,12 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from meshrl.config import quick_yaml
-from meshrl.config.aliases import RETIRED, canonical, nearest
+from meshrl.config.aliases import ACTOR, Reading, canonical, has_alias, nearest, read_setting
 from meshrl.config.errors import ConfigError
+from meshrl.config.layout import dp_size
 from meshrl.config.recipe import Recipe, read_recipes
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
-from meshrl.config.tree import Leaf, fill_followers, leaves, sections, type_name
+from meshrl.config.tree import Leaf, fill_followers, get_value, leaves, sections, set_value, type_name
 from meshrl.config.values import value_problems
 
 COMMAND_LINE = "command line"
@@ -43,6 +44,10 @@ class Setting:
     source: str
 
 
+# What can be judged only when all keys are known: it counts over ranks, or must say what another key says.
+Waiting = tuple[Setting, Reading]
+
+
 def load_config(
     recipe: str | Path | None = None,
     overrides: Sequence[str] = (),
@@ -62,16 +67,31 @@ def load_config(
 
     tree = _defaults(root)
     sources = dict.fromkeys(leaves(root), "default")
+    waiting: list[Waiting] = []
     for setting in settings:
-        name = canonical(setting.name)
-        if name != setting.name:
-            notes.append(f"{setting.name} is read as {name} ({setting.source})")
-        problem = _apply(tree, root, Setting(name, setting.value, setting.source), setting.name, sources)
+        reading = read_setting(setting.name, setting.value)
+        problem = reading.problem
+        if reading.note:
+            notes.append(reading.note)
+        if reading.name is not None and (reading.agrees or reading.over_ranks):
+            waiting.append((setting, reading))
+        elif reading.name is not None:
+            notes += _read_as(setting, reading)
+            problem = _apply(tree, root, Setting(reading.name, reading.value, setting.source), setting.name, sources)
         if problem:
             problems.append(f"{problem} ({setting.source})")
     if problems:
         raise ConfigError(_of_the_other_command(recipe, settings, root) or problems)
-    return Loaded(*_to_object(tree, sources), notes)
+    return Loaded(*_to_object(tree, sources, waiting, notes), list(dict.fromkeys(notes)))
+
+
+def _read_as(setting: Setting, reading: Reading) -> list[str]:
+    """A note where a key or its value has another word here."""
+    if setting.value is None:
+        return []  # it sets nothing
+    if reading.value != setting.value:
+        return [f"{setting.name}={setting.value} is read as {reading.name}={reading.value} ({setting.source})"]
+    return [f"{setting.name} is read as {reading.name} ({setting.source})"] if reading.name != setting.name else []
 
 
 def _settings_of(file: Recipe, root: type) -> Iterator[Setting]:
@@ -106,18 +126,91 @@ def _pickled_defaults(root: type) -> bytes:
     return pickle.dumps(OmegaConf.structured(root))
 
 
-def _to_object(tree: DictConfig, sources: dict[str, str]) -> tuple[Any, dict[str, str]]:
+def _to_object(
+    tree: DictConfig, sources: dict[str, str], waiting: Sequence[Waiting], notes: list[str]
+) -> tuple[Any, dict[str, str]]:
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         where = f" ({sources[error.full_key]})" if error.full_key in sources else ""
         raise ConfigError([f"{error.full_key}: {_first_line(error)}{where}"]) from error
-    problems = [f"{problem} ({sources[name]})" for name, problem in value_problems(config)]
+    problems = _divide_over_ranks(config, sources, waiting, notes)
+    problems += [f"{problem} ({sources[name]})" for name, problem in value_problems(config)]
     if problems:
         raise ConfigError(problems)
     for name in fill_followers(config):
         sources[name] = f"follows {leaves(type(config))[name].info.follows}"
+    if problems := _disagreements(config, waiting):
+        raise ConfigError(problems)
     return config, sources
+
+
+def _divide_over_ranks(config: Any, sources: dict[str, str], waiting: Sequence[Waiting], notes: list[str]) -> list[str]:
+    """Sets keys of one rank from sizes that count over all; returns what does not divide."""
+    problems = []
+    for setting, reading in waiting:
+        if not reading.over_ranks:
+            continue
+        assert reading.name is not None
+        if problem := _unknown_here(reading.name, setting, type(config)):
+            problems.append(problem)
+            continue
+        role = reading.name.partition(".")[0]
+        ranks = max(
+            1, dp_size(get_value(config, ACTOR if role == "actor_rollout_ref" else role), config.trainer.world_size)
+        )
+        if not isinstance(reading.value, int) or reading.value % ranks:
+            problems.append(
+                f"{setting.name}={reading.value} counts over all data-parallel ranks and must be divisible by them "
+                f"({ranks}); or set {reading.name} ({setting.source})"
+            )
+            continue
+        set_value(config, reading.name, reading.value // ranks)
+        sources[reading.name] = setting.source
+        notes.append(
+            f"{setting.name}={reading.value} counts over all {ranks} data-parallel ranks: it is read as "
+            f"{reading.name}={reading.value // ranks} ({setting.source})"
+        )
+    return problems
+
+
+def _disagreements(config: Any, waiting: Sequence[Waiting]) -> list[str]:
+    """Keys that may only repeat what another key says, and say something else."""
+    problems = []
+    for setting, reading in waiting:
+        if not reading.agrees:
+            continue
+        assert reading.name is not None
+        if problem := _unknown_here(reading.name, setting, type(config)):
+            problems.append(problem)
+            continue
+        value, said = _value_at(config, reading.name), reading.value
+        said = [said] if isinstance(value, list) and not isinstance(said, list) else said
+        if DTYPE_NAMES.get(str(value), value) != DTYPE_NAMES.get(str(said), said):
+            problems.append(
+                f"{setting.name}={setting.value} must say what {reading.name} says ({value}): they are one setting "
+                f"here ({setting.source})"
+            )
+    return problems
+
+
+DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+def _value_at(config: Any, name: str) -> Any:
+    """The value of a key, or of one below a dict-valued key."""
+    leaf = _leaf_of(name, type(config))
+    assert leaf is not None
+    value = get_value(config, leaf.name)
+    for part in name[len(leaf.name) + 1 :].split(".") if name != leaf.name else ():
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _unknown_here(name: str, setting: Setting, root: type) -> str | None:
+    leaf = _leaf_of(name, root)
+    known = leaf is not None and (name == leaf.name or leaf.base_type is dict)
+    return None if known else f"{_unknown(name, setting.name, root)} ({setting.source})"
 
 
 def _flatten(values: dict[str, Any], prefix: str, root: type) -> Iterator[tuple[str, Any]]:
@@ -127,6 +220,10 @@ def _flatten(values: dict[str, Any], prefix: str, root: type) -> Iterator[tuple[
         known = leaves(root).get(canonical(name))
         if isinstance(value, dict) and known is None:
             yield from _flatten(value, f"{name}.", root)
+        elif isinstance(value, dict) and (own := [part for part in value if has_alias(f"{name}.{part}")]):
+            yield from ((f"{name}.{part}", value[part]) for part in own)
+            if rest := {part: item for part, item in value.items() if part not in own}:
+                yield name, rest
         elif value is None and canonical(name) in sections(root):
             continue  # a heading with nothing under it
         else:
@@ -151,8 +248,10 @@ def _parse_override(text: str, root: type) -> list[Setting]:
         hint = "close its brackets, and quote the whole for the shell"
         raise ConfigError([f"cannot read the value of {text!r}: {problem}; {hint}"]) from error
     assert isinstance(parsed, dict)
-    if isinstance(parsed["value"], dict) and canonical(name) in sections(root):
-        return [Setting(key, v, COMMAND_LINE) for key, v in _flatten(parsed["value"], f"{name}.", root)]
+    if isinstance(parsed["value"], dict) and parsed["value"] and (canonical(name) in sections(root) or has_alias(name)):
+        *above, last = name.split(".")
+        prefix = ".".join([*above, ""])
+        return [Setting(key, value, COMMAND_LINE) for key, value in _flatten({last: parsed["value"]}, prefix, root)]
     return [Setting(name, parsed["value"], COMMAND_LINE)]
 
 
@@ -171,6 +270,8 @@ def _expanded(value: Any) -> Any:
 def _apply(tree: DictConfig, root: type, setting: Setting, written: str, sources: dict[str, str]) -> str | None:
     """Set one value; returns what is wrong with it, if anything."""
     leaf = _leaf_of(setting.name, root)
+    if setting.value is None and setting.name in sections(root):
+        return None  # a heading with nothing under it
     if leaf is None:
         return _unknown(setting.name, written, root)
     if setting.name != leaf.name and leaf.base_type is not dict:
@@ -205,8 +306,6 @@ def _leaf_of(name: str, root: type) -> Leaf | None:
 def _unknown(name: str, written: str, root: type) -> str:
     if name in sections(root):
         return f"{written} is a section: set the keys below it"
-    if name in RETIRED:
-        return f"unknown key {written}: {RETIRED[name]}"
     suggestion = nearest(name, [*leaves(root), *sections(root)])
     return f"unknown key {written}" + (f": did you mean {suggestion}?" if suggestion else "")
 

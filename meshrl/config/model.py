@@ -19,9 +19,6 @@ class ModelConfig:
     enable_gradient_checkpointing: bool = key(True, "Recompute activations in backward to save memory.")
     enable_activation_offload: bool = key(False, "Move activations to host memory until their backward.")
     use_remove_padding: bool = key(True, "Pack sequences without padding; false: padded, by the model's own attention.")
-    use_fused_kernels: bool = key(
-        False, "Fused log-prob kernels.", pending="the engine always uses its own log-prob kernels; leave it false"
-    )
     use_liger: bool = key(
         False, "Liger kernels.", pending="Liger kernels; use_torch_compile fuses a layer's operations instead"
     )

@@ -1,7 +1,6 @@
 """`python -m meshrl.config.reference [FILE]`: writes the table of all keys to docs/config_reference.md."""
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from meshrl.config.root import PPOConfig
@@ -14,8 +13,7 @@ DOCS_FILE = Path(__file__).parents[2] / "docs" / "config_reference.md"
 HEAD = """# Config reference
 
 Written by `python -m meshrl.config.reference`; don't edit it by hand. How recipes, overrides and checks work is in
-[config.md](config.md). A key marked *not yet* keeps its default: setting it, or choosing the named value, is refused
-before anything starts.
+[config.md](config.md). A key marked *not yet* keeps its default: setting it is refused before anything starts.
 """
 
 
@@ -56,9 +54,7 @@ def _meaning(leaf: Leaf) -> str:
     if leaf.info.choices:
         text += " Choices: " + ", ".join(f"`{choice}`" for choice in leaf.info.choices)
         text += ", or your own." if leaf.info.registry else "."
-    if isinstance(leaf.pending, Mapping):
-        text += " *Not yet:* " + ", ".join(f"`{value}`" for value in leaf.pending) + "."
-    elif leaf.pending:
+    if leaf.pending:
         text += f" *Not yet:* {leaf.pending}."
     return text.replace("|", "\\|")
 

@@ -112,7 +112,7 @@ def reward_problems(
     problems += option_problems(reward)
     problems += judge_problems(reward, manager)
     buffer = manager.overlong_buffer
-    if manager.name != "dapo" and buffer != OverlongBufferConfig():
+    if manager.name != "dapo" and buffer.enable and buffer != OverlongBufferConfig():
         problems.append(
             f"reward_manager.overlong_buffer has no effect with reward_manager.name={manager.name}: use dapo"
         )

@@ -8,7 +8,6 @@ from meshrl.config.key import key, section
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUTS = ("embedded", "vllm", "sglang", "hf")
-SPLIT = "the ranks that tensor_model_parallel_size leaves are rollouts of their own already; leave it at 1"
 # Who reads a key that not every rollout reads.
 READERS = {
     "gpu_memory_utilization": ("embedded", "vllm", "sglang"),
@@ -23,6 +22,12 @@ READERS = {
     "max_num_batched_tokens": ("embedded", "vllm", "sglang"),
     "engine_kwargs.vllm": ("vllm",),
     "engine_kwargs.sglang": ("sglang",),
+}
+# What some of them do without being told: what else was asked for there would change nothing.
+FROM_TRAINER = "the trainer's weights are its first ones"
+UNNEEDED = {
+    "embedded": {"load_format": FROM_TRAINER},
+    "hf": {"load_format": FROM_TRAINER, "enforce_eager": "it has no CUDA graphs"},
 }
 TOOL_FORMATS = ("hermes", "qwen", "llama3_json", "mistral", "deepseek", "qwen3_coder", "glm", "code")
 
@@ -79,12 +84,6 @@ class RolloutConfig:
         None,
         "The engine as a server beside each rank (true) or inside its process (false); null: only SGLang is a server.",
     )
-    mode: str = key(
-        "sync",
-        "Generate between updates, or beside them.",
-        choices=("sync", "async"),
-        pending={"async": "turns and servers work without it; to generate beside updates see async_training"},
-    )
     nnodes: int = key(0, "Machines of the rollout's own, with actor_rollout_ref.hybrid_engine=false.", low=0)
     n_gpus_per_node: int = key(0, "Rollout processes on each of them.", low=0)
     n: int = key(1, "Responses per prompt; group-based estimators need at least 2.", low=1)
@@ -116,7 +115,6 @@ class RolloutConfig:
         "Neighbouring ranks that are one rollout and hold some experts each (embedded; vllm: as many as cut it).",
         low=1,
     )
-    data_parallel_size: int = key(1, "Data-parallel ranks of one rollout.", low=1, pending=SPLIT)
     gpu_memory_utilization: float = key(0.5, "Share of the GPU's memory a rollout takes.", low=0, high=1)
     max_model_len: int | None = key(None, "Longest prompt plus response.", low=1)
     enforce_eager: bool = key(False, "No CUDA graphs.")
@@ -124,11 +122,6 @@ class RolloutConfig:
     enable_chunked_prefill: bool = key(True, "Split long prompts over engine steps.")
     enable_prefix_caching: bool = key(True, "Share the KV cache of equal prefixes.")
     load_format: str = key("dummy", "How the rollout gets its first weights.")
-    layered_summon: bool = key(
-        False,
-        "Gather the weights layer by layer.",
-        pending="it is the only way there is: parts are planned, streams gather one layer at a time; leave it false",
-    )
     update_weights_bucket_megabytes: int = key(512, "Size of a weight-sync bucket.", low=1)
     update_weights_verify: bool = key(True, "Compare sums of all weights on both sides after every sync.")
     update_weights_delta: bool = key(
@@ -146,4 +139,4 @@ class RolloutConfig:
     @property
     def replica_size(self) -> int:
         """Ranks that are one rollout: with spread experts the same ones that matrices are cut over, if they are."""
-        return max(self.tensor_model_parallel_size, self.expert_parallel_size) * self.data_parallel_size
+        return max(self.tensor_model_parallel_size, self.expert_parallel_size)

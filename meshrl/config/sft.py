@@ -15,6 +15,10 @@ from meshrl.config.trainer import RayInitConfig, RunConfig
 class SFTDataConfig:
     train_files: list[str] = key([], "Demonstrations: parquet or jsonl files, or folders of saved HF datasets.")
     val_files: list[str] = key([], "Held-out demonstrations; without them there is no validation.")
+    train_max_samples: int = key(
+        -1, "Train on so many rows: drawn by the seed with shuffle, else the first; -1: all.", low=-1
+    )
+    val_max_samples: int = key(-1, "Validate on so many rows, chosen in the same way; -1: all.", low=-1)
     prompt_key: str = key("prompt", "Column with the prompt.")
     response_key: str = key("response", "Column with the response to learn.")
     messages_key: str | None = key(None, "Column with whole conversations, instead of prompt and response.")

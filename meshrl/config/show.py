@@ -106,7 +106,7 @@ def summary_lines(config: PPOConfig | SFTConfig) -> list[str]:
         first,
         *layout_lines("actor", actor, trainer.world_size),
         f"rollout: {rollout.name}, {count(rollout_ranks // ranks, 'replica')} of {count(ranks, 'rank')} "
-        f"(tp {rollout.tensor_model_parallel_size} * dp {rollout.data_parallel_size}{f', ep {spread}' * (spread > 1)})",
+        f"(tp {rollout.tensor_model_parallel_size}{f', ep {spread}' * (spread > 1)})",
         *BatchUnits.from_config(config).lines(),
         f"run folder: {trainer.run_dir}",
     ]

@@ -2,7 +2,9 @@
 
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any
@@ -18,7 +20,7 @@ class Leaf:
     type: Any
     default: Any
     info: KeyInfo
-    pending: str | Mapping[Any, str] | None  # the key's own mark, or that of a section around it
+    pending: str | None  # the key's own mark, or that of a section around it
 
     @property
     def base_type(self) -> Any:
@@ -68,7 +70,7 @@ def _leaves(root: type) -> dict[str, Leaf]:
     return {leaf.name: leaf for leaf in _walk(root(), "", None)}
 
 
-def _walk(node: Any, prefix: str, pending: str | Mapping[Any, str] | None) -> Iterator[Leaf]:
+def _walk(node: Any, prefix: str, pending: str | None) -> Iterator[Leaf]:
     for field in fields(node):
         name, value, info = prefix + field.name, getattr(node, field.name), key_info(field)
         mark = info.pending or pending
@@ -120,8 +122,23 @@ def fill_followers(config: Any) -> list[str]:
     return filled
 
 
+_given: ContextVar[Collection[str]] = ContextVar("given", default=())
+
+
+@contextmanager
+def counted_as_changed(names: Collection[str]) -> Iterator[None]:
+    """Inside, these keys count as changed though they may have their defaults: somebody has written them."""
+    token = _given.set(names)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
 def is_default(config: Any, leaf: Leaf) -> bool:
     """Whether a key says nothing beyond its default; a follower that equals what it follows doesn't."""
+    if leaf.name in _given.get():
+        return False
     value = get_value(config, leaf.name)
     if value == leaf.default:
         return True

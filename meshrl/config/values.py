@@ -1,7 +1,7 @@
 """Checks of single keys: choices, ranges, and whether the key is supported yet."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from meshrl.config.aliases import nearest
@@ -69,9 +69,5 @@ def unsupported(config: Any) -> list[str]:
 
 def _unsupported(config: Any) -> Iterator[str]:
     for leaf in leaves(type(config)).values():
-        value = get_value(config, leaf.name)
-        if isinstance(leaf.pending, Mapping):
-            if value in leaf.pending:
-                yield f"not supported yet: {leaf.name}={value}: {leaf.pending[value]}"
-        elif leaf.pending and not is_default(config, leaf):
-            yield f"not supported yet: {leaf.name}={value}: {leaf.pending}"
+        if leaf.pending and not is_default(config, leaf):
+            yield f"not supported yet: {leaf.name}={get_value(config, leaf.name)}: {leaf.pending}"

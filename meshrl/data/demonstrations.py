@@ -15,19 +15,22 @@ from meshrl.data.encoding import RowError, encode_prompt, is_chat, render_chat, 
 from meshrl.data.files import Row, read_rows
 from meshrl.data.prompts import truncate
 from meshrl.data.proto import DataProto
+from meshrl.data.sampling import chosen_rows
 
 
 class DemonstrationDataset:
     """Prompt and response (or whole conversations) as token ids; only responses and assistant turns are learned."""
 
-    def __init__(self, files: Sequence[str], tokenizer: Tokenizer, config: SFTDataConfig):
+    def __init__(self, files: Sequence[str], tokenizer: Tokenizer, config: SFTDataConfig, max_samples: int = -1):
+        """`max_samples` are taken of the rows (-1: all)."""
         self.tokenizer, self.config = tokenizer, config
         wanted = (config.messages_key,) if config.messages_key else (config.prompt_key, config.response_key)
         self.truncated = 0
         self.sequences: list[tuple[np.ndarray, np.ndarray]] = []
-        for file in files:
-            for number, row in enumerate(read_rows([file], required=wanted)):
-                self.sequences.append(self._sequence(row, number, file))
+        rows = [(file, number, row) for file in files for number, row in enumerate(read_rows([file], required=wanted))]
+        for place in chosen_rows(len(rows), max_samples, config.shuffle, config.seed or 0):
+            file, number, row = rows[place]
+            self.sequences.append(self._sequence(row, number, file))
 
     def __len__(self) -> int:
         return len(self.sequences)

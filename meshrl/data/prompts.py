@@ -15,6 +15,7 @@ from meshrl.data.encoding import RowError, encode_prompts
 from meshrl.data.encoding_pool import OnProgress, encode_in_processes
 from meshrl.data.files import Row, read_rows
 from meshrl.data.proto import DataProto
+from meshrl.data.sampling import chosen_rows
 
 # How many prompts are tokenized together.
 AT_ONCE = 256
@@ -32,10 +33,11 @@ class PromptDataset:
         config: DataConfig,
         tools: list[dict[str, Any]] | None = None,
         on_progress: OnProgress | None = None,
+        max_samples: int = -1,
     ):
         """`tools` are the schemas of tools that the chat template tells the model about.
 
-        `on_progress` hears how many of how many prompts are tokenized.
+        `on_progress` hears how many of how many prompts are tokenized; `max_samples` are taken of the rows (-1: all).
         """
         self.tokenizer, self.config = tokenizer, config
         self.dropped = self.truncated = 0
@@ -47,18 +49,23 @@ class PromptDataset:
             sources = [read_rows([file], required=(config.prompt_key,)) for file in files]
         rows = [row for source in sources for row in source]
         source_of = np.repeat(np.arange(len(sources)), [len(source) for source in sources])
+        chosen = chosen_rows(len(rows), max_samples, config.shuffle, config.seed or 0)
+        rows, first_of = [rows[number] for number in chosen], np.searchsorted(source_of, np.arange(len(sources)))
         try:
             kept = self._take(rows, self._encoded(rows, tools, on_progress))
         except RowError as error:
-            source = source_of[error.number]
-            raise error.at(files[source], error.number - int((source_of < source).sum())) from error
+            number = chosen[error.number]
+            if config.custom_cls.path is not None:
+                raise ValueError(f"row {number} of {config.custom_cls.name}: {error.words}") from error
+            source = source_of[number]
+            raise error.at(files[source], int(number - first_of[source])) from error
         if not self.rows:
             raise ValueError(
                 f"none of the {len(rows)} prompts is left: all are over "
                 f"data.max_prompt_length={config.max_prompt_length}"
             )
         # Which of the files each row comes from.
-        self.source_of_row = source_of[kept]
+        self.source_of_row = source_of[chosen][kept]
 
     def __len__(self) -> int:
         return len(self.rows)

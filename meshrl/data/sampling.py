@@ -12,6 +12,13 @@ import numpy as np
 from meshrl.data.proto import DataProto
 
 
+def chosen_rows(count: int, most: int, shuffle: bool, seed: int) -> np.ndarray:
+    """Numbers of at most `most` of `count` rows (-1: all), in order: drawn by the seed if shuffled, else the first."""
+    if not 0 <= most < count:
+        return np.arange(count)
+    return np.sort(np.random.default_rng(seed).choice(count, most, replace=False)) if shuffle else np.arange(most)
+
+
 class RowOrder(ABC):
     """Batches of row numbers, epoch after epoch. `epoch` and `position` say where it stands and may be set before."""
 

@@ -81,9 +81,9 @@ class Generation:
 
     @cached_property
     def layout(self) -> RolloutLayout:
-        """How a replica's ranks hold the model; experts are also spread where a replica has data-parallel ranks."""
+        """How a replica's ranks hold the model."""
         tp = min(self.rollout.tensor_model_parallel_size, self.world_size)
-        spreads = max(self.rollout.expert_parallel_size, self.rollout.data_parallel_size) > 1
+        spreads = self.rollout.expert_parallel_size > 1
         spread = self.ranks if spreads and expert_count(self.model.config) else 0
         return RolloutLayout(tp, self.world_size // tp, spread)
 

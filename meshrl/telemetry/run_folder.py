@@ -37,6 +37,7 @@ class RunFiles:
         self.curves = self.path / "curves.png"
         self.timeline = self.path / "timeline.json.gz"
         self.log = self.path / "log.txt"
+        self.tracker_ids = self.path / "tracker_ids.json"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.batches = self.path / "batches"
@@ -59,6 +60,10 @@ class RunFiles:
     def read_config(self) -> dict[str, Any]:
         """The resolved config, empty where none was written or it cannot be read."""
         return _mapping_in(self.config, quick_yaml.parsed)
+
+    def read_tracker_ids(self) -> dict[str, str]:
+        """The names under which tracking services know this run, by service."""
+        return _mapping_in(self.tracker_ids, json.loads)
 
     def read_config_sources(self) -> dict[str, str]:
         """Where each dotted config key got its value ("default", a recipe, ...), empty where it is not known."""
@@ -95,6 +100,10 @@ class RunFolder(RunFiles):
         _write_whole(self.config, text)
         if sources is not None:
             _write_whole(self.config_sources, json.dumps(dict(sources), indent=1) + "\n")
+
+    def keep_tracker_id(self, service: str, name: str) -> None:
+        """Remembers the name that a tracking service has for this run: what goes on with it goes on there too."""
+        _write_whole(self.tracker_ids, json.dumps(self.read_tracker_ids() | {service: name}, indent=1) + "\n")
 
     def append_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Adds one line to metrics.jsonl: the metrics with `step` and the time."""
@@ -143,7 +152,7 @@ class RunFolder(RunFiles):
         self.close()
 
     def _move_aside(self) -> None:
-        own = (self.config, self.config_sources, self.metrics, self.generations, self.distributions)
+        own = (self.config, self.config_sources, self.metrics, self.generations, self.distributions, self.tracker_ids)
         made = (self.report, self.curves, self.log, self.tensorboard, self.timeline)
         kept = (self.checkpoints, self.batches, self.nonfinite, self.dumps, self.model)
         old = [f for f in (*own, *made, *kept, *self.path.glob("stall-*.txt")) if f.exists()]

@@ -62,11 +62,24 @@ class TensorboardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases, with its files in the run folder. WANDB_MODE=offline keeps the run on this machine."""
+    """Weights & Biases, with its files in the run folder. WANDB_MODE=offline keeps the run on this machine.
+
+    A resumed run goes on in the same W&B run; of steps that it has already, W&B keeps what it has.
+    """
 
     def __init__(self, run: RunFolder, project: str, experiment: str, config: Mapping[str, Any]) -> None:
         wandb = _package("wandb")
-        self._run = wandb.init(project=project, name=experiment, config=dict(config), dir=str(run.path))
+        known = os.environ.get("WANDB_RUN_ID") or run.read_tracker_ids().get("wandb")
+        self._run = wandb.init(
+            project=project,
+            name=experiment,
+            config=dict(config),
+            dir=str(run.path),
+            id=known,
+            resume="allow",
+            allow_val_change=True,  # a resumed run may have another number of steps
+        )
+        run.keep_tracker_id("wandb", self._run.id)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
@@ -76,7 +89,7 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow at MLFLOW_TRACKING_URI, or else in `mlflow.db` of the run folder."""
+    """MLflow at MLFLOW_TRACKING_URI, or else in `mlflow.db` of the run folder; a resumed run goes on in its own."""
 
     def __init__(self, run: RunFolder, project: str, experiment: str, config: Mapping[str, Any]) -> None:
         mlflow = _package("mlflow")
@@ -87,10 +100,26 @@ class MlflowTracker:
         # Without a server of the user's, artifacts must not land in whatever folder the run was started from.
         place = None if uri else (run.path / "mlflow_artifacts").as_uri()
         experiment_id = found.experiment_id if found else self._client.create_experiment(project, place)
-        self._run_id = self._client.create_run(experiment_id, run_name=experiment).info.run_id
+        begun = self._begun(run, experiment_id) or self._client.create_run(experiment_id, run_name=experiment)
+        self._run_id = begun.info.run_id
+        run.keep_tracker_id("mlflow", self._run_id)
         params = [self._entities.Param(_mlflow_name(k)[:250], str(v)[:500]) for k, v in flatten_config(config)]
+        params = [param for param in params if param.key not in begun.data.params]  # MLflow lets none be changed
         for start in range(0, len(params), 100):
             self._client.log_batch(self._run_id, params=params[start : start + 100])
+
+    def _begun(self, run: RunFolder, experiment_id: str) -> Any:
+        """The MLflow run of this folder, running again; None where this server and experiment have none."""
+        known = run.read_tracker_ids().get("mlflow")
+        exceptions = importlib.import_module("mlflow.exceptions")
+        try:
+            found = self._client.get_run(known) if known else None
+        except exceptions.MlflowException:
+            return None
+        if found is None or found.info.experiment_id != experiment_id or found.info.lifecycle_stage != "active":
+            return None
+        self._client.update_run(known, status="RUNNING")
+        return found
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)

@@ -127,7 +127,8 @@ def train_once(
     train_data, order = training_prompts(config, tokenizer, tools, console)
     val_files = config.data.val_files
     with told_without_traceback("data.val_files"):
-        val_data = PromptDataset(val_files, tokenizer, config.data, tools) if val_files else None
+        most = config.data.val_max_samples
+        val_data = PromptDataset(val_files, tokenizer, config.data, tools, max_samples=most) if val_files else None
     steps = total_steps(config, len(train_data))
     pools = ppo_pools(config, units, steps)
     notes = slow_types(config)
@@ -251,8 +252,9 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
         tokenizer = load_tokenizer(config.model.tokenizer_path or path, config.model.trust_remote_code)
     val_files = config.data.val_files
     with told_without_traceback():
-        train_data = DemonstrationDataset(config.data.train_files, tokenizer, config.data)
-        val_data = DemonstrationDataset(val_files, tokenizer, config.data) if val_files else None
+        data = config.data
+        train_data = DemonstrationDataset(data.train_files, tokenizer, data, data.train_max_samples)
+        val_data = DemonstrationDataset(val_files, tokenizer, data, data.val_max_samples) if val_files else None
         order = batch_order(config.data, trainer, len(train_data))
     steps = total_sft_steps(config, len(train_data))
     worker = ClassWithInitArgs(SFTWorker, with_absolute_files(config), steps)
@@ -408,7 +410,7 @@ def training_prompts(
             stream = PromptStream(data.train_files, tokenizer, data, size, seed, tools)
             return stream, stream
         with counting_bar("tokenizing prompts", console) as on_progress:
-            prompts = PromptDataset(data.train_files, tokenizer, data, tools, on_progress)
+            prompts = PromptDataset(data.train_files, tokenizer, data, tools, on_progress, data.train_max_samples)
         if data.train_weights and data.sampler.class_path is None:
             return prompts, MixedOrder(prompts.source_of_row, data.train_weights, size, data.shuffle, seed)
         if data.sampler.class_path is None:

@@ -32,7 +32,10 @@ def test_every_engine_may_have_devices_of_its_own(fine, overrides):
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=3"], ["n_gpus_per_node (4)", "3 * 1 = 3"]),
+        (
+            [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=3"],
+            ["n_gpus_per_node (4)", "_parallel_size (3)"],
+        ),
         (
             [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2", AHEAD],
             ["does not go with async_training (max_staleness 2", "set one back"],

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from verl_keys import GROUPS, VERL_KEYS
 
-from meshrl.config.aliases import canonical
+from meshrl.config.aliases import ALIASES, canonical, read_setting
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.config.tree import leaves
@@ -53,6 +53,10 @@ def test_verl_rows(group, cells):
     name, ours, default, own_default, remark = cells
     theirs = f"{group}.{name}"
     assert default == VERL_KEYS[theirs]
+    if ours == "not needed":
+        assert read_setting(theirs, default).name is None
+        assert (own_default, bool(remark)) == ("", True)
+        return
     assert (theirs if ours == "same" else ours) == canonical(theirs)
     assert own_default == shown(KEYS[canonical(theirs)].default)
     assert ("refused" in remark) == bool(KEYS[canonical(theirs)].pending)
@@ -72,8 +76,9 @@ def test_trl_rows():
 
 @pytest.mark.parametrize("page", ["migrate_verl", "migrate_trl", "troubleshooting", "tuning", "concepts"])
 def test_keys_in_running_text_exist(page):
-    """Whatever looks like a dotted key of ours, in full or below its section, is one."""
-    ends = {name.split(".", at)[-1] for name in [*KEYS, *leaves(SFTConfig)] for at in range(name.count(".") + 1)}
+    """Whatever looks like a dotted key, in full or below its section, is one of ours or one that is understood."""
+    known = [*KEYS, *leaves(SFTConfig), *(alias.old for alias in ALIASES)]
+    ends = {name.split(".", at)[-1] for name in known for at in range(name.count(".") + 1)}
     sections = {end.rsplit(".", at)[0] for end in ends for at in range(end.count(".") + 1)}
     roots = {end.split(".")[0] for end in ends if "." in end}
     named = re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`", (DOCS / f"{page}.md").read_text())

@@ -18,7 +18,7 @@ TEMPLATES = {
     "qwen2_7b_fsdp_8gpu": (8, 2, 4, 28, 28, f"{ACTOR}.ulysses_sequence_parallel_size=3"),
     "qwen2_7b_megatron_8gpu": (8, 2, 4, 28, 28, f"{ACTOR}.megatron.tensor_model_parallel_size=3"),
     "qwen2_32b_megatron_32gpu": (32, 2, 8, 64, 40, f"{ACTOR}.megatron.pipeline_model_parallel_size=6"),
-    "llama_70b_megatron_32gpu": (32, 4, 8, 80, 64, "actor_rollout_ref.rollout.data_parallel_size=3"),
+    "llama_70b_megatron_32gpu": (32, 4, 8, 80, 64, "actor_rollout_ref.rollout.tensor_model_parallel_size=3"),
     "qwen2_72b_megatron_64gpu": (64, 2, 8, 80, 64, f"{ACTOR}.megatron.context_parallel_size=3"),
     "deepseek_671b_megatron_128gpu": (128, 2, 4, 61, 128, "trainer.nnodes=15"),
 }

@@ -13,7 +13,7 @@ SHAPE = {"model_type": "qwen3", "num_key_value_heads": 4, "intermediate_size": 9
 MOE = {"model_type": "qwen3_moe", "num_experts": 4}
 
 BROKEN = [
-    ([f"{SIZE}=3"], {"num_key_value_heads": 3}, "n_gpus (8 = ", "3 * 1 = 3"),
+    ([f"{SIZE}=3"], {"num_key_value_heads": 3}, "n_gpus (8 = ", "_parallel_size (3)"),
     ([f"{SIZE}=8"], {"vocab_size": 64}, "num_attention_heads (12)", "(8)"),
     ([f"{SIZE}=4"], {"intermediate_size": 98}, "intermediate_size (98)", "(4)"),
     ([f"{SIZE}=4"], {"num_key_value_heads": 6}, "num_key_value_heads (6)", "(4)"),
@@ -27,8 +27,13 @@ BROKEN = [
         "multi_turn.enable=true",
         "same requests",
     ),
-    ([f"{SIZE}=2", *APART, f"{ROLLOUT}.n_gpus_per_node=3"], {}, "n_gpus_per_node (3)", "2 * 1 = 2"),
-    ([f"{SPREAD}=3"], MOE | {"num_experts": 6}, "divisible by actor_rollout_ref.rollout.expert_parallel", "3 * 1 = 3"),
+    ([f"{SIZE}=2", *APART, f"{ROLLOUT}.n_gpus_per_node=3"], {}, "n_gpus_per_node (3)", "_parallel_size (2)"),
+    (
+        [f"{SPREAD}=3"],
+        MOE | {"num_experts": 6},
+        "divisible by actor_rollout_ref.rollout.expert_parallel",
+        "_parallel_size (3)",
+    ),
     ([f"{SPREAD}=2"], {}, f"{SPREAD}=2", "(qwen3) has no experts"),
     ([f"{SPREAD}=4"], MOE | {"num_experts": 6}, "num_experts (6)", "(4)"),
     ([f"{SPREAD}=2", f"{SIZE}=2"], MOE | {"model_type": "qwen3"}, "leaves all else whole", f"{SIZE}=1, not 2"),

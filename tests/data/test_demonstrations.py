@@ -163,3 +163,12 @@ def test_errors_name_the_file_and_its_row(tmp_path, chat_tokenizer):
     (tmp_path / "c.jsonl").write_text(json.dumps(pair("1", "\ud800")) + "\n")
     with pytest.raises(ValueError, match=r"c.jsonl', row 0: the response cannot be tokenized"):
         DemonstrationDataset([str(tmp_path / "c.jsonl")], chat_tokenizer, SFTDataConfig())
+
+
+def test_only_so_many_samples_are_taken(tmp_path, tokenizer):
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps(pair(str(number), "1")) + "\n" for number in range(9)))
+    data = DemonstrationDataset([str(file)], tokenizer, SFTDataConfig(shuffle=False), 3)
+    assert [tokenizer.decode(ids[0]) for ids, _ in data.sequences] == ["0", "1", "2"]
+    assert len(DemonstrationDataset([str(file)], tokenizer, SFTDataConfig(), 4)) == 4
+    assert len(DemonstrationDataset([str(file)], tokenizer, SFTDataConfig())) == 9

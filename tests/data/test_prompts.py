@@ -214,7 +214,7 @@ def test_rows_of_a_custom_class_are_those_of_a_file(dataset, tmp_path, tokenizer
     assert torch.equal(ours.batch["input_ids"], theirs.batch["input_ids"])
     for name in ("data_source", "ground_truth", "raw_prompt"):
         assert ours.non_tensor_batch[name].tolist() == theirs.non_tensor_batch[name].tolist()
-    with pytest.raises(ValueError, match="prompt 0 has 4 tokens, more than"):
+    with pytest.raises(ValueError, match="row 0 of Sums: the prompt has 4 tokens, more than"):
         PromptDataset(["3"], tokenizer, DataConfig(custom_cls=custom, max_prompt_length=3))
     with pytest.raises(ValueError, match=r"row 1 of Sums must be a mapping with 'prompt' .* it has input_ids, att"):
         PromptDataset(["3", "-1"], tokenizer, DataConfig(custom_cls=custom))
@@ -222,3 +222,20 @@ def test_rows_of_a_custom_class_are_those_of_a_file(dataset, tmp_path, tokenizer
         PromptDataset([], tokenizer, DataConfig(custom_cls=custom))
     with pytest.raises(RuntimeError, match="Sums failed: KeyError: 'seven'"):
         PromptDataset(["3"] * 8, tokenizer, DataConfig(custom_cls=custom))
+
+
+def test_only_so_many_samples_are_taken_of_all_files(tmp_path, tokenizer):
+    files = []
+    for name, texts in (("a", "012"), ("b", "3456789")):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+        files.append(str(tmp_path / f"{name}.jsonl"))
+
+    def taken(max_samples, **settings):
+        data = PromptDataset(files, tokenizer, DataConfig(**settings), max_samples=max_samples)
+        return "".join(row["prompt"] for row in data.rows), data.source_of_row.tolist()
+
+    assert taken(5, shuffle=False) == ("01234", [0, 0, 0, 1, 1])
+    assert taken(-1)[0] == taken(99)[0] == "0123456789"
+    drawn = {seed: taken(5, seed=seed)[0] for seed in range(6)}
+    assert all(len(set(texts)) == 5 and sorted(texts) == list(texts) for texts in drawn.values())
+    assert len(set(drawn.values())) > 1

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from meshrl.data.sampling import BatchOrder
+from meshrl.data.sampling import BatchOrder, chosen_rows
 
 
 def take(order: BatchOrder, count: int) -> list[list[int]]:
@@ -75,3 +75,14 @@ def test_the_global_generator_plays_no_part():
 def test_less_data_than_a_batch_is_refused_with_the_numbers():
     with pytest.raises(ValueError, match=r"3 rows, fewer than one batch of 4: add data or lower data.train_batch_size"):
         BatchOrder(3, 4, True, seed=0)
+
+
+def test_so_many_rows_are_the_first_or_drawn_by_the_seed():
+    assert chosen_rows(10, -1, True, 0).tolist() == chosen_rows(10, 10, True, 0).tolist() == list(range(10))
+    assert chosen_rows(10, 4, False, 0).tolist() == [0, 1, 2, 3]
+    drawn = chosen_rows(1000, 40, True, 3)
+    assert (np.diff(drawn) > 0).all()  # in the files' order, none twice
+    assert len(drawn) == 40
+    assert drawn[-1] < 1000
+    assert drawn.tolist() == chosen_rows(1000, 40, True, 3).tolist()
+    assert drawn.tolist() != chosen_rows(1000, 40, True, 4).tolist()

@@ -4,6 +4,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -152,13 +153,62 @@ def test_mlflow_keeps_values_and_params_in_the_run_folder(tmp_path, monkeypatch)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def run_apart(tmp_path, name, environment):
+def test_a_resumed_run_goes_on_in_its_mlflow_run(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = tmp_path / "run"
+    with Tracking(["mlflow"], RunFolder(run), "project", "experiment", CONFIG) as fan:
+        fan.log({"critic/score/mean": 0.25}, 1)
+    longer = {"trainer": {"seed": 2, "total_training_steps": 9}}
+    with Tracking(["mlflow"], RunFolder(run, resume=True, last_step=1), "project", "experiment", longer) as fan:
+        fan.log({"critic/score/mean": 0.75}, 2)
+    client = mlflow.MlflowClient(f"sqlite:///{run / 'mlflow.db'}")
+    (only,) = client.search_runs([client.get_experiment_by_name("project").experiment_id])
+    scores = client.get_metric_history(only.info.run_id, "critic/score/mean")
+    assert sorted((metric.step, metric.value) for metric in scores) == [(1, 0.25), (2, 0.75)]
+    assert (only.info.status, only.data.params["trainer.seed"]) == ("FINISHED", "1")
+    assert only.data.params["trainer.total_training_steps"] == "9"
+
+
+class FakeWandb:
+    """Remembers what runs were asked for, and names those that have no name yet."""
+
+    def __init__(self):
+        self.asked = []
+
+    def init(self, **how):
+        self.asked.append(how)
+        return SimpleNamespace(id=how["id"] or f"new-{len(self.asked)}", log=lambda *_, **__: None, finish=lambda: None)
+
+
+def test_a_resumed_run_goes_on_in_its_wandb_run_and_a_new_one_does_not(tmp_path, monkeypatch):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    for resume in (False, True, False, True):
+        with (
+            RunFolder(tmp_path, resume=resume) as run,
+            Tracking(["wandb"], run, "project", "experiment", CONFIG),
+        ):
+            run.write_config(CONFIG)
+    assert [how["id"] for how in wandb.asked] == [None, "new-1", None, "new-3"]
+    assert {how["resume"] for how in wandb.asked} == {"allow"}
+    assert RunFolder(tmp_path, resume=True).read_tracker_ids() == {"wandb": "new-3"}
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    with Tracking(["wandb"], RunFolder(tmp_path, resume=True), "project", "experiment", CONFIG):
+        pass
+    assert wandb.asked[-1]["id"] == "mine"
+
+
+def run_apart(tmp_path, name, environment, resume=False):
     """These two keep threads and settings per process, so each gets a process of its own."""
     script = (
         "import math, sys\n"
         "from meshrl.telemetry.run_folder import RunFolder\n"
         "from meshrl.telemetry.trackers import Tracking\n"
-        f"with Tracking([{name!r}], RunFolder(sys.argv[1]), 'project', 'experiment', {CONFIG!r}) as fan:\n"
+        f"run = RunFolder(sys.argv[1], resume={resume})\n"
+        f"with Tracking([{name!r}], run, 'project', 'experiment', {CONFIG!r}) as fan:\n"
         "    fan.log({'critic/score/mean': 0.25, 'val-core/a/acc/mean@4': 0.5, 'actor/grad_norm': math.nan}, 1)\n"
         "    fan.log({'critic/score/mean': 0.75}, 2)\n"
     )
@@ -179,6 +229,15 @@ def test_wandb_offline_keeps_the_run_in_the_run_folder(tmp_path):
     for name in (b"critic/score/mean", b"val-core/a/acc/mean@4", b"experiment", b"project"):
         assert name in content
     assert b"never/logged" not in content
+
+
+def test_wandb_offline_knows_a_resumed_run_by_the_same_name(tmp_path):
+    pytest.importorskip("wandb")
+    for resume in (False, True):
+        run_apart(tmp_path, "wandb", {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}, resume)
+    names = [path.name for path in (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")]
+    assert len(names) == 2
+    assert set(names) == {f"run-{RunFolder(tmp_path / 'run', resume=True).read_tracker_ids()['wandb']}.wandb"}
 
 
 def test_trackio_database_holds_the_values(tmp_path):
