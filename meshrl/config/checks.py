@@ -105,6 +105,8 @@ def check_notes(config: PPOConfig | SFTConfig, sources: Mapping[str, str]) -> li
         ]
     # A default that somebody wrote is what happens anyway; said of a key that nothing reads, it is worth a word.
     written = {name for name, source in sources.items() if source != "default" and not source.startswith("follows ")}
+    if {f"{ACTOR}.clip_ratio{end}" for end in ("", "_low", "_high")} <= written:
+        notes.append(f"{ACTOR}.clip_ratio has no effect beside clip_ratio_low and clip_ratio_high, which say both sides")
     known = check_config(config, check_files=False)
     with counted_as_changed(written):
         more = check_config(config, check_files=False)

@@ -36,7 +36,7 @@ def settings(tmp_path: Path) -> list[str]:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "num_attention_heads": 4}))
-    (model / "tokenizer.json").touch()
+    (model / "tokenizer.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     (tmp_path / "train.jsonl").write_text('{"prompt": "6 * 7", "response": "42"}\n' * 1024)
     return [
