@@ -7,7 +7,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -81,9 +81,13 @@ class AgentRollout:
 
 
 def make_agent_rollout(
-    rollout: Rollout, tokenizer: Tokenizer, config: RolloutConfig, stop_token_ids: Sequence[int]
+    rollout: Rollout,
+    tokenizer: Tokenizer,
+    config: RolloutConfig,
+    stop_token_ids: Sequence[int],
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> AgentRollout:
-    """What `rollout.multi_turn` asks for, with the chat template checked."""
+    """What `rollout.multi_turn` asks for, with the chat template (and its variables) checked."""
     turns = config.multi_turn
     tools = load_tools(turns.tools, turns.tool_config_path)
     box = ToolBox(
@@ -99,7 +103,7 @@ def make_agent_rollout(
         max_user_turns=turns.max_user_turns,
         max_parallel_calls=turns.max_parallel_calls,
     )
-    encoder = TurnEncoder(tokenizer, stop_token_ids, box.schemas())
+    encoder = TurnEncoder(tokenizer, stop_token_ids, box.schemas(), template_kwargs)
     encoder.check(roles_of(turns), turns.tokenization_sanity_check_mode)
     make_environment = None
     if turns.environment is not None:

@@ -16,6 +16,7 @@ from meshrl.config.algorithm_checks import (
     threshold_problems,
 )
 from meshrl.config.asynchronous import async_problems
+from meshrl.config.chat_template import chat_template_problems
 from meshrl.config.checkpoint_checks import checkpoint_problems
 from meshrl.config.correction import RATIO_LOSSES
 from meshrl.config.critic import uses_critic
@@ -86,6 +87,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *batch_problems(config),
         *async_problems(config),
         *data_problems(config),
+        *chat_template_problems(config.data.apply_chat_template_kwargs, config.actor_rollout_ref.model, check_files),
         *gate_problems(config.trainer.gates),
         *_token_budget_problems(config),
         *_sampling_problems(config),
@@ -217,6 +219,7 @@ def _check_sft(config: SFTConfig, check_files: bool) -> list[str]:
         *_run_problems(config.trainer),
         *checkpoint_problems(config),
         *_idle_problems(config, engine, "engine"),
+        *chat_template_problems(config.data.apply_chat_template_kwargs, config.model, check_files),
     ]
     budget = data.max_token_len_per_gpu * sequence_ranks(engine)
     if data.micro_batch_size_per_gpu is None and budget < data.max_length:

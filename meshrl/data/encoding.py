@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,13 +12,20 @@ if TYPE_CHECKING:
 
 
 def encode_prompt(
-    tokenizer: Tokenizer, prompt: Any, number: int, tools: list[dict[str, Any]] | None = None
+    tokenizer: Tokenizer,
+    prompt: Any,
+    number: int,
+    tools: list[dict[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
-    """Token ids of a prompt: a string as it is, or a list of chat messages through the tokenizer's chat template."""
+    """Token ids of a prompt: a string as it is, or a list of chat messages through the tokenizer's chat template.
+
+    `template_kwargs` are variables of the template, such as `enable_thinking`.
+    """
     if isinstance(prompt, str):
         ids = tokenizer(prompt)["input_ids"]
     elif is_chat(prompt):
-        ids = render_chat(tokenizer, prompt, add_generation_prompt=True, tools=tools)
+        ids = render_chat(tokenizer, prompt, True, tools, template_kwargs)
     else:
         raise ValueError(
             f"prompt {number} must be a string or a list of messages with role and content, got {prompt!r}"
@@ -28,11 +35,17 @@ def encode_prompt(
 
 
 def encode_prompts(
-    tokenizer: Tokenizer, prompts: Sequence[Any], first: int = 0, tools: list[dict[str, Any]] | None = None
+    tokenizer: Tokenizer,
+    prompts: Sequence[Any],
+    first: int = 0,
+    tools: list[dict[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[np.ndarray]:
     """`encode_prompt` of each; texts go to the tokenizer together. `first` is the number of the first of them."""
     if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
-        return [encode_prompt(tokenizer, prompt, first + at, tools) for at, prompt in enumerate(prompts)]
+        return [
+            encode_prompt(tokenizer, prompt, first + at, tools, template_kwargs) for at, prompt in enumerate(prompts)
+        ]
     found = [np.asarray(ids, dtype=np.int64) for ids in tokenizer(list(prompts))["input_ids"]]
     for at, ids in enumerate(found):
         _check_tokens(ids, prompts[at], first + at)
@@ -55,6 +68,7 @@ def render_chat(
     messages: list[dict[str, str]],
     add_generation_prompt: bool,
     tools: list[dict[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a conversation by the tokenizer's chat template."""
     if tokenizer.chat_template is None:
@@ -65,5 +79,6 @@ def render_chat(
         add_generation_prompt=add_generation_prompt,
         tokenize=True,
         return_dict=False,
+        **(template_kwargs or {}),
     )
     return list(rendered)

@@ -100,7 +100,8 @@ class PromptStream(RowOrder):
         """What is left of the rows after tokenizing."""
         in_a_row = 0
         for number, row in enumerate(rows):
-            ids = encode_prompt(self.tokenizer, row[self.config.prompt_key], number, self.tools)
+            kwargs = self.config.apply_chat_template_kwargs
+            ids = encode_prompt(self.tokenizer, row[self.config.prompt_key], number, self.tools, kwargs)
             fitting = fit_prompt(ids, number, self.config)
             if fitting is None:
                 self.dropped, in_a_row = self.dropped + 1, in_a_row + 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -35,6 +38,7 @@ class Answering:
         can_share: bool,
         rank_group: dist.ProcessGroup | None = None,
         memory_budget: int | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ):
         self.config = config
         self._log_memory = lambda: MemoryLog("gen", device, memory_budget)
@@ -53,7 +57,7 @@ class Answering:
         self.shape = ModelShape.of(hf_model.config)
         self.agents = None
         if config.multi_turn.enable:
-            self.agents = make_agent_rollout(self.rollout, tokenizer, config, self.stop_token_ids)
+            self.agents = make_agent_rollout(self.rollout, tokenizer, config, self.stop_token_ids, template_kwargs)
 
     def __call__(self, prompts: DataProto) -> DataProto:
         """Answers prompts.

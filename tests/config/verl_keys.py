@@ -3,9 +3,9 @@
 A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 
 GROUPS: dict[str, str] = {
-    "data": """train_files val_files prompt_key=prompt reward_fn_key=data_source max_prompt_length=512
-        max_response_length=512 train_batch_size=1024 gen_batch_size val_batch_size shuffle=true seed
-        filter_overlong_prompts=false truncation=error custom_cls.path custom_cls.name dataloader_num_workers=8""",
+    "data": """train_files val_files prompt_key=prompt apply_chat_template_kwargs={} reward_fn_key=data_source
+        max_prompt_length=512 max_response_length=512 train_batch_size=1024 gen_batch_size val_batch_size shuffle=true
+        seed filter_overlong_prompts=false truncation=error custom_cls.path custom_cls.name dataloader_num_workers=8""",
     "actor_rollout_ref": "hybrid_engine=true nccl_timeout=600",
     M: """path tokenizer_path trust_remote_code=false external_lib override_config={}
         enable_gradient_checkpointing=true enable_activation_offload=false use_remove_padding=true
