@@ -34,6 +34,7 @@ from meshrl.config.packages import package_problems
 from meshrl.config.reward import reward_file_problems, reward_problems
 from meshrl.config.rollout import READERS
 from meshrl.config.root import PPOConfig
+from meshrl.config.sampling import sampling_problems
 from meshrl.config.sft import SFTConfig
 from meshrl.config.split_rollout import split_file_problems, split_problems
 from meshrl.config.telemetry_checks import profiler_problems, timeline_problems
@@ -90,7 +91,8 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *chat_template_problems(config.data.apply_chat_template_kwargs, config.actor_rollout_ref.model, check_files),
         *gate_problems(config.trainer.gates),
         *_token_budget_problems(config),
-        *_sampling_problems(config),
+        *sampling_problems(config),
+        *_rollout_size_problems(config),
         *_reader_problems(config),
         *_budget_problems(config),
         *_dtype_problems(config),
@@ -264,19 +266,8 @@ def _times(tokens: int, engine: EngineConfig) -> str:
     return str(tokens) if ranks == 1 else f"{tokens} * {ranks} ranks = {tokens * ranks}"
 
 
-def _sampling_problems(config: PPOConfig) -> list[str]:
-    rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
-    problems = []
-    for prefix, settings in ((ROLLOUT, rollout), (f"{ROLLOUT}.val_kwargs", val)):
-        greedy = "do_sample=false" if not settings.do_sample else "temperature=0" if not settings.temperature else None
-        if greedy and settings.n > 1:
-            problems.append(f"{prefix}.{greedy} gives {prefix}.n={settings.n} equal responses: sample, or set n=1")
-        if settings.top_k == 0:
-            problems.append(f"{prefix}.top_k=0 leaves no token; -1 keeps all")
-        if settings.top_p == 0:
-            problems.append(f"{prefix}.top_p=0 leaves no token; 1.0 keeps all")
-    if val.do_sample and val.temperature == 0:
-        problems.append(f"{ROLLOUT}.val_kwargs.do_sample=true needs val_kwargs.temperature > 0")
+def _rollout_size_problems(config: PPOConfig) -> list[str]:
+    rollout, problems = config.actor_rollout_ref.rollout, []
     if rollout.update_weights_delta and rollout.free_cache_engine and config.actor_rollout_ref.hybrid_engine:
         problems.append(
             f"{ROLLOUT}.update_weights_delta=true builds on weights that {ROLLOUT}.free_cache_engine=true gives up: "

@@ -104,5 +104,9 @@ class Answering:
             temperature=how.temperature if how.do_sample and not prompts.meta_info.get("greedy") else 0.0,
             top_k=how.top_k,
             top_p=how.top_p,
-            stop_token_ids=self.stop_token_ids,
+            min_p=how.min_p,
+            repetition_penalty=how.repetition_penalty,
+            min_tokens=how.min_tokens or 0,
+            stop=tuple(how.stop or ()),
+            stop_token_ids=() if how.ignore_eos else self.stop_token_ids,
         )
