@@ -197,7 +197,7 @@ def _padded_prompts(found: Sequence[Trajectory], width: int, pad_token_id: int) 
 def agent_metrics(data: DataProto) -> dict[str, float]:
     """How the conversations of a batch went: turns, calls, errors, and why samples ended."""
     columns = data.non_tensor_batch
-    if "ending" not in columns or len(data) == 0:
+    if "assistant_turns" not in columns or len(data) == 0:
         return {}
     calls = columns["tool_calls"] + columns["malformed_calls"]
     metrics = {

@@ -29,6 +29,11 @@ def sampling_problems(config: PPOConfig) -> list[str]:
     own = rollout.val_kwargs
     if (own.stop, own.min_tokens, own.ignore_eos) != (rollout.stop, rollout.min_tokens, rollout.ignore_eos):
         problems += _ending_problems(f"{ROLLOUT}.val_kwargs", own, config.data.max_response_length)
+    if config.algorithm.mask_truncated_responses and rollout.ignore_eos and not rollout.stop:
+        problems.append(
+            f"algorithm.mask_truncated_responses=true with {ROLLOUT}.ignore_eos=true and no {ROLLOUT}.stop leaves no "
+            "answer to learn from: all end at the length limit"
+        )
     return problems
 
 

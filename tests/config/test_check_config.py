@@ -129,7 +129,6 @@ BROKEN = [
     ([f"{ROLLOUT}.val_kwargs.do_sample=true"], "val_kwargs.temperature > 0", ""),
     ([f"{ROLLOUT}.top_k=0"], f"{ROLLOUT}.top_k=0", "-1"),
     ([f"{ROLLOUT}.val_kwargs.top_p=0"], "val_kwargs.top_p=0", ""),
-    ([f"{ROLLOUT}.min_p=1.5"], f"{ROLLOUT}.min_p=1.5", "at most 1"),
     ([f"{ROLLOUT}.repetition_penalty=0"], f"{ROLLOUT}.repetition_penalty=0", "above 0"),
     ([f"{ROLLOUT}.min_tokens=600"], f"{ROLLOUT}.min_tokens (600)", "data.max_response_length (512)"),
     ([f"{ROLLOUT}.val_kwargs.min_tokens=600"], f"{ROLLOUT}.val_kwargs.min_tokens (600)", "(512)"),
@@ -139,6 +138,11 @@ BROKEN = [
         [f"{ROLLOUT}.ignore_eos=true", f"{ROLLOUT}.min_tokens=5"],
         f"{ROLLOUT}.min_tokens=5 has no effect",
         f"{ROLLOUT}.ignore_eos=true",
+    ),
+    (
+        [f"{ROLLOUT}.ignore_eos=true", "algorithm.mask_truncated_responses=true"],
+        "algorithm.mask_truncated_responses=true",
+        f"no {ROLLOUT}.stop",
     ),
     ([f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.min_tokens=5"], f"{ROLLOUT}.min_tokens is only read by", "it is sglang"),
     (
