@@ -130,7 +130,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         problems += split_file_problems(config)
         problems += sampler_file_problems(config)
         problems += _reference_file_problems(config)
-        problems += reward_file_problems(config.reward, config.custom_reward_function)
+        problems += reward_file_problems(config.reward, config.custom_reward_function, config.reward_manager)
         problems += multi_turn_file_problems(config)
     return problems
 

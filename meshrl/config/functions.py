@@ -1,5 +1,6 @@
 """Loading a function that a user names by file (or module) and name."""
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -24,6 +25,13 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"{name!r} in {path} is a {type(function).__name__}, not a function")
     return function
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine: an `async def`, or an object with such a `__call__`."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def argument_problem(function: Callable[..., Any], kwargs: Mapping[str, Any], label: str) -> str | None:

@@ -486,3 +486,15 @@ def test_a_critic_is_checked_as_the_policy_is(overrides: list[str], words: str) 
 
 def test_a_critic_runs_with_gae() -> None:
     assert check_config(load_config("grpo", CRITIC).config, check_files=False) == []
+
+
+def test_coroutines_as_reward_functions(fine, tmp_path):
+    plain, awaited = tmp_path / "plain_score.py", tmp_path / "awaited_score.py"
+    plain.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n")
+    awaited.write_text("async " + plain.read_text())
+    own, more = "custom_reward_function.path=", "reward_manager.max_concurrent_calls=8"
+    assert check_config(fine("reward.name=null", f"{own}{awaited}", more)) == []
+    (problem,) = check_config(fine("reward.name=null", f"{own}{awaited}", "reward_manager.name=prime"))
+    assert "compute_score is a coroutine (async def), which reward_manager.name=prime cannot call" in problem
+    (problem,) = check_config(fine("reward.name=null", f"{own}{plain}", more))
+    assert problem.startswith("reward_manager.max_concurrent_calls=8 has no effect: no reward function is a coroutine")
