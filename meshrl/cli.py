@@ -297,8 +297,8 @@ def _generate(arguments: argparse.Namespace) -> int | None:
 
     with told_without_traceback():
         params, options = sampling_params(arguments), engine_options(arguments)
-    try:
         job = Job.from_arguments(arguments, params)
+    try:
         report = generate(job, options)
     except (OSError, ValueError, ImportError) as error:
         _complain(str(error))

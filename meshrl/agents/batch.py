@@ -7,7 +7,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,9 +82,13 @@ class AgentRollout:
 
 
 def make_agent_rollout(
-    rollout: Rollout, tokenizer: Tokenizer, config: RolloutConfig, stop_token_ids: Sequence[int]
+    rollout: Rollout,
+    tokenizer: Tokenizer,
+    config: RolloutConfig,
+    stop_token_ids: Sequence[int],
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> AgentRollout:
-    """What `rollout.multi_turn` asks for, with the chat template checked."""
+    """What `rollout.multi_turn` asks for, with the chat template (and its variables) checked."""
     turns = config.multi_turn
     tools = load_tools(turns.tools, turns.tool_config_path)
     box = ToolBox(
@@ -100,7 +104,7 @@ def make_agent_rollout(
         max_user_turns=turns.max_user_turns,
         max_parallel_calls=turns.max_parallel_calls,
     )
-    encoder = TurnEncoder(tokenizer, stop_token_ids, box.schemas())
+    encoder = TurnEncoder(tokenizer, stop_token_ids, box.schemas(), template_kwargs)
     encoder.check(roles_of(turns), turns.tokenization_sanity_check_mode)
     make_environment = None
     if turns.environment is not None:
@@ -194,7 +198,7 @@ def _padded_prompts(found: Sequence[Trajectory], width: int, pad_token_id: int) 
 def agent_metrics(data: DataProto) -> dict[str, float]:
     """How the conversations of a batch went: turns, calls, errors, and why samples ended."""
     columns = data.non_tensor_batch
-    if "ending" not in columns or len(data) == 0:
+    if "assistant_turns" not in columns or len(data) == 0:
         return {}
     calls = columns["tool_calls"] + columns["malformed_calls"]
     metrics = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -24,9 +24,18 @@ SHOWN = 12
 
 
 class TurnEncoder:
-    """Encodes what others say, in a run with these tools; `stop_token_ids` are the tokens that end a model's turn."""
+    """Encodes what others say, in a run with these tools; `stop_token_ids` are the tokens that end a model's turn.
 
-    def __init__(self, tokenizer: Tokenizer, stop_token_ids: Sequence[int], tools: Sequence[dict[str, Any]] = ()):
+    `template_kwargs` are variables of the chat template, the same as the prompts were rendered with.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_token_ids: Sequence[int],
+        tools: Sequence[dict[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ):
         if tokenizer.chat_template is None:
             raise ValueError(
                 "multi-turn rollouts need a tokenizer with a chat template, which says how turns of tools and users "
@@ -34,6 +43,7 @@ class TurnEncoder:
             )
         self.tokenizer, self.stop_token_ids = tokenizer, frozenset(stop_token_ids)
         self.tools: list[Any] | None = list(tools) or None
+        self.template_kwargs = dict(template_kwargs or {})
         special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
@@ -71,7 +81,7 @@ class TurnEncoder:
         """The text of a conversation up to the model's next turn."""
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), tools=self.tools, add_generation_prompt=True, tokenize=False
+                list(messages), tools=self.tools, add_generation_prompt=True, tokenize=False, **self.template_kwargs
             )
         except TemplateError as error:
             roles = ", ".join(str(message["role"]) for message in messages)

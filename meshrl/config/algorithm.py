@@ -93,6 +93,9 @@ class AlgorithmConfig:
         "gdpo: rewards to normalise one by one, among what the functions return; empty: each function's score.",
     )
     gdpo_reward_weights: list[float] = key([], "gdpo: their weights; empty: 1, or the functions' own.")
+    mask_truncated_responses: bool = key(
+        False, "Leave answers that the length limit cut off out of the losses; they still count in their groups."
+    )
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "Dynamic sampling.")
     rollout_correction: RolloutCorrectionConfig = section(
         RolloutCorrectionConfig, "What is done about differences between rollout and trainer."

@@ -212,7 +212,6 @@ def _rollout() -> list[Alias]:
             f"{ROLLOUT}.disable_log_stats", "the run has statistics of its own", True,
             instead=f"set {ROLLOUT}.engine_kwargs.vllm.disable_log_stats=false",
         ),
-        fixed(f"{ROLLOUT}.ignore_eos", "answers end with the end token", False),
         gone(f"{ROLLOUT}.cudagraph_capture_sizes", f"set it in {ROLLOUT}.engine_kwargs.vllm.compilation_config"),
         fixed(f"{ROLLOUT}.over_sample_rate", "all answers are waited for", 0),
         idle(f"{ROLLOUT}.agent.num_workers", "turns run inside the rollout's processes"),
@@ -256,10 +255,6 @@ def _data() -> list[Alias]:
         read("data.pack_sequences", f"{MODEL}.use_remove_padding"),
         gone("data.max_packed_seq_len", f"set {ACTOR}.use_dynamic_bsz=true and ppo_max_token_len_per_gpu"),
         fixed("data.validation_shuffle", "validation keeps the files' order", False),
-        idle(
-            "data.apply_chat_template_kwargs", "there is nothing in it", {},
-            instead="set it in the tokenizer's own chat template",
-        ),
         gone("data.datagen.path", "write a file, and order its rows with data.sampler"),
         gone("data.datagen.name", "write a file, and order its rows with data.sampler"),
     ]  # fmt: skip

@@ -18,6 +18,7 @@ from meshrl.config.algorithm_checks import (
     threshold_problems,
 )
 from meshrl.config.asynchronous import async_problems
+from meshrl.config.chat_template import chat_template_problems
 from meshrl.config.checkpoint_checks import checkpoint_notes, checkpoint_problems
 from meshrl.config.correction import RATIO_LOSSES
 from meshrl.config.critic import uses_critic
@@ -48,6 +49,7 @@ from meshrl.config.packages import package_problems
 from meshrl.config.reward import reward_file_problems, reward_problems
 from meshrl.config.rollout import READERS, UNNEEDED
 from meshrl.config.root import PPOConfig
+from meshrl.config.sampling import sampling_problems
 from meshrl.config.sft import SFTConfig
 from meshrl.config.split_rollout import split_file_problems, split_problems
 from meshrl.config.telemetry_checks import profiler_problems, timeline_problems
@@ -106,7 +108,9 @@ def check_notes(config: PPOConfig | SFTConfig, sources: Mapping[str, str]) -> li
     # A default that somebody wrote is what happens anyway; said of a key that nothing reads, it is worth a word.
     written = {name for name, source in sources.items() if source != "default" and not source.startswith("follows ")}
     if {f"{ACTOR}.clip_ratio{end}" for end in ("", "_low", "_high")} <= written:
-        notes.append(f"{ACTOR}.clip_ratio has no effect beside clip_ratio_low and clip_ratio_high, which say both sides")
+        notes.append(
+            f"{ACTOR}.clip_ratio has no effect beside clip_ratio_low and clip_ratio_high, which say both sides"
+        )
     known = check_config(config, check_files=False)
     with counted_as_changed(written):
         more = check_config(config, check_files=False)
@@ -123,9 +127,11 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *batch_problems(config),
         *async_problems(config),
         *data_problems(config),
+        *chat_template_problems(config.data.apply_chat_template_kwargs, config.actor_rollout_ref.model, check_files),
         *gate_problems(config.trainer.gates),
         *_token_budget_problems(config),
-        *_sampling_problems(config),
+        *sampling_problems(config),
+        *_rollout_size_problems(config),
         *_reader_problems(config),
         *_budget_problems(config),
         *_dtype_problems(config),
@@ -166,7 +172,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         problems += sampler_file_problems(config)
         problems += custom_class_problems(config)
         problems += _reference_file_problems(config)
-        problems += reward_file_problems(config.reward, config.custom_reward_function)
+        problems += reward_file_problems(config.reward, config.custom_reward_function, config.reward_manager)
         problems += multi_turn_file_problems(config)
         problems += external_lib_problems(config) or own_function_problems(config)
     return problems
@@ -273,6 +279,7 @@ def _check_sft(config: SFTConfig, check_files: bool) -> list[str]:
         *_run_problems(config.trainer),
         *checkpoint_problems(config),
         *_idle_problems(config, engine, "engine"),
+        *chat_template_problems(config.data.apply_chat_template_kwargs, config.model, check_files),
     ]
     budget = data.max_token_len_per_gpu * sequence_ranks(engine)
     if data.micro_batch_size_per_gpu is None and budget < data.max_length:
@@ -318,26 +325,8 @@ def _times(tokens: int, engine: EngineConfig) -> str:
     return str(tokens) if ranks == 1 else f"{tokens} * {ranks} ranks = {tokens * ranks}"
 
 
-def _sampling_problems(config: PPOConfig) -> list[str]:
-    rollout, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
-    problems = []
-    for prefix, settings in ((ROLLOUT, rollout), (f"{ROLLOUT}.val_kwargs", val)):
-        greedy = "do_sample=false" if not settings.do_sample else "temperature=0" if not settings.temperature else None
-        if greedy and settings.n > 1:
-            problems.append(f"{prefix}.{greedy} gives {prefix}.n={settings.n} equal responses: sample, or set n=1")
-        if settings.top_k == 0:
-            problems.append(f"{prefix}.top_k=0 leaves no token; -1 keeps all")
-        if settings.top_p == 0:
-            problems.append(f"{prefix}.top_p=0 leaves no token; 1.0 keeps all")
-    if val.do_sample and val.temperature == 0:
-        problems.append(f"{ROLLOUT}.val_kwargs.do_sample=true needs val_kwargs.temperature > 0")
-    if not val.do_sample:
-        idle = [f"{ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_k", "top_p") if getattr(val, name)]
-        problems += [
-            f"{name} has no effect with {ROLLOUT}.val_kwargs.do_sample=false, which takes the likeliest token: set true"
-            for name in idle
-            if name in changed_keys(config, name)
-        ]
+def _rollout_size_problems(config: PPOConfig) -> list[str]:
+    rollout, problems = config.actor_rollout_ref.rollout, []
     if rollout.update_weights_delta and rollout.free_cache_engine and config.actor_rollout_ref.hybrid_engine:
         problems.append(
             f"{ROLLOUT}.update_weights_delta=true builds on weights that {ROLLOUT}.free_cache_engine=true gives up: "

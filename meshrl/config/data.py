@@ -1,6 +1,7 @@
 """`data.*`: where the prompts come from and how they are batched."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from meshrl.config.key import key, section
 
@@ -33,6 +34,9 @@ class DataConfig:
     shuffle_buffer: int = key(10000, "Rows that streaming draws from to shuffle.", low=1)
     val_files: list[str] = key([], "Validation prompts, in the same formats; without them there is no validation.")
     prompt_key: str = key("prompt", "Column with the prompt: a string, or a list of chat messages.")
+    apply_chat_template_kwargs: dict[str, Any] = key(
+        {}, "Variables for the tokenizer's chat template, such as {enable_thinking: false}."
+    )
     reward_fn_key: str = key("data_source", "Column with the name of the data source, handed to the reward function.")
     max_prompt_length: int = key(512, "Longest prompt, in tokens.", low=1)
     max_response_length: int = key(512, "Longest response, in tokens.", low=1)

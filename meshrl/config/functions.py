@@ -1,5 +1,6 @@
 """Loading what a user names: a module, or a function by file (or module) and name; and whether it can be called."""
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -74,6 +75,13 @@ def positional_problem(function: Callable[..., Any], words: str) -> str | None:
     except ValueError:  # some callables have no signature
         return None
     return None
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine: an `async def`, or an object with such a `__call__`."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def argument_problem(function: Callable[..., Any], kwargs: Mapping[str, Any], label: str) -> str | None:

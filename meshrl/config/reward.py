@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshrl.config.functions import argument_problem, load_function
+from meshrl.config.functions import argument_problem, is_async, load_function
 from meshrl.config.key import key, section
 from meshrl.config.rollout import ROLLOUTS
 from meshrl.registry import REWARD_MANAGERS
@@ -89,6 +89,7 @@ class RewardManagerConfig:
         None, "Seconds for one call; null: 300 with prime, whose hung processes are replaced, else no limit.", low=0.001
     )
     num_processes: int = key(8, "Processes of prime's pool.", low=1)
+    max_concurrent_calls: int = key(64, "Most calls at once of a function that is a coroutine (async def).", low=1)
     overlap: bool = key(False, "Score samples while others are still generated, not when all have ended.")
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "Overlong reward shaping, with dapo.")
 
@@ -177,8 +178,10 @@ def judge_problems(reward: RewardConfig, manager: RewardManagerConfig) -> list[s
     return problems
 
 
-def reward_file_problems(reward: RewardConfig, custom: CustomRewardFunctionConfig) -> list[str]:
-    """Functions that are not there, or whose packages are not."""
+def reward_file_problems(
+    reward: RewardConfig, custom: CustomRewardFunctionConfig, manager: RewardManagerConfig
+) -> list[str]:
+    """Functions that are not there, whose packages are not, or that the manager cannot call."""
     named = {reward.name} if reward.name else set()
     files: dict[str, tuple[str, str, Any]] = {}
     if custom.path:
@@ -190,12 +193,22 @@ def reward_file_problems(reward: RewardConfig, custom: CustomRewardFunctionConfi
         else:
             named.add(entry.get("name") or label)
     problems = [] if named or files else ["set reward.name, reward.functions or custom_reward_function.path"]
+    awaited = False
     for where, (path, name, kwargs) in files.items():
         try:
-            problem = argument_problem(load_function(path, name), kwargs if isinstance(kwargs, dict) else {}, name)
+            function = load_function(path, name)
+            problem = argument_problem(function, kwargs if isinstance(kwargs, dict) else {}, name)
+            awaited |= is_async(function)
+            if is_async(function) and manager.name == "prime":
+                problem = f"{name} is a coroutine (async def), which reward_manager.name=prime cannot call: use naive"
         except ValueError as error:
             problem = str(error)
         problems += [f"{where}: {problem}"] if problem else []
+    if not problems and not awaited and manager.max_concurrent_calls != RewardManagerConfig().max_concurrent_calls:
+        problems.append(
+            f"reward_manager.max_concurrent_calls={manager.max_concurrent_calls} has no effect: no reward function is "
+            "a coroutine (async def)"
+        )
     if reward.judge.path is not None and not Path(reward.judge.path).is_dir():
         problems.append(f"reward.judge.path: there is no folder {reward.judge.path}")
     for name, package, extra in (("math_verify", "math_verify", "meshrl[math]"), ("judge", "httpx", "httpx")):

@@ -7,6 +7,7 @@ from meshrl.config.engine import DTYPES
 from meshrl.config.key import key, section
 
 ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
 ROLLOUTS = ("embedded", "vllm", "sglang", "hf")
 # Who reads a key that not every rollout reads.
 READERS = {
@@ -20,6 +21,11 @@ READERS = {
     "update_weights_delta": ("embedded", "hf"),
     "update_weights_adapters": ("embedded", "hf"),
     "max_num_batched_tokens": ("embedded", "vllm", "sglang"),
+    # SGLang's log-probs would be those behind them.
+    **dict.fromkeys(
+        ("repetition_penalty", "min_tokens", "val_kwargs.repetition_penalty", "val_kwargs.min_tokens"),
+        ("embedded", "hf", "vllm"),
+    ),
     "engine_kwargs.vllm": ("vllm",),
     "engine_kwargs.sglang": ("sglang",),
 }
@@ -29,6 +35,12 @@ UNNEEDED = {
     "embedded": {"load_format": FROM_TRAINER},
     "hf": {"load_format": FROM_TRAINER, "enforce_eager": "it has no CUDA graphs"},
 }
+# Said of training and of validation alike.
+MIN_P = "Sample from tokens with at least this share of the likeliest one's probability."
+PENALTY = "Divide the logits of tokens that prompt or answer already hold by this (multiply negative ones); 1: none."
+MIN_TOKENS = "Fewest tokens of an answer: neither end tokens nor stop texts end it before."
+STOP = "Texts that end an answer once it holds one of them; they stay a part of it."
+IGNORE_EOS = "Let the model's end tokens be tokens like others: only stop texts and the length end an answer."
 TOOL_FORMATS = ("hermes", "qwen", "llama3_json", "mistral", "deepseek", "qwen3_coder", "glm", "code")
 
 
@@ -37,6 +49,11 @@ class ValKwargs:
     temperature: float = key(0.0, "Sampling temperature of validation, with do_sample.", low=0)
     top_k: int = key(-1, "Sample from the k likeliest tokens; -1: all.", low=-1)
     top_p: float = key(1.0, "Sample from the smallest set of tokens with this probability.", low=0, high=1)
+    min_p: float = key(0.0, MIN_P, low=0, high=1)
+    repetition_penalty: float = key(1.0, PENALTY, low=0)
+    min_tokens: int | None = key(None, MIN_TOKENS, low=0, follows=f"{ROLLOUT}.min_tokens")
+    stop: list[str] | None = key(None, STOP, follows=f"{ROLLOUT}.stop")
+    ignore_eos: bool | None = key(None, IGNORE_EOS, follows=f"{ROLLOUT}.ignore_eos")
     n: int = key(1, "Responses per validation prompt.", low=1)
     do_sample: bool = key(False, "Sample; false: take the likeliest token.")
 
@@ -90,6 +107,11 @@ class RolloutConfig:
     temperature: float = key(1.0, "Sampling temperature.", low=0)
     top_k: int = key(-1, "Sample from the k likeliest tokens; -1: all.", low=-1)
     top_p: float = key(1.0, "Sample from the smallest set of tokens with this probability.", low=0, high=1)
+    min_p: float = key(0.0, MIN_P, low=0, high=1)
+    repetition_penalty: float = key(1.0, PENALTY, low=0)
+    min_tokens: int = key(0, MIN_TOKENS, low=0)
+    stop: list[str] = key([], STOP)
+    ignore_eos: bool = key(False, IGNORE_EOS)
     do_sample: bool = key(True, "Sample; false: take the likeliest token.")
     prompt_length: int | None = key(None, "Longest prompt, in tokens.", low=1, follows="data.max_prompt_length")
     response_length: int | None = key(None, "Longest response, in tokens.", low=1, follows="data.max_response_length")

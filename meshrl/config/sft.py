@@ -1,6 +1,7 @@
 """`SFTConfig`: the whole config of `meshrl sft`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from meshrl.config.checkpoint import CheckpointConfig
 from meshrl.config.data import TRUNCATIONS
@@ -22,6 +23,9 @@ class SFTDataConfig:
     prompt_key: str = key("prompt", "Column with the prompt.")
     response_key: str = key("response", "Column with the response to learn.")
     messages_key: str | None = key(None, "Column with whole conversations, instead of prompt and response.")
+    apply_chat_template_kwargs: dict[str, Any] = key(
+        {}, "Variables for the tokenizer's chat template, such as {enable_thinking: false}."
+    )
     max_length: int = key(1024, "Longest prompt plus response, in tokens.", low=1)
     truncation: str = key("error", "What to do with a longer one; left keeps its end.", choices=TRUNCATIONS[:3])
     train_batch_size: int = key(256, "Sequences per optimizer step, over all ranks.", low=1)

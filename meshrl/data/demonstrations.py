@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,9 +43,10 @@ class DemonstrationDataset:
             raise error.at(file, number) from error
 
     def _encode(self, row: Row, number: int) -> tuple[np.ndarray, np.ndarray]:
+        kwargs = self.config.apply_chat_template_kwargs
         if self.config.messages_key:
-            return encode_conversation(self.tokenizer, row[self.config.messages_key], number)
-        prompt = encode_prompt(self.tokenizer, row[self.config.prompt_key], number)
+            return encode_conversation(self.tokenizer, row[self.config.messages_key], number, kwargs)
+        prompt = encode_prompt(self.tokenizer, row[self.config.prompt_key], number, template_kwargs=kwargs)
         response = row[self.config.response_key]
         if not isinstance(response, str):
             raise RowError(number, f"the response must be a string, got {shown(response)}")
@@ -92,7 +93,9 @@ class DemonstrationDataset:
         )
 
 
-def encode_conversation(tokenizer: Tokenizer, messages: object, number: int) -> tuple[np.ndarray, np.ndarray]:
+def encode_conversation(
+    tokenizer: Tokenizer, messages: object, number: int, template_kwargs: Mapping[str, Any] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Token ids of a conversation and the mask of its assistant turns, found by rendering it turn by turn."""
     if not isinstance(messages, list) or not is_chat(messages):
         raise RowError(
@@ -101,19 +104,24 @@ def encode_conversation(tokenizer: Tokenizer, messages: object, number: int) -> 
     if messages[0]["role"] == "assistant":
         raise RowError(number, "the demonstration begins with the assistant: it needs a turn to answer to")
     try:
-        return _assistant_turns(tokenizer, messages, number)
+        return _assistant_turns(tokenizer, messages, number, template_kwargs)
     except (TypeError, TemplateError) as error:
         raise RowError(number, f"the demonstration cannot be tokenized: {error}") from error
 
 
-def _assistant_turns(tokenizer: Tokenizer, messages: list[Any], number: int) -> tuple[np.ndarray, np.ndarray]:
-    whole = render_chat(tokenizer, messages, add_generation_prompt=False)
+def _assistant_turns(
+    tokenizer: Tokenizer, messages: list[Any], number: int, template_kwargs: Mapping[str, Any] | None
+) -> tuple[np.ndarray, np.ndarray]:
+    def render(turns: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
+        return render_chat(tokenizer, turns, add_generation_prompt, template_kwargs=template_kwargs)
+
+    whole = render(messages, add_generation_prompt=False)
     learn = np.zeros(len(whole), dtype=bool)
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = render_chat(tokenizer, messages[:turn], add_generation_prompt=True)
-        after = render_chat(tokenizer, messages[: turn + 1], add_generation_prompt=False)
+        before = render(messages[:turn], add_generation_prompt=True)
+        after = render(messages[: turn + 1], add_generation_prompt=False)
         if whole[: len(before)] != before or whole[: len(after)] != after:
             raise RowError(
                 number,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,9 +32,16 @@ class RowError(ValueError):
 
 
 def encode_prompt(
-    tokenizer: Tokenizer, prompt: Any, number: int, tools: list[dict[str, Any]] | None = None
+    tokenizer: Tokenizer,
+    prompt: Any,
+    number: int,
+    tools: list[dict[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> np.ndarray:
-    """Token ids of a prompt: a string as it is, or a list of chat messages through the tokenizer's chat template."""
+    """Token ids of a prompt: a string as it is, or a list of chat messages through the tokenizer's chat template.
+
+    `template_kwargs` are variables of the template, such as `enable_thinking`.
+    """
     if not isinstance(prompt, str) and not is_chat(prompt):
         raise RowError(
             number, f"the prompt must be a string or a list of messages with role and content, got {shown(prompt)}"
@@ -43,7 +50,7 @@ def encode_prompt(
         if isinstance(prompt, str):
             ids = tokenizer(prompt)["input_ids"]
         else:
-            ids = render_chat(tokenizer, prompt, add_generation_prompt=True, tools=tools)
+            ids = render_chat(tokenizer, prompt, True, tools, template_kwargs)
     except (TypeError, TemplateError) as error:  # half of a surrogate pair, roles in an order that the template refuses
         raise RowError(number, f"the prompt cannot be tokenized ({error}): {shown(prompt)}") from error
     _check_tokens(ids, prompt, number)
@@ -51,7 +58,11 @@ def encode_prompt(
 
 
 def encode_prompts(
-    tokenizer: Tokenizer, prompts: Sequence[Any], first: int = 0, tools: list[dict[str, Any]] | None = None
+    tokenizer: Tokenizer,
+    prompts: Sequence[Any],
+    first: int = 0,
+    tools: list[dict[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[np.ndarray]:
     """`encode_prompt` of each; texts go to the tokenizer together. `first` is the number of the first of them."""
     if prompts and all(isinstance(prompt, str) for prompt in prompts):
@@ -63,7 +74,7 @@ def encode_prompts(
             for at, ids in enumerate(found):
                 _check_tokens(ids, prompts[at], first + at)
             return found
-    return [encode_prompt(tokenizer, prompt, first + at, tools) for at, prompt in enumerate(prompts)]
+    return [encode_prompt(tokenizer, prompt, first + at, tools, template_kwargs) for at, prompt in enumerate(prompts)]
 
 
 def _check_tokens(ids: Sequence[int] | np.ndarray, prompt: Any, number: int) -> None:
@@ -88,6 +99,7 @@ def render_chat(
     messages: list[dict[str, str]],
     add_generation_prompt: bool,
     tools: list[dict[str, Any]] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a conversation by the tokenizer's chat template."""
     if tokenizer.chat_template is None:
@@ -98,5 +110,6 @@ def render_chat(
         add_generation_prompt=add_generation_prompt,
         tokenize=True,
         return_dict=False,
+        **(template_kwargs or {}),
     )
     return list(rendered)

@@ -8,7 +8,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -39,6 +39,7 @@ def encode_in_processes(
     tools: list[dict[str, Any]] | None,
     processes: int,
     on_progress: OnProgress | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[np.ndarray]:
     """Token ids of every prompt, in their order; what `encode_prompt` gives one by one, its errors included."""
     starts = list(range(0, len(prompts), CHUNK))
@@ -46,7 +47,7 @@ def encode_in_processes(
     with ExitStack() as stack:
         workers = [stack.enter_context(_Encoder()) for _ in range(min(processes, len(starts)))]
         for worker in workers:
-            worker.send((tokenizer, tools))
+            worker.send((tokenizer, tools, template_kwargs))
         waiting = iter(starts)
         busy = {worker.connection: worker for worker in workers if worker.give(prompts, next(waiting, None))}
         while busy:
@@ -123,11 +124,11 @@ def main() -> None:
     """One process: the tokenizer first, then chunks of prompts, each answered in turn."""
     connection = Connection(int(sys.argv[1]))
     try:
-        tokenizer, tools = connection.recv()
+        tokenizer, tools, template_kwargs = connection.recv()
         while True:
             start, prompts = connection.recv()
             try:
-                connection.send((True, encode_prompts(tokenizer, prompts, start, tools)))
+                connection.send((True, encode_prompts(tokenizer, prompts, start, tools, template_kwargs)))
             except Exception as error:  # said by the caller, in its own words where they can travel
                 connection.send((False, _portable(error)))
     except (EOFError, OSError):

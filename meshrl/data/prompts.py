@@ -90,7 +90,8 @@ class PromptDataset:
         prompts = [row[self.config.prompt_key] for row in rows]
         processes = self.config.filter_overlong_prompts_workers
         if processes > 1:
-            return encode_in_processes(self.tokenizer, prompts, tools, processes, on_progress)
+            kwargs = self.config.apply_chat_template_kwargs
+            return encode_in_processes(self.tokenizer, prompts, tools, processes, on_progress, kwargs)
         return self._encoded_here(prompts, tools, on_progress)
 
     def _encoded_here(
@@ -98,7 +99,7 @@ class PromptDataset:
     ) -> Iterator[np.ndarray]:
         for start in range(0, len(prompts), AT_ONCE):
             part = prompts[start : start + AT_ONCE]
-            yield from encode_prompts(self.tokenizer, part, start, tools)
+            yield from encode_prompts(self.tokenizer, part, start, tools, self.config.apply_chat_template_kwargs)
             if on_progress is not None:
                 on_progress(start + len(part), len(prompts))
 

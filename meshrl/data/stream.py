@@ -102,8 +102,9 @@ class PromptStream(RowOrder):
         """What is left of the rows after tokenizing."""
         in_a_row = 0
         for file, number, row in rows:
+            kwargs = self.config.apply_chat_template_kwargs
             try:
-                ids = encode_prompt(self.tokenizer, row[self.config.prompt_key], number, self.tools)
+                ids = encode_prompt(self.tokenizer, row[self.config.prompt_key], number, self.tools, kwargs)
                 fitting = fit_prompt(ids, number, self.config)
             except RowError as error:
                 raise error.at(file, number) from error

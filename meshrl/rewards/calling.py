@@ -156,7 +156,7 @@ class AtOnce:
 
     def __call__(self, samples: Sequence[Sample]) -> list[Any]:
         try:
-            answers = call_within(self.timeout, lambda: call_many(self.function, samples, self.extras))
+            answers = self._ask(samples)
         except (Exception, SystemExit) as error:
             return [Failure.of(error, whole=True)] * len(samples)
         if not hasattr(answers, "__len__") or len(answers) != len(samples):
@@ -164,3 +164,6 @@ class AtOnce:
             said = f"it returned {got} for {len(samples)} samples: each needs one"
             return [Failure("length", said, whole=True)] * len(samples)
         return [Failure.of(answer) if isinstance(answer, Exception) else answer for answer in answers]
+
+    def _ask(self, samples: Sequence[Sample]) -> Any:
+        return call_within(self.timeout, lambda: call_many(self.function, samples, self.extras))

@@ -34,6 +34,7 @@ def load_reward_manager(config: PPOConfig, tokenizer: Tokenizer, ask: Ask | None
         on_error=config.reward.on_error,
         timeout=manager.timeout,
         num_processes=manager.num_processes,
+        max_concurrent_calls=manager.max_concurrent_calls,
         overlong=overlong_buffer(config),
         log_overlong=manager.overlong_buffer.log,
     )

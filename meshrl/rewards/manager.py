@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from meshrl.config.functions import is_async
 from meshrl.config.reward import MANAGERS
 from meshrl.data.proto import DataProto
 from meshrl.data.scored import DROPPED, scored_rows
@@ -27,6 +28,7 @@ from meshrl.rewards.calling import (
     extras_of,
     is_batch_function,
 )
+from meshrl.rewards.coroutines import AtOnceAwaited, Together
 from meshrl.rewards.overlong import OverlongBuffer
 from meshrl.rewards.pool import InPool, WorkerPool
 from meshrl.rewards.results import LARGEST_SCORE, BadAnswerError, RewardError, Scores, as_result, object_column
@@ -47,10 +49,11 @@ def register_reward_manager(name: str) -> Callable[[type[RewardManager]], type[R
 class RewardManager:
     """Decodes answers, asks the reward functions and puts the weighted sum of their scores on the tokens.
 
-    `naive` asks for one sample after the other, `batch` for all in one call, `prime` in a pool of processes; `dapo` is
-    naive with a punishment of overlong answers. A score goes onto the last token; a list of one number for each
-    response token goes onto them. A function that raises, hangs, dies or gives something that is no score stops the
-    run (`on_error=stop`), gives nothing (`zero`), or takes its sample out of the training (`drop`), and is counted.
+    `naive` asks for one sample after the other (a coroutine function: for many at once), `batch` for all in one call,
+    `prime` in a pool of processes; `dapo` is naive with a punishment of overlong answers. A score goes onto the last
+    token; a list of one number for each response token goes onto them. A function that raises, hangs, dies or gives
+    something that is no score stops the run (`on_error=stop`), gives nothing (`zero`), or takes its sample out of the
+    training (`drop`), and is counted.
     A subclass changes what `score` gives: everything else goes through it.
     """
 
@@ -63,6 +66,7 @@ class RewardManager:
         on_error: str = "stop",
         timeout: float | None = None,
         num_processes: int = 8,
+        max_concurrent_calls: int = 64,
         overlong: OverlongBuffer | None = None,
         log_overlong: bool = False,
     ):
@@ -73,7 +77,7 @@ class RewardManager:
         if not labels or len(set(labels)) < len(labels):
             raise ValueError(f"a reward manager needs functions with different labels, got {labels}")
         self.tokenizer, self.name, self.on_error = tokenizer, name, on_error
-        self.timeout, self.num_processes = timeout, num_processes
+        self.timeout, self.num_processes, self.max_concurrent_calls = timeout, num_processes, max_concurrent_calls
         self.overlong, self.log_overlong = overlong, log_overlong
         self._pool: WorkerPool | None = None
         self._extras: set[str] = set()
@@ -83,10 +87,19 @@ class RewardManager:
     def _caller(self, at: int, spec: RewardFunctionSpec) -> Caller:
         function = spec.load()
         self._extras |= set(extras_of(function))
+        awaited = is_async(function)
         if self.name == "batch" or is_batch_function(function):
-            return AtOnce(function, self.timeout)
+            return AtOnceAwaited(function, self.timeout) if awaited else AtOnce(function, self.timeout)
         if self.name != "prime":
-            return InTurn(function, self.timeout)
+            return (
+                Together(function, self.timeout, self.max_concurrent_calls)
+                if awaited
+                else InTurn(function, self.timeout)
+            )
+        if awaited:
+            raise ValueError(
+                f"reward function '{spec.label}' is a coroutine, which prime cannot call: use naive or batch"
+            )
         if self._pool is None:
             timeout = POOL_TIMEOUT if self.timeout is None else self.timeout
             self._pool = WorkerPool(list(map(_for_processes, self.specs)), self.num_processes, timeout)
@@ -163,9 +176,12 @@ class RewardManager:
         return self._pool.waits() if self._pool is not None else []
 
     def close(self) -> None:
-        """Ends the processes of the pool."""
+        """Ends the processes of the pool, and the event loops of coroutines."""
         if self._pool is not None:
             self._pool.close()
+        for caller in self._callers:
+            if isinstance(caller, Together | AtOnceAwaited):
+                caller.close()
 
     def __enter__(self) -> RewardManager:
         return self

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,7 +88,7 @@ class Rollout(ABC):
 
         Takes `input_ids` and `attention_mask` [batch, prompt], padded on the left, and `seeds` [batch]; gives
         `prompts`, `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`, `rollout_log_probs` and
-        `versions`, with responses padded on the right to `params.max_tokens`.
+        `versions`, with responses padded on the right to `params.max_tokens`, and why each answer came to its `ending`.
         """
         if self.version < 0:
             raise RuntimeError("the rollout has no weights yet: sync them before generating")
@@ -148,7 +149,7 @@ def as_batch(prompts: DataProto, answers: Sequence[Completion], width: int, pad_
         rollout_log_probs=rectangle([a.log_probs for a in answers], 0.0, torch.float32),
         versions=rectangle([a.versions for a in answers], -1, torch.int32),
     )
-    return DataProto.from_dict(fields)
+    return DataProto.from_dict(fields, {"ending": np.array([answer.finish_reason for answer in answers], dtype=object)})
 
 
 def joined(ids: Tensor, mask: Tensor, *, responses: Tensor, there: Tensor, **fields: Tensor) -> dict[str, Tensor]:

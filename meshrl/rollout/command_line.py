@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,18 +57,22 @@ def engine_options(arguments: argparse.Namespace) -> EngineOptions:
         max_model_len=arguments.max_model_len,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         trust_remote_code=arguments.trust_remote_code,
-        arguments=dict(map(_engine_argument, arguments.engine_arg)),
+        arguments=named_values(arguments.engine_arg, "--engine-arg"),
     )
 
 
-def _engine_argument(word: str) -> tuple[str, Any]:
-    name, equals, value = word.partition("=")
-    if not name.isidentifier() or not equals:
-        raise ValueError(f"--engine-arg needs KEY=VALUE, got '{word}'")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+def named_values(words: Sequence[str], option: str) -> dict[str, Any]:
+    """Each KEY=VALUE of an option; a value is JSON or, where it is none, a text."""
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not name.isidentifier() or not equals:
+            raise ValueError(f"{option} needs KEY=VALUE, got '{word}'")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 def add_serve_options(parser: argparse.ArgumentParser) -> None:
@@ -115,6 +120,13 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--prompts", required=True, metavar="FILE", help=".parquet or .jsonl with a prompt in each row")
     files.add_argument("--out", required=True, metavar="FILE", help=".parquet or .jsonl to write")
     files.add_argument("--prompt-key", default="prompt", metavar="COLUMN", help="a text or a list of chat messages")
+    files.add_argument(
+        "--chat-template-arg",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a variable of the chat template, such as enable_thinking=false; may be given several times",
+    )
     files.add_argument("--token-ids", action="store_true", help="also write token ids and log-probs")
     files.add_argument("--restart", action="store_true", help="forget what an earlier run has written")
     sampling = parser.add_argument_group("sampling")

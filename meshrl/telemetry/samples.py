@@ -111,7 +111,7 @@ class SampleLog:
             yield row
 
     def _finish(self, batch: DataProto) -> list[str]:
-        """Why each sample ended, as the agent loop said, or else by its tokens; empty where neither is known."""
+        """Why each sample ended, as the rollout said, or else by its tokens; empty where neither is known."""
         if "ending" in batch.non_tensor_batch:
             return [str(reason) for reason in batch.non_tensor_batch["ending"]]
         if not {"responses", "attention_mask"} <= set(batch.batch.keys()):

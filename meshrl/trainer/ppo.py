@@ -50,6 +50,7 @@ from meshrl.trainer.gates import Gates
 from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.reward_components import reward_components
 from meshrl.trainer.sample_source import SampleSource
+from meshrl.trainer.truncation import truncated_rows, without_rows
 from meshrl.trainer.validation import Validator
 from meshrl.workers.actor_loss import FRESH, skips_samples_without_advantage
 
@@ -171,7 +172,10 @@ class PPOTrainer(SampleSource):
                 metrics |= self.add_old_log_probs(batch)
                 if self.corrects_rollout:
                     metrics |= correct_rollout(batch, self.correction, self.loss_mode)
-        if not batch.batch["response_mask"].any():
+        cut_off = truncated_rows(batch, self.config.algorithm)
+        if self.config.algorithm.mask_truncated_responses:
+            metrics["training/truncated_masked"] = float(cut_off.sum())
+        if not batch.batch["response_mask"][~cut_off].any():
             return metrics | self.pass_over(batch)
         if self.needs_reference:
             with self.phase("ref"):
@@ -186,28 +190,40 @@ class PPOTrainer(SampleSource):
             metrics |= self.add_advantages(batch)
         if self.gates:
             self.gates.check_batch(batch, self.step)
+        # Only now: what was cut off has counted in its group's baseline.
+        trained = without_rows(batch, cut_off)
         if self.critic is not None:
             with self.phase("update_critic"):
-                metrics |= self.update_critic(batch)
+                metrics |= self.update_critic(trained)
         if self.step > self.config.trainer.critic_warmup:
             with self.phase("update_actor"):
-                metrics |= self.update_actor(batch)
+                metrics |= self.update_actor(trained)
             self.refresh_reference_if_due()
             with self.phase("sync"):
                 metrics |= self.sync_weights()
         self.updates.update(batch)
         self.samples.log_training(batch, self.reward.decode, self.step)
-        return metrics | data_metrics(batch, self.config)
+        return metrics | data_metrics(trained, self.config)
 
     def pass_over(self, batch: DataProto) -> dict[str, Any]:
-        """A step without an update: the rollout's correction has rejected every sample of its batch."""
-        logger.warning(
-            "step %d: algorithm.rollout_correction.rollout_rs=%s has rejected all samples: there is no update. If that "
-            "goes on, widen rollout_rs_threshold (%s) or find out why rollout and trainer differ",
-            self.step,
-            self.correction.rollout_rs,
-            self.correction.rollout_rs_threshold,
-        )
+        """A step without an update: no sample of its batch is left, all were rejected or cut off."""
+        cut_off = truncated_rows(batch, self.config.algorithm)
+        if cut_off.any():
+            logger.warning(
+                "step %d: all samples that are left (%d) were cut off at data.max_response_length=%d and masked "
+                "(algorithm.mask_truncated_responses): there is no update. If that goes on, raise the length",
+                self.step,
+                int(cut_off.sum()),
+                self.config.data.max_response_length,
+            )
+        else:
+            logger.warning(
+                "step %d: algorithm.rollout_correction.rollout_rs=%s has rejected all samples: there is no update. If "
+                "that goes on, widen rollout_rs_threshold (%s) or find out why rollout and trainer differ",
+                self.step,
+                self.correction.rollout_rs,
+                self.correction.rollout_rs_threshold,
+            )
         tensors = batch.batch
         tensors["token_level_rewards"] = tensors["token_level_scores"]
         for name in ("advantages", "returns"):
@@ -216,7 +232,7 @@ class PPOTrainer(SampleSource):
             self.refresh_reference_if_due()
         self.updates.update(batch)
         self.samples.log_training(batch, self.reward.decode, self.step)
-        return {"training/rejected_batches": 1.0} | data_metrics(batch, self.config)
+        return {"training/rejected_batches": 1.0} | data_metrics(without_rows(batch, cut_off), self.config)
 
     @property
     def needs_reference(self) -> bool:

@@ -203,6 +203,7 @@ def ppo_pools(config: PPOConfig, units: BatchUnits, steps: int) -> list[Pool]:
         with_rollout=config.actor_rollout_ref.hybrid_engine,
         with_sum_pi_squared=estimator_takes(config.algorithm.adv_estimator, "sum_pi_squared"),
         bypass=correction_of(config) if bypass_loss(config) else None,
+        template_kwargs=config.data.apply_chat_template_kwargs,
     )
     workers = {"actor_rollout_ref": ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, settings)}
     if uses_critic(config.critic, config.algorithm.adv_estimator):

@@ -78,6 +78,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
                 can_share=can_share,
                 rank_group=contiguous_group(split, self.settings.collective_deadline),
                 memory_budget=self.config.memory_budget_bytes,
+                template_kwargs=self.settings.template_kwargs,
             )
             self.rollout = self.answering.rollout
             self.phases = self._make_phases(self.config.rollout)

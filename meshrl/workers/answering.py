@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -35,6 +38,7 @@ class Answering:
         can_share: bool,
         rank_group: dist.ProcessGroup | None = None,
         memory_budget: int | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ):
         self.config = config
         self._log_memory = lambda: MemoryLog("gen", device, memory_budget)
@@ -53,7 +57,7 @@ class Answering:
         self.shape = ModelShape.of(hf_model.config)
         self.agents = None
         if config.multi_turn.enable:
-            self.agents = make_agent_rollout(self.rollout, tokenizer, config, self.stop_token_ids)
+            self.agents = make_agent_rollout(self.rollout, tokenizer, config, self.stop_token_ids, template_kwargs)
 
     def __call__(self, prompts: DataProto) -> DataProto:
         """Answers prompts.
@@ -100,5 +104,9 @@ class Answering:
             temperature=how.temperature if how.do_sample and not prompts.meta_info.get("greedy") else 0.0,
             top_k=how.top_k,
             top_p=how.top_p,
-            stop_token_ids=self.stop_token_ids,
+            min_p=how.min_p,
+            repetition_penalty=how.repetition_penalty,
+            min_tokens=how.min_tokens or 0,
+            stop=tuple(how.stop or ()),
+            stop_token_ids=() if how.ignore_eos else self.stop_token_ids,
         )

@@ -52,6 +52,7 @@ class RolloutWorker(Worker):
             can_share=False,
             rank_group=group,
             memory_budget=self.config.memory_budget_bytes,
+            template_kwargs=self.settings.template_kwargs,
         )
         self.rollout = self.answering.rollout
         self.register_mesh("rollout", self.rank // split, self.world_size // split, is_collect=self.rank % split == 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from meshrl.config.algorithm import RolloutCorrectionConfig
 
@@ -22,3 +24,5 @@ class WorkerSettings:
     with_sum_pi_squared: bool = False
     # Where the loss itself compares the policy with the rollout's.
     bypass: RolloutCorrectionConfig | None = None
+    # Variables of the chat template, as the prompts were rendered with.
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -171,3 +171,18 @@ def test_the_calculators_own_template():
     encoder.check([["tool"], ["tool", "tool"], ["tool"]])
     turn = encoder.following([{"role": "tool", "content": "12"}], tokenizer.eos_token_id)
     assert tokenizer.decode(turn) == "<tool>12<assistant>"
+
+
+def test_variables_of_the_template_are_in_every_render():
+    """As with Qwen3's enable_thinking=false: every turn of the model begins with an empty thought."""
+    empty = "{% if not enable_thinking | default(true) %}<think></think>{% endif %}"
+    template = CHATML.replace(
+        "{{ m['content'] }}", "{% if m.role == 'assistant' %}" + empty + "{% endif %}{{ m['content'] }}"
+    )
+    tokenizer = chatml_tokenizer(template + "{% if add_generation_prompt %}" + empty + "{% endif %}")
+    off = TurnEncoder(tokenizer, [END], TOOLS, {"enable_thinking": False})
+    off.check([["tool"], ["tool", "tool"], ["user"]])
+    assert tokenizer.decode(off.following([{"role": "tool", "content": "4"}], END)).endswith("<think></think>")
+    assert tokenizer.decode(off.prompt([{"role": "user", "content": "hi"}])).endswith("<think></think>")
+    on = TurnEncoder(tokenizer, [END], TOOLS)
+    assert "<think>" not in tokenizer.decode(on.following([{"role": "tool", "content": "4"}], END))

@@ -139,6 +139,27 @@ BROKEN = [
     ([f"{ROLLOUT}.val_kwargs.do_sample=true"], "val_kwargs.temperature > 0", ""),
     ([f"{ROLLOUT}.top_k=0"], f"{ROLLOUT}.top_k=0", "-1"),
     ([f"{ROLLOUT}.val_kwargs.top_p=0"], "val_kwargs.top_p=0", ""),
+    ([f"{ROLLOUT}.repetition_penalty=0"], f"{ROLLOUT}.repetition_penalty=0", "above 0"),
+    ([f"{ROLLOUT}.min_tokens=600"], f"{ROLLOUT}.min_tokens (600)", "data.max_response_length (512)"),
+    ([f"{ROLLOUT}.val_kwargs.min_tokens=600"], f"{ROLLOUT}.val_kwargs.min_tokens (600)", "(512)"),
+    ([f"{ROLLOUT}.stop=['']"], f"{ROLLOUT}.stop=['']", "empty text"),
+    ([f"{ROLLOUT}.val_kwargs.stop=['']"], f"{ROLLOUT}.val_kwargs.stop=['']", "empty text"),
+    (
+        [f"{ROLLOUT}.ignore_eos=true", f"{ROLLOUT}.min_tokens=5"],
+        f"{ROLLOUT}.min_tokens=5 has no effect",
+        f"{ROLLOUT}.ignore_eos=true",
+    ),
+    (
+        [f"{ROLLOUT}.ignore_eos=true", "algorithm.mask_truncated_responses=true"],
+        "algorithm.mask_truncated_responses=true",
+        f"no {ROLLOUT}.stop",
+    ),
+    ([f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.min_tokens=5"], f"{ROLLOUT}.min_tokens is only read by", "it is sglang"),
+    (
+        [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.val_kwargs.repetition_penalty=1.1"],
+        f"{ROLLOUT}.val_kwargs.repetition_penalty is only read by",
+        "it is sglang",
+    ),
     ([f"{ROLLOUT}.prompt_length=100"], f"{ROLLOUT}.prompt_length (100)", "data.max_prompt_length (512)"),
     ([f"{ROLLOUT}.max_model_len=1023"], f"{ROLLOUT}.max_model_len (1023)", "(1024)"),
     (
@@ -558,3 +579,15 @@ def test_a_critic_is_checked_as_the_policy_is(overrides: list[str], words: str) 
 
 def test_a_critic_runs_with_gae() -> None:
     assert check_config(load_config("grpo", CRITIC).config, check_files=False) == []
+
+
+def test_coroutines_as_reward_functions(fine, tmp_path):
+    plain, awaited = tmp_path / "plain_score.py", tmp_path / "awaited_score.py"
+    plain.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 0.0\n")
+    awaited.write_text("async " + plain.read_text())
+    own, more = "custom_reward_function.path=", "reward_manager.max_concurrent_calls=8"
+    assert check_config(fine("reward.name=null", f"{own}{awaited}", more)) == []
+    (problem,) = check_config(fine("reward.name=null", f"{own}{awaited}", "reward_manager.name=prime"))
+    assert "compute_score is a coroutine (async def), which reward_manager.name=prime cannot call" in problem
+    (problem,) = check_config(fine("reward.name=null", f"{own}{plain}", more))
+    assert problem.startswith("reward_manager.max_concurrent_calls=8 has no effect: no reward function is a coroutine")

@@ -16,8 +16,9 @@ KEYS = leaves(PPOConfig)
 # The fields of TRL 1.16's GRPOConfig, and those it inherits from transformers' TrainingArguments that the page names.
 TRL_NAMES = """
     learning_rate trust_remote_code num_generations num_generations_eval max_completion_length shuffle_dataset
-    generation_batch_size steps_per_generation temperature top_p top_k use_vllm vllm_mode vllm_enable_sleep_mode
-    vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size beta num_iterations epsilon delta
+    chat_template_kwargs generation_batch_size steps_per_generation temperature top_p top_k min_p
+    repetition_penalty generation_kwargs use_vllm vllm_mode vllm_enable_sleep_mode vllm_gpu_memory_utilization
+    vllm_max_model_length vllm_tensor_parallel_size beta num_iterations epsilon delta
     epsilon_high sapo_temperature_neg sapo_temperature_pos importance_sampling_level reward_weights
     multi_objective_aggregation scale_rewards loss_type mask_truncated_completions sync_ref_model ref_model_mixup_alpha
     ref_model_sync_steps top_entropy_quantile entropy_coef use_adaptive_entropy max_tool_calling_iterations

@@ -265,7 +265,6 @@ def test_what_is_so_anyway_changes_nothing(override: str) -> None:
         ([f"{MEGATRON}.dist_checkpointing_path=ckpt"], ["meshrl convert"]),
         ([f"{ACTOR}.fixed_num_micro_batches=16"], ["ppo_max_token_len_per_gpu"]),
         ([f"{ACTOR}.router_replay.mode=R3"], ["no routes are recorded"]),
-        ([f"{ROLLOUT}.ignore_eos=True"], ["end token"]),
         (["data.apply_chat_template_kwargs.enable_thinking=False"], ["chat template"]),
         ([f"{ROLLOUT}.multi_turn.interaction_config_path=x.yaml"], [f"set {ROLLOUT}.multi_turn.environment"]),
         (["data.train_max_samples=0"], ["-1 takes all"]),

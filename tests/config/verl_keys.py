@@ -4,7 +4,7 @@ A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_r
 
 GROUPS: dict[str, str] = {
     "data": """train_files val_files train_max_samples=-1 val_max_samples=-1 prompt_key=prompt
-        reward_fn_key=data_source max_prompt_length=512 max_response_length=512 train_batch_size=1024
+        apply_chat_template_kwargs={} reward_fn_key=data_source max_prompt_length=512 max_response_length=512 train_batch_size=1024
         gen_batch_size val_batch_size shuffle=true seed filter_overlong_prompts=false truncation=error custom_cls.path
         custom_cls.name dataloader_num_workers=8""",
     "actor_rollout_ref": "hybrid_engine=true nccl_timeout=600",
@@ -30,7 +30,8 @@ GROUPS: dict[str, str] = {
     f"{A}.checkpoint": "save_contents=[model,optimizer,extra] load_contents async_save=false",
     "actor_rollout_ref.ref": """log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz
         log_prob_max_token_len_per_gpu fsdp_config.param_offload""",
-    R: """name mode n=1 temperature=1.0 top_k=-1 top_p=1 do_sample=true prompt_length response_length dtype=bfloat16
+    R: """name mode n=1 temperature=1.0 top_k=-1 top_p=1 ignore_eos=false do_sample=true
+        prompt_length response_length dtype=bfloat16
         gpu_memory_utilization=0.5 tensor_model_parallel_size data_parallel_size=1 max_num_batched_tokens=8192
         max_num_seqs=256 max_model_len enforce_eager=false free_cache_engine=true enable_chunked_prefill=true
         enable_prefix_caching=true load_format=dummy layered_summon=false calculate_log_probs=true

@@ -172,3 +172,20 @@ def test_only_so_many_samples_are_taken(tmp_path, tokenizer):
     assert [tokenizer.decode(ids[0]) for ids, _ in data.sequences] == ["0", "1", "2"]
     assert len(DemonstrationDataset([str(file)], tokenizer, SFTDataConfig(), 4)) == 4
     assert len(DemonstrationDataset([str(file)], tokenizer, SFTDataConfig())) == 9
+
+
+def test_variables_of_the_chat_template(dataset, chat_tokenizer):
+    """What a variable adds before the model's turn is no part of what is learned."""
+    chat_tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{% if short and m.role == 'assistant' %}=={% endif %}{{ m.content }}<eos>"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% if short %}=={% endif %}{% endif %}"
+    )
+    short = {"apply_chat_template_kwargs": {"short": True}}
+    rows = [{"messages": CONVERSATION}]
+    data = dataset(rows, chat_tokenizer, messages_key="messages", **short)
+    assert chat_tokenizer.decode(data.sequences[0][0]).count("<assistant>==") == 2
+    assert learned(data, chat_tokenizer, 0) == "2<eos>4 it is<eos>"
+    plain = dataset(rows, chat_tokenizer, messages_key="messages")
+    assert "==" not in chat_tokenizer.decode(plain.sequences[0][0])
+    asked = dataset([pair([{"role": "user", "content": "1+1"}], "2")], chat_tokenizer, **short)
+    assert chat_tokenizer.decode(asked.sequences[0][0]) == "<user>1+1<eos><assistant>==2<eos>"

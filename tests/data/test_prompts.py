@@ -11,6 +11,7 @@ import torch
 from meshrl.config.data import CustomDatasetConfig, DataConfig
 from meshrl.data.encoding import encode_prompt
 from meshrl.data.prompts import PromptDataset, ground_truth, object_array, truncate
+from meshrl.data.stream import PromptStream
 
 
 @pytest.fixture
@@ -239,3 +240,21 @@ def test_only_so_many_samples_are_taken_of_all_files(tmp_path, tokenizer):
     drawn = {seed: taken(5, seed=seed)[0] for seed in range(6)}
     assert all(len(set(texts)) == 5 and sorted(texts) == list(texts) for texts in drawn.values())
     assert len(set(drawn.values())) > 1
+
+
+def test_variables_of_the_chat_template_reach_every_way_of_reading(dataset, tmp_path, chat_tokenizer):
+    chat_tokenizer.chat_template += "{% if not enable_thinking | default(true) %}=={% endif %}"
+    rows = [{"prompt": [{"role": "user", "content": "1+1"}]}] * 3 + prompts("2")
+    off = {"apply_chat_template_kwargs": {"enable_thinking": False}}
+    wanted = ["<user>1+1<eos><assistant>=="] * 3 + ["2"]
+    assert chat_tokenizer.decode(dataset(rows, chat_tokenizer).prompts[0]) == wanted[0][:-2]
+    for more in ({}, {"filter_overlong_prompts_workers": 2}):
+        assert [chat_tokenizer.decode(ids) for ids in dataset(rows, chat_tokenizer, **off, **more).prompts] == wanted
+    config = DataConfig(streaming=True, shuffle=False, **off)
+    stream = PromptStream([str(tmp_path / "data.jsonl")], chat_tokenizer, config, 4, 0)
+    batch = stream.batch(next(iter(stream))).batch
+    texts = [
+        chat_tokenizer.decode(ids[mask.bool()])
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+    assert texts == wanted

@@ -626,9 +626,12 @@ class RolloutContract:
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
         data = DataProto.from_dict({"input_ids": ids, "attention_mask": mask, "seeds": torch.arange(4) + 2**61})
         params = SamplingParams(max_tokens=10, temperature=0.8, stop_token_ids=tuple(range(2, VOCABULARY, 6)))
-        out = rollout.generate_sequences(data, params).batch
+        found = rollout.generate_sequences(data, params)
+        out, endings = found.batch, found.non_tensor_batch["ending"].tolist()
         lengths = out["response_mask"].sum(1)
         assert len(set(lengths.tolist())) > 1
+        last = [int(row[length - 1]) for row, length in zip(out["responses"], lengths, strict=True)]
+        assert endings == ["stop" if token in params.stop_token_ids else "length" for token in last]
         for i, prompt in enumerate(PROMPTS):
             tokens = out["responses"][i, : lengths[i]].tolist()
             reference = chosen(log_probs_of(old, prompt, tokens, 0.8), tokens)

@@ -346,3 +346,24 @@ def test_the_hf_engine_generates_the_same_log_probs(tiny_model_folder, tmp_path,
         assert one["response_token_ids"] == other["response_token_ids"]
         difference = torch.tensor(one["response_log_probs"]) - torch.tensor(other["response_log_probs"])
         assert difference.abs().max() < 1e-4
+
+
+def test_variables_of_the_chat_template(tiny_model_folder, tmp_path, capsys):
+    """A variable that the template reads makes the answers those of the text it stands for."""
+    model = shutil.copytree(tiny_model_folder, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}{% if ending %}{{ ending }}{% endif %}")
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": [{"role": "user", "content": "1+2"}]}, {"prompt": "1+2="}])
+    call = ["generate", str(model), "--prompts", str(prompts), "--max-tokens", "6", "--temperature", "0"]
+    assert main([*call, "--out", f"{tmp_path}/a.jsonl", "--token-ids", "--chat-template-arg", "ending=="]) == 0
+    chat, text = (row["response_token_ids"] for row in read_rows(tmp_path / "a.jsonl"))
+    assert chat == text
+    assert main([*call, "--out", f"{tmp_path}/b.jsonl", "--token-ids"]) == 0
+    assert read_rows(tmp_path / "b.jsonl")[0]["response_token_ids"] != text
+    capsys.readouterr()
+    for argument, words in (
+        ("tools=1", "'tools' cannot be set"),
+        ("end=1", "does not mention 'end'"),
+        ("x", "KEY=VALUE"),
+    ):
+        assert main([*call, "--out", f"{tmp_path}/c.jsonl", "--chat-template-arg", argument]) == 2
+        assert words in capsys.readouterr().err

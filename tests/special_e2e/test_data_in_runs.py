@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,3 +103,26 @@ def test_a_run_goes_on_with_the_rows_that_come_next(task, tmp_path, monkeypatch,
     assert list(batch["raw_prompt"]) == wanted
     for name, weight in whole.weights.items():
         assert torch.equal(gone_on.weights[name], weight), name
+
+
+def test_variables_of_the_chat_template_in_a_run(task, tmp_path):
+    """A template that writes the prompts' arrow only when it is told to: then the run is that of plain text."""
+    model = shutil.copytree(task.model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}{% if arrow %}>{% endif %}")
+    files = []
+    for name in ("prompts", "held_out"):
+        rows = [json.loads(line) for line in Path(task.files[name]).read_text().splitlines()]
+        rows = [row | {"prompt": [{"role": "user", "content": row["prompt"].removesuffix(">")}]} for row in rows]
+        files.append(tmp_path / f"{name}.jsonl")
+        files[-1].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chats = (f"data.train_files=[{files[0]}]", f"data.val_files=[{files[1]}]", f"actor_rollout_ref.model.path={model}")
+    options = (*OPTIONS, "trainer.total_training_steps=1", "trainer.test_freq=1")
+    text = task.train(tmp_path / "text", *options)
+    told = task.train(tmp_path / "told", *options, *chats, "data.apply_chat_template_kwargs={arrow: true}")
+    untold = task.train(tmp_path / "untold", *options, *chats)
+    for name, weight in text.weights.items():
+        assert torch.equal(told.weights[name], weight), name
+    scores = [{k: v for k, v in run.metrics[-1].items() if k.startswith("val-")} for run in (text, told, untold)]
+    assert scores[0]
+    assert scores[0] == scores[1] != scores[2]
+    assert any(not torch.equal(untold.weights[name], weight) for name, weight in text.weights.items())

@@ -6,7 +6,7 @@ import by_hand
 import pytest
 import torch
 from by_hand import Recorder
-from test_algorithms_by_hand import SETTING
+from test_algorithms_by_hand import REWARD, SETTING
 
 from meshrl.rewards.manager import RewardError
 
@@ -77,3 +77,20 @@ def test_a_prompt_without_a_greedy_score_is_dropped(task, tmp_path, monkeypatch)
     assert dropped > 0
     without = [rows for rows in batch["response_mask"].view(12, 4, -1) if not rows.any()]
     assert len(without) >= dropped
+
+
+@pytest.mark.parametrize("overlap", ["false", "true"])
+def test_a_coroutine_gives_the_run_of_the_plain_function(task, tmp_path, overlap):
+    plain = ["reward.name=null", f"custom_reward_function.path={REWARD}"]
+    waits = tmp_path / "awaited_dense.py"
+    source = REWARD.read_text().replace("def compute", "async def compute")
+    waits.write_text(
+        "import asyncio\n" + source.replace("    wanted =", "    await asyncio.sleep(0.001)\n    wanted =")
+    )
+    short = ("trainer.total_training_steps=1", f"reward_manager.overlap={overlap}")
+    one = task.train(tmp_path / "plain", *SETTING, *plain, *short)
+    own = (f"custom_reward_function.path={waits}", "reward_manager.max_concurrent_calls=3")
+    other = task.train(tmp_path / "awaited", *SETTING, plain[0], *own, *short)
+    assert one.metrics[-1]["critic/score/mean"] == other.metrics[-1]["critic/score/mean"] != 0
+    for name, weight in one.weights.items():
+        assert torch.equal(other.weights[name], weight), name

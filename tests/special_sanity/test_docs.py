@@ -30,6 +30,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 def brevity(data_source, solution_str, ground_truth, extra_info):
     return -float(len(solution_str))
 """
+THINKING = "{{ messages[-1].content }}={% if enable_thinking is false %} {% endif %}"
 CAPS = ["trainer.total_training_steps=1", "trainer.val_before_train=false"]
 # The shape of Qwen3-1.7B: weight_sync.md plans with the real one.
 QWEN3_1_7B = {
@@ -67,6 +68,8 @@ def scene(tmp_path_factory):
     for name in ("JUDGE_MODEL", "TEACHER", "models/Qwen2.5-1.5B"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(folder / "MODEL", target_is_directory=True)
+    shutil.copytree(folder / "MODEL", folder / "models/Qwen3-0.6B")
+    (folder / "models/Qwen3-0.6B/chat_template.jinja").write_text(THINKING)
     rows = [
         {"prompt": f"{a}+{a}=", "ground_truth": str(2 * a), "data_source": "sums", "extra_info": {"level": a}}
         for a in range(1024)  # a batch of the recipes

@@ -45,13 +45,14 @@ class AnswerBatch:
         self.log_probs = np.zeros((count, width), np.float32)
         self.versions = np.full((count, width), -1, np.int32)
         self.lengths = np.zeros(count, np.int64)
+        self.endings = np.full(count, None, object)
 
-    def take(self, place: int, sequence: Sequence) -> None:
+    def take(self, place: int, sequence: Sequence, ending: str) -> None:
         """Writes the answer of a sequence that has given its row back."""
         count = len(sequence.output)
         self.tokens[place, :count], self.log_probs[place, :count] = sequence.output, sequence.log_probs
         self.versions[place, :count] = sequence.versions(0, count)
-        self.lengths[place] = count
+        self.lengths[place], self.endings[place] = count, ending
         self.left -= 1
 
     def as_data(self, ids: Tensor, mask: Tensor) -> DataProto:
@@ -67,4 +68,4 @@ class AnswerBatch:
             rollout_log_probs=torch.from_numpy(self.log_probs),
             versions=torch.from_numpy(self.versions),
         )
-        return DataProto.from_dict(fields)
+        return DataProto.from_dict(fields, {"ending": self.endings})

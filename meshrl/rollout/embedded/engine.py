@@ -303,7 +303,7 @@ class EmbeddedRollout(SteppingRollout):
         self._watched -= self._is_watched(sequence)
         if sequence.sink is not None:
             batch, place = sequence.sink
-            batch.take(place, sequence)
+            batch.take(place, sequence, reason)
         else:
             rest = slice(sequence.sent, None)
             chunks.append(as_chunk(sequence, sequence.output[rest], sequence.log_probs[rest], reason))

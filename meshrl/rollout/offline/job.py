@@ -10,18 +10,20 @@ import argparse
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from rich.console import Console
 
+from meshrl.config.chat_template import template_file_problems, template_name_problems
 from meshrl.data.encoding import encode_prompt, is_chat
 from meshrl.data.files import Row, read_rows
 from meshrl.rollout.base import Rollout
+from meshrl.rollout.command_line import named_values
 from meshrl.rollout.offline.answers_file import check_output, write_output
 from meshrl.rollout.offline.journal import Journal, Result
 from meshrl.rollout.offline.progress import Progress
@@ -32,6 +34,7 @@ from meshrl.rollout.text import answer_text
 
 LANES = 4
 POLL_SECONDS = 0.5
+TEMPLATE_OPTION = "--chat-template-arg"
 # Beside training and validation: these samples are of neither.
 OFFLINE = 2
 Group = list[tuple[int, Request]]
@@ -49,10 +52,17 @@ class Job:
     seed: int = 0
     token_ids: bool = False
     restart: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def from_arguments(arguments: argparse.Namespace, params: SamplingParams) -> Job:
-        """The job of a command line."""
+        """The job of a command line; a `ValueError` if the model's chat template does not know its variables."""
+        template_kwargs = named_values(arguments.chat_template_arg, TEMPLATE_OPTION)
+        problems = template_name_problems(template_kwargs, TEMPLATE_OPTION)
+        if not problems and not arguments.trust_remote_code:
+            problems = template_file_problems(template_kwargs, TEMPLATE_OPTION, arguments.model)
+        if problems:
+            raise ValueError("\n".join(problems))
         return Job(
             model=arguments.model,
             prompts=Path(arguments.prompts),
@@ -62,6 +72,7 @@ class Job:
             seed=arguments.seed,
             token_ids=arguments.token_ids,
             restart=arguments.restart,
+            template_kwargs=template_kwargs,
         )
 
     def fingerprint(self, rows: Sequence[Row], options: EngineOptions) -> str:
@@ -71,6 +82,7 @@ class Job:
         for row in rows:
             digest.update(json.dumps(row.get(self.prompt_key), default=repr).encode() + b"\n")
         asked = [str(Path(self.model).resolve()), asdict(self.params), self.seed, self.token_ids, digest.hexdigest()]
+        asked.append(dict(self.template_kwargs))
         return hashlib.sha256(json.dumps([*asked, *engine], default=repr).encode()).hexdigest()
 
 
@@ -180,7 +192,7 @@ class _Run:
         prompt = row.get(self.job.prompt_key)
         if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
             return tuple(prompt)
-        return tuple(encode_prompt(self.opened.tokenizer, prompt, number).tolist())
+        return tuple(encode_prompt(self.opened.tokenizer, prompt, number, None, self.job.template_kwargs).tolist())
 
     def _results(self, group: Group, answers: Sequence[Completion]) -> Iterator[tuple[int, Result]]:
         n = self.job.params.n

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from meshrl.config.chat_template import reserved_name
 from meshrl.rollout.server.errors import ApiError
 from meshrl.rollout.server.protocol import ChatBody, Message
-
-# What a caller must not set by way of the template's variables: another template, another output.
-RESERVED = set(inspect.signature(Tokenizer.apply_chat_template).parameters) | {"messages", "tools"}
 
 
 def chat_token_ids(tokenizer: Tokenizer, body: ChatBody) -> list[int]:
@@ -23,7 +20,7 @@ def chat_token_ids(tokenizer: Tokenizer, body: ChatBody) -> list[int]:
     tools = body.tools if body.tool_choice == "auto" else []
     if tools and "tools" not in str(template):
         raise ApiError(400, "this model's chat template has no place for tools: leave them out", "tools")
-    wrong = next((name for name in body.chat_template_kwargs if name in RESERVED or not name.isidentifier()), None)
+    wrong = reserved_name(body.chat_template_kwargs)
     if wrong is not None:
         raise ApiError(400, f"chat_template_kwargs: '{wrong}' cannot be set", "chat_template_kwargs")
     messages = [_as_dict(number, message) for number, message in enumerate(body.messages)]
