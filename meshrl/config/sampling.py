@@ -2,6 +2,7 @@
 
 from meshrl.config.rollout import RolloutConfig, ValKwargs
 from meshrl.config.root import PPOConfig
+from meshrl.config.tree import changed_keys
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -22,6 +23,13 @@ def sampling_problems(config: PPOConfig) -> list[str]:
             problems.append(f"{prefix}.repetition_penalty=0 must be above 0; 1.0 is none")
     if rollout.val_kwargs.do_sample and rollout.val_kwargs.temperature == 0:
         problems.append(f"{ROLLOUT}.val_kwargs.do_sample=true needs val_kwargs.temperature > 0")
+    if not rollout.val_kwargs.do_sample:
+        names = [f"{ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_k", "top_p", "min_p")]
+        problems += [
+            f"{name} has no effect with {ROLLOUT}.val_kwargs.do_sample=false, which takes the likeliest token: set true"
+            for name in names
+            if name in changed_keys(config, name)
+        ]
     if rollout.multi_turn.enable and (rollout.ignore_eos or rollout.val_kwargs.ignore_eos):
         name = f"{ROLLOUT}.ignore_eos" if rollout.ignore_eos else f"{ROLLOUT}.val_kwargs.ignore_eos"
         problems.append(f"{name}=true leaves a turn without end: it does not go with {ROLLOUT}.multi_turn.enable")

@@ -4,7 +4,6 @@ import types
 import typing
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any
@@ -122,22 +121,23 @@ def fill_followers(config: Any) -> list[str]:
     return filled
 
 
-_given: ContextVar[Collection[str]] = ContextVar("given", default=())
+_given: set[str] = set()
 
 
 @contextmanager
 def counted_as_changed(names: Collection[str]) -> Iterator[None]:
     """Inside, these keys count as changed though they may have their defaults: somebody has written them."""
-    token = _given.set(names)
+    new = set(names) - _given
+    _given.update(new)
     try:
         yield
     finally:
-        _given.reset(token)
+        _given.difference_update(new)
 
 
 def is_default(config: Any, leaf: Leaf) -> bool:
     """Whether a key says nothing beyond its default; a follower that equals what it follows doesn't."""
-    if leaf.name in _given.get():
+    if leaf.name in _given:
         return False
     value = get_value(config, leaf.name)
     if value == leaf.default:

@@ -45,8 +45,7 @@ def test_each_key_is_refused_exactly_if_it_is_marked(root: type, leaf: Leaf) -> 
 @pytest.mark.parametrize(
     "override",
     [
-        "actor_rollout_ref.model.use_liger=true", "actor_rollout_ref.model.external_lib=some_module",
-        "data.custom_cls.path=some.py", f"{ACTOR}.megatron.use_dist_checkpointing=true",
+        "actor_rollout_ref.model.use_liger=true", f"{ACTOR}.megatron.use_dist_checkpointing=true",
     ],
 )  # fmt: skip
 def test_what_later_work_brings_is_refused(override: str) -> None:
@@ -86,9 +85,7 @@ def test_changing_what_a_pending_key_follows_is_fine() -> None:
 
 def test_refusals_come_as_one_error(fine: Callable[..., PPOConfig]) -> None:
     with pytest.raises(ConfigError) as error:
-        ensure_runnable(fine("data.custom_cls.path=some.py", "actor_rollout_ref.model.use_liger=true"))
-    assert len(error.value.problems) == 2
-    assert error.value.problems[0].startswith("not supported yet: data.custom_cls.path=some.py: ")
-    assert error.value.problems[1].startswith(
-        "not supported yet: actor_rollout_ref.model.use_liger=True: Liger kernels"
-    )
+        ensure_runnable(fine(f"{ACTOR}.megatron.use_dist_checkpointing=true", "actor_rollout_ref.model.use_liger=true"))
+    first, second = sorted(line for line in error.value.problems if line.startswith("not supported yet: "))
+    assert f"{ACTOR}.megatron.use_dist_checkpointing=True" in first
+    assert "actor_rollout_ref.model.use_liger=True: Liger kernels" in second
