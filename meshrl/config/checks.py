@@ -22,6 +22,7 @@ from meshrl.config.critic import uses_critic
 from meshrl.config.data_checks import data_problems, sampler_file_problems
 from meshrl.config.data_files import data_file_problems
 from meshrl.config.engine import EngineConfig
+from meshrl.config.engine_arguments import engine_argument_problems
 from meshrl.config.errors import ConfigError
 from meshrl.config.gates import gate_problems
 from meshrl.config.layout import engine_problems, rollout_problems, sequence_ranks
@@ -91,7 +92,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *_sampling_problems(config),
         *_reader_problems(config),
         *_budget_problems(config),
-        *_dtype_problems(config),
+        *engine_argument_problems(config),
         *_adapter_problems(config),
         *multi_turn_problems(config),
         *_algorithm_problems(config),
@@ -316,16 +317,6 @@ def _reader_problems(config: PPOConfig) -> list[str]:
         for key, engines in READERS.items()
         if name not in engines
         for changed in changed_keys(config, f"{ROLLOUT}.{key}")
-    ]
-
-
-def _dtype_problems(config: PPOConfig) -> list[str]:
-    """Weights are sent in the type of the rollout's own key."""
-    given = config.actor_rollout_ref.rollout.engine_kwargs
-    return [
-        f"{ROLLOUT}.engine_kwargs.{name}.dtype cannot be set: set {ROLLOUT}.dtype, in which weights are sent as well"
-        for name in ("vllm", "sglang")
-        if "dtype" in getattr(given, name)
     ]
 
 

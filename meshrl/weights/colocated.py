@@ -75,7 +75,9 @@ def policy_sync(
         if hf_model is None:
             model = empty_causal_lm(engine.hf_model.config, "sdpa", dtype)
             cut = None if parallel is None else RolloutLayout.of(parallel, rank_and_world()[1], "packed")
-            return connect_stream(engine, model, layout=cut, **options)
+            return connect_stream(
+                engine, model, layout=cut, replica_ranks=getattr(rollout, "replica_ranks", 1), **options
+            )
         if parallel is not None:
             layout, own = RolloutLayout.of(parallel, rank_and_world()[1]), rollout_params(hf_model)
             return connect(engine, own, layout=layout, hf_config=hf_model.config, delta=delta, **options)

@@ -32,7 +32,10 @@ CLOSED = "the rollout is closed: its engine can be asked for nothing any more"
 
 
 class RemoteRollout(Rollout):
-    """The `Rollout` of an `EngineClient`. `deadline` bounds every single call to the engine, in seconds."""
+    """The `Rollout` of an `EngineClient`. `deadline` bounds every single call to the engine, in seconds.
+
+    `replica_ranks`: ranks of a trainer that the engine serves, of which this is the first; the others are `Bystander`s.
+    """
 
     def __init__(
         self,
@@ -42,7 +45,9 @@ class RemoteRollout(Rollout):
         bucket_bytes: int = 512 << 20,
         max_concurrency: int = 256,
         deadline: float = 600.0,
+        replica_ranks: int = 1,
     ):
+        self.replica_ranks = replica_ranks
         self.client, self.pad_token_id, self.bucket_bytes, self.deadline = client, pad_token_id, bucket_bytes, deadline
         self.version = -1
         self._answers: dict[tuple[str, int], _Answer] = {}
