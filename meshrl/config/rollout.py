@@ -18,7 +18,7 @@ READERS = {
     "as_server": ("vllm", "sglang"),
     "load_format": ("vllm", "sglang"),
     "update_weights_delta": ("embedded", "hf"),
-    "update_weights_adapters": ("embedded", "hf"),
+    "update_weights_adapters": ("embedded", "hf", "vllm"),
     "max_num_batched_tokens": ("embedded", "vllm", "sglang"),
     "engine_kwargs.vllm": ("vllm",),
     "engine_kwargs.sglang": ("sglang",),

@@ -17,6 +17,7 @@ from meshrl.models.loading import empty_causal_lm, new_causal_lm, torch_dtype
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.remote.client import EngineClient
+from meshrl.rollout.vllm.adapter import adapter_arguments
 
 MEBIBYTE = 1 << 20
 
@@ -30,20 +31,23 @@ def build_rollout(
     device: torch.device,
     can_share: bool,
     rank_group: dist.ProcessGroup | None = None,
+    adapter_rank: int = 0,
 ) -> Rollout:
     """The rollout of one trainer rank, without weights until the first sync.
 
     `hf_model` is the trainer's module; with `can_share` (unsharded, without adapters, on the device) the embedded
     rollout generates with it and needs no copy. The others have copies of their own, cut over the ranks of a
-    `rank_group`. Of those the first has an engine in processes of its own, which takes the GPUs of all.
+    `rank_group`. Of those the first has an engine in processes of its own, which takes the GPUs of all. `adapter_rank`:
+    of LoRA adapters that come by themselves, for an engine that can take them (vllm); 0: none do.
     """
     ranks = 1 if rank_group is None else dist.get_world_size(rank_group)
     if config.is_elsewhere and rank_group is not None and dist.get_rank(rank_group) > 0:
         from meshrl.rollout.remote.bystander import Bystander
 
-        return Bystander(pad_token_id=int(tokenizer.pad_token_id), replica_ranks=ranks)
+        takes = config.name == "vllm" and adapter_rank > 0
+        return Bystander(pad_token_id=int(tokenizer.pad_token_id), replica_ranks=ranks, takes_adapters=takes)
     if config.name == "vllm":
-        return _vllm(config, model, tokenizer, device, rank_group)
+        return _vllm(config, model, tokenizer, device, rank_group, adapter_rank)
     if config.name == "sglang":
         return _sglang(config, model, tokenizer, device, ranks)
     dtype = torch_dtype(config.dtype)
@@ -88,6 +92,7 @@ def _vllm(
     tokenizer: Tokenizer,
     device: torch.device,
     rank_group: dist.ProcessGroup | None,
+    adapter_rank: int,
 ) -> Rollout:
     wanted: dict[str, Any] = {
         "dtype": str(torch_dtype(config.dtype)).removeprefix("torch."),
@@ -103,6 +108,8 @@ def _vllm(
         "enable_sleep_mode": config.free_cache_engine and device.type == "cuda",
         "enable_expert_parallel": config.expert_parallel_size > 1,
     }
+    if adapter_rank:
+        wanted |= adapter_arguments(adapter_rank, device.type)
     wanted |= {"trust_remote_code": model.trust_remote_code} | dict(config.engine_kwargs.vllm)
     if config.as_server:
         from meshrl.rollout.vllm.server import VllmServer

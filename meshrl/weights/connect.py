@@ -135,6 +135,7 @@ def connect_stream(
     deadline: float = 600.0,
     carrier: str = "auto",
     replica_ranks: int = 1,
+    adapters: str = "merged",
 ) -> EngineSync:
     """The same to engines that take whole tensors by the names of `model`, which needs no memory; see `streamed`.
 
@@ -146,7 +147,7 @@ def connect_stream(
     rank, world = rank_and_world()
     weights = named_weights(model)
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    source = source_of(engine, master=all_float32(weights))
+    source = source_of(engine, adapters=adapters, master=all_float32(weights))
     engines = range(0, world, replica_ranks)
     if layout is None:
         target = replicas(shapes, len(engines), source.model_type)

@@ -21,12 +21,13 @@ from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine
 from meshrl.engines.build import engine_class
 from meshrl.models.loading import torch_dtype
+from meshrl.models.lora import adapter_rank
 from meshrl.models.saving import save_hf_folder
 from meshrl.parallel.mesh import contiguous_group, wait_for_all
 from meshrl.telemetry.ledger import booked
 from meshrl.telemetry.memory import MemoryLog, PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
-from meshrl.weights.colocated import policy_sync
+from meshrl.weights.colocated import policy_sync, sends_adapters
 from meshrl.weights.hybrid import ROLLOUT, TRAIN, HybridEngine
 from meshrl.weights.pools import PoolGroup, PoolSync, connect_trainer
 from meshrl.workers.actor_loss import FRESH, count_mini_batch, make_actor_loss, skips_samples_without_advantage
@@ -70,6 +71,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         if self.settings.with_rollout:
             # An unsharded trainer in the rollout's own type lends its module: no copy of the weights at all.
             can_share = not self.actor.is_sharded and not self.actor.has_adapters and not rests(actor)[0]
+            alone = sends_adapters(self.actor, self.config.rollout.update_weights_adapters)
             self.replica = contiguous_group(split, self.settings.collective_deadline)
             self.answering = Answering(
                 self.config.rollout,
@@ -78,6 +80,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
                 device=self.device,
                 can_share=can_share,
                 rank_group=self.replica,
+                adapter_rank=adapter_rank(self.actor.hf_model) if alone else 0,
                 memory_budget=self.config.memory_budget_bytes,
             )
             self.rollout = self.answering.rollout

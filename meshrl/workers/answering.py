@@ -36,6 +36,7 @@ class Answering:
         device: torch.device,
         can_share: bool,
         rank_group: dist.ProcessGroup | None = None,
+        adapter_rank: int = 0,
         memory_budget: int | None = None,
     ):
         self.config = config
@@ -51,6 +52,7 @@ class Answering:
             device=device,
             can_share=can_share,
             rank_group=rank_group,
+            adapter_rank=adapter_rank,
         )
         self.shape = ModelShape.of(hf_model.config)
         self.agents = None

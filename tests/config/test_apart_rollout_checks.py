@@ -39,7 +39,10 @@ def test_every_engine_may_have_devices_of_its_own(fine, overrides):
             ["does not go with async_training (max_staleness 2", "set one back"],
         ),
         ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.update_weights_delta=true"], ["delta", "embedded or hf"]),
-        ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.update_weights_adapters=merged"], ["adapters", "embedded or hf"]),
+        (
+            [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.update_weights_adapters=merged"],
+            ["adapters", "hf or vllm"],
+        ),
         (["actor_rollout_ref.expandable_segments=true"], ["expandable_segments", "share", "PYTORCH_ALLOC_CONF"]),
         (
             [f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.strategy=fsdp"],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -15,11 +16,12 @@ ELSEWHERE = "the first rank of this replica has its engine and answers: ask that
 class Bystander(Rollout):
     """Lends its device to an engine that another rank speaks with; it only keeps count of the version.
 
-    `replica_ranks`: how many ranks share the engine.
+    `replica_ranks`: how many ranks share the engine. `takes_adapters`: whether it does, as all of them must know.
     """
 
-    def __init__(self, *, pad_token_id: int, replica_ranks: int):
+    def __init__(self, *, pad_token_id: int, replica_ranks: int, takes_adapters: bool = False):
         self.version, self.pad_token_id, self.replica_ranks = -1, pad_token_id, replica_ranks
+        self.takes_adapters = takes_adapters
 
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
         raise RuntimeError(ELSEWHERE)
@@ -30,6 +32,10 @@ class Bystander(Rollout):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         for _ in weights:  # gathering them may take all ranks
             pass
+        self.version = version
+
+    def update_adapter(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int) -> None:
+        """The engine's own rank has the same adapter."""
         self.version = version
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None: ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
@@ -47,7 +47,7 @@ class RemoteRollout(Rollout):
         deadline: float = 600.0,
         replica_ranks: int = 1,
     ):
-        self.replica_ranks = replica_ranks
+        self.replica_ranks, self.takes_adapters, self._has_base = replica_ranks, client.takes_adapters, False
         self.client, self.pad_token_id, self.bucket_bytes, self.deadline = client, pad_token_id, bucket_bytes, deadline
         self.version = -1
         self._answers: dict[tuple[str, int], _Answer] = {}
@@ -298,6 +298,7 @@ class RemoteRollout(Rollout):
             if "weights" in self._released:
                 raise RuntimeError("the rollout has released its weights: resume(['weights']) before an update")
             self._lacks_weights = True  # until all of them are in
+            self._has_base = False
             self._call(self._gate())
             self._call(self.client.begin())
             try:
@@ -311,6 +312,21 @@ class RemoteRollout(Rollout):
                     self._call(self.client.end(None))
                 raise
             self._call(self.client.end(version))
+            if "kv_cache" not in self._released:
+                self._call(self.client.flush())
+            self.version, self._lacks_weights, self._has_base = version, False, True
+            self._call(self._gate())
+
+    def update_adapter(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int) -> None:
+        """Takes a LoRA adapter (peft's config and tensors by peft's names) on the base that the engine keeps."""
+        with self._one_at_a_time:
+            if not self._has_base:
+                raise RuntimeError("the rollout has no weights that an adapter could change: update_weights first")
+            if "weights" in self._released:
+                raise RuntimeError("the rollout has released its weights: resume(['weights']) before an update")
+            self._lacks_weights = True  # until it is in
+            self._call(self._gate())
+            self._call(self.client.adapt(config, tensors, version))
             if "kv_cache" not in self._released:
                 self._call(self.client.flush())
             self.version, self._lacks_weights = version, False
