@@ -32,7 +32,7 @@ from meshrl.config.multi_turn import multi_turn_file_problems, multi_turn_proble
 from meshrl.config.optim import OptimConfig
 from meshrl.config.packages import package_problems
 from meshrl.config.reward import reward_file_problems, reward_problems
-from meshrl.config.rollout import READERS
+from meshrl.config.rollout import READERS, VLLM_ADAPTER_RANKS
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.config.split_rollout import split_file_problems, split_problems
@@ -294,14 +294,21 @@ def _sampling_problems(config: PPOConfig) -> list[str]:
 
 
 def _adapter_problems(config: PPOConfig) -> list[str]:
-    model = config.actor_rollout_ref.model
+    model, rollout, most = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, VLLM_ADAPTER_RANKS[-1]
     unmergeable = [name for name in ("lm_head", "embed_tokens") if name in model.target_modules]
-    if not model.lora_rank or not unmergeable:
-        return []
-    return [
-        f"{MODEL}.target_modules: adapters of {' and '.join(unmergeable)} cannot be merged into the weights that the "
-        "rollout gets: name linear layers before the head alone"
-    ]
+    problems = []
+    if model.lora_rank and unmergeable:
+        problems.append(
+            f"{MODEL}.target_modules: adapters of {' and '.join(unmergeable)} cannot be merged into the weights that "
+            "the rollout gets: name linear layers before the head alone"
+        )
+    alone = rollout.update_weights_adapters == "alone" and config.actor_rollout_ref.hybrid_engine
+    if rollout.name == "vllm" and alone and model.lora_rank > most:
+        problems.append(
+            f"{MODEL}.lora_rank ({model.lora_rank}) is above {most}, the most that vLLM takes of adapters alone: set "
+            f"{ROLLOUT}.update_weights_adapters=merged"
+        )
+    return problems
 
 
 def _reader_problems(config: PPOConfig) -> list[str]:

@@ -23,6 +23,8 @@ READERS = {
     "engine_kwargs.vllm": ("vllm",),
     "engine_kwargs.sglang": ("sglang",),
 }
+# The ranks of adapters that vLLM has room for.
+VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 TOOL_FORMATS = ("hermes", "qwen", "llama3_json", "code")
 
 

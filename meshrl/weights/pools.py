@@ -298,10 +298,11 @@ def connect_rollout(
             f"rank {group.rank - trainers} of the rollouts has part {parallel.rank} of {parallel.size}: the ranks of a "
             "rollout must be neighbours, in order"
         )
-    own = {"params": described, "cut": cut, "streams": streams, "ranks": getattr(rollout, "replica_ranks", 1)}
+    ranks: int = getattr(rollout, "replica_ranks", 1)
+    own = {"params": described, "cut": cut, "streams": streams, "ranks": ranks}
     rollouts = group.gather(own, "to describe their weights")[trainers:]
     told = group.gather({"device": device.type}, "to plan")
-    plans = _Plans(group, trainers, told, device, cut, own["ranks"])
+    plans = _Plans(group, trainers, told, device, cut, ranks)
     settings, described = plans.settings, _same_everywhere(rollouts, trainers)
     placement = Placement.from_json(settings["placement"])
     if streams:

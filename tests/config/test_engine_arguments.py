@@ -90,3 +90,11 @@ def test_a_judge_is_held_to_the_same(fine, name, tmp_path):
 )
 def test_gpus_are_counted(name, arguments, gpus):
     assert engine_gpus(name, arguments) == gpus
+
+
+def test_vllm_has_no_room_for_adapters_of_any_rank(fine):
+    wide = [f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.lora_rank=600"]
+    (problem,) = check_config(fine(*wide))
+    assert "lora_rank (600) is above 512" in problem
+    assert f"{ROLLOUT}.update_weights_adapters=merged" in problem
+    assert check_config(fine(*wide, f"{ROLLOUT}.update_weights_adapters=merged")) == []

@@ -85,7 +85,7 @@ def build(monkeypatch):
     monkeypatch.setitem(sys.modules, "meshrl.rollout.vllm.server", SimpleNamespace(VllmServer=note))
     monkeypatch.setattr(remote, "RemoteRollout", lambda client, **options: SimpleNamespace(**options))
 
-    def make(config, device, ranks=1):
+    def make(config, device, ranks=1, adapter_rank=0):
         group, index = None, device.index or 0
         if ranks > 1:
             group = object()
@@ -94,8 +94,9 @@ def build(monkeypatch):
         started.clear()
         tokenizer = SimpleNamespace(pad_token_id=0)
         made = build_rollout(
-            config, ModelConfig(path="m"), None, tokenizer, device=device, can_share=False, rank_group=group
-        )
+            config, ModelConfig(path="m"), None, tokenizer, device=device, can_share=False, rank_group=group,
+            adapter_rank=adapter_rank,
+        )  # fmt: skip
         return made, started[0] if started else None
 
     return make
@@ -121,6 +122,20 @@ def test_the_first_rank_of_a_replica_has_its_engine_and_the_gpus_of_all(build, n
     # Without the key each rank has an engine, on its own GPU.
     made = [build(RolloutConfig(name=name, as_server=True), torch.device("cuda", index)) for index in range(4)]
     assert [started.seen for _, started in made] == ["0", "1", "2", "3"]
+
+
+def test_vllm_has_room_for_adapters_that_come_alone_and_all_ranks_know_it(build):
+    config = RolloutConfig(name="vllm", as_server=True, tensor_model_parallel_size=2)
+    (_, started), (other, _) = (build(config, torch.device("cuda", i), ranks=2, adapter_rank=9) for i in (0, 1))
+    assert other.takes_adapters
+    assert {key: started.arguments[key] for key in ("enable_lora", "max_lora_rank", "max_loras")} == {
+        "enable_lora": True, "max_lora_rank": 16, "max_loras": 1,
+    }  # fmt: skip
+    (_, started), (other, _) = (build(config, torch.device("cuda", i), ranks=2) for i in (0, 1))
+    assert not other.takes_adapters
+    assert "enable_lora" not in started.arguments
+    with pytest.raises(ValueError, match=r"up to rank 512, not 513: set .*adapters=merged"):
+        build(config, torch.device("cpu"), adapter_rank=513)
 
 
 def test_sglang_within_the_first_rank_begins_at_its_gpu(build):

@@ -10,18 +10,18 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from meshrl.config.rollout import VLLM_ADAPTER_RANKS
+
 # The name that requests ask for it by.
 ADAPTER = "policy"
-# The ranks that vLLM has room for.
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def adapter_arguments(rank: int, device_type: str) -> dict[str, Any]:
     """vLLM's arguments for one adapter of this rank, replaced again and again."""
-    room = next((most for most in RANKS if most >= rank), None)
+    room = next((most for most in VLLM_ADAPTER_RANKS if most >= rank), None)
     if room is None:
         raise ValueError(
-            f"vLLM takes adapters up to rank {RANKS[-1]}, not {rank}: set "
+            f"vLLM takes adapters up to rank {VLLM_ADAPTER_RANKS[-1]}, not {rank}: set "
             "actor_rollout_ref.rollout.update_weights_adapters=merged"
         )
     # On CPUs requests without an adapter would go through the last place.
@@ -31,7 +31,6 @@ def adapter_arguments(rank: int, device_type: str) -> dict[str, Any]:
 def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Writes peft's two files; returns their folder."""
     folder.mkdir(exist_ok=True)
-    # Clones, since adapters of tied layers may be one tensor.
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     save_file(copies, folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text(json.dumps(dict(config)))
