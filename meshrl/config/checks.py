@@ -30,6 +30,7 @@ from meshrl.config.data_checks import (
 )
 from meshrl.config.data_files import data_file_problems
 from meshrl.config.engine import EngineConfig
+from meshrl.config.engine_arguments import engine_argument_problems
 from meshrl.config.errors import ConfigError
 from meshrl.config.gates import gate_problems
 from meshrl.config.layout import engine_problems, rollout_problems, sequence_ranks
@@ -47,7 +48,7 @@ from meshrl.config.optim import OptimConfig
 from meshrl.config.own_code import external_lib_problems, own_function_problems
 from meshrl.config.packages import package_problems
 from meshrl.config.reward import reward_file_problems, reward_problems
-from meshrl.config.rollout import READERS, UNNEEDED
+from meshrl.config.rollout import READERS, UNNEEDED, VLLM_ADAPTER_RANKS
 from meshrl.config.root import PPOConfig
 from meshrl.config.sampling import sampling_problems
 from meshrl.config.sft import SFTConfig
@@ -134,7 +135,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *_rollout_size_problems(config),
         *_reader_problems(config),
         *_budget_problems(config),
-        *_dtype_problems(config),
+        *engine_argument_problems(config),
         *_adapter_problems(config),
         *multi_turn_problems(config),
         *_algorithm_problems(config),
@@ -346,14 +347,21 @@ def _rollout_size_problems(config: PPOConfig) -> list[str]:
 
 
 def _adapter_problems(config: PPOConfig) -> list[str]:
-    model = config.actor_rollout_ref.model
+    model, rollout, most = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, VLLM_ADAPTER_RANKS[-1]
     unmergeable = [name for name in ("lm_head", "embed_tokens") if name in model.target_modules]
-    if not model.lora_rank or not unmergeable:
-        return []
-    return [
-        f"{MODEL}.target_modules: adapters of {' and '.join(unmergeable)} cannot be merged into the weights that the "
-        "rollout gets: name linear layers before the head alone"
-    ]
+    problems = []
+    if model.lora_rank and unmergeable:
+        problems.append(
+            f"{MODEL}.target_modules: adapters of {' and '.join(unmergeable)} cannot be merged into the weights that "
+            "the rollout gets: name linear layers before the head alone"
+        )
+    alone = rollout.update_weights_adapters == "alone" and config.actor_rollout_ref.hybrid_engine
+    if rollout.name == "vllm" and alone and model.lora_rank > most:
+        problems.append(
+            f"{MODEL}.lora_rank ({model.lora_rank}) is above {most}, the most that vLLM takes of adapters alone: set "
+            f"{ROLLOUT}.update_weights_adapters=merged"
+        )
+    return problems
 
 
 def _reader_problems(config: PPOConfig) -> list[str]:
@@ -369,16 +377,6 @@ def _reader_problems(config: PPOConfig) -> list[str]:
         for key, engines in READERS.items()
         if name not in engines and key not in UNNEEDED.get(name, {})
         for changed in changed_keys(config, f"{ROLLOUT}.{key}")
-    ]
-
-
-def _dtype_problems(config: PPOConfig) -> list[str]:
-    """Weights are sent in the type of the rollout's own key."""
-    given = config.actor_rollout_ref.rollout.engine_kwargs
-    return [
-        f"{ROLLOUT}.engine_kwargs.{name}.dtype cannot be set: set {ROLLOUT}.dtype, in which weights are sent as well"
-        for name in ("vllm", "sglang")
-        if "dtype" in getattr(given, name)
     ]
 
 

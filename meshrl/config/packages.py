@@ -51,3 +51,11 @@ def _wanted(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, str, str]]:
         yield f"{prefix}model.lora_adapter_path", "peft", "lora"
     if engine in EXTERNAL_ROLLOUTS:
         yield f"{prefix}rollout.name={engine}", engine, engine
+    if isinstance(config, PPOConfig) and engine == "sglang" and config.trainer.device != "cpu":
+        policy = config.actor_rollout_ref
+        if policy.hybrid_engine and policy.rollout.free_cache_engine:
+            yield (
+                f"{prefix}rollout.free_cache_engine=true with {prefix}rollout.name=sglang",
+                "torch_memory_saver",
+                "sglang",
+            )

@@ -17,9 +17,8 @@ READERS = {
     "enable_prefix_caching": ("embedded", "vllm", "sglang"),
     "as_server": ("vllm", "sglang"),
     "load_format": ("vllm", "sglang"),
-    "free_cache_engine": ("embedded", "hf", "vllm"),
     "update_weights_delta": ("embedded", "hf"),
-    "update_weights_adapters": ("embedded", "hf"),
+    "update_weights_adapters": ("embedded", "hf", "vllm"),
     "max_num_batched_tokens": ("embedded", "vllm", "sglang"),
     # SGLang's log-probs would be those behind them.
     **dict.fromkeys(
@@ -29,6 +28,8 @@ READERS = {
     "engine_kwargs.vllm": ("vllm",),
     "engine_kwargs.sglang": ("sglang",),
 }
+# The ranks of adapters that vLLM has room for.
+VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # What some of them do without being told: what else was asked for there would change nothing.
 FROM_TRAINER = "the trainer's weights are its first ones"
 UNNEEDED = {
@@ -130,7 +131,9 @@ class RolloutConfig:
         None, "Most tokens of such a micro-batch.", low=1, follows=f"{ACTOR}.ppo_max_token_len_per_gpu"
     )
     tensor_model_parallel_size: int = key(
-        1, "Neighbouring ranks that are one rollout and hold a part of every matrix each (embedded, vllm).", low=1
+        1,
+        "Neighbouring ranks that are one rollout and hold a part of every matrix each (embedded, vllm, sglang).",
+        low=1,
     )
     expert_parallel_size: int = key(
         1,
@@ -162,3 +165,8 @@ class RolloutConfig:
     def replica_size(self) -> int:
         """Ranks that are one rollout: with spread experts the same ones that matrices are cut over, if they are."""
         return max(self.tensor_model_parallel_size, self.expert_parallel_size)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the engine has processes of its own, so that one rank of a replica speaks for all of them."""
+        return self.name == "sglang" or (self.name == "vllm" and bool(self.as_server))

@@ -11,7 +11,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
 SPREAD = f"{ROLLOUT}.expert_parallel_size"
 # Rollouts that can be cut over the trainer's ranks.
-SPLIT = ("embedded", "vllm")
+SPLIT = ("embedded", "vllm", "sglang")
 # Decoders whose layers the embedded rollout can cut.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -22,19 +22,25 @@ def split_engine_problems(config: PPOConfig) -> list[str]:
     rollout = config.actor_rollout_ref.rollout
     if rollout.replica_size == 1:
         return []
-    name = _named(rollout)
-    if rollout.name in SPLIT:
-        served = rollout.name == "vllm" and rollout.as_server
-        return [f"{name} does not go with {ROLLOUT}.as_server=true: leave it out"] if served else []
-    return [f"not supported yet: {name}: {ROLLOUT}.name={rollout.name} over several ranks; {' and '.join(SPLIT)} can"]
+    if rollout.name not in SPLIT:
+        can = f"{', '.join(SPLIT[:-1])} and {SPLIT[-1]} can"
+        return [f"not supported yet: {_named(rollout)}: {ROLLOUT}.name={rollout.name} over several ranks; {can}"]
+    if rollout.name == "sglang" and rollout.expert_parallel_size > 1:
+        return [
+            f"not supported yet: {SPREAD}={rollout.expert_parallel_size} with {ROLLOUT}.name=sglang, whose ranks cut "
+            f"the experts ({SIZE}); embedded and vllm spread them"
+        ]
+    return []
 
 
 def split_problems(config: PPOConfig) -> list[str]:
-    """All ranks of a rollout must take every step alike: what would let them differ is refused."""
+    """Ranks that step together must take every step alike, and an engine beside them must find all of their GPUs."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     name, problems = _named(rollout), _spread_problems(rollout)
     if rollout.replica_size == 1 or rollout.name not in SPLIT:
         return problems
+    if rollout.is_elsewhere:
+        return problems + _node_problems(config)
     if rollout.multi_turn.enable:
         problems.append(
             f"{name} does not go with {ROLLOUT}.multi_turn.enable=true: turns arrive at their own time on every "
@@ -53,6 +59,19 @@ def split_problems(config: PPOConfig) -> list[str]:
             f"{how.batches_ahead}): weights would change at another step on each rank of a rollout; set one back"
         )
     return problems
+
+
+def _node_problems(config: PPOConfig) -> list[str]:
+    """The ranks of an engine beside them must be on its machine."""
+    policy, size = config.actor_rollout_ref, config.actor_rollout_ref.rollout.replica_size
+    where = (config.trainer, "trainer") if policy.hybrid_engine else (policy.rollout, ROLLOUT)
+    nodes, ranks, key = where[0].nnodes, where[0].n_gpus_per_node, f"{where[1]}.n_gpus_per_node"
+    if nodes == 1 or ranks % size == 0:
+        return []  # on one machine it is said where ranks are counted
+    return [
+        f"{key} ({ranks}) must be divisible by {_named(policy.rollout)}: an engine in processes of its own "
+        f"({ROLLOUT}.name={policy.rollout.name}) has all of its GPUs on one machine"
+    ]
 
 
 def _spread_problems(rollout: RolloutConfig) -> list[str]:

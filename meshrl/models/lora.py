@@ -164,6 +164,11 @@ def adapter_scaling(hf_model: nn.Module) -> dict[str, float]:
     return {name: float(module.scaling[ADAPTER]) for name, module in layers.items()}
 
 
+def adapter_rank(hf_model: nn.Module) -> int:
+    """The largest rank of a model's adapters."""
+    return max(int(module.r[ADAPTER]) for module in hf_model.modules() if hasattr(module, "lora_A"))  # type: ignore
+
+
 def save_adapter_config(folder: Path, hf_model: PreTrainedModel, scaling: dict[str, float], base: str) -> list[Path]:
     """Writes what is needed to merge stored adapters, or to give them out as a peft folder; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)

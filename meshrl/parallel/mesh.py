@@ -75,6 +75,11 @@ def contiguous_group(size: int, timeout_seconds: float) -> dist.ProcessGroup | N
     return mine
 
 
+def wait_for_all(group: dist.ProcessGroup) -> None:
+    """Waits until all ranks of a group are here, within its deadline; no device takes part."""
+    dist.all_gather_object([None] * dist.get_world_size(group), None, group=group)
+
+
 def sharding_mesh(layout: Layout, device_type: str, shards: tuple[str, ...], copies: tuple[str, ...]) -> DeviceMesh:
     """A mesh of (copies × shards) for FSDP2, which shards along the second dim and adds gradients along both."""
     table = torch.from_numpy(layout.table(copies, shards))

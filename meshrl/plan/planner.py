@@ -7,7 +7,6 @@ from functools import cached_property
 
 from meshrl.config.algorithm_checks import uses_reference
 from meshrl.config.critic import uses_critic
-from meshrl.config.rollout import READERS
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.config.units import BatchUnits, SFTBatchUnits
@@ -184,7 +183,7 @@ class _Planner:
     def _beside(self) -> Parts:
         """What a rollout on the same devices keeps while the trainer works."""
         rollout, generation = self.config.actor_rollout_ref.rollout, self.generation
-        if generation.is_apart or (rollout.free_cache_engine and rollout.name in READERS["free_cache_engine"]):
+        if generation.is_apart or rollout.free_cache_engine:
             return {}
         return self.rollout_memory
 

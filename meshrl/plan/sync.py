@@ -56,14 +56,17 @@ def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync
     if source is None:
         received = generation.weights
         return _timed("too many parts to plan here: at least", received, received, 0, 2 * bucket, generation, clock)
-    target = rollout(model.tensors, model.config, layout)
+    target, step = rollout(model.tensors, model.config, layout), 1
+    if generation.rollout.is_elsewhere:  # of a replica's ranks the first takes whole tensors for its engine
+        step = generation.ranks
+        target = replicas(model.tensors, layout.world_size // step)
     start = source.world_size if generation.is_apart else 0
     plan = plan_reshard(
         source,
         target,
         itemsize=generation.itemsize,
         bucket_bytes=bucket // 2 if is_external else bucket,
-        destination_ranks=range(start, start + target.world_size),
+        destination_ranks=range(start, start + layout.world_size, step),
     )
     sent, received, copied = (int(column.max()) for column in (plan.sent(), plan.received(), plan.copied()))
     if generation.is_apart or is_external:  # what arrives beside the engine is taken over by it

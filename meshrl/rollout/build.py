@@ -10,12 +10,14 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from meshrl.config.engine_arguments import engine_gpus
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.models.loading import empty_causal_lm, new_causal_lm, torch_dtype
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.remote.client import EngineClient
+from meshrl.rollout.vllm.adapter import adapter_arguments
 
 MEBIBYTE = 1 << 20
 
@@ -29,17 +31,25 @@ def build_rollout(
     device: torch.device,
     can_share: bool,
     rank_group: dist.ProcessGroup | None = None,
+    adapter_rank: int = 0,
 ) -> Rollout:
     """The rollout of one trainer rank, without weights until the first sync.
 
     `hf_model` is the trainer's module; with `can_share` (unsharded, without adapters, on the device) the embedded
     rollout generates with it and needs no copy. The others have copies of their own, cut over the ranks of a
-    `rank_group`.
+    `rank_group`. Of those the first has an engine in processes of its own, which takes the GPUs of all. `adapter_rank`:
+    of LoRA adapters that come by themselves, for an engine that can take them (vllm); 0: none do.
     """
+    ranks = 1 if rank_group is None else dist.get_world_size(rank_group)
+    if config.is_elsewhere and rank_group is not None and dist.get_rank(rank_group) > 0:
+        from meshrl.rollout.remote.bystander import Bystander
+
+        takes = config.name == "vllm" and adapter_rank > 0
+        return Bystander(pad_token_id=int(tokenizer.pad_token_id), replica_ranks=ranks, takes_adapters=takes)
     if config.name == "vllm":
-        return _vllm(config, model, tokenizer, device, rank_group)
+        return _vllm(config, model, tokenizer, device, rank_group, adapter_rank)
     if config.name == "sglang":
-        return _sglang(config, model, tokenizer, device)
+        return _sglang(config, model, tokenizer, device, ranks)
     dtype = torch_dtype(config.dtype)
     pad = int(tokenizer.pad_token_id)
     if config.name == "hf":
@@ -82,6 +92,7 @@ def _vllm(
     tokenizer: Tokenizer,
     device: torch.device,
     rank_group: dist.ProcessGroup | None,
+    adapter_rank: int,
 ) -> Rollout:
     wanted: dict[str, Any] = {
         "dtype": str(torch_dtype(config.dtype)).removeprefix("torch."),
@@ -97,12 +108,17 @@ def _vllm(
         "enable_sleep_mode": config.free_cache_engine and device.type == "cuda",
         "enable_expert_parallel": config.expert_parallel_size > 1,
     }
+    if adapter_rank:
+        wanted |= adapter_arguments(adapter_rank, device.type)
     wanted |= {"trust_remote_code": model.trust_remote_code} | dict(config.engine_kwargs.vllm)
     if config.as_server:
         from meshrl.rollout.vllm.server import VllmServer
 
-        seen = own_gpus(device, int(wanted.get("tensor_parallel_size", 1)))
-        return _remote(VllmServer(model.path or "", arguments=wanted, environment=seen), config, tokenizer)
+        ranks = 1 if rank_group is None else dist.get_world_size(rank_group)
+        if ranks > 1:
+            wanted["tensor_parallel_size"] = ranks
+        seen = own_gpus(device, engine_gpus("vllm", wanted))
+        return _remote(VllmServer(model.path or "", arguments=wanted, environment=seen), config, tokenizer, ranks)
     from meshrl.rollout.vllm.engine import VllmRollout
 
     return VllmRollout(
@@ -114,7 +130,9 @@ def _vllm(
     )
 
 
-def _sglang(config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer, device: torch.device) -> Rollout:
+def _sglang(
+    config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer, device: torch.device, ranks: int
+) -> Rollout:
     wanted: dict[str, Any] = {
         "dtype": str(torch_dtype(config.dtype)).removeprefix("torch."),
         "load_format": config.load_format,
@@ -124,25 +142,29 @@ def _sglang(config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer, dev
         "mem_fraction_static": config.gpu_memory_utilization,
         "disable_cuda_graph": config.enforce_eager,
         "disable_radix_cache": not config.enable_prefix_caching,
+        # As vLLM, it can give memory up on GPUs only.
+        "enable_memory_saver": config.free_cache_engine and device.type == "cuda",
         "trust_remote_code": model.trust_remote_code,
     }
     if config.as_server is False and device.type == "cuda":
         wanted["base_gpu_id"] = device.index or 0
     wanted |= dict(config.engine_kwargs.sglang)
+    if ranks > 1:
+        wanted["tp_size"] = ranks
     if config.as_server is False:
         from meshrl.rollout.sglang.engine import SglangEngine
 
-        return _remote(SglangEngine(model.path or "", arguments=wanted), config, tokenizer)
+        return _remote(SglangEngine(model.path or "", arguments=wanted), config, tokenizer, ranks)
     from meshrl.rollout.sglang.server import SglangServer
 
-    seen = own_gpus(device, int(wanted.get("tp_size", 1)))
-    return _remote(SglangServer(model.path or "", arguments=wanted, environment=seen), config, tokenizer)
+    seen = own_gpus(device, engine_gpus("sglang", wanted))
+    return _remote(SglangServer(model.path or "", arguments=wanted, environment=seen), config, tokenizer, ranks)
 
 
 def own_gpus(device: torch.device, count: int) -> dict[str, str]:
     """The environment in which a server sees this rank's GPU, and those after it that it needs, not the first ones.
 
-    A rank itself sees the GPUs of all ranks of its node.
+    A rank itself sees the GPUs of all ranks of its node, in their order: the next ones are those of its replica.
     """
     if device.type != "cuda":
         return {}
@@ -158,7 +180,7 @@ def own_gpus(device: torch.device, count: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + count])}
 
 
-def _remote(client: EngineClient, config: RolloutConfig, tokenizer: Tokenizer) -> Rollout:
+def _remote(client: EngineClient, config: RolloutConfig, tokenizer: Tokenizer, ranks: int) -> Rollout:
     from meshrl.rollout.remote.rollout import RemoteRollout
 
     return RemoteRollout(
@@ -166,4 +188,5 @@ def _remote(client: EngineClient, config: RolloutConfig, tokenizer: Tokenizer) -
         pad_token_id=int(tokenizer.pad_token_id),
         bucket_bytes=config.update_weights_bucket_megabytes * MEBIBYTE // 2,  # as the parts of a sync
         max_concurrency=config.max_num_seqs,
+        replica_ranks=ranks,
     )

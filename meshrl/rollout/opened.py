@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
+from meshrl.config.engine_arguments import quantization_problem
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import READERS, ROLLOUTS, EngineKwargs, RolloutConfig
 from meshrl.models.buffers import named_weights
@@ -93,6 +94,8 @@ def check_options(options: EngineOptions) -> torch.device:
             f"engine argument '{next(iter(options.arguments))}': the {options.engine} engine takes none, "
             f"only {' and '.join(EXTERNAL)} do"
         )
+    if problem := quantization_problem(options.engine, options.arguments, "engine argument "):
+        raise ValueError(problem)
     if not 0 < options.gpu_memory_utilization <= 1:
         raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {options.gpu_memory_utilization}")
     for option in fields(EngineOptions):
@@ -125,6 +128,7 @@ def _build(path: str | Path, options: EngineOptions, device: torch.device, dtype
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=options.max_model_len,
         gpu_memory_utilization=options.gpu_memory_utilization,
+        free_cache_engine=False,  # nobody trains beside it
         engine_kwargs=EngineKwargs(**({options.engine: options.arguments} if options.arguments else {})),
     )
     model = ModelConfig(path=str(path), trust_remote_code=options.trust_remote_code)

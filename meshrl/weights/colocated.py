@@ -7,6 +7,7 @@
 | embedded, cut or with experts spread over ranks | a plan, for each rank its part; adapters are merged by the senders |
 | embedded or hf, of a sharded trainer with LoRA | the base once, then adapters alone (`merging`), or merged by a plan |
 | vLLM, SGLang | a plan for each bucket of tensors (`streamed`), of which each rank of a vLLM gets its part |
+| vLLM, with LoRA | the base once in that way, then adapters alone (`adapters`), or all of it merged |
 | any, of FSDP1 with adapters | a stream of whole tensors |
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +27,7 @@ from meshrl.engines.fsdp.sharding import Whole
 from meshrl.models.key_map import matrix
 from meshrl.models.loading import empty_causal_lm
 from meshrl.rollout.base import Rollout
+from meshrl.weights.adapters import connect_adapters
 from meshrl.weights.checksum import checksum
 from meshrl.weights.connect import connect, connect_stream, rank_and_world, rollout_params
 from meshrl.weights.exchange import Traffic
@@ -75,7 +78,19 @@ def policy_sync(
         if hf_model is None:
             model = empty_causal_lm(engine.hf_model.config, "sdpa", dtype)
             cut = None if parallel is None else RolloutLayout.of(parallel, rank_and_world()[1], "packed")
-            return connect_stream(engine, model, layout=cut, **options)
+            ranks = getattr(rollout, "replica_ranks", 1)
+            stream = partial(connect_stream, engine, model, layout=cut, replica_ranks=ranks, **options)
+            if not takes_adapters(engine, rollout, adapters):
+                return stream()
+
+            def send_base(rollout: Rollout, version: int) -> SyncReport:
+                once = stream(adapters="base")
+                report = once(rollout, version)
+                once.close()
+                return report
+
+            assert isinstance(engine, FSDPEngine)
+            return connect_adapters(engine, send_base=send_base, master=dtype == torch.float32, **options)
         if parallel is not None:
             layout, own = RolloutLayout.of(parallel, rank_and_world()[1]), rollout_params(hf_model)
             return connect(engine, own, layout=layout, hf_config=hf_model.config, delta=delta, **options)
@@ -84,6 +99,16 @@ def policy_sync(
         return connect(engine, rollout_params(hf_model), delta=delta, **options)
 
     return AtFirstUse(make)
+
+
+def sends_adapters(engine: Engine, adapters: str) -> bool:
+    """Whether an engine's adapters can travel alone, and are to."""
+    return isinstance(engine, FSDPEngine) and engine.has_adapters and takes_plans(engine) and adapters == "alone"
+
+
+def takes_adapters(engine: Engine, rollout: Rollout, adapters: str) -> bool:
+    """Whether they come to a rollout that computes with them as they are."""
+    return sends_adapters(engine, adapters) and getattr(rollout, "takes_adapters", False)
 
 
 def takes_plans(engine: Engine) -> bool:

@@ -134,19 +134,23 @@ def connect_stream(
     verify: bool = True,
     deadline: float = 600.0,
     carrier: str = "auto",
+    replica_ranks: int = 1,
+    adapters: str = "merged",
 ) -> EngineSync:
     """The same to engines that take whole tensors by the names of `model`, which needs no memory; see `streamed`.
 
     Without `layout` every rank's engine takes all of every tensor; with one it cuts its part out itself, as vLLM does.
+    Of `replica_ranks` neighbours only the first has an engine, and gets anything.
     """
     if layout is not None:
         check_cuttable(model)
     rank, world = rank_and_world()
     weights = named_weights(model)
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-    source = source_of(engine, master=all_float32(weights))
+    source = source_of(engine, adapters=adapters, master=all_float32(weights))
+    engines = range(0, world, replica_ranks)
     if layout is None:
-        target = replicas(shapes, world, source.model_type)
+        target = replicas(shapes, len(engines), source.model_type)
     else:
         target = windows(shapes, model.config, layout, source.model_type)
     dtypes = tensor_dtypes(target, 0, weights, asks=False)  # of every kind the first rank has something
@@ -154,11 +158,14 @@ def connect_stream(
 
     def plan(ours: Placement, theirs: Placement, bucket_bytes: int) -> ReshardPlan:
         sizes = {name: dtypes[name].itemsize for name in theirs.tensors}
-        return plan_reshard(ours, theirs, itemsize=sizes, bucket_bytes=bucket_bytes, hosts=hosts)
+        return plan_reshard(
+            ours, theirs, itemsize=sizes, bucket_bytes=bucket_bytes, destination_ranks=engines, hosts=hosts
+        )
 
     sync = streamed_sync(
         source.placement, target, {name: (shapes[name], weight.dtype) for name, weight in weights.items()},
-        rank=rank, place=rank, source=_own_shards(source, rank), dtypes=dtypes, plan=plan,
+        rank=rank, place=engines.index(rank) if rank in engines else -1, source=_own_shards(source, rank),
+        dtypes=dtypes, plan=plan,
         carrier=lambda plans: carrier_for(plans, device, carrier, deadline),
         bucket_bytes=bucket_megabytes * MEGABYTE, verify=verify, deadline=deadline, device=device,
     )  # fmt: skip

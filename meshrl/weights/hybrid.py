@@ -17,7 +17,7 @@ may grow in place; from `weights` to `release` they have fixed sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -37,7 +37,8 @@ class HybridEngine:
     `sync` brings a version from the engine to the rollout. `param_offload` and `optimizer_offload`: what of the
     trainer waits in host memory while the rollout works (and, for `param_offload`, between all phases).
     `free_cache_engine`: the rollout gives its memory up while the trainer works. `budget_bytes`: a step whose peak is
-    above it is an error that names the step. `expandable_segments`: on a GPU, those of the trainer.
+    above it is an error that names the step. `expandable_segments`: on a GPU, those of the trainer. `meet` waits for
+    the ranks whose devices the rollout's engine works on: before it takes memory there, and after it gave it back.
     """
 
     def __init__(
@@ -55,12 +56,14 @@ class HybridEngine:
         expandable_segments: bool = False,
         meter: Meter | None = None,
         rollout_seed: int = 0,
+        meet: Callable[[], None] | None = None,
     ):
         self.engine, self.rollout, self.sync, self.device = engine, rollout, sync, device
         self.frees, self.shares_weights = free_cache_engine, shares_weights
         self.param_offload, self.optimizer_offload = param_offload, optimizer_offload
         self.budget_bytes = budget_bytes
         self.meter: Meter = meter or meter_of(device)
+        self._meet = meet or (lambda: None)
         self.segments = Segments() if expandable_segments and device.type == "cuda" else None
         self._grow_segments(True)
         self.phase = TRAIN
@@ -137,6 +140,7 @@ class HybridEngine:
             if self.frees:
                 self._released = ("kv_cache",) if self.shares_weights else TAGS
                 self.rollout.release(self._released)
+                self._meet()
             if "weights" in self._released:
                 self.rollout.version = -1
                 self.sync.forget()
@@ -159,6 +163,7 @@ class HybridEngine:
 
     def _take_back(self, tag: str) -> None:
         if tag in self._released:
+            self._meet()
             self.rollout.resume((tag,))
             self._released = tuple(held for held in self._released if held != tag)
 

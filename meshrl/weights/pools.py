@@ -242,7 +242,7 @@ def connect_trainer(
     }
     device = next(engine.module.parameters()).device
     told = group.gather({"device": device.type, "settings": settings if group.rank == 0 else None}, "to plan")
-    plans = _Plans(group, trainers, told, device, rollouts[0]["cut"])
+    plans = _Plans(group, trainers, told, device, rollouts[0]["cut"], rollouts[0]["ranks"])
     described = _same_everywhere(rollouts, trainers)
 
     def shards(side: Source) -> Shards | None:
@@ -298,10 +298,11 @@ def connect_rollout(
             f"rank {group.rank - trainers} of the rollouts has part {parallel.rank} of {parallel.size}: the ranks of a "
             "rollout must be neighbours, in order"
         )
-    own = {"params": described, "cut": cut, "streams": streams}
+    ranks: int = getattr(rollout, "replica_ranks", 1)
+    own = {"params": described, "cut": cut, "streams": streams, "ranks": ranks}
     rollouts = group.gather(own, "to describe their weights")[trainers:]
     told = group.gather({"device": device.type}, "to plan")
-    plans = _Plans(group, trainers, told, device, cut)
+    plans = _Plans(group, trainers, told, device, cut, ranks)
     settings, described = plans.settings, _same_everywhere(rollouts, trainers)
     placement = Placement.from_json(settings["placement"])
     if streams:
@@ -379,7 +380,7 @@ class _Plans:
     """Makes plans, the same on all ranks, and this rank's end of each. `told` is what every rank said of itself.
 
     `cut`: into how many parts (`tp`) rollouts cut the model, over how many they spread its experts (`ep`, 0: they cut
-    those), and its sizes; None where they are whole.
+    those), and its sizes; None where they are whole. `replica_ranks`: neighbours of which only the first has an engine.
     """
 
     group: PoolGroup
@@ -387,6 +388,12 @@ class _Plans:
     told: Sequence[Mapping[str, Any]]
     device: torch.device
     cut: Mapping[str, int] | None = None
+    replica_ranks: int = 1
+
+    @property
+    def engines(self) -> range:
+        """The ranks of the group with a rollout that takes weights."""
+        return range(self.trainers, self.group.world, self.replica_ranks)
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -445,7 +452,7 @@ class _Plans:
             target,
             {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in described.items()},
             rank=self.group.rank,
-            place=self.group.rank - self.trainers,
+            place=self.engines.index(self.group.rank) if self.group.rank in self.engines else -1,
             source=source,
             dtypes=dtypes,
             plan=lambda ours, theirs, bucket: self._plan(ours, theirs, dtypes, bucket),
@@ -460,7 +467,7 @@ class _Plans:
         self, described: Mapping[str, Any], *, streams: bool = False
     ) -> tuple[Placement, dict[str, torch.dtype]]:
         """Where the rollouts want what is sent, and the type of each tensor there."""
-        rollouts = self.group.world - self.trainers
+        rollouts = len(self.engines)
         shapes = {name: tuple(shape) for name, (shape, _) in described.items()}
         if self.cut is None:
             target = replicas(shapes, rollouts, self.settings["model_type"], f"{rollouts} rollouts")
@@ -487,7 +494,7 @@ class _Plans:
             itemsize={name: dtype.itemsize for name, dtype in dtypes.items()},
             bucket_bytes=bucket_bytes,
             source_ranks=range(placement.world_size),
-            destination_ranks=range(self.trainers, self.group.world),
+            destination_ranks=self.engines,
             hosts=self.group.hosts,
             feed=self.settings["feed"],
         )
@@ -533,7 +540,7 @@ def _same_everywhere(rollouts: Sequence[Mapping[str, Any]], trainers: int) -> di
     """The parameters of the rollouts, which must be copies of each other."""
     first = dict(rollouts[0]["params"])
     for number, other in enumerate(rollouts[1:], trainers + 1):
-        if other.get("cut") != rollouts[0].get("cut"):
+        if any(other.get(field) != rollouts[0].get(field) for field in ("cut", "ranks")):
             raise ValueError(f"rollouts must be cut alike: ranks {trainers} and {number} differ")
         if other["streams"] != rollouts[0]["streams"]:
             raise ValueError(f"rollouts must be of one kind: ranks {trainers} and {number} differ")

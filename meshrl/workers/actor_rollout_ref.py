@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,19 +14,20 @@ from torch import Tensor
 from meshrl.algorithms import CovarianceStats
 from meshrl.config.actor import RefConfig
 from meshrl.config.model import ModelConfig
-from meshrl.config.rollout import READERS, RolloutConfig
+from meshrl.config.rollout import RolloutConfig
 from meshrl.config.root import ActorRolloutRefConfig
 from meshrl.controller import Dispatch, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine
 from meshrl.engines.build import engine_class
 from meshrl.models.loading import torch_dtype
+from meshrl.models.lora import adapter_rank
 from meshrl.models.saving import save_hf_folder
-from meshrl.parallel.mesh import contiguous_group
+from meshrl.parallel.mesh import contiguous_group, wait_for_all
 from meshrl.telemetry.ledger import booked
 from meshrl.telemetry.memory import MemoryLog, PeakMemory
 from meshrl.telemetry.metrics import reduce_metrics
-from meshrl.weights.colocated import policy_sync
+from meshrl.weights.colocated import policy_sync, sends_adapters
 from meshrl.weights.hybrid import ROLLOUT, TRAIN, HybridEngine
 from meshrl.weights.pools import PoolGroup, PoolSync, connect_trainer
 from meshrl.workers.actor_loss import FRESH, count_mini_batch, make_actor_loss, skips_samples_without_advantage
@@ -70,13 +72,16 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         if self.settings.with_rollout:
             # An unsharded trainer in the rollout's own type lends its module: no copy of the weights at all.
             can_share = not self.actor.is_sharded and not self.actor.has_adapters and not rests(actor)[0]
+            alone = sends_adapters(self.actor, self.config.rollout.update_weights_adapters)
+            self.replica = contiguous_group(split, self.settings.collective_deadline)
             self.answering = Answering(
                 self.config.rollout,
                 model,
                 self.actor.hf_model,
                 device=self.device,
                 can_share=can_share,
-                rank_group=contiguous_group(split, self.settings.collective_deadline),
+                rank_group=self.replica,
+                adapter_rank=adapter_rank(self.actor.hf_model) if alone else 0,
                 memory_budget=self.config.memory_budget_bytes,
                 template_kwargs=self.settings.template_kwargs,
             )
@@ -101,12 +106,14 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             self.rollout,
             sync,
             device=self.device,
-            free_cache_engine=config.free_cache_engine and config.name in READERS["free_cache_engine"],
+            free_cache_engine=config.free_cache_engine,
             param_offload=rests(self.config.actor)[0],
             shares_weights=getattr(self.rollout, "shares_weights", False),
             budget_bytes=self.config.memory_budget_bytes,
             expandable_segments=self.config.expandable_segments,
             rollout_seed=self.settings.seed,
+            # The engine of one rank takes and gives memory on the devices of all.
+            meet=partial(wait_for_all, self.replica) if config.is_elsewhere and self.replica is not None else None,
         )
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from meshrl.data.proto import DataProto
 from meshrl.models.loading import load_tokenizer, stop_token_ids
 from meshrl.rollout.base import SamplingParams
 from meshrl.rollout.build import build_rollout
+from meshrl.rollout.remote.bystander import Bystander
 from meshrl.telemetry.flops import ModelShape, count_flops
 from meshrl.telemetry.memory import MemoryLog
 from meshrl.workers.generating import start_generation
@@ -25,7 +26,8 @@ from meshrl.workers.generating import start_generation
 class Answering:
     """One rank's rollout. `hf_model` says which model it is; with `can_share` the rollout generates with it.
 
-    The ranks of a `rank_group` are one rollout: all of them get the same prompts and have the same answers.
+    The ranks of a `rank_group` are one rollout: all of them get the same prompts and have the same answers, or only
+    the first of them does, where it alone speaks with the engine.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Answering:
         device: torch.device,
         can_share: bool,
         rank_group: dist.ProcessGroup | None = None,
+        adapter_rank: int = 0,
         memory_budget: int | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ):
@@ -53,10 +56,12 @@ class Answering:
             device=device,
             can_share=can_share,
             rank_group=rank_group,
+            adapter_rank=adapter_rank,
         )
         self.shape = ModelShape.of(hf_model.config)
         self.agents = None
-        if config.multi_turn.enable:
+        self.answers = not isinstance(self.rollout, Bystander)
+        if config.multi_turn.enable and self.answers:
             self.agents = make_agent_rollout(self.rollout, tokenizer, config, self.stop_token_ids, template_kwargs)
 
     def __call__(self, prompts: DataProto) -> DataProto:
@@ -64,16 +69,22 @@ class Answering:
 
         `meta_info["validate"]` chooses the sampling of validation, `meta_info["greedy"]` the likeliest tokens.
         """
+        if not self.answers:
+            return DataProto()
         with self._log_memory():
             return self._kept((self.agents or self.rollout).generate_sequences(prompts, self._sampling(prompts)))
 
     def start(self, prompts: DataProto) -> None:
         """The same beside other calls: `take` gives the answers as they end."""
+        if not self.answers:
+            return
         self.memory = self._log_memory().start()
         self.running = start_generation(self.rollout, self.agents, prompts, self._sampling(prompts))
 
     def take(self, seconds: float) -> tuple[np.ndarray, DataProto] | None:
         """Rows that have ended and their answers, or None if none did within `seconds`."""
+        if not self.answers:
+            return None
         found = self.running.take(seconds)
         self.memory.note()
         return None if found is None else (found[0], self._kept(found[1]))
@@ -94,7 +105,8 @@ class Answering:
         is_new = torch.cat([torch.ones(1, dtype=torch.bool), (prompts[1:] != prompts[:-1]).any(1)]).numpy()
         flops = self.shape.forward(starts[is_new], 0)
         flops += self.shape.forward(lengths - (lengths > starts), int(tensors["response_mask"].sum()), starts)
-        count_flops(flops / self.config.replica_size)
+        # Ranks that take the same steps count a share each.
+        count_flops(flops if self.config.is_elsewhere else flops / self.config.replica_size)
 
     def _sampling(self, prompts: DataProto) -> SamplingParams:
         config = self.config

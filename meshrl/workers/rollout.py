@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from meshrl.config.root import ActorRolloutRefConfig
@@ -45,7 +47,7 @@ class RolloutWorker(Worker):
             trust_remote_code=model.trust_remote_code,
         )
         self.answering = Answering(
-            rollout,
+            replace(rollout, free_cache_engine=False),  # nobody trains on these devices
             model,
             self.hf_model,
             device=self.device,

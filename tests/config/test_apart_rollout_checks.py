@@ -19,6 +19,8 @@ AHEAD = "async_training.max_staleness=2"
         [f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.lora_rank=4"],
         [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.update_weights_verify=false"],
         [f"{ROLLOUT}.name=sglang", AHEAD],
+        [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.tensor_model_parallel_size=2", AHEAD],
+        [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.as_server=true", f"{ROLLOUT}.tensor_model_parallel_size=2", AHEAD],
         [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.as_server=false", f"{ROLLOUT}.update_weights_verify=false"],
         [f"{ROLLOUT}.name=hf", AHEAD],
     ],
@@ -41,7 +43,10 @@ def test_every_engine_may_have_devices_of_its_own(fine, overrides):
             ["does not go with async_training (max_staleness 2", "set one back"],
         ),
         ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.update_weights_delta=true"], ["delta", "embedded or hf"]),
-        ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.update_weights_adapters=merged"], ["adapters", "embedded or hf"]),
+        (
+            [f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.update_weights_adapters=merged"],
+            ["adapters", "hf or vllm"],
+        ),
         (["actor_rollout_ref.expandable_segments=true"], ["expandable_segments", "share", "PYTORCH_ALLOC_CONF"]),
         (
             [f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.actor.strategy=fsdp"],
@@ -54,18 +59,6 @@ def test_what_cannot_be_is_said_in_one_line(fine, overrides, words):
     problems = check_config(fine(*APART, *overrides))
     assert len(problems) == 1, problems
     assert all(word in problems[0] for word in words), problems
-
-
-def test_sglang_over_ranks_is_refused(fine):
-    (problem,) = unsupported(fine(*APART, f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.tensor_model_parallel_size=2"))
-    assert "sglang over several ranks" in problem
-
-
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_the_type_of_the_weights_has_one_key(fine, name):
-    overrides = [f"{ROLLOUT}.name={name}", f"{ROLLOUT}.engine_kwargs.{name}={{dtype: float32}}"]
-    (problem,) = check_config(fine(*overrides))
-    assert f"engine_kwargs.{name}.dtype cannot be set: set {ROLLOUT}.dtype" in problem
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])

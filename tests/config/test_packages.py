@@ -26,6 +26,7 @@ def missing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     [
         (VLLM, "vllm", "vllm"),
         ("actor_rollout_ref.rollout.name=sglang", "sglang", "sglang"),
+        ("actor_rollout_ref.rollout.name=sglang", "torch_memory_saver", "sglang"),
         ("trainer.logger=[console,wandb]", "wandb", "wandb"),
         ("actor_rollout_ref.model.lora_rank=8", "peft", "lora"),
     ],

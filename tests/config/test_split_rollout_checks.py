@@ -97,19 +97,50 @@ def test_experts_can_be_spread(fine, make_model, overrides):
     assert unsupported(config) + check_config(config) == []
 
 
-@pytest.mark.parametrize("name", ["sglang", "hf"])
-def test_other_engines_over_ranks_are_refused(fine, name):
-    config = fine(f"{SIZE}=2", f"{ROLLOUT}.name={name}")
+@pytest.mark.parametrize(("key", "name"), [(SIZE, "hf"), (SPREAD, "sglang")])
+def test_other_engines_over_ranks_are_refused(fine, key, name):
+    config = fine(f"{key}=2", f"{ROLLOUT}.name={name}")
     (line,) = unsupported(config)
-    assert line.startswith(f"not supported yet: {SIZE}=2")
+    assert line.startswith(f"not supported yet: {key}=2")
     assert name in line
     with pytest.raises(ConfigError):
         ensure_runnable(config)
 
 
-def test_servers_are_not_cut_over_ranks(fine):
-    (line,) = unsupported(fine(f"{SIZE}=2", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.as_server=true"))
-    assert f"{SIZE}=2 does not go with {ROLLOUT}.as_server=true" in line
+SERVED = ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.as_server=true"], [f"{ROLLOUT}.name=sglang"])
+TURNS = (f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.tools=[math:sqrt]")
+
+
+@pytest.mark.parametrize("engine", SERVED, ids=str)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        TURNS,
+        ["trainer.nnodes=2", "trainer.n_gpus_per_node=4", "trainer.backend=ray"],
+        [*APART, f"{ROLLOUT}.n_gpus_per_node=4"],
+    ],
+    ids=str,
+)
+def test_an_engine_beside_its_ranks_may_be_cut_over_them(fine, make_model, engine, overrides):
+    """Only one rank speaks with it, so that the others need not take the same steps."""
+    config = fine(f"{SIZE}=2", *engine, *overrides)
+    make_model(**SHAPE)
+    assert unsupported(config) + check_config(config) == []
+
+
+@pytest.mark.parametrize("engine", SERVED, ids=str)
+def test_an_engine_beside_its_ranks_has_them_on_one_machine(fine, make_model, engine):
+    nodes = ["trainer.nnodes=2", "trainer.n_gpus_per_node=3", "trainer.backend=ray", "data.train_batch_size=48"]
+    config = fine(f"{SIZE}=2", *engine, *nodes, "actor_rollout_ref.actor.ppo_mini_batch_size=48")
+    make_model(**SHAPE)
+    (problem,) = check_config(config)
+    assert f"trainer.n_gpus_per_node (3) must be divisible by {SIZE}=2" in problem
+    apart = fine(f"{SIZE}=2", *engine, "actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=2",
+                 f"{ROLLOUT}.n_gpus_per_node=3", "trainer.backend=ray")  # fmt: skip
+    make_model(**SHAPE)
+    (problem,) = check_config(apart)
+    assert f"{ROLLOUT}.n_gpus_per_node (3) must be divisible by {SIZE}=2" in problem
 
 
 def test_only_external_engines_can_be_servers(fine):

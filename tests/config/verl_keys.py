@@ -5,7 +5,8 @@ A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_r
 GROUPS: dict[str, str] = {
     "data": """train_files val_files train_max_samples=-1 val_max_samples=-1 prompt_key=prompt
         apply_chat_template_kwargs={} reward_fn_key=data_source max_prompt_length=512 max_response_length=512
-        train_batch_size=1024 gen_batch_size val_batch_size shuffle=true seed filter_overlong_prompts=false truncation=error custom_cls.path
+        train_batch_size=1024 gen_batch_size val_batch_size shuffle=true seed filter_overlong_prompts=false
+        truncation=error custom_cls.path
         custom_cls.name dataloader_num_workers=8""",
     "actor_rollout_ref": "hybrid_engine=true nccl_timeout=600",
     M: """path tokenizer_path trust_remote_code=false external_lib override_config={}

@@ -34,7 +34,11 @@ class TestSglangServer(RolloutContract):
 
     def make(self, folder, hf_model):
         client = SglangServer(folder, arguments=ARGUMENTS, start_seconds=280)
-        return RemoteRollout(client, pad_token_id=0, bucket_bytes=100_000, deadline=60)
+        made = RemoteRollout(client, pad_token_id=0, bucket_bytes=100_000, deadline=60)
+        # The saver itself needs a GPU to start. Without it SGLang still goes through releasing and resuming, and ends
+        # with an error where something is resumed that was not released, or where it is not idle.
+        client._arguments["enable_memory_saver"] = True
+        return made
 
     def test_streams_are_labelled_as_the_engine_says_in_the_end(self, engine):
         """Runs last: over all tests no token of a stream was handed out under a version that it did not have."""

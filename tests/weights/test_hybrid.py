@@ -140,6 +140,17 @@ def test_shared_weights_stay_and_a_kept_cache_stays():
     assert log2.calls == [("sync", 1)]
 
 
+def test_ranks_that_share_an_engine_meet_where_memory_changes_hands():
+    log = Log()
+    switch = hybrid(log, meet=lambda: log.calls.append(("meet",)))
+    switch.to_rollout(1)
+    switch.to_train()
+    assert log.calls[-3:] == [("release", "weights", "kv_cache"), ("meet",), ("forget",)]
+    log.calls.clear()
+    switch.to_rollout(2)
+    assert log.calls == [("meet",), ("resume", "weights"), ("sync", 2), ("meet",), ("resume", "kv_cache")]
+
+
 def test_phases_take_turns():
     switch = hybrid(Log())
     with pytest.raises(RuntimeError, match="in phase 'train', but the switch starts in phase 'rollout'"):

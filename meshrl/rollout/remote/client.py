@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -38,6 +39,7 @@ class EngineClient(ABC):
 
     facts: ModelFacts
     start_seconds: float
+    takes_adapters = False  # whether `adapt` works
 
     @abstractmethod
     async def start(self) -> None:
@@ -74,6 +76,10 @@ class EngineClient(ABC):
     @abstractmethod
     async def end(self, version: int | None) -> None:
         """Closes a weight update under a version, or without one when it has failed."""
+
+    async def adapt(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int) -> None:
+        """Takes a LoRA adapter, in peft's words, that later answers go through; the engine is paused."""
+        raise NotImplementedError(f"{type(self).__name__} takes no adapters")
 
     @abstractmethod
     async def flush(self) -> None:

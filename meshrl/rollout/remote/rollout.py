@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
@@ -32,7 +32,10 @@ CLOSED = "the rollout is closed: its engine can be asked for nothing any more"
 
 
 class RemoteRollout(Rollout):
-    """The `Rollout` of an `EngineClient`. `deadline` bounds every single call to the engine, in seconds."""
+    """The `Rollout` of an `EngineClient`. `deadline` bounds every single call to the engine, in seconds.
+
+    `replica_ranks`: ranks of a trainer that the engine serves, of which this is the first; the others are `Bystander`s.
+    """
 
     def __init__(
         self,
@@ -42,7 +45,9 @@ class RemoteRollout(Rollout):
         bucket_bytes: int = 512 << 20,
         max_concurrency: int = 256,
         deadline: float = 600.0,
+        replica_ranks: int = 1,
     ):
+        self.replica_ranks, self.takes_adapters, self._has_base = replica_ranks, client.takes_adapters, False
         self.client, self.pad_token_id, self.bucket_bytes, self.deadline = client, pad_token_id, bucket_bytes, deadline
         self.version = -1
         self._answers: dict[tuple[str, int], _Answer] = {}
@@ -293,6 +298,7 @@ class RemoteRollout(Rollout):
             if "weights" in self._released:
                 raise RuntimeError("the rollout has released its weights: resume(['weights']) before an update")
             self._lacks_weights = True  # until all of them are in
+            self._has_base = False
             self._call(self._gate())
             self._call(self.client.begin())
             try:
@@ -306,6 +312,21 @@ class RemoteRollout(Rollout):
                     self._call(self.client.end(None))
                 raise
             self._call(self.client.end(version))
+            if "kv_cache" not in self._released:
+                self._call(self.client.flush())
+            self.version, self._lacks_weights, self._has_base = version, False, True
+            self._call(self._gate())
+
+    def update_adapter(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int) -> None:
+        """Takes a LoRA adapter (peft's config and tensors by peft's names) on the base that the engine keeps."""
+        with self._one_at_a_time:
+            if not self._has_base:
+                raise RuntimeError("the rollout has no weights that an adapter could change: update_weights first")
+            if "weights" in self._released:
+                raise RuntimeError("the rollout has released its weights: resume(['weights']) before an update")
+            self._lacks_weights = True  # until it is in
+            self._call(self._gate())
+            self._call(self.client.adapt(config, tensors, version))
             if "kv_cache" not in self._released:
                 self._call(self.client.flush())
             self.version, self._lacks_weights = version, False

@@ -18,6 +18,8 @@ FIXED: dict[str, Any] = {
 BACKEND = "meshrl"
 # The routes for pauses and weights are vLLM's own, but it offers them only in this mode.
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+# The same of the route for adapters.
+ADAPTERS_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
 def engine_arguments(path: str | Path, wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ logits processor, a weight-transfer backend, sleep and wake, LoRA requests.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import random
 import shutil
@@ -20,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 from meshrl.models.loading import load_model_config
@@ -30,11 +28,12 @@ from meshrl.rollout.requests import Chunk, Request
 from meshrl.rollout.shared_file import MEMORY, SharedFile, memory_folder
 from meshrl.rollout.stepping import SteppingRollout
 from meshrl.rollout.stops import special_texts
+from meshrl.rollout.vllm.adapter import ADAPTER, write_adapter
 from meshrl.rollout.vllm.arguments import BACKEND, engine_arguments
 from meshrl.rollout.vllm.parallel import Parallel, complaint, parallel_of
 from meshrl.rollout.weight_stream import FileWeights, buckets, checked, noted
 
-ADAPTER = "policy"
+MERGE = "send merged weights instead (actor_rollout_ref.rollout.update_weights_adapters=merged)"
 NO_NUMBERS = "the model's log-probs are no numbers: the trainer's weights may have become infinite"
 
 
@@ -101,6 +100,7 @@ class VllmRollout(SteppingRollout):
         self._released: set[str] = set()
         self._lacks_weights = False
         self._adapter: Any = None
+        self.takes_adapters, self._has_base = config.lora_config is not None, False
         self._tokens = 0
         self.engine.collective_rpc("init_weight_transfer_engine", args=({},))
 
@@ -181,6 +181,7 @@ class VllmRollout(SteppingRollout):
             if "weights" in self._released:
                 raise RuntimeError("the rollout has released its weights: resume(['weights']) before an update")
             self._lacks_weights = True  # until all of them are in
+            self._has_base = False
             self.engine.collective_rpc("start_weight_update")
             try:
                 named = self._weights.renamed(checked(weights, self._weights.shapes))
@@ -197,7 +198,7 @@ class VllmRollout(SteppingRollout):
                 raise RuntimeError(problem)
             self._forget()
             self._adapter = None  # vLLM has dropped it
-            self.version, self._lacks_weights = version, False
+            self.version, self._lacks_weights, self._has_base = version, False, True
             self._work.notify_all()
 
     def _as_message(self, bucket: list[tuple[str, Tensor]]) -> dict[str, Any]:
@@ -210,24 +211,32 @@ class VllmRollout(SteppingRollout):
         if "kv_cache" not in self._released and not self.engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM could not drop its cache after a weight update")
 
-    def update_adapter(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def update_adapter(
+        self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int | None = None
+    ) -> None:
         """Takes a LoRA adapter (peft's config and tensors by peft's names) that all later requests go through.
 
-        Needs `enable_lora=True`; vLLM reads it from a folder in memory. A weight update drops it.
+        Needs `enable_lora=True` and the base model, which stays through `release`. A weight update drops the adapter.
         """
         from vllm.lora.request import LoRARequest
 
-        folder = self._folder / ADAPTER
-        folder.mkdir(exist_ok=True)
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        save_file(copies, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps(dict(config)))
         with self.lock:
-            self._adapter = LoRARequest(ADAPTER, 1, str(folder), load_inplace=True)
-            if not self.engine.add_lora(self._adapter):
-                raise RuntimeError("vLLM refused the adapter")
-            self._adapter = LoRARequest(ADAPTER, 1, str(folder))
+            if not self._has_base:
+                raise RuntimeError("the rollout has no weights that an adapter could change: update_weights first")
+            if "weights" in self._released:
+                raise RuntimeError("the rollout has released its weights: resume(['weights']) before an update")
+            self._lacks_weights = True  # until it is in
+            folder = str(write_adapter(self._folder / ADAPTER, config, tensors))
+            try:
+                taken = self.engine.add_lora(LoRARequest(ADAPTER, 1, folder, load_inplace=True))
+            except ValueError as error:
+                raise RuntimeError(f"vLLM refused the adapter ({error}): {MERGE}") from error
+            if not taken:
+                raise RuntimeError(f"vLLM refused the adapter: {MERGE}")
+            self._adapter = LoRARequest(ADAPTER, 1, folder)
             self._forget()
+            self.version, self._lacks_weights = self.version if version is None else version, False
+            self._work.notify_all()
 
     def release(self, tags: Sequence[str] = TAGS) -> None:
         with self.lock:
@@ -239,7 +248,8 @@ class VllmRollout(SteppingRollout):
                 if "weights" in self._released:  # else vLLM takes itself for asleep and frees nothing
                     self.engine.wake_up(["weights"])
                 # Level 2 drops the weights, which come anew; level 1 keeps a copy in host memory while they sleep.
-                self.engine.sleep(level=2 if "weights" in asleep else 1, mode="keep")
+                drops = "weights" in asleep and not self.takes_adapters
+                self.engine.sleep(level=2 if drops else 1, mode="keep")
                 if back := sorted(set(TAGS) - asleep):
                     self.engine.wake_up(back)
             self._released |= given

@@ -23,7 +23,8 @@ from meshrl.rollout.remote.process import ServerProcess, free_port
 from meshrl.rollout.requests import Request
 from meshrl.rollout.shared_file import SharedFile, memory_folder
 from meshrl.rollout.stops import special_texts
-from meshrl.rollout.vllm.arguments import ENVIRONMENT, command_line
+from meshrl.rollout.vllm.adapter import ADAPTER, write_adapter
+from meshrl.rollout.vllm.arguments import ADAPTERS_ENVIRONMENT, ENVIRONMENT, command_line
 from meshrl.rollout.vllm.parallel import complaint
 from meshrl.rollout.vllm.sampling import sampling_fields, vllm_refusal
 from meshrl.rollout.weight_stream import FileWeights
@@ -59,6 +60,10 @@ class VllmServer(EngineClient):
         self._process: ServerProcess | None = None
         self._url = url
         self._released: set[str] = set()
+        self.takes_adapters = bool(self._arguments.get("enable_lora"))
+        self._served: dict[str, str] = {}  # the model that requests name, unless it is the base
+        if self.takes_adapters:
+            self._environment = ADAPTERS_ENVIRONMENT | self._environment
 
     async def start(self) -> None:
         self._folder = Path(self._exchange or memory_folder())
@@ -86,6 +91,7 @@ class VllmServer(EngineClient):
             "sampling_params": sampling_fields(request, index, self.facts.context, self._specials)
             | {"logprobs": top + 1 if top else 0},
             "stream": True,
+            **self._served,
         }
         async for event in self._http.events("/inference/v1/generate", body):
             if "error" in event:
@@ -117,6 +123,15 @@ class VllmServer(EngineClient):
             passed_over = await self._http.post("/collective_rpc", {"method": "passed_over"})
             if problem := complaint(unsent["results"], passed_over["results"]):
                 raise RuntimeError(problem)
+            self._served = {}  # vLLM has dropped the adapter
+
+    async def adapt(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int) -> None:
+        assert self._folder is not None
+        folder = write_adapter(self._folder / ADAPTER, config, tensors)
+        wanted = {"lora_name": ADAPTER, "lora_path": str(folder), "load_inplace": True}
+        await self._http.post("/v1/load_lora_adapter", wanted)
+        await self._http.post("/update_weight_version", {"new_version": str(version)})
+        self._served = {"model": ADAPTER}
 
     async def flush(self) -> None:
         await self._http.post("/reset_prefix_cache", reset_running_requests="true")
@@ -126,7 +141,9 @@ class VllmServer(EngineClient):
         if self._arguments.get("enable_sleep_mode"):
             if "weights" in self._released:  # else vLLM takes itself for asleep and frees nothing
                 await self._http.post("/wake_up", tags="weights")
-            await self._http.post("/sleep", level="2" if "weights" in asleep else "1", mode="keep")
+            # With adapters the base stays, in host memory.
+            drops = "weights" in asleep and not self.takes_adapters
+            await self._http.post("/sleep", level="2" if drops else "1", mode="keep")
             # Everything sleeps now: what nobody released comes back at once.
             for tag in sorted(set(TAGS) - asleep):
                 await self._http.post("/wake_up", tags=tag)
