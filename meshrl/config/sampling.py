@@ -2,7 +2,7 @@
 
 from meshrl.config.rollout import RolloutConfig, ValKwargs
 from meshrl.config.root import PPOConfig
-from meshrl.config.tree import changed_keys
+from meshrl.config.tree import changed_keys, get_value
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -28,7 +28,7 @@ def sampling_problems(config: PPOConfig) -> list[str]:
         problems += [
             f"{name} has no effect with {ROLLOUT}.val_kwargs.do_sample=false, which takes the likeliest token: set true"
             for name in names
-            if name in changed_keys(config, name)
+            if name in changed_keys(config, name) and get_value(config, name)
         ]
     if rollout.multi_turn.enable and (rollout.ignore_eos or rollout.val_kwargs.ignore_eos):
         name = f"{ROLLOUT}.ignore_eos" if rollout.ignore_eos else f"{ROLLOUT}.val_kwargs.ignore_eos"

@@ -265,7 +265,6 @@ def test_what_is_so_anyway_changes_nothing(override: str) -> None:
         ([f"{MEGATRON}.dist_checkpointing_path=ckpt"], ["meshrl convert"]),
         ([f"{ACTOR}.fixed_num_micro_batches=16"], ["ppo_max_token_len_per_gpu"]),
         ([f"{ACTOR}.router_replay.mode=R3"], ["no routes are recorded"]),
-        (["data.apply_chat_template_kwargs.enable_thinking=False"], ["chat template"]),
         ([f"{ROLLOUT}.multi_turn.interaction_config_path=x.yaml"], [f"set {ROLLOUT}.multi_turn.environment"]),
         (["data.train_max_samples=0"], ["-1 takes all"]),
         (["data.train_max_samples=2048", "data.streaming=true"], ["does not go with data.streaming=true"]),
@@ -314,13 +313,17 @@ def notes_of(*overrides: str) -> list[str]:
 
 
 def test_a_default_that_somebody_wrote_for_nothing_is_noted() -> None:
-    name = f"{ROLLOUT}.free_cache_engine"
+    name = f"{ROLLOUT}.enable_prefix_caching"
     assert notes_of() == []
-    assert notes_of(f"{ROLLOUT}.name=sglang") == []
-    (note,) = notes_of(f"{ROLLOUT}.name=sglang", f"{name}=true")
-    assert note == f"{name} is only read by {ROLLOUT}.name=embedded or hf or vllm, but it is sglang"
+    assert notes_of(f"{ROLLOUT}.name=hf") == []
+    (note,) = notes_of(f"{ROLLOUT}.name=hf", f"{name}=true")
+    assert note == f"{name} is only read by {ROLLOUT}.name=embedded or vllm or sglang, but it is hf"
     assert notes_of(f"{name}=true") == []
-    assert any(name in problem for problem in problems_of(f"{ROLLOUT}.name=sglang", f"{name}=false"))
+    assert any(name in problem for problem in problems_of(f"{ROLLOUT}.name=hf", f"{name}=false"))
+    clips = [f"{ACTOR}.clip_ratio={low}" for low in (0.2, 0.3)]
+    sides = [f"{ACTOR}.clip_ratio_low=0.2", f"{ACTOR}.clip_ratio_high=0.28"]
+    assert all("has no effect beside" in notes_of(clip, *sides)[0] for clip in clips)
+    assert notes_of(clips[1], sides[1]) == []
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_functions_are_looked_for_before_anything_starts(tmp_path):
 
     def found(*overrides):
         made = load_config("grpo", overrides).config
-        return reward_file_problems(made.reward, made.custom_reward_function)
+        return reward_file_problems(made.reward, made.custom_reward_function, made.reward_manager)
 
     assert found() == ["set reward.name, reward.functions or custom_reward_function.path"]
     assert found("reward.name=code") == []
