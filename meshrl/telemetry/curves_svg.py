@@ -27,6 +27,8 @@ class Scale:
         low, high, at = self.low, self.high, value
         if self.log:
             low, high, at = math.log10(low), math.log10(high), math.log10(at)
+        if high == low:  # so large that one step more is none
+            return (self.start + self.end) / 2
         return self.start + (at - low) / (high - low) * (self.end - self.start)
 
 

@@ -265,9 +265,21 @@ def test_closing_ends_the_engine_also_where_it_cannot_abort(scripted, monkeypatc
     assert not asking.is_alive()
 
 
-def test_closing_ends_what_other_threads_ask_for(scripted, monkeypatch):
+@pytest.mark.parametrize("late", [False, True], ids=["noted", "noted_too_late"])
+def test_closing_ends_what_other_threads_ask_for(scripted, monkeypatch, late):
     client, rollout = scripted
-    asked, found = threading.Event(), []
+    asked, closed = threading.Event(), threading.Event()
+    calls, found = [], []
+
+    class Asked(set):
+        """The other thread notes its last call, after the gate's and the flush's, only when the rollout is closed."""
+
+        def add(self, future):
+            if threading.current_thread() is asking:
+                calls.append(future)
+                if late and len(calls) == 3:
+                    assert closed.wait(10)
+            super().add(future)
 
     async def never(tags: Sequence[str]) -> None:
         asked.set()
@@ -279,10 +291,12 @@ def test_closing_ends_what_other_threads_ask_for(scripted, monkeypatch):
         found.append("told")
 
     monkeypatch.setattr(client, "release", never)
+    monkeypatch.setattr(rollout, "_asked", Asked())
     asking = threading.Thread(target=release)
     asking.start()
     assert asked.wait(10)
     rollout.close()
+    closed.set()
     asking.join(10)
     assert found == ["told"]
 

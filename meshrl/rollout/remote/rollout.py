@@ -89,6 +89,8 @@ class RemoteRollout(Rollout):
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._asked.add(future)
         future.add_done_callback(self._asked.discard)
+        if self._closed:  # meanwhile: who closed it may not have seen this one
+            future.cancel()
         return future
 
     # Requests
