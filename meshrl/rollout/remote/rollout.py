@@ -51,7 +51,8 @@ class RemoteRollout(Rollout):
         self.client, self.pad_token_id, self.bucket_bytes, self.deadline = client, pad_token_id, bucket_bytes, deadline
         self.version = -1
         self._answers: dict[tuple[str, int], _Answer] = {}
-        self._paused = self._lacks_weights = self._closed = False
+        self._paused = self._lacks_weights = False
+        self._closed = threading.Event()
         self._released: set[str] = set()
         self._asked: set[Future[Any]] = set()  # what somebody waits for
         self._tokens = self._relabelled = 0
@@ -83,13 +84,13 @@ class RemoteRollout(Rollout):
             raise TimeoutError(f"the rollout's engine did not answer within {limit:.0f} s") from error
 
     def _post(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._closed:  # the loop has stopped and would never run it
+        if self._closed.is_set():  # the loop has stopped and would never run it
             work.close()
             raise RuntimeError(CLOSED)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._asked.add(future)
         future.add_done_callback(self._asked.discard)
-        if self._closed:  # meanwhile: who closed it may not have seen this one
+        if self._closed.is_set():  # meanwhile: who closed it may not have seen this one
             future.cancel()
         return future
 
@@ -121,7 +122,7 @@ class RemoteRollout(Rollout):
                     task = ended.get(timeout=POLL_SECONDS)
                     is_closed = task.cancelled()
                 except queue.Empty:
-                    is_closed = self._closed
+                    is_closed = self._closed.is_set()
                     if not is_closed:
                         continue
                 if is_closed:
@@ -141,7 +142,7 @@ class RemoteRollout(Rollout):
             try:
                 return future.result(POLL_SECONDS)
             except TimeoutError:
-                if self._closed:
+                if self._closed.is_set():
                     raise RuntimeError("the rollout was closed while requests were running") from None
 
     async def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
@@ -160,7 +161,7 @@ class RemoteRollout(Rollout):
                 try:
                     chunk = await asyncio.wait_for(arrived.get(), POLL_SECONDS)
                 except TimeoutError:
-                    if self._closed:
+                    if self._closed.is_set():
                         raise RuntimeError("the rollout was closed while requests were running") from None
                     continue
                 unfinished -= chunk.finish_reason is not None
@@ -200,7 +201,7 @@ class RemoteRollout(Rollout):
         return asyncio.create_task(until_ended())
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        if not self._closed:  # closing has ended all of them
+        if not self._closed.is_set():  # closing has ended all of them
             self._call(self._abort(request_ids))
 
     async def _abort(self, request_ids: Sequence[str] | None) -> None:
@@ -346,7 +347,7 @@ class RemoteRollout(Rollout):
         }
 
     def close(self) -> None:
-        if self._closed:
+        if self._closed.is_set():
             return
         try:
             try:
@@ -354,7 +355,7 @@ class RemoteRollout(Rollout):
             finally:  # its server must not outlive an engine that no longer answers
                 self._call(self.client.close(), deadline=CLOSE_SECONDS)
         finally:
-            self._closed = True
+            self._closed.set()
             for future in list(self._asked):  # else other threads would wait for their deadline
                 future.cancel()
             self._loop.call_soon_threadsafe(self._loop.stop)
