@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 
-from meshrl.algorithms.aggregation import token_mean_metric
 from meshrl.algorithms.checks import check_not_empty
 from meshrl.algorithms.kl import LOG_RATIO_BOUND
 from meshrl.algorithms.policy_config import PolicyLossConfig
 from meshrl.algorithms.policy_losses import (
     Metrics,
+    behaviour_weights,
     check_loss_inputs,
     clipped_surrogate,
     compute_policy_loss_vanilla,
     log_ratio,
+    loss_without,
     reduce_policy_loss,
     register_policy_loss,
 )
@@ -72,7 +73,7 @@ def _top_bounds(covariance: torch.Tensor, keys: torch.Tensor, count: int) -> dic
     bound = covariance.topk(min(count, len(covariance))).values[-1]
     tied = keys[covariance == bound].sort().values
     places = count - int((covariance > bound).sum())
-    return {"covariance_bound": float(bound), "key_bound": int(tied[places - 1])}
+    return {"bound": float(bound), "key_bound": int(tied[places - 1])}
 
 
 def _second_moment_bounds(
@@ -83,7 +84,7 @@ def _second_moment_bounds(
     config: Any,
 ) -> CovarianceStats:
     """The bounds of as few tokens as possible without which the mean of log(weight)² is within m2_threshold."""
-    weights = _behaviour_weights("m2po", weights)
+    weights = behaviour_weights("m2po", weights)
     moving_on, distance = _moves_on(advantages, weights)[mask], _distance(weights)[mask]
     keys = token_keys(old_log_prob, mask)[mask]
     squares = distance.clamp(max=math.exp(LOG_RATIO_BOUND)).log().square()
@@ -93,17 +94,8 @@ def _second_moment_bounds(
     fits = (sums / left.clamp(min=1) <= PolicyLossConfig.read(config).m2_threshold).nonzero()
     count = int(fits[0]) if len(fits) else len(largest)
     if count == 0:
-        return CovarianceStats(0.0, 0.0, covariance_bound=float("inf"))
+        return CovarianceStats(0.0, 0.0, bound=float("inf"))
     return CovarianceStats(0.0, 0.0, **_top_bounds(distance[moving_on], keys[moving_on], count))
-
-
-def _behaviour_weights(name: str, weights: torch.Tensor | None) -> torch.Tensor:
-    if weights is None:
-        raise ValueError(
-            f"policy loss {name!r} needs rollout_is_weights, the untruncated ratio of old_log_prob to the rollout's: "
-            "keep rollout_log_probs (rollout.calculate_log_probs=true)"
-        )
-    return weights.detach()
 
 
 def _distance(weights: torch.Tensor) -> torch.Tensor:
@@ -223,8 +215,8 @@ def compute_policy_loss_kl_cov(
     stats, covariance, keys = _selection("kl_cov", old_log_prob, advantages, response_mask, config, stats)
     bounds = stats.covariance
     assert bounds is not None
-    tied = (covariance == bounds.covariance_bound) & (keys <= bounds.key_bound)
-    penalised = (covariance > bounds.covariance_bound) | tied
+    tied = (covariance == bounds.bound) & (keys <= bounds.key_bound)
+    penalised = (covariance > bounds.bound) | tied
     log_r = log_ratio(log_prob, old_log_prob, response_mask)
     losses = -advantages * log_r.exp() + parameters.ppo_kl_coef * log_r.abs() * penalised
     nothing = torch.zeros_like(penalised)
@@ -253,22 +245,22 @@ def compute_policy_loss_m2po(
 
     `rollout_is_weights` is that ratio, untruncated. Only tokens that it has moved towards their advantage are left out.
     """
-    weights = _behaviour_weights("m2po", rollout_is_weights)
+    weights = behaviour_weights("m2po", rollout_is_weights)
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, weights)
     stats = _completed("m2po", old_log_prob, advantages, response_mask, config, stats, weights)
     assert stats.covariance is not None
     distance, bounds = _distance(weights), stats.covariance
-    tied = (distance == bounds.covariance_bound) & (token_keys(old_log_prob, response_mask.bool()) <= bounds.key_bound)
-    left_out = _moves_on(advantages, weights) & ((distance > bounds.covariance_bound) | tied)
-    loss, metrics = compute_policy_loss_vanilla(
+    tied = (distance == bounds.bound) & (token_keys(old_log_prob, response_mask.bool()) <= bounds.key_bound)
+    left_out = _moves_on(advantages, weights) & ((distance > bounds.bound) | tied)
+    return loss_without(
+        left_out,
+        weights,
+        compute_policy_loss_vanilla,
         old_log_prob,
         log_prob,
         advantages,
         response_mask,
         loss_agg_mode,
         config,
-        weights.masked_fill(left_out, 0.0),
         stats,
     )
-    metrics["actor/rollout_masked_frac"] = token_mean_metric(left_out.float(), response_mask, stats)
-    return loss, metrics

@@ -4,13 +4,14 @@ from typing import Any
 
 import torch
 
-from meshrl.algorithms.aggregation import token_mean_metric
 from meshrl.algorithms.policy_config import PolicyLossConfig
 from meshrl.algorithms.policy_losses import (
     Metrics,
+    behaviour_weights,
     check_loss_inputs,
     compute_policy_loss_vanilla,
     log_ratio,
+    loss_without,
     reduce_policy_loss,
     register_policy_loss,
 )
@@ -19,7 +20,7 @@ from meshrl.algorithms.rollout_correction import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
 )
-from meshrl.algorithms.stats import BatchStats, resolve_stats
+from meshrl.algorithms.stats import BatchStats
 from meshrl.algorithms.trust_region_losses import compute_policy_loss_gpg
 from meshrl.registry import unknown_name
 
@@ -129,21 +130,20 @@ def _masked_weight_loss(
     stats: BatchStats | None,
 ) -> tuple[torch.Tensor, Metrics]:
     """The clipped loss with weights that are zero outside `bounds`; left-out tokens still count as tokens."""
-    if rollout_is_weights is None:
-        raise ValueError(
-            f"policy loss {name!r} needs rollout_is_weights, the untruncated ratio of old_log_prob to the rollout's: "
-            "keep rollout_log_probs (rollout.calculate_log_probs=true)"
-        )
-    check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
-    stats = resolve_stats(stats, response_mask)
-    weights = rollout_is_weights.detach()
-    outside = (weights < bounds[0]) | (weights > bounds[1])
-    weights = weights.masked_fill(outside, 0.0)
-    loss, metrics = compute_policy_loss_vanilla(
-        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, weights, stats
+    weights = behaviour_weights(name, rollout_is_weights)
+    check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, weights)
+    return loss_without(
+        (weights < bounds[0]) | (weights > bounds[1]),
+        weights,
+        compute_policy_loss_vanilla,
+        old_log_prob,
+        log_prob,
+        advantages,
+        response_mask,
+        loss_agg_mode,
+        config,
+        stats,
     )
-    metrics["actor/rollout_masked_frac"] = token_mean_metric(outside.float(), response_mask, stats)
-    return loss, metrics
 
 
 @register_policy_loss("bypass_mode", zero_where_advantage_is_zero=True)
@@ -165,7 +165,6 @@ def compute_policy_loss_bypass_mode(
     """
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask)
     correction = _find_correction(config)
-    stats = resolve_stats(stats, response_mask)
     weights = torch.ones_like(log_prob)
     rejected = torch.zeros_like(response_mask, dtype=torch.bool)
     has_tokens = bool(response_mask.any())
@@ -180,18 +179,18 @@ def compute_policy_loss_bypass_mode(
             log_r, response_mask, correction.rollout_is, correction.rollout_is_threshold
         )
     loss_fn = compute_policy_loss_gpg if correction.loss_type == "reinforce" else compute_policy_loss_vanilla
-    loss, metrics = loss_fn(
+    return loss_without(
+        rejected,
+        weights,
+        loss_fn,
         old_log_prob,
         log_prob,
         advantages,
         response_mask,
         loss_agg_mode,
         config,
-        weights.masked_fill(rejected, 0.0),
         stats,
     )
-    metrics["actor/rollout_masked_frac"] = token_mean_metric(rejected.float(), response_mask, stats)
-    return loss, metrics
 
 
 def _find_correction(config: Any) -> RolloutCorrectionConfig:

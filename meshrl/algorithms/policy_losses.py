@@ -108,6 +108,36 @@ def reduce_policy_loss(
     return loss, metrics
 
 
+def behaviour_weights(name: str, weights: torch.Tensor | None) -> torch.Tensor:
+    """The rollout's weights for a loss that cannot do without them."""
+    if weights is None:
+        raise ValueError(
+            f"policy loss {name!r} needs rollout_is_weights, the untruncated ratio of old_log_prob to the rollout's: "
+            "keep rollout_log_probs (rollout.calculate_log_probs=true)"
+        )
+    return weights.detach()
+
+
+def loss_without(
+    left_out: torch.Tensor,
+    weights: torch.Tensor,
+    loss_fn: PolicyLossFn,
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str,
+    config: Any,
+    stats: BatchStats | None,
+) -> tuple[torch.Tensor, Metrics]:
+    """A weighted loss in which some tokens weigh nothing; they still count as tokens."""
+    stats = resolve_stats(stats, response_mask)
+    kept = weights.masked_fill(left_out, 0.0)
+    loss, metrics = loss_fn(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, kept, stats)
+    metrics["actor/rollout_masked_frac"] = token_mean_metric(left_out.float(), response_mask, stats)
+    return loss, metrics
+
+
 def clipped_surrogate(
     ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ class CovarianceStats:
 
     mean_advantage: float
     mean_log_prob: float
-    covariance_bound: float = float("-inf")
+    bound: float = float("-inf")
     key_bound: int = -1
 
 

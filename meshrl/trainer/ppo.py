@@ -393,7 +393,7 @@ class PPOTrainer(SampleSource):
         for part in data.chunk(self.units.mini_batches_per_epoch):
             old, advantages, mask = (part.batch[name] for name in ("old_log_probs", "advantages", "response_mask"))
             if not mask.any():  # all its samples were dropped: none of its tokens is chosen
-                found.append(CovarianceStats(0.0, 0.0, covariance_bound=float("inf")))
+                found.append(CovarianceStats(0.0, 0.0, bound=float("inf")))
                 continue
             actor = self.config.actor_rollout_ref.actor
             weights = part.batch.get("rollout_is_weights")
