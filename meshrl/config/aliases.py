@@ -143,8 +143,8 @@ def _optimizer(optim: str, role: str) -> list[Alias]:
         fixed(f"{optim}.lr_warmup_init", "warm-up begins near 0", 0),
         idle(f"{optim}.min_lr", "it is 0 anyway", 0, instead=f"set {optim}.min_lr_ratio, a share of lr"),
         fixed(f"{optim}.weight_decay_incr_style", "it is the only one", "constant"),
-        idle(f"{optim}.lr_wsd_decay_style", "there is no such schedule"),
-        gone(f"{optim}.lr_wsd_decay_steps", "there is no such schedule"),
+        fixed(f"{optim}.lr_wsd_decay_style", "the decay of wsd is linear", "linear"),
+        gone(f"{optim}.lr_wsd_decay_steps", f"set {optim}.lr_decay_steps_ratio, a share of all steps"),
         idle(f"{optim}.use_checkpoint_opt_param_scheduler", "a resumed run goes on in its schedule"),
         *(
             idle(f"{optim}.override_optimizer_config.{name}", "the optimizer works where the weights are", False)

@@ -260,6 +260,8 @@ def test_what_is_so_anyway_changes_nothing(override: str) -> None:
         ([f"{MEGATRON}.override_transformer_config.fp16=true"], [f"{MEGATRON}.dtype says (bf16)"]),
         ([f"{ROLLOUT}.agent.default_agent_loop=tool_agent"], [f"{ROLLOUT}.multi_turn.enable says (False)"]),
         ([f"{ACTOR}.optim.num_cycles=2"], ["num_cycles=2 is not supported", "0.5"]),
+        ([f"{ACTOR}.optim.lr_wsd_decay_style=exponential"], ["the decay of wsd is linear"]),
+        ([f"{ACTOR}.optim.lr_wsd_decay_steps=10"], [f"set {ACTOR}.optim.lr_decay_steps_ratio"]),
         ([f"{ACTOR}.optim.min_lr=1e-7"], [f"set {ACTOR}.optim.min_lr_ratio"]),
         ([f"+{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True"], ["megatron.optimizer_offload"]),
         ([f"{MEGATRON}.dist_checkpointing_path=ckpt"], ["meshrl convert"]),
