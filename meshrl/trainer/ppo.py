@@ -337,7 +337,8 @@ class PPOTrainer(SampleSource):
         """Adds the teacher's part to advantages that come from rewards; how far the policy is from the teacher."""
         mask = tensors["response_mask"]
         likelier, _ = compute_distillation_advantage(tensors["ref_log_prob"], tensors["old_log_probs"], mask)
-        tensors["advantages"] += self.config.algorithm.distillation_coef * likelier
+        # Not in place: estimators may give the returns in the same memory.
+        tensors["advantages"] = tensors["advantages"] + self.config.algorithm.distillation_coef * likelier
         return {"distillation/reverse_kl": -float(agg_loss(likelier, mask, "token-mean"))}
 
     def update_actor(self, batch: DataProto) -> dict[str, float]:

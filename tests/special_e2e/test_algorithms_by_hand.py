@@ -50,6 +50,7 @@ def advantages(name, batch):
         return by_hand.distillation(batch)
     if name == "grpo_and_teacher":
         parts = by_hand.on_tokens(by_hand.grpo(batch), mask), by_hand.distillation(batch)
+        torch.testing.assert_close(batch["returns"], torch.tensor(parts[0]), rtol=1e-3, atol=1e-4)
         return [[a + 0.25 * b for a, b in zip(*rows, strict=True)] for rows in zip(*parts, strict=True)]
     return {"remax": by_hand.remax, "optimal_token_baseline": by_hand.token_baseline}[name](batch)
 
