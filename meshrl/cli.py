@@ -187,8 +187,7 @@ def _train(arguments: argparse.Namespace) -> int | None:
     if _ready(loaded, arguments):
         if arguments.supervise:
             return _supervised("train", arguments, loaded)
-        apart = [] if loaded.config.actor_rollout_ref.hybrid_engine else ["meshrl.workers.rollout"]
-        _warm_up(loaded.config.trainer, "meshrl.workers.actor_rollout_ref", *apart)
+        _warm_up(loaded.config.trainer, "meshrl.workers.actor_rollout_ref", *_apart(loaded.config))
         with importing():
             from meshrl.trainer.halves import rollout_only, train_only
             from meshrl.trainer.run import train
@@ -200,6 +199,14 @@ def _train(arguments: argparse.Namespace) -> int | None:
         else:
             train(loaded.config, loaded.sources)
     return None
+
+
+def _apart(config: "PPOConfig") -> list[str]:
+    """The modules of workers that have devices of their own."""
+    critic, reward_model, judge = config.critic, config.reward_model, config.reward.judge
+    modules = {"critic": critic, "reward_model": reward_model, "judge": judge}
+    found = [f"meshrl.workers.{name}" for name, place in modules.items() if place.has_own_devices]
+    return found if config.actor_rollout_ref.hybrid_engine else ["meshrl.workers.rollout", *found]
 
 
 def _warm_up(trainer: "RunConfig", *modules: str) -> None:

@@ -261,7 +261,6 @@ def _data() -> list[Alias]:
 
 
 def _rewards() -> list[Alias]:
-    pool = "a reward model shares the actor's devices; leave it out"
     return [
         read("reward_model.overlong_buffer", "reward_manager.overlong_buffer"),
         read("custom_reward_function.overlong_buffer", "reward_manager.overlong_buffer"),
@@ -280,9 +279,7 @@ def _rewards() -> list[Alias]:
         read("reward_model.launch_reward_fn_async", "reward_manager.overlap"),
         gone("reward_model.sandbox_fusion.url", "the reward function code has a sandbox of its own"),
         idle("reward_model.sandbox_fusion", "the reward function code has a sandbox of its own"),
-        idle("reward_model.enable_resource_pool", pool, False, instead=pool),
-        idle("reward_model.nnodes", pool, 0, instead=pool),
-        idle("reward_model.n_gpus_per_node", pool, 0, instead=pool),
+        idle("reward_model.enable_resource_pool", "reward_model.nnodes says whether it has devices of its own"),
         gone("reward_model.max_length", "samples are scored whole"),
         agree("reward_model.model.input_tokenizer", f"{MODEL}.path"),
         Alias("reward_model.micro_batch_size", "reward_model.micro_batch_size_per_gpu", over_ranks=True),

@@ -47,6 +47,7 @@ from meshrl.config.multi_turn import multi_turn_file_problems, multi_turn_proble
 from meshrl.config.optim import OptimConfig
 from meshrl.config.own_code import external_lib_problems, own_function_problems
 from meshrl.config.packages import package_problems
+from meshrl.config.pools import pool_problems, ranks_of, whose
 from meshrl.config.reward import reward_file_problems, reward_problems
 from meshrl.config.rollout import READERS, UNNEEDED, VLLM_ADAPTER_RANKS
 from meshrl.config.root import PPOConfig
@@ -127,6 +128,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *split_problems(config),
         *batch_problems(config),
         *async_problems(config),
+        *pool_problems(config),
         *data_problems(config),
         *chat_template_problems(config.data.apply_chat_template_kwargs, config.actor_rollout_ref.model, check_files),
         *gate_problems(config.trainer.gates),
@@ -216,13 +218,14 @@ def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
         changed = [*changed_keys(config, "critic."), *changed_keys(config, "trainer.critic_warmup")]
         return [f"{name} has no effect with algorithm.adv_estimator={estimator}: it has no critic" for name in changed]
     problems = [
-        *engine_problems(critic, "critic", config.trainer.world_size),
+        *engine_problems(critic, "critic", ranks_of(config, critic), whose(critic, "critic")),
         *_idle_engine_problems(config, critic, "critic", "critic.model"),
         *_optim_problems(critic.optim, "critic.optim"),
     ]
     actor = config.actor_rollout_ref.actor
     budgets = actor.activation_memory_budget, critic.activation_memory_budget
-    if actor.use_torch_compile and critic.use_torch_compile and budgets[0] != budgets[1]:
+    shares_process = not critic.has_own_devices
+    if shares_process and actor.use_torch_compile and critic.use_torch_compile and budgets[0] != budgets[1]:
         problems.append(
             f"{ACTOR}.activation_memory_budget ({budgets[0]}) and critic.activation_memory_budget ({budgets[1]}) "
             "must be equal: torch has one for all models of a process"
@@ -252,7 +255,7 @@ def _reward_model_problems(config: PPOConfig, check_files: bool) -> list[str]:
     if not model.enable:
         changed = changed_keys(config, "reward_model.")
         return [f"{name} has no effect without reward_model.enable=true" for name in changed]
-    problems = engine_problems(model, "reward_model", config.trainer.world_size)
+    problems = engine_problems(model, "reward_model", ranks_of(config, model), whose(model, "reward_model"))
     problems += _idle_engine_problems(config, model, "reward_model", "reward_model.model")
     longest = config.data.max_prompt_length + config.data.max_response_length + 1
     budget = model.forward_max_token_len_per_gpu

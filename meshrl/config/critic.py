@@ -8,10 +8,11 @@ from meshrl.config.engine import EngineConfig
 from meshrl.config.key import key, section
 from meshrl.config.model import ModelConfig
 from meshrl.config.optim import OptimConfig
+from meshrl.config.pools import OwnDevices
 
 
 @dataclass
-class CriticConfig(EngineConfig):
+class CriticConfig(OwnDevices, EngineConfig):
     enable: bool | None = key(None, "Train a critic; null: if the estimator needs one.")
     model: ModelConfig = section(ModelConfig, "Model the critic starts from; without a path: the policy's.")
     optim: OptimConfig = section(OptimConfig, "Optimizer of the critic.", lr=1e-5)
@@ -38,7 +39,7 @@ def uses_critic(critic: CriticConfig, adv_estimator: str) -> bool:
 
 
 @dataclass
-class RewardModelConfig(EngineConfig):
+class RewardModelConfig(OwnDevices, EngineConfig):
     enable: bool = key(False, "Score responses with a model (a token or sequence classifier of one label).")
     model: ModelConfig = section(ModelConfig, "The scoring model; it must have the policy's tokenizer.")
     weight: float = key(1.0, "Weight of its score beside that of reward functions.")

@@ -47,22 +47,22 @@ def mesh_axes(engine: EngineConfig, world_size: int) -> dict[str, int]:
     }
 
 
-def engine_problems(engine: EngineConfig, prefix: str, world_size: int) -> list[str]:
-    """Sizes that do not divide, with the numbers and the keys."""
+def engine_problems(engine: EngineConfig, prefix: str, world_size: int, owner: str = "trainer") -> list[str]:
+    """Sizes that do not divide, with the numbers and the keys; the ranks are `owner.nnodes * n_gpus_per_node`."""
     if engine.strategy == "megatron":
         key = f"{prefix}.megatron"
         if not has_megatron():
             return [f"{prefix}.strategy=megatron needs Megatron-Core: pip install 'meshrl[megatron]'"]
         override = override_problems(engine.megatron.override_transformer_config, key)
-        return _megatron_problems(engine, key, world_size) + override
+        return _megatron_problems(engine, key, world_size, owner) + override
     problems = []
     ulysses, ring = engine.ulysses_sequence_parallel_size, engine.context_parallel_size
     fsdp_size, data = engine.fsdp_config.fsdp_size, dp_size(engine, world_size)
     if world_size % (ulysses * ring):
         if ring == 1:
-            return [_indivisible(world_size, f"{prefix}.ulysses_sequence_parallel_size", ulysses)]
+            return [_indivisible(world_size, f"{prefix}.ulysses_sequence_parallel_size", ulysses, owner)]
         names = f"{prefix}.ulysses_sequence_parallel_size * context_parallel_size"
-        return [_indivisible(world_size, names, f"{ulysses} * {ring} = {ulysses * ring}")]
+        return [_indivisible(world_size, names, f"{ulysses} * {ring} = {ulysses * ring}", owner)]
     if fsdp_size == 0:
         problems.append(f"{prefix}.fsdp_config.fsdp_size=0 must be -1 (all data-parallel ranks) or a number of ranks")
     elif fsdp_size > data or (fsdp_size > 0 and data % fsdp_size):
@@ -73,7 +73,7 @@ def engine_problems(engine: EngineConfig, prefix: str, world_size: int) -> list[
     return problems
 
 
-def _megatron_problems(engine: EngineConfig, prefix: str, world_size: int) -> list[str]:
+def _megatron_problems(engine: EngineConfig, prefix: str, world_size: int, owner: str) -> list[str]:
     megatron = engine.megatron
     tp, pp, cp = (
         megatron.tensor_model_parallel_size,
@@ -83,11 +83,11 @@ def _megatron_problems(engine: EngineConfig, prefix: str, world_size: int) -> li
     problems = []
     if world_size % (tp * pp * cp):
         names = "tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size"
-        problems.append(_indivisible(world_size, f"{prefix}.{names}", f"{tp} * {pp} * {cp} = {tp * pp * cp}"))
+        problems.append(_indivisible(world_size, f"{prefix}.{names}", f"{tp} * {pp} * {cp} = {tp * pp * cp}", owner))
     ep, etp = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size or tp
     if ep > 1 and world_size % (etp * ep * pp):
         names = "expert_tensor_parallel_size * expert_model_parallel_size * pipeline_model_parallel_size"
-        problems.append(_indivisible(world_size, f"{prefix}.{names}", f"{etp} * {ep} * {pp} = {etp * ep * pp}"))
+        problems.append(_indivisible(world_size, f"{prefix}.{names}", f"{etp} * {ep} * {pp} = {etp * ep * pp}", owner))
     vpp = megatron.virtual_pipeline_model_parallel_size or 1
     if vpp > 1 and pp == 1:
         problems.append(
@@ -139,8 +139,8 @@ def rollout_problems(rollout: RolloutConfig, prefix: str, world_size: int, is_ap
     return []
 
 
-def _indivisible(world_size: int, names: str, number: int | str) -> str:
-    return f"n_gpus ({world_size} = trainer.nnodes * n_gpus_per_node) must be divisible by {names} ({number})"
+def _indivisible(world_size: int, names: str, number: int | str, owner: str = "trainer") -> str:
+    return f"n_gpus ({world_size} = {owner}.nnodes * n_gpus_per_node) must be divisible by {names} ({number})"
 
 
 def layout_lines(name: str, engine: EngineConfig, world_size: int) -> list[str]:

@@ -16,6 +16,7 @@ from meshrl.config import quick_yaml
 from meshrl.config.aliases import ACTOR, Reading, canonical, has_alias, nearest, read_setting
 from meshrl.config.errors import ConfigError
 from meshrl.config.layout import dp_size
+from meshrl.config.pools import OwnDevices, ranks_of
 from meshrl.config.recipe import Recipe, read_recipes
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
@@ -156,9 +157,9 @@ def _divide_over_ranks(config: Any, sources: dict[str, str], waiting: Sequence[W
             problems.append(problem)
             continue
         role = reading.name.partition(".")[0]
-        ranks = max(
-            1, dp_size(get_value(config, ACTOR if role == "actor_rollout_ref" else role), config.trainer.world_size)
-        )
+        engine = get_value(config, ACTOR if role == "actor_rollout_ref" else role)
+        world_size = ranks_of(config, engine) if isinstance(engine, OwnDevices) else config.trainer.world_size
+        ranks = max(1, dp_size(engine, world_size))
         if not isinstance(reading.value, int) or reading.value % ranks:
             problems.append(
                 f"{setting.name}={reading.value} counts over all data-parallel ranks and must be divisible by them "

@@ -8,6 +8,7 @@ from typing import Any
 
 from meshrl.config.functions import argument_problem, is_async, load_function
 from meshrl.config.key import key, section
+from meshrl.config.pools import OwnDevices
 from meshrl.config.rollout import ROLLOUTS
 from meshrl.registry import REWARD_MANAGERS
 
@@ -31,7 +32,7 @@ MANAGERS = ("naive", "batch", "dapo", "prime")
 
 
 @dataclass
-class JudgeConfig:
+class JudgeConfig(OwnDevices):
     path: str | None = key(None, "Folder of a language model that grades, on the workers; null: reward.kwargs.url.")
     engine: str = key("embedded", "Engine that it runs in.", choices=ROLLOUTS)
     dtype: str = key("auto", "Its dtype; auto: float32 on a CPU, the model's own on a GPU.")
@@ -173,8 +174,11 @@ def judge_problems(reward: RewardConfig, manager: RewardManagerConfig) -> list[s
         return ["reward.judge.path has no effect without the reward function judge: set reward.name=judge"]
     elsewhere = [f"{where}.{name}" for where, kwargs in judges.items() for name in JUDGE_URL_OPTIONS if name in kwargs]
     problems = [f"{name} is for a judge behind a URL, not for reward.judge.path" for name in elsewhere]
-    if manager.overlap:
-        problems.append("reward_manager.overlap=true: a judge on the workers waits until they have generated")
+    if manager.overlap and not reward.judge.has_own_devices:
+        problems.append(
+            "reward_manager.overlap=true: a judge on the policy's devices waits until they have generated; give it "
+            "some of its own (reward.judge.nnodes and n_gpus_per_node)"
+        )
     return problems
 
 

@@ -8,8 +8,10 @@ import yaml
 
 from meshrl.config import quick_yaml
 from meshrl.config.aliases import canonical, nearest
+from meshrl.config.critic import uses_critic
 from meshrl.config.errors import ConfigError
 from meshrl.config.layout import layout_lines
+from meshrl.config.pools import ranks_of
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.config.tree import Leaf, get_value, leaves, sections
@@ -107,6 +109,21 @@ def summary_lines(config: PPOConfig | SFTConfig) -> list[str]:
         *layout_lines("actor", actor, trainer.world_size),
         f"rollout: {rollout.name}, {count(rollout_ranks // ranks, 'replica')} of {count(ranks, 'rank')} "
         f"(tp {rollout.tensor_model_parallel_size}{f', ep {spread}' * (spread > 1)})",
+        *_scoring_lines(config),
         *BatchUnits.from_config(config).lines(),
         f"run folder: {trainer.run_dir}",
     ]
+
+
+def _scoring_lines(config: PPOConfig) -> list[str]:
+    """Where the models are that judge what the policy does."""
+    found = {"critic": config.critic} if uses_critic(config.critic, config.algorithm.adv_estimator) else {}
+    scored = {"reward model": config.reward_model} if config.reward_model.enable else {}
+    lines = []
+    for name, place in (found | scored).items():
+        where = "devices of its own" if place.has_own_devices else "the policy's devices"
+        lines += [f"{line}, on {where}" for line in layout_lines(name, place, ranks_of(config, place))]
+    judge = config.reward.judge
+    if judge.path is not None and judge.has_own_devices:
+        lines.append(f"judge: {judge.engine}, {count(ranks_of(config, judge), 'replica')} on devices of its own")
+    return lines

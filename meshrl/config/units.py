@@ -7,6 +7,7 @@ from meshrl.config.critic import CriticConfig, uses_critic
 from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError
 from meshrl.config.layout import dp_size, model_ranks
+from meshrl.config.pools import ranks_of, whose
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 
@@ -68,10 +69,10 @@ class BatchUnits:
             optimizer_steps_per_step=prompts // mini * actor.ppo_epochs,
             samples_per_micro_batch=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
             tokens_per_micro_batch=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
-            critic_dp_size=dp_size(critic, config.trainer.world_size),
+            critic_dp_size=dp_size(critic, ranks_of(config, critic)),
             critic_mini_batches_per_epoch=critic_mini_batches,
             critic_steps_per_step=critic_mini_batches * (critic.ppo_epochs or actor.ppo_epochs),
-            reward_model_dp_size=dp_size(config.reward_model, config.trainer.world_size),
+            reward_model_dp_size=dp_size(config.reward_model, ranks_of(config, config.reward_model)),
         )
 
     def lines(self) -> list[str]:
@@ -150,7 +151,9 @@ def _update_problems(config: PPOConfig, role: ActorConfig | CriticConfig, prefix
     n, prompts = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
     actor = config.actor_rollout_ref.actor
     mini = role.ppo_mini_batch_size or actor.ppo_mini_batch_size
-    ranks = max(1, dp_size(role, config.trainer.world_size))
+    world_size = config.trainer.world_size if isinstance(role, ActorConfig) else ranks_of(config, role)
+    owner = "trainer" if isinstance(role, ActorConfig) else whose(role, prefix)
+    ranks = max(1, dp_size(role, world_size))
     problems = []
     if prompts % mini:
         problems.append(
@@ -160,7 +163,7 @@ def _update_problems(config: PPOConfig, role: ActorConfig | CriticConfig, prefix
     if mini * n % ranks:
         problems.append(
             f"{prefix}.ppo_mini_batch_size * rollout.n ({mini} * {n} = {mini * n} samples) must be divisible by "
-            f"the data-parallel size ({_ranks_words(role, config.trainer.world_size)})"
+            f"the data-parallel size ({_ranks_words(role, world_size, owner)})"
         )
     by_tokens = actor.use_dynamic_bsz if role.use_dynamic_bsz is None else role.use_dynamic_bsz
     micro = role.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
@@ -176,10 +179,10 @@ def _update_problems(config: PPOConfig, role: ActorConfig | CriticConfig, prefix
     return problems
 
 
-def _ranks_words(engine: EngineConfig, world_size: int) -> str:
+def _ranks_words(engine: EngineConfig, world_size: int, owner: str = "trainer") -> str:
     """The number of ranks that get samples of their own, and where it comes from."""
     ranks = max(1, dp_size(engine, world_size))
-    told = f"{world_size} = trainer.nnodes * n_gpus_per_node"
+    told = f"{world_size} = {owner}.nnodes * n_gpus_per_node"
     return told if ranks == world_size else f"{ranks}: {told}, less what shares a sample"
 
 

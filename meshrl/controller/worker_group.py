@@ -70,6 +70,11 @@ class WorkerGroup:
         self._backend.submit(self._prefix + method, calls, future, blocking=True, direct=True)
         return future
 
+    def begin(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Call a registered method without waiting, also one that is waited for when it is called by its name."""
+        getattr(self, method)  # says what there is where there is no such method
+        return self._call(method, self._specs[method], args, kwargs, blocking=False)
+
     def execute_rank_zero(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call any method on rank 0 alone; its answer."""
         return self.execute_rank(0, method, *args, **kwargs)
@@ -169,16 +174,21 @@ class WorkerGroup:
 
     def _bound(self, name: str, spec: CallSpec, doc: str | None) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            def plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-                plan = spec.plan(self, args, kwargs)
-                return _only_rank_zero(plan) if spec.execute_mode is Execute.RANK_ZERO else plan
-
-            future = self._start(name, plan, args, kwargs, blocking=spec.blocking, resolve=spec.materialize_futures)
+            future = self._call(name, spec, args, kwargs, spec.blocking)
             return future.get() if spec.blocking else future
 
         call.__name__ = name
         call.__doc__ = doc
         return call
+
+    def _call(
+        self, name: str, spec: CallSpec, args: tuple[Any, ...], kwargs: dict[str, Any], blocking: bool
+    ) -> Future[Any]:
+        def plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+            plan = spec.plan(self, args, kwargs)
+            return _only_rank_zero(plan) if spec.execute_mode is Execute.RANK_ZERO else plan
+
+        return self._start(name, plan, args, kwargs, blocking=blocking, resolve=spec.materialize_futures)
 
     def _start(
         self,

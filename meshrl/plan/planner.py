@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshrl.config.algorithm_checks import uses_reference
@@ -73,8 +74,8 @@ class Plan:
 
     @cached_property
     def seconds(self) -> float:
-        """One step, phase after phase."""
-        return sum(phase.seconds for phase in self.phases)
+        """One step, phase after phase, less what passes beside others."""
+        return sum(phase.seconds - phase.beside for phase in self.phases)
 
     @property
     def tokens_per_second(self) -> float:
@@ -122,7 +123,7 @@ def make_sft_plan(
 def judge_memory(config: PPOConfig, cluster: Cluster) -> Parts:
     """What a judge on the workers keeps in every phase, where it is known: external engines take their share of all."""
     judge = config.reward.judge
-    if judge.path is None or judge.engine not in EXTERNAL:
+    if judge.path is None or judge.engine not in EXTERNAL or judge.has_own_devices:
         return {}
     return {"judge": int(cluster.hardware.memory_bytes * judge.gpu_memory_utilization)}
 
@@ -136,7 +137,10 @@ class _Planner:
         self.clock = Clock(cluster, efficiency)
         self.units = BatchUnits.from_config(config)
         self.roles, self.actor = roles, roles["actor"]
-        self.training = Training(self.roles, "actor", lengths, cluster, self.clock, judge_memory(config, cluster))
+        places = {"critic": config.critic, "reward_model": config.reward_model}
+        self.apart = {name for name, place in places.items() if place.has_own_devices}
+        here = {name: role for name, role in roles.items() if name not in self.apart}
+        self.training = Training(here, "actor", lengths, cluster, self.clock, judge_memory(config, cluster))
         self.generation = Generation(config, self.actor.model, self.actor, cluster)
         self.sync = plan_sync(self.generation, self.clock, quick)
 
@@ -152,24 +156,28 @@ class _Planner:
             scores = self.config.reward_model
             most = scores.forward_max_token_len_per_gpu if scores.use_dynamic_bsz else None
             cutting = Cutting(most, scores.micro_batch_size_per_gpu)
-            phases.append(training.answer("reward", self.roles["reward_model"], cutting, beside))
+            where, others = self._where("reward_model", beside)
+            phases.append(where.answer("reward", self.roles["reward_model"], cutting, others))
         if needs_old_log_probs(self.config, self.units.optimizer_steps_per_step):
             cutting = Cutting.of(policy.rollout, "log_prob")
             phases.append(training.answer("old_log_prob", self.actor, cutting, beside))
         if uses_reference(self.config):
             cutting = Cutting.of(policy.ref, "log_prob")
             phases.append(training.answer("ref", self.roles.get("ref", self.actor), cutting, beside))
-        if uses_critic(self.config.critic, self.config.algorithm.adv_estimator):
-            critic, cutting = self.roles["critic"], Cutting.of(self.config.critic)
-            phases.append(training.answer("values", critic, cutting, beside))
-            samples = units.samples_per_step // units.critic_mini_batches_per_epoch
-            steps = units.critic_steps_per_step
-            phase, _ = training.update("update_critic", critic, cutting, steps, samples, beside)
-            phases.append(phase)
         cutting, samples = Cutting.of(policy.actor), units.samples_per_mini_batch
         steps = units.optimizer_steps_per_step
-        phase, bubble = training.update("update_actor", self.actor, cutting, steps, samples, beside)
-        phases += [phase, self._switch()]
+        update, bubble = training.update("update_actor", self.actor, cutting, steps, samples, beside)
+        learning = [update, self._switch()]
+        if uses_critic(self.config.critic, self.config.algorithm.adv_estimator):
+            critic, cutting = self.roles["critic"], Cutting.of(self.config.critic)
+            where, others = self._where("critic", beside)
+            values = where.answer("values", critic, cutting, others)
+            meanwhile = [phase for phase in phases if phase.name in ("old_log_prob", "ref")]
+            samples = units.samples_per_step // units.critic_mini_batches_per_epoch
+            steps = units.critic_steps_per_step
+            critic_update, _ = where.update("update_critic", critic, cutting, steps, samples, others)
+            phases += [self._hidden("critic", values, meanwhile), self._hidden("critic", critic_update, learning)]
+        phases += learning
         generation = self.generation
         rollout = RolloutPlan(
             policy.rollout.name, generation.replicas, at_once, cache, generation.smallest_cache(), self.sync
@@ -179,6 +187,17 @@ class _Planner:
     @property
     def _stages(self) -> range:
         return range(len(self.actor.stages))
+
+    def _where(self, role: str, beside: Parts) -> tuple[Training, Parts]:
+        """The devices of a role, and what else is on them."""
+        if role not in self.apart:
+            return self.training, beside
+        return replace(self.training, roles={role: self.roles[role]}, always={}), {}
+
+    def _hidden(self, role: str, phase: Phase, meanwhile: Sequence[Phase]) -> Phase:
+        """A phase of a role that, on devices of its own, works while these run on the policy's."""
+        others = sum(other.seconds for other in meanwhile)
+        return replace(phase, beside=min(phase.seconds, others)) if role in self.apart else phase
 
     def _beside(self) -> Parts:
         """What a rollout on the same devices keeps while the trainer works."""

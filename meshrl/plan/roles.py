@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from meshrl.config import pools
 from meshrl.config.algorithm_checks import uses_reference
 from meshrl.config.critic import uses_critic
 from meshrl.config.engine import EngineConfig
@@ -287,7 +288,7 @@ def roles_of(
     critic_model: PlannedModel | None = None,
     reward_model: PlannedModel | None = None,
 ) -> list[Role]:
-    """The actor and, where the recipe has them, its reference, critic and reward model; all on the same devices."""
+    """The actor and, where the recipe has them, its reference, critic and reward model."""
     policy, world = config.actor_rollout_ref, config.trainer.world_size
     found = [Role("actor", model, policy.model, policy.actor, world)]
     if uses_reference(config) and (model.lora is None or policy.ref.model.path is not None):
@@ -295,10 +296,11 @@ def roles_of(
         offloads = policy.ref.fsdp_config.param_offload
         found.append(Role("ref", plain, policy.model, policy.actor, world, trains=False, offloads=offloads))
     if uses_critic(config.critic, config.algorithm.adv_estimator):
-        found.append(Role("critic", critic_model or model, config.critic.model, config.critic, world, head="value"))
+        own, ranks = config.critic, pools.ranks_of(config, config.critic)
+        found.append(Role("critic", critic_model or model, own.model, own, ranks, head="value"))
     if reward_model is not None:
-        own = config.reward_model
-        found.append(Role("reward_model", reward_model, own.model, own, world, trains=False, head="value"))
+        scorer, ranks = config.reward_model, pools.ranks_of(config, config.reward_model)
+        found.append(Role("reward_model", reward_model, scorer.model, scorer, ranks, trains=False, head="value"))
     return found
 
 

@@ -73,7 +73,8 @@ def _memory(plan: Plan) -> Iterator[str]:
 def _time(plan: Plan) -> Iterator[str]:
     yield f"{'phase':>22}{'seconds':>15}{'share':>15}"
     for phase in plan.phases:
-        yield f"{phase.name:>22}{phase.seconds:>15.2f}{phase.seconds / plan.seconds:>15.0%}"
+        hidden = f"  {phase.beside:.2f} of it beside the policy's work" if phase.beside else ""
+        yield f"{phase.name:>22}{phase.seconds:>15.2f}{phase.seconds / plan.seconds:>15.0%}{hidden}"
     yield f"{'step':>22}{plan.seconds:>15.2f}{plan.tokens_per_second:>15,.0f} tokens/s"
     if plan.bubble.formula:
         yield (
@@ -161,6 +162,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             {
                 "name": phase.name,
                 "seconds": phase.seconds,
+                "beside": phase.beside,
                 "bytes": phase.total,
                 "stage": phase.stage,
                 "memory": phase.memory,

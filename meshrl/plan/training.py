@@ -25,6 +25,7 @@ class Phase:
     seconds: float
     traffic: list[AxisTraffic] = field(default_factory=list)
     stage: int = 0
+    beside: float = 0.0  # how many of its seconds pass while other devices work
 
     @property
     def total(self) -> int:

@@ -58,7 +58,7 @@ class TrainOnly(PPOTrainer):
         again = copy.copy(batch)
         with self.phase("reward"):
             again.batch["token_level_scores"] = self.reward.score(batch, again=True).token_level
-            self.add_model_scores(again)
+            self.add_model_scores(again, self.begin_model_scores(again))
         kept = batch.batch["response_mask"].any(1)  # samples that were dropped have nothing left to score
         difference = (again.batch["token_level_scores"] - batch.batch["token_level_scores"])[kept]
         return float(difference.abs().max()) if len(difference) else 0.0

@@ -9,7 +9,7 @@ over the data-parallel ranks, run, put the answers together.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from meshrl.algorithms import (
 from meshrl.balance import seqlen_metrics
 from meshrl.config.algorithm_checks import has_teacher, uses_reference
 from meshrl.config.correction import correction_of
+from meshrl.config.pools import num_devices
 from meshrl.config.root import PPOConfig
 from meshrl.controller import WorkerGroup
 from meshrl.data.prompts import PromptDataset
@@ -49,7 +50,7 @@ from meshrl.trainer.dynamic_sampling import DynamicSampling
 from meshrl.trainer.gates import Gates
 from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.reward_components import reward_components
-from meshrl.trainer.sample_source import SampleSource
+from meshrl.trainer.sample_source import Answer, SampleSource
 from meshrl.trainer.truncation import truncated_rows, without_rows
 from meshrl.trainer.validation import Validator
 from meshrl.workers.actor_loss import FRESH, skips_samples_without_advantage
@@ -167,6 +168,11 @@ class PPOTrainer(SampleSource):
         """One step of the algorithm on scored samples."""
         metrics: dict[str, Any] = {"training/global_step": self.step}
         metrics |= self.order.metrics()
+        values: Answer | None = None
+        if self.critic is not None:
+            with self.phase("values"):
+                is_apart, dp_size = self.config.critic.has_own_devices, self.units.critic_dp_size
+                values = self.begin_balanced(self.critic, "compute_values", batch, dp_size, is_apart)
         if self.needs_old_log_probs or self.surplus_rows(batch).any():
             with self.phase("old_log_prob"):
                 metrics |= self.add_old_log_probs(batch)
@@ -176,14 +182,15 @@ class PPOTrainer(SampleSource):
         if self.config.algorithm.mask_truncated_responses:
             metrics["training/truncated_masked"] = float(cut_off.sum())
         if not batch.batch["response_mask"][~cut_off].any():
+            if values is not None:
+                values()  # a critic that fails is heard of
             return metrics | self.pass_over(batch)
         if self.needs_reference:
             with self.phase("ref"):
                 batch = batch.union(self.call_balanced(self.actor.compute_ref_log_prob, batch))
-        if self.critic is not None:
+        if values is not None:
             with self.phase("values"):
-                values = self.call_balanced(self.critic.compute_values, batch, self.units.critic_dp_size)
-                batch = batch.union(values)
+                batch = batch.union(values())
         if self.gates:
             self.gates.check_batch(batch, self.step)
         with self.phase("adv"):
@@ -192,15 +199,19 @@ class PPOTrainer(SampleSource):
             self.gates.check_batch(batch, self.step)
         # Only now: what was cut off has counted in its group's baseline.
         trained = without_rows(batch, cut_off)
+        critic_update: Callable[[], dict[str, float]] = dict
         if self.critic is not None:
             with self.phase("update_critic"):
-                metrics |= self.update_critic(trained)
+                critic_update = self.begin_update_critic(trained)
         if self.step > self.config.trainer.critic_warmup:
             with self.phase("update_actor"):
                 metrics |= self.update_actor(trained)
             self.refresh_reference_if_due()
             with self.phase("sync"):
                 metrics |= self.sync_weights()
+        if self.critic is not None:
+            with self.phase("update_critic"):
+                metrics |= critic_update()
         self.updates.update(batch)
         self.samples.log_training(batch, self.reward.decode, self.step)
         return metrics | data_metrics(trained, self.config)
@@ -374,8 +385,11 @@ class PPOTrainer(SampleSource):
         metrics = self.actor.update_actor(data)[0]
         return metrics | seqlen_metrics(lengths, order, self.units.dp_size)
 
-    def update_critic(self, batch: DataProto) -> dict[str, float]:
-        """Regresses the values towards the returns; how much of the returns' variance they explained before."""
+    def begin_update_critic(self, batch: DataProto) -> Callable[[], dict[str, float]]:
+        """Regresses the values towards the returns, beside the actor's update where the critic has its own devices.
+
+        Returns how to get the metrics: among them how much of the returns' variance the values explained before.
+        """
         assert self.critic is not None
         names = ("input_ids", "attention_mask", "response_mask", "returns", "values")
         data = DataProto(batch.batch.select(*names), {}, {})
@@ -386,7 +400,12 @@ class PPOTrainer(SampleSource):
         mask = batch.batch["response_mask"].bool()
         returns, values = batch.batch["returns"][mask], batch.batch["values"][mask]
         unexplained = (returns - values).var() / (returns.var() + 1e-5)
-        return self.critic.update_critic(data)[0] | {"critic/vf_explained_var": float(1 - unexplained)}
+        explained = {"critic/vf_explained_var": float(1 - unexplained)}
+        if self.config.critic.has_own_devices:
+            begun = self.critic.begin("update_critic", data)
+            return lambda: begun.get()[0] | explained
+        metrics = self.critic.update_critic(data)[0] | explained
+        return lambda: metrics
 
     def covariance_of_mini_batches(self, data: DataProto) -> list[CovarianceStats | None]:
         """What clip_cov, kl_cov and m2po must know of each whole mini-batch, which no rank sees alone."""
@@ -424,7 +443,7 @@ class PPOTrainer(SampleSource):
         aside = times.get("timing_s/testing", 0.0) + times.get("timing_s/save_checkpoint", 0.0)
         seconds = times["timing_s/step"] - aside
         tokens = int(metrics["perf/total_num_tokens"])
-        devices = self.config.trainer.world_size + (self.rollout.world_size if self.rollout is not self.actor else 0)
+        devices = num_devices(self.config)
         whole = times["timing_s/step"]
         booked = self.books.close_step(self.step, self.timer.began, self.timer.began + whole) if self.books else {}
         return times | booked | compute_throughput_metrics(tokens, seconds, devices)

@@ -23,6 +23,8 @@ from meshrl.config.correction import correction_of
 from meshrl.config.critic import uses_critic
 from meshrl.config.errors import ConfigError, told_without_traceback
 from meshrl.config.own_code import import_external_libs, with_absolute_files
+from meshrl.config.pools import OwnDevices
+from meshrl.config.rollout import ROLLOUT
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig, SFTDataConfig
 from meshrl.config.show import to_yaml
@@ -190,7 +192,7 @@ def train_once(
 
 
 def ppo_pools(config: PPOConfig, units: BatchUnits, steps: int) -> list[Pool]:
-    """Which workers a run needs and on which devices: all roles on the same, or the rollouts on their own."""
+    """Which workers a run needs and on which devices: those of the policy, or some of a role's own."""
     config, trainer = with_absolute_files(config), config.trainer
     settings = WorkerSettings(
         device=trainer.device,
@@ -206,18 +208,28 @@ def ppo_pools(config: PPOConfig, units: BatchUnits, steps: int) -> list[Pool]:
         template_kwargs=config.data.apply_chat_template_kwargs,
     )
     workers = {"actor_rollout_ref": ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, settings)}
-    if uses_critic(config.critic, config.algorithm.adv_estimator):
-        workers["critic"] = critic_worker(config, settings, units, steps)
-    if config.reward_model.enable:
-        workers["reward_model"] = ClassWithInitArgs(RewardModelWorker, config.reward_model, settings)
-    if config.reward.judge.path is not None:
-        workers["judge"] = ClassWithInitArgs(JudgeWorker, config.reward.judge, settings)
-    pools = [Pool(trainer.processes, workers)]
+    apart: list[Pool] = []
+
+    def place(role: str, worker: ClassWithInitArgs, where: OwnDevices, key: str) -> None:
+        if where.has_own_devices:
+            apart.append(Pool(where.processes, {role: worker}, key))
+        else:
+            workers[role] = worker
+
     if not config.actor_rollout_ref.hybrid_engine:
         rollout = config.actor_rollout_ref.rollout
         worker = ClassWithInitArgs(RolloutWorker, config.actor_rollout_ref, settings)
-        pools.append(Pool([rollout.n_gpus_per_node] * rollout.nnodes, {"rollout": worker}))
-    return pools
+        apart.append(Pool([rollout.n_gpus_per_node] * rollout.nnodes, {"rollout": worker}, ROLLOUT))
+    if uses_critic(config.critic, config.algorithm.adv_estimator):
+        place("critic", critic_worker(config, settings, units, steps), config.critic, "critic")
+    if config.reward_model.enable:
+        worker = ClassWithInitArgs(RewardModelWorker, config.reward_model, settings)
+        place("reward_model", worker, config.reward_model, "reward_model")
+    if config.reward.judge.path is not None:
+        place(
+            "judge", ClassWithInitArgs(JudgeWorker, config.reward.judge, settings), config.reward.judge, "reward.judge"
+        )
+    return [Pool(trainer.processes, workers), *apart]
 
 
 def critic_worker(config: PPOConfig, settings: WorkerSettings, units: BatchUnits, steps: int) -> ClassWithInitArgs:
@@ -465,10 +477,11 @@ def start_run(
 
 @dataclass(frozen=True)
 class Pool:
-    """Devices, and the roles that share them: `processes` on each machine."""
+    """Devices, and the roles that share them: `processes` on each machine, as the section `key` says."""
 
     processes: list[int]
     workers: Mapping[str, ClassWithInitArgs]
+    key: str = "trainer"
 
 
 @contextmanager
@@ -480,7 +493,7 @@ def worker_groups(
     A single worker of the first pool lives in this process, where it costs least; those of others never do: they are
     there to work at the same time.
     """
-    check_devices(sum(pool.processes[0] for pool in pools), trainer)
+    check_devices(pools, trainer)
     if trainer.backend == "ray":
         from meshrl.controller.ray import init_ray
 
@@ -520,16 +533,15 @@ def uses_gpu(trainer: RunConfig) -> bool:
     return torch.cuda.is_available()
 
 
-def check_devices(processes: int, trainer: RunConfig) -> None:
+def check_devices(pools: Sequence[Pool], trainer: RunConfig) -> None:
     """As many GPUs as local processes, before any of them starts; of a cluster Ray knows."""
     if trainer.backend != "local" or not uses_gpu(trainer):
         return
     import torch
 
+    processes = sum(pool.processes[0] for pool in pools)
     if (count := torch.cuda.device_count()) < processes:
-        own = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
-        if (others := processes - trainer.n_gpus_per_node) > 0:
-            own += f", {others} for workers on devices of their own, such as actor_rollout_ref.rollout.n_gpus_per_node"
+        own = ", ".join(f"{pool.key}.n_gpus_per_node={pool.processes[0]}" for pool in pools)
         raise ConfigError(
             [
                 f"the run needs {processes} GPUs ({own}), but torch sees {count} on this machine: change these keys, "

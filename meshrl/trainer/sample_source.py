@@ -44,6 +44,8 @@ from meshrl.weights.colocated import over_ranks
 from meshrl.weights.pools import MeetingPoint
 
 T = TypeVar("T")
+# How to get an answer that may not be there yet.
+Answer = Callable[[], DataProto]
 logger = logging.getLogger(__name__)
 # Batches in a row of which failed rewards leave nothing, before the run gives up.
 MOST_EMPTY = 8
@@ -175,7 +177,9 @@ class SampleSource:
             asked = self.rollout, begun.request, begun.columns, self.reward, deadline
             batch, parts, metrics = self.with_rollout(lambda: generate_beside_scoring(*asked))
         with self.phase("reward"):
-            return batch, metrics | parts.add_scores(batch, deadline) | self.add_model_scores(batch)
+            model_scores = self.begin_model_scores(batch)
+            metrics |= parts.add_scores(batch, deadline)
+            return batch, metrics | self.add_model_scores(batch, model_scores)
 
     def generate(self, prompts: DataProto, n: int = 1) -> DataProto:
         """`n` answers to every prompt, at once."""
@@ -196,14 +200,22 @@ class SampleSource:
 
     def score(self, batch: DataProto) -> dict[str, float]:
         """Adds `token_level_scores`, and what else the reward function said of each sample."""
-        return self.reward.add_scores(batch) | self.add_model_scores(batch)
+        model_scores = self.begin_model_scores(batch)
+        return self.reward.add_scores(batch) | self.add_model_scores(batch, model_scores)
 
-    def add_model_scores(self, batch: DataProto) -> dict[str, float]:
+    def begin_model_scores(self, batch: DataProto) -> Answer | None:
+        """Asks the reward model, if there is one; with devices of its own it works beside the reward functions."""
+        if self.reward_model is None:
+            return None
+        is_apart, dp_size = self.config.reward_model.has_own_devices, self.units.reward_model_dp_size
+        return self.begin_balanced(self.reward_model, "compute_rm_score", batch, dp_size, is_apart)
+
+    def add_model_scores(self, batch: DataProto, answer: Answer | None) -> dict[str, float]:
         """Adds a reward model's score to the functions'."""
         metrics: dict[str, float] = {}
-        if self.reward_model is not None:
-            dp_size = self.units.reward_model_dp_size
-            rm_scores = self.call_balanced(self.reward_model.compute_rm_score, batch, dp_size).batch["rm_scores"]
+        if answer is not None:
+            # Of samples that the functions have dropped meanwhile nothing is left to score.
+            rm_scores = answer().batch["rm_scores"] * batch.batch["response_mask"]
             if (scored := scored_rows(batch)).any():
                 metrics["reward/rm_score_mean"] = float(rm_scores[torch.from_numpy(scored)].sum(1).mean())
             batch.batch["token_level_scores"] += self.config.reward_model.weight * rm_scores
@@ -212,15 +224,26 @@ class SampleSource:
 
     def call_balanced(self, method: Any, batch: DataProto, dp_size: int | None = None) -> DataProto:
         """Calls a per-sample method with the samples spread so that all ranks get about the same number of tokens."""
-        dp_size = dp_size or self.units.dp_size
+        request, order = self.balanced_request(batch, dp_size or self.units.dp_size)
+        return in_order(method(request), order)
+
+    def begin_balanced(self, group: WorkerGroup, method: str, batch: DataProto, dp_size: int, is_apart: bool) -> Answer:
+        """`call_balanced`, with the answer for later: those with devices of their own (`is_apart`) work meanwhile."""
+        request, order = self.balanced_request(batch, dp_size)
+        if is_apart:
+            begun = group.begin(method, request)
+            return lambda: in_order(begun.get(), order)
+        answer = in_order(getattr(group, method)(request), order)
+        return lambda: answer
+
+    def balanced_request(self, batch: DataProto, dp_size: int) -> tuple[DataProto, np.ndarray]:
+        """What a per-sample method needs of a batch, in an order that spreads its tokens over the ranks."""
         order = np.arange(len(batch))
         if len(batch) % dp_size == 0:  # else the dispatch pads them
             order = self.balanced_order(batch.batch["attention_mask"].sum(1).numpy(), 1, dp_size)
         request = DataProto(batch.batch.select("input_ids", "attention_mask", "response_mask"), {}, {})
         request.reorder(order)
-        answer = method(request)
-        answer.reorder(np.argsort(order))
-        return answer
+        return request, order
 
     def balanced_order(self, work: np.ndarray, mini_batches: int, dp_size: int) -> np.ndarray:
         """The order in which samples go to the ranks; see `order_for_data_parallel`."""
@@ -282,6 +305,12 @@ class SampleSource:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Charges the time of a block to a phase of the step."""
         return self.timer.phase(name)
+
+
+def in_order(answer: DataProto, order: np.ndarray) -> DataProto:
+    """Answers to samples that were sent in `order`, in that of the batch."""
+    answer.reorder(np.argsort(order))
+    return answer
 
 
 def total_steps(config: PPOConfig, rows: int) -> int:

@@ -77,6 +77,32 @@ def test_phases_follow_the_recipe():
     assert "critic gradients" not in phase(plan, "update_actor").memory
 
 
+def test_a_critic_on_devices_of_its_own_leaves_the_policy_room_and_time():
+    ppo = (
+        "algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n=1", "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+    )  # fmt: skip
+    config, make = load("8xH200", *ppo)
+    shared = make(config)
+    config, make = load("8xH200", *ppo, "critic.nnodes=1", "critic.n_gpus_per_node=2")
+    plan = make(config)
+    assert [p.name for p in plan.phases] == [p.name for p in shared.phases]
+    for name in ("old_log_prob", "update_actor", "generate"):
+        assert phase(plan, name).seconds == phase(shared, name).seconds
+        assert not any(part.startswith("critic") for part in phase(plan, name).memory)
+    mine, theirs = phase(plan, "update_critic"), phase(shared, "update_critic")
+    assert {part.partition(" ")[0] for part in mine.memory if "critic" in part} == {"critic"}
+    assert "parameters" not in mine.memory  # the policy's
+    # A quarter of the ranks: four times the states of one, and most of four times the seconds.
+    assert mine.memory["critic optimizer"] == pytest.approx(4 * theirs.memory["critic optimizer"], rel=0.01)
+    assert 2 < mine.seconds / theirs.seconds <= 4.1
+    learning = phase(plan, "update_actor").seconds + phase(plan, "sync").seconds
+    assert mine.beside == pytest.approx(min(mine.seconds, learning))
+    values, before = phase(plan, "values"), phase(plan, "old_log_prob").seconds + phase(plan, "ref").seconds
+    assert values.beside == pytest.approx(min(values.seconds, before))
+    assert plan.seconds == pytest.approx(sum(p.seconds for p in plan.phases) - mine.beside - values.beside)
+
+
 @pytest.mark.parametrize(
     ("words", "needs"),
     [

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import load_config
 from meshrl.config.root import PPOConfig
+from meshrl.models.loading import load_model_config
 from meshrl.models.tiny import make_tiny_model
 from meshrl.telemetry.curves_png import write_curves
 from meshrl.trainer.demo import ALPHABET, sft_run, write_data
@@ -101,3 +102,18 @@ def _make_task(folder: Path) -> None:
     with patch("meshrl.telemetry.report.write_curves"):
         model = sft_run(folder, files, 0, Console(quiet=True))
     (folder / "files.json").write_text(json.dumps(files | {"model": str(model)}))
+
+
+@pytest.fixture(scope="module")
+def reward_model(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    """A model that scores the demo's answers at random, and its folder."""
+    from transformers import AutoModelForTokenClassification
+
+    config = load_model_config(str(task.model))
+    config.num_labels, config.tie_word_embeddings = 1, False
+    torch.manual_seed(1)
+    model = AutoModelForTokenClassification.from_config(config)
+    torch.nn.init.normal_(model.score.weight)
+    folder = tmp_path_factory.mktemp("reward") / "model"
+    model.save_pretrained(folder)
+    return folder, model.eval()

@@ -8,7 +8,6 @@ from transformers import AutoModelForTokenClassification
 
 from meshrl.algorithms import compute_gae_advantage_return
 from meshrl.data.proto import DataProto
-from meshrl.models.loading import load_model_config
 from meshrl.workers.reward_model import on_last_tokens, with_end
 
 PPO = (
@@ -66,18 +65,6 @@ def test_advantages_are_those_of_zero_values_at_first(task, tmp_path):
     assert row["critic/returns/mean"] == pytest.approx(row["critic/score/mean"], abs=0.2)
     assert row["critic/advantages/mean"] == pytest.approx(0, abs=1e-5)
     assert advantages.mean() == pytest.approx(0, abs=1e-6)
-
-
-@pytest.fixture(scope="module")
-def reward_model(task, tmp_path_factory):
-    config = load_model_config(task.model)
-    config.num_labels, config.tie_word_embeddings = 1, False
-    torch.manual_seed(1)
-    model = AutoModelForTokenClassification.from_config(config)
-    torch.nn.init.normal_(model.score.weight)
-    folder = tmp_path_factory.mktemp("reward") / "model"
-    model.save_pretrained(folder)
-    return folder, model.eval()
 
 
 def test_a_reward_model_adds_its_score(task, reward_model, tmp_path):

@@ -31,13 +31,13 @@ DEADLINE = 120.0
 BUCKET = 1 << 15
 
 
-def fsdp_engine(folder: str, ranks: int) -> Any:
-    """A trainer sharded over ranks, in float32."""
+def fsdp_engine(folder: str, ranks: int, **model: Any) -> Any:
+    """A trainer sharded over ranks, in float32; `model` holds more of its model's settings."""
     from meshrl.engines.fsdp.engine import FSDPEngine
 
     precision = MixedPrecisionConfig(param_dtype="fp32", reduce_dtype="fp32", buffer_dtype="fp32")
     engine = FSDPEngine(
-        ModelConfig(path=folder, enable_gradient_checkpointing=False),
+        ModelConfig(path=folder, enable_gradient_checkpointing=False, **model),
         EngineConfig(fsdp_config=FSDPConfig(fsdp_size=ranks, model_dtype="fp32", mixed_precision=precision)),
         OptimConfig(lr=1e-3),
         device=torch.device("cpu"),

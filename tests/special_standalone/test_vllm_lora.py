@@ -14,11 +14,9 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 pytest.importorskip("peft")
 
 from contract import CONTEXT, PROMPTS, chosen, log_probs_of, make_model, request
-from pool_trials import model_folder
+from pool_trials import fsdp_engine, model_folder
 
-from meshrl.config.engine import EngineConfig, FSDPConfig, MixedPrecisionConfig
 from meshrl.config.model import ModelConfig
-from meshrl.config.optim import OptimConfig
 from meshrl.config.rollout import EngineKwargs, RolloutConfig
 from meshrl.models.loading import load_tokenizer
 from meshrl.parallel.mesh import contiguous_group
@@ -27,21 +25,6 @@ from meshrl.rollout.requests import SamplingParams
 ASKED = SamplingParams(max_tokens=7, temperature=0.8)
 VERSIONS = (0, 1, 2)
 RANK = 4
-
-
-def lora_engine(folder: str, ranks: int):
-    """A trainer with adapters on all linear layers, sharded over the ranks, in float32."""
-    from meshrl.engines.fsdp.engine import FSDPEngine
-
-    precision = MixedPrecisionConfig(param_dtype="fp32", reduce_dtype="fp32", buffer_dtype="fp32")
-    engine = FSDPEngine(
-        ModelConfig(path=folder, enable_gradient_checkpointing=False, lora_rank=RANK, lora_alpha=10),
-        EngineConfig(fsdp_config=FSDPConfig(fsdp_size=ranks, model_dtype="fp32", mixed_precision=precision)),
-        OptimConfig(lr=1e-3),
-        device=torch.device("cpu"),
-    )
-    engine.initialize()
-    return engine
 
 
 @torch.no_grad()
@@ -94,7 +77,7 @@ def work(rank: int, folder: str, ranks: int, adapters: str, split: int, as_serve
     from meshrl.weights.colocated import policy_sync, sends_adapters
     from meshrl.weights.hybrid import HybridEngine
 
-    engine = lora_engine(folder, ranks)
+    engine = fsdp_engine(folder, ranks, lora_rank=RANK, lora_alpha=10)
     config = RolloutConfig(
         name="vllm", dtype="float32", max_model_len=CONTEXT, enforce_eager=True, tensor_model_parallel_size=split,
         as_server=as_server, max_num_seqs=16,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
@@ -14,18 +11,13 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from contract import CONTEXT, PROMPTS, request
 from pool_trials import BUCKET, DEADLINE, check_versions, fed_by_trainers, model_folder
-from rich.console import Console
+from vllm_runs import APART, ROLLOUT, short_run
 
-from meshrl.config.checks import ensure_runnable
-from meshrl.config.load import load_config
-from meshrl.models.tiny import make_tiny_model
 from meshrl.rollout.requests import SamplingParams
 from meshrl.rollout.vllm.engine import VllmRollout
-from meshrl.trainer.demo import ALPHABET, write_data
-from meshrl.trainer.run import train
 
 ASKED = SamplingParams(max_tokens=24, temperature=0.8)
-REWARD = Path(__file__).parents[1] / "special_e2e" / "dense_reward.py"
+STEPS = ("trainer.total_training_steps=4",)
 
 
 @pytest.mark.timeout(600)
@@ -62,44 +54,11 @@ def test_log_probs_are_exact_after_every_sync_also_of_answers_that_go_on_over_it
         rollout.close()
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    """A model and prompts for runs of the demo's recipe with a rollout of its own."""
-    folder = tmp_path_factory.mktemp("task")
-    make_tiny_model(folder / "model", ALPHABET)
-    prompts = write_data(folder, seed=0)["prompts"]
-
-    def start(out, *overrides):
-        settings = [
-            f"data.train_files=[{prompts}]", f"actor_rollout_ref.model.path={folder / 'model'}",
-            f"custom_reward_function.path={REWARD}", "reward.name=null",
-            f"trainer.default_local_dir={out}", "trainer.device=cpu", "trainer.logger=[file]", "trainer.test_freq=-1",
-            "data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-            "actor_rollout_ref.actor.optim.lr=0.01", "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
-            "algorithm.rollout_correction.bypass_mode=false", "trainer.total_training_steps=4",
-            "actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.nnodes=1",
-            "actor_rollout_ref.rollout.n_gpus_per_node=1", "actor_rollout_ref.rollout.name=vllm",
-            "actor_rollout_ref.rollout.max_num_seqs=16", "actor_rollout_ref.rollout.max_model_len=32",
-            "actor_rollout_ref.rollout.update_weights_bucket_megabytes=1",
-            "actor_rollout_ref.rollout.enforce_eager=true",
-            "actor_rollout_ref.rollout.engine_kwargs.vllm={kv_cache_memory_bytes: 33554432, block_size: 32}",
-        ]  # fmt: skip
-        config = load_config("demo_grpo", [*settings, *overrides]).config
-        ensure_runnable(config)
-        with patch("meshrl.telemetry.report.write_curves"):
-            path = train(config, console=Console(quiet=True))
-        rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        samples = [json.loads(line) for line in (path / "generations.jsonl").read_text().splitlines()]
-        return [row for row in rows if "training/staleness_max" in row], samples
-
-    return start
-
-
 @pytest.mark.timeout(600)
-def test_a_run_has_the_newest_weights_in_every_step(task, tmp_path):
+def test_a_run_has_the_newest_weights_in_every_step(tmp_path):
     # Two ranks that are one vLLM, and samples that are scored as they end.
-    cut = ("actor_rollout_ref.rollout.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
-    rows, samples = task(tmp_path / "run", *cut, "reward_manager.overlap=true")
+    cut = (f"{ROLLOUT}.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2")
+    rows, samples = short_run(tmp_path, *APART, *STEPS, *cut, "reward_manager.overlap=true")
     assert [row["training/staleness_max"] for row in rows] == [0.0] * 4
     assert {(sample["step"], sample["tokens"]["version"]) for sample in samples} == {(n + 1, n) for n in range(4)}
     assert max(row["training/rollout_log_prob_diff_max"] for row in rows) < 1e-4
@@ -107,8 +66,9 @@ def test_a_run_has_the_newest_weights_in_every_step(task, tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_a_run_ahead_trains_on_samples_of_the_version_before(task, tmp_path):
-    rows, samples = task(tmp_path / "run", "async_training.max_staleness=1", "async_training.partial_rollout=false")
+def test_a_run_ahead_trains_on_samples_of_the_version_before(tmp_path):
+    ahead = ("async_training.max_staleness=1", "async_training.partial_rollout=false")
+    rows, samples = short_run(tmp_path, *APART, *STEPS, f"{ROLLOUT}.n_gpus_per_node=1", *ahead)
     assert [row["training/partial_share"] for row in rows] == [0.0] * 4
     assert [sample["tokens"]["version"] for sample in samples if sample["step"] == 1] == [0, 0]
     assert all(0 <= sample["step"] - 1 - sample["tokens"]["version"] <= 1 for sample in samples)

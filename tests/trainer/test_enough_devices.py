@@ -6,7 +6,11 @@ import torch
 from meshrl.config.errors import ConfigError
 from meshrl.config.trainer import TrainerConfig
 from meshrl.rollout.opened import EngineOptions, open_rollout
-from meshrl.trainer.run import check_devices
+from meshrl.trainer.run import Pool, check_devices
+
+
+def pools(*counts, names=("trainer", "actor_rollout_ref.rollout", "critic")):
+    return [Pool([count], {}, name) for count, name in zip(counts, names, strict=False)]
 
 
 def gpus(monkeypatch, count):
@@ -16,19 +20,19 @@ def gpus(monkeypatch, count):
 
 def test_fewer_gpus_than_processes(monkeypatch):
     gpus(monkeypatch, 2)
-    check_devices(2, TrainerConfig(n_gpus_per_node=2))
+    check_devices(pools(2), TrainerConfig(n_gpus_per_node=2))
     with pytest.raises(ConfigError, match=r"needs 8 GPUs \(trainer\.n_gpus_per_node=8\), but torch sees 2"):
-        check_devices(8, TrainerConfig(n_gpus_per_node=8))
-    with pytest.raises(ConfigError, match=r"needs 4 GPUs \(trainer\.n_gpus_per_node=2, 2 for workers on devices"):
-        check_devices(4, TrainerConfig(n_gpus_per_node=2))
-    check_devices(8, TrainerConfig(n_gpus_per_node=8, device="cpu"))
-    check_devices(8, TrainerConfig(n_gpus_per_node=8, backend="ray"))
+        check_devices(pools(8), TrainerConfig(n_gpus_per_node=8))
+    with pytest.raises(ConfigError, match=r"needs 4 GPUs \(.*=2, .*rollout\.n_gpus_per_node=1, critic\.n"):
+        check_devices(pools(2, 1, 1), TrainerConfig(n_gpus_per_node=2))
+    check_devices(pools(8), TrainerConfig(n_gpus_per_node=8, device="cpu"))
+    check_devices(pools(8), TrainerConfig(n_gpus_per_node=8, backend="ray"))
 
 
 def test_no_gpu(monkeypatch):
     gpus(monkeypatch, 0)
-    check_devices(8, TrainerConfig(n_gpus_per_node=8))  # auto: processes on the CPU
+    check_devices(pools(8), TrainerConfig(n_gpus_per_node=8))  # auto: processes on the CPU
     with pytest.raises(ConfigError, match="needs 1 GPUs"):
-        check_devices(1, TrainerConfig(n_gpus_per_node=1, device="cuda"))
+        check_devices(pools(1), TrainerConfig(n_gpus_per_node=1, device="cuda"))
     with pytest.raises(ValueError, match="torch sees no GPU here"):
         open_rollout("nowhere", EngineOptions(device="cuda"))

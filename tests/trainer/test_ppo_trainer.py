@@ -76,7 +76,7 @@ def test_a_batch_that_is_rejected_as_a_whole_is_a_step_without_an_update(caplog)
     fake.config.algorithm.rollout_correction.rollout_rs = "seq_sum_k1"
     fake.config.algorithm.rollout_correction.rollout_rs_threshold = "1.001_2.0"
     fake.correction = fake.config.algorithm.rollout_correction
-    fake.order = SimpleNamespace(metrics=dict)
+    fake.order, fake.critic = SimpleNamespace(metrics=dict), None
     fake.phase = lambda name: nullcontext()
     fake.needs_old_log_probs = fake.corrects_rollout = True
     fake.refresh_reference_if_due = lambda: heard.append("reference")

@@ -50,17 +50,15 @@ def test_a_run_with_more_epochs_goes_on_where_the_epochs_ended():
 
 
 def test_a_reward_models_mean_is_of_the_samples_that_have_a_score():
-    scores = torch.tensor([[0.0, 4.0], [0.0, 2.0], [0.0, 0.0]])
-    source = SimpleNamespace(
-        reward_model=SimpleNamespace(compute_rm_score=None),
-        units=SimpleNamespace(reward_model_dp_size=1),
-        config=PPOConfig(),
-        call_balanced=lambda *_: DataProto.from_dict({"rm_scores": scores}),
-    )
+    """Also where the reward functions have dropped a sample after the model was asked for it."""
+    scores = DataProto.from_dict({"rm_scores": torch.tensor([[0.0, 4.0], [0.0, 2.0], [0.0, 9.0]])})
     batch = DataProto.from_dict(
-        {"token_level_scores": torch.zeros(3, 2)}, {"reward_dropped": object_array([False, False, True])}
+        {"token_level_scores": torch.zeros(3, 2), "response_mask": torch.tensor([[1, 1], [1, 1], [0, 0]])},
+        {"reward_dropped": object_array([False, False, True])},
     )
-    assert SampleSource.add_model_scores(source, batch) == {"reward/rm_score_mean": 3.0}
+    source = SimpleNamespace(config=PPOConfig())
+    assert SampleSource.add_model_scores(source, batch, lambda: scores) == {"reward/rm_score_mean": 3.0}
+    assert batch.batch["token_level_scores"].sum(1).tolist() == [4.0, 2.0, 0.0]
 
 
 @pytest.mark.parametrize(("samples", "ranks"), [(8, 4), (6, 4), (3, 8)])
@@ -68,7 +66,8 @@ def test_samples_that_do_not_divide_by_the_ranks_are_answered_in_their_order(sam
     lengths = torch.arange(samples, 0, -1)
     mask = (torch.arange(samples) < lengths[:, None]).long()
     batch = DataProto.from_dict({"input_ids": mask * lengths[:, None], "attention_mask": mask, "response_mask": mask})
-    source = SimpleNamespace(units=SimpleNamespace(dp_size=1), balanced_order=lambda work, _, dp: work.argsort())
+    source = object.__new__(SampleSource)
+    source.units, source.balanced_order = SimpleNamespace(dp_size=1), lambda work, _, dp: work.argsort()
     asked = []
 
     def method(request: DataProto) -> DataProto:
@@ -78,3 +77,8 @@ def test_samples_that_do_not_divide_by_the_ranks_are_answered_in_their_order(sam
     answer = SampleSource.call_balanced(source, method, batch, ranks)
     assert answer.batch["found"].tolist() == lengths.tolist()
     assert (asked[0] == lengths.tolist()) == (samples % ranks != 0)
+    for is_apart in (False, True):
+        group = SimpleNamespace(found=method, begin=lambda name, request: SimpleNamespace(get=lambda: method(request)))
+        later = source.begin_balanced(group, "found", batch, ranks, is_apart)
+        assert len(asked) == 2  # on the policy's devices at once, elsewhere when it is wanted
+        assert later().batch["found"].tolist() == lengths.tolist()

@@ -1,0 +1,100 @@
+"""Critics, reward models and judges on devices of their own: the same run, with their work beside the policy's."""
+
+import gzip
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from test_layouts import UNEVEN, compare
+from test_ppo import PPO
+
+from meshrl.trainer.ppo import PPOTrainer
+
+REWARD = Path(__file__).parent / "dense_reward.py"
+APART = ("critic.nnodes=1", "critic.n_gpus_per_node=2", "reward_model.nnodes=1", "reward_model.n_gpus_per_node=1")
+# Rejection changes which tokens count after the critic was asked.
+REJECTING = (
+    "algorithm.rollout_correction.bypass_mode=false",
+    "algorithm.rollout_correction.rollout_rs=token_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold=1.0000001",
+)
+
+
+@pytest.fixture(scope="module")
+def options(reward_model):
+    return (
+        *PPO,
+        *REJECTING,
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "reward_model.enable=true",
+        f"reward_model.model.path={reward_model[0]}",
+        "reward_model.model.enable_gradient_checkpointing=false",
+        "reward_model.fsdp_config.mixed_precision.param_dtype=fp32",
+    )
+
+
+@pytest.fixture(scope="module")
+def shared(task, options, tmp_path_factory):
+    return task.train(tmp_path_factory.mktemp("shared") / "run", *options)
+
+
+@pytest.fixture(scope="module")
+def apart(task, options, tmp_path_factory):
+    """Killed once: a rank of the critic, in the update of step 2 that runs beside the policy's."""
+    update_actor, killed = PPOTrainer.update_actor, []
+
+    def kill_and_go_on(self, batch):
+        if self.step == 2 and not killed:
+            killed.append(self.critic.pids()[-1])
+            os.kill(killed[0], signal.SIGKILL)
+        return update_actor(self, batch)
+
+    survives = ("trainer.timeline=true", "trainer.save_freq=1", "trainer.max_restarts=1", "trainer.restart_wait=0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PPOTrainer, "update_actor", kill_and_go_on)
+        run = task.train(tmp_path_factory.mktemp("apart") / "run", *options, *APART, *survives)
+    assert killed
+    assert run.metrics[-1]["restarts/count"] == 1
+    return run
+
+
+def test_the_run_is_the_same(shared, apart):
+    assert any(row.get("rollout_corr/rollout_rs_masked_fraction", 0) > 0 for row in shared.metrics)
+    compare(shared, apart, 1e-5)
+
+
+def test_critic_and_policy_work_at_the_same_time(apart):
+    with gzip.open(apart.path / "timeline.json.gz", "rt") as file:
+        events = [event for event in json.load(file) if event]
+    roles = {e["pid"]: e["args"]["name"].partition(" ")[0] for e in events if e["name"] == "process_name"}
+    assert set(roles.values()) == {"controller", "actor_rollout_ref", "critic", "reward_model"}
+    calls = [(roles[e["pid"]], e) for e in events if e["ph"] == "X" and e["cat"] == "calls"]
+    for one, other in (("update_critic", "update_actor"), ("compute_values", "compute_log_prob")):
+        for step in (1, 2, 3):
+            (first, *_), (second, *_) = (
+                [(e["ts"], e["ts"] + e["dur"]) for _, e in calls if e["name"] == name and e["args"]["step"] == step]
+                for name in (one, other)
+            )
+            assert max(first[0], second[0]) < min(first[1], second[1]), (one, other, step)
+
+
+def test_a_judge_of_its_own_grades_while_others_are_generated(task, tmp_path):
+    options = (
+        *UNEVEN,
+        "trainer.total_training_steps=1",
+        "trainer.test_freq=-1",
+        "reward.name=null",
+        "reward.functions.judge={weight: 1.0, kwargs: {template: '{solution_str}>', pattern: '^([0-9])', high: 9}}",
+        f"reward.functions.dense={{weight: 0.0, name: compute_score, path: {REWARD}}}",
+        f"reward.judge.path={task.model}",
+        "reward.judge.max_tokens=2",
+        "reward.on_error=zero",
+    )
+    apart = ("reward.judge.nnodes=1", "reward.judge.n_gpus_per_node=2", "reward_manager.overlap=true")
+    here = task.train(tmp_path / "here", *options)
+    there = task.train(tmp_path / "there", *options, *apart)
+    assert there.metrics[-1]["reward/overlapped_share"] > 0
+    there.metrics[-1].pop("reward/overlapped_share")
+    compare(here, there, 1e-5)
