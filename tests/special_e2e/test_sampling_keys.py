@@ -93,7 +93,8 @@ def test_a_repetition_penalty_is_that_of_transformers(answer, task, tmp_path):
         texts = tokenizer.batch_decode(found[:, prompts.batch["input_ids"].shape[1] :])
         return [letters(text.replace("<pad>", "")) for text in texts for _ in range(4)]
 
-    assert expected(1.5) != expected(1.0)
-    assert answer("val_kwargs.repetition_penalty=1.5", validate=True) == expected(1.5)
-    assert answer("repetition_penalty=1.5", validate=True) == expected(1.0)
-    assert answer("min_p=1.0", "repetition_penalty=1.5") == expected(1.5)
+    # So strong that it changes some answer, whatever model the warm-up has made on this machine.
+    assert expected(10.0) != expected(1.0)
+    assert answer("val_kwargs.repetition_penalty=10", validate=True) == expected(10.0)
+    assert answer("repetition_penalty=10", validate=True) == expected(1.0)
+    assert answer("min_p=1.0", "repetition_penalty=10") == expected(10.0)
