@@ -10,7 +10,7 @@ from controller_workers import Probe
 from meshrl.data.proto import DataProto
 
 # Ray copies a batch into and out of its store, which takes several times as long as handing over a shared file.
-STEPS = {"local": 200, "ray": 30}
+STEPS = {"local": 200, "ray": 20}
 
 
 def private_mib(process: psutil.Process) -> float:

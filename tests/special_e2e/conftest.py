@@ -95,7 +95,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
 def _make_task(folder: Path) -> None:
     make_tiny_model(folder / "assets" / "model", ALPHABET)
     files = write_data(folder / "assets", seed=0)
-    for name, rows in (("prompts", 640), ("held_out", 150)):
+    for name, rows in (("prompts", 640), ("held_out", 48)):
         whole = Path(files[name]).rename(folder / f"all_{name}.jsonl")
         Path(files[name]).write_text("".join(whole.read_text().splitlines(keepends=True)[:rows]))
         files[f"all_{name}"] = str(whole)

@@ -11,7 +11,7 @@ UNEVEN = (
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=100",
     "trainer.total_training_steps=3",
     "trainer.test_freq=3",
-    "data.val_batch_size=99",
+    "data.val_batch_size=33",
 )
 WITH_REFERENCE = ("actor_rollout_ref.actor.use_kl_loss=true", "algorithm.rollout_correction.bypass_mode=false")
 # What may differ between layouts: clocks, how samples are spread, and how weights travel.

@@ -15,11 +15,11 @@ def accuracies(run):
 
 def test_grpo_learns_and_coin_tosses_do_not(task, tmp_path):
     data = (f"data.train_files=[{task.files['all_prompts']}]", f"data.val_files=[{task.files['all_held_out']}]")
-    steps = ("trainer.total_training_steps=70", "trainer.test_freq=70", *data)
+    steps = ("trainer.total_training_steps=50", "trainer.test_freq=50", *data)
     learned = task.train(tmp_path / "grpo", *steps)
     before, after = accuracies(learned)
     assert before < 0.45
-    assert after > 0.6
+    assert after > 0.55
     control = task.train(tmp_path / "control", *steps, "reward.name=coin_toss")
     start, end = accuracies(control)
     assert start == before
@@ -27,7 +27,7 @@ def test_grpo_learns_and_coin_tosses_do_not(task, tmp_path):
     assert 0.4 < control.metrics[-1]["critic/score/mean"] < 0.6
 
     # A teacher says of each token what a checker says of whole answers: the same start comes most of the way in fewer
-    # steps (0.59 to 0.63 of 0.65 to 0.66 on the machines that were tried; 20 steps of GRPO gain half).
+    # steps.
     taught = task.train(
         tmp_path / "taught",
         *data,

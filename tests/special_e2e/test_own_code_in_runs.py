@@ -130,8 +130,9 @@ def test_an_estimator_of_ones_own(task, code, built_in, tmp_path):
 
 def test_an_estimator_of_ones_own_has_the_critic_and_the_old_log_probs_it_names(task, code, tmp_path):
     bare = (*SHORT, "algorithm.rollout_correction.bypass_mode=false", "actor_rollout_ref.actor.ppo_mini_batch_size=12")
-    built_in = task.train(tmp_path / "gae", *bare, "algorithm.adv_estimator=gae")
-    own = task.train(tmp_path / "own", *bare, f"algorithm.adv_estimator={code}:gae", "critic.enable=true")
+    critic = "critic.fsdp_config.mixed_precision.param_dtype=fp32"
+    built_in = task.train(tmp_path / "gae", *bare, critic, "algorithm.adv_estimator=gae")
+    own = task.train(tmp_path / "own", *bare, critic, f"algorithm.adv_estimator={code}:gae", "critic.enable=true")
     assert own.metrics[-1]["critic/vf_loss"] == built_in.metrics[-1]["critic/vf_loss"]
     assert own.metrics[-1]["critic/advantages/max"] == built_in.metrics[-1]["critic/advantages/max"]
     assert "timing_s/old_log_prob" in own.metrics[-1]
