@@ -10,7 +10,7 @@ import mmap
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -81,6 +81,14 @@ class Stored:
     def names(self, kind: str = PARAM) -> list[str]:
         """The tensors of a kind, in the order they were written in."""
         return [name for found, name in self._where if found == kind]
+
+    def check_no_more_than(self, names: Collection[str]) -> None:
+        """A `ValueError` if there are weights that a model with these does not have."""
+        more = [name for name in self.names() if name not in names]
+        if more:
+            raise ValueError(
+                f"'{self.folder}' is of another model: it holds {len(more)} weights more, such as '{more[0]}'"
+            )
 
     def check(self, name: str, shape: Shape, kind: str = PARAM) -> None:
         """A `ValueError` unless all of a tensor of this shape is there."""

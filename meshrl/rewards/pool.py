@@ -67,11 +67,12 @@ class _Worker:
             raise
 
     def give(self, task: _Task, timeout: float) -> None:
-        """Sends a sample; a process that does not read it in time is treated as lost."""
+        """Sends a sample; a process that stops while it reads it, or while it writes its answer, is not waited for."""
         self.given_at = time.monotonic()
         seconds = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6) + 1)
         with socket.fromfd(self.connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as its_end:
-            its_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+            for way in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                its_end.setsockopt(socket.SOL_SOCKET, way, seconds)
         self.sending = True
         try:
             self.connection.send((task.index, dict(task.sample)))
@@ -207,6 +208,9 @@ class WorkerPool:
     def _hear(self, worker: _Worker) -> None:
         try:
             data = worker.connection.recv_bytes()
+        except BlockingIOError:  # it has stopped in the middle of its answer
+            self._late(worker)
+            return
         except (EOFError, OSError):
             self._lost(worker)
             return

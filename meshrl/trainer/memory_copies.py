@@ -102,7 +102,8 @@ def fetch_shelved(trainer: RunConfig, ray_init: RayInitConfig, say: Callable[[st
         return
     path = aside.with_name(aside.name.removeprefix(".").removesuffix(".fetched"))
     if path.exists():
-        path.rename(path.with_name(f"{path.name}.damaged"))
+        shutil.rmtree(damaged := path.with_name(f"{path.name}.damaged"), ignore_errors=True)  # of an earlier time
+        path.rename(damaged)
     aside.rename(path)
     say(f"the copy in the nodes' memory was written to {path}")
 

@@ -11,6 +11,7 @@ from meshrl.config.root import PPOConfig
 from meshrl.controller import WorkerGroup
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.proto import DataProto
+from meshrl.data.scored import scored_rows
 from meshrl.rewards.manager import RewardManager
 from meshrl.rollout.seeds import VALIDATION, sample_seeds
 from meshrl.telemetry.ledger import booked
@@ -32,9 +33,12 @@ class Validator:
         self.with_rollout: Callable[[Callable[[], DataProto]], DataProto] = lambda ask: ask()
 
     def run(self, step: int) -> dict[str, float]:
-        """The metrics of one validation; samples that failed to be scored are counted."""
-        size = self.config.data.val_batch_size or len(self.data)
-        sources, groups, scores, errors = [], [], [], 0.0
+        """The metrics of one validation; samples that failed to be scored are counted, and those dropped left out."""
+        size, n = self.config.data.val_batch_size or len(self.data), self.config.actor_rollout_ref.rollout.val_kwargs.n
+        sources: list[str] = []
+        groups: list[int] = []
+        scores: list[float] = []
+        errors = 0.0
         for start in range(0, len(self.data), size):
             rows = np.arange(start, min(start + size, len(self.data)))
             batch = self.generate(rows, step)
@@ -43,11 +47,12 @@ class Validator:
             batch.batch["token_level_scores"] = token_scores
             batch.non_tensor_batch.update(infos)
             errors += metrics["reward/errors"]
-            sources += list(batch.non_tensor_batch["data_source"])
-            groups += list(np.repeat(rows, self.config.actor_rollout_ref.rollout.val_kwargs.n))
-            found = token_scores.sum(1).tolist()
-            accuracies = infos.get("acc", [None] * len(found))
-            scores += [score if acc is None else acc for score, acc in zip(found, accuracies, strict=True)]
+            scored = scored_rows(batch).nonzero()[0]
+            sources += list(batch.non_tensor_batch["data_source"][scored])
+            groups += np.repeat(rows, n)[scored].tolist()
+            found: list[float] = token_scores.sum(1).tolist()
+            pairs = [(found[row], infos["acc"][row] if "acc" in infos else None) for row in scored]
+            scores += [score if acc is None else acc for score, acc in pairs]
             self.samples.log_validation(batch, self.reward.decode, step)
         return validation_metrics(sources, groups, scores) | {"val-aux/reward_errors": errors}
 

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import struct
 import subprocess
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pool_functions
@@ -13,7 +15,7 @@ from meshrl.data.prompts import object_array
 from meshrl.rewards.calling import RewardFunctionSpec
 from meshrl.rewards.manager import RewardError, RewardManager
 from meshrl.rewards.parts import ScoredParts
-from meshrl.rewards.pool import WorkerPool
+from meshrl.rewards.pool import WorkerPool, _Task, _Worker
 
 SPECS = [RewardFunctionSpec("act", path=pool_functions.__file__)]
 
@@ -166,3 +168,21 @@ def test_a_pool_needs_processes_and_time():
         WorkerPool(SPECS, 0, 1.0)
     with pytest.raises(ValueError, match="timeout above 0"):
         WorkerPool(SPECS, 1, 0.0)
+
+
+def test_a_process_that_stops_in_the_middle_of_its_answer_is_not_waited_for():
+    pool = WorkerPool([], 1, 0.3)
+    worker = object.__new__(_Worker)
+    worker.connection, theirs = Pipe()
+    worker.process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    worker.ready, worker.task = True, None
+    pool._workers.append(worker)
+    task = _Task(0, {})
+    worker.give(task, 0.3)
+    os.write(theirs.fileno(), struct.pack("!i", 1000) + b"the first of a thousand bytes")
+    began = time.monotonic()
+    pool._hear(worker)
+    assert time.monotonic() - began < 5
+    assert task.future.result(0).kind == "timeout"
+    assert worker.process.poll() is not None
+    assert not pool._workers

@@ -1,5 +1,6 @@
 """A checkpoint of the Megatron engine goes on where it stopped, on the layout that wrote it and on others."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,3 +90,27 @@ def test_goes_on_where_it_stopped(megatron_ranks, folders, tmp_path, written_by,
     # Control: without the optimizer's states the same steps end elsewhere.
     wrecked = megatron_ranks(other_world).run(steps, other, 2, STEPS, str(tmp_path / "at2"), None, True)[0]
     assert max(relative_difference(wrecked[1][n], whole[1][n]) for n in wrecked[1]) > 1e-3
+
+
+def told(trial, load):
+    """What loading a checkpoint says, on this rank."""
+    from meshrl.engines.megatron.parallel_state import leave_parallel_state
+
+    try:
+        steps(trial, 0, 0, load, None)
+    except ValueError as error:
+        leave_parallel_state()
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize(("layout", "world"), [({"tp": 2}, 2), ({"pp": 2}, 2)])
+def test_a_checkpoint_of_a_deeper_model_is_refused(megatron_ranks, folders, tmp_path, layout, world):
+    """Every rank says so, also the one whose own layers are all there."""
+    megatron_ranks(2).run(steps, cosine_trial(folders, "tp2")[1], 0, 0, None, str(tmp_path / "at0"))
+    depth = json.loads((folders["qwen3"] / "config.json").read_text())["num_hidden_layers"]
+    fewer = {"override_config": {"num_hidden_layers": depth // 2}, "random_init": True}
+    answers = megatron_ranks(world).run(told, megatron_trial(folders["qwen3"], layout, **fewer), str(tmp_path / "at0"))
+    assert all("is of another model: it holds" in answer for answer in answers)
+    same = megatron_trial(folders["qwen3"], layout, random_init=True)
+    assert megatron_ranks(world).run(told, same, str(tmp_path / "at0")) == ["loaded"] * world

@@ -1,14 +1,17 @@
 """Rewards that fail inside a run: zero, drop or stop, counted by kind, and no sample's advantage is guessed."""
 
+import json
 from pathlib import Path
 
 import by_hand
 import pytest
 import torch
 from by_hand import Recorder
+from rich.console import Console
 from test_algorithms_by_hand import REWARD, SETTING
 
 from meshrl.rewards.manager import RewardError
+from meshrl.trainer.run import train
 
 FAILING = ("reward.name=null", f"custom_reward_function.path={Path(__file__).with_name('failing_reward.py')}")
 KINDS = {"1": "raised", "2": "nan", "3": "invalid"}
@@ -94,3 +97,24 @@ def test_a_coroutine_gives_the_run_of_the_plain_function(task, tmp_path, overlap
     assert one.metrics[-1]["critic/score/mean"] == other.metrics[-1]["critic/score/mean"] != 0
     for name, weight in one.weights.items():
         assert torch.equal(other.weights[name], weight), name
+
+
+def test_validation_leaves_dropped_samples_out(task, tmp_path):
+    """With zero they count as wrong, with drop they do not count; both say how many there were."""
+    means = {}
+    for policy in ("zero", "drop"):
+        only = (
+            f"reward.on_error={policy}",
+            "trainer.val_only=true",
+            f"trainer.validation_data_dir={tmp_path / policy}",
+        )
+        folder = train(task.config(tmp_path / f"run-{policy}", *FAILING, *only), console=Console(quiet=True))
+        (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        samples = [json.loads(line) for line in (tmp_path / policy / "0.jsonl").read_text().splitlines()]
+        failed = [sample["response"][:1] in KINDS for sample in samples]
+        assert 0 < sum(failed) < len(failed)
+        assert row["val-aux/reward_errors"] == sum(failed)
+        scores = [len(set(sample["response"])) / 10 for sample, bad in zip(samples, failed, strict=True) if not bad]
+        means[policy] = row["val-core/sort_digits/acc/mean@1"]
+        assert means[policy] == pytest.approx(sum(scores) / (len(samples) if policy == "zero" else len(scores)))
+    assert means["drop"] > means["zero"] + 0.01

@@ -48,9 +48,8 @@ def load_state(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> Non
     """Reads what `contents` names into the engine, whatever layout or engine wrote it."""
     stored = Stored(folder)
     state = _state(engine, contents)
-    more = [name for name in stored.names() if (PARAM, name) not in state] if "model" in contents else []
-    if more:
-        raise ValueError(f"'{folder}' is of another model: it holds {len(more)} weights more, such as '{more[0]}'")
+    if "model" in contents:
+        stored.check_no_more_than({name for kind, name in state if kind == PARAM})
     with torch.no_grad():
         for (kind, name), value in state.items():
             if kind == STEP:

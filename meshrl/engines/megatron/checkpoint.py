@@ -66,6 +66,8 @@ def load_state(engine: MegatronEngine, folder: Path, contents: Sequence[str]) ->
     """Reads what `contents` names into the engine, whatever layout or engine wrote it."""
     stored, experts = Stored(folder), expert_count(engine.hf_config)
     kinds = _kinds(engine, contents)
+    if "model" in contents:
+        stored.check_no_more_than(_all_names(engine, experts))
     if engine.optim_config is not None:
         ensure_states(engine.optimizer)
         held = stretches(engine.optimizer)
@@ -91,6 +93,18 @@ def load_state(engine: MegatronEngine, folder: Path, contents: Sequence[str]) ->
         found = {n: s for n, s in extra.get("megatron_random", {}).items() if n in known}
         if found:
             tracker.set_states(known | found)
+
+
+def _all_names(engine: MegatronEngine, experts: int) -> set[str]:
+    """The model's weights, as checkpoints call them, of all ranks; collective."""
+    own = {
+        module_place(piece.name, piece.shape, piece.start, experts)[0]
+        for key in _parameters(engine)
+        for piece in _pieces(engine, key)
+    }
+    everyone: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, own)
+    return set().union(*everyone)
 
 
 def _kinds(engine: MegatronEngine, contents: Sequence[str]) -> list[str]:
