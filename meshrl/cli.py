@@ -204,7 +204,9 @@ def _train(arguments: argparse.Namespace) -> int | None:
 def _apart(config: "PPOConfig") -> list[str]:
     """The modules of workers that have devices of their own."""
     critic, reward_model, judge = config.critic, config.reward_model, config.reward.judge
-    modules = {"critic": critic, "reward_model": reward_model, "judge": judge}
+    modules = {
+        "reference": config.actor_rollout_ref.ref, "critic": critic, "reward_model": reward_model, "judge": judge,
+    }  # fmt: skip
     found = [f"meshrl.workers.{name}" for name, place in modules.items() if place.has_own_devices]
     return found if config.actor_rollout_ref.hybrid_engine else ["meshrl.workers.rollout", *found]
 

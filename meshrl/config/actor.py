@@ -6,10 +6,11 @@ from typing import Any
 from meshrl.config.checkpoint import CheckpointConfig
 from meshrl.config.engine import EngineConfig
 from meshrl.config.key import key, section
+from meshrl.config.names import ACTOR
 from meshrl.config.optim import OptimConfig
+from meshrl.config.pools import OwnDevices
 from meshrl.registry import POLICY_LOSSES as REGISTERED_LOSSES
 
-ACTOR = "actor_rollout_ref.actor"
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 POLICY_LOSSES = (
     "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro",
@@ -85,11 +86,13 @@ class RefFSDPConfig:
 
 @dataclass
 class RefModelConfig:
-    path: str | None = key(None, "Folder of the reference's own weights, of the policy's shape; null: the policy's.")
+    path: str | None = key(
+        None, "Folder of the reference's own weights, of the policy's tokenizer; null: the policy's."
+    )
 
 
 @dataclass
-class RefConfig:
+class RefConfig(OwnDevices):
     model: RefModelConfig = section(RefModelConfig, "Weights of the reference.")
     update_every: int | None = key(
         None, "The reference becomes the present policy every so many steps; null: never.", low=1

@@ -5,13 +5,11 @@ import math
 from meshrl.config.actor import POLICY_LOSSES
 from meshrl.config.algorithm import ESTIMATORS, TOKEN_BASELINES
 from meshrl.config.correction import RATIO_LOSSES, correction_of
+from meshrl.config.names import ACTOR, REF, ROLLOUT
 from meshrl.config.root import PPOConfig
 from meshrl.config.tree import changed_keys
 
-ACTOR = "actor_rollout_ref.actor"
 CORRECTION = "algorithm.rollout_correction"
-REF = "actor_rollout_ref.ref"
-ROLLOUT = "actor_rollout_ref.rollout"
 ROLLOUT_RS_MODES = (
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
     "seq_mean_k3", "seq_max_k2", "seq_max_k3",
@@ -161,13 +159,17 @@ def filter_groups_problems(config: PPOConfig) -> list[str]:
 def reference_problems(config: PPOConfig) -> list[str]:
     """Keys of a reference that is not there, or that is the policy without its adapters."""
     ref, model = config.actor_rollout_ref.ref, config.actor_rollout_ref.model
-    asked = {f"{REF}.model.path": ref.model.path, f"{REF}.update_every": ref.update_every}
-    asked = {name: value for name, value in asked.items() if value is not None}
+    asked = {f"{REF}.model.path": ref.model.path, f"{REF}.update_every": ref.update_every, f"{REF}.nnodes": ref.nnodes}
+    asked = {name: value for name, value in asked.items() if value}
     if not uses_reference(config):
         return [
             f"{name}={value} has no effect without a reference: set {ACTOR}.use_kl_loss or algorithm.use_kl_in_reward, "
             "or learn from it as a teacher (algorithm.adv_estimator=distillation)"
             for name, value in asked.items()
+        ]
+    if ref.has_own_devices and ref.update_every is not None:
+        return [
+            f"{REF}.update_every={ref.update_every} needs a reference on the policy's devices: leave {REF}.nnodes at 0"
         ]
     adapters = model.lora_rank > 0 or model.lora_adapter_path is not None
     if adapters and ref.update_every is not None:

@@ -5,10 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-ACTOR = "actor_rollout_ref.actor"
-REF = "actor_rollout_ref.ref"
-ROLLOUT = "actor_rollout_ref.rollout"
-MODEL = "actor_rollout_ref.model"
+from meshrl.config.names import ACTOR, MODEL, REF, ROLLOUT
+
 TURNS = f"{ROLLOUT}.multi_turn"
 ENGINES = (ACTOR, "critic", "reward_model", "engine")  # the last is that of sft
 OVERRIDE = "override_transformer_config"

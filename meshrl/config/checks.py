@@ -44,6 +44,7 @@ from meshrl.config.model_folder import (
     stateful_layers,
 )
 from meshrl.config.multi_turn import multi_turn_file_problems, multi_turn_problems
+from meshrl.config.names import ACTOR, MODEL, ROLLOUT
 from meshrl.config.optim import OptimConfig
 from meshrl.config.own_code import external_lib_problems, own_function_problems
 from meshrl.config.packages import package_problems
@@ -60,9 +61,6 @@ from meshrl.config.tree import changed_keys, counted_as_changed, fill_followers,
 from meshrl.config.units import batch_problems
 from meshrl.config.values import unsupported, value_problems
 
-ACTOR = "actor_rollout_ref.actor"
-MODEL = "actor_rollout_ref.model"
-ROLLOUT = "actor_rollout_ref.rollout"
 # What the other kind of FSDP reads.
 FSDP_ONLY_KEYS = (
     "ulysses_sequence_parallel_size",
@@ -124,6 +122,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
     world_size = config.trainer.world_size
     problems = [
         *engine_problems(actor, ACTOR, world_size),
+        *_reference_layout_problems(config),
         *rollout_problems(rollout, ROLLOUT, world_size, is_apart=not config.actor_rollout_ref.hybrid_engine),
         *split_problems(config),
         *batch_problems(config),
@@ -193,6 +192,14 @@ def _generation_problems(config: PPOConfig) -> list[str]:
         f"actor_rollout_ref.rollout.name=embedded has no place for the state of the model's layers ({found}): "
         "use vllm, sglang or hf"
     ]
+
+
+def _reference_layout_problems(config: PPOConfig) -> list[str]:
+    """On devices of its own the reference has the actor's layout over other ranks, which it must divide too."""
+    ref = config.actor_rollout_ref.ref
+    if not ref.has_own_devices:
+        return []
+    return engine_problems(config.actor_rollout_ref.actor, ACTOR, ranks_of(config, ref), "actor_rollout_ref.ref")
 
 
 def _reference_file_problems(config: PPOConfig) -> list[str]:

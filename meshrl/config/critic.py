@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from meshrl.config.actor import ACTOR, LOSS_AGG_MODES
+from meshrl.config.actor import LOSS_AGG_MODES
 from meshrl.config.checkpoint import CheckpointConfig
 from meshrl.config.engine import EngineConfig
 from meshrl.config.key import key, section
 from meshrl.config.model import ModelConfig
+from meshrl.config.names import ACTOR
 from meshrl.config.optim import OptimConfig
 from meshrl.config.pools import OwnDevices
 

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from meshrl.config.names import ROLLOUT
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.root import PPOConfig
 
-ROLLOUT = "actor_rollout_ref.rollout"
 SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
 EXTERNAL = ("vllm", "sglang")
 # Arguments that a key of the rollout's sets.

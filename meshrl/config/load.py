@@ -13,9 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from meshrl.config import quick_yaml
-from meshrl.config.aliases import ACTOR, Reading, canonical, has_alias, nearest, read_setting
+from meshrl.config.aliases import Reading, canonical, has_alias, nearest, read_setting
 from meshrl.config.errors import ConfigError
 from meshrl.config.layout import dp_size
+from meshrl.config.names import ACTOR, REF
 from meshrl.config.pools import OwnDevices, ranks_of
 from meshrl.config.recipe import Recipe, read_recipes
 from meshrl.config.root import PPOConfig
@@ -158,7 +159,8 @@ def _divide_over_ranks(config: Any, sources: dict[str, str], waiting: Sequence[W
             continue
         role = reading.name.partition(".")[0]
         engine = get_value(config, ACTOR if role == "actor_rollout_ref" else role)
-        world_size = ranks_of(config, engine) if isinstance(engine, OwnDevices) else config.trainer.world_size
+        place = config.actor_rollout_ref.ref if reading.name.startswith(f"{REF}.") else engine
+        world_size = ranks_of(config, place) if isinstance(place, OwnDevices) else config.trainer.world_size
         ranks = max(1, dp_size(engine, world_size))
         if not isinstance(reading.value, int) or reading.value % ranks:
             problems.append(

@@ -7,10 +7,11 @@ unless it was registered with the promise that they don't, and a critic is train
 import copy
 from typing import TypeVar
 
-from meshrl.config.actor import ACTOR, POLICY_LOSSES
+from meshrl.config.actor import POLICY_LOSSES
 from meshrl.config.algorithm import ESTIMATORS
 from meshrl.config.critic import uses_critic
 from meshrl.config.functions import call_problem, import_code, with_absolute_file
+from meshrl.config.names import ACTOR
 from meshrl.config.reward import manager_problems
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig

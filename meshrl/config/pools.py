@@ -41,7 +41,12 @@ def num_devices(config: "PPOConfig") -> int:
 
 def places(config: "PPOConfig") -> dict[str, OwnDevices]:
     """The sections that say where a role is."""
-    return {"critic": config.critic, "reward_model": config.reward_model, "reward.judge": config.reward.judge}
+    return {
+        "actor_rollout_ref.ref": config.actor_rollout_ref.ref,
+        "critic": config.critic,
+        "reward_model": config.reward_model,
+        "reward.judge": config.reward.judge,
+    }
 
 
 def whose(place: OwnDevices, name: str) -> str:

@@ -5,9 +5,8 @@ from typing import Any
 
 from meshrl.config.engine import DTYPES
 from meshrl.config.key import key, section
+from meshrl.config.names import ACTOR, ROLLOUT
 
-ACTOR = "actor_rollout_ref.actor"
-ROLLOUT = "actor_rollout_ref.rollout"
 ROLLOUTS = ("embedded", "vllm", "sglang", "hf")
 # Who reads a key that not every rollout reads.
 READERS = {
@@ -160,6 +159,11 @@ class RolloutConfig:
     )
     engine_kwargs: EngineKwargs = section(EngineKwargs, "Further arguments of an external engine.")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Tools and turns.")
+
+    @property
+    def policy_temperature(self) -> float:
+        """The temperature at which the policy is trained: that of sampling (greedy generation trains at 1)."""
+        return self.temperature if self.do_sample and self.temperature > 0 else 1.0
 
     @property
     def replica_size(self) -> int:

@@ -1,10 +1,9 @@
 """How tokens are drawn and where answers end, in training and in validation: what the keys ask of each other."""
 
+from meshrl.config.names import ROLLOUT
 from meshrl.config.rollout import RolloutConfig, ValKwargs
 from meshrl.config.root import PPOConfig
 from meshrl.config.tree import changed_keys, get_value
-
-ROLLOUT = "actor_rollout_ref.rollout"
 
 
 def sampling_problems(config: PPOConfig) -> list[str]:

@@ -116,10 +116,13 @@ def summary_lines(config: PPOConfig | SFTConfig) -> list[str]:
 
 
 def _scoring_lines(config: PPOConfig) -> list[str]:
-    """Where the models are that judge what the policy does."""
+    """Where the models are that say something of what the policy does."""
     found = {"critic": config.critic} if uses_critic(config.critic, config.algorithm.adv_estimator) else {}
     scored = {"reward model": config.reward_model} if config.reward_model.enable else {}
-    lines = []
+    lines, ref = [], config.actor_rollout_ref.ref
+    if ref.has_own_devices:
+        layout = layout_lines("reference", config.actor_rollout_ref.actor, ranks_of(config, ref))
+        lines += [f"{line}, on devices of its own" for line in layout]
     for name, place in (found | scored).items():
         where = "devices of its own" if place.has_own_devices else "the policy's devices"
         lines += [f"{line}, on {where}" for line in layout_lines(name, place, ranks_of(config, place))]

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshrl.config.model_folder import read_model_config
+from meshrl.config.names import ROLLOUT
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.root import PPOConfig
 
-ROLLOUT = "actor_rollout_ref.rollout"
 SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
 SPREAD = f"{ROLLOUT}.expert_parallel_size"
 # Rollouts that can be cut over the trainer's ranks.

@@ -7,11 +7,10 @@ from meshrl.config.critic import CriticConfig, uses_critic
 from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError
 from meshrl.config.layout import dp_size, model_ranks
+from meshrl.config.names import ACTOR
 from meshrl.config.pools import ranks_of, whose
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
-
-ACTOR = "actor_rollout_ref.actor"
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class BatchUnits:
     critic_dp_size: int = 1
     critic_mini_batches_per_epoch: int = 1
     critic_steps_per_step: int = 1
+    ref_dp_size: int = 1
     reward_model_dp_size: int = 1
 
     @classmethod
@@ -72,6 +72,7 @@ class BatchUnits:
             critic_dp_size=dp_size(critic, ranks_of(config, critic)),
             critic_mini_batches_per_epoch=critic_mini_batches,
             critic_steps_per_step=critic_mini_batches * (critic.ppo_epochs or actor.ppo_epochs),
+            ref_dp_size=dp_size(actor, ranks_of(config, config.actor_rollout_ref.ref)),
             reward_model_dp_size=dp_size(config.reward_model, ranks_of(config, config.reward_model)),
         )
 

@@ -137,7 +137,8 @@ class _Planner:
         self.clock = Clock(cluster, efficiency)
         self.units = BatchUnits.from_config(config)
         self.roles, self.actor = roles, roles["actor"]
-        places = {"critic": config.critic, "reward_model": config.reward_model}
+        ref = config.actor_rollout_ref.ref
+        places = {"ref": ref, "critic": config.critic, "reward_model": config.reward_model}
         self.apart = {name for name, place in places.items() if place.has_own_devices}
         here = {name: role for name, role in roles.items() if name not in self.apart}
         self.training = Training(here, "actor", lengths, cluster, self.clock, judge_memory(config, cluster))
@@ -163,7 +164,9 @@ class _Planner:
             phases.append(training.answer("old_log_prob", self.actor, cutting, beside))
         if uses_reference(self.config):
             cutting = Cutting.of(policy.ref, "log_prob")
-            phases.append(training.answer("ref", self.roles.get("ref", self.actor), cutting, beside))
+            where, others = self._where("ref", beside)
+            answer = where.answer("ref", self.roles.get("ref", self.actor), cutting, others)
+            phases.append(self._hidden("ref", answer, [phase for phase in phases if phase.name == "old_log_prob"]))
         cutting, samples = Cutting.of(policy.actor), units.samples_per_mini_batch
         steps = units.optimizer_steps_per_step
         update, bubble = training.update("update_actor", self.actor, cutting, steps, samples, beside)
@@ -172,7 +175,8 @@ class _Planner:
             critic, cutting = self.roles["critic"], Cutting.of(self.config.critic)
             where, others = self._where("critic", beside)
             values = where.answer("values", critic, cutting, others)
-            meanwhile = [phase for phase in phases if phase.name in ("old_log_prob", "ref")]
+            here = {"old_log_prob", "ref"} - self.apart
+            meanwhile = [phase for phase in phases if phase.name in here]
             samples = units.samples_per_step // units.critic_mini_batches_per_epoch
             steps = units.critic_steps_per_step
             critic_update, _ = where.update("update_critic", critic, cutting, steps, samples, others)

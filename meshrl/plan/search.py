@@ -15,6 +15,7 @@ from meshrl.config.families import FAMILIES
 from meshrl.config.layout import sequence_ranks
 from meshrl.config.megatron_fields import has_megatron
 from meshrl.config.model_folder import fit_problems
+from meshrl.config.names import REF, ROLLOUT
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig, SFTDataConfig
 from meshrl.config.tree import get_value, leaves, set_value
@@ -25,8 +26,6 @@ from meshrl.plan.hardware import Cluster
 from meshrl.plan.model import PlannedModel
 from meshrl.plan.planner import Plan
 
-ROLLOUT = "actor_rollout_ref.rollout"
-REF = "actor_rollout_ref.ref"
 POWERS = (1, 2, 4, 8, 16, 32, 64)
 MICRO_BATCHES = (32768, 16384, 8192, 4096, 2048)
 MEGATRON_KEYS = {

@@ -76,6 +76,7 @@ class PPOTrainer(SampleSource):
         gates: Gates | None = None,
     ):
         super().__init__(config, groups, train_data, order, reward, timer)
+        self.ref = groups.get("ref", self.actor)
         self.critic, self.correction = groups.get("critic"), correction_of(config)
         self.validator, self.tracker, self.samples = validator, tracker, samples
         self.keeper, self.gates = keeper, gates
@@ -173,6 +174,10 @@ class PPOTrainer(SampleSource):
             with self.phase("values"):
                 is_apart, dp_size = self.config.critic.has_own_devices, self.units.critic_dp_size
                 values = self.begin_balanced(self.critic, "compute_values", batch, dp_size, is_apart)
+        references: Answer | None = None
+        if self.needs_reference and self.config.actor_rollout_ref.ref.has_own_devices:
+            with self.phase("ref"):
+                references = self.begin_references(batch)
         if self.needs_old_log_probs or self.surplus_rows(batch).any():
             with self.phase("old_log_prob"):
                 metrics |= self.add_old_log_probs(batch)
@@ -182,12 +187,13 @@ class PPOTrainer(SampleSource):
         if self.config.algorithm.mask_truncated_responses:
             metrics["training/truncated_masked"] = float(cut_off.sum())
         if not batch.batch["response_mask"][~cut_off].any():
-            if values is not None:
-                values()  # a critic that fails is heard of
+            for asked in (values, references):
+                if asked is not None:
+                    asked()  # one that fails is heard of
             return metrics | self.pass_over(batch)
         if self.needs_reference:
             with self.phase("ref"):
-                batch = batch.union(self.call_balanced(self.actor.compute_ref_log_prob, batch))
+                batch = batch.union((references or self.begin_references(batch))())
         if values is not None:
             with self.phase("values"):
                 batch = batch.union(values())
@@ -249,6 +255,11 @@ class PPOTrainer(SampleSource):
     def needs_reference(self) -> bool:
         """Whether any term compares the policy with its reference."""
         return uses_reference(self.config)
+
+    def begin_references(self, batch: DataProto) -> Answer:
+        """Asks the reference for its log-probs; one with devices of its own answers beside the policy's work."""
+        is_apart = self.config.actor_rollout_ref.ref.has_own_devices
+        return self.begin_balanced(self.ref, "compute_ref_log_prob", batch, self.units.ref_dp_size, is_apart)
 
     def refresh_reference_if_due(self) -> None:
         """Every `ref.update_every` steps the reference becomes the present policy."""

@@ -22,9 +22,9 @@ from meshrl.config.algorithm_checks import bypass_loss, uses_reference
 from meshrl.config.correction import correction_of
 from meshrl.config.critic import uses_critic
 from meshrl.config.errors import ConfigError, told_without_traceback
+from meshrl.config.names import REF, ROLLOUT
 from meshrl.config.own_code import import_external_libs, with_absolute_files
 from meshrl.config.pools import OwnDevices
-from meshrl.config.rollout import ROLLOUT
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig, SFTDataConfig
 from meshrl.config.show import to_yaml
@@ -83,6 +83,7 @@ from meshrl.trainer.validation import Validator
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from meshrl.workers.critic import CriticWorker
 from meshrl.workers.judge import JudgeWorker
+from meshrl.workers.reference import ReferenceWorker
 from meshrl.workers.reward_model import RewardModelWorker
 from meshrl.workers.rollout import RolloutWorker
 from meshrl.workers.settings import WorkerSettings
@@ -200,7 +201,7 @@ def ppo_pools(config: PPOConfig, units: BatchUnits, steps: int) -> list[Pool]:
         mini_batches=units.mini_batches_per_epoch,
         # While only the critic learns, the policy's schedule waits.
         total_optimizer_steps=max(1, steps - trainer.critic_warmup) * units.optimizer_steps_per_step,
-        with_reference=uses_reference(config),
+        with_reference=uses_reference(config) and not config.actor_rollout_ref.ref.has_own_devices,
         seed=trainer.seed,
         with_rollout=config.actor_rollout_ref.hybrid_engine,
         with_sum_pi_squared=estimator_takes(config.algorithm.adv_estimator, "sum_pi_squared"),
@@ -216,6 +217,8 @@ def ppo_pools(config: PPOConfig, units: BatchUnits, steps: int) -> list[Pool]:
         else:
             workers[role] = worker
 
+    if (ref := config.actor_rollout_ref.ref).has_own_devices:
+        place("ref", ClassWithInitArgs(ReferenceWorker, config.actor_rollout_ref, settings), ref, REF)
     if not config.actor_rollout_ref.hybrid_engine:
         rollout = config.actor_rollout_ref.rollout
         worker = ClassWithInitArgs(RolloutWorker, config.actor_rollout_ref, settings)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from meshrl.algorithms import CovarianceStats
-from meshrl.config.actor import RefConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.root import ActorRolloutRefConfig
@@ -34,6 +33,7 @@ from meshrl.workers.actor_loss import FRESH, count_mini_batch, make_actor_loss, 
 from meshrl.workers.answering import Answering
 from meshrl.workers.checkpointing import CheckpointedWorker
 from meshrl.workers.joining import import_external_lib, join_ranks
+from meshrl.workers.reference import log_prob_request, reference_model, renamed
 from meshrl.workers.resting import awake, rests, send_to_rest
 from meshrl.workers.settings import WorkerSettings
 
@@ -124,10 +124,8 @@ class ActorRolloutRefWorker(CheckpointedWorker):
 
     def _reference_model(self) -> ModelConfig | None:
         """What the reference is loaded from, or None where it is the policy without its adapters."""
-        model, path = self.config.model, self.config.ref.model.path
-        if path is not None:
-            return replace(model, path=path, lora_rank=0, lora_adapter_path=None, random_init=False)
-        return None if self.actor.has_adapters else model
+        is_the_policy = self.config.ref.model.path is None and self.actor.has_adapters
+        return None if is_the_policy else reference_model(self.config)
 
     def _awake(self, engine: Engine, *, optimizer: bool = False) -> AbstractContextManager[None]:
         """Inside, the engine's weights (and optimizer) are on the device, and the rollout has made room."""
@@ -228,14 +226,21 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         Where an estimator needs them also `sum_pi_squared`.
         """
         with MemoryLog("old_log_prob", self.device, self.config.memory_budget_bytes), self._awake(self.actor):
-            output = self.actor.forward(self._for_log_probs(data, self.config.rollout, entropy=True))
-        return _renamed(output, old_log_probs="log_probs", entropys="entropys", sum_pi_squared="sum_pi_squared")
+            request = log_prob_request(
+                data,
+                self.config.rollout,
+                self.temperature,
+                entropy=True,
+                sum_pi_squared=self.settings.with_sum_pi_squared,
+            )
+            output = self.actor.forward(request)
+        return renamed(output, old_log_probs="log_probs", entropys="entropys", sum_pi_squared="sum_pi_squared")
 
     @register(dispatch_mode=nd_dispatch("actor"))
     @booked("ref")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """The reference's log-probs of the responses: `ref_log_prob`."""
-        request = self._for_log_probs(data, self.config.ref, entropy=False)
+        request = log_prob_request(data, self.config.ref, self.temperature, entropy=False)
         if self.ref is not None:
             with MemoryLog("ref", self.device, self.config.memory_budget_bytes), self._awake(self.ref):
                 output = self.ref.forward(request)
@@ -248,7 +253,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
                 output = self.actor.forward(request)
         else:
             raise ValueError("this worker has no reference policy: set use_kl_loss or use_kl_in_reward")
-        return _renamed(output, ref_log_prob="log_probs")
+        return renamed(output, ref_log_prob="log_probs")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("ref")
@@ -259,23 +264,10 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         with self._awake(self.actor), self._awake(self.ref):
             self.ref.copy_weights_from(self.actor)
 
-    def _for_log_probs(self, data: DataProto, how: RolloutConfig | RefConfig, entropy: bool) -> DataProto:
-        meta = {
-            "temperature": self.temperature,
-            "use_dynamic_bsz": how.log_prob_use_dynamic_bsz,
-            "max_token_len": how.log_prob_max_token_len_per_gpu,
-            "micro_batch_size": how.log_prob_micro_batch_size_per_gpu,
-            "calculate_entropy": entropy,
-            "calculate_sum_pi_squared": self.settings.with_sum_pi_squared and how is self.config.rollout,
-        }
-        selected = data.select(["input_ids", "attention_mask", "response_mask"], [])
-        return DataProto(selected.batch, {}, meta)
-
     @property
     def temperature(self) -> float:
-        """The temperature at which the policy is trained: that of sampling (greedy generation trains at 1)."""
-        rollout = self.config.rollout
-        return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
+        """The temperature at which the policy is trained."""
+        return self.config.rollout.policy_temperature
 
     @register(dispatch_mode=nd_dispatch("actor", pad=False))
     def update_actor(self, data: DataProto) -> dict[str, float]:
@@ -353,8 +345,3 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         row = data.select_idxs([0])
         row.batch["response_mask"] = torch.zeros_like(row.batch["response_mask"])
         return row
-
-
-def _renamed(output: dict[str, Tensor], **names: str) -> DataProto:
-    """An engine's outputs under the controller's names; only collecting ranks have any."""
-    return DataProto.from_dict({new: output[old] for new, old in names.items() if old in output})

@@ -4,6 +4,7 @@ import pytest
 
 from meshrl.config import load_config
 from meshrl.config.checks import check_config
+from meshrl.config.names import ACTOR, REF
 from meshrl.config.pools import num_devices, ranks_of
 from meshrl.config.show import summary_lines
 from meshrl.config.units import BatchUnits
@@ -12,6 +13,7 @@ PPO = (
     "algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n=1", "trainer.n_gpus_per_node=4",
     "actor_rollout_ref.model.path=anywhere", "critic.model.path=anywhere",
 )  # fmt: skip
+KL = ("actor_rollout_ref.actor.use_kl_loss=true",)
 SCORED = ("reward_model.enable=true", "reward_model.model.path=anywhere")
 
 
@@ -42,6 +44,10 @@ def test_all_devices_are_counted():
     apart = ("actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.nnodes=1")
     config = load(*apart, "actor_rollout_ref.rollout.n_gpus_per_node=3", "critic.nnodes=2", "critic.n_gpus_per_node=2")
     assert num_devices(config) == 4 + 3 + 4
+    config = load(*KL, f"{REF}.nnodes=1", f"{REF}.n_gpus_per_node=2", f"{REF}.log_prob_micro_batch_size=8")
+    assert (num_devices(config), BatchUnits.from_config(config).ref_dp_size) == (6, 2)
+    assert config.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu == 4
+    assert any("reference: fsdp2 on 2 ranks" in line for line in summary_lines(config))
 
 
 @pytest.mark.parametrize(
@@ -60,6 +66,15 @@ def test_all_devices_are_counted():
         ),
         (("reward_model.nnodes=1",), "reward_model.nnodes has no effect without reward_model.enable=true"),
         (("algorithm.adv_estimator=grpo", "critic.nnodes=1"), "critic.nnodes has no effect with"),
+        (("actor_rollout_ref.ref.nnodes=1",), "actor_rollout_ref.ref.nnodes=1 has no effect without a reference"),
+        (
+            (*KL, "actor_rollout_ref.ref.nnodes=1", "actor_rollout_ref.ref.n_gpus_per_node=1", f"{REF}.update_every=2"),
+            "update_every=2 needs a reference on the policy's devices",
+        ),
+        (
+            (*KL, f"{REF}.nnodes=1", f"{REF}.n_gpus_per_node=3", f"{ACTOR}.ulysses_sequence_parallel_size=2"),
+            "n_gpus (3 = actor_rollout_ref.ref.nnodes * n_gpus_per_node) must be divisible by",
+        ),
         (("reward.judge.nnodes=1",), "reward.judge has no effect without reward.judge.path"),
     ],
 )

@@ -86,6 +86,14 @@ def test_a_critic_on_devices_of_its_own_leaves_the_policy_room_and_time():
     shared = make(config)
     config, make = load("8xH200", *ppo, "critic.nnodes=1", "critic.n_gpus_per_node=2")
     plan = make(config)
+    away = ("actor_rollout_ref.ref.nnodes=1", "actor_rollout_ref.ref.n_gpus_per_node=8")
+    config, make = load("8xH200", *ppo, *away)
+    aside = make(config)
+    assert not any(part.startswith("ref") for part in phase(aside, "update_actor").memory)
+    assert "parameters" not in phase(aside, "ref").memory  # the policy's
+    first, second = phase(aside, "ref"), phase(aside, "old_log_prob")
+    assert first.beside == pytest.approx(min(first.seconds, second.seconds))
+    assert aside.seconds == pytest.approx(shared.seconds - phase(aside, "ref").beside, rel=0.01)
     assert [p.name for p in plan.phases] == [p.name for p in shared.phases]
     for name in ("old_log_prob", "update_actor", "generate"):
         assert phase(plan, name).seconds == phase(shared, name).seconds

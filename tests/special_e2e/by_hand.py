@@ -12,6 +12,7 @@ import torch
 from meshrl.trainer.ppo import PPOTrainer
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from meshrl.workers.critic import CriticWorker
+from meshrl.workers.reference import log_prob_request
 
 Rows = list[list[float]]
 
@@ -35,7 +36,7 @@ class Recorder:
             return update_actor(trainer, batch)
 
         def watched_step(worker, data, compare_with, covariance):
-            request = worker._for_log_probs(data, worker.config.rollout, entropy=False)
+            request = log_prob_request(data, worker.config.rollout, worker.temperature, entropy=False)
             log_probs = worker.actor.forward(request)["log_probs"].clone()
             seen = {name: value.clone() for name, value in data.batch.items()}
             metrics = update_on(worker, data, compare_with, covariance)

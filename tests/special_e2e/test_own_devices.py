@@ -1,4 +1,4 @@
-"""Critics, reward models and judges on devices of their own: the same run, with their work beside the policy's."""
+"""References, critics, reward models and judges on devices of their own: the same run, their work beside others'."""
 
 import gzip
 import json
@@ -9,11 +9,24 @@ from pathlib import Path
 import pytest
 from test_layouts import UNEVEN, compare
 from test_ppo import PPO
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshrl.trainer.ppo import PPOTrainer
 
 REWARD = Path(__file__).parent / "dense_reward.py"
-APART = ("critic.nnodes=1", "critic.n_gpus_per_node=2", "reward_model.nnodes=1", "reward_model.n_gpus_per_node=1")
+APART = (
+    "critic.nnodes=1",
+    "critic.n_gpus_per_node=2",
+    "reward_model.nnodes=1",
+    "reward_model.n_gpus_per_node=1",
+    "actor_rollout_ref.ref.nnodes=1",
+    "actor_rollout_ref.ref.n_gpus_per_node=1",
+)
+BESIDE = (
+    ("update_critic", "update_actor"),
+    ("compute_values", "compute_log_prob"),
+    ("compute_ref_log_prob", "compute_log_prob"),
+)
 # Rejection changes which tokens count after the critic was asked.
 REJECTING = (
     "algorithm.rollout_correction.bypass_mode=false",
@@ -65,13 +78,13 @@ def test_the_run_is_the_same(shared, apart):
     compare(shared, apart, 1e-5)
 
 
-def test_critic_and_policy_work_at_the_same_time(apart):
+def test_others_work_while_the_policy_does(apart):
     with gzip.open(apart.path / "timeline.json.gz", "rt") as file:
         events = [event for event in json.load(file) if event]
     roles = {e["pid"]: e["args"]["name"].partition(" ")[0] for e in events if e["name"] == "process_name"}
-    assert set(roles.values()) == {"controller", "actor_rollout_ref", "critic", "reward_model"}
+    assert set(roles.values()) == {"controller", "actor_rollout_ref", "ref", "critic", "reward_model"}
     calls = [(roles[e["pid"]], e) for e in events if e["ph"] == "X" and e["cat"] == "calls"]
-    for one, other in (("update_critic", "update_actor"), ("compute_values", "compute_log_prob")):
+    for one, other in BESIDE:
         for step in (1, 2, 3):
             (first, *_), (second, *_) = (
                 [(e["ts"], e["ts"] + e["dur"]) for _, e in calls if e["name"] == name and e["args"]["step"] == step]
@@ -97,4 +110,23 @@ def test_a_judge_of_its_own_grades_while_others_are_generated(task, tmp_path):
     there = task.train(tmp_path / "there", *options, *apart)
     assert there.metrics[-1]["reward/overlapped_share"] > 0
     there.metrics[-1].pop("reward/overlapped_share")
+    compare(here, there, 1e-5)
+
+
+def test_a_larger_teacher_has_devices_of_its_own(task, tmp_path):
+    """Of another shape than the policy, which only has to share its tokens."""
+    teacher = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(task.model, intermediate_size=96))
+    teacher.save_pretrained(tmp_path / "teacher")
+    options = (
+        *UNEVEN,
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=false",
+        "algorithm.adv_estimator=distillation",
+        f"actor_rollout_ref.ref.model.path={tmp_path / 'teacher'}",
+        "actor_rollout_ref.model.lora_rank=4",
+    )
+    apart = ("actor_rollout_ref.ref.nnodes=1", "actor_rollout_ref.ref.n_gpus_per_node=2")
+    here = task.train(tmp_path / "here", *options)
+    there = task.train(tmp_path / "there", *options, *apart)
+    assert here.metrics[-1]["distillation/reverse_kl"] > 0.1
     compare(here, there, 1e-5)

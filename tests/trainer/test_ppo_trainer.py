@@ -79,6 +79,7 @@ def test_a_batch_that_is_rejected_as_a_whole_is_a_step_without_an_update(caplog)
     fake.order, fake.critic = SimpleNamespace(metrics=dict), None
     fake.phase = lambda name: nullcontext()
     fake.needs_old_log_probs = fake.corrects_rollout = True
+    fake.needs_reference = False
     fake.refresh_reference_if_due = lambda: heard.append("reference")
     fake.updates = SimpleNamespace(update=heard.append)
     fake.samples = SimpleNamespace(log_training=lambda *_: logged.append(True))
