@@ -27,11 +27,12 @@ BESIDE = (
     ("compute_values", "compute_log_prob"),
     ("compute_ref_log_prob", "compute_log_prob"),
 )
-# Rejection changes which tokens count after the critic was asked.
+# Rejection changes which tokens count after the critic was asked: a rollout in bfloat16 is off by more than rounding.
 REJECTING = (
     "algorithm.rollout_correction.bypass_mode=false",
     "algorithm.rollout_correction.rollout_rs=token_k1",
-    "algorithm.rollout_correction.rollout_rs_threshold=1.0000001",
+    "algorithm.rollout_correction.rollout_rs_threshold=1.01",
+    "actor_rollout_ref.rollout.dtype=bfloat16",
 )
 
 
@@ -40,6 +41,8 @@ def options(reward_model):
     return (
         *PPO,
         *REJECTING,
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=false",
         "actor_rollout_ref.actor.use_kl_loss=true",
         "reward_model.enable=true",
         f"reward_model.model.path={reward_model[0]}",
