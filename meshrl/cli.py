@@ -283,6 +283,7 @@ def _config(arguments: argparse.Namespace) -> None:
 
 def _serve(arguments: argparse.Namespace) -> int | None:
     from meshrl.config.errors import told_without_traceback
+    from meshrl.models.hub import folder_of
     from meshrl.rollout.command_line import engine_options, server_settings
     from meshrl.rollout.opened import open_rollout
     from meshrl.rollout.server.run import check_address, serve
@@ -291,7 +292,7 @@ def _serve(arguments: argparse.Namespace) -> int | None:
         settings, options = server_settings(arguments), engine_options(arguments)
     try:
         check_address(arguments.host, arguments.port)
-        opened = open_rollout(arguments.model, options)
+        opened = open_rollout(folder_of(arguments.model, _note), options)
         serve(opened, settings, arguments.host, arguments.port, _say)
     except (OSError, ValueError, ImportError) as error:
         _complain(str(error))
@@ -301,11 +302,13 @@ def _serve(arguments: argparse.Namespace) -> int | None:
 
 def _generate(arguments: argparse.Namespace) -> int | None:
     from meshrl.config.errors import told_without_traceback
+    from meshrl.models.hub import folder_of
     from meshrl.rollout.command_line import engine_options, sampling_params
     from meshrl.rollout.offline.job import Job, generate
 
     with told_without_traceback():
         params, options = sampling_params(arguments), engine_options(arguments)
+        arguments.model = folder_of(arguments.model, _note)
         job = Job.from_arguments(arguments, params)
     try:
         report = generate(job, options)
@@ -439,7 +442,10 @@ def _ready(loaded: "Loaded[PPOConfig] | Loaded[SFTConfig]", arguments: argparse.
     from meshrl.config import check_config, ensure_runnable
     from meshrl.config.checks import check_notes
     from meshrl.config.show import summary_lines
+    from meshrl.models.hub import resolve_models
 
+    if not arguments.skip_files:
+        resolve_models(loaded.config, loaded.sources, _note, may_download=not arguments.dry_run)
     for note in check_notes(loaded.config, loaded.sources):
         _complain(f"note: {note}")
     if not arguments.dry_run:
@@ -459,6 +465,10 @@ def _ready(loaded: "Loaded[PPOConfig] | Loaded[SFTConfig]", arguments: argparse.
 def _say(text: str) -> None:
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+def _note(text: str) -> None:
+    _complain(f"note: {text}")
 
 
 def _complain(text: str) -> None:

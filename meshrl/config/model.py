@@ -8,7 +8,9 @@ from meshrl.config.key import key
 
 @dataclass
 class ModelConfig:
-    path: str | None = key(None, "Folder with the Hugging Face model: config.json, weights, tokenizer.")
+    path: str | None = key(
+        None, "Folder with the Hugging Face model (config.json, weights, tokenizer), or its name on the hub."
+    )
     tokenizer_path: str | None = key(None, "Folder with the tokenizer; null: the model's folder.")
     trust_remote_code: bool = key(False, "Run model or tokenizer code found in the folder.")
     external_lib: str | None = key(

@@ -12,6 +12,7 @@ from meshrl.config.engine import EngineConfig
 from meshrl.config.families import megatron_problems
 from meshrl.config.model import ModelConfig
 
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -40,6 +41,11 @@ MOST_PARSED = 2**24
 LONGEST_HEADER = 100_000_000  # safetensors' own limit
 
 
+def is_hub_name(path: str) -> bool:
+    """Whether a path can only be meant as the name of a model on the hub: there is no folder that it could lie in."""
+    return HUB_NAME.fullmatch(path) is not None and not Path(path).parent.exists()
+
+
 def folder_problems(model: ModelConfig, prefix: str) -> list[str]:
     """Whether the model's folder has a config, weights and a tokenizer."""
     if not model.path:
@@ -47,9 +53,9 @@ def folder_problems(model: ModelConfig, prefix: str) -> list[str]:
     folder = Path(model.path)
     if not folder.is_dir():
         return [
-            f"{prefix}.path={model.path} is not a folder; download the model there first: "
-            f"hf download {model.path.strip('/')} --local-dir {model.path}"
-            if re.fullmatch(r"[\w.-]+/[\w.-]+", model.path)
+            f"{prefix}.path={model.path} is not a folder, and not whole in the hub's cache: a run would download it; "
+            f"now does 'hf download {model.path}'"
+            if is_hub_name(model.path)
             else f"{prefix}.path={model.path} is not a folder; download the model there first"
         ]
     problems = []

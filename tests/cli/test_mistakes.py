@@ -65,7 +65,8 @@ def test_a_mistake_is_told(fails: Run, words: list[str], said: str) -> None:
 
 def test_a_model_of_the_hub_comes_with_the_command_that_fetches_it(fails: Run) -> None:
     _, said = fails("train", "grpo", "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B", "--dry-run")
-    assert "hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B" in said
+    assert "actor_rollout_ref.model.path=Qwen/Qwen3-0.6B is not a folder, and not whole in the hub's cache" in said
+    assert "'hf download Qwen/Qwen3-0.6B'" in said
     _, said = fails("train", "grpo", "actor_rollout_ref.model.path=/models/qwen", "--dry-run")
     assert "/models/qwen is not a folder; download the model there first\n" in said
 

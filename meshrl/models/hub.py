@@ -1,0 +1,113 @@
+"""Models by their names on the Hugging Face hub: found in its cache on this machine, or downloaded into it.
+
+Everything else reads folders: names become folders before a run is checked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshrl.config.errors import ConfigError
+from meshrl.config.model_folder import is_hub_name
+from meshrl.config.tree import get_value, leaves, set_value
+
+# The keys that name a model, and those of them that need no weights.
+MODEL_KEYS = re.compile(r"(.*\.)?(model\.path|judge\.path|tokenizer_path)")
+TOKENIZER_KEY = "tokenizer_path"
+FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja", "*.py")
+# The same weights in other formats.
+LEFT_OUT = ("original/*", "consolidated*", "*/*.safetensors")
+OLD_WEIGHTS = ("*.bin", "*.bin.index.json")
+
+
+def cached_folder(name: str, weights: bool = True) -> Path | None:
+    """The folder of a model in the cache, if it is there with all that is needed."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    for patterns in _ways(weights):
+        try:
+            folder = Path(snapshot_download(name, local_files_only=True, **patterns))
+        except LocalEntryNotFoundError:
+            continue
+        if _is_whole(folder, weights):
+            return folder
+    return None
+
+
+def downloaded_folder(name: str, weights: bool = True) -> Path:
+    """Downloads what is missing of a model; ValueError where that cannot be done."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        for patterns in _ways(weights):
+            folder = Path(snapshot_download(name, **patterns))
+            if _is_whole(folder, weights):
+                return folder
+    except (HfHubHTTPError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{name} is not a folder, not whole in the hub's cache, and could not be downloaded: {reason}. Is it spelt "
+            "right? Models that must be asked for need a token (HF_TOKEN); without a network, give a folder"
+        ) from error
+    raise ValueError(f"{name} on the hub has no {'weights' if weights else 'tokenizer'} that can be read")
+
+
+def _ways(weights: bool) -> list[dict[str, Any]]:
+    """Which of its files a model needs, the newer format of weights first."""
+    if not weights:
+        return [{"allow_patterns": [pattern for pattern in FILES if pattern != "*.safetensors"]}]
+    newer = {"allow_patterns": list(FILES), "ignore_patterns": list(LEFT_OUT)}
+    return [newer, {"allow_patterns": [*FILES, *OLD_WEIGHTS], "ignore_patterns": list(LEFT_OUT)}]
+
+
+def _is_whole(folder: Path, weights: bool) -> bool:
+    """Whether a folder has what its own listing says."""
+    if not weights:
+        return any(folder.glob("tokenizer*"))
+    if not (folder / "config.json").is_file():
+        return False
+    listings = [json.loads(index.read_text()) for index in folder.glob("*.index.json")]
+    if not listings:
+        return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+    return any(all((folder / name).is_file() for name in set(found["weight_map"].values())) for found in listings)
+
+
+def folder_of(path: str, say: Callable[[str], None], may_download: bool = True, weights: bool = True) -> str:
+    """A model's folder: `path` itself, or where the hub's model of that name lies."""
+    if not is_hub_name(path):
+        return path
+    folder = cached_folder(path, weights)
+    if folder is None and may_download:
+        say(f"downloading {path} from the hub")
+        folder = downloaded_folder(path, weights)
+    if folder is None:
+        return path
+    say(f"{path} is read from {folder}")
+    return str(folder)
+
+
+def resolve_models(config: Any, sources: dict[str, str], say: Callable[[str], None], may_download: bool) -> None:
+    """Puts folders in the place of names of the hub in all keys of a config that name a model."""
+    problems = []
+    for key in leaves(type(config)):
+        value = get_value(config, key) if MODEL_KEYS.fullmatch(key) else None
+        if not value or not is_hub_name(value):
+            continue
+        section = get_value(config, key.rpartition(".")[0])
+        weights = not key.endswith(TOKENIZER_KEY) and not getattr(section, "random_init", False)
+        try:
+            folder = folder_of(value, say, may_download, weights)
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+            continue
+        if folder != value:
+            set_value(config, key, folder)
+            sources[key] = f"{sources[key]}, {value} of the hub"
+    if problems:
+        raise ConfigError(problems)
