@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from hypothesis import settings
+
+from meshrl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS
 
 # In CI a run tests the commit, not its luck; elsewhere new examples are tried each time.
 settings.register_profile("repeatable", derandomize=True)
@@ -105,6 +107,16 @@ def pytest_collection_finish() -> None:
     if IS_XDIST_WORKER:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_built_in_functions() -> Iterator[None]:
+    """What the tests of a file register under names of their own is not there for the next file."""
+    yield
+    for registry in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS):
+        for name, function in list(registry._functions.items()):
+            if not function.__module__.startswith("meshrl."):
+                del registry._functions[name]
 
 
 @pytest.fixture(scope="session")
