@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from meshrl.config import Loaded
     from meshrl.config.root import PPOConfig
     from meshrl.config.sft import SFTConfig
     from meshrl.plan.lengths import Lengths
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from meshrl.plan.planner import Plan
 
 BEST = 10
+Config = TypeVar("Config", "PPOConfig", "SFTConfig")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -96,11 +98,11 @@ def read_and_plan(arguments: argparse.Namespace) -> tuple[Plan, Callable[[Any], 
     if cluster.nodes > 1:
         words.append("trainer.backend=ray")
     if arguments.sft:
-        demonstrations = load_config(recipe, words, SFTConfig).config
+        demonstrations = _with_folders(load_config(recipe, words, SFTConfig))
         model = find_model(demonstrations.model, arguments.model_config, "model.path")
         make_one = partial(make_sft_plan, model=model, cluster=cluster, lengths=_sft_lengths(demonstrations, arguments))
         return make_one(demonstrations), make_one, problems_of(demonstrations, model)
-    config = load_config(recipe, words, PPOConfig).config
+    config = _with_folders(load_config(recipe, words, PPOConfig))
     model = find_model(config.actor_rollout_ref.model, arguments.model_config)
     remarks = problems_of(config, model)
     make = partial(
@@ -112,6 +114,14 @@ def read_and_plan(arguments: argparse.Namespace) -> tuple[Plan, Callable[[Any], 
         reward_model=_reward_model(config, remarks),
     )
     return make(config), partial(make, quick=True), remarks
+
+
+def _with_folders(loaded: Loaded[Config]) -> Config:
+    """The config, with models of the hub read from its cache where they are there."""
+    from meshrl.models.hub import resolve_models
+
+    resolve_models(loaded.config, loaded.sources, lambda line: None, may_download=False)
+    return loaded.config
 
 
 def _critic_model(config: PPOConfig, arguments: argparse.Namespace) -> PlannedModel | None:

@@ -150,6 +150,13 @@ def test_a_run_takes_a_name_and_a_dry_run_does_not_download_it(tmp_path, hub, fi
     assert f"note: downloading {NAME} from the hub" in err
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert f"{COMMIT}" in (tmp_path / "run" / "config.yaml").read_text()
+    # What is in the cache is planned without a network; a model that nobody has downloaded is not known.
+    plan = ("plan", "demo_grpo", "--gpus", "1xH100")
+    offline = {"HF_HUB_OFFLINE": "1"}
+    code, out, err = run(tmp_path, endpoint, MESHRL, *plan, f"actor_rollout_ref.model.path={NAME}", **offline)
+    assert code == 0, err
+    assert COMMIT in out
+    assert run(tmp_path, endpoint, MESHRL, *plan, "actor_rollout_ref.model.path=some/other", **offline)[0] == 2
     # A folder of that name comes first.
     shutil.copytree(files, tmp_path / NAME, ignore=shutil.ignore_patterns("consolidated*"))
     code, out, err = run(tmp_path, "http://127.0.0.1:9", MESHRL, *words, "--dry-run")
