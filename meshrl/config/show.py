@@ -11,7 +11,7 @@ from meshrl.config.aliases import canonical, nearest
 from meshrl.config.critic import uses_critic
 from meshrl.config.errors import ConfigError
 from meshrl.config.layout import layout_lines
-from meshrl.config.pools import ranks_of
+from meshrl.config.pools import num_devices, ranks_of
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.config.tree import Leaf, get_value, leaves, sections
@@ -100,6 +100,8 @@ def summary_lines(config: PPOConfig | SFTConfig) -> list[str]:
     if isinstance(config, SFTConfig):
         engine = layout_lines("engine", config.engine, trainer.world_size)
         return [first, *engine, *SFTBatchUnits.from_config(config).lines(), f"run folder: {trainer.run_dir}"]
+    if (devices := num_devices(config)) > trainer.world_size:
+        first += f"; {devices} with those of roles on devices of their own"
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     ranks, spread = rollout.replica_size, rollout.expert_parallel_size
     is_apart = not config.actor_rollout_ref.hybrid_engine

@@ -34,6 +34,7 @@ def test_ranks_and_units_are_those_of_the_roles_own_devices():
     assert (units.dp_size, units.critic_dp_size, units.reward_model_dp_size) == (4, 2, 2)
     assert num_devices(config) == 6
     lines = "\n".join(summary_lines(config))
+    assert "= 4, backend local, device auto; 6 with those of roles on devices of their own" in lines
     assert "critic: fsdp2 on 2 ranks" in lines
     assert "on devices of its own" in lines
     assert "reward model: fsdp2 on 4 ranks" in lines
