@@ -183,11 +183,14 @@ def _replay_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int | None:
+    from meshrl.config.pools import num_devices
+
     loaded = _load(arguments.words, sft=False)
     if _ready(loaded, arguments):
         if arguments.supervise:
             return _supervised("train", arguments, loaded)
-        _warm_up(loaded.config.trainer, "meshrl.workers.actor_rollout_ref", *_apart(loaded.config))
+        apart = [] if loaded.config.actor_rollout_ref.hybrid_engine else ["meshrl.workers.rollout"]
+        _warm_up(loaded.config.trainer, num_devices(loaded.config), "meshrl.workers.actor_rollout_ref", *apart)
         with importing():
             from meshrl.trainer.halves import rollout_only, train_only
             from meshrl.trainer.run import train
@@ -201,19 +204,9 @@ def _train(arguments: argparse.Namespace) -> int | None:
     return None
 
 
-def _apart(config: "PPOConfig") -> list[str]:
-    """The modules of workers that have devices of their own."""
-    critic, reward_model, judge = config.critic, config.reward_model, config.reward.judge
-    modules = {
-        "reference": config.actor_rollout_ref.ref, "critic": critic, "reward_model": reward_model, "judge": judge,
-    }  # fmt: skip
-    found = [f"meshrl.workers.{name}" for name, place in modules.items() if place.has_own_devices]
-    return found if config.actor_rollout_ref.hybrid_engine else ["meshrl.workers.rollout", *found]
-
-
-def _warm_up(trainer: "RunConfig", *modules: str) -> None:
+def _warm_up(trainer: "RunConfig", processes: int, *modules: str) -> None:
     """The process that local workers are forked from imports what they need while this one does the same."""
-    if trainer.backend == "local" and (trainer.world_size > 1 or len(modules) > 1):
+    if trainer.backend == "local" and (processes > 1 or len(modules) > 1):
         from meshrl.controller import warm_up
 
         warm_up(*modules)
@@ -235,7 +228,7 @@ def _sft(arguments: argparse.Namespace) -> int | None:
     if _ready(loaded, arguments):
         if arguments.supervise:
             return _supervised("sft", arguments, loaded)
-        _warm_up(loaded.config.trainer, "meshrl.workers.sft")
+        _warm_up(loaded.config.trainer, loaded.config.trainer.world_size, "meshrl.workers.sft")
         with importing():
             from meshrl.trainer.run import sft
 

@@ -53,8 +53,8 @@ def folder_problems(model: ModelConfig, prefix: str) -> list[str]:
     folder = Path(model.path)
     if not folder.is_dir():
         return [
-            f"{prefix}.path={model.path} is not a folder, and not whole in the hub's cache: a run would download it; "
-            f"now does 'hf download {model.path}'"
+            f"{prefix}.path={model.path} is not a folder, and not whole in the hub's cache: a run downloads it; "
+            f"'hf download {model.path}' does so now"
             if is_hub_name(model.path)
             else f"{prefix}.path={model.path} is not a folder; download the model there first"
         ]

@@ -4,9 +4,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshrl.config.key import key
+from meshrl.config.names import REF
 
 if TYPE_CHECKING:
     from meshrl.config.root import PPOConfig
+
+SECTIONS = {"ref": REF, "critic": "critic", "reward_model": "reward_model", "judge": "reward.judge"}
 
 
 @dataclass
@@ -40,13 +43,18 @@ def num_devices(config: "PPOConfig") -> int:
 
 
 def places(config: "PPOConfig") -> dict[str, OwnDevices]:
-    """The sections that say where a role is."""
+    """Where each role is that may stand apart from the policy; `SECTIONS` has the names of these sections."""
     return {
-        "actor_rollout_ref.ref": config.actor_rollout_ref.ref,
+        "ref": config.actor_rollout_ref.ref,
         "critic": config.critic,
         "reward_model": config.reward_model,
-        "reward.judge": config.reward.judge,
+        "judge": config.reward.judge,
     }
+
+
+def roles_apart(config: "PPOConfig") -> set[str]:
+    """The roles with devices of their own."""
+    return {role for role, place in places(config).items() if place.has_own_devices}
 
 
 def whose(place: OwnDevices, name: str) -> str:
@@ -57,7 +65,8 @@ def whose(place: OwnDevices, name: str) -> str:
 def pool_problems(config: "PPOConfig") -> list[str]:
     """Half of what says how many devices a role has, and more machines than one without Ray."""
     problems = []
-    for name, place in places(config).items():
+    for role, place in places(config).items():
+        name = SECTIONS[role]
         if (place.nnodes > 0) != (place.n_gpus_per_node > 0):
             problems.append(
                 f"{name}.nnodes * n_gpus_per_node ({place.nnodes} * {place.n_gpus_per_node}) gives it no devices: set "

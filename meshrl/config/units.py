@@ -152,8 +152,9 @@ def _update_problems(config: PPOConfig, role: ActorConfig | CriticConfig, prefix
     n, prompts = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
     actor = config.actor_rollout_ref.actor
     mini = role.ppo_mini_batch_size or actor.ppo_mini_batch_size
-    world_size = config.trainer.world_size if isinstance(role, ActorConfig) else ranks_of(config, role)
-    owner = "trainer" if isinstance(role, ActorConfig) else whose(role, prefix)
+    world_size, owner = config.trainer.world_size, "trainer"
+    if isinstance(role, CriticConfig):
+        world_size, owner = ranks_of(config, role), whose(role, prefix)
     ranks = max(1, dp_size(role, world_size))
     problems = []
     if prompts % mini:

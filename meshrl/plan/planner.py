@@ -8,6 +8,7 @@ from functools import cached_property
 
 from meshrl.config.algorithm_checks import uses_reference
 from meshrl.config.critic import uses_critic
+from meshrl.config.pools import roles_apart
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.config.units import BatchUnits, SFTBatchUnits
@@ -137,9 +138,7 @@ class _Planner:
         self.clock = Clock(cluster, efficiency)
         self.units = BatchUnits.from_config(config)
         self.roles, self.actor = roles, roles["actor"]
-        ref = config.actor_rollout_ref.ref
-        places = {"ref": ref, "critic": config.critic, "reward_model": config.reward_model}
-        self.apart = {name for name, place in places.items() if place.has_own_devices}
+        self.apart = roles_apart(config)
         here = {name: role for name, role in roles.items() if name not in self.apart}
         self.training = Training(here, "actor", lengths, cluster, self.clock, judge_memory(config, cluster))
         self.generation = Generation(config, self.actor.model, self.actor, cluster)

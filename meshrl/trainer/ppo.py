@@ -412,11 +412,8 @@ class PPOTrainer(SampleSource):
         returns, values = batch.batch["returns"][mask], batch.batch["values"][mask]
         unexplained = (returns - values).var() / (returns.var() + 1e-5)
         explained = {"critic/vf_explained_var": float(1 - unexplained)}
-        if self.config.critic.has_own_devices:
-            begun = self.critic.begin("update_critic", data)
-            return lambda: begun.get()[0] | explained
-        metrics = self.critic.update_critic(data)[0] | explained
-        return lambda: metrics
+        answer = self.begin_call(self.critic, "update_critic", data, self.config.critic.has_own_devices)
+        return lambda: answer()[0] | explained
 
     def covariance_of_mini_batches(self, data: DataProto) -> list[CovarianceStats | None]:
         """What clip_cov, kl_cov and m2po must know of each whole mini-batch, which no rank sees alone."""

@@ -22,9 +22,9 @@ from meshrl.config.algorithm_checks import bypass_loss, uses_reference
 from meshrl.config.correction import correction_of
 from meshrl.config.critic import uses_critic
 from meshrl.config.errors import ConfigError, told_without_traceback
-from meshrl.config.names import REF, ROLLOUT
+from meshrl.config.names import ROLLOUT
 from meshrl.config.own_code import import_external_libs, with_absolute_files
-from meshrl.config.pools import OwnDevices
+from meshrl.config.pools import SECTIONS, places
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig, SFTDataConfig
 from meshrl.config.show import to_yaml
@@ -209,30 +209,23 @@ def ppo_pools(config: PPOConfig, units: BatchUnits, steps: int) -> list[Pool]:
         template_kwargs=config.data.apply_chat_template_kwargs,
     )
     workers = {"actor_rollout_ref": ClassWithInitArgs(ActorRolloutRefWorker, config.actor_rollout_ref, settings)}
-    apart: list[Pool] = []
-
-    def place(role: str, worker: ClassWithInitArgs, where: OwnDevices, key: str) -> None:
-        if where.has_own_devices:
-            apart.append(Pool(where.processes, {role: worker}, key))
-        else:
-            workers[role] = worker
-
-    if (ref := config.actor_rollout_ref.ref).has_own_devices:
-        place("ref", ClassWithInitArgs(ReferenceWorker, config.actor_rollout_ref, settings), ref, REF)
+    if config.actor_rollout_ref.ref.has_own_devices:
+        workers["ref"] = ClassWithInitArgs(ReferenceWorker, config.actor_rollout_ref, settings)
+    if uses_critic(config.critic, config.algorithm.adv_estimator):
+        workers["critic"] = critic_worker(config, settings, units, steps)
+    if config.reward_model.enable:
+        workers["reward_model"] = ClassWithInitArgs(RewardModelWorker, config.reward_model, settings)
+    if config.reward.judge.path is not None:
+        workers["judge"] = ClassWithInitArgs(JudgeWorker, config.reward.judge, settings)
+    pools = []
     if not config.actor_rollout_ref.hybrid_engine:
         rollout = config.actor_rollout_ref.rollout
         worker = ClassWithInitArgs(RolloutWorker, config.actor_rollout_ref, settings)
-        apart.append(Pool([rollout.n_gpus_per_node] * rollout.nnodes, {"rollout": worker}, ROLLOUT))
-    if uses_critic(config.critic, config.algorithm.adv_estimator):
-        place("critic", critic_worker(config, settings, units, steps), config.critic, "critic")
-    if config.reward_model.enable:
-        worker = ClassWithInitArgs(RewardModelWorker, config.reward_model, settings)
-        place("reward_model", worker, config.reward_model, "reward_model")
-    if config.reward.judge.path is not None:
-        place(
-            "judge", ClassWithInitArgs(JudgeWorker, config.reward.judge, settings), config.reward.judge, "reward.judge"
-        )
-    return [Pool(trainer.processes, workers), *apart]
+        pools.append(Pool([rollout.n_gpus_per_node] * rollout.nnodes, {"rollout": worker}, ROLLOUT))
+    for role, place in places(config).items():
+        if role in workers and place.has_own_devices:
+            pools.append(Pool(place.processes, {role: workers.pop(role)}, SECTIONS[role]))
+    return [Pool(trainer.processes, workers), *pools]
 
 
 def critic_worker(config: PPOConfig, settings: WorkerSettings, units: BatchUnits, steps: int) -> ClassWithInitArgs:

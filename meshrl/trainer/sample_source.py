@@ -228,12 +228,17 @@ class SampleSource:
         return in_order(method(request), order)
 
     def begin_balanced(self, group: WorkerGroup, method: str, batch: DataProto, dp_size: int, is_apart: bool) -> Answer:
-        """`call_balanced`, with the answer for later: those with devices of their own (`is_apart`) work meanwhile."""
+        """`call_balanced` by way of `begin_call`."""
         request, order = self.balanced_request(batch, dp_size)
+        answer = self.begin_call(group, method, request, is_apart)
+        return lambda: in_order(answer(), order)
+
+    def begin_call(self, group: WorkerGroup, method: str, data: DataProto, is_apart: bool) -> Callable[[], Any]:
+        """Calls a method, with the answer for later: a group with devices of its own (`is_apart`) works meanwhile."""
         if is_apart:
-            begun = group.begin(method, request)
-            return lambda: in_order(begun.get(), order)
-        answer = in_order(getattr(group, method)(request), order)
+            begun = group.begin(method, data)
+            return lambda: begun.get()
+        answer = getattr(group, method)(data)
         return lambda: answer
 
     def balanced_request(self, batch: DataProto, dp_size: int) -> tuple[DataProto, np.ndarray]:
@@ -309,8 +314,7 @@ class SampleSource:
 
 def in_order(answer: DataProto, order: np.ndarray) -> DataProto:
     """Answers to samples that were sent in `order`, in that of the batch."""
-    answer.reorder(np.argsort(order))
-    return answer
+    return answer.select_idxs(np.argsort(order))
 
 
 def total_steps(config: PPOConfig, rows: int) -> int:

@@ -143,7 +143,7 @@ def test_a_run_takes_a_name_and_a_dry_run_does_not_download_it(tmp_path, hub, fi
     )  # fmt: skip
     code, _, err = run(tmp_path, endpoint, MESHRL, *words, "--dry-run")
     assert code == 2
-    assert f"a run would download it; now does 'hf download {NAME}'" in err
+    assert f"a run downloads it; 'hf download {NAME}' does so now" in err
     assert asked == []
     code, out, err = run(tmp_path, endpoint, MESHRL, *words)
     assert code == 0, err + out

@@ -105,21 +105,27 @@ def test_a_worker_that_fails_is_heard(task, worker):
         generate_beside_scoring(worker, request, columns, manager, 60.0)
 
 
-@pytest.mark.parametrize("more", [(), PRIME, ("trainer.n_gpus_per_node=2",)])
-def test_a_judge_on_the_workers_grades(task, tmp_path, more):
+def judged(task):
     """The judge is the demo's own model: asked to sort an answer's digits, it is graded by the first it writes."""
-    options = [o for o in SHORT if not o.startswith("trainer.total")]
-    run = task.train(
-        tmp_path / "run",
-        *options,
-        *more,
-        "trainer.total_training_steps=1",
+    return (
         "reward.name=null",
         "reward.functions.judge={weight: 1.0, kwargs: {template: '{solution_str}>', pattern: '^([0-9])', high: 9}}",
         f"reward.functions.dense={{weight: 0.0, name: compute_score, path: {REWARD}}}",
         f"reward.judge.path={task.model}",
         "reward.judge.max_tokens=2",
         "reward.on_error=zero",
+    )
+
+
+@pytest.mark.parametrize("more", [(), PRIME, ("trainer.n_gpus_per_node=2",)])
+def test_a_judge_on_the_workers_grades(task, tmp_path, more):
+    options = [o for o in SHORT if not o.startswith("trainer.total")]
+    run = task.train(
+        tmp_path / "run",
+        *options,
+        *more,
+        *judged(task),
+        "trainer.total_training_steps=1",
         f"trainer.rollout_data_dir={tmp_path / 'samples'}",
     )
     samples = [json.loads(line) for line in Path(tmp_path, "samples", "1.jsonl").read_text().splitlines()]

@@ -4,16 +4,15 @@ import gzip
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from test_layouts import UNEVEN, compare
+from test_overlap import judged
 from test_ppo import PPO
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshrl.trainer.ppo import PPOTrainer
 
-REWARD = Path(__file__).parent / "dense_reward.py"
 APART = (
     "critic.nnodes=1",
     "critic.n_gpus_per_node=2",
@@ -101,12 +100,7 @@ def test_a_judge_of_its_own_grades_while_others_are_generated(task, tmp_path):
         *UNEVEN,
         "trainer.total_training_steps=1",
         "trainer.test_freq=-1",
-        "reward.name=null",
-        "reward.functions.judge={weight: 1.0, kwargs: {template: '{solution_str}>', pattern: '^([0-9])', high: 9}}",
-        f"reward.functions.dense={{weight: 0.0, name: compute_score, path: {REWARD}}}",
-        f"reward.judge.path={task.model}",
-        "reward.judge.max_tokens=2",
-        "reward.on_error=zero",
+        *judged(task),
     )
     apart = ("reward.judge.nnodes=1", "reward.judge.n_gpus_per_node=2", "reward_manager.overlap=true")
     here = task.train(tmp_path / "here", *options)

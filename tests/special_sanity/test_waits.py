@@ -20,8 +20,7 @@ ALLOWED = {
     ("controller/ray.py", "build"): "Deadlines.start",
     ("trainer/schedule.py", "finish"): "deadline of the call",
     ("trainer/sample_source.py", "move_weights"): "deadline of the call",
-    ("trainer/sample_source.py", "begin_balanced"): "deadline of the call",
-    ("trainer/ppo.py", "begin_update_critic"): "deadline of the call",
+    ("trainer/sample_source.py", "begin_call"): "deadline of the call",
     ("trainer/joining.py", "join_pools"): "deadline of the call",
     # Threads and processes whose whole work is to wait for the next job; nobody waits for them.
     ("controller/futures.py", "_run"): "a daemon's queue of jobs",
