@@ -27,7 +27,7 @@ from meshrl.config.rollout import MultiTurnConfig, RolloutConfig
 from meshrl.data.encoding import is_chat
 from meshrl.data.prompts import object_array
 from meshrl.data.proto import DataProto
-from meshrl.rollout.base import Rollout, joined, unpadded_prompts
+from meshrl.rollout.base import Rollout, joined, routes_column, unpadded_prompts
 from meshrl.rollout.requests import SamplingParams
 
 # What a loop's tools and environment may want to know of a sample, if the batch brings it along.
@@ -167,20 +167,22 @@ def as_rectangle(
         return out
 
     columns = {name: np.array([getattr(t, name) for t in found], dtype=np.int64) for name in COUNTS}
+    tensors = joined(
+        ids,
+        mask,
+        responses=rectangle("token_ids", pad_token_id, torch.long),
+        there=inside,
+        response_mask=rectangle("mask", 0, torch.long),
+        rollout_log_probs=rectangle("log_probs", 0.0, torch.float32),
+        versions=rectangle("versions", NO_VERSION, torch.int32),
+    )
     return DataProto.from_dict(
-        tensors=joined(
-            ids,
-            mask,
-            responses=rectangle("token_ids", pad_token_id, torch.long),
-            there=inside,
-            response_mask=rectangle("mask", 0, torch.long),
-            rollout_log_probs=rectangle("log_probs", 0.0, torch.float32),
-            versions=rectangle("versions", NO_VERSION, torch.int32),
-        ),
+        tensors=tensors,
         non_tensors={
             **columns,
             "ending": object_array([t.ending for t in found]),
             "turn_rewards": object_array([t.rewards for t in found]),
+            **routes_column((t.routes for t in found), tensors["attention_mask"]),
         },
     )
 

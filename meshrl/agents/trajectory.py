@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from meshrl.agents.messages import Message, Sample
 from meshrl.rollout.requests import Completion
 
@@ -33,6 +35,7 @@ class Trajectory:
     malformed_calls: int = 0
     tool_responses_cut: int = 0
     ending: str = ""
+    routes: np.ndarray | None = None  # where the tokens of prompt and conversation went, as far as computed
 
     def add_sampled(self, answer: Completion) -> None:
         """Appends a turn of the model."""
@@ -40,6 +43,8 @@ class Trajectory:
         self.log_probs += answer.log_probs
         self.versions += answer.versions
         self.mask += [1] * len(answer.token_ids)
+        if answer.routes is not None:
+            self.routes = answer.routes if self.routes is None else _continued(self.routes, answer.routes)
 
     def add_given(self, token_ids: Sequence[int]) -> None:
         """Appends what others said."""
@@ -55,3 +60,8 @@ class Trajectory:
             kept -= 1
         for tokens in (self.token_ids, self.mask, self.log_probs, self.versions):
             del tokens[kept:]
+
+
+def _continued(before: np.ndarray, now: np.ndarray) -> np.ndarray:
+    """Routes of a longer conversation: what was known stays, for its tokens were sampled by way of it."""
+    return np.concatenate([before, now[len(before) :]])

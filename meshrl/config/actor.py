@@ -17,6 +17,7 @@ POLICY_LOSSES = (
     "decoupled", "icepop", "m2po", "topr", "bypass_mode",
 )  # fmt: skip
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+REPLAY_MODES = ("disabled", "R2", "R3")
 KL_CHOICES = KL_ESTIMATORS + tuple(f"{name}+" for name in KL_ESTIMATORS)
 
 
@@ -41,6 +42,15 @@ class PolicyLossConfig:
     icepop_high: float = key(5.0, "icepop: tokens whose trainer-to-rollout ratio is above are masked.", low=0)
     behaviour_weight_cap: float = key(5.0, "decoupled: upper bound of the behaviour weights.", low=0)
     m2_threshold: float = key(0.04, "m2po: bound of the mean squared log of the trainer-to-rollout ratio.", low=0)
+
+
+@dataclass
+class RouterReplayConfig:
+    mode: str = key(
+        "disabled",
+        "Mixtures of experts: updates send tokens where the rollout did (R3) or the pass for old log-probs (R2).",
+        choices=REPLAY_MODES,
+    )
 
 
 @dataclass
@@ -75,6 +85,7 @@ class ActorConfig(EngineConfig):
     skip_zero_advantage: bool = key(
         True, "Don't compute samples whose advantage is zero, where the loss gives them no gradient."
     )
+    router_replay: RouterReplayConfig = section(RouterReplayConfig, "Replay of routes through experts.")
     optim: OptimConfig = section(OptimConfig, "Optimizer of the policy.")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "What checkpoints hold of the policy.")
 

@@ -326,7 +326,10 @@ ALIASES: tuple[Alias, ...] = (
     agree(f"{ACTOR}.rollout_n", f"{ROLLOUT}.n"),
     read(f"{ACTOR}.use_token_level_loss", f"{ACTOR}.loss_agg_mode", {True: "token-mean", False: "seq-mean-token-mean"}),
     idle(f"{ACTOR}.tis_imp_ratio_cap", "it is off", -1, instead="set algorithm.rollout_correction.rollout_is=token"),
-    idle(f"{ACTOR}.router_replay.mode", "it is off", "disabled", instead="no routes are recorded to replay"),
+    *(
+        Alias(f"{ROLLOUT}.{name}", f"{ACTOR}.router_replay.mode", {True: "R3", False: None}, agrees=True)
+        for name in ("enable_rollout_routing_replay", "enable_return_routed_experts")
+    ),
     gone(f"{ACTOR}.fixed_num_micro_batches", f"bound them: {ACTOR}.ppo_max_token_len_per_gpu with use_dynamic_bsz"),
     Alias(f"{ACTOR}.ppo_micro_batch_size", f"{ACTOR}.ppo_micro_batch_size_per_gpu", over_ranks=True),
     Alias("critic.ppo_micro_batch_size", "critic.ppo_micro_batch_size_per_gpu", over_ranks=True),

@@ -52,6 +52,7 @@ from meshrl.config.pools import pool_problems, ranks_of, whose
 from meshrl.config.reward import reward_file_problems, reward_problems
 from meshrl.config.rollout import READERS, UNNEEDED, VLLM_ADAPTER_RANKS
 from meshrl.config.root import PPOConfig
+from meshrl.config.router_replay import replay_file_problems, replay_problems
 from meshrl.config.sampling import sampling_problems
 from meshrl.config.sft import SFTConfig
 from meshrl.config.split_rollout import split_file_problems, split_problems
@@ -125,6 +126,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *_reference_layout_problems(config),
         *rollout_problems(rollout, ROLLOUT, world_size, is_apart=not config.actor_rollout_ref.hybrid_engine),
         *split_problems(config),
+        *replay_problems(config),
         *batch_problems(config),
         *async_problems(config),
         *pool_problems(config),
@@ -170,6 +172,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
             "data.max_prompt_length + max_response_length",
         )
         problems += split_file_problems(config)
+        problems += replay_file_problems(config)
         problems += _generation_problems(config)
         problems += sampler_file_problems(config)
         problems += custom_class_problems(config)

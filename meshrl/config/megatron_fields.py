@@ -33,7 +33,7 @@ FROM_OUR_KEYS = {
     "calculate_per_token_loss": "nothing: losses are shares of the global one, gradients are summed",
     "variable_seq_lengths": "nothing: micro-batches are packed rows of any length",
     "moe_grouped_gemm": "nothing: experts are modules of their own",
-    "moe_enable_routing_replay": "nothing: no routes are recorded that could be replayed",
+    "moe_enable_routing_replay": "actor.router_replay.mode",
     "mtp_num_layers": "nothing: there is no loss for multi-token prediction",
 }
 

@@ -31,6 +31,11 @@ class ActorRolloutRefConfig:
     rollout: RolloutConfig = section(RolloutConfig, "How responses are generated.")
 
     @property
+    def records_routes(self) -> bool:
+        """Whether the rollout says which experts its tokens went to."""
+        return self.actor.router_replay.mode == "R3"
+
+    @property
     def memory_budget_bytes(self) -> int | None:
         """Bytes that any phase of a rank may take."""
         return None if self.memory_budget_gigabytes is None else int(self.memory_budget_gigabytes * 2**30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +14,8 @@ class PackedRow:
     """The tokens of a padded batch without its padding, longest document first.
 
     `predictors[i]` is the place in the row whose output predicts `targets[i]`; `slots[i]` is where that number belongs
-    in the flattened [batch, columns] rectangle of targets. A row that kept its padding has an `attention_mask`.
+    in the flattened [batch, columns] rectangle of targets. `samples` says which sample of the batch each document is. A
+    row that kept its padding has an `attention_mask`.
     """
 
     input_ids: Tensor
@@ -22,6 +24,7 @@ class PackedRow:
     targets: Tensor
     slots: Tensor
     shape: tuple[int, int]
+    samples: Sequence[int]
     attention_mask: Tensor | None = None
 
     def to(self, device: torch.device) -> PackedRow:
@@ -65,7 +68,8 @@ def pack(input_ids: Tensor, attention_mask: Tensor, target_mask: Tensor) -> Pack
         places = place[:, -columns:][wanted]
     if order is not None:
         slots += (order[rows] - rows) * columns
-    return PackedRow(row_ids, lengths.tolist(), places - 1, row_ids[places], slots, (batch, columns))
+    samples = range(batch) if order is None else order.tolist()
+    return PackedRow(row_ids, lengths.tolist(), places - 1, row_ids[places], slots, (batch, columns), samples)
 
 
 def _check_first_tokens(keep: Tensor, wanted: Tensor) -> None:
@@ -99,6 +103,7 @@ def keep_padding(input_ids: Tensor, attention_mask: Tensor, target_mask: Tensor)
         input_ids[rows, target_column],
         rows * columns + places,
         (batch, columns),
+        range(batch),
         attention_mask[:, first:last],
     )
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from meshrl.config.optim import OptimConfig
 from meshrl.data.proto import DataProto
 from meshrl.engines.stored_state import Entry, Snapshot, write_index, write_snapshot
 from meshrl.models.buffers import named_weights
+from meshrl.models.routes import ROUTED_EXPERTS
 from meshrl.telemetry.flops import ModelShape, count_flops
 from meshrl.telemetry.ledger import current_ledger
 
@@ -34,17 +36,20 @@ CONTENTS = ("model", "optimizer", "extra")
 class BatchOutput:
     """What a batch gave: reduced metrics, the same on every rank, and per-sample tensors in the batch's own order.
 
-    `tensors` holds what `forward_only` computed (`log_probs`, `entropys`, `values`), on collecting ranks only.
+    `tensors` holds what `forward_only` computed (`log_probs`, `entropys`, `values`), on collecting ranks only, and
+    `routes` which experts the tokens of each sample went to, where that was asked for.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    routes: np.ndarray | None = None
 
 
 class Engine(ABC):
     """A sharded model with its optimizer. Every rank of the group calls every method, in the same order.
 
-    `head`: `lm` for log-probs, `value` for one number a token. Without `optim` the model only answers.
+    `head`: `lm` for log-probs, `value` for one number a token. Without `optim` the model only answers. With
+    `replays_routes` tokens go to the experts that a batch names.
     """
 
     module: nn.Module
@@ -63,9 +68,11 @@ class Engine(ABC):
         head: str = "lm",
         total_steps: int = 0,
         seed: int = 0,
+        replays_routes: bool = False,
     ):
         self.model_config, self.engine_config, self.optim_config = model, engine, optim
         self.device, self.head, self.total_steps, self.seed = device, head, total_steps, seed
+        self.replays_routes = replays_routes
         self.lay_out()
 
     @abstractmethod
@@ -132,8 +139,16 @@ class Engine(ABC):
         `forward_only` computes without gradients and gives back the model's outputs; a loss is then optional and only
         measured. `data` holds `input_ids`, `attention_mask` [batch, length] and `response_mask` [batch, columns] over
         the last columns; `data.meta_info` says `temperature`, `calculate_entropy` and how to cut micro-batches
-        (`use_dynamic_bsz`, `max_token_len`, `micro_batch_size`).
+        (`use_dynamic_bsz`, `max_token_len`, `micro_batch_size`). A column `routed_experts` (see `meshrl.models.routes`)
+        is replayed; `record_routes` asks a `forward_only` pass for one.
         """
+
+    def routes_of(self, data: DataProto) -> np.ndarray | None:
+        """The routes that a batch brings, by sample; an engine that would not take them says so."""
+        routes = data.non_tensor_batch.get(ROUTED_EXPERTS)
+        if routes is not None and not self.replays_routes:
+            raise ValueError(f"a batch has {ROUTED_EXPERTS}, but this engine was not built to replay them")
+        return routes
 
     def count_flops(self, data: DataProto, forward_only: bool) -> None:
         """Counts this rank's share of what a batch takes; peers that share its samples take theirs."""

@@ -56,13 +56,17 @@ class PackedModel(nn.Module):
         temperature: float,
         with_entropy: bool,
         with_sum_pi_squared: bool = False,
+        shares_prefixes: bool = True,
     ) -> dict[str, Tensor]:
-        """One number a target under each name; ranks that share a sequence compute a part and all get all."""
+        """One number a target under each name; ranks that share a sequence compute a part and all get all.
+
+        Equal prefixes of several samples may be computed once, unless they are told to differ (`shares_prefixes`).
+        """
         wanted = Wanted(temperature, with_entropy, with_sum_pi_squared)
         self._check_lengths(row)
         if shard is None:
             return self.answer(self._padded(row)[row.predictors], row.targets, wanted)
-        tree = self._tree(row, shard)
+        tree = self._tree(row, shard) if shares_prefixes else None
         if tree is not None:
             hidden = self._packed(row.input_ids[tree.place_of], tree.position_ids, tree)
             predictors = hidden.index_select(0, tree.node_of[row.predictors])

@@ -93,9 +93,9 @@ class SequenceShard:
             context = UlyssesContext(context, parallel.sp_group)
         return context
 
-    def take(self, values: Tensor) -> Tensor:
-        """This rank's part [local, ...] of what every rank has for the whole row [tokens, ...]; zeros for padding."""
-        return values if self.parallel.size == 1 else self._pad(values)[self.index]
+    def take(self, values: Tensor, fill: int = 0) -> Tensor:
+        """This rank's part [local, ...] of what every rank has for the whole row [tokens, ...]; `fill` for padding."""
+        return values if self.parallel.size == 1 else self._pad(values, fill)[self.index]
 
     def gather(self, local_values: Tensor) -> Tensor:
         """The whole row [tokens, ...], without padding, of every rank's [local, ...].
@@ -107,9 +107,9 @@ class SequenceShard:
         """
         return local_values if self.parallel.size == 1 else _GatherRow.apply(local_values, self)
 
-    def _pad(self, values: Tensor) -> Tensor:
+    def _pad(self, values: Tensor, fill: int) -> Tensor:
         missing = self.padded_length - len(values)
-        return F.pad(values, (0, 0) * (values.ndim - 1) + (0, missing)) if missing else values
+        return F.pad(values, (0, 0) * (values.ndim - 1) + (0, missing), value=fill) if missing else values
 
 
 class _GatherRow(torch.autograd.Function):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshrl.data.proto import DataProto
+from meshrl.models.routes import ROUTED_EXPERTS, as_column, fitted
 from meshrl.rollout.requests import Chunk, Completion, Request, SamplingParams
 
 __all__ = ["TAGS", "Rollout", "SamplingParams", "as_batch"]
@@ -89,6 +90,7 @@ class Rollout(ABC):
         Takes `input_ids` and `attention_mask` [batch, prompt], padded on the left, and `seeds` [batch]; gives
         `prompts`, `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`, `rollout_log_probs` and
         `versions`, with responses padded on the right to `params.max_tokens`, and why each answer came to its `ending`.
+        A rollout that records routes adds `routed_experts` (see `meshrl.models.routes`).
         """
         if self.version < 0:
             raise RuntimeError("the rollout has no weights yet: sync them before generating")
@@ -149,7 +151,21 @@ def as_batch(prompts: DataProto, answers: Sequence[Completion], width: int, pad_
         rollout_log_probs=rectangle([a.log_probs for a in answers], 0.0, torch.float32),
         versions=rectangle([a.versions for a in answers], -1, torch.int32),
     )
-    return DataProto.from_dict(fields, {"ending": np.array([answer.finish_reason for answer in answers], dtype=object)})
+    endings = np.array([answer.finish_reason for answer in answers], dtype=object)
+    routes = routes_column((answer.routes for answer in answers), fields["attention_mask"])
+    return DataProto.from_dict(fields, {"ending": endings, **routes})
+
+
+def routes_column(routes: Iterable[np.ndarray | None], attention_mask: Tensor) -> dict[str, np.ndarray]:
+    """Samples' routes, of as many tokens as each has, under their name in a batch; nothing where none has any."""
+    found = list(routes)
+    some = next((one for one in found if one is not None), None)
+    if some is None:
+        return {}
+    lengths = attention_mask.sum(1).tolist()
+    return {
+        ROUTED_EXPERTS: as_column(fitted(some[:0] if r is None else r, n) for r, n in zip(found, lengths, strict=True))
+    }
 
 
 def joined(ids: Tensor, mask: Tensor, *, responses: Tensor, there: Tensor, **fields: Tensor) -> dict[str, Tensor]:

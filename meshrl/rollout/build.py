@@ -32,13 +32,15 @@ def build_rollout(
     can_share: bool,
     rank_group: dist.ProcessGroup | None = None,
     adapter_rank: int = 0,
+    records_routes: bool = False,
 ) -> Rollout:
     """The rollout of one trainer rank, without weights until the first sync.
 
     `hf_model` is the trainer's module; with `can_share` (unsharded, without adapters, on the device) the embedded
     rollout generates with it and needs no copy. The others have copies of their own, cut over the ranks of a
     `rank_group`. Of those the first has an engine in processes of its own, which takes the GPUs of all. `adapter_rank`:
-    of LoRA adapters that come by themselves, for an engine that can take them (vllm); 0: none do.
+    of LoRA adapters that come by themselves, for an engine that can take them (vllm); 0: none do. `records_routes`:
+    answers say which experts their tokens went to.
     """
     ranks = 1 if rank_group is None else dist.get_world_size(rank_group)
     if config.is_elsewhere and rank_group is not None and dist.get_rank(rank_group) > 0:
@@ -47,7 +49,7 @@ def build_rollout(
         takes = config.name == "vllm" and adapter_rank > 0
         return Bystander(pad_token_id=int(tokenizer.pad_token_id), replica_ranks=ranks, takes_adapters=takes)
     if config.name == "vllm":
-        return _vllm(config, model, tokenizer, device, rank_group, adapter_rank)
+        return _vllm(config, model, tokenizer, device, rank_group, adapter_rank, records_routes)
     if config.name == "sglang":
         return _sglang(config, model, tokenizer, device, ranks)
     dtype = torch_dtype(config.dtype)
@@ -62,6 +64,7 @@ def build_rollout(
             tokenizer=tokenizer,
             max_num_seqs=config.max_num_seqs,
             max_model_len=config.max_model_len,
+            records_routes=records_routes,
         )
     from meshrl.rollout.embedded.engine import EmbeddedRollout
 
@@ -82,6 +85,7 @@ def build_rollout(
         shares_weights=shares,
         rank_group=rank_group,
         spreads_experts=config.expert_parallel_size > 1,
+        records_routes=records_routes,
         device=None if rank_group is None else device,
     )
 
@@ -93,6 +97,7 @@ def _vllm(
     device: torch.device,
     rank_group: dist.ProcessGroup | None,
     adapter_rank: int,
+    records_routes: bool,
 ) -> Rollout:
     wanted: dict[str, Any] = {
         "dtype": str(torch_dtype(config.dtype)).removeprefix("torch."),
@@ -126,6 +131,7 @@ def _vllm(
         pad_token_id=int(tokenizer.pad_token_id),
         bucket_bytes=config.update_weights_bucket_megabytes * MEBIBYTE // 2,  # as the parts of a sync
         rank_group=rank_group,
+        records_routes=records_routes,
         **wanted,
     )
 

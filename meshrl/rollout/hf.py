@@ -30,6 +30,7 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.models.buffers import named_weights
+from meshrl.models.routes import Routers
 from meshrl.rollout.admission import NO_WEIGHTS, known_tags, refusal, room
 from meshrl.rollout.base import TAGS
 from meshrl.rollout.embedded.sampler import derived_seed
@@ -51,6 +52,7 @@ class Answer:
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: str | None = None
+    routes: list[Tensor] = field(default_factory=list)
 
     def take(self, logits: Tensor, tokenizer: Tokenizer | None) -> int:
         """Chooses the next token from the model's logits [vocabulary] and notes whether it is the last."""
@@ -86,7 +88,14 @@ class Answer:
             finish_reason,
             None,
             tops,
+            torch.cat(self.routes).cpu().numpy() if finish_reason is not None and self.routes else None,
         )
+
+    def add_routes(self, routes: Tensor) -> None:
+        """Takes the routes of the last so many tokens but one, as far as it has none yet."""
+        known = sum(map(len, self.routes))
+        computed = len(self.request.prompt_token_ids) + len(self.token_ids) - 1
+        self.routes.append(routes[:computed][known:])
 
 
 def choose(answer: Answer, logits: Tensor) -> tuple[int, Tensor]:
@@ -144,6 +153,7 @@ class HFRollout(SteppingRollout):
     """Generation by a Hugging Face module that is either shared with the trainer or a replica of its own.
 
     The module must run with one of transformers' own attention functions. `stride` is the number of tokens of a step.
+    `records_routes`: answers say which experts their tokens went to.
     """
 
     def __init__(
@@ -156,8 +166,10 @@ class HFRollout(SteppingRollout):
         max_model_len: int | None = None,
         stride: int = 16,
         shares_weights: bool = False,
+        records_routes: bool = False,
     ):
         super().__init__()
+        self.routers = Routers(hf_model) if records_routes else None
         self.hf_model, self.pad_token_id, self.tokenizer = hf_model, pad_token_id, tokenizer
         self.max_num_seqs, self.stride, self.shares_weights = max_num_seqs, stride, shares_weights
         self.vocabulary = int(hf_model.config.vocab_size)
@@ -204,7 +216,7 @@ class HFRollout(SteppingRollout):
         input_ids = torch.tensor([[self.pad_token_id] * (width - len(row)) + row for row in rows], device=device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
         steps = min(self.stride, max(answer.limit - len(answer.token_ids) for answer in answers))
-        with _evaluating(self.hf_model):
+        with _evaluating(self.hf_model), self._noting_routes(answers, [width - len(row) for row in rows]):
             self.hf_model.generate(  # type: ignore[operator]
                 input_ids,
                 attention_mask=mask,
@@ -214,6 +226,25 @@ class HFRollout(SteppingRollout):
                 logits_processor=LogitsProcessorList([_Chooser(answers, self.tokenizer, self.pad_token_id)]),
                 stopping_criteria=StoppingCriteriaList([_Ended(answers)]),
             )
+
+    @contextmanager
+    def _noting_routes(self, answers: Sequence[Answer], padding: Sequence[int]) -> Iterator[None]:
+        """Inside, every forward says where its tokens went; `padding`: so much stands before each answer's prompt."""
+        if self.routers is None:
+            yield
+            return
+        made: list[Tensor] = []
+        routers = self.routers
+        hook = self.hf_model.register_forward_hook(
+            lambda *_: made.append(routers.recorded().unflatten(0, (len(answers), -1)))
+        )
+        try:
+            with routers.routing(records=True):
+                yield
+        finally:
+            hook.remove()
+        for answer, before, routes in zip(answers, padding, torch.cat(made, 1), strict=True):
+            answer.add_routes(routes[before:])
 
     def has_work(self) -> bool:
         return bool(self._answers)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -68,7 +70,8 @@ class Chunk:
     """New tokens of answer `index` to a request; the last one of an answer says why it ended.
 
     Tokens, log-probs and versions are parallel. The log-probs are those of the policy at the sampling temperature,
-    before top-k, top-p and min-p cut it; at temperature 0 they are those at temperature 1.
+    before top-k, top-p and min-p cut it; at temperature 0 they are those at temperature 1. A rollout that records
+    `routes` gives them with the last chunk: which experts each token of prompt and answer went to, as far as computed.
     """
 
     request_id: str
@@ -79,6 +82,7 @@ class Chunk:
     finish_reason: str | None = None
     error: str | None = None
     top_log_probs: list[dict[int, float]] | None = None
+    routes: np.ndarray | None = None
 
 
 @dataclass
@@ -93,6 +97,7 @@ class Completion:
     finish_reason: str | None = None
     error: str | None = None
     top_log_probs: list[dict[int, float]] | None = None
+    routes: np.ndarray | None = None
 
     def add(self, chunk: Chunk) -> None:
         """Appends what a chunk brought."""
@@ -102,6 +107,8 @@ class Completion:
         self.finish_reason, self.error = chunk.finish_reason, chunk.error
         if chunk.top_log_probs is not None:
             self.top_log_probs = (self.top_log_probs or []) + chunk.top_log_probs
+        if chunk.routes is not None:
+            self.routes = chunk.routes
 
 
 def gather(requests: Iterable[Request], chunks: Iterable[Chunk]) -> list[Completion]:

@@ -17,7 +17,8 @@ def corrects_rollout(config: RolloutCorrectionConfig, loss_mode: str) -> bool:
 
 def needs_old_log_probs(config: PPOConfig, optimizer_steps: int) -> bool:
     """On-policy, with one optimizer step a batch, the update itself knows the old log-probs: no pass is needed."""
-    algorithm, loss_mode = config.algorithm, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    loss_mode = actor.policy_loss.loss_mode
     if algorithm.rollout_correction.bypass_mode:
         return False
     wanted = (
@@ -27,6 +28,7 @@ def needs_old_log_probs(config: PPOConfig, optimizer_steps: int) -> bool:
         or estimator_takes(algorithm.adv_estimator, "old_log_probs")
         or estimator_takes(algorithm.adv_estimator, "sum_pi_squared")
         or corrects_rollout(correction_of(config), loss_mode)
+        or actor.router_replay.mode == "R2"
     )
     return wanted or optimizer_steps > 1
 

@@ -39,6 +39,7 @@ from meshrl.data.proto import DataProto
 from meshrl.data.sampling import RowOrder
 from meshrl.data.scored import scored_rows
 from meshrl.data.stream import PromptStream
+from meshrl.models.routes import ROUTED_EXPERTS
 from meshrl.rewards.manager import RewardManager
 from meshrl.telemetry.console import validation_accuracies
 from meshrl.telemetry.metrics import compute_data_metrics, compute_throughput_metrics
@@ -295,11 +296,13 @@ class PPOTrainer(SampleSource):
 
     def add_old_log_probs(self, batch: DataProto) -> dict[str, float]:
         """Adds the trainer's own `old_log_probs`; measures entropy and how far the rollout's log-probs are off."""
-        output = self.call_balanced(self.actor.compute_log_prob, batch)
+        output = self.call_balanced(self.actor.compute_log_prob, batch, [ROUTED_EXPERTS])
         mask, old = batch.batch["response_mask"], output.batch["old_log_probs"]
         batch.batch["old_log_probs"] = old
         if "sum_pi_squared" in output.batch.keys():
             batch.batch["sum_pi_squared"] = output.batch["sum_pi_squared"]
+        if ROUTED_EXPERTS in output.non_tensor_batch:
+            batch.non_tensor_batch[ROUTED_EXPERTS] = output.non_tensor_batch[ROUTED_EXPERTS]
         metrics = {"actor/entropy": float(agg_loss(output.batch["entropys"], mask, "token-mean"))}
         if "rollout_log_probs" in batch.batch.keys():
             # Older tokens differ because the policy has moved, which is no fault of the rollout.
@@ -382,7 +385,8 @@ class PPOTrainer(SampleSource):
             tensors[FRESH] = batch.batch["versions"] == self.version
         measures_entropy = "old_log_probs" not in names or self.bypasses_old_log_probs
         meta = {"compare_with": compare_with, "measure_entropy": measures_entropy}
-        data = DataProto(tensors, {}, meta)
+        columns = {name: batch.non_tensor_batch[name] for name in (ROUTED_EXPERTS,) if name in batch.non_tensor_batch}
+        data = DataProto(tensors, columns, meta)
         if self.config.actor_rollout_ref.actor.shuffle:
             data.reorder(np.random.default_rng((self.config.trainer.seed, self.step)).permutation(len(data)))
         if self.loss_mode in COVARIANCE_LOSSES:

@@ -9,7 +9,7 @@ import copy
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -222,9 +222,12 @@ class SampleSource:
             batch.non_tensor_batch[RM_SCORE] = rm_scores.sum(1).double().numpy()
         return metrics
 
-    def call_balanced(self, method: Any, batch: DataProto, dp_size: int | None = None) -> DataProto:
-        """Calls a per-sample method with the samples spread so that all ranks get about the same number of tokens."""
-        request, order = self.balanced_request(batch, dp_size or self.units.dp_size)
+    def call_balanced(self, method: Any, batch: DataProto, columns: Sequence[str] = ()) -> DataProto:
+        """Calls a per-sample method with the samples spread so that all ranks get about the same number of tokens.
+
+        It also gets the `columns` that the batch has of these.
+        """
+        request, order = self.balanced_request(batch, self.units.dp_size, columns)
         return in_order(method(request), order)
 
     def begin_balanced(self, group: WorkerGroup, method: str, batch: DataProto, dp_size: int, is_apart: bool) -> Answer:
@@ -241,12 +244,15 @@ class SampleSource:
         answer = getattr(group, method)(data)
         return lambda: answer
 
-    def balanced_request(self, batch: DataProto, dp_size: int) -> tuple[DataProto, np.ndarray]:
+    def balanced_request(
+        self, batch: DataProto, dp_size: int, columns: Sequence[str] = ()
+    ) -> tuple[DataProto, np.ndarray]:
         """What a per-sample method needs of a batch, in an order that spreads its tokens over the ranks."""
         order = np.arange(len(batch))
         if len(batch) % dp_size == 0:  # else the dispatch pads them
             order = self.balanced_order(batch.batch["attention_mask"].sum(1).numpy(), 1, dp_size)
-        request = DataProto(batch.batch.select("input_ids", "attention_mask", "response_mask"), {}, {})
+        found = {name: batch.non_tensor_batch[name] for name in columns if name in batch.non_tensor_batch}
+        request = DataProto(batch.batch.select("input_ids", "attention_mask", "response_mask"), found, {})
         request.reorder(order)
         return request, order
 

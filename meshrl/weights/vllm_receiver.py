@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from meshrl.rollout.shared_file import Entry, read_tensors
 from meshrl.rollout.vllm.arguments import BACKEND
 from meshrl.rollout.vllm.parallel import Parallel, parallel_of
+from meshrl.rollout.vllm.routes import Computed, StepRoutes
 from meshrl.weights.vllm_parts import own_parts, owners_of_weights, unsent
 
 
@@ -131,6 +132,14 @@ class WorkerExtension:
     def passed_over(self: Any) -> list[str]:
         """Parameters of layers that took nothing in the last update, with which vLLM goes on as they were."""
         return self.weight_transfer_engine.passed_over
+
+    def record_routes(self: Any) -> None:
+        """From now on it is noted which experts tokens go to."""
+        self.step_routes = StepRoutes(self)
+
+    def routes_of_step(self: Any) -> list[Computed]:
+        """What the last step computed, and where its tokens went."""
+        return self.step_routes.of_step()
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

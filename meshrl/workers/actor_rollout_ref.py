@@ -21,6 +21,7 @@ from meshrl.engines.base import Engine
 from meshrl.engines.build import engine_class
 from meshrl.models.loading import torch_dtype
 from meshrl.models.lora import adapter_rank
+from meshrl.models.routes import ROUTED_EXPERTS
 from meshrl.models.saving import save_hf_folder
 from meshrl.parallel.mesh import contiguous_group, wait_for_all
 from meshrl.telemetry.ledger import booked
@@ -57,6 +58,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             device=self.device,
             total_steps=self.settings.total_optimizer_steps,
             seed=self.settings.seed,
+            replays_routes=actor.router_replay.mode != "disabled",
         )
         self.actor.initialize()
         self.register_mesh("actor", self.actor.dp_rank, self.actor.dp_size, is_collect=self.actor.is_collect)
@@ -84,6 +86,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
                 adapter_rank=adapter_rank(self.actor.hf_model) if alone else 0,
                 memory_budget=self.config.memory_budget_bytes,
                 template_kwargs=self.settings.template_kwargs,
+                records_routes=self.config.records_routes,
             )
             self.rollout = self.answering.rollout
             self.phases = self._make_phases(self.config.rollout)
@@ -223,7 +226,8 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """The actor's own log-probs and entropies of the responses: `old_log_probs`, `entropys`.
 
-        Where an estimator needs them also `sum_pi_squared`.
+        Where an estimator needs them also `sum_pi_squared`. Routes through experts that come with the batch are taken;
+        where updates replay those of this pass, the answer has them.
         """
         with MemoryLog("old_log_prob", self.device, self.config.memory_budget_bytes), self._awake(self.actor):
             request = log_prob_request(
@@ -233,8 +237,15 @@ class ActorRolloutRefWorker(CheckpointedWorker):
                 entropy=True,
                 sum_pi_squared=self.settings.with_sum_pi_squared,
             )
-            output = self.actor.forward(request)
-        return renamed(output, old_log_probs="log_probs", entropys="entropys", sum_pi_squared="sum_pi_squared")
+            if ROUTED_EXPERTS in data.non_tensor_batch:
+                request.non_tensor_batch[ROUTED_EXPERTS] = data.non_tensor_batch[ROUTED_EXPERTS]
+            request.meta_info["record_routes"] = self.config.actor.router_replay.mode == "R2"
+            output = self.actor.forward_backward_batch(request, None, forward_only=True)
+        names = {"old_log_probs": "log_probs", "entropys": "entropys", "sum_pi_squared": "sum_pi_squared"}
+        answer = renamed(output.tensors, **names)
+        if output.routes is not None:
+            answer.non_tensor_batch[ROUTED_EXPERTS] = output.routes
+        return answer
 
     @register(dispatch_mode=nd_dispatch("actor"))
     @booked("ref")

@@ -15,6 +15,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.data.proto import DataProto
 from meshrl.models.loading import load_tokenizer, stop_token_ids
+from meshrl.models.routes import ROUTED_EXPERTS
 from meshrl.rollout.base import SamplingParams
 from meshrl.rollout.build import build_rollout
 from meshrl.rollout.remote.bystander import Bystander
@@ -42,6 +43,7 @@ class Answering:
         adapter_rank: int = 0,
         memory_budget: int | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        records_routes: bool = False,
     ):
         self.config = config
         self._log_memory = lambda: MemoryLog("gen", device, memory_budget)
@@ -57,6 +59,7 @@ class Answering:
             can_share=can_share,
             rank_group=rank_group,
             adapter_rank=adapter_rank,
+            records_routes=records_routes,
         )
         self.shape = ModelShape.of(hf_model.config)
         self.agents = None
@@ -72,7 +75,8 @@ class Answering:
         if not self.answers:
             return DataProto()
         with self._log_memory():
-            return self._kept((self.agents or self.rollout).generate_sequences(prompts, self._sampling(prompts)))
+            answers = (self.agents or self.rollout).generate_sequences(prompts, self._sampling(prompts))
+            return self._kept(answers, prompts.meta_info)
 
     def start(self, prompts: DataProto) -> None:
         """The same beside other calls: `take` gives the answers as they end."""
@@ -80,6 +84,7 @@ class Answering:
             return
         self.memory = self._log_memory().start()
         self.running = start_generation(self.rollout, self.agents, prompts, self._sampling(prompts))
+        self.asked = prompts.meta_info
 
     def take(self, seconds: float) -> tuple[np.ndarray, DataProto] | None:
         """Rows that have ended and their answers, or None if none did within `seconds`."""
@@ -87,10 +92,12 @@ class Answering:
             return None
         found = self.running.take(seconds)
         self.memory.note()
-        return None if found is None else (found[0], self._kept(found[1]))
+        return None if found is None else (found[0], self._kept(found[1], self.asked))
 
-    def _kept(self, output: DataProto) -> DataProto:
+    def _kept(self, output: DataProto, asked: Mapping[str, Any]) -> DataProto:
         self._count(output)
+        if asked.get("validate") or asked.get("greedy"):
+            output.non_tensor_batch.pop(ROUTED_EXPERTS, None)  # nobody trains on these
         if not self.config.calculate_log_probs:
             output.pop(batch_keys=["rollout_log_probs"])
         return output

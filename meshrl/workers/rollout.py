@@ -55,6 +55,7 @@ class RolloutWorker(Worker):
             rank_group=group,
             memory_budget=self.config.memory_budget_bytes,
             template_kwargs=self.settings.template_kwargs,
+            records_routes=self.config.records_routes,
         )
         self.rollout = self.answering.rollout
         self.register_mesh("rollout", self.rank // split, self.world_size // split, is_collect=self.rank % split == 0)

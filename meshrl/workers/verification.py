@@ -7,13 +7,18 @@ accumulates micro-batches and steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from meshrl.algorithms import BatchStats, agg_loss
 from meshrl.config.engine import EngineConfig
@@ -25,8 +30,8 @@ from meshrl.engines.base import Engine, LossFunction
 from meshrl.engines.build import engine_class
 from meshrl.engines.fsdp.engine import WRAPPER_PREFIX, FSDPEngine
 from meshrl.models.buffers import persistent_buffers
-from meshrl.models.loading import load_model_config
 from meshrl.models.lora import adapter_init, adapter_scaling, add_adapters, merged_params
+from meshrl.models.routes import ROUTED_EXPERTS, as_column, find_routers, route_dtype, unknown
 from meshrl.parallel.mesh import init_process_group, prepare_device
 
 ENTROPY_WEIGHT = 0.01
@@ -51,9 +56,13 @@ class Trial:
     max_prompt: int = 9
     max_response: int = 13
     tokens_per_micro_batch: int = 30  # on one rank: small, so that several accumulate
+    with_routes: bool = False  # every batch says to which experts its tokens go
 
-    def batches(self, vocab_size: int) -> list[DataProto]:
-        """A batch for each step: prompts and responses of unequal lengths, one response of a single token."""
+    def batches(self, vocab_size: int, routed: PreTrainedModel | None = None) -> list[DataProto]:
+        """A batch for each step: prompts and responses of unequal lengths, one response of a single token.
+
+        With routes through the layers of the model `routed`.
+        """
         generator = torch.Generator().manual_seed(SEED)
 
         def integers(low: int, high: int, *shape: int) -> Tensor:
@@ -74,6 +83,9 @@ class Trial:
                 "advantages": torch.randn(self.samples, 1, generator=generator).expand_as(response_mask).contiguous(),
             }
             batches.append(DataProto.from_dict(tensors))
+            if routed is not None:
+                lengths = tensors["attention_mask"].sum(1).tolist()
+                batches[-1].non_tensor_batch[ROUTED_EXPERTS] = random_routes(routed, lengths)
         return batches
 
 
@@ -91,6 +103,71 @@ class Outcome:
     gradients: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     moments: dict[str, Tensor] = field(default_factory=dict)
+    routes: list[np.ndarray] = field(default_factory=list)  # where the first batch's tokens go by themselves, by sample
+
+
+def random_routes(hf_model: PreTrainedModel, lengths: Sequence[int]) -> np.ndarray:
+    """Routes that no router would choose, but for some tokens and the last of each sample, which have none."""
+    routers = find_routers(hf_model)
+    experts, chosen = len(routers[0].weight), int(routers[0].top_k)
+    random = np.random.default_rng(SEED)
+    routes = []
+    for length in lengths:
+        orders = random.random((length, len(routers), experts)).argsort(-1)
+        made = orders[..., :chosen].astype(route_dtype(experts))
+        made[random.random(length) < 0.2] = unknown(made.dtype)
+        made[-1] = unknown(made.dtype)
+        routes.append(made)
+    return as_column(routes)
+
+
+@contextmanager
+def watched_experts(model: nn.Module, watch: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `watch(layer, router, hidden states, chosen experts, weights)` may say what the experts see instead."""
+    all_experts: list[Any] = [block.experts for block in model.modules() if hasattr(block, "experts")]
+
+    def hook(layer: int, router: Any, experts: Any, args: tuple[Tensor, ...]) -> Any:
+        return watch(layer, router, *args)
+
+    placed = [
+        experts.register_forward_pre_hook(partial(hook, layer, router))
+        for layer, (experts, router) in enumerate(zip(all_experts, find_routers(model), strict=True))
+    ]
+    try:
+        yield
+    finally:
+        for handle in placed:
+            handle.remove()
+
+
+def forced_routes(batch: DataProto) -> Callable[..., Any]:
+    """Sends tokens where the batch says, in place of their routers' choice, weighed as the model weighs."""
+    mask = batch.batch["attention_mask"].bool().flatten()
+    together = torch.from_numpy(np.concatenate(list(batch.non_tensor_batch[ROUTED_EXPERTS])))
+    is_known = (together[:, 0, 0] != torch.iinfo(together.dtype).max)[:, None]
+
+    def force(layer: int, router: Any, hidden: Tensor, own: Tensor, own_weights: Tensor) -> tuple[Tensor, ...]:
+        taken = own.clone()
+        taken[mask] = torch.where(is_known, together[:, layer].long(), own[mask])
+        logits = hidden.float() @ router.weight.float().T
+        scores = logits.sigmoid() if hasattr(router, "e_score_correction_bias") else logits.softmax(-1)
+        weights = scores.gather(-1, taken)
+        if getattr(router, "norm_topk_prob", True):
+            weights = weights / weights.sum(-1, keepdim=True)
+        return hidden, taken, (weights * getattr(router, "routed_scaling_factor", 1.0)).to(own_weights.dtype)
+
+    return force
+
+
+@torch.no_grad()
+def own_routes(model: PreTrainedModel, batch: DataProto) -> list[np.ndarray]:
+    """Where a batch's tokens go by themselves, by sample."""
+    seen: list[Tensor] = []
+    with watched_experts(model, lambda layer, router, hidden, chosen, weights: seen.append(chosen)):
+        _reference_forward(model, batch)
+    mask = batch.batch["attention_mask"].bool()
+    routes = torch.stack(seen, 1)[mask.flatten()]
+    return [part.numpy() for part in routes.split(mask.sum(1).tolist())]
 
 
 def run_reference(trial: Trial, perturb: float = 0.0) -> Outcome:
@@ -116,8 +193,11 @@ def run_reference(trial: Trial, perturb: float = 0.0) -> Outcome:
     )
     model.train()
     outcome = Outcome(log_probs=torch.empty(0))
-    for step, batch in enumerate(trial.batches(model.config.vocab_size)):
-        log_probs, entropy = _reference_forward(model, batch)
+    for step, batch in enumerate(trial.batches(model.config.vocab_size, model if trial.with_routes else None)):
+        if trial.with_routes and step == 0:
+            outcome.routes = own_routes(model, batch)
+        with watched_experts(model, forced_routes(batch)) if trial.with_routes else nullcontext():
+            log_probs, entropy = _reference_forward(model, batch)
         mask = batch.batch["response_mask"]
         per_token = -batch.batch["advantages"] * log_probs - ENTROPY_WEIGHT * entropy
         loss = (per_token * mask).sum() / mask.sum()
@@ -149,12 +229,18 @@ def _reference_forward(model: nn.Module, batch: DataProto) -> tuple[Tensor, Tens
 def run_engine(trial: Trial, device: str = "cpu") -> Outcome:
     """The engine's side, on this rank of the current process group. Gradients, weights and moments are whole."""
     engine = engine_class(trial.engine)(
-        trial.model, trial.engine, trial.optim, device=torch.device(device), total_steps=STEPS, seed=SEED
+        trial.model,
+        trial.engine,
+        trial.optim,
+        device=torch.device(device),
+        total_steps=STEPS,
+        seed=SEED,
+        replays_routes=trial.with_routes,
     )
     engine.initialize()
-    vocab_size = load_model_config(trial.model.path or "").vocab_size
     outcome = Outcome(torch.empty(0), (engine.dp_rank, engine.dp_size))
-    for step, batch in enumerate(trial.batches(vocab_size)):
+    routed = engine.hf_model if trial.with_routes else None
+    for step, batch in enumerate(trial.batches(engine.hf_model.config.vocab_size, routed)):
         mine = batch.chunk(engine.dp_size)[engine.dp_rank]
         mine.meta_info = {
             "temperature": TEMPERATURE,
@@ -164,6 +250,10 @@ def run_engine(trial: Trial, device: str = "cpu") -> Outcome:
         }
         if step == 0:
             outcome.log_probs = engine.forward(mine).get("log_probs", torch.empty(0))
+        if step == 0 and trial.with_routes:
+            asked = DataProto(mine.batch, {}, {**mine.meta_info, "record_routes": True})
+            recorded = engine.forward_backward_batch(asked, None, forward_only=True).routes
+            outcome.routes = [] if recorded is None else list(recorded)
         mask = batch.batch["response_mask"]
         stats = BatchStats(engine.gradient_ranks, int(mask.sum()), len(mask))
         engine.optimizer_zero_grad()
@@ -213,7 +303,7 @@ def _whole(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
 
 def differences(found: list[Outcome], expected: Outcome) -> dict[str, float]:
     """The largest relative difference of each thing compared, over all ranks."""
-    result = dict.fromkeys(("log-probs", "loss", "norm", "gradients", "weights", "moments"), 0.0)
+    result = dict.fromkeys(("log-probs", "loss", "norm", "gradients", "weights", "moments", "routes"), 0.0)
 
     def note(name: str, got: Tensor, want: Tensor) -> None:
         result[name] = max(result[name], relative_difference(got, want))
@@ -225,6 +315,10 @@ def differences(found: list[Outcome], expected: Outcome) -> dict[str, float]:
         number, shards = outcome.shard
         if len(outcome.log_probs):
             note("log-probs", outcome.log_probs, expected.log_probs.chunk(shards)[number])
+            size = len(expected.routes) // shards
+            for got_routes, own in zip(outcome.routes, expected.routes[number * size :][:size], strict=True):
+                other = (np.sort(got_routes, -1) != np.sort(own, -1)).any(-1)
+                result["routes"] = max(result["routes"], float(other.mean()))
         note("loss", torch.tensor(outcome.losses), torch.tensor(expected.losses))
         note("norm", torch.tensor(outcome.grad_norms), torch.tensor(expected.grad_norms))
         for name, got, want in (

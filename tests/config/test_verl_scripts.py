@@ -266,7 +266,6 @@ def test_what_is_so_anyway_changes_nothing(override: str) -> None:
         ([f"+{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload=True"], ["megatron.optimizer_offload"]),
         ([f"{MEGATRON}.dist_checkpointing_path=ckpt"], ["meshrl convert"]),
         ([f"{ACTOR}.fixed_num_micro_batches=16"], ["ppo_max_token_len_per_gpu"]),
-        ([f"{ACTOR}.router_replay.mode=R3"], ["no routes are recorded"]),
         ([f"{ROLLOUT}.multi_turn.interaction_config_path=x.yaml"], [f"set {ROLLOUT}.multi_turn.environment"]),
         (["data.train_max_samples=0"], ["-1 takes all"]),
         (["data.train_max_samples=2048", "data.streaming=true"], ["does not go with data.streaming=true"]),
@@ -349,8 +348,15 @@ def test_a_coefficient_of_a_kl_that_is_off_may_be_zero_only() -> None:
         assert any(key in problem for problem in problems_of(f"{key}=0.5"))
 
 
-def test_routes_cannot_be_replayed() -> None:
+def test_replay_of_routes_has_one_key() -> None:
+    mode, enabled = f"{ACTOR}.router_replay.mode", f"{ROLLOUT}.enable_rollout_routing_replay"
+    known = problems_of(*PPO_MEGATRON)
+    for agreeing in ([f"{mode}=R3", f"{enabled}=true"], [f"{mode}=R2", f"{enabled}=false"]):
+        assert [line for line in problems_of(*PPO_MEGATRON, *agreeing) if line not in known] == []
+    refused = [line for line in problems_of(*PPO_MEGATRON, f"{mode}=R2", f"{enabled}=true") if enabled in line]
+    assert len(refused) == 1
+    assert mode in refused[0]
     key = f"{MEGATRON}.override_transformer_config.moe_enable_routing_replay"
     refused = [line for line in problems_of(*PPO_MEGATRON, f"+{key}=true") if key in line]
     assert len(refused) == 1
-    assert "no routes are recorded" in refused[0]
+    assert "set actor.router_replay.mode" in refused[0]

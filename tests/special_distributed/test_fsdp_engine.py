@@ -49,6 +49,10 @@ EXTRAS = {
     "one-unit": {"disable": True},
     "prefetch": {"forward_prefetch": True, "reshard_after_forward": False},
     "padded": {"use_remove_padding": False},
+    # The batches say to which experts most of their tokens go, and are to find out where they would go by themselves.
+    "routed": {"routed": True},
+    "routed-checkpointing": {"routed": True, "checkpointing": True},
+    "routed-padded": {"routed": True, "use_remove_padding": False},
 }
 # Every layout with some family, every family with several layouts, every extra with shards, copies, sp and cp.
 GRID = [
@@ -69,6 +73,9 @@ GRID = [
     *[("deepseek_v3", layout, "plain") for layout in ("one", "fsdp2", "sp2-cp2")],
     ("deepseek_yarn", "fsdp2", "checkpointing"),
     ("deepseek_v3", "fsdp2", "lora-latent"),
+    *[("qwen3_moe", layout, "routed") for layout in ("one", "fsdp2", "sp2-cp2", "fsdp1-sp2")],
+    ("deepseek_v3", "fsdp2-sp2", "routed-checkpointing"),
+    ("qwen3_moe", "ddp2", "routed-padded"),
 ]
 LATENT = ("deepseek_v3", "deepseek_yarn")
 
@@ -93,12 +100,14 @@ def make_trial(folder, layout, extra):
     for name, value in (axes | EXTRAS[extra]).items():
         if name == "checkpointing":
             model.enable_gradient_checkpointing = value
+        elif name == "routed":
+            continue
         elif name == "activation_offload":
             model.enable_activation_offload = value
         else:
             owners = (engine, engine.fsdp_config, engine.fsdp_config.wrap_policy, model)
             setattr(next(owner for owner in owners if hasattr(owner, name)), name, value)
-    return world, Trial(model, engine)
+    return world, Trial(model, engine, with_routes=EXTRAS[extra].get("routed", False))
 
 
 def run_here(trial):
@@ -108,7 +117,7 @@ def run_here(trial):
 @pytest.mark.parametrize(("family", "layout", "extra"), list(dict.fromkeys(GRID)), ids=str)
 def test_same_numbers_as_one_process(ranks, folders, references, family, layout, extra):
     world, trial = make_trial(folders[family], layout, extra)
-    key = (family, trial.model.lora_rank)
+    key = (family, trial.model.lora_rank, trial.with_routes)
     if key not in references:
         references[key] = run_reference(trial), run_reference(trial, perturb=1e-3)
     expected, perturbed = references[key]

@@ -1,11 +1,15 @@
 """The Megatron engine on every axis of the layouts against one process running Hugging Face's own model."""
 
+from dataclasses import replace
+
 import pytest
 from megatron_trials import MODELS, megatron_trial, run_megatron, write_small_model
 
 from meshrl.trainer.verify import TOLERANCE
 from meshrl.workers.verification import differences, run_reference
 
+# The batches say to which experts most of their tokens go, and are to find out where they would go by themselves.
+ROUTED = {"routed": True}
 UNEVEN = {"num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 5}
 LAYOUTS = {
     "one": (1, "qwen2", {}),
@@ -34,19 +38,23 @@ LAYOUTS = {
     "llama3-rope": (1, "llama3_rope", {}),
     "yarn-rope": (2, "yarn_rope", {"cp": 2}),
     "ep2": (2, "qwen3_moe", {"ep": 2}),
-    "ep4": (4, "qwen3_moe", {"ep": 4}),
+    "ep4": (4, "qwen3_moe", {"ep": 4, **ROUTED}),
     "ep2-etp2": (4, "qwen3_moe", {"tp": 2, "ep": 2, "etp": 2}),
     "etp2": (2, "qwen3_moe", {"etp": 2}),
     "tp2-etp1": (2, "qwen3_moe", {"tp": 2, "etp": 1}),
     "tp2-pp2-ep2": (4, "mixtral", {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
-    "tp2-pp2-cp2-ep4": (8, "qwen3_moe", {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "etp": 1, "vpp": 2}),
+    "tp2-pp2-cp2-ep4": (8, "qwen3_moe", {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "etp": 1, "vpp": 2, **ROUTED}),
     "latent": (1, "deepseek_v3", {}),
-    "latent-yarn": (1, "deepseek_yarn", {"recompute": True}),
-    "latent-tp2": (2, "deepseek_v3", {"tp": 2}),
-    "latent-pp2": (2, "deepseek_v3", {"pp": 2}),
+    "latent-yarn": (1, "deepseek_yarn", {"recompute": True, **ROUTED}),
+    "latent-tp2": (2, "deepseek_v3", {"tp": 2, **ROUTED}),
+    "latent-pp2": (2, "deepseek_v3", {"pp": 2, "recompute": True, **ROUTED}),
     "latent-cp2": (2, "deepseek_yarn", {"cp": 2}),
     "latent-ep2": (2, "deepseek_v3", {"ep": 2}),
-    "latent-tp2-pp2-ep2": (4, "deepseek_v3", {"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 1}),
+    "latent-tp2-pp2-ep2": (
+        4,
+        "deepseek_v3",
+        {"tp": 2, "pp": 2, "vpp": 2, "ep": 2, "etp": 1, "recompute": True, **ROUTED},
+    ),
     "latent-tp2-cp2": (4, "deepseek_yarn", {"tp": 2, "cp": 2, "ep": 4, "etp": 1}),
 }
 
@@ -65,11 +73,13 @@ def references():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_same_numbers_as_one_process(megatron_ranks, folders, references, layout):
     world, family, axes = LAYOUTS[layout]
-    recompute = {"enable_gradient_checkpointing": axes.get("recompute", False)}
-    trial = megatron_trial(folders[family], {k: v for k, v in axes.items() if k != "recompute"}, **recompute)
-    if family not in references:
-        references[family] = run_reference(trial), run_reference(trial, perturb=1e-3)
-    expected, perturbed = references[family]
+    axes = dict(axes)
+    recompute, routed = axes.pop("recompute", False), axes.pop("routed", False)
+    trial = megatron_trial(folders[family], axes, enable_gradient_checkpointing=recompute)
+    trial = replace(trial, with_routes=routed)
+    if (family, routed) not in references:
+        references[family, routed] = run_reference(trial), run_reference(trial, perturb=1e-3)
+    expected, perturbed = references[family, routed]
     outcomes = megatron_ranks(world).run(run_megatron, trial, timeout=120)
     found = differences(outcomes, expected)
     assert max(found.values()) <= TOLERANCE, found

@@ -67,14 +67,14 @@ def test_samples_that_do_not_divide_by_the_ranks_are_answered_in_their_order(sam
     mask = (torch.arange(samples) < lengths[:, None]).long()
     batch = DataProto.from_dict({"input_ids": mask * lengths[:, None], "attention_mask": mask, "response_mask": mask})
     source = object.__new__(SampleSource)
-    source.units, source.balanced_order = SimpleNamespace(dp_size=1), lambda work, _, dp: work.argsort()
+    source.units, source.balanced_order = SimpleNamespace(dp_size=ranks), lambda work, _, dp: work.argsort()
     asked = []
 
     def method(request: DataProto) -> DataProto:
         asked.append(request.batch["attention_mask"].sum(1).tolist())
         return DataProto.from_dict({"found": request.batch["input_ids"][:, 0].clone()})
 
-    answer = SampleSource.call_balanced(source, method, batch, ranks)
+    answer = SampleSource.call_balanced(source, method, batch)
     assert answer.batch["found"].tolist() == lengths.tolist()
     assert (asked[0] == lengths.tolist()) == (samples % ranks != 0)
     for is_apart in (False, True):

@@ -34,6 +34,7 @@ from meshrl.engines.stored_state import Snapshot
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.loading import empty_model, load_model, refuse_quantized, torch_dtype
 from meshrl.models.lora import adapter_init, adapter_scaling, adapters_off, add_adapters, merged_params
+from meshrl.models.routes import ROUTED_EXPERTS, Routers, in_rows, packed_routes, unpacked_routes
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.parallel.layout import DATA_AXES, SEQUENCE_AXES, fsdp_layout
 from meshrl.parallel.mesh import new_groups
@@ -84,6 +85,7 @@ class FSDPEngine(Engine):
             self.hf_model.requires_grad_(False)
         elif model.enable_gradient_checkpointing:
             self.hf_model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.routers = Routers(self.hf_model) if self.replays_routes else None
         if self.engine_config.use_torch_compile:
             compile_layers(self.hf_model, self.engine_config.activation_memory_budget)
         self.param_names = [name for name, _ in self.hf_model.named_parameters()]
@@ -197,12 +199,20 @@ class FSDPEngine(Engine):
         self.count_flops(data, forward_only)
         outputs: list[dict[str, Tensor]] = []
         metrics_of: list[dict[str, Tensor]] = []
+        routes_of: list[list[np.ndarray]] = []
         places: list[np.ndarray | None] = []
-        with self.eval_mode() if forward_only else self.train_mode(), torch.set_grad_enabled(not forward_only):
+        records = forward_only and data.meta_info.get("record_routes", False)
+        mode = self.eval_mode() if forward_only else self.train_mode()
+        routing = nullcontext() if self.routers is None else self.routers.routing(records)
+        with mode, torch.set_grad_enabled(not forward_only), routing:
             for part in self._prepare(data, loss_function is not None):
                 places.append(part.rows)
+                if self.routers is not None:
+                    self.routers.replay(part.routes)  # until the next: layers may be computed again on the way back
                 with nullcontext() if forward_only else booked("update_forward"), self._activations():
                     output = self._run_model(part, data.meta_info)
+                    if records:
+                        routes_of.append(self._recorded(part))
                     if loss_function is None or part.data is None:
                         outputs.append(output)
                         continue
@@ -217,7 +227,10 @@ class FSDPEngine(Engine):
                     with booked("update_backward"):
                         loss.backward()
         tensors = in_batch_order(places, outputs) if forward_only else {}
-        return BatchOutput(tensors, add_metrics(metrics_of, self.data_group) if metrics_of else {})
+        reduced = add_metrics(metrics_of, self.data_group) if metrics_of else {}
+        if ROUTED_EXPERTS in data.non_tensor_batch and self.routers is not None:
+            reduced |= self.routers.choice.metrics(self.device)
+        return BatchOutput(tensors, reduced, in_rows(places, routes_of) if records else None)
 
     def _prepare(self, data: DataProto, with_data: bool) -> Iterator[MicroBatch]:
         """Packs and sends one micro-batch after the other, each while the device still works on those before.
@@ -226,6 +239,7 @@ class FSDPEngine(Engine):
         """
         on_device = DataProto(data.batch.to(self.device), {}, {}) if with_data else None
         make_row = pack if self.packs else keep_padding
+        column = self.routes_of(data)
         for rows in self._micro_batches(data):
             picked = np.zeros(1, dtype=np.int64) if rows is None else rows
             batch = data.select_idxs(picked).batch
@@ -233,7 +247,18 @@ class FSDPEngine(Engine):
             shard = None
             if self.packs:
                 shard = self.sequence.shard(PackedSequences.of(row.lengths, self.device).ready())
-            yield MicroBatch(rows, row, shard, on_device.select_idxs(picked) if on_device is not None else None)
+            routes = None
+            if column is not None and rows is not None:
+                routes = packed_routes(column[picked], row).to(self.device)
+                routes = routes if shard is None else shard.take(routes, torch.iinfo(routes.dtype).max)
+            own = on_device.select_idxs(picked) if on_device is not None else None
+            yield MicroBatch(rows, row, shard, own, routes)
+
+    def _recorded(self, part: MicroBatch) -> list[np.ndarray]:
+        """The routes of a micro-batch's samples in the forward that has just been."""
+        assert self.routers is not None
+        routes = self.routers.recorded()
+        return unpacked_routes(routes if part.shard is None else part.shard.gather(routes), part.row)
 
     def _activations(self) -> AbstractContextManager[Any]:
         """Where activations wait for the backward pass."""
@@ -266,6 +291,7 @@ class FSDPEngine(Engine):
             meta.get("temperature", 1.0),
             meta.get("calculate_entropy", False),
             meta.get("calculate_sum_pi_squared", False),
+            part.routes is None and not meta.get("record_routes", False),
         )
         return {name: part.row.unpack(values) for name, values in answers.items()}
 
@@ -331,12 +357,16 @@ class FSDPEngine(Engine):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch, ready on the device: its rows in the batch (None: a stand-in), packed; whole for a loss."""
+    """One micro-batch, ready on the device: its rows in the batch (None: a stand-in), packed; whole for a loss.
+
+    `routes`: the experts that this rank's tokens are to go to.
+    """
 
     rows: np.ndarray | None
     row: PackedRow
     shard: SequenceShard | None
     data: DataProto | None
+    routes: Tensor | None
 
 
 def move_params(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

@@ -27,6 +27,7 @@ from meshrl.engines.megatron.offload import move_gradients, move_states, move_we
 from meshrl.engines.megatron.optimizer import build_optimizer, clip_and_step, with_gradients
 from meshrl.engines.megatron.parallel_state import enter_parallel_state
 from meshrl.engines.megatron.ranks import ranks_of
+from meshrl.engines.megatron.routes import MegatronRouters
 from meshrl.engines.megatron.rows import RowSharing, SharedRow
 from meshrl.engines.megatron.schedule import Answer, MicroBatch, Pass, choose_schedule, run_schedule
 from meshrl.engines.megatron.transformer_config import has_transformer_engine, transformer_config
@@ -36,6 +37,7 @@ from meshrl.engines.offload import HostMemory
 from meshrl.engines.optim import LearningRate
 from meshrl.engines.stored_state import Snapshot
 from meshrl.models.loading import empty_model, torch_dtype
+from meshrl.models.routes import ROUTED_EXPERTS, in_rows
 from meshrl.models.sizes import expert_count
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.telemetry.ledger import booked
@@ -81,6 +83,7 @@ class MegatronEngine(Engine):
             head=self.head,
             transformer_engine=self.transformer_engine,
         )
+        self.routers = MegatronRouters(chunks, self.transformer, ranks) if self.replays_routes else None
         if not model.random_init:
             load_hf_weights(chunks, self.hf_config, Path(model.path or ""), ranks, value_head=self.head == "value")
         self.schedule = choose_schedule(self.transformer, self.megatron.schedule_type)
@@ -149,6 +152,9 @@ class MegatronEngine(Engine):
             self._begin_gradients()
         parts = self._prepare(data)
         todo = self._pass(data, parts, loss_function, forward_only)
+        records = forward_only and data.meta_info.get("record_routes", False)
+        if self.routers is not None:
+            self.routers.made = {} if records else None
         mode = self.eval_mode() if forward_only else self.train_mode()
         with mode, torch.set_grad_enabled(not forward_only), booking_pipeline(self.model, forward_only):
             answers = run_schedule(self.schedule, self.model, parts, todo)
@@ -158,7 +164,15 @@ class MegatronEngine(Engine):
         metrics = self._reduce(answers) if loss_function is not None else {}
         if not forward_only:
             metrics |= take_balancing_metrics(self.transformer, len(parts), self.dp_size)
-        return BatchOutput(tensors, metrics)
+        routes = None
+        if self.routers is not None:
+            self.routers.enter(None)
+            if ROUTED_EXPERTS in data.non_tensor_batch:
+                metrics |= self.routers.choice.metrics(self.device)
+            if records:
+                found = [self.routers.whole(part.made_routes, part.row) for part in parts]
+                routes = in_rows([part.rows for part in parts], found) if self.is_collect else None
+        return BatchOutput(tensors, metrics, routes)
 
     def _begin_gradients(self) -> None:
         if self.optim_config is None:
@@ -180,6 +194,7 @@ class MegatronEngine(Engine):
             forward_only,
             RouterPadding(self.transformer, self.ranks) if balances else None,
             auxiliary_tokens(parts) if balances else 1.0,
+            self.routers,
         )
 
     def _prepare(self, data: DataProto) -> list[MicroBatch]:
@@ -197,13 +212,17 @@ class MegatronEngine(Engine):
         on_device = DataProto(data.batch.to(self.device), {}, {})
         # Rotary embeddings read the borders on the host unless they are fused kernels.
         cu_seqlens_on = self.device if self.transformer_engine else torch.device("cpu")
+        column = self.routes_of(data)
         prepared = []
         for rows in plan:
             picked = np.zeros(1, dtype=np.int64) if rows is None else rows
             batch = data.select_idxs(picked).batch
             row = pack(batch["input_ids"], batch["attention_mask"], batch["response_mask"]).to(self.device)
             shared = SharedRow(row, self.sharing, self.device, cu_seqlens_on)
-            prepared.append(MicroBatch(rows, shared, on_device.select_idxs(picked)))
+            routes = None
+            if self.routers is not None and column is not None and rows is not None:
+                routes = self.routers.local(column[picked], shared)
+            prepared.append(MicroBatch(rows, shared, on_device.select_idxs(picked), routes))
         return prepared
 
     def _largest_over_data_parallel(self, count: int) -> int:

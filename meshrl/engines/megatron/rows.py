@@ -64,7 +64,7 @@ class SharedRow:
         self._cu_seqlens = self.documents.cu_seqlens.to(cu_seqlens_on)
 
     @cached_property
-    def _place_of(self) -> Tensor:
+    def place_of(self) -> Tensor:
         """Where each token of the packed row lies in the padded one."""
         own = torch.tensor(self.row.lengths)
         padded = torch.tensor(self.documents.lengths[: len(own)])
@@ -72,8 +72,9 @@ class SharedRow:
         return (torch.arange(int(own.sum())) + shift.repeat_interleave(own)).to(self.device)
 
     def take(self, values: Tensor, fill: int | bool = 0) -> Tensor:
-        """This rank's part [local] of a row of numbers [tokens]; `fill` for padding."""
-        padded = values.new_full((self.documents.num_tokens,), fill).index_copy(0, self._place_of, values)
+        """This rank's part [local, ...] of what a row has for its tokens [tokens, ...]; `fill` for padding."""
+        whole = (self.documents.num_tokens, *values.shape[1:])
+        padded = values.new_full(whole, fill).index_copy(0, self.place_of, values)
         return padded if self.zigzag is None else padded[self.zigzag.index]
 
     @cached_property
@@ -117,7 +118,7 @@ class SharedRow:
     def question(self, temperature: float, with_entropy: bool) -> Question:
         """What is asked of this rank's tokens."""
         if self.zigzag is None:
-            return Question(self._place_of[self.row.predictors], self.row.targets, temperature, with_entropy)
+            return Question(self.place_of[self.row.predictors], self.row.targets, temperature, with_entropy)
         places = (self._local_targets >= 0).nonzero()[:, 0]
         return Question(places, self._local_targets[places], temperature, with_entropy)
 
@@ -133,4 +134,4 @@ class SharedRow:
         row = gather_from_sequence_parallel_region(
             local, tensor_parallel_output_grad=False, group=self.sharing.cp_group
         )
-        return row[self.zigzag.order][self._place_of[self.row.predictors]]
+        return row[self.zigzag.order][self.place_of[self.row.predictors]]

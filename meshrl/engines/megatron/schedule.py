@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import LossFunction
+from meshrl.engines.megatron.routes import MegatronRouters
 from meshrl.engines.megatron.rows import SharedRow
 from meshrl.engines.megatron.transformer_config import check_point_to_point
 
@@ -34,6 +35,8 @@ class MicroBatch:
     rows: np.ndarray | None
     row: SharedRow
     data: DataProto
+    routes: Tensor | None = None  # the experts that this rank's tokens are to go to
+    made_routes: dict[int, Tensor] = field(default_factory=dict)  # where those are asked for that they went to
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Pass:
     forward_only: bool
     router_padding: Callable[[MicroBatch], Tensor] | None = None
     auxiliary_tokens: float = 1.0
+    routers: MegatronRouters | None = None
 
 
 def choose_schedule(config: TransformerConfig, wanted: str) -> Callable[..., list[Any]]:
@@ -105,6 +109,8 @@ def _forward_step(
     part = next(parts)
     question = part.row.question(todo.temperature, todo.with_entropy)
     extra = {} if todo.router_padding is None else {"padding_mask": todo.router_padding(part)}
+    if todo.routers is not None:
+        todo.routers.enter(part.routes)
     output = model(
         part.row.input_ids,
         part.row.position_ids,
@@ -113,6 +119,10 @@ def _forward_step(
         packed_seq_params=part.row.packed,
         **extra,
     )
+    if todo.routers is not None:
+        todo.routers.enter_again_with_gradient(output, part.routes)
+        if todo.routers.made is not None:
+            part.made_routes.update(todo.routers.take_made())
 
     def finish(answers: Tensor) -> tuple[Tensor, Tensor, Answer]:
         names = OUTPUT_NAMES[todo.head][: len(answers)]

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from meshrl.rollout.embedded.parts import Parts
+from meshrl.rollout.embedded.route_store import RouteStore
 from meshrl.rollout.embedded.rows import Rows
 from meshrl.rollout.embedded.runner import Runner, SlotRunner
 from meshrl.rollout.embedded.slots import SlotCache
@@ -72,9 +73,13 @@ def build_runner(
     owns_weights: bool,
     vocabulary: int,
     parallel: Parts | None,
+    records_routes: bool,
 ) -> Runner:
     """The runner of the device that the model lies on."""
     options: dict[str, Any] = {"owns_weights": owns_weights, "vocabulary": vocabulary, "parallel": parallel}
+    if records_routes:
+        device = next(hf_model.parameters()).device
+        options["routes"] = RouteStore(hf_model, rows, num_blocks, block_size, device)
     if next(hf_model.parameters()).device.type == "cuda":
         # Triton comes with torch's CUDA builds alone.
         from meshrl.rollout.embedded.cuda_runner import PagedRunner

@@ -101,6 +101,8 @@ class PagedRunner(Runner):
     def drop_cache(self) -> None:
         self._forget_graphs()
         self.cache.drop()
+        if self.routes is not None:
+            self.routes.drop()
         torch.cuda.empty_cache()
 
     def wanted_hidden(self, ids: Tensor, context: PagedPrefill, wanted: Tensor) -> Tensor:
@@ -123,7 +125,9 @@ class PagedRunner(Runner):
         ids = send(np.concatenate([piece.tokens for piece in pieces]), self.device)
         ends = np.cumsum([len(piece.tokens) for piece in pieces]) - 1
         groups = [(end, piece.sequence) for end, piece in zip(ends, pieces, strict=True) if piece.is_last]
-        hidden = self.wanted_hidden(ids, context, send(np.array([end for end, _ in groups], np.int64), self.device))
+        with self.routing():
+            hidden = self.wanted_hidden(ids, context, send(np.array([end for end, _ in groups], np.int64), self.device))
+            self.note_pieces(pieces)
         if not groups:
             return None
         leaders = [leader for _, leader in groups]
@@ -211,7 +215,10 @@ class PagedRunner(Runner):
     def _step(self, size: int) -> None:
         order, positions, slots, keys, heat = (row[:size] for row in self.inputs)
         context = PagedDecode(self.cache, self.table, order, positions, slots)
-        hidden = self.hidden(self.last[order], positions.clamp(min=0), context, one_each=True)
+        with self.routing():
+            hidden = self.hidden(self.last[order], positions.clamp(min=0), context, one_each=True)
+            if self.routes is not None:
+                self.routes.write(slots)
         logits = self.all_logits[:size]
         head = self.hf_model.get_output_embeddings()
         if self.parallel is not None:

@@ -59,7 +59,8 @@ class EmbeddedRollout(SteppingRollout):
 
     `num_blocks` blocks of `block_size` tokens make the KV cache; by default as many as memory allows. Stop strings need
     a `tokenizer`. With a `rank_group` the model is cut over its ranks, or its experts spread over them; they all make
-    the same calls. It may have no memory yet (`meta`) and then gets what its part needs on `device`.
+    the same calls. It may have no memory yet (`meta`) and then gets what its part needs on `device`. `records_routes`:
+    answers say which experts their tokens went to.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class EmbeddedRollout(SteppingRollout):
         memory_share: float = 0.5,
         rank_group: dist.ProcessGroup | None = None,
         spreads_experts: bool = False,
+        records_routes: bool = False,
         device: torch.device | None = None,
     ):
         super().__init__()
@@ -114,7 +116,10 @@ class EmbeddedRollout(SteppingRollout):
             owns_weights=not shares_weights,
             vocabulary=self.vocabulary,
             parallel=self.parallel,
+            records_routes=records_routes,
         )
+        if self.runner.routes is not None:
+            self.scheduler.before_leaving = self.runner.routes.keep
         self._own = dict(hf_model.named_parameters()) | persistent_buffers(hf_model)
         self._shapes = {name: tensor.shape for name, tensor in self._own.items()}
         self._launched: deque[Launch] = deque()

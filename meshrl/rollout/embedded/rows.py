@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from meshrl.rollout.requests import SamplingParams
 
@@ -37,6 +38,7 @@ class Sequence:
     log_probs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     top_log_probs: list[dict[int, float]] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)  # (first token, version)
+    routes: list[Tensor] = field(default_factory=list)  # where its first tokens went, in pieces; see RouteStore
     arrival: int = field(default_factory=lambda: next(_arrivals))
 
     def __post_init__(self) -> None:

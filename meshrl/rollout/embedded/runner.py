@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from meshrl.parallel.packable import check_layers
 from meshrl.rollout.embedded.adjust import Adjuster
 from meshrl.rollout.embedded.layers import PlainLayers, is_plain
 from meshrl.rollout.embedded.parts import Parts
+from meshrl.rollout.embedded.route_store import RouteStore
 from meshrl.rollout.embedded.rows import Rows, Sequence
 from meshrl.rollout.embedded.sampler import Sampled, Settings, sample
 from meshrl.rollout.embedded.scheduler import Piece
@@ -63,9 +65,10 @@ class Runner(ABC):
         owns_weights: bool,
         vocabulary: int,
         parallel: Parts | None = None,
+        routes: RouteStore | None = None,
     ):
         self.hf_model: Any = hf_model
-        self.rows, self.parallel = rows, parallel
+        self.rows, self.parallel, self.routes = rows, parallel, routes
         self.device = next(hf_model.parameters()).device
         self.plain = self._plain_layers(owns_weights) if is_plain(hf_model) else None
         self.adjuster = Adjuster(rows, vocabulary, self.device)
@@ -127,6 +130,18 @@ class Runner(ABC):
             self._is_checked = True
         return out.last_hidden_state.flatten(0, 1)
 
+    def routing(self) -> AbstractContextManager[None]:
+        """Inside, it is noted which experts tokens go to, where that is wanted."""
+        return nullcontext() if self.routes is None else self.routes.routers.routing(records=True)
+
+    def note_pieces(self, pieces: Seq[Piece]) -> None:
+        """Keeps where the tokens of prefill pieces went."""
+        if self.routes is not None:
+            self.routes.write_pieces(pieces)
+            for piece in pieces:
+                if piece.is_last:
+                    self.routes.copy_to_followers(piece.sequence)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """What the head makes of hidden states."""
         head = self.hf_model.get_output_embeddings()
@@ -167,7 +182,9 @@ class SlotRunner(Runner):
         pieces = sorted(pieces, key=lambda piece: len(piece.tokens))
         context = SlotPrefill(self.cache, pieces)
         ids = torch.from_numpy(np.concatenate([piece.tokens for piece in pieces]))
-        hidden = self.hidden(ids, context.positions, context, one_each=False)
+        with self.routing():
+            hidden = self.hidden(ids, context.positions, context, one_each=False)
+            self.note_pieces(pieces)
         ends = np.cumsum([len(piece.tokens) for piece in pieces]) - 1
         groups = [(end, piece.sequence) for end, piece in zip(ends, pieces, strict=True) if piece.is_last]
         if not groups:
@@ -193,13 +210,16 @@ class SlotRunner(Runner):
         context = SlotDecode(self.cache, rows, count)
         # Rows in the middle of their prefill are written to as well, behind what they hold.
         self.cache.make_room(count, int(rows.length[:count].max()) + 1)
-        hidden = self.hidden(self.last[:count], context.positions, context, one_each=True)
+        alive = rows.alive[:count].nonzero()[0]
+        with self.routing():
+            hidden = self.hidden(self.last[:count], context.positions, context, one_each=True)
+            if self.routes is not None:
+                self.routes.write_rows(alive)
         rows.length[:count] += rows.alive[:count]
         logits = self.logits(hidden)
         how, adjusts = self.settings(count)
         index = np.arange(count)
         adjusted = self.adjuster.adjust(logits, index) if adjusts else None
-        alive = rows.alive[:count].nonzero()[0]
         sequences = [rows.sequences[row] for row in alive.tolist()]
         launch = self._sampled(sequences, logits, how, index, adjusted)
         rows.launched[:count] += rows.alive[:count]
@@ -229,4 +249,6 @@ class SlotRunner(Runner):
                 self.adjuster.move(source, target)
 
     def drop_cache(self) -> None:
+        if self.routes is not None:
+            self.routes.drop()
         self.cache = SlotCache(self.cache.num_blocks, self.cache.block_size, self.cache.max_length)

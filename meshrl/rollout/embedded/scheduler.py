@@ -8,7 +8,7 @@ cache. When blocks run out, the sequence that came last gives its blocks back an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +47,8 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.preemptions = self.cached_tokens = self.prompt_tokens = 0
         self.loads: list[tuple[Sequence, int]] = []  # rows that take so many tokens over from cached blocks
+        # Hears of sequences that have computed something, before they give their blocks back.
+        self.before_leaving: Callable[[Sequence], None] | None = None
 
     def has_work(self) -> bool:
         return bool(self.waiting) or self.rows.num_held > 0
@@ -205,6 +207,8 @@ class Scheduler:
         self._give_back(sequence)
 
     def _give_back(self, sequence: Sequence) -> None:
+        if self.before_leaving is not None and self.rows.alive[sequence.row]:
+            self.before_leaving(sequence)
         self.blocks.release(sequence.blocks)
         sequence.blocks, sequence.computed = [], 0
         self.rows.remove(sequence)

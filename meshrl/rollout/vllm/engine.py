@@ -31,6 +31,7 @@ from meshrl.rollout.stops import special_texts
 from meshrl.rollout.vllm.adapter import ADAPTER, write_adapter
 from meshrl.rollout.vllm.arguments import BACKEND, engine_arguments
 from meshrl.rollout.vllm.parallel import Parallel, complaint, parallel_of
+from meshrl.rollout.vllm.routes import RequestRoutes
 from meshrl.rollout.weight_stream import FileWeights, buckets, checked, noted
 
 MERGE = "send merged weights instead (actor_rollout_ref.rollout.update_weights_adapters=merged)"
@@ -42,12 +43,13 @@ class VllmRollout(SteppingRollout):
 
     `arguments` are vLLM's own (`EngineArgs`): tensor_parallel_size, max_model_len, enforce_eager, enable_lora,
     enable_sleep_mode and so on. The ranks of a `rank_group` (neighbours, as many in every group) are one
-    engine: all of them must make the same calls, and have the same answers.
+    engine: all of them must make the same calls, and have the same answers. `records_routes`: answers say which experts
+    their tokens went to.
     """
 
     def __init__(
         self, path: str | Path, *, pad_token_id: int, bucket_bytes: int = 512 << 20, trust_remote_code: bool = False,
-        rank_group: dist.ProcessGroup | None = None, **arguments: Any,
+        rank_group: dist.ProcessGroup | None = None, records_routes: bool = False, **arguments: Any,
     ):  # fmt: skip
         super().__init__()
         try:
@@ -103,6 +105,10 @@ class VllmRollout(SteppingRollout):
         self.takes_adapters, self._has_base = config.lora_config is not None, False
         self._tokens = 0
         self.engine.collective_rpc("init_weight_transfer_engine", args=({},))
+        self.routes: RequestRoutes | None = None
+        if records_routes:
+            self.engine.collective_rpc("record_routes")
+            self.routes = RequestRoutes(int(config.cache_config.block_size))
 
     def add(self, request: Request) -> str | None:
         from vllm.inputs import TokensPrompt
@@ -130,11 +136,15 @@ class VllmRollout(SteppingRollout):
                 return str(error)
             self._requests[name] = (request, index)
             added.append(name)
+            if self.routes is not None:
+                self.routes.begin(name, request.prompt_token_ids)
         return None
 
     def step(self) -> list[Chunk]:
         with torch.compiler.set_stance(self._eager):
             outputs = self.engine.step()
+        if self.routes is not None:
+            self.routes.note(self.engine.collective_rpc("routes_of_step")[0])
         return [self._chunk(output) for output in outputs]
 
     def _chunk(self, output: Any) -> Chunk:
@@ -155,7 +165,11 @@ class VllmRollout(SteppingRollout):
             del self._requests[output.request_id]
             if reason not in ("stop", "length", "abort"):
                 reason, error = "error", f"vLLM ended the request with '{reason}'"
-        return Chunk(request.request_id, index, tokens, log_probs, [self.version] * len(tokens), reason, error, tops)
+        versions, routes = [self.version] * len(tokens), None
+        if self.routes is not None:
+            self.routes.sampled(output.request_id, tokens)
+            routes = self.routes.end(output.request_id) if reason is not None else None
+        return Chunk(request.request_id, index, tokens, log_probs, versions, reason, error, tops, routes)
 
     def has_work(self) -> bool:
         return bool(self._requests)
@@ -167,12 +181,13 @@ class VllmRollout(SteppingRollout):
         names = None if request_ids is None else set(request_ids)
         wanted = [n for n, (r, _) in self._requests.items() if names is None or r.request_id in names]
         self.engine.abort_request(wanted)
-        dropped = [self._requests.pop(name) for name in wanted]
         tops: list[dict[int, float]] | None
         chunks = []
-        for request, index in dropped:
+        for name in wanted:
+            request, index = self._requests.pop(name)
             tops = [] if request.params.top_log_probs else None
-            chunks.append(Chunk(request.request_id, index, [], [], [], "abort", None, tops))
+            routes = None if self.routes is None else self.routes.end(name)
+            chunks.append(Chunk(request.request_id, index, [], [], [], "abort", None, tops, routes))
         return chunks
 
     @torch.no_grad()
@@ -210,6 +225,8 @@ class VllmRollout(SteppingRollout):
         """Drops every cached key and value; running requests compute theirs anew."""
         if "kv_cache" not in self._released and not self.engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM could not drop its cache after a weight update")
+        if self.routes is not None:
+            self.routes.forget_blocks()
 
     def update_adapter(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int | None = None

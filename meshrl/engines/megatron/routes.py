@@ -1,0 +1,128 @@
+"""Routes through Megatron-Core's routers (see `meshrl.models.routes`): this rank's tokens, this stage's layers.
+
+A pipeline has several micro-batches under way. Which one's routes count is said when it enters a chunk, and once more
+when its gradient does: layers that are computed again on the way back see what they saw before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from meshrl.engines.megatron.ranks import ParallelRanks
+from meshrl.engines.megatron.rows import SharedRow
+from meshrl.models.routes import Choice, check_layers, choose, packed_routes, route_dtype, unknown, unpacked_routes
+
+# What Megatron-Core hands its replay: the scores, how many to choose, and how it would choose itself.
+ChooseFunction = Callable[..., tuple[Tensor, Tensor]]
+
+
+class MegatronRouters:
+    """All routers of this rank's chunks."""
+
+    def __init__(self, chunks: Sequence[nn.Module], config: TransformerConfig, ranks: ParallelRanks):
+        if config.moe_router_fusion or config.moe_router_load_balancing_type == "sinkhorn":
+            raise ValueError(
+                "fused and sinkhorn routers do not let their choice be replayed: take moe_router_fusion and "
+                "moe_router_load_balancing_type=sinkhorn out of megatron.override_transformer_config, or set "
+                "actor.router_replay.mode to disabled"
+            )
+        if not config.num_moe_experts:
+            raise ValueError("this model has no experts: set actor.router_replay.mode to disabled")
+        assert isinstance(config.moe_layer_freq, list)
+        self.sparse = [layer for layer, has_experts in enumerate(config.moe_layer_freq) if has_experts]
+        self.num_experts = config.num_moe_experts
+        self.parts, self.part = ranks.tp if config.sequence_parallel else 1, ranks.tp_rank
+        self.choice = Choice()
+        self.given: Tensor | None = None
+        self.made: dict[int, Tensor] | None = None  # by the place of the layer among those with experts
+        for chunk in chunks:
+            for module in chunk.modules():
+                if isinstance(module, TopKRouter):
+                    assert module.layer_number is not None
+                    module.router_replay = _LayerReplay(self, self.sparse.index(module.layer_number - 1))
+
+    def local(self, column: np.ndarray, row: SharedRow) -> Tensor:
+        """The routes [local tokens, layers, experts per token] of this rank's tokens of a row."""
+        packed = packed_routes(column, row.row).to(row.device)
+        check_layers(packed, len(self.sparse))
+        mine = row.take(packed, torch.iinfo(packed.dtype).max)
+        return mine if self.parts == 1 else mine.chunk(self.parts)[self.part]
+
+    def enter(self, routes: Tensor | None) -> None:
+        """A micro-batch enters a chunk: from now on these routes count."""
+        self.given = routes
+
+    def enter_again_with_gradient(self, output: Tensor, routes: Tensor | None) -> None:
+        """The same when its gradient comes back."""
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.enter(routes))
+
+    def take_made(self) -> dict[int, Tensor]:
+        """What the routers of a chunk have chosen for the micro-batch that has just been through, by layer."""
+        assert self.made is not None
+        made, self.made = self.made, {}
+        return made
+
+    def whole(self, made: dict[int, Tensor], row: SharedRow) -> list[np.ndarray]:
+        """The routes of a row's samples, from what this rank's routers chose for its tokens; every rank calls it."""
+        layers = sorted(made)
+        dtype = torch.from_numpy(np.empty(0, route_dtype(self.num_experts))).dtype
+        mine = torch.stack([made[layer] for layer in layers], 1).to(dtype) if layers else None
+        samples = [] if mine is None else unpacked_routes(self._whole_row(mine, row), row.row)
+        found = [(layers, samples)]
+        if (stages := parallel_state.get_pipeline_model_parallel_world_size()) > 1:
+            found = [([], [])] * stages
+            dist.all_gather_object(found, (layers, samples), group=parallel_state.get_pipeline_model_parallel_group())
+        return self._over_stages(found)
+
+    def _whole_row(self, mine: Tensor, row: SharedRow) -> Tensor:
+        if self.parts > 1:
+            mine = _gathered(mine, parallel_state.get_tensor_model_parallel_group())
+        if row.zigzag is not None:
+            mine = _gathered(mine, parallel_state.get_context_parallel_group())[row.zigzag.order]
+        return mine[row.place_of]
+
+    def _over_stages(self, found: Sequence[tuple[list[int], list[np.ndarray]]]) -> list[np.ndarray]:
+        some = next(samples for _, samples in found if samples)
+        whole = []
+        for number, sample in enumerate(some):
+            shape = (len(sample), len(self.sparse), sample.shape[2])
+            routes = np.full(shape, unknown(sample.dtype), sample.dtype)
+            for layers, samples in found:
+                if layers:
+                    routes[:, layers] = samples[number]
+            whole.append(routes)
+        return whole
+
+
+class _LayerReplay:
+    """What one router asks, in the place of Megatron-Core's own replay, which knows no tokens without a route."""
+
+    def __init__(self, routers: MegatronRouters, layer: int):
+        self.routers, self.layer = routers, layer
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose_itself: ChooseFunction
+    ) -> tuple[Tensor, Tensor]:
+        values, own = choose_itself(scores, topk, num_groups, group_topk)
+        routers = self.routers
+        if routers.made is not None:
+            routers.made[self.layer] = own.detach()
+        if routers.given is None:
+            return values, own
+        return choose(scores, own, routers.given[:, self.layer], routers.choice)
+
+
+def _gathered(values: Tensor, group: Any) -> Tensor:
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, values.contiguous(), group=group)
+    return torch.cat(parts)
