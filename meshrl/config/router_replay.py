@@ -16,10 +16,10 @@ def replay_problems(config: PPOConfig) -> list[str]:
             f"{MODE}=R2 replays the routes of the pass for old log-probs, which bypass_mode=true leaves out: set R3, "
             "or algorithm.rollout_correction.bypass_mode=false"
         ]
-    if mode == "R3" and rollout.is_elsewhere:
+    if mode == "R3" and rollout.name == "vllm" and rollout.as_server:
         return [
-            f"not supported yet: {MODE}=R3 with an engine in processes of its own ({ROLLOUT}.name={rollout.name}), "
-            "which does not say where its tokens went: set R2, or take embedded, hf, or vllm in the worker's process"
+            f"not supported yet: {MODE}=R3 with {ROLLOUT}.as_server=true, for vLLM's server does not say where its "
+            "tokens went: set as_server=false, R2, or another rollout"
         ]
     return []
 

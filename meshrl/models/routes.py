@@ -224,6 +224,12 @@ class Routers:
         return out
 
 
+def layers_with_experts(hf_model: Any) -> list[int]:
+    """The numbers of a model's layers that have experts."""
+    layers = enumerate(hf_model.base_model.layers)
+    return [number for number, layer in layers if any(hasattr(module, "experts") for module in layer.modules())]
+
+
 def find_routers(hf_model: nn.Module) -> list[Any]:
     """The routers of a model's layers with experts, in their order: what stands beside `experts` by a known name."""
     blocks = [block for block in hf_model.modules() if isinstance(getattr(block, "experts", None), nn.Module)]

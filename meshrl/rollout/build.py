@@ -51,7 +51,7 @@ def build_rollout(
     if config.name == "vllm":
         return _vllm(config, model, tokenizer, device, rank_group, adapter_rank, records_routes)
     if config.name == "sglang":
-        return _sglang(config, model, tokenizer, device, ranks)
+        return _sglang(config, model, tokenizer, device, ranks, records_routes)
     dtype = torch_dtype(config.dtype)
     pad = int(tokenizer.pad_token_id)
     if config.name == "hf":
@@ -137,7 +137,12 @@ def _vllm(
 
 
 def _sglang(
-    config: RolloutConfig, model: ModelConfig, tokenizer: Tokenizer, device: torch.device, ranks: int
+    config: RolloutConfig,
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    ranks: int,
+    records_routes: bool,
 ) -> Rollout:
     wanted: dict[str, Any] = {
         "dtype": str(torch_dtype(config.dtype)).removeprefix("torch."),
@@ -152,6 +157,8 @@ def _sglang(
         "enable_memory_saver": config.free_cache_engine and device.type == "cuda",
         "trust_remote_code": model.trust_remote_code,
     }
+    if records_routes:
+        wanted["enable_return_routed_experts"] = True
     if config.as_server is False and device.type == "cuda":
         wanted["base_gpu_id"] = device.index or 0
     wanted |= dict(config.engine_kwargs.sglang)

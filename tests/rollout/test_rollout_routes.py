@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from routed import OwnRoutes, check_routes
 
 from meshrl.data.proto import DataProto
-from meshrl.models.routes import ROUTED_EXPERTS, Routers
+from meshrl.models.routes import ROUTED_EXPERTS
 from meshrl.rollout.embedded.engine import EmbeddedRollout
 from meshrl.rollout.hf import HFRollout
 from meshrl.rollout.requests import Request, SamplingParams
 
-PROMPTS = (5, 9, 3, 17)
 KINDS = ("embedded", "preempting", "hf")
 
 
@@ -18,7 +18,7 @@ def make_rollout(make_lm, family, kind, **options):
     if kind == "hf":
         rollout = HFRollout(make_lm(family, "sdpa"), pad_token_id=0, stride=4, records_routes=True, **options)
     else:
-        tight = {"max_num_batched_tokens": 16, "num_blocks": 14, "max_model_len": 40} if kind == "preempting" else {}
+        tight = {"max_num_batched_tokens": 16, "num_blocks": 15, "max_model_len": 56} if kind == "preempting" else {}
         rollout = EmbeddedRollout(
             make_lm(family), pad_token_id=0, block_size=4, max_num_seqs=8, records_routes=True, **tight, **options
         )
@@ -26,38 +26,11 @@ def make_rollout(make_lm, family, kind, **options):
     return rollout
 
 
-class Expected:
-    """Where Hugging Face's own model sends the tokens of a text."""
-
-    def __init__(self, model):
-        self.model, self.routers = model, Routers(model)
-
-    def __call__(self, tokens):
-        with torch.no_grad(), self.routers.routing(records=True):
-            self.model(torch.tensor([tokens]))
-            return np.sort(self.routers.recorded().numpy(), -1)
-
-
-def requests():
-    generator = torch.Generator().manual_seed(0)
-    prompts = [tuple(torch.randint(2, 41, (n,), generator=generator).tolist()) for n in PROMPTS]
-    asked = [Request(f"r{i}", p, SamplingParams(max_tokens=5 + i, n=3), i) for i, p in enumerate(prompts)]
-    # Its head is another's prompt, which may be found in the cache.
-    return [*asked, Request("again", (*prompts[3], 4, 5), SamplingParams(max_tokens=4), 9)]
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_token_went_where_the_model_sends_it(make_lm, family, kind):
-    expected = Expected(make_lm(family, "eager"))
     rollout = make_rollout(make_lm, family, kind, shares_weights=True)
-    asked = {request.request_id: request for request in requests()}
-    answers = rollout.complete(list(asked.values()))
-    for answer in answers:
-        tokens = [*asked[answer.request_id].prompt_token_ids, *answer.token_ids]
-        assert answer.routes.dtype == np.uint8
-        # The last token of an answer is never computed.
-        assert (np.sort(answer.routes, -1) == expected(tokens)[:-1]).all()
+    check_routes(rollout, make_lm(family, "eager"))
     if kind == "preempting":
         assert rollout.stats()["preemptions"] > 0
     if kind != "hf":
@@ -66,7 +39,7 @@ def test_every_token_went_where_the_model_sends_it(make_lm, family, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_batch_has_a_column_of_them(make_lm, kind):
-    expected = Expected(make_lm("qwen3_moe", "eager"))
+    expected = OwnRoutes(make_lm("qwen3_moe", "eager"))
     rollout = make_rollout(make_lm, "qwen3_moe", kind, shares_weights=True)
     ids = torch.tensor([[0, 0, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8]])
     prompts = DataProto.from_dict(
@@ -103,7 +76,7 @@ def test_new_weights_in_the_middle_leave_earlier_tokens_their_routes(make_lm, ki
     # The token before the first new one was computed, for it, by the new weights.
     border = 3 + versions.index(1) - 1
     routes = np.sort(found[-1].routes, -1)
-    by_old, by_new = Expected(old)(tokens), Expected(new)(tokens)
+    by_old, by_new = OwnRoutes(old)(tokens), OwnRoutes(new)(tokens)
     assert (by_old != by_new).any()
     assert (routes[:border] == by_old[:border]).all()
     assert (routes[border:] == by_new[border:-1]).all()

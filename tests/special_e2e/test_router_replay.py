@@ -77,7 +77,7 @@ def test_two_processes_equal_one_and_so_do_several_ways_to_generate(task, expert
     assert largest_difference(two, replayed) < 1e-5
     assert steps(two)[1][CHANGED] == pytest.approx(steps(replayed)[1][CHANGED], abs=1e-4)
     plain = task.train(tmp_path / "plain", *RUN, experts)
-    assert 1e-7 < largest_difference(plain, replayed)  # the control: routes made a difference
+    assert largest_difference(plain, replayed) > 1e-7  # the control: routes made a difference
     # Answers that are rewarded as they end come another way.
     overlapped = task.train(tmp_path / "overlapped", *RUN, experts, f"{MODE}=R3", "reward_manager.overlap=true")
     assert largest_difference(overlapped, replayed) < 1e-5

@@ -19,4 +19,5 @@ if found is not None:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     # It would import its other 250 models in every process.
     models = (Path(found.origin or "").parent / "srt" / "models").glob("*.py")
-    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(file.stem for file in models if file.stem != "qwen3")
+    used = ("qwen3", "qwen3_moe", "qwen2", "qwen2_moe")
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(file.stem for file in models if file.stem not in used)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from meshrl.rollout.requests import Request
@@ -15,7 +16,10 @@ from meshrl.rollout.weight_stream import FileWeights
 
 @dataclass
 class Piece:
-    """New tokens of one answer. `all_versions`, where the engine says them, are those of all its tokens so far."""
+    """New tokens of one answer. `all_versions`, where the engine says them, are those of all its tokens so far.
+
+    `routes`, of an engine that records them, come with the last.
+    """
 
     token_ids: list[int]
     log_probs: list[float]
@@ -23,6 +27,7 @@ class Piece:
     finish_reason: str | None = None
     error: str | None = None
     all_versions: list[int] | None = None
+    routes: np.ndarray | None = None
 
 
 @dataclass

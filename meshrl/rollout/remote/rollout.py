@@ -380,14 +380,14 @@ class _Answer:
 
     async def run(self) -> None:
         """Waits for its turn, hands out what comes, and ends with exactly one reason."""
-        reason, error = "error", "the engine ended the answer without a reason"
+        reason, error, routes = "error", "the engine ended the answer without a reason", None
         try:
             async with self.rollout._slots:
                 await self.rollout._open.wait()
                 self.sent = True
                 async for piece in self.rollout.client.generate(self.name, self.request, self.index):
                     if piece.finish_reason is not None:
-                        reason, error = piece.finish_reason, piece.error or ""
+                        reason, error, routes = piece.finish_reason, piece.error or "", piece.routes
                     self._hand_out(piece)
         except asyncio.CancelledError:
             self.aborted = True
@@ -399,7 +399,7 @@ class _Answer:
         if self.aborted and reason not in ("stop", "length"):
             reason, error = "abort", ""
         tops: list[dict[int, float]] | None = [] if self.request.params.top_log_probs else None
-        self.deliver(Chunk(self.request.request_id, self.index, [], [], [], reason, error or None, tops))
+        self.deliver(Chunk(self.request.request_id, self.index, [], [], [], reason, error or None, tops, routes))
 
     def _hand_out(self, piece: Piece) -> None:
         count = len(piece.token_ids)

@@ -19,6 +19,7 @@ from torch import Tensor
 from meshrl.models.loading import load_model_config, load_tokenizer, stop_token_ids
 from meshrl.rollout.remote.client import EngineClient, ModelFacts, Piece
 from meshrl.rollout.requests import Request
+from meshrl.rollout.sglang.routes import RoutedLayers
 from meshrl.rollout.sglang.sampling import as_piece, cut_at_stop, sampling_fields, sglang_refusal
 from meshrl.rollout.shared_file import as_one_segment
 from meshrl.rollout.weight_stream import FileWeights
@@ -37,6 +38,7 @@ class SglangClient(EngineClient):
         ends = own if isinstance(own, list) else [own] if own is not None else []
         self.end_tokens = frozenset([*ends, *stop_token_ids(path, load_tokenizer(path, trusted))])
         self._ranks = int(self._arguments.get("tp_size", 1))
+        self._routed = RoutedLayers.of(config) if self._arguments.get("enable_return_routed_experts") else None
 
     @abstractmethod
     async def _ask(self, call: str, **fields: Any) -> None:
@@ -47,7 +49,8 @@ class SglangClient(EngineClient):
         """What it says to a request for tokens: everything so far, again and again."""
 
     def refusal(self, request: Request) -> str | None:
-        return sglang_refusal(request, self.facts.vocabulary, self.facts.context)
+        facts, records_routes = self.facts, self._routed is not None
+        return sglang_refusal(request, facts.vocabulary, facts.context, self.end_tokens, records_routes)
 
     async def generate(self, name: str, request: Request, index: int) -> AsyncIterator[Piece]:
         params = request.params
@@ -58,6 +61,7 @@ class SglangClient(EngineClient):
             "sampling_params": fields,
             "return_logprob": True,
             "top_logprobs_num": params.top_log_probs,
+            "return_routed_experts": self._routed is not None,
             "stream": True,
         }
         given = 0
@@ -65,7 +69,7 @@ class SglangClient(EngineClient):
             if "error" in event:
                 yield Piece([], [], finish_reason="error", error=str(event["error"]))
                 return
-            piece = as_piece(event, given, params.top_log_probs)
+            piece = as_piece(event, given, params.top_log_probs, self._routed)
             given += len(piece.token_ids)
             if params.stop_token_ids and fields["ignore_eos"]:
                 piece = cut_at_stop(piece, params.stop_token_ids)

@@ -8,11 +8,19 @@ from typing import Any
 from meshrl.rollout.admission import refusal, room
 from meshrl.rollout.remote.client import Piece, span_versions
 from meshrl.rollout.requests import Request
+from meshrl.rollout.sglang.routes import RoutedLayers
 
 
-def sglang_refusal(request: Request, vocabulary: int, context: int) -> str | None:
+def sglang_refusal(
+    request: Request, vocabulary: int, context: int, end_tokens: frozenset[int], records_routes: bool
+) -> str | None:
     """Why SGLang cannot serve a request, or None."""
     params = request.params
+    if records_routes and params.stop_token_ids and not end_tokens <= frozenset(params.stop_token_ids):
+        return (
+            f"SGLang does not stop at stop_token_ids without the model's own ({sorted(end_tokens)}) among them, and of "
+            "an answer that is cut off it returns no routes: add them, or use another rollout"
+        )
     if params.repetition_penalty != 1 or params.logit_bias or params.min_tokens:
         return (
             "SGLang's log-probs are those after repetition_penalty, logit_bias and min_tokens, which are not the "
@@ -43,7 +51,7 @@ def sampling_fields(request: Request, context: int, end_tokens: frozenset[int]) 
     return fields
 
 
-def as_piece(event: Mapping[str, Any], given: int, top: int) -> Piece:
+def as_piece(event: Mapping[str, Any], given: int, top: int, routed: RoutedLayers | None = None) -> Piece:
     """What an event of a stream adds to the first `given` tokens; its lists begin at the first token."""
     meta = event["meta_info"]
     entries = (meta.get("output_token_logprobs") or [])[given:]
@@ -64,6 +72,7 @@ def as_piece(event: Mapping[str, Any], given: int, top: int) -> Piece:
         reason,
         error,
         span_versions(spans) if spans else None,
+        routed.read(meta["routed_experts"]) if routed is not None and meta.get("routed_experts") else None,
     )
 
 
