@@ -21,8 +21,8 @@ class OwnRoutes:
 
     def __call__(self, tokens: list[int]) -> np.ndarray:
         with torch.no_grad(), self.routers.routing(records=True):
-            self.model(torch.tensor([tokens]))
-            return np.sort(self.routers.recorded().numpy(), -1)
+            self.model(torch.tensor([tokens], device=self.model.device))
+            return np.sort(self.routers.recorded().cpu().numpy(), -1)
 
 
 def check_routes(rollout: Rollout, model: PreTrainedModel) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from routed import check_routes
 
 from meshrl.rollout.embedded.engine import EmbeddedRollout
 from meshrl.rollout.requests import Completion, Request, SamplingParams
@@ -162,3 +163,49 @@ def test_running_requests_go_on_with_new_weights(make_lm):
     rollout.release(["kv_cache"])
     rollout.resume(["kv_cache"])
     assert len(rollout.complete(requests)) == 6
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_blocks": 5, "max_model_len": 64, "max_num_batched_tokens": 32}], ids=str
+)
+def test_every_token_went_where_the_model_sends_it(make_lm, settings):
+    """With few blocks answers are set aside and computed again."""
+    rollout = made(make_lm, "qwen3_moe", torch.float32, max_num_seqs=8, records_routes=True, **settings)
+    check_routes(rollout, make_lm("qwen3_moe", "eager", **HEADS).to("cuda"))
+    assert rollout.stats()["cached_prompt_tokens"] > 0
+    assert (rollout.stats()["preemptions"] > 0) == bool(settings)
+
+
+def test_steps_of_experts_are_recorded_and_follow_their_weights(make_lm):
+    """A recording reads weights where they lay: when they lie elsewhere it is made anew. `plain` records nothing."""
+    ours, plain = (made(make_lm, "qwen3_moe", torch.bfloat16) for _ in range(2))
+    plain.runner.records = False
+    requests, before = asked(9, SamplingParams(20)), None
+    for places_change in (None, False, True):
+        if places_change is not None:
+            with torch.no_grad():
+                for param, theirs in zip(ours.hf_model.parameters(), plain.hf_model.parameters(), strict=True):
+                    theirs.mul_(1.3)
+                    param.data = theirs.clone() if places_change else param.data.copy_(theirs)
+            for rollout in (ours, plain):
+                rollout.update_weights([], rollout.version + 1)
+            assert bool(ours.runner._graphs) != places_change
+        found, expected = (
+            [(answer.token_ids, answer.log_probs) for answer in rollout.complete(requests)] for rollout in (ours, plain)
+        )
+        assert found == expected
+        assert found != before
+        assert ours.runner._graphs
+        assert not plain.runner._graphs
+        before = found
+
+
+def test_a_model_whose_steps_cannot_be_recorded_steps_as_it_is(make_lm, caplog):
+    """Experts one after the other, as many as are wanted: the host has to know how many that is."""
+    rollout, requests = made(make_lm, "qwen3_moe", torch.float32), asked(9, SamplingParams(20))
+    rollout.hf_model.config._experts_implementation = "eager"
+    caplog.set_level("INFO")
+    answers = rollout.complete(requests)
+    assert not rollout.runner._graphs
+    assert len([line for line in caplog.messages if "decodes without recorded graphs" in line]) == 1
+    assert largest_error(make_lm("qwen3_moe", "eager", **HEADS).to("cuda"), requests, answers) < 1e-4

@@ -7,6 +7,7 @@ tokens, when the next step has been launched already.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -27,6 +28,7 @@ from meshrl.rollout.embedded.scheduler import Piece
 # Rows of the array that a step sends: row numbers, positions, slots, keys of the noise, temperatures (as float64).
 ORDER, POSITION, SLOT, KEY, HEAT = range(5)
 BUFFERS = 4  # of pinned memory; more than launches can be under way
+logger = logging.getLogger(__name__)
 
 
 def bucket(count: int) -> int:
@@ -55,7 +57,7 @@ class CudaLaunch(Launch):
 
 
 class PagedRunner(Runner):
-    """Runs any model on one GPU; plain decoders through fused kernels and recorded graphs."""
+    """Runs any model on one GPU: plain decoders by fused kernels, and steps as recorded graphs where that can be."""
 
     lag = 1
 
@@ -63,6 +65,8 @@ class PagedRunner(Runner):
         super().__init__(hf_model, rows, **options)
         self.cache = cache
         self.fuses = can_fuse(self.plain)
+        self.records = self.fuses or self.plain is None
+        self._places = self._weight_places()
         self.capacity = bucket(rows.capacity)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -86,8 +90,18 @@ class PagedRunner(Runner):
         """Blocks stay where they are."""
 
     def refresh(self) -> None:
-        if self.plain is not None and self.plain.refresh():
+        if self.plain is not None:
+            moved = self.plain.refresh()
+        else:
+            before, self._places = self._places, self._weight_places()
+            moved = before != self._places
+        if moved:
             self._forget_graphs()
+
+    def _weight_places(self) -> tuple[int, ...]:
+        """Where a model that is not plain has its weights: a recording goes on reading there."""
+        weights = (*self.hf_model.parameters(), *self.hf_model.buffers()) if self.plain is None else ()
+        return tuple(map(Tensor.data_ptr, weights))
 
     def take_weights(self) -> None:
         super().take_weights()
@@ -233,22 +247,35 @@ class PagedRunner(Runner):
         self.last[order] = self.outputs[0, :size]
 
     def _run(self, size: int) -> None:
-        if not self.fuses:
+        if self.records and size not in self._graphs:
+            self._record(size)
+        if size in self._graphs:
+            self._graphs[size].replay()
+        else:
             self._step(size)
-            return
-        if size not in self._graphs:
-            # Kernels are compiled and libraries set up outside of a recording; what the step changes is put back.
-            last = self.last.clone()
-            self._step(size)
-            self.last.copy_(last)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
+
+    def _record(self, size: int) -> None:
+        """Records a step. A model may do what cannot be recorded, such as wait for the device: it steps as it did."""
+        # Kernels are compiled and libraries set up outside of a recording; what the step changes is put back.
+        last = self.last.clone()
+        self._step(size)
+        self.last.copy_(last)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
             # Other threads may use the device meanwhile: weights arrive beside generation.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._step(size)
-            self._pool = self._pool or graph.pool()
-            self._graphs[size] = graph
-        self._graphs[size].replay()
+        except RuntimeError as error:
+            if self.plain is not None:
+                raise
+            self.records = False
+            self._forget_graphs()
+            reason = str(error).strip().splitlines()[0]
+            logger.info("%s decodes without recorded graphs: %s", type(self.hf_model).__name__, reason)
+            return
+        self._pool = self._pool or graph.pool()
+        self._graphs[size] = graph
 
     def _sample_others(
         self, sequences: Seq[Sequence], logits: Tensor, outputs: Tensor, index: np.ndarray
