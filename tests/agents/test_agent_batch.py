@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scripted import TOKENIZER, ScriptedRollout, call_text, make_agent, sample
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from meshrl.agents.batch import (
     COUNTS,
@@ -32,6 +32,7 @@ from meshrl.config.load import load_config
 from meshrl.data.encoding import render_chat
 from meshrl.data.prompts import object_array
 from meshrl.data.proto import DataProto
+from meshrl.models.routes import ROUTED_EXPERTS, Routers
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.rollout.embedded.engine import EmbeddedRollout
 from meshrl.rollout.hf import HFRollout
@@ -56,8 +57,8 @@ class AnyLetter(ToolParser):
         return Parsed(text, list(calls))
 
 
-def tiny_lm(attention):
-    config = Qwen3Config(
+def tiny_lm(attention, kind=Qwen3Config, **more):
+    config = kind(
         vocab_size=len(CHARS),
         hidden_size=32,
         intermediate_size=48,
@@ -69,6 +70,7 @@ def tiny_lm(attention):
         initializer_range=0.2,
         tie_word_embeddings=True,
         pad_token_id=0,
+        **more,
     )
     with torch.random.fork_rng():
         torch.manual_seed(5)
@@ -150,6 +152,27 @@ def test_sampled_tokens_have_the_models_log_probs_and_others_are_masked(rollout,
         assert text.count("<tool>") == text.count("<assistant>") == calls
     last = real.sum(1) - 1
     assert mask[torch.arange(len(output)), last].all()
+
+
+def test_every_token_of_all_turns_has_its_route():
+    """Also those that others said, which the next turn's prompt holds; but for the last one of a conversation."""
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = tiny_lm(ATTENTION_NAME, Qwen3MoeConfig, **experts)
+    rollout = EmbeddedRollout(model, pad_token_id=0, max_num_seqs=5, shares_weights=True, records_routes=True)
+    rollout.update_weights((), 4)
+    params = SamplingParams(max_tokens=WIDTH, stop_token_ids=tuple(STOPS))
+    output = AgentRollout(rollout, letters_agent()).generate_sequences(prompts(), params)
+    rollout.close()
+    assert output.non_tensor_batch["assistant_turns"].max() > 1
+    plain = tiny_lm("eager", Qwen3MoeConfig, **experts)
+    routers = Routers(plain)
+    for row, routes in enumerate(output.non_tensor_batch[ROUTED_EXPERTS]):
+        ids = output.batch["input_ids"][row][output.batch["attention_mask"][row].bool()]
+        with torch.no_grad(), routers.routing(records=True):
+            plain(ids[None])
+            own = routers.recorded().numpy()
+        assert (np.sort(routes, -1)[:-1] == np.sort(own, -1)[:-1]).all()
+        assert (routes[-1] == 255).all()
 
 
 def test_without_calls_it_is_the_rollouts_own_batch(rollout):
