@@ -61,17 +61,6 @@ def test_skipping_samples_without_advantage_changes_nothing(task, tmp_path):
         torch.testing.assert_close(skipped.weights[name], weight, rtol=1e-5, atol=1e-5)
 
 
-def test_ray_equals_local_to_the_bit(task, tmp_path):
-    pytest.importorskip("ray")
-    local = task.train(tmp_path / "local", *UNEVEN, "trainer.n_gpus_per_node=2")
-    remote = task.train(
-        tmp_path / "ray", *UNEVEN, "trainer.n_gpus_per_node=2", "trainer.backend=ray", "ray_init.num_cpus=2"
-    )
-    compare(local, remote, 0.0)
-    for row in (row for run in (local, remote) for row in run.metrics if "timing_s/step" in row):
-        assert row["ledger/actor_rollout_ref/booked"] == pytest.approx(1, abs=0.01)
-
-
 # kl_cov picks the tokens of the highest covariance; where many are equal, the last bit of a log-prob decides.
 LOSSES = ("gspo", "sapo", "gpg", "clip_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro", "topr")
 SHORT = (*UNEVEN, "trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false")

@@ -16,7 +16,7 @@ from test_resume import RUN, data  # noqa: F401
 
 from meshrl.config.show import to_yaml
 
-LONG = ("trainer.total_training_steps=14", "trainer.test_freq=-1")
+LONG = ("trainer.total_training_steps=10", "trainer.test_freq=-1")
 ROOT = Path(__file__).parents[2]
 LIMIT = 240.0
 

@@ -144,7 +144,9 @@ def test_what_an_estimator_returns_is_looked_at(task, code, tmp_path):
         task.train(tmp_path / "run", *SHORT, f"algorithm.adv_estimator={code}:without_mask")
 
 
-def test_registered_names_reach_two_processes_and_ray(task, code, built_in, tmp_path, monkeypatch):
+def test_registered_names_reach_two_processes_and_ray_which_are_equal_to_the_bit(
+    task, code, built_in, tmp_path, monkeypatch
+):
     monkeypatch.chdir(code.parent)
     two = (*SHORT, "trainer.n_gpus_per_node=2")
     names = (f"{LIB}=own.py", f"{LOSS}=my_vanilla", "algorithm.adv_estimator=my_grpo")
@@ -154,6 +156,8 @@ def test_registered_names_reach_two_processes_and_ray(task, code, built_in, tmp_
     pytest.importorskip("ray")
     remote = task.train(tmp_path / "ray", *two, *names, "trainer.backend=ray", "ray_init.num_cpus=2")
     compare(local, remote, 0.0)
+    for row in (row for run in (local, remote) for row in run.metrics if "timing_s/step" in row):
+        assert row["ledger/actor_rollout_ref/booked"] == pytest.approx(1, abs=0.01)
 
 
 def test_rows_of_a_class_of_ones_own(task, code, built_in, tmp_path, monkeypatch):
