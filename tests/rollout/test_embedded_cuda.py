@@ -200,12 +200,25 @@ def test_steps_of_experts_are_recorded_and_follow_their_weights(make_lm):
         before = found
 
 
-def test_a_model_whose_steps_cannot_be_recorded_steps_as_it_is(make_lm, caplog):
-    """Experts one after the other, as many as are wanted: the host has to know how many that is."""
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_a_model_whose_steps_cannot_be_recorded_steps_as_it_is(make_lm, caplog, monkeypatch, is_watched):
+    """Experts one after the other, as many as are wanted: the host has to know how many that is.
+
+    Where that is not seen before, the recording fails, and leaves random numbers and memory as they were.
+    """
+    if not is_watched:
+        monkeypatch.setattr("meshrl.rollout.embedded.cuda_runner.what_waits", lambda step: step())
     rollout, requests = made(make_lm, "qwen3_moe", torch.float32), asked(9, SamplingParams(20))
     rollout.hf_model.config._experts_implementation = "eager"
     caplog.set_level("INFO")
     answers = rollout.complete(requests)
     assert not rollout.runner._graphs
-    assert len([line for line in caplog.messages if "decodes without recorded graphs" in line]) == 1
+    (said,) = (line for line in caplog.messages if "decodes without recorded graphs: " in line)
+    assert ("graphs: aten." in said) == is_watched
+    assert torch.randn(3, device="cuda").isfinite().all()
+    before = torch.cuda.memory_reserved()
+    held = torch.empty(1 << 28, device="cuda")
+    del held
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
     assert largest_error(make_lm("qwen3_moe", "eager", **HEADS).to("cuda"), requests, answers) < 1e-4

@@ -20,6 +20,7 @@ from meshrl.parallel.attention import AttentionContext
 from meshrl.rollout.embedded.fused import can_fuse, fused_hidden
 from meshrl.rollout.embedded.kernels import sample_rows
 from meshrl.rollout.embedded.paged import PagedCache, PagedDecode, PagedPrefill, send
+from meshrl.rollout.embedded.recordable import sound_after_failure, what_waits
 from meshrl.rollout.embedded.rows import Rows, Sequence
 from meshrl.rollout.embedded.runner import Launch, Runner
 from meshrl.rollout.embedded.sampler import Sampled, Settings, sample, step_keys
@@ -259,23 +260,34 @@ class PagedRunner(Runner):
         # Kernels are compiled and libraries set up outside of a recording; what the step changes is put back.
         last = self.last.clone()
         self._step(size)
+        if self.plain is None and not self._graphs:
+            self.last.copy_(last)
+            if (waits := what_waits(lambda: self._step(size))) is not None:
+                self._do_not_record(f"{waits} waits for the device")
         self.last.copy_(last)
+        if not self.records:
+            return
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             # Other threads may use the device meanwhile: weights arrive beside generation.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with (
+                sound_after_failure(self.device, self._pool),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
                 self._step(size)
         except RuntimeError as error:
             if self.plain is not None:
                 raise
-            self.records = False
-            self._forget_graphs()
-            reason = str(error).strip().splitlines()[0]
-            logger.info("%s decodes without recorded graphs: %s", type(self.hf_model).__name__, reason)
+            self._do_not_record(str(error).strip().splitlines()[0])
             return
-        self._pool = self._pool or graph.pool()
         self._graphs[size] = graph
+
+    def _do_not_record(self, reason: str) -> None:
+        self.records = False
+        self._forget_graphs()
+        logger.info("%s decodes without recorded graphs: %s", type(self.hf_model).__name__, reason)
 
     def _sample_others(
         self, sequences: Seq[Sequence], logits: Tensor, outputs: Tensor, index: np.ndarray
