@@ -13,7 +13,7 @@ from meshrl.rollout.embedded.engine import EmbeddedRollout
 from meshrl.rollout.embedded.slots import SlotCache
 from meshrl.rollout.requests import Request
 
-FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_mixed", "qwen3_moe", "deepseek_v3"]
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_mixed", "qwen3_moe", "mixtral", "deepseek_v3"]
 PAD, VOCABULARY = 0, 41
 RAGGED = [5, 1, 9, 2, 2, 7]
 

@@ -67,6 +67,7 @@ class PagedRunner(Runner):
         self.cache = cache
         self.fuses = can_fuse(self.plain)
         self.records = self.fuses or self.plain is None
+        self.knows_all = self.plain is not None and not self.plain.has_experts
         self._places = self._weight_places()
         self.capacity = bucket(rows.capacity)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -122,7 +123,7 @@ class PagedRunner(Runner):
 
     def wanted_hidden(self, ids: Tensor, context: PagedPrefill, wanted: Tensor) -> Tensor:
         """Last hidden states of some of the tokens of packed pieces."""
-        if self.fuses:
+        if self.fuses and self.routes is None:
             assert self.plain is not None
             return fused_hidden(self.plain, ids, context.positions, context, wanted)
         return self.hidden(ids, context.positions, context, one_each=False)[wanted]
@@ -260,7 +261,7 @@ class PagedRunner(Runner):
         # Kernels are compiled and libraries set up outside of a recording; what the step changes is put back.
         last = self.last.clone()
         self._step(size)
-        if self.plain is None and not self._graphs:
+        if not self.knows_all and not self._graphs:
             self.last.copy_(last)
             if (waits := what_waits(lambda: self._step(size))) is not None:
                 self._do_not_record(f"{waits} waits for the device")
@@ -278,7 +279,7 @@ class PagedRunner(Runner):
             ):
                 self._step(size)
         except RuntimeError as error:
-            if self.plain is not None:
+            if self.knows_all:
                 raise
             self._do_not_record(str(error).strip().splitlines()[0])
             return

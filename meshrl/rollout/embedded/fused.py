@@ -69,5 +69,8 @@ def fused_hidden(
             mixed, residual = mixed[wanted], residual[wanted]
         x = plain.whole(product(layer.out, mixed))
         h = add_and_norm(x, residual, layer.norm_2, plain.eps)
-        x = plain.whole(product(layer.down, silu_and_multiply(layer.gate_up(h))))
+        if layer.gate_up is None or layer.down is None:
+            x = layer.experts(h[None])[0]
+        else:
+            x = plain.whole(product(layer.down, silu_and_multiply(layer.gate_up(h))))
     return add_and_norm(x, residual, model.norm.weight, plain.eps)

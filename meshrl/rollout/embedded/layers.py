@@ -1,7 +1,8 @@
 """The forward of plain decoder layers (Llama, Mistral, Qwen2, Qwen3) from a Hugging Face model's own weights.
 
-The same arithmetic in fewer operations: queries, keys and values are one product, gate and up another. Any other model
-runs through its own forward. Weights are used where they lie: joined matrices are views of neighbours in memory.
+The same arithmetic in fewer operations: queries, keys and values are one product, gate and up another. Layers of
+experts (Qwen3-MoE, Mixtral) run these by themselves. Any other model runs through its own forward. Weights are used
+where they lie: joined matrices are views of neighbours in memory.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ if TYPE_CHECKING:
 # Rotary embeddings whose angles do not depend on how long the sequence is.
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+WITH_EXPERTS = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
 
 
-def is_plain(hf_model: PreTrainedModel) -> bool:
+def is_plain(hf_model: PreTrainedModel, families: tuple[str, ...] = FAMILIES) -> bool:
     """Whether the model is one of those whose layers we know, without adapters or other additions."""
-    if type(hf_model).__name__ not in FAMILIES or hf_model.config.hidden_act != "silu":
+    if type(hf_model).__name__ not in families or hf_model.config.hidden_act != "silu":
         return False
     return all(type(m) is torch.nn.Linear for m in hf_model.modules() if hasattr(m, "in_features"))
 
@@ -91,8 +93,9 @@ class Layer:
     norms: tuple[Tensor, Tensor] | None  # Qwen3 normalises each query and key
     out: Projection
     norm_2: Tensor
-    gate_up: Projection
-    down: Projection
+    gate_up: Projection | None
+    down: Projection | None
+    experts: Any  # in their place: a module with its router
     window: int | None
 
 
@@ -112,7 +115,8 @@ class PlainLayers:
         if owns_weights:
             for layer in self.hf_model.model.layers:
                 join_in_memory([layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj])
-                join_in_memory([layer.mlp.gate_proj, layer.mlp.up_proj])
+                if not hasattr(layer.mlp, "experts"):
+                    join_in_memory([layer.mlp.gate_proj, layer.mlp.up_proj])
         self.layers: list[Layer] = []
         self._params = list(hf_model.parameters())
         self._pointers: tuple[int, ...] = ()
@@ -166,6 +170,7 @@ class PlainLayers:
 
     def _layer(self, layer: Any) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
+        has_experts = hasattr(mlp, "experts")
         # Of results that are added up over ranks, one has the bias.
         has_bias = self.parallel is None or self.parallel.rank == 0
         return Layer(
@@ -176,10 +181,16 @@ class PlainLayers:
             else None,
             Projection([attention.o_proj], has_bias=has_bias),
             layer.post_attention_layernorm.weight.detach(),
-            Projection([mlp.gate_proj, mlp.up_proj]),
-            Projection([mlp.down_proj], has_bias=has_bias),
+            None if has_experts else Projection([mlp.gate_proj, mlp.up_proj]),
+            None if has_experts else Projection([mlp.down_proj], has_bias=has_bias),
+            mlp if has_experts else None,
             self._window(attention),
         )
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layers are modules that we do not know."""
+        return any(layer.experts is not None for layer in self.layers)
 
     def _window(self, attention: Any) -> int | None:
         window = getattr(attention, "sliding_window", None)
@@ -207,6 +218,10 @@ class PlainLayers:
             q, k, v = (p.unsqueeze(2) if one_each else p.transpose(0, 1)[None] for p in parts)
             mixed = context.attend(index, q, k, v, self.scaling, layer.window)
             x = x + self.whole(layer.out(mixed.reshape(len(x), -1)))
-            gate, up = layer.gate_up.halves(F.rms_norm(x, hidden, layer.norm_2, self.eps))
+            h = F.rms_norm(x, hidden, layer.norm_2, self.eps)
+            if layer.gate_up is None or layer.down is None:
+                x = x + layer.experts(h[None])[0]
+                continue
+            gate, up = layer.gate_up.halves(h)
             x = x + self.whole(layer.down(F.silu(gate) * up))
         return self.hf_model.model.norm(x)

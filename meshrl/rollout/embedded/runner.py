@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from meshrl.parallel.attention import AttentionContext
 from meshrl.parallel.packable import check_layers
 from meshrl.rollout.embedded.adjust import Adjuster
-from meshrl.rollout.embedded.layers import PlainLayers, is_plain
+from meshrl.rollout.embedded.layers import FAMILIES, WITH_EXPERTS, PlainLayers, is_plain
 from meshrl.rollout.embedded.parts import Parts
 from meshrl.rollout.embedded.route_store import RouteStore
 from meshrl.rollout.embedded.rows import Rows, Sequence
@@ -70,7 +70,7 @@ class Runner(ABC):
         self.hf_model: Any = hf_model
         self.rows, self.parallel, self.routes = rows, parallel, routes
         self.device = next(hf_model.parameters()).device
-        self.plain = self._plain_layers(owns_weights) if is_plain(hf_model) else None
+        self.plain = self._plain_layers(owns_weights) if is_plain(hf_model, FAMILIES + WITH_EXPERTS) else None
         self.adjuster = Adjuster(rows, vocabulary, self.device)
         self._settings: tuple[int, int, Settings, bool] | None = None
         self._is_checked = False
