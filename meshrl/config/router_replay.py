@@ -30,7 +30,7 @@ def replay_file_problems(config: PPOConfig) -> list[str]:
     if policy.actor.router_replay.mode == "disabled":
         return []
     found = read_model_config(policy.model)
-    if not found or any(found.get(name) for name in EXPERT_COUNTS):
+    if not found or any(found.get(name) for name in (*EXPERT_COUNTS, "moe_num_experts")):
         return []
     return [
         f"{MODE}={policy.actor.router_replay.mode} is for mixtures of experts, and {MODEL}.path={policy.model.path} "

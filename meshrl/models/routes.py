@@ -10,7 +10,7 @@ of an answer, which nobody computed; padding) holds `unknown` and is routed as e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -59,10 +59,16 @@ def as_column(routes: Iterable[np.ndarray]) -> np.ndarray:
     return column
 
 
-def packed_routes(column: np.ndarray, row: PackedRow) -> Tensor:
-    """The routes of a row's tokens [tokens, layers, experts per token], on the host, from those of its samples."""
-    routes = [column[sample] for sample in row.samples]
-    for sample, found, length in zip(row.samples, routes, row.lengths, strict=True):
+def packed_routes(column: np.ndarray, row: PackedRow) -> Tensor | None:
+    """The routes of a row's tokens [tokens, layers, experts per token], on the host, from those of its samples.
+
+    A sample may have None; where all do, so does the row.
+    """
+    some = next((routes for routes in column if routes is not None), None)
+    if some is None:
+        return None
+    routes = [column[at] if column[at] is not None else fitted(some[:0], length) for at, length in _documents(row)]
+    for (sample, length), found in zip(_documents(row), routes, strict=True):
         if len(found) != length:
             raise ValueError(
                 f"sample {sample} has {length} tokens, but routes of {len(found)}: {ROUTED_EXPERTS} must say of every "
@@ -76,6 +82,11 @@ def packed_routes(column: np.ndarray, row: PackedRow) -> Tensor:
     return padded
 
 
+def _documents(row: PackedRow) -> Iterable[tuple[int, int]]:
+    """The sample that each document is, and its length."""
+    return zip(row.samples, row.lengths, strict=True)
+
+
 def unpacked_routes(routes: Tensor, row: PackedRow) -> list[np.ndarray]:
     """The way back: one array for each sample of the row, in the batch's order."""
     if row.attention_mask is not None:
@@ -83,6 +94,11 @@ def unpacked_routes(routes: Tensor, row: PackedRow) -> list[np.ndarray]:
     parts = routes.cpu().split(row.lengths)
     found = dict(zip(row.samples, parts, strict=True))
     return [found[sample].numpy() for sample in range(len(parts))]
+
+
+def over_ranks(routes: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `gather` makes of routes: as bytes, for collectives know no two-byte integers."""
+    return gather(routes.contiguous().view(torch.uint8)).view(routes.dtype)
 
 
 def in_rows(places: Sequence[np.ndarray | None], parts: Sequence[list[np.ndarray]]) -> np.ndarray:

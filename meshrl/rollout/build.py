@@ -157,11 +157,11 @@ def _sglang(
         "enable_memory_saver": config.free_cache_engine and device.type == "cuda",
         "trust_remote_code": model.trust_remote_code,
     }
-    if records_routes:
-        wanted["enable_return_routed_experts"] = True
     if config.as_server is False and device.type == "cuda":
         wanted["base_gpu_id"] = device.index or 0
     wanted |= dict(config.engine_kwargs.sglang)
+    if records_routes:
+        wanted["enable_return_routed_experts"] = True
     if ranks > 1:
         wanted["tp_size"] = ranks
     if config.as_server is False:

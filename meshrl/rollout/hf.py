@@ -92,7 +92,7 @@ class Answer:
         )
 
     def add_routes(self, routes: Tensor) -> None:
-        """Takes the routes of the last so many tokens but one, as far as it has none yet."""
+        """Takes the routes of its tokens, of all but the last, as far as it has none yet."""
         known = sum(map(len, self.routes))
         computed = len(self.request.prompt_token_ids) + len(self.token_ids) - 1
         self.routes.append(routes[:computed][known:])

@@ -170,6 +170,7 @@ class PPOTrainer(SampleSource):
         """One step of the algorithm on scored samples."""
         metrics: dict[str, Any] = {"training/global_step": self.step}
         metrics |= self.order.metrics()
+        self.check_routes(batch)
         values: Answer | None = None
         if self.critic is not None:
             with self.phase("values"):
@@ -222,6 +223,16 @@ class PPOTrainer(SampleSource):
         self.updates.update(batch)
         self.samples.log_training(batch, self.reward.decode, self.step)
         return metrics | data_metrics(trained, self.config)
+
+    def check_routes(self, batch: DataProto) -> None:
+        """Routes that the rollout took must be there where they are replayed, and not be taken for others."""
+        if not self.config.actor_rollout_ref.records_routes:
+            batch.non_tensor_batch.pop(ROUTED_EXPERTS, None)
+        elif all(routes is None for routes in batch.non_tensor_batch.get(ROUTED_EXPERTS, [None])):
+            raise ValueError(
+                f"router_replay.mode=R3, but no sample of the batch has {ROUTED_EXPERTS}: it was not generated so, "
+                "or the rollout's engine does not return them; set R2 or disabled"
+            )
 
     def pass_over(self, batch: DataProto) -> dict[str, Any]:
         """A step without an update: no sample of its batch is left, all were rejected or cut off."""

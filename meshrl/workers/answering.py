@@ -45,7 +45,7 @@ class Answering:
         template_kwargs: Mapping[str, Any] | None = None,
         records_routes: bool = False,
     ):
-        self.config = config
+        self.config, self.records_routes = config, records_routes
         self._log_memory = lambda: MemoryLog("gen", device, memory_budget)
         path = model.path or ""
         tokenizer = load_tokenizer(model.tokenizer_path or path, model.trust_remote_code)
@@ -98,6 +98,9 @@ class Answering:
         self._count(output)
         if asked.get("validate") or asked.get("greedy"):
             output.non_tensor_batch.pop(ROUTED_EXPERTS, None)  # nobody trains on these
+        elif self.records_routes and len(output):
+            # Samples that came to nothing have none; a part of a batch may hold no others.
+            output.non_tensor_batch.setdefault(ROUTED_EXPERTS, np.full(len(output), None, object))
         if not self.config.calculate_log_probs:
             output.pop(batch_keys=["rollout_log_probs"])
         return output

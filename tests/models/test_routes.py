@@ -95,6 +95,18 @@ def test_a_wrong_number_of_tokens_is_told():
         packed_routes(column, pack(*batch_of(LENGTHS)))
 
 
+def test_samples_without_routes_have_unknown_ones():
+    column = numbered(LENGTHS)
+    column[1] = None
+    row = pack(*batch_of(LENGTHS))
+    packed = packed_routes(column, row)
+    found = unpacked_routes(packed, row)
+    assert (found[0] == column[0]).all()
+    assert found[1].shape == (7, 1, 2)
+    assert (found[1] == 255).all()
+    assert packed_routes(np.full(3, None, object), row) is None
+
+
 def test_micro_batches_come_back_in_the_order_of_the_batch():
     column = numbered((2, 3, 4))
     found = in_rows([np.array([2, 0]), None, np.array([1])], [[column[2], column[0]], [column[1]], [column[1]]])

@@ -76,6 +76,7 @@ GRID = [
     *[("qwen3_moe", layout, "routed") for layout in ("one", "fsdp2", "sp2-cp2", "fsdp1-sp2")],
     ("deepseek_v3", "fsdp2-sp2", "routed-checkpointing"),
     ("qwen3_moe", "ddp2", "routed-padded"),
+    ("many_experts", "sp2", "routed"),  # routes of two bytes, which collectives do not know
 ]
 LATENT = ("deepseek_v3", "deepseek_yarn")
 
@@ -84,6 +85,9 @@ LATENT = ("deepseek_v3", "deepseek_yarn")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     small = {family: write_model(small_config(family), root / family) for family in FAMILIES}
+    many = small_config("qwen3_moe")
+    many.num_experts = 260
+    small["many_experts"] = write_model(many, root / "many_experts")
     return small | {family: write_small_model(family, root / family) for family in LATENT}
 
 

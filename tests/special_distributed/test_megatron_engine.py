@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
 from megatron_trials import MODELS, megatron_trial, run_megatron, write_small_model
 
 from meshrl.trainer.verify import TOLERANCE
@@ -85,3 +87,18 @@ def test_same_numbers_as_one_process(megatron_ranks, folders, references, layout
     assert max(found.values()) <= TOLERANCE, found
     control = differences(outcomes, perturbed)
     assert min(value for name, value in control.items() if found[name] > 0) > TOLERANCE, control
+
+
+def gather_two_bytes():
+    from meshrl.engines.megatron.routes import gathered
+
+    rank = dist.get_rank()
+    routes = torch.arange(6, dtype=torch.int16).view(3, 1, 2) + 1000 * rank
+    return gathered(routes, dist.group.WORLD).tolist()
+
+
+def test_routes_of_two_bytes_are_gathered(megatron_ranks):
+    """Those of 256 experts and more; collectives know no such numbers."""
+    first = [[[0, 1]], [[2, 3]], [[4, 5]]]
+    expected = first + [[[value + 1000 for value in chosen] for chosen in token] for token in first]
+    assert megatron_ranks(2).run(gather_two_bytes) == [expected, expected]

@@ -34,7 +34,7 @@ from meshrl.engines.stored_state import Snapshot
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.loading import empty_model, load_model, refuse_quantized, torch_dtype
 from meshrl.models.lora import adapter_init, adapter_scaling, adapters_off, add_adapters, merged_params
-from meshrl.models.routes import ROUTED_EXPERTS, Routers, in_rows, packed_routes, unpacked_routes
+from meshrl.models.routes import ROUTED_EXPERTS, Routers, in_rows, over_ranks, packed_routes, unpacked_routes
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.parallel.layout import DATA_AXES, SEQUENCE_AXES, fsdp_layout
 from meshrl.parallel.mesh import new_groups
@@ -249,16 +249,23 @@ class FSDPEngine(Engine):
                 shard = self.sequence.shard(PackedSequences.of(row.lengths, self.device).ready())
             routes = None
             if column is not None and rows is not None:
-                routes = packed_routes(column[picked], row).to(self.device)
-                routes = routes if shard is None else shard.take(routes, torch.iinfo(routes.dtype).max)
+                routes = self._local_routes(column[picked], row, shard)
             own = on_device.select_idxs(picked) if on_device is not None else None
             yield MicroBatch(rows, row, shard, own, routes)
+
+    def _local_routes(self, column: np.ndarray, row: PackedRow, shard: SequenceShard | None) -> Tensor | None:
+        """The routes of this rank's tokens of a row, from those of its samples."""
+        routes = packed_routes(column, row)
+        if routes is None:
+            return None
+        routes = routes.to(self.device)
+        return routes if shard is None else shard.take(routes, torch.iinfo(routes.dtype).max)
 
     def _recorded(self, part: MicroBatch) -> list[np.ndarray]:
         """The routes of a micro-batch's samples in the forward that has just been."""
         assert self.routers is not None
         routes = self.routers.recorded()
-        return unpacked_routes(routes if part.shard is None else part.shard.gather(routes), part.row)
+        return unpacked_routes(routes if part.shard is None else over_ranks(routes, part.shard.gather), part.row)
 
     def _activations(self) -> AbstractContextManager[Any]:
         """Where activations wait for the backward pass."""

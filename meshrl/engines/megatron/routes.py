@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.engines.megatron.rows import SharedRow
-from meshrl.models.routes import Choice, check_layers, choose, packed_routes, route_dtype, unknown, unpacked_routes
+from meshrl.models.routes import (
+    Choice,
+    check_layers,
+    choose,
+    over_ranks,
+    packed_routes,
+    route_dtype,
+    unknown,
+    unpacked_routes,
+)
 
 # What Megatron-Core hands its replay: the scores, how many to choose, and how it would choose itself.
 ChooseFunction = Callable[..., tuple[Tensor, Tensor]]
@@ -50,11 +59,13 @@ class MegatronRouters:
                     assert module.layer_number is not None
                     module.router_replay = _LayerReplay(self, self.sparse.index(module.layer_number - 1))
 
-    def local(self, column: np.ndarray, row: SharedRow) -> Tensor:
-        """The routes [local tokens, layers, experts per token] of this rank's tokens of a row."""
-        packed = packed_routes(column, row.row).to(row.device)
+    def local(self, column: np.ndarray, row: SharedRow) -> Tensor | None:
+        """The routes [local tokens, layers, experts per token] of this rank's tokens of a row; None: it has none."""
+        packed = packed_routes(column, row.row)
+        if packed is None:
+            return None
         check_layers(packed, len(self.sparse))
-        mine = row.take(packed, torch.iinfo(packed.dtype).max)
+        mine = row.take(packed.to(row.device), torch.iinfo(packed.dtype).max)
         return mine if self.parts == 1 else mine.chunk(self.parts)[self.part]
 
     def enter(self, routes: Tensor | None) -> None:
@@ -86,9 +97,9 @@ class MegatronRouters:
 
     def _whole_row(self, mine: Tensor, row: SharedRow) -> Tensor:
         if self.parts > 1:
-            mine = _gathered(mine, parallel_state.get_tensor_model_parallel_group())
+            mine = gathered(mine, parallel_state.get_tensor_model_parallel_group())
         if row.zigzag is not None:
-            mine = _gathered(mine, parallel_state.get_context_parallel_group())[row.zigzag.order]
+            mine = gathered(mine, parallel_state.get_context_parallel_group())[row.zigzag.order]
         return mine[row.place_of]
 
     def _over_stages(self, found: Sequence[tuple[list[int], list[np.ndarray]]]) -> list[np.ndarray]:
@@ -115,14 +126,20 @@ class _LayerReplay:
     ) -> tuple[Tensor, Tensor]:
         values, own = choose_itself(scores, topk, num_groups, group_topk)
         routers = self.routers
+        taken = own
+        if routers.given is not None:
+            values, taken = choose(scores, own, routers.given[:, self.layer], routers.choice)
         if routers.made is not None:
-            routers.made[self.layer] = own.detach()
-        if routers.given is None:
-            return values, own
-        return choose(scores, own, routers.given[:, self.layer], routers.choice)
+            routers.made[self.layer] = taken.detach()
+        return values, taken
 
 
-def _gathered(values: Tensor, group: Any) -> Tensor:
-    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, values.contiguous(), group=group)
-    return torch.cat(parts)
+def gathered(routes: Tensor, group: Any) -> Tensor:
+    """The routes of all ranks of a group, one after the other."""
+
+    def gather(values: Tensor) -> Tensor:
+        parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, values, group=group)
+        return torch.cat(parts)
+
+    return over_ranks(routes, gather)

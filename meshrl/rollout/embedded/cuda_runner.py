@@ -279,7 +279,8 @@ class PagedRunner(Runner):
             ):
                 self._step(size)
         except RuntimeError as error:
-            if self.knows_all:
+            # Ranks that step together must do the same, and memory is no matter of the model.
+            if self.knows_all or self.parallel is not None or isinstance(error, torch.OutOfMemoryError):
                 raise
             self._do_not_record(str(error).strip().splitlines()[0])
             return
@@ -288,7 +289,7 @@ class PagedRunner(Runner):
     def _do_not_record(self, reason: str) -> None:
         self.records = False
         self._forget_graphs()
-        logger.info("%s decodes without recorded graphs: %s", type(self.hf_model).__name__, reason)
+        logger.warning("%s decodes without recorded graphs, slower: %s", type(self.hf_model).__name__, reason)
 
     def _sample_others(
         self, sequences: Seq[Sequence], logits: Tensor, outputs: Tensor, index: np.ndarray

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
-# Their results are as large as the device finds, which the host has to know. So are, inside of it, the groups of a
-# grouped product in other types than bfloat16.
+# Their results are as large as the device finds, which the host has to know.
 WAITING = (
     aten.nonzero,
     aten._local_scalar_dense,
@@ -25,6 +24,8 @@ WAITING = (
     aten.unique_consecutive,
     aten.equal,
 )
+TRANSFORMERS = "transformers"  # operations of its own: the products of experts, one after the other
+GROUPING = (9, 10)  # the first numbers of capabilities
 # By a mask they take what nonzero finds.
 INDEXED = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 
@@ -45,12 +46,17 @@ class _Watch(TorchDispatchMode):
 
 def _waits(func: Any, args: Any, everything: list[Any]) -> bool:
     packet = getattr(func, "overloadpacket", None)
-    if packet in WAITING or (packet is aten._grouped_mm and args[0].dtype != torch.bfloat16):
+    if packet in WAITING or func.namespace == TRANSFORMERS or (packet is aten._grouped_mm and not _groups(args[0])):
         return True
     if packet in INDEXED and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
         return True
     # From one side to the other: a copy that the host waits for. Single numbers go along with a kernel.
     return len({x.device.type for x in everything if isinstance(x, Tensor) and x.dim()}) > 1
+
+
+def _groups(x: Tensor) -> bool:
+    """Whether the device itself can be told the sizes of the groups of a grouped product."""
+    return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in GROUPING
 
 
 def what_waits(step: Callable[[], None]) -> str | None:
@@ -64,11 +70,12 @@ def what_waits(step: Callable[[], None]) -> str | None:
 def sound_after_failure(device: torch.device, pool: tuple[int, int]) -> Iterator[None]:
     """A recording into a pool that fails inside leaves torch's random numbers and memory as they were."""
     index = device.index or 0
-    generator = torch.cuda.default_generators[index]
+    generator, stream = torch.cuda.default_generators[index], torch.cuda.current_stream(device)
     kept = generator.clone_state()
     try:
         yield
     except BaseException:
+        torch.cuda.set_stream(stream)  # a recording has one of its own, and leaves it only at a good end
         generator.graphsafe_set_state(kept)
         # Else the allocator thinks for ever that a recording is under way, and gives no memory back.
         torch._C._cuda_endAllocateToPool(index, pool)

@@ -133,6 +133,8 @@ class VllmRollout(SteppingRollout):
                 self.engine.abort_request(added)
                 for other in added:
                     del self._requests[other]
+                    if self.routes is not None:
+                        self.routes.end(other)
                 return str(error)
             self._requests[name] = (request, index)
             added.append(name)

@@ -64,14 +64,19 @@ class _Routed:
     """One request: its tokens so far, where those went, and the names of its full blocks."""
 
     tokens: list[int]
-    parts: list[np.ndarray] = field(default_factory=list)
+    room: np.ndarray | None = None  # the first `known` rows are routes
     known: int = 0
     blocks: list[bytes] = field(default_factory=list)
 
     def add(self, routes: np.ndarray) -> None:
-        """Routes of the next tokens."""
-        self.parts.append(routes)
-        self.known += len(routes)
+        """Copies the routes of the next tokens."""
+        end = self.known + len(routes)
+        if self.room is None:
+            self.room = np.empty((max(end, len(self.tokens)), *routes.shape[1:]), routes.dtype)
+        if end > len(self.room):
+            self.room = np.concatenate([self.room, np.empty_like(self.room, shape=(end, *routes.shape[1:]))])
+        self.room[self.known : end] = routes
+        self.known = end
 
 
 class RequestRoutes:
@@ -91,7 +96,8 @@ class RequestRoutes:
         # Those that go on where they were come first: others of the same step may have found their blocks.
         for finds in (False, True):
             for internal, start, rows in computed:
-                request = self._requests.get(internal.rpartition("-")[0])
+                # vLLM may have added something to the name.
+                request = self._requests.get(internal) or self._requests.get(internal.rpartition("-")[0])
                 if request is None or (start > request.known) != finds:
                     continue
                 if finds:
@@ -111,11 +117,10 @@ class RequestRoutes:
 
     def _leave_blocks(self, request: _Routed) -> None:
         full = min(request.known, len(request.tokens)) // self.block_size
-        if full > len(request.blocks):
-            together = np.concatenate(request.parts)
-            for place in range(len(request.blocks), full):
-                first = place * self.block_size
-                self._blocks[self._key(request, place)] = together[first : first + self.block_size]
+        for place in range(len(request.blocks), full):
+            assert request.room is not None
+            first = place * self.block_size
+            self._blocks[self._key(request, place)] = request.room[first : first + self.block_size].copy()
 
     def _key(self, request: _Routed, place: int) -> bytes:
         """The name of a block: all tokens up to its end."""
@@ -134,7 +139,7 @@ class RequestRoutes:
         """All routes of a request that leaves; None where it has computed nothing."""
         request = self._requests.pop(name)
         self._leave_blocks(request)
-        return np.concatenate(request.parts) if request.parts else None
+        return None if request.room is None else request.room[: request.known].copy()
 
     def forget_blocks(self) -> None:
         """vLLM's cache is empty."""
