@@ -170,7 +170,7 @@ class PPOTrainer(SampleSource):
         """One step of the algorithm on scored samples."""
         metrics: dict[str, Any] = {"training/global_step": self.step}
         metrics |= self.order.metrics()
-        self.check_routes(batch)
+        check_routes(batch, self.config)
         values: Answer | None = None
         if self.critic is not None:
             with self.phase("values"):
@@ -223,16 +223,6 @@ class PPOTrainer(SampleSource):
         self.updates.update(batch)
         self.samples.log_training(batch, self.reward.decode, self.step)
         return metrics | data_metrics(trained, self.config)
-
-    def check_routes(self, batch: DataProto) -> None:
-        """Routes that the rollout took must be there where they are replayed, and not be taken for others."""
-        if not self.config.actor_rollout_ref.records_routes:
-            batch.non_tensor_batch.pop(ROUTED_EXPERTS, None)
-        elif all(routes is None for routes in batch.non_tensor_batch.get(ROUTED_EXPERTS, [None])):
-            raise ValueError(
-                f"router_replay.mode=R3, but no sample of the batch has {ROUTED_EXPERTS}: it was not generated so, "
-                "or the rollout's engine does not return them; set R2 or disabled"
-            )
 
     def pass_over(self, batch: DataProto) -> dict[str, Any]:
         """A step without an update: no sample of its batch is left, all were rejected or cut off."""
@@ -491,6 +481,17 @@ def data_metrics(batch: DataProto, config: PPOConfig) -> dict[str, Any]:
     if tensors["response_mask"].any():
         metrics["training/zero_advantage_share"] = float(_without_advantage(tensors["advantages"]).float().mean())
     return metrics
+
+
+def check_routes(batch: DataProto, config: PPOConfig) -> None:
+    """Routes that the rollout took must be there where they are replayed, and not be taken for others."""
+    if not config.actor_rollout_ref.records_routes:
+        batch.non_tensor_batch.pop(ROUTED_EXPERTS, None)
+    elif all(routes is None for routes in batch.non_tensor_batch.get(ROUTED_EXPERTS, [None])):
+        raise ValueError(
+            f"router_replay.mode=R3, but no sample of the batch has {ROUTED_EXPERTS}: it was not generated so, or the "
+            "rollout's engine does not return them; set R2 or disabled"
+        )
 
 
 def _without_advantage(advantages: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def test_same_numbers_as_one_process(ranks, folders, references, family, layout,
 def test_every_axis_and_pair_is_in_the_grid():
     assert {layout for _, layout, _ in GRID} == set(LAYOUTS)
     assert {extra for _, _, extra in GRID} == set(EXTRAS)
-    assert {family for family, _, _ in GRID} == {*FAMILIES, *LATENT}
+    assert {family for family, _, _ in GRID} == {*FAMILIES, *LATENT, "many_experts"}
 
 
 def moved_and_used(trial):

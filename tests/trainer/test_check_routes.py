@@ -8,13 +8,12 @@ import torch
 
 from meshrl.data.proto import DataProto
 from meshrl.models.routes import ROUTED_EXPERTS
-from meshrl.trainer.ppo import PPOTrainer
+from meshrl.trainer.ppo import check_routes
 
 
 def check(records, column):
     batch = DataProto.from_dict({"x": torch.zeros(2)}, {} if column is None else {ROUTED_EXPERTS: column})
-    policy = SimpleNamespace(records_routes=records)
-    PPOTrainer.check_routes(SimpleNamespace(config=SimpleNamespace(actor_rollout_ref=policy)), batch)
+    check_routes(batch, SimpleNamespace(actor_rollout_ref=SimpleNamespace(records_routes=records)))
     return ROUTED_EXPERTS in batch.non_tensor_batch
 
 
