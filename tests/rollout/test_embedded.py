@@ -1,5 +1,8 @@
 """The embedded rollout against Transformers' own model on the finished sequences, and against itself alone."""
 
+import gc
+import weakref
+
 import psutil
 import pytest
 import torch
@@ -9,6 +12,7 @@ from meshrl.data.proto import DataProto
 from meshrl.rollout.base import SamplingParams
 from meshrl.rollout.embedded import runner as runner_module
 from meshrl.rollout.embedded import slots as slots_module
+from meshrl.rollout.embedded.answers import AnswerBatch
 from meshrl.rollout.embedded.engine import EmbeddedRollout
 from meshrl.rollout.embedded.slots import SlotCache
 from meshrl.rollout.requests import Request
@@ -342,3 +346,23 @@ def test_a_training_module_generates_without_dropout_or_gradients(make_lm):
     out = rollout(model).generate_sequences(requests([3]), STOPPING).batch
     assert not out["rollout_log_probs"].requires_grad
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+def test_a_batch_goes_with_its_last_user(make_lm, monkeypatch):
+    """Not some time later, when cycles are looked for: a run would grow meanwhile."""
+    made = []
+
+    class Watched(AnswerBatch):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr("meshrl.rollout.embedded.engine.AnswerBatch", Watched)
+    engine = rollout(make_lm("qwen3_moe"), records_routes=True)
+    gc.disable()
+    try:
+        for _ in range(2):
+            engine.generate_sequences(requests(RAGGED, n=2), SamplingParams(4))
+        assert [ref() for ref in made] == [None, None]
+    finally:
+        gc.enable()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshrl.data.proto import DataProto
 from meshrl.rollout.base import joined, routes_column
-from meshrl.rollout.embedded.route_store import routes_of
+from meshrl.rollout.embedded.route_store import whole_routes
 from meshrl.rollout.embedded.rows import Sequence
 from meshrl.rollout.requests import Chunk
 
@@ -34,7 +34,7 @@ def as_chunk(
         finish_reason,
         error,
         top,
-        routes_of(sequence) if finish_reason is not None else None,
+        whole_routes(sequence.routes) if finish_reason is not None else None,
     )
 
 
@@ -48,14 +48,14 @@ class AnswerBatch:
         self.versions = np.full((count, width), -1, np.int32)
         self.lengths = np.zeros(count, np.int64)
         self.endings = np.full(count, None, object)
-        self.sequences = np.full(count, None, object)
+        self.routes: list[list[Tensor]] = [[] for _ in range(count)]
 
     def take(self, place: int, sequence: Sequence, ending: str) -> None:
         """Writes the answer of a sequence that has given its row back."""
         count = len(sequence.output)
         self.tokens[place, :count], self.log_probs[place, :count] = sequence.output, sequence.log_probs
         self.versions[place, :count] = sequence.versions(0, count)
-        self.lengths[place], self.endings[place], self.sequences[place] = count, ending, sequence
+        self.lengths[place], self.endings[place], self.routes[place] = count, ending, sequence.routes
         self.left -= 1
 
     def as_data(self, ids: Tensor, mask: Tensor) -> DataProto:
@@ -71,5 +71,5 @@ class AnswerBatch:
             rollout_log_probs=torch.from_numpy(self.log_probs),
             versions=torch.from_numpy(self.versions),
         )
-        routes = routes_column(map(routes_of, self.sequences), fields["attention_mask"])
+        routes = routes_column(map(whole_routes, self.routes), fields["attention_mask"])
         return DataProto.from_dict(fields, {"ending": self.endings, **routes})

@@ -87,10 +87,10 @@ class RouteStore:
         return np.array(blocks)[places // self.block_size] * self.block_size + places % self.block_size
 
 
-def routes_of(sequence: Sequence) -> np.ndarray | None:
+def whole_routes(parts: list[Tensor]) -> np.ndarray | None:
     """All routes of a sequence that has given its row back; None where none were kept."""
-    if not sequence.routes:
+    if not parts:
         return None
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # they may be on their way
-    return torch.cat(sequence.routes).numpy()
+    return torch.cat(parts).numpy()
