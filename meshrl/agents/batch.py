@@ -25,8 +25,7 @@ from meshrl.agents.trajectory import ENDINGS, NO_VERSION, Trajectory
 from meshrl.config.functions import load_by_path
 from meshrl.config.rollout import MultiTurnConfig, RolloutConfig
 from meshrl.data.encoding import is_chat
-from meshrl.data.prompts import object_array
-from meshrl.data.proto import DataProto
+from meshrl.data.proto import DataProto, object_array
 from meshrl.rollout.base import Rollout, joined, routes_column, unpadded_prompts
 from meshrl.rollout.requests import SamplingParams
 

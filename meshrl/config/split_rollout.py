@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from meshrl.config.model_folder import read_model_config
+from meshrl.config.model_folder import EXPERT_COUNTS, read_model_config
 from meshrl.config.names import ROLLOUT
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.root import PPOConfig
@@ -14,7 +14,6 @@ SPREAD = f"{ROLLOUT}.expert_parallel_size"
 SPLIT = ("embedded", "vllm", "sglang")
 # Decoders whose layers the embedded rollout can cut.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def split_engine_problems(config: PPOConfig) -> list[str]:
@@ -102,7 +101,7 @@ def _expert_problems(rollout: RolloutConfig, shape: Mapping[str, Any]) -> list[s
     spread = rollout.expert_parallel_size
     if spread == 1:
         return []
-    field = next((field for field in EXPERTS if shape.get(field)), None)
+    field = next((field for field in EXPERT_COUNTS if shape.get(field)), None)
     if field is None:
         return [f"{SPREAD}={spread}: the model ({shape.get('model_type')}) has no experts to spread; set it to 1"]
     if shape[field] % spread:

@@ -14,7 +14,7 @@ from meshrl.data.custom import custom_rows
 from meshrl.data.encoding import RowError, encode_prompts
 from meshrl.data.encoding_pool import OnProgress, encode_in_processes
 from meshrl.data.files import Row, read_rows
-from meshrl.data.proto import DataProto
+from meshrl.data.proto import DataProto, object_array
 from meshrl.data.sampling import chosen_rows
 
 # How many prompts are tokenized together.
@@ -143,13 +143,6 @@ def prompt_batch(prompts: Sequence[Prompt], numbers: np.ndarray, tokenizer: Toke
             "extra_info": object_array([row.get("extra_info") or {} for row in rows]),
         },
     )
-
-
-def object_array(values: Sequence[Any]) -> np.ndarray:
-    """A one-dimensional object array, also where the values are themselves sequences."""
-    array = np.empty(len(values), dtype=object)
-    array[:] = values
-    return array
 
 
 def ground_truth(row: Row) -> Any:

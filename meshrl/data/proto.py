@@ -443,12 +443,16 @@ def _tensordict(tensors: Mapping[str, torch.Tensor], batch_dims: int) -> TensorD
     return TensorDict(dict(tensors), expected)
 
 
+def object_array(values: Sequence[Any]) -> np.ndarray:
+    """A column of these objects; np.array would make a 2-D array of equally long lists and a 1-D one of others."""
+    return np.fromiter(values, dtype=object, count=len(values))
+
+
 def _as_array(key: str, value: Any) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value
     if isinstance(value, list | tuple):
-        # np.array would make a 2-D array of equally long lists and a 1-D one of others
-        return np.fromiter(value, dtype=object, count=len(value))
+        return object_array(value)
     raise ValueError(f"non_tensors field {key!r} is a {type(value).__name__}, but must be a list or a numpy array")
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshrl.data.proto import object_array
 from meshrl.telemetry.ledger import booked
 
 
@@ -17,6 +19,15 @@ def in_batch_order(rows: Sequence[np.ndarray | None], outputs: Sequence[dict[str
     real = [(part, output) for part, output in zip(rows, outputs, strict=True) if part is not None]
     order = torch.from_numpy(np.concatenate([part for part, _ in real])).argsort()
     return {name: torch.cat([output[name] for _, output in real]).cpu()[order] for name in real[0][1]}
+
+
+def column_in_batch_order(rows: Sequence[np.ndarray | None], columns: Sequence[Sequence[Any]]) -> np.ndarray:
+    """The same of what is no tensor: one value a sample."""
+    real = [(part, column) for part, column in zip(rows, columns, strict=True) if part is not None]
+    together = np.empty(sum(len(part) for part, _ in real), object)
+    for part, column in real:
+        together[part] = object_array(column)
+    return together
 
 
 def add_metrics(parts: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None) -> dict[str, float]:

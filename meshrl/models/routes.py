@@ -10,7 +10,7 @@ of an answer, which nobody computed; padding) holds `unknown` and is routed as e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -36,6 +36,11 @@ def route_dtype(num_experts: int) -> np.dtype[Any]:
     return np.dtype(np.uint8 if num_experts < 256 else np.int16)
 
 
+def tensor_dtype(num_experts: int) -> torch.dtype:
+    """`route_dtype`, of tensors."""
+    return torch.uint8 if route_dtype(num_experts) == np.uint8 else torch.int16
+
+
 def unknown(dtype: np.dtype[Any]) -> int:
     """What stands where a token has no route."""
     return int(np.iinfo(dtype).max)
@@ -50,15 +55,6 @@ def fitted(routes: np.ndarray, length: int) -> np.ndarray:
     return np.concatenate([routes, nothing])
 
 
-def as_column(routes: Iterable[np.ndarray]) -> np.ndarray:
-    """Samples' routes as a column of a batch."""
-    rows = list(routes)
-    column = np.empty(len(rows), object)
-    for number, row in enumerate(rows):
-        column[number] = row
-    return column
-
-
 def packed_routes(column: np.ndarray, row: PackedRow) -> Tensor | None:
     """The routes of a row's tokens [tokens, layers, experts per token], on the host, from those of its samples.
 
@@ -67,24 +63,23 @@ def packed_routes(column: np.ndarray, row: PackedRow) -> Tensor | None:
     some = next((routes for routes in column if routes is not None), None)
     if some is None:
         return None
-    routes = [column[at] if column[at] is not None else fitted(some[:0], length) for at, length in _documents(row)]
-    for (sample, length), found in zip(_documents(row), routes, strict=True):
-        if len(found) != length:
+    documents = []
+    for sample, length in zip(row.samples, row.lengths, strict=True):
+        routes = column[sample]
+        if routes is None:
+            routes = fitted(some[:0], length)
+        elif len(routes) != length:
             raise ValueError(
-                f"sample {sample} has {length} tokens, but routes of {len(found)}: {ROUTED_EXPERTS} must say of every "
+                f"sample {sample} has {length} tokens, but routes of {len(routes)}: {ROUTED_EXPERTS} must say of every "
                 "token of a sample where it went"
             )
-    together = torch.from_numpy(np.concatenate(routes))
+        documents.append(routes)
+    together = torch.from_numpy(np.concatenate(documents))
     if row.attention_mask is None:
         return together
-    padded = together.new_full((row.attention_mask.numel(), *together.shape[1:]), unknown(routes[0].dtype))
+    padded = together.new_full((row.attention_mask.numel(), *together.shape[1:]), unknown(some.dtype))
     padded[row.attention_mask.flatten().bool().cpu()] = together
     return padded
-
-
-def _documents(row: PackedRow) -> Iterable[tuple[int, int]]:
-    """The sample that each document is, and its length."""
-    return zip(row.samples, row.lengths, strict=True)
 
 
 def unpacked_routes(routes: Tensor, row: PackedRow) -> list[np.ndarray]:
@@ -99,16 +94,6 @@ def unpacked_routes(routes: Tensor, row: PackedRow) -> list[np.ndarray]:
 def over_ranks(routes: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
     """What `gather` makes of routes: as bytes, for collectives know no two-byte integers."""
     return gather(routes.contiguous().view(torch.uint8)).view(routes.dtype)
-
-
-def in_rows(places: Sequence[np.ndarray | None], parts: Sequence[list[np.ndarray]]) -> np.ndarray:
-    """Micro-batches' routes as one column in the batch's order; those of stand-ins (None) are dropped."""
-    pairs = [(place, part) for place, part in zip(places, parts, strict=True) if place is not None]
-    column = np.empty(sum(len(place) for place, _ in pairs), object)
-    for place, part in pairs:
-        for at, routes in zip(place, part, strict=True):
-            column[at] = routes
-    return column
 
 
 def check_layers(routes: Tensor, layers: int) -> None:
@@ -186,7 +171,6 @@ class Routers:
                 "Set actor.router_replay.mode to disabled"
             )
         self.num_experts = int(self._routers[0].weight.shape[0])
-        self.dtype = route_dtype(self.num_experts)
         self.choice = Choice()
         self._given: Tensor | None = None
         self._made: list[Tensor | None] | None = None
@@ -222,7 +206,7 @@ class Routers:
         made = [layer for layer in self._made if layer is not None]
         if len(made) != self.num_layers:
             raise RuntimeError(f"{self.num_layers - len(made)} of {self.num_layers} routers have not run")
-        return torch.stack(made, 1).to(torch.uint8 if self.dtype == np.uint8 else torch.int16)
+        return torch.stack(made, 1).to(tensor_dtype(self.num_experts))
 
     def _forward(self, layer: int, plain: Any, *args: Any, **kwargs: Any) -> Any:
         if self._given is None and self._made is None:

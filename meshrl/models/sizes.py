@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+from meshrl.config.model_folder import EXPERT_COUNTS
 
 
 def head_dim(hf_config: Any) -> int:
@@ -14,7 +14,7 @@ def head_dim(hf_config: Any) -> int:
 
 def expert_count(hf_config: Any) -> int:
     """Routed experts of a sparse layer; 0 for a dense model."""
-    for field in EXPERT_FIELDS:
+    for field in EXPERT_COUNTS:
         if getattr(hf_config, field, None):
             return int(getattr(hf_config, field))
     return 0

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.functions import is_async
 from meshrl.config.reward import MANAGERS
-from meshrl.data.proto import DataProto
+from meshrl.data.proto import DataProto, object_array
 from meshrl.data.scored import DROPPED, scored_rows
 from meshrl.registry import REWARD_MANAGERS
 from meshrl.rewards.calling import (
@@ -31,7 +31,7 @@ from meshrl.rewards.calling import (
 from meshrl.rewards.coroutines import AtOnceAwaited, Together
 from meshrl.rewards.overlong import OverlongBuffer
 from meshrl.rewards.pool import InPool, WorkerPool
-from meshrl.rewards.results import LARGEST_SCORE, BadAnswerError, RewardError, Scores, as_result, object_column
+from meshrl.rewards.results import LARGEST_SCORE, BadAnswerError, RewardError, Scores, as_result
 from meshrl.threads import Threads
 
 __all__ = ["RewardError", "RewardManager", "as_result", "drop_samples", "register_reward_manager"]
@@ -138,15 +138,15 @@ class RewardManager:
             penalties = self.overlong.penalties(lengths)
             token_level[torch.arange(len(samples)), _last(lengths)] += penalties
             if self.log_overlong:
-                infos["overlong_reward"] = object_column(penalties.tolist())
-                infos["overlong"] = object_column((penalties < 0).tolist())
+                infos["overlong_reward"] = object_array(penalties.tolist())
+                infos["overlong"] = object_array((penalties < 0).tolist())
         too_large = (token_level.amax(1) > LARGEST_SCORE) | (token_level.amin(1) < -LARGEST_SCORE)
         for row in torch.nonzero(too_large).flatten().tolist():
             failed.count(row, Failure("nan", "its weighted scores add up to more than float32 holds"))
             token_level[row] = 0
         if self.on_error == "drop":
             token_level[torch.as_tensor(failed.dropped)] = 0
-            infos[DROPPED] = object_column(failed.dropped.tolist())
+            infos[DROPPED] = object_array(failed.dropped.tolist())
         if not again and (taken := infos.keys() & data.non_tensor_batch.keys()):
             raise RewardError(f"the reward function returned {sorted(taken)}, which the batch has already: rename them")
         return Scores(token_level.float(), infos, parts, failed.dropped, failed.kinds)
@@ -232,9 +232,9 @@ class RewardManager:
                         infos[f"{spec.label}/{name}" if several else name][at] = value
                     if several and name == "acc" and infos["acc"][at] is None:
                         infos["acc"][at] = value
-        columns = {name: object_column(values) for name, values in infos.items()}
+        columns = {name: object_array(values) for name, values in infos.items()}
         if several:
-            columns |= {f"{label}/score": object_column(part.tolist()) for label, part in parts.items()}
+            columns |= {f"{label}/score": object_array(part.tolist()) for label, part in parts.items()}
         return columns
 
 
@@ -276,7 +276,7 @@ def drop_samples(batch: DataProto, dropped: np.ndarray) -> None:
         return
     batch.batch["response_mask"] = batch.batch["response_mask"].clone()
     batch.batch["response_mask"][torch.as_tensor(rows)] = 0
-    uids = object_column(list(batch.non_tensor_batch["uid"]))
+    uids = object_array(list(batch.non_tensor_batch["uid"]))
     for row in rows:
         uids[row] = f"{uids[row]}/dropped{row}"
     batch.non_tensor_batch["uid"] = uids

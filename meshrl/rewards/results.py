@@ -137,13 +137,5 @@ class Scores:
         return metrics
 
 
-def object_column(values: Sequence[Any]) -> np.ndarray:
-    """A one-dimensional array of these objects, lists among them."""
-    column = np.empty(len(values), dtype=object)
-    for at, value in enumerate(values):
-        column[at] = value
-    return column
-
-
 def _nones(count: int) -> np.ndarray:
     return np.full(count, None, dtype=object)

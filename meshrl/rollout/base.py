@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshrl.data.proto import DataProto
-from meshrl.models.routes import ROUTED_EXPERTS, as_column, fitted
+from meshrl.data.proto import DataProto, object_array
+from meshrl.models.routes import ROUTED_EXPERTS, fitted
 from meshrl.rollout.requests import Chunk, Completion, Request, SamplingParams
 
 __all__ = ["TAGS", "Rollout", "SamplingParams", "as_batch"]
@@ -157,15 +157,13 @@ def as_batch(prompts: DataProto, answers: Sequence[Completion], width: int, pad_
 
 
 def routes_column(routes: Iterable[np.ndarray | None], attention_mask: Tensor) -> dict[str, np.ndarray]:
-    """Samples' routes, of as many tokens as each has, under their name in a batch; nothing where none has any."""
-    found = list(routes)
-    some = next((one for one in found if one is not None), None)
-    if some is None:
-        return {}
+    """Samples' routes, of as many tokens as each has, under their name in a batch; nothing where none has any.
+
+    A sample without routes has None.
+    """
     lengths = attention_mask.sum(1).tolist()
-    return {
-        ROUTED_EXPERTS: as_column(fitted(some[:0] if r is None else r, n) for r, n in zip(found, lengths, strict=True))
-    }
+    found = [None if one is None else fitted(one, length) for one, length in zip(routes, lengths, strict=True)]
+    return {} if all(one is None for one in found) else {ROUTED_EXPERTS: object_array(found)}
 
 
 def joined(ids: Tensor, mask: Tensor, *, responses: Tensor, there: Tensor, **fields: Tensor) -> dict[str, Tensor]:

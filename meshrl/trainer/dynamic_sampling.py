@@ -15,8 +15,7 @@ import torch
 
 from meshrl.config.algorithm import FilterGroupsConfig
 from meshrl.data.joining import concat_samples
-from meshrl.data.prompts import object_array
-from meshrl.data.proto import DataProto
+from meshrl.data.proto import DataProto, object_array
 from meshrl.data.scored import scored_rows
 from meshrl.telemetry.metrics import reduce_metrics
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshrl.controller import WorkerGroup
-from meshrl.data.prompts import object_array
-from meshrl.data.proto import DataProto
+from meshrl.data.proto import DataProto, object_array
 
 
 class GroupAsk:

@@ -51,7 +51,7 @@ from meshrl.trainer.dynamic_sampling import DynamicSampling
 from meshrl.trainer.gates import Gates
 from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.reward_components import reward_components
-from meshrl.trainer.sample_source import Answer, SampleSource
+from meshrl.trainer.sample_source import Answer, SampleSource, columns_of
 from meshrl.trainer.truncation import truncated_rows, without_rows
 from meshrl.trainer.validation import Validator
 from meshrl.workers.actor_loss import FRESH, skips_samples_without_advantage
@@ -386,8 +386,7 @@ class PPOTrainer(SampleSource):
             tensors[FRESH] = batch.batch["versions"] == self.version
         measures_entropy = "old_log_probs" not in names or self.bypasses_old_log_probs
         meta = {"compare_with": compare_with, "measure_entropy": measures_entropy}
-        columns = {name: batch.non_tensor_batch[name] for name in (ROUTED_EXPERTS,) if name in batch.non_tensor_batch}
-        data = DataProto(tensors, columns, meta)
+        data = DataProto(tensors, columns_of(batch, [ROUTED_EXPERTS]), meta)
         if self.config.actor_rollout_ref.actor.shuffle:
             data.reorder(np.random.default_rng((self.config.trainer.seed, self.step)).permutation(len(data)))
         if self.loss_mode in COVARIANCE_LOSSES:

@@ -251,8 +251,8 @@ class SampleSource:
         order = np.arange(len(batch))
         if len(batch) % dp_size == 0:  # else the dispatch pads them
             order = self.balanced_order(batch.batch["attention_mask"].sum(1).numpy(), 1, dp_size)
-        found = {name: batch.non_tensor_batch[name] for name in columns if name in batch.non_tensor_batch}
-        request = DataProto(batch.batch.select("input_ids", "attention_mask", "response_mask"), found, {})
+        tensors = batch.batch.select("input_ids", "attention_mask", "response_mask")
+        request = DataProto(tensors, columns_of(batch, columns), {})
         request.reorder(order)
         return request, order
 
@@ -316,6 +316,11 @@ class SampleSource:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Charges the time of a block to a phase of the step."""
         return self.timer.phase(name)
+
+
+def columns_of(batch: DataProto, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Those of the named columns that a batch has."""
+    return {name: batch.non_tensor_batch[name] for name in names if name in batch.non_tensor_batch}
 
 
 def in_order(answer: DataProto, order: np.ndarray) -> DataProto:

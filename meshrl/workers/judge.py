@@ -7,8 +7,7 @@ from typing import Any
 from meshrl.config.reward import JudgeConfig
 from meshrl.config.rollout import READERS
 from meshrl.controller import Dispatch, Worker, nd_dispatch, register
-from meshrl.data.prompts import object_array
-from meshrl.data.proto import DataProto
+from meshrl.data.proto import DataProto, object_array
 from meshrl.rewards.judge import RolloutAsk
 from meshrl.rollout.opened import EngineOptions, open_rollout
 from meshrl.rollout.requests import SamplingParams

@@ -25,13 +25,13 @@ from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.optim import OptimConfig
 from meshrl.controller import Dispatch, Worker, register
-from meshrl.data.proto import DataProto
+from meshrl.data.proto import DataProto, object_array
 from meshrl.engines.base import Engine, LossFunction
 from meshrl.engines.build import engine_class
 from meshrl.engines.fsdp.engine import WRAPPER_PREFIX, FSDPEngine
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.lora import adapter_init, adapter_scaling, add_adapters, merged_params
-from meshrl.models.routes import ROUTED_EXPERTS, as_column, find_routers, route_dtype, unknown
+from meshrl.models.routes import ROUTED_EXPERTS, find_routers, route_dtype, unknown
 from meshrl.parallel.mesh import init_process_group, prepare_device
 
 ENTROPY_WEIGHT = 0.01
@@ -118,7 +118,7 @@ def random_routes(hf_model: PreTrainedModel, lengths: Sequence[int]) -> np.ndarr
         made[random.random(length) < 0.2] = unknown(made.dtype)
         made[-1] = unknown(made.dtype)
         routes.append(made)
-    return as_column(routes)
+    return object_array(routes)
 
 
 @contextmanager

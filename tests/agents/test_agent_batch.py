@@ -30,8 +30,7 @@ from meshrl.agents.tools import tool
 from meshrl.agents.trajectory import Trajectory
 from meshrl.config.load import load_config
 from meshrl.data.encoding import render_chat
-from meshrl.data.prompts import object_array
-from meshrl.data.proto import DataProto
+from meshrl.data.proto import DataProto, object_array
 from meshrl.models.routes import ROUTED_EXPERTS, Routers
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.rollout.embedded.engine import EmbeddedRollout

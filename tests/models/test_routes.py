@@ -7,54 +7,14 @@ import torch
 from meshrl.agents.messages import Sample
 from meshrl.agents.trajectory import Trajectory
 from meshrl.data.packing import keep_padding, pack
-from meshrl.models.routes import Routers, as_column, fitted, in_rows, packed_routes, route_dtype, unpacked_routes
+from meshrl.data.proto import object_array
+from meshrl.engines.gathering import column_in_batch_order
+from meshrl.models.routes import Routers, fitted, packed_routes, route_dtype, unpacked_routes
 from meshrl.rollout.base import routes_column
 from meshrl.rollout.requests import Chunk, Completion
 
 LENGTHS = (3, 7, 5)
-SHAPE = {
-    "vocab_size": 41,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-}
-FAMILIES = {
-    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
-    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
-    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2},
-    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
-    "deepseek_v3": {
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "num_hidden_layers": 3,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 8,
-        "head_dim": 4,
-        "num_key_value_heads": 4,
-    },
-}
-
-
-def make_model(family, **overrides):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(family, **(SHAPE | FAMILIES[family] | overrides))
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss", "olmoe", "deepseek_v3"]
 
 
 def batch_of(lengths):
@@ -66,8 +26,8 @@ def batch_of(lengths):
 
 def numbered(lengths):
     """Routes that say of which sample and token they are."""
-    return as_column(
-        np.array([[[sample, token]] for token in range(length)], np.uint8) for sample, length in enumerate(lengths)
+    return object_array(
+        [np.array([[[sample, token]] for token in range(length)], np.uint8) for sample, length in enumerate(lengths)]
     )
 
 
@@ -109,7 +69,8 @@ def test_samples_without_routes_have_unknown_ones():
 
 def test_micro_batches_come_back_in_the_order_of_the_batch():
     column = numbered((2, 3, 4))
-    found = in_rows([np.array([2, 0]), None, np.array([1])], [[column[2], column[0]], [column[1]], [column[1]]])
+    places, parts = [np.array([2, 0]), None, np.array([1])], [[column[2], column[0]], [column[1]], [column[1]]]
+    found = column_in_batch_order(places, parts)
     assert [len(routes) for routes in found] == [2, 3, 4]
 
 
@@ -127,8 +88,8 @@ def test_a_column_of_samples_of_which_some_have_none():
     mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
     assert routes_column([None, None], mask) == {}
     (column,) = routes_column([None, np.ones((1, 2, 1), np.uint8)], mask).values()
-    assert [len(routes) for routes in column] == [3, 2]
-    assert (column[0] == 255).all()
+    assert column[0] is None
+    assert len(column[1]) == 2
     assert column[1][:, 0, 0].tolist() == [1, 255]
 
 
@@ -146,8 +107,8 @@ def test_answers_and_conversations_keep_what_was_known_first():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_recorded_routes_give_the_same_numbers_and_others_do_not(family):
-    model = make_model(family)
+def test_recorded_routes_give_the_same_numbers_and_others_do_not(make_lm, family):
+    model = make_lm(family, "eager")
     routers = Routers(model)
     layers = model.config.num_hidden_layers - (1 if family == "deepseek_v3" else 0)
     ids = torch.randint(2, 41, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -162,10 +123,11 @@ def test_recorded_routes_give_the_same_numbers_and_others_do_not(family):
             assert model(ids).logits.equal(plain)
             assert routers.choice.metrics(torch.device("cpu")) == {"actor/routes_changed": 0.0}
             changed = routes.clone()
-            changed[4] = (routes[4] + 1) % 6
+            changed[4] = (routes[4] + 1) % routers.num_experts
             routers.replay(changed)
             moved = (model(ids).logits - plain).abs().amax(-1)[0]
-            assert (moved[:4] == 0).all()  # what comes before sees nothing of it
+            # What comes before sees nothing of it but the rounding of products with one row more or less.
+            assert moved[:4].max() < 1e-5
             assert moved[4] > 1e-4
             assert routers.choice.metrics(torch.device("cpu"))["actor/routes_changed"] > 0
             routers.replay(torch.full_like(routes, 255))
@@ -174,8 +136,8 @@ def test_recorded_routes_give_the_same_numbers_and_others_do_not(family):
         assert model(ids).logits.equal(plain)  # nothing stays
 
 
-def test_routers_learn_under_replay():
-    model = make_model("qwen3_moe").train()
+def test_routers_learn_under_replay(make_lm):
+    model = make_lm("qwen3_moe", "eager", num_experts=6).train()
     routers = Routers(model)
     ids = torch.arange(2, 8)[None]
     with routers.routing():
@@ -191,7 +153,7 @@ def test_routers_learn_under_replay():
 def test_what_is_refused(make_lm):
     with pytest.raises(ValueError, match="LlamaForCausalLM has no routers"):
         Routers(make_lm("llama", "eager"))
-    model = make_model("qwen3_moe")
+    model = make_lm("qwen3_moe", "eager", num_experts=6)
     routers = Routers(model)
     with routers.routing():
         with pytest.raises(ValueError, match="routes through 3 layers were given to a model with 2 of experts"):
@@ -199,7 +161,7 @@ def test_what_is_refused(make_lm):
         routers.replay(torch.zeros(4, 2, 2, dtype=torch.uint8))
         with pytest.raises(ValueError, match="routes of 4 tokens to 2 experts each were given to a router that sees 5"):
             model(torch.arange(5)[None])
-    other = make_model("qwen3_moe")
+    other = make_lm("qwen3_moe", "eager", num_experts=6)
     gate = other.model.layers[1].mlp.gate
     gate.forward = lambda x: (None, torch.ones(x.shape[0], 2) / 2, torch.zeros(x.shape[0], 2, dtype=torch.long))
     routers = Routers(other)

@@ -14,6 +14,7 @@ import torch
 from filelock import FileLock
 from rich.console import Console
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import load_config
@@ -41,6 +42,21 @@ class Task:
     folder: Path
     files: dict[str, str]
     model: Path
+
+    def model_with_experts(self, folder: Path, **shape: Any) -> str:
+        """Writes a random mixture of experts that reads this task's tokens; the override that names it."""
+        tokenizer = AutoTokenizer.from_pretrained(self.model)
+        config = Qwen3MoeConfig(
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, moe_intermediate_size=64,
+            num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+            max_position_embeddings=64, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None, **shape,
+        )  # fmt: skip
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return f"actor_rollout_ref.model.path={folder}"
 
     def config(self, out: Path, *overrides: str) -> PPOConfig:
         """The demo's recipe on this data, on the CPU; it must pass the checks."""

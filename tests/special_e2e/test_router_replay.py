@@ -1,8 +1,6 @@
 """Runs of a mixture of experts that replay routes: those of the rollout (R3), or of the pass for old log-probs (R2)."""
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 MODE = "actor_rollout_ref.actor.router_replay.mode"
 RUN = (
@@ -21,18 +19,8 @@ DIFFERENCE, CHANGED = "training/rollout_log_prob_diff_max", "actor/routes_change
 @pytest.fixture(scope="module")
 def experts(task, tmp_path_factory):
     """The override that names a model with experts whose scores are close."""
-    tokenizer, folder = AutoTokenizer.from_pretrained(task.model), tmp_path_factory.mktemp("experts") / "model"
-    shape = Qwen3MoeConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, moe_intermediate_size=64, num_experts=8,
-        num_experts_per_tok=2, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        max_position_embeddings=64, initializer_range=0.3, pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return f"actor_rollout_ref.model.path={folder}"
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    return task.model_with_experts(folder, num_experts=8, num_hidden_layers=3, initializer_range=0.3)
 
 
 def steps(run):

@@ -56,18 +56,8 @@ def test_the_comparison_can_fail(task, whole, tmp_path):
 
 
 def test_a_run_whose_rollout_has_its_experts_on_two_ranks(task, tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
-
-    old, folder = AutoTokenizer.from_pretrained(task.model), tmp_path / "model"
-    shape = Qwen3MoeConfig(
-        vocab_size=len(old), hidden_size=32, intermediate_size=64, moe_intermediate_size=64, num_experts=4,
-        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        max_position_embeddings=64, initializer_range=0.1, pad_token_id=old.pad_token_id,
-        eos_token_id=old.eos_token_id, bos_token_id=None,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
-    old.save_pretrained(folder)
-    spread = (f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.rollout.expert_parallel_size=2")
+    model = task.model_with_experts(tmp_path / "model", num_experts=4, num_hidden_layers=2, initializer_range=0.1)
+    spread = (model, "actor_rollout_ref.rollout.expert_parallel_size=2")
     # Nothing that it says is right, so the entropy alone moves its weights.
     more = ("actor_rollout_ref.actor.entropy_coeff=0.1", "algorithm.rollout_correction.bypass_mode=false")
     run = task.train(tmp_path / "run", *SHORT, TWO, *spread, *more)

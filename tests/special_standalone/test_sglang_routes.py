@@ -1,4 +1,4 @@
-"""SGLang's server says which experts its tokens went to."""
+"""SGLang, as a server and within this process, says which experts its tokens went to."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from meshrl.models.saving import save_hf_folder
 from meshrl.models.tiny import char_tokenizer
 from meshrl.rollout.remote.rollout import RemoteRollout
 from meshrl.rollout.requests import SamplingParams
+from meshrl.rollout.sglang.engine import SglangEngine
 from meshrl.rollout.sglang.server import SglangServer
 
 
@@ -24,12 +25,13 @@ def make_model(seed):
 
 
 @pytest.mark.timeout(400)
-def test_every_token_went_where_the_model_sends_it(tmp_path):
+@pytest.mark.parametrize("kind", [SglangServer, SglangEngine])
+def test_every_token_went_where_the_model_sends_it(tmp_path, kind):
     model, folder = make_model(0), tmp_path / "model"
     save_hf_folder(folder, model.named_parameters(), model)
     char_tokenizer(CHARACTERS).save_pretrained(folder)
     routed = ARGUMENTS | {"enable_return_routed_experts": True}
-    client = SglangServer(folder, arguments=routed, start_seconds=280)
+    client = kind(folder, arguments=routed, start_seconds=280)
     rollout = RemoteRollout(client, pad_token_id=0, bucket_bytes=100_000, deadline=60)
     try:
         for version, seed in enumerate((3, 4)):

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.data.prompts import object_array
-from meshrl.data.proto import DataProto
+from meshrl.data.proto import DataProto, object_array
 from meshrl.telemetry.run_folder import RunFolder
 from meshrl.telemetry.samples import SampleLog
 

@@ -8,8 +8,7 @@ import torch
 
 from meshrl.config.algorithm import FilterGroupsConfig
 from meshrl.data.joining import concat_samples
-from meshrl.data.prompts import object_array
-from meshrl.data.proto import DataProto
+from meshrl.data.proto import DataProto, object_array
 from meshrl.data.sampling import BatchOrder
 from meshrl.trainer.dynamic_sampling import DynamicSampling, informative_groups, metric_values
 

@@ -24,7 +24,7 @@ from meshrl.engines.base import CONTENTS, BatchOutput, Engine, LossFunction
 from meshrl.engines.fsdp.checkpoint import load_state, take_snapshot
 from meshrl.engines.fsdp.reading import fill, fill_randomly
 from meshrl.engines.fsdp.sharding import FSDP2, Sharding, Whole, precision_policy
-from meshrl.engines.gathering import add_metrics, in_batch_order
+from meshrl.engines.gathering import add_metrics, column_in_batch_order, in_batch_order
 from meshrl.engines.master import MasterAdamW
 from meshrl.engines.micro_batches import split_into_micro_batches
 from meshrl.engines.offload import HostMemory, move_optimizer
@@ -34,7 +34,7 @@ from meshrl.engines.stored_state import Snapshot
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.loading import empty_model, load_model, refuse_quantized, torch_dtype
 from meshrl.models.lora import adapter_init, adapter_scaling, adapters_off, add_adapters, merged_params
-from meshrl.models.routes import ROUTED_EXPERTS, Routers, in_rows, over_ranks, packed_routes, unpacked_routes
+from meshrl.models.routes import ROUTED_EXPERTS, Routers, over_ranks, packed_routes, unpacked_routes
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.parallel.layout import DATA_AXES, SEQUENCE_AXES, fsdp_layout
 from meshrl.parallel.mesh import new_groups
@@ -230,7 +230,7 @@ class FSDPEngine(Engine):
         reduced = add_metrics(metrics_of, self.data_group) if metrics_of else {}
         if ROUTED_EXPERTS in data.non_tensor_batch and self.routers is not None:
             reduced |= self.routers.choice.metrics(self.device)
-        return BatchOutput(tensors, reduced, in_rows(places, routes_of) if records else None)
+        return BatchOutput(tensors, reduced, column_in_batch_order(places, routes_of) if records else None)
 
     def _prepare(self, data: DataProto, with_data: bool) -> Iterator[MicroBatch]:
         """Packs and sends one micro-batch after the other, each while the device still works on those before.

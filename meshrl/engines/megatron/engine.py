@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from meshrl.data.packing import pack
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import CONTENTS, BatchOutput, Engine, LossFunction
-from meshrl.engines.gathering import add_metrics, in_batch_order
+from meshrl.engines.gathering import add_metrics, column_in_batch_order, in_batch_order
 from meshrl.engines.megatron.micro_batches import split_for_pipeline
 from meshrl.engines.megatron.model import build_chunks
 from meshrl.engines.megatron.module_names import as_module_params
@@ -37,7 +37,7 @@ from meshrl.engines.offload import HostMemory
 from meshrl.engines.optim import LearningRate
 from meshrl.engines.stored_state import Snapshot
 from meshrl.models.loading import empty_model, torch_dtype
-from meshrl.models.routes import ROUTED_EXPERTS, in_rows
+from meshrl.models.routes import ROUTED_EXPERTS
 from meshrl.models.sizes import expert_count
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.telemetry.ledger import booked
@@ -171,7 +171,7 @@ class MegatronEngine(Engine):
                 metrics |= self.routers.choice.metrics(self.device)
             if records:
                 found = [self.routers.whole(part.made_routes, part.row) for part in parts]
-                routes = in_rows([part.rows for part in parts], found) if self.is_collect else None
+                routes = column_in_batch_order([part.rows for part in parts], found) if self.is_collect else None
         return BatchOutput(tensors, metrics, routes)
 
     def _begin_gradients(self) -> None:

@@ -25,7 +25,7 @@ from meshrl.models.routes import (
     choose,
     over_ranks,
     packed_routes,
-    route_dtype,
+    tensor_dtype,
     unknown,
     unpacked_routes,
 )
@@ -86,9 +86,10 @@ class MegatronRouters:
     def whole(self, made: dict[int, Tensor], row: SharedRow) -> list[np.ndarray]:
         """The routes of a row's samples, from what this rank's routers chose for its tokens; every rank calls it."""
         layers = sorted(made)
-        dtype = torch.from_numpy(np.empty(0, route_dtype(self.num_experts))).dtype
-        mine = torch.stack([made[layer] for layer in layers], 1).to(dtype) if layers else None
-        samples = [] if mine is None else unpacked_routes(self._whole_row(mine, row), row.row)
+        samples = []
+        if layers:
+            mine = torch.stack([made[layer] for layer in layers], 1).to(tensor_dtype(self.num_experts))
+            samples = unpacked_routes(self._whole_row(mine, row), row.row)
         found = [(layers, samples)]
         if (stages := parallel_state.get_pipeline_model_parallel_world_size()) > 1:
             found = [([], [])] * stages

@@ -67,7 +67,7 @@ class PagedRunner(Runner):
         self.cache = cache
         self.fuses = can_fuse(self.plain)
         self.records = self.fuses or self.plain is None
-        self.knows_all = self.plain is not None and not self.plain.has_experts
+        self.layers_are_ours = self.plain is not None and not self.plain.has_experts
         self._places = self._weight_places()
         self.capacity = bucket(rows.capacity)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -261,7 +261,7 @@ class PagedRunner(Runner):
         # Kernels are compiled and libraries set up outside of a recording; what the step changes is put back.
         last = self.last.clone()
         self._step(size)
-        if not self.knows_all and not self._graphs:
+        if not self.layers_are_ours and not self._graphs:
             self.last.copy_(last)
             if (waits := what_waits(lambda: self._step(size))) is not None:
                 self._do_not_record(f"{waits} waits for the device")
@@ -280,7 +280,7 @@ class PagedRunner(Runner):
                 self._step(size)
         except RuntimeError as error:
             # Ranks that step together must do the same, and memory is no matter of the model.
-            if self.knows_all or self.parallel is not None or isinstance(error, torch.OutOfMemoryError):
+            if self.layers_are_ours or self.parallel is not None or isinstance(error, torch.OutOfMemoryError):
                 raise
             self._do_not_record(str(error).strip().splitlines()[0])
             return
