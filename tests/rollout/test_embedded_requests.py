@@ -1,8 +1,10 @@
 """Requests to the embedded rollout: streams, aborts, pauses, memory pressure, new weights on the way, hostile input."""
 
 import asyncio
+import gc
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 
 import pytest
@@ -621,6 +623,20 @@ def test_a_pause_that_waits_makes_no_step_while_memory_is_released(make_lm, monk
     assert not thread.is_alive()
     assert set(suspended) == {False}
     assert [a.token_ids for a in answers.values()] == wanted
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3"])
+def test_released_weights_take_no_memory(make_lm, family):
+    rollout = EmbeddedRollout(make_lm(family), pad_token_id=PAD)
+    rollout.update_weights(make_lm(family).state_dict().items(), 1)
+    rollout.complete(asked(2))
+    places = {weight.untyped_storage().data_ptr() for weight in rollout.hf_model.parameters()}
+    rollout.release(["weights"])
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # looking at all objects wakes some that are deprecated
+        tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    assert not [tensor.shape for tensor in tensors if tensor.untyped_storage().data_ptr() in places]
 
 
 def test_releasing_and_resuming_in_the_middle_changes_no_token(make_lm):

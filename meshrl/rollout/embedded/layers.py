@@ -135,6 +135,10 @@ class PlainLayers:
         self._head_norms = None
         return moved
 
+    def forget(self) -> None:
+        """Lets go of all weights; there are no layers any more."""
+        self.layers, self._head_norms, self._pointers = [], None, ()
+
     def head_norms(self) -> list[Tensor | None]:
         """The weights of each layer's norms of queries and keys as one [heads + kv_heads, dim]."""
         if self._head_norms is None:

@@ -105,6 +105,8 @@ class Runner(ABC):
         self._shapes = {name: p.shape for name, p in self.hf_model.named_parameters()}
         for param in self.hf_model.parameters():
             param.data = param.data.new_empty(0)
+        if self.plain is not None:
+            self.plain.forget()
 
     def take_weights(self) -> None:
         """Takes memory for the weights again; what is in them has to be sent anew."""
