@@ -50,7 +50,8 @@ class RolloutCorrectionConfig:
     bypass_mode: bool = key(False, "Take the rollout's log-probs as the old ones instead of recomputing them.")
     rollout_is: str | None = key(
         None,
-        "Importance weights of old_log_probs over the rollout's; null: token if samples may be stale, else off.",
+        "Importance weights of old_log_probs over the rollout's; null: token if samples may be stale or were generated "
+        "in 8 bits, else off.",
         choices=("token", "sequence", "off"),
     )
     rollout_is_threshold: float | int | str = key(

@@ -29,6 +29,7 @@ from meshrl.config.data_checks import (
     sampler_file_problems,
 )
 from meshrl.config.data_files import data_file_problems
+from meshrl.config.eight_bits import eight_bit_file_problems, eight_bit_problems
 from meshrl.config.engine import EngineConfig
 from meshrl.config.engine_arguments import engine_argument_problems
 from meshrl.config.errors import ConfigError
@@ -127,6 +128,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *rollout_problems(rollout, ROLLOUT, world_size, is_apart=not config.actor_rollout_ref.hybrid_engine),
         *split_problems(config),
         *replay_problems(config),
+        *eight_bit_problems(config),
         *batch_problems(config),
         *async_problems(config),
         *pool_problems(config),
@@ -173,6 +175,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         )
         problems += split_file_problems(config)
         problems += replay_file_problems(config)
+        problems += eight_bit_file_problems(config)
         problems += _generation_problems(config)
         problems += sampler_file_problems(config)
         problems += custom_class_problems(config)

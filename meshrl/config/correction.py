@@ -10,12 +10,15 @@ RATIO_LOSSES = ("decoupled", "icepop", "m2po")
 
 
 def correction_of(config: PPOConfig) -> RolloutCorrectionConfig:
-    """The correction, with importance weights by default where samples may be stale; `off` has become None."""
+    """The correction, with importance weights by default where samples may be stale or rollouts round.
+
+    `off` has become None.
+    """
     chosen = config.algorithm.rollout_correction
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if chosen.rollout_is == "off":
         return replace(chosen, rollout_is=None)
-    stale = config.async_training.num_ahead > 0
-    if stale and chosen.rollout_is is None and not chosen.bypass_mode and loss_mode not in RATIO_LOSSES:
+    differs = config.async_training.num_ahead > 0 or config.actor_rollout_ref.rollout.rounds
+    if differs and chosen.rollout_is is None and not chosen.bypass_mode and loss_mode not in RATIO_LOSSES:
         return replace(chosen, rollout_is="token")
     return chosen

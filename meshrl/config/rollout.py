@@ -116,6 +116,16 @@ class RolloutConfig:
     prompt_length: int | None = key(None, "Longest prompt, in tokens.", low=1, follows="data.max_prompt_length")
     response_length: int | None = key(None, "Longest response, in tokens.", low=1, follows="data.max_response_length")
     dtype: str = key("bfloat16", "Dtype of weights and KV cache while generating.", choices=DTYPES)
+    quantization: str | None = key(
+        None,
+        "fp8: generate with products of 8-bit floats, from weights that are rounded anew after every sync (embedded).",
+        choices=("fp8",),
+    )
+    kv_cache_dtype: str = key(
+        "auto",
+        "Dtype of the KV cache; auto: that of the weights, fp8: 8 bits (embedded, on GPUs).",
+        choices=("auto", "fp8"),
+    )
     max_num_seqs: int = key(256, "Most sequences generated at once on one rank.", low=1)
     max_num_batched_tokens: int = key(8192, "Most tokens of one engine step, prompts included.", low=1)
     calculate_log_probs: bool = key(True, "Return the log-probs of the sampled tokens.")
@@ -159,6 +169,11 @@ class RolloutConfig:
     )
     engine_kwargs: EngineKwargs = section(EngineKwargs, "Further arguments of an external engine.")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Tools and turns.")
+
+    @property
+    def rounds(self) -> bool:
+        """Whether answers come from another policy than the trainer's, for the sake of speed."""
+        return self.quantization is not None or self.kv_cache_dtype != "auto"
 
     @property
     def policy_temperature(self) -> float:

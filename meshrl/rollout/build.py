@@ -86,6 +86,8 @@ def build_rollout(
         rank_group=rank_group,
         spreads_experts=config.expert_parallel_size > 1,
         records_routes=records_routes,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
         device=None if rank_group is None else device,
     )
 

@@ -140,7 +140,7 @@ class Gates:
                 f"the rollout's log-probs are {difference:.3g} nats a token off the trainer's "
                 f"(trainer.gates.log_prob_diff_mean={config.log_prob_diff_mean}): samples are from another policy "
                 "than the one that learns, which ends in collapse. Use algorithm.rollout_correction.rollout_is, a "
-                "finer rollout.dtype, or find out when it began to grow",
+                "finer rollout.dtype (and no quantization), or find out when it began to grow",
                 config.log_prob_diff == "stop",
             )
         yield from self._entropy(metrics.get(ENTROPY))

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from rounded import round_linears
 from routed import check_routes
 
 from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.rollout.embedded.fp8 import Fp8Projection, Rows8, in_8_bits
 from meshrl.rollout.requests import Completion, Request, SamplingParams
 
 pytestmark = [
@@ -75,6 +77,69 @@ def largest_error_of(model, exact, requests: list[Request], answers: list[Comple
         chosen = [p[:-1].gather(-1, ids[0, 1:, None])[len(request.prompt_token_ids) - 1 :] for p in pair]
         worst = max(worst, float((chosen[0] - chosen[1]).abs().max()))
     return worst
+
+
+EIGHT = {"weights": {"quantization": "fp8"}, "cache": {"kv_cache_dtype": "fp8"}}
+EIGHT["both"] = EIGHT["weights"] | EIGHT["cache"]
+
+
+def differences(exact, requests, answers) -> torch.Tensor:
+    """Of the log-probs of every answer's tokens, the largest."""
+    return torch.tensor([largest_error(exact, [r], [a]) for r, a in zip(requests, answers, strict=True)])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "qwen3_mixed"])
+def test_in_8_bits_it_is_the_model_with_rounded_linears(make_lm, family):
+    """All else in float32. Products add up in fewer bits than that, so some numbers go to the grid's next point."""
+    requests = asked(21, SamplingParams(30))
+    answers = made(make_lm, family, torch.float32, **EIGHT["weights"]).complete(requests)
+    rounded = round_linears(make_lm(family, "eager", **HEADS).to("cuda"))
+    ours = differences(rounded, requests, answers)
+    others = differences(make_lm(family, "eager", **HEADS).to("cuda"), requests, answers)
+    assert float(ours.median()) < 0.5 * float(others.median())
+
+
+def test_a_product_of_8_bits_is_the_one_that_a_cpu_computes():
+    weights = [torch.randn(48, 64), 3 * torch.randn(16, 64)]
+    x = torch.randn(37, 64)
+    here, there = Fp8Projection(weights, []), Fp8Projection([w.cuda() for w in weights], [])
+    assert here.values.view(torch.uint8).equal(there.values.cpu().view(torch.uint8))
+    rows, wanted = Rows8(*in_8_bits(x)), here(x)
+    found = there(Rows8(rows.values.cuda(), rows.scales.cuda())).cpu()
+    assert float((found - wanted).norm() / wanted.norm()) < 2e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "qwen3_mixed", "qwen3_moe"])
+def test_a_cache_of_8_bits_is_near(make_lm, family):
+    requests = asked(21, SamplingParams(30))
+    exact = make_lm(family, "eager", **HEADS).to("cuda").bfloat16().float()
+    found = {}
+    for eight in (False, True):
+        rollout = made(make_lm, family, torch.bfloat16, **(EIGHT["cache"] if eight else {}))
+        found[eight] = float(differences(exact, requests, rollout.complete(requests)).median())
+    assert found[False] < found[True] < 0.5
+
+
+@pytest.mark.parametrize("eight", EIGHT)
+def test_in_8_bits_new_weights_preemption_and_prefixes(make_lm, eight):
+    model = make_lm("qwen3", **HEADS).to("cuda", torch.bfloat16)
+    rollout = EmbeddedRollout(model, pad_token_id=0, block_size=16, shares_weights=True, num_blocks=24, **EIGHT[eight])
+    requests = asked(18, SamplingParams(40))
+    found = []
+    for version in range(2):
+        rollout.update_weights([], version)
+        found.append(rollout.complete(requests))
+        exact = make_lm("qwen3", "eager", **HEADS).to("cuda")
+        exact.load_state_dict(model.state_dict())
+        assert float(differences(exact.float(), requests, found[-1]).median()) < 1.5
+        longer = Request("b", (*requests[0].prompt_token_ids, *found[-1][0].token_ids), SamplingParams(9))
+        assert float(differences(exact.float(), [longer], rollout.complete([longer])).median()) < 1.5
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(-1.2)
+    assert rollout.stats()["preemptions"] > 0
+    assert [a.token_ids for a in found[0]] != [a.token_ids for a in found[1]]
+    assert all_back(rollout)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from meshrl.rollout.embedded.fp8 import CAPABILITY, FP8
+from meshrl.rollout.embedded.layers import FAMILIES, is_plain
 from meshrl.rollout.embedded.parts import Parts
 from meshrl.rollout.embedded.route_store import RouteStore
 from meshrl.rollout.embedded.rows import Rows
@@ -17,6 +19,7 @@ from meshrl.rollout.embedded.slots import SlotCache
 CPU_BLOCK, CUDA_BLOCK = 16, 32
 # Of a CPU's available memory the cache takes at most this share; a GPU's share is a setting.
 CPU_SHARE = 0.25
+SCALE_BYTES = 4  # of each head of a token in 8 bits
 
 
 def cache_shape(hf_model: PreTrainedModel, parallel: Parts | None) -> tuple[int, int, int, int]:
@@ -31,10 +34,31 @@ def cache_shape(hf_model: PreTrainedModel, parallel: Parts | None) -> tuple[int,
     return config.num_hidden_layers, parallel.local_kv_heads if parallel is not None else kv_heads, dim, dim
 
 
-def bytes_per_token(hf_model: PreTrainedModel, parallel: Parts | None) -> int:
-    """Memory of one token's keys and values over all layers."""
+def bytes_per_token(hf_model: PreTrainedModel, parallel: Parts | None, dtype: torch.dtype) -> int:
+    """Memory of one token's keys and values over all layers, and of their scales."""
     layers, kv_heads, key_dim, value_dim = cache_shape(hf_model, parallel)
-    return layers * kv_heads * (key_dim + value_dim) * hf_model.dtype.itemsize
+    scales = 2 * SCALE_BYTES if dtype == FP8 else 0
+    return layers * kv_heads * ((key_dim + value_dim) * dtype.itemsize + scales)
+
+
+def check_8_bits(hf_model: PreTrainedModel, quantization: str | None, kv_cache_dtype: str) -> None:
+    """A `ValueError` where the model or the device cannot have products or a cache of 8-bit floats."""
+    device = next(hf_model.parameters()).device
+    if quantization is not None and not is_plain(hf_model):
+        raise ValueError(
+            f"rollout.quantization={quantization} is for {', '.join(FAMILIES)} without adapters, and this is "
+            f"{type(hf_model).__name__}: leave it out"
+        )
+    if kv_cache_dtype == "fp8" and device.type != "cuda":
+        raise ValueError("rollout.kv_cache_dtype=fp8 is for GPUs: set it to auto")
+    if (quantization is not None or kv_cache_dtype == "fp8") and device.type == "cuda":
+        found = torch.cuda.get_device_capability(device)
+        if torch.version.hip is not None or found < CAPABILITY:
+            raise ValueError(
+                f"{torch.cuda.get_device_name(device)} (capability {found[0]}.{found[1]}) has no products of 8-bit "
+                f"floats, which come with {CAPABILITY[0]}.{CAPABILITY[1]}: leave rollout.quantization and "
+                "rollout.kv_cache_dtype out"
+            )
 
 
 def context_length(hf_model: PreTrainedModel) -> int | None:
@@ -49,6 +73,7 @@ def default_num_blocks(
     max_model_len: int | None,
     memory_share: float,
     parallel: Parts | None,
+    cache_dtype: torch.dtype,
 ) -> int:
     """As many blocks as memory allows, but no more than all rows could fill."""
     device = next(hf_model.parameters()).device
@@ -56,7 +81,7 @@ def default_num_blocks(
         memory = torch.cuda.mem_get_info(device)[0] * memory_share
     else:
         memory = psutil.virtual_memory().available * CPU_SHARE
-    blocks = int(memory // (bytes_per_token(hf_model, parallel) * block_size))
+    blocks = int(memory // (bytes_per_token(hf_model, parallel, cache_dtype) * block_size))
     if max_model_len is not None:
         blocks = min(blocks, rows * -(-max_model_len // block_size))
     blocks = max(blocks, 1)
@@ -74,9 +99,12 @@ def build_runner(
     vocabulary: int,
     parallel: Parts | None,
     records_routes: bool,
+    in_8_bits: bool,
+    cache_dtype: torch.dtype,
 ) -> Runner:
     """The runner of the device that the model lies on."""
     options: dict[str, Any] = {"owns_weights": owns_weights, "vocabulary": vocabulary, "parallel": parallel}
+    options["in_8_bits"] = in_8_bits
     if records_routes:
         device = next(hf_model.parameters()).device
         options["routes"] = RouteStore(hf_model, rows, num_blocks, block_size, device)
@@ -92,7 +120,7 @@ def build_runner(
                 f"{hf_model.config.model_type} have {dim} and {value_dim}: set rollout.name to vllm, sglang or hf"
             )
         device = next(hf_model.parameters()).device
-        pages = PagedCache(num_blocks, block_size, layers, kv_heads, dim, hf_model.dtype, device)
+        pages = PagedCache(num_blocks, block_size, layers, kv_heads, dim, cache_dtype, device)
         return PagedRunner(hf_model, rows, pages, max_length=max_model_len, **options)
     cache = SlotCache(num_blocks, block_size, max_model_len)
     return SlotRunner(hf_model, rows, cache, **options)

@@ -30,10 +30,12 @@ from meshrl.rollout.embedded.build import (
     CPU_BLOCK,
     CUDA_BLOCK,
     build_runner,
+    check_8_bits,
     context_length,
     default_num_blocks,
 )
 from meshrl.rollout.embedded.expert_parallel import ExpertParallel
+from meshrl.rollout.embedded.fp8 import FP8
 from meshrl.rollout.embedded.parts import Parts
 from meshrl.rollout.embedded.rows import Rows, Sequence
 from meshrl.rollout.embedded.runner import Launch
@@ -60,7 +62,8 @@ class EmbeddedRollout(SteppingRollout):
     `num_blocks` blocks of `block_size` tokens make the KV cache; by default as many as memory allows. Stop strings need
     a `tokenizer`. With a `rank_group` the model is cut over its ranks, or its experts spread over them; they all make
     the same calls. It may have no memory yet (`meta`) and then gets what its part needs on `device`. `records_routes`:
-    answers say which experts their tokens went to.
+    answers say which experts their tokens went to. With `quantization` "fp8" a copy of the weights in 8 bits generates,
+    and with `kv_cache_dtype` "fp8" keys and values are kept so.
     """
 
     def __init__(
@@ -80,6 +83,8 @@ class EmbeddedRollout(SteppingRollout):
         rank_group: dist.ProcessGroup | None = None,
         spreads_experts: bool = False,
         records_routes: bool = False,
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
         device: torch.device | None = None,
     ):
         super().__init__()
@@ -94,13 +99,15 @@ class EmbeddedRollout(SteppingRollout):
                 raise ValueError("a rollout that is cut over ranks cannot share the trainer's weights: give it its own")
             self.parallel = (ExpertParallel if spreads_experts else TensorParallel)(hf_model, rank_group)
             self.parallel.shard(hf_model, self.device)
+        check_8_bits(hf_model, quantization, kv_cache_dtype)
+        cache_dtype = FP8 if kv_cache_dtype == "fp8" else hf_model.dtype
         block_size = block_size or (CUDA_BLOCK if self.device.type == "cuda" else CPU_BLOCK)
         max_model_len = max_model_len or context_length(hf_model)
         if (fixed := longest_fixed_rotation(hf_model)) is not None:
             max_model_len = min(max_model_len or fixed, fixed)
         if num_blocks is None:
             num_blocks = default_num_blocks(
-                hf_model, block_size, max_num_seqs, max_model_len, memory_share, self.parallel
+                hf_model, block_size, max_num_seqs, max_model_len, memory_share, self.parallel, cache_dtype
             )
         # One sequence alone always fits: no request can wait for memory that does not exist.
         self.max_model_len = min(max_model_len or num_blocks * block_size, num_blocks * block_size)
@@ -117,6 +124,8 @@ class EmbeddedRollout(SteppingRollout):
             vocabulary=self.vocabulary,
             parallel=self.parallel,
             records_routes=records_routes,
+            in_8_bits=quantization == "fp8",
+            cache_dtype=cache_dtype,
         )
         if self.runner.routes is not None:
             self.scheduler.before_leaving = self.runner.routes.keep
@@ -417,6 +426,8 @@ class EmbeddedRollout(SteppingRollout):
             if "weights" in tags and "weights" not in self._released and not self.shares_weights:
                 self.runner.drop_weights()
                 self._lacks_weights = True
+            elif "weights" in tags:
+                self.runner.drop_copies()
             self._released |= set(tags)
 
     def take_back(self, tags: Seq[str]) -> None:
@@ -424,6 +435,8 @@ class EmbeddedRollout(SteppingRollout):
         with self._work:
             if "weights" in tags and "weights" in self._released and not self.shares_weights:
                 self.runner.take_weights()
+            elif "weights" in tags:
+                self.runner.refresh()
             self._released -= set(tags)
             self._work.notify_all()
 

@@ -3,6 +3,7 @@
 """Triton kernels of the GPU runner: paged decode attention, the small steps around matrix products, and sampling.
 
 Keys and values lie in pools [blocks, kv_heads, block_size, dim]: a tile of one head's keys is one stretch of memory.
+In 8 bits each head of a token has a scale of its own (of values, its logarithm to the base 2).
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshrl.rollout.embedded.fp8 import FP8, Rows8, in_8_bits
+
 # Partial results of a row are worth computing apart when rows alone do not fill the processor.
 WANTED_PROGRAMS = 512
 MOST_SPLITS = 16
+NO_WINDOW = 1 << 30
 
 
 @cache
@@ -37,12 +41,32 @@ def early(device: torch.device) -> dict[str, Any]:
 
 
 @triton.jit
-def _turned(at, norm, cos, sin, d, inside, eps, D: tl.constexpr, NORM: tl.constexpr, AXIS: tl.constexpr):
+def _in_8_bits(x, AXIS: tl.constexpr):
+    """Vectors along `AXIS` as 8-bit floats, and the scale of each: its largest element becomes the largest there is."""
+    scale = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), AXIS, keep_dims=True), 1e-10) / 448.0
+    return (x.to(tl.float32) / scale).to(tl.float8e4nv), scale
+
+
+@triton.jit
+def _in_16_bits(x):
+    """8-bit floats as 16-bit ones, at once: the compiler would first bring single bytes into the order of a product."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+        "=r,=r,r",
+        [x.to(tl.uint8, bitcast=True)],
+        dtype=tl.float16,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@triton.jit
+def _turned(at, factor, norm, cos, sin, d, inside, eps, D: tl.constexpr, NORM: tl.constexpr, AXIS: tl.constexpr):
     """The head at `at` (with `AXIS` 1: heads, [heads, 1]), normalised and rotated, in the memory's type."""
     kind = at.dtype.element_ty
     e = (d + D // 2) % D  # the element that each one is rotated with
-    x = tl.load(at + d, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(at + e, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(at + d, mask=inside, other=0.0).to(tl.float32) * factor
+    y = tl.load(at + e, mask=inside, other=0.0).to(tl.float32) * factor
     if NORM:
         r = tl.rsqrt(tl.sum(x * x, AXIS, keep_dims=True) / D + eps)
         x = (x * r).to(kind).to(tl.float32) * tl.load(norm + d).to(tl.float32)
@@ -52,12 +76,48 @@ def _turned(at, norm, cos, sin, d, inside, eps, D: tl.constexpr, NORM: tl.conste
 
 
 @triton.jit
+def _tile(
+    q, m, total, acc, KP, VP, KS, VS, start, seen, scale,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """One step of attention: over N tokens from place `start` of the pools on, of which with `MASKED` some are `seen`.
+
+    The others may be somebody else's, or no numbers: they are not read.
+    """
+    d, j = tl.arange(0, DP), tl.arange(0, N)
+    at = start * D + j[:, None] * D + d[None, :]
+    if MASKED or D != DP:
+        inside = seen[:, None] & (d < D)[None, :]
+        k, v = tl.load(KP + at, mask=inside, other=0.0), tl.load(VP + at, mask=inside, other=0.0)
+    else:
+        k, v = tl.load(KP + at), tl.load(VP + at)
+    if SCALED:
+        k, v = k.to(tl.float16), _in_16_bits(v)
+        k_scale, v_scale = tl.load(KS + start + j, mask=seen, other=0.0), tl.load(VS + start + j, mask=seen, other=0.0)
+    x = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if SCALED:
+        # A value's scale, of which there is the logarithm, goes into its weight.
+        x = x * (k_scale * (scale * 1.4426950408889634))[None, :] + v_scale[None, :]
+    else:
+        x = x * (scale * 1.4426950408889634)
+    if MASKED:
+        x = tl.where(seen[None, :], x, -1e30)
+    new = tl.maximum(m, tl.max(x, 1))
+    p = tl.exp2(x - new[:, None])
+    faded = tl.exp2(m - new)
+    acc = acc * faded[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    if SCALED:
+        p = p * tl.exp2(-v_scale)[None, :]
+    return new, total * faded + tl.sum(p, 1), acc
+
+
+@triton.jit
 def _decode_kernel(
-    Q, KP, VP, OUT, PART, STAT, TABLE, ORDER, POSITION, scale, q_row, table_row, window,
-    QN, KN, COS, SIN, ANGLE, SLOT, eps,
+    Q, KP, VP, KS, VS, OUT, PART, STAT, TABLE, ORDER, POSITION, scale, q_row, table_row, window,
+    QN, KN, COS, SIN, ANGLE, FACTOR, SLOT, eps,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, SPLITS: tl.constexpr,
     GP: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, RAW: tl.constexpr, NORM: tl.constexpr,
-    EARLY: tl.constexpr,
+    FACTORS: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     b, h, s = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = H // HK
@@ -72,13 +132,24 @@ def _decode_kernel(
     if RAW:  # queries as the product left them, followed by keys and values: the newest token's are stored here
         angle, slot = tl.load(ANGLE + b) * D, tl.load(SLOT + b)
         cos, sin = COS + angle, SIN + angle
-        q = _turned(row + (h * group + g)[:, None] * D, QN, cos, sin, d[None, :], mask, eps, D, NORM, 1)
-        new_k = _turned(row + (H + h) * D, KN, cos, sin, d, d < D, eps, D, NORM, 0)
+        factor = tl.load(FACTOR + b) if FACTORS else 1.0
+        q = _turned(row + (h * group + g)[:, None] * D, factor, QN, cos, sin, d[None, :], mask, eps, D, NORM, 1)
+        new_k = _turned(row + (H + h) * D, factor, KN, cos, sin, d, d < D, eps, D, NORM, 0)
         new_v = tl.load(row + (H + HK + h) * D + d)
+        if FACTORS:
+            new_v = (new_v.to(tl.float32) * factor).to(new_v.dtype)
         here = s == 0  # of a row's parts one has the newest token
-        to = ((slot // BS * HK + h) * BS + slot % BS) * D + d
-        tl.store(KP + to, new_k, mask=here)
-        tl.store(VP + to, new_v, mask=here)
+        to = (slot // BS * HK + h) * BS + slot % BS
+        if SCALED:
+            k8, new_k_scale = _in_8_bits(new_k, 0)
+            v8, new_v_scale = _in_8_bits(new_v, 0)
+            tl.store(KP + to * D + d, k8, mask=here)
+            tl.store(VP + to * D + d, v8, mask=here)
+            tl.store(KS + to + tl.arange(0, 1), new_k_scale, mask=here)
+            tl.store(VS + to + tl.arange(0, 1), tl.log2(new_v_scale), mask=here)
+        else:
+            tl.store(KP + to * D + d, new_k, mask=here)
+            tl.store(VP + to * D + d, new_v, mask=here)
         own = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * (scale * 1.4426950408889634)
         m = tl.where(here, own, -1e30)
         total = tl.where(here, tl.full((GP,), 1.0, tl.float32), 0.0)
@@ -89,26 +160,29 @@ def _decode_kernel(
         m = tl.full((GP,), -1e30, tl.float32)
         total = tl.zeros((GP,), tl.float32)
         acc = tl.zeros((GP, DP), tl.float32)
+    if SCALED:
+        q = q.to(tl.float16)  # 8 bits become 16 of this kind in one instruction
     tiles = tl.cdiv(length, N)
     each = tl.cdiv(tiles - first // N, SPLITS)
     begin = first // N + s * each
     end = tl.minimum(begin + each, tiles)
-    for tile in range(begin, end):
+    # Whole tiles need no masks; of the others there is at most the last, unless a window begins within one.
+    whole = tl.maximum(begin, tl.minimum(end, begin if WINDOW else length // N))
+    for tile in tl.range(begin, whole):
         place = tile * N
         block = tl.load(table + place // BS).to(tl.int64)
-        base = ((block * HK + h) * BS + place % BS) * D
+        start = (block * HK + h) * BS + place % BS
+        m, total, acc = _tile(
+            q, m, total, acc, KP, VP, KS, VS, start, j >= 0, scale, D, DP, N, False, SCALED
+        )  # fmt: skip
+    for tile in tl.range(whole, end, num_stages=1):
+        place = tile * N
+        block = tl.load(table + place // BS).to(tl.int64)
+        start = (block * HK + h) * BS + place % BS
         seen = (place + j < length) & (place + j >= first)
-        inside = seen[:, None] & (d < D)[None, :]
-        k = tl.load(KP + base + j[:, None] * D + d[None, :], mask=inside, other=0.0)
-        v = tl.load(VP + base + j[:, None] * D + d[None, :], mask=inside, other=0.0)
-        x = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
-        x = tl.where(seen[None, :], x, -1e30)
-        new = tl.maximum(m, tl.max(x, 1))
-        p = tl.exp2(x - new[:, None])
-        faded = tl.exp2(m - new)
-        acc = acc * faded[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        total = total * faded + tl.sum(p, 1)
-        m = new
+        m, total, acc = _tile(
+            q, m, total, acc, KP, VP, KS, VS, start, seen, scale, D, DP, N, True, SCALED
+        )  # fmt: skip
     if SPLITS == 1:
         out = acc / tl.maximum(total, 1e-30)[:, None]
         at_out = (b * H + h * group + g)[:, None] * D + d[None, :]
@@ -139,18 +213,36 @@ def _merge_kernel(
 
 @dataclass(frozen=True)
 class Turning:
-    """How queries and keys are normalised (`norms`) and rotated: token i by row `angles[i]` of cos and sin."""
+    """How queries and keys are normalised (`norms`) and rotated: token i by row `angles[i]` of cos and sin.
+
+    With `factors`, everything of token i has to be multiplied by the i-th first.
+    """
 
     norms: tuple[Tensor, Tensor] | None
     cos: Tensor
     sin: Tensor
     angles: Tensor
     eps: float
+    factors: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Keys and values [blocks, kv_heads, block_size, dim]; in 8 bits with scales [blocks, kv_heads, block_size]."""
+
+    keys: Tensor
+    values: Tensor
+    scales: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def both_scales(self) -> tuple[Tensor, Tensor]:
+        """Those of keys and of values, or something that is not looked at."""
+        return self.scales or (self.keys, self.values)
 
 
 def paged_decode(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, order: Tensor, positions: Tensor, scale: float,
-    window: int, raw: tuple[Turning, Tensor] | None = None,
+    query: Tensor, pools: Pools, table: Tensor, order: Tensor, positions: Tensor, scale: float, window: int,
+    raw: tuple[Turning, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of one token a row, query [rows, heads, dim] (heads and dim contiguous), over the row's blocks.
 
@@ -160,23 +252,24 @@ def paged_decode(
     tokens the result is then its own value); dim must be a power of two, at least 16.
     """
     rows, heads, dim = query.shape
-    _, kv_heads, block_size, _ = keys.shape
+    _, kv_heads, block_size, _ = pools.keys.shape
     out, part, stat, splits = _room_for_parts(rows, heads, kv_heads, dim, query)
-    tile = min(block_size, DECODE["N"])
+    tile = min(block_size, TILE)
     if raw is None:
-        more, norms = (query, query, query, query, query, order, 0.0), None
+        more, norms, factors = (query, query, query, query, query, query, order, 0.0), None, None
     else:
         if dim < 16 or dim & (dim - 1):
             raise ValueError(f"a head of {dim} cannot be taken as the product left it: not a power of two, or below 16")
         turning, slots = raw
-        norms = turning.norms
-        more = (*(norms or (query, query)), turning.cos, turning.sin, turning.angles, slots, turning.eps)
+        norms, factors = turning.norms, turning.factors
+        given = factors if factors is not None else query
+        more = (*(norms or (query, query)), turning.cos, turning.sin, turning.angles, given, slots, turning.eps)
     _decode_kernel[(rows, kv_heads, splits)](
-        query, keys, values, out, part, stat, table, order, positions, scale, query.stride(0), table.stride(0), window,
-        *more, H=heads, HK=kv_heads, D=dim, BS=block_size, SPLITS=splits,
+        query, pools.keys, pools.values, *pools.both_scales, out, part, stat, table, order, positions, scale,
+        query.stride(0), table.stride(0), window, *more, H=heads, HK=kv_heads, D=dim, BS=block_size, SPLITS=splits,
         GP=max(16, triton.next_power_of_2(heads // kv_heads)), DP=max(16, triton.next_power_of_2(dim)), N=tile,
-        RAW=raw is not None, NORM=norms is not None,
-        num_warps=DECODE["num_warps"], num_stages=DECODE["num_stages"], **early(query.device),
+        RAW=raw is not None, NORM=norms is not None, FACTORS=factors is not None,
+        SCALED=pools.scales is not None, WINDOW=window < NO_WINDOW, **DECODE, **early(query.device),
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(rows * heads,)](
@@ -186,7 +279,8 @@ def paged_decode(
 
 
 # On an H200 within 2 % of the fastest of tiles of 16 to 128 tokens, 1 to 8 warps and 1 to 5 stages (4.1 TB/s).
-DECODE = {"N": 32, "num_warps": 1, "num_stages": 3}
+TILE = 32
+DECODE = {"num_warps": 1, "num_stages": 3}
 
 
 def _room_for_parts(rows: int, heads: int, kv_heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -203,15 +297,15 @@ def _room_for_parts(rows: int, heads: int, kv_heads: int, dim: int, like: Tensor
 
 
 @triton.jit
-def _turn_halves(at, norm, cos, sin, d, inside, eps, D: tl.constexpr, NORM: tl.constexpr):
+def _turn_halves(at, factor, norm, cos, sin, d, inside, eps, D: tl.constexpr, NORM: tl.constexpr):
     """Heads at `at` [heads, 1], normalised and rotated, as two halves [heads, D / 2] in the memory's type.
 
     Each element is read once, so that it may be written in place.
     """
     half: tl.constexpr = D // 2
     kind = at.dtype.element_ty
-    x = tl.load(at + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(at + half + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(at + d[None, :], mask=inside, other=0.0).to(tl.float32) * factor
+    y = tl.load(at + half + d[None, :], mask=inside, other=0.0).to(tl.float32) * factor
     if NORM:
         r = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + eps)[:, None]
         x = (x * r).to(kind).to(tl.float32) * tl.load(norm + d)[None, :].to(tl.float32)
@@ -223,60 +317,98 @@ def _turn_halves(at, norm, cos, sin, d, inside, eps, D: tl.constexpr, NORM: tl.c
 
 @triton.jit
 def _rotate_store_kernel(
-    QKV, QN, KN, COS, SIN, ANGLE, KP, VP, SLOT, eps, row,
+    QKV, QN, KN, COS, SIN, ANGLE, FACTOR, KP, VP, KS, VS, SLOT, eps, row,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, HP: tl.constexpr, HKP: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, FACTORS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     slot = tl.load(SLOT + n)
     angle = tl.load(ANGLE + n) * D
     half: tl.constexpr = D // 2
-    pool = (slot // BS * HK) * BS * D + slot % BS * D
+    pool = slot // BS * HK * BS + slot % BS
     h, g, d, e = tl.arange(0, HP), tl.arange(0, HKP), tl.arange(0, half), tl.arange(0, D)
     queries, keys = (h < H)[:, None], (g < HK)[:, None]
+    factor = tl.load(FACTOR + n) if FACTORS else 1.0
     at = QKV + n * row + h[:, None] * D
-    x, y = _turn_halves(at, QN, COS + angle, SIN + angle, d, queries, eps, D, NORM)
+    x, y = _turn_halves(at, factor, QN, COS + angle, SIN + angle, d, queries, eps, D, NORM)
     tl.store(at + d[None, :], x, mask=queries)
     tl.store(at + half + d[None, :], y, mask=queries)
     at = QKV + n * row + (H + g)[:, None] * D
-    x, y = _turn_halves(at, KN, COS + angle, SIN + angle, d, keys, eps, D, NORM)
-    to = KP + pool + g[:, None] * BS * D + d[None, :]
+    x, y = _turn_halves(at, factor, KN, COS + angle, SIN + angle, d, keys, eps, D, NORM)
+    to = pool + g[:, None] * BS
     tl.store(at + d[None, :], x, mask=keys)
     tl.store(at + half + d[None, :], y, mask=keys)
-    tl.store(to, x, mask=keys)
-    tl.store(to + half, y, mask=keys)
-    values = tl.load(QKV + n * row + (H + HK + g)[:, None] * D + e[None, :], mask=keys)
-    tl.store(VP + pool + g[:, None] * BS * D + e[None, :], values, mask=keys)
+    at = QKV + n * row + (H + HK + g)[:, None] * D + e[None, :]
+    values = tl.load(at, mask=keys, other=0.0)
+    if FACTORS:
+        values = (values.to(tl.float32) * factor).to(values.dtype)
+        tl.store(at, values, mask=keys)
+    if SCALED:
+        largest = tl.maximum(tl.max(tl.abs(x), 1, keep_dims=True), tl.max(tl.abs(y), 1, keep_dims=True))
+        k_scale = tl.maximum(largest.to(tl.float32), 1e-10) / 448.0
+        x, y = (x.to(tl.float32) / k_scale).to(tl.float8e4nv), (y.to(tl.float32) / k_scale).to(tl.float8e4nv)
+        values, v_scale = _in_8_bits(values, 1)
+        tl.store(KS + to, k_scale, mask=keys)
+        tl.store(VS + to, tl.log2(v_scale), mask=keys)
+    tl.store(KP + to * D + d[None, :], x, mask=keys)
+    tl.store(KP + to * D + half + d[None, :], y, mask=keys)
+    tl.store(VP + to * D + e[None, :], values, mask=keys)
 
 
-def rotate_and_store(
-    qkv: Tensor, turning: Turning, keys: Tensor, values: Tensor, slots: Tensor, heads: int
-) -> None:  # fmt: skip
+def rotate_and_store(qkv: Tensor, turning: Turning, pools: Pools, slots: Tensor, heads: int) -> None:
     """Normalises and rotates queries and keys of qkv [tokens, heads + 2 kv_heads, dim] in place; stores keys, values.
 
     `slots[i]` is the place of token i in the pools (block * block_size + offset).
     """
     tokens, _, dim = qkv.shape
-    kv_heads, block_size = keys.shape[1], keys.shape[2]
+    kv_heads, block_size = pools.keys.shape[1], pools.keys.shape[2]
     first, second = turning.norms or (qkv, qkv)
     _rotate_store_kernel[(tokens,)](
-        qkv, first, second, turning.cos, turning.sin, turning.angles, keys, values, slots, turning.eps, qkv.stride(0),
+        qkv, first, second, turning.cos, turning.sin, turning.angles,
+        turning.factors if turning.factors is not None else qkv, pools.keys, pools.values, *pools.both_scales, slots,
+        turning.eps, qkv.stride(0),
         H=heads, HK=kv_heads, D=dim, BS=block_size, HP=triton.next_power_of_2(heads),
-        HKP=triton.next_power_of_2(kv_heads), NORM=turning.norms is not None, num_warps=4,
+        HKP=triton.next_power_of_2(kv_heads), NORM=turning.norms is not None,
+        FACTORS=turning.factors is not None, SCALED=pools.scales is not None, num_warps=4,
     )  # fmt: skip
 
 
-def store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+def store(key: Tensor, value: Tensor, pools: Pools, slots: Tensor) -> None:
     """Stores key and value [tokens, kv_heads, dim] in the pools at `slots`."""
-    block_size = keys.shape[2]
-    keys[slots // block_size, :, slots % block_size] = key
-    values[slots // block_size, :, slots % block_size] = value
+    block_size = pools.keys.shape[2]
+    place = slots // block_size, slice(None), slots % block_size
+    if pools.scales is None:
+        pools.keys[place], pools.values[place] = key, value
+        return
+    for x, pool, scales in zip((key, value), _bits(pools), pools.scales, strict=True):
+        rows, scale = in_8_bits(x)
+        pool[place] = rows.view(torch.uint8)
+        scales[place] = (scale if x is key else scale.log2())[..., 0]
+
+
+def _bits(pools: Pools) -> tuple[Tensor, Tensor]:
+    """Keys and values in 8 bits as integers: no kernel indexes such floats."""
+    return pools.keys.view(torch.uint8), pools.values.view(torch.uint8)
+
+
+def stored(pools: Pools, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values [tokens, kv_heads, dim] at `slots`."""
+    block_size = pools.keys.shape[2]
+    place = slots // block_size, slice(None), slots % block_size
+    if pools.scales is None:
+        return pools.keys[place], pools.values[place]
+    scales = pools.scales[0][place], pools.scales[1][place].exp2()
+    key, value = (
+        (pool[place].view(FP8).float() * scale[..., None]).to(dtype)
+        for pool, scale in zip(_bits(pools), scales, strict=True)
+    )
+    return key, value
 
 
 @triton.jit
 def _add_norm_kernel(
-    X, RESIDUAL, WEIGHT, OUT, eps, part, C: tl.constexpr, CP: tl.constexpr, PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    X, RESIDUAL, WEIGHT, OUT, SCALE, FACTOR, eps, part, C: tl.constexpr, CP: tl.constexpr, PARTS: tl.constexpr,
+    FACTORS: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CP)
@@ -289,47 +421,98 @@ def _add_norm_kernel(
         x = tl.load(X + n * C + c, mask=inside, other=0.0).to(tl.float32)
         for p in tl.static_range(1, PARTS):
             x += tl.load(X + p * part + n * C + c, mask=inside, other=0.0).to(tl.float32)
+        if FACTORS:
+            x *= tl.load(FACTOR + n)
         r = (r.to(tl.float32) + x.to(r.dtype).to(tl.float32)).to(r.dtype)
         tl.store(RESIDUAL + n * C + c, r, mask=inside)
     x = r.to(tl.float32)
     x = (x * tl.rsqrt(tl.sum(x * x, 0) / C + eps)).to(r.dtype).to(tl.float32)
-    tl.store(OUT + n * C + c, (x * w).to(r.dtype), mask=inside)
-
-
-def add_and_norm(x: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Adds x, or the sum of parts [parts, rows, width], to the residual in place; returns the residual's RMS norm."""
-    rows, width = residual.shape
-    out = torch.empty_like(residual)
-    parts = 0 if x is None else len(x) if x.dim() == 3 else 1
-    _add_norm_kernel[(rows,)](
-        residual if x is None else x, residual, weight, out, eps, rows * width,
-        C=width, CP=triton.next_power_of_2(width), PARTS=parts,
-        num_warps=4 if width <= 4096 else 8, **early(residual.device),
-    )  # fmt: skip
-    return out
+    _store_row((x * w).to(r.dtype), OUT, SCALE, n, c, C, SCALED)
 
 
 @triton.jit
-def _silu_mul_kernel(X, OUT, C, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _store_row(x, OUT, SCALE, n, c, C, SCALED: tl.constexpr):
+    """Stores row n, with `SCALED` in 8 bits and its scale beside it."""
+    if SCALED:
+        x, scale = _in_8_bits(x, 0)
+        tl.store(SCALE + n + tl.arange(0, 1), scale)
+    tl.store(OUT + n * C + c, x, mask=c < C)
+
+
+def _room_for_rows(rows: int, width: int, like: Tensor, in_8_bits: bool) -> tuple[Tensor, Tensor]:
+    """Rows and their scales; where there are none, something that is not looked at."""
+    out = torch.empty(rows, width, dtype=FP8 if in_8_bits else like.dtype, device=like.device)
+    return out, torch.empty(rows, 1, dtype=torch.float32, device=like.device) if in_8_bits else out
+
+
+def add_and_norm(
+    x: Tensor | None, residual: Tensor, weight: Tensor, eps: float, *, factors: Tensor | None = None,
+    in_8_bits: bool = False,
+) -> Any:  # fmt: skip
+    """Adds x, or the sum of parts [parts, rows, width], to the residual in place; returns the residual's RMS norm.
+
+    With `factors`, row i of x is multiplied by the i-th first. The norm is a tensor, or `Rows8` where that is wanted.
+    """
+    rows, width = residual.shape
+    out, scales = _room_for_rows(rows, width, residual, in_8_bits)
+    parts = 0 if x is None else len(x) if x.dim() == 3 else 1
+    _add_norm_kernel[(rows,)](
+        residual if x is None else x, residual, weight, out, scales, out if factors is None else factors, eps,
+        rows * width, C=width, CP=triton.next_power_of_2(width), PARTS=parts, FACTORS=factors is not None,
+        SCALED=in_8_bits,
+        num_warps=4 if width <= 4096 else 8, **early(residual.device),
+    )  # fmt: skip
+    return Rows8(out, scales) if in_8_bits else out
+
+
+@triton.jit
+def _silu_mul_kernel(
+    X, OUT, SCALE, FACTOR, C, BLOCK: tl.constexpr, FACTORS: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     n, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < C
     if EARLY:
         tl.extra.cuda.gdc_wait()
     gate = tl.load(X + n * 2 * C + c, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(X + n * 2 * C + C + c, mask=inside, other=0.0)
+    if FACTORS:
+        factor = tl.load(FACTOR + n)
+        gate *= factor
+        up = (up.to(tl.float32) * factor).to(up.dtype)
     act = (gate / (1 + tl.exp(-gate))).to(up.dtype).to(tl.float32)
-    tl.store(OUT + n * C + c, (act * up.to(tl.float32)).to(up.dtype), mask=inside)
+    _store_row((act * up.to(tl.float32)).to(up.dtype), OUT, SCALE, n, c, C, SCALED)
 
 
-def silu_and_multiply(x: Tensor) -> Tensor:
-    """silu(gate) * up of x [rows, gate and up]."""
+def silu_and_multiply(x: Tensor, *, factors: Tensor | None = None, in_8_bits: bool = False) -> Any:
+    """silu(gate) * up of x [rows, gate and up]; `factors` and the result as in `add_and_norm`."""
     rows, width = x.shape[0], x.shape[1] // 2
-    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    block = min(1024, triton.next_power_of_2(width))
+    out, scales = _room_for_rows(rows, width, x, in_8_bits)
+    # A row's scale is known when all of it is.
+    block = triton.next_power_of_2(width) if in_8_bits else min(1024, triton.next_power_of_2(width))
     _silu_mul_kernel[(rows, triton.cdiv(width, block))](
-        x, out, width, BLOCK=block, num_warps=4, **early(x.device)
+        x, out, scales, out if factors is None else factors, width, BLOCK=block, FACTORS=factors is not None,
+        SCALED=in_8_bits, num_warps=max(4, min(block // 1024, 16)), **early(x.device),
     )  # fmt: skip
-    return out
+    return Rows8(out, scales) if in_8_bits else out
+
+
+@triton.jit
+def _rows_kernel(X, OUT, SCALE, C, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    n, c = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    _store_row(tl.load(X + n * C + c, mask=c < C, other=0.0), OUT, SCALE, n, c, C, True)
+
+
+def rows_in_8_bits(x: Tensor) -> Rows8:
+    """`in_8_bits` of contiguous rows in one pass."""
+    rows, width = x.shape
+    out, scales = _room_for_rows(rows, width, x, True)
+    block = triton.next_power_of_2(width)
+    _rows_kernel[(rows,)](
+        x, out, scales, width, BLOCK=block, num_warps=max(4, min(block // 1024, 16)), **early(x.device)
+    )  # fmt: skip
+    return Rows8(out, scales)
 
 
 # Logits are summed up in stretches of this many; a program takes several.

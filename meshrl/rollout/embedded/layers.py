@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from meshrl.parallel.attention import AttentionContext
+from meshrl.rollout.embedded.fp8 import Fp8Projection
 
 if TYPE_CHECKING:
     from meshrl.rollout.embedded.tensor_parallel import TensorParallel
@@ -84,32 +85,41 @@ class Projection:
         return (F.linear(x, w, b) for w, b in zip(self.weights, self.biases, strict=True))
 
 
+AnyProjection = Projection | Fp8Projection
+
+
 @dataclass(frozen=True)
 class Layer:
     """The weights of one layer."""
 
     norm_1: Tensor
-    qkv: Projection
+    qkv: AnyProjection
     norms: tuple[Tensor, Tensor] | None  # Qwen3 normalises each query and key
-    out: Projection
+    out: AnyProjection
     norm_2: Tensor
-    gate_up: Projection | None
-    down: Projection | None
+    gate_up: AnyProjection | None
+    down: AnyProjection | None
     experts: Any  # in their place: a module with its router
     window: int | None
 
 
 class PlainLayers:
-    """All layers of a plain decoder; `refresh` after the weights changed."""
+    """All layers of a plain decoder; `refresh` after the weights changed. `in_8_bits`: products are of 8-bit floats."""
 
-    def __init__(self, hf_model: PreTrainedModel, owns_weights: bool, parallel: TensorParallel | None = None):
+    def __init__(
+        self,
+        hf_model: PreTrainedModel,
+        owns_weights: bool,
+        parallel: TensorParallel | None = None,
+        in_8_bits: bool = False,
+    ):
         self.hf_model: Any = hf_model
         config: Any = hf_model.config
         self.eps: float = config.rms_norm_eps
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.scaling = self.dim**-0.5
-        self.parallel = parallel
+        self.parallel, self.in_8_bits = parallel, in_8_bits
         if parallel is not None:
             self.heads, self.kv_heads = self.heads // parallel.size, parallel.local_kv_heads
         if owns_weights:
@@ -132,6 +142,11 @@ class PlainLayers:
         if moved:
             self._pointers = pointers
             self.layers = [self._layer(layer) for layer in self.hf_model.model.layers]
+        else:
+            for layer in self.layers:
+                for projection in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                    if isinstance(projection, Fp8Projection):
+                        projection.refresh()
         self._head_norms = None
         return moved
 
@@ -179,17 +194,23 @@ class PlainLayers:
         has_bias = self.parallel is None or self.parallel.rank == 0
         return Layer(
             layer.input_layernorm.weight.detach(),
-            Projection([attention.q_proj, attention.k_proj, attention.v_proj]),
+            self._projection([attention.q_proj, attention.k_proj, attention.v_proj]),
             (attention.q_norm.weight.detach(), attention.k_norm.weight.detach())
             if hasattr(attention, "q_norm")
             else None,
-            Projection([attention.o_proj], has_bias=has_bias),
+            self._projection([attention.o_proj], has_bias),
             layer.post_attention_layernorm.weight.detach(),
-            None if has_experts else Projection([mlp.gate_proj, mlp.up_proj]),
-            None if has_experts else Projection([mlp.down_proj], has_bias=has_bias),
+            None if has_experts else self._projection([mlp.gate_proj, mlp.up_proj]),
+            None if has_experts else self._projection([mlp.down_proj], has_bias),
             mlp if has_experts else None,
             self._window(attention),
         )
+
+    def _projection(self, linears: list[torch.nn.Linear], has_bias: bool = True) -> AnyProjection:
+        if not self.in_8_bits:
+            return Projection(linears, has_bias=has_bias)
+        biases = [linear.bias.data for linear in linears if has_bias and linear.bias is not None]
+        return Fp8Projection([linear.weight.data for linear in linears], biases)
 
     @property
     def has_experts(self) -> bool:

@@ -11,15 +11,18 @@ from torch import Tensor
 
 from meshrl.parallel.packed import HALF_TYPES, PackedSequences
 from meshrl.parallel.varlen import attend_varlen
-from meshrl.rollout.embedded.kernels import Turning, paged_decode, store
+from meshrl.rollout.embedded.fp8 import FP8
+from meshrl.rollout.embedded.kernels import NO_WINDOW, Pools, Turning, paged_decode, store, stored
 from meshrl.rollout.embedded.scheduler import Piece
 
-NO_WINDOW = 1 << 30
 LEAST_BLOCK = 16  # tokens: what the kernels' products take
 
 
 class PagedCache:
-    """Pools [layers, blocks, kv_heads, block_size, dim]; the block after the last takes what nobody wants."""
+    """Pools [layers, blocks, kv_heads, block_size, dim]; the block after the last takes what nobody wants.
+
+    Of 8 bits, there are pools of scales beside them.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, layers: int, kv_heads: int, dim: int, dtype: torch.dtype,
@@ -29,31 +32,39 @@ class PagedCache:
             raise ValueError(f"on a GPU block_size ({block_size}) must be a power of two, at least {LEAST_BLOCK}")
         self.num_blocks, self.block_size = num_blocks, block_size
         self._shape, self._options = (layers, num_blocks + 1, kv_heads, block_size, dim), (dtype, device)
-        self._pools: tuple[Tensor, Tensor] | None = None
+        self._pools: Pools | None = None
 
     @property
     def trash(self) -> int:
         """A slot whose content is never read."""
         return self.num_blocks * self.block_size
 
-    def of(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer, [blocks, kv_heads, block_size, dim]."""
-        keys, values = self.pools()
-        return keys[layer], values[layer]
+    def of(self, layer: int) -> Pools:
+        """Those of a layer."""
+        pools = self.pools()
+        scales = None if pools.scales is None else (pools.scales[0][layer], pools.scales[1][layer])
+        return Pools(pools.keys[layer], pools.values[layer], scales)
 
-    def pools(self) -> tuple[Tensor, Tensor]:
-        """Both pools, made on first use. Memory that was never written may hold NaN, which no mask takes out: zeros."""
+    def pools(self) -> Pools:
+        """All pools, made on first use. Memory that was never written may hold NaN, which no mask takes out: zeros."""
         if self._pools is None:
             dtype, device = self._options
-            self._pools = tuple(torch.zeros(self._shape, dtype=dtype, device=device) for _ in range(2))  # type: ignore[assignment]
-        assert self._pools is not None
+
+            def both(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+                return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+
+            keys, values = both(self._shape, dtype)
+            scales = both(self._shape[:-1], torch.float32) if dtype == FP8 else None
+            self._pools = Pools(keys, values, scales)
         return self._pools
 
     def copy(self, sources: Seq[int], targets: Seq[int]) -> None:
         """Copies whole blocks in all layers."""
         index = torch.tensor([sources, targets]).pin_memory().to(self._options[1], non_blocking=True)
-        for pool in self.pools():
-            pool[:, index[1]] = pool[:, index[0]]
+        pools = self.pools()
+        for pool in (pools.keys, pools.values, *(pools.scales or ())):
+            bits = pool.view(torch.uint8) if pool.dtype == FP8 else pool
+            bits[:, index[1]] = bits[:, index[0]]
 
     def drop(self) -> None:
         """Gives the memory back."""
@@ -92,8 +103,7 @@ class PagedPrefill:
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
         """See `AttentionContext`."""
-        keys, values = self.cache.of(layer_idx)
-        store(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, self.slots)
+        store(key[0].transpose(0, 1), value[0].transpose(0, 1), self.cache.of(layer_idx), self.slots)
         return self.attend_stored(layer_idx, query, key, value, scaling, sliding_window)
 
     def attend_stored(
@@ -102,8 +112,7 @@ class PagedPrefill:
         """The same for keys and values that are in the pools already."""
         if not self.has_context:
             return self.packed.attend(layer_idx, query, key, value, scaling, sliding_window)
-        size = self.cache.block_size
-        key, value = (x[self.context // size, :, self.context % size] for x in self.cache.of(layer_idx))
+        key, value = stored(self.cache.of(layer_idx), self.context, query.dtype)
         if query.dtype not in HALF_TYPES:
             return self._attend_pieces(query, key, value, scaling, sliding_window)
         # A window is counted from the end of the keys, where the queries are.
@@ -142,7 +151,7 @@ class PagedDecode:
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
         """See `AttentionContext`."""
-        store(key[:, :, 0], value[:, :, 0], *self.cache.of(layer_idx), self.slots)
+        store(key[:, :, 0], value[:, :, 0], self.cache.of(layer_idx), self.slots)
         query = query[:, :, 0] if query.stride(1) == query.shape[3] else query[:, :, 0].contiguous()
         return self._decode(layer_idx, query, scaling, sliding_window, None)[:, None]
 
@@ -155,5 +164,5 @@ class PagedDecode:
     def _decode(
         self, layer_idx: int, query: Tensor, scaling: float, window: int | None, raw: tuple[Turning, Tensor] | None
     ) -> Tensor:
-        pools, where = self.cache.of(layer_idx), (self.table, self.order, self.positions)
-        return paged_decode(query, *pools, *where, scaling, window or NO_WINDOW, raw)
+        where = self.table, self.order, self.positions
+        return paged_decode(query, self.cache.of(layer_idx), *where, scaling, window or NO_WINDOW, raw)

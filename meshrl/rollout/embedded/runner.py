@@ -66,8 +66,10 @@ class Runner(ABC):
         vocabulary: int,
         parallel: Parts | None = None,
         routes: RouteStore | None = None,
+        in_8_bits: bool = False,
     ):
         self.hf_model: Any = hf_model
+        self.in_8_bits = in_8_bits
         self.rows, self.parallel, self.routes = rows, parallel, routes
         self.device = next(hf_model.parameters()).device
         self.plain = self._plain_layers(owns_weights) if is_plain(hf_model, FAMILIES + WITH_EXPERTS) else None
@@ -108,6 +110,11 @@ class Runner(ABC):
         if self.plain is not None:
             self.plain.forget()
 
+    def drop_copies(self) -> None:
+        """Gives back what was made of weights that are somebody else's; `refresh` makes it again."""
+        if self.plain is not None and self.in_8_bits:
+            self.plain.forget()
+
     def take_weights(self) -> None:
         """Takes memory for the weights again; what is in them has to be sent anew."""
         for name, param in self.hf_model.named_parameters():
@@ -117,7 +124,7 @@ class Runner(ABC):
 
     def _plain_layers(self, owns_weights: bool) -> PlainLayers:
         parallel = self.parallel if isinstance(self.parallel, TensorParallel) else None
-        return PlainLayers(self.hf_model, owns_weights, parallel)
+        return PlainLayers(self.hf_model, owns_weights, parallel, self.in_8_bits)
 
     def hidden(self, ids: Tensor, positions: Tensor, context: AttentionContext, one_each: bool) -> Tensor:
         """Last hidden states [tokens, hidden]."""
