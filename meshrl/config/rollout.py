@@ -11,6 +11,8 @@ ROLLOUTS = ("embedded", "vllm", "sglang", "hf")
 # Who reads a key that not every rollout reads.
 READERS = {
     "gpu_memory_utilization": ("embedded", "vllm", "sglang"),
+    "quantization": ("embedded",),
+    "kv_cache_dtype": ("embedded",),
     "enforce_eager": ("vllm", "sglang"),
     "enable_chunked_prefill": ("vllm",),
     "enable_prefix_caching": ("embedded", "vllm", "sglang"),

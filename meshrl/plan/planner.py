@@ -150,6 +150,8 @@ class _Planner:
         cache = self.generation.cache_bytes(0 if self.generation.is_apart else held)
         prefill, decode, at_once = self.generation.seconds(self.lengths, cache, self.clock)
         self.rollout_memory = {"rollout weights": self.generation.weights, "KV cache": cache}
+        if self.generation.copies:
+            self.rollout_memory["weights in 8 bits"] = self.generation.copies
         beside = self._beside()
         phases = [self._generate(prefill + decode)]
         if "reward_model" in self.roles:

@@ -30,6 +30,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--gpu-memory-utilization", type=float, default=0.5, metavar="X", help="share of a GPU's memory it takes"
     )
+    engine.add_argument("--quantization", choices=("fp8",), help="weights in 8 bits (embedded)")
+    engine.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8: keys and values in 8 bits (embedded)"
+    )
     engine.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     engine.add_argument(
         "--engine-arg",
@@ -56,6 +60,8 @@ def engine_options(arguments: argparse.Namespace) -> EngineOptions:
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_model_len=arguments.max_model_len,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
+        quantization=arguments.quantization,
+        kv_cache_dtype=arguments.kv_cache_dtype,
         trust_remote_code=arguments.trust_remote_code,
         arguments=named_values(arguments.engine_arg, "--engine-arg"),
     )

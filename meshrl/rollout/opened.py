@@ -40,6 +40,8 @@ class EngineOptions:
     max_num_batched_tokens: int = 8192
     max_model_len: int | None = None
     gpu_memory_utilization: float = 0.5
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     trust_remote_code: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -128,6 +130,8 @@ def _build(path: str | Path, options: EngineOptions, device: torch.device, dtype
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=options.max_model_len,
         gpu_memory_utilization=options.gpu_memory_utilization,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
         free_cache_engine=False,  # nobody trains beside it
         engine_kwargs=EngineKwargs(**({options.engine: options.arguments} if options.arguments else {})),
     )

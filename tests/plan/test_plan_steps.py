@@ -64,6 +64,26 @@ def test_one_device_shares_weights_and_needs_no_sync():
     assert plan.rollout.sync.received == 0
 
 
+def test_8_bits_take_a_copy_and_half_the_cache_and_are_faster():
+    config, make = load("1xH200")
+    plain = make(config)
+    weights = make(changed(config, {"actor_rollout_ref.rollout.quantization": "fp8"}))
+    both = make(
+        changed(
+            config, {"actor_rollout_ref.rollout.quantization": "fp8", "actor_rollout_ref.rollout.kv_cache_dtype": "fp8"}
+        )
+    )
+    copy = phase(weights, "generate").memory["weights in 8 bits"]
+    # 28 layers: queries and output 2048 x 2048, keys and values 2048 x 1024, three matrices 2048 x 6144.
+    assert copy == 28 * 2048 * (2 * 2048 + 2 * 1024 + 3 * 6144)
+    assert "weights in 8 bits" not in phase(plain, "generate").memory
+    assert "weights in 8 bits" not in phase(weights, "update_actor").memory
+    caches = [phase(plan, "generate").memory["KV cache"] for plan in (plain, both)]
+    assert caches[1] / caches[0] == pytest.approx((128 + 4) / 256, rel=1e-3)
+    seconds = [phase(plan, "generate").seconds for plan in (plain, weights, both)]
+    assert seconds[0] > seconds[1] > seconds[2] > 0.5 * seconds[0]
+
+
 def test_phases_follow_the_recipe():
     config, make = load(
         "8xH200", "algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true",

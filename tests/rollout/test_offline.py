@@ -304,6 +304,8 @@ def test_options_that_do_nothing_are_refused(tiny_model_folder, capsys):
         (EngineOptions(device="abacus"), "device"),
         (EngineOptions(max_model_len=10**6), "64 tokens"),
         (EngineOptions(engine="hf", max_num_batched_tokens=9), "max_num_batched_tokens is 9, but the hf engine"),
+        (EngineOptions(engine="hf", quantization="fp8"), "quantization is fp8, but the hf engine does not read it"),
+        (EngineOptions(device="cpu", kv_cache_dtype="fp8"), "kv_cache_dtype=fp8 is for GPUs"),
         (EngineOptions(engine="hf", gpu_memory_utilization=0.9), "gpu_memory_utilization is 0.9, but the hf engine"),
     ):
         with pytest.raises(ValueError, match=words):

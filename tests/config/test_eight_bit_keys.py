@@ -1,0 +1,51 @@
+"""`rollout.quantization` and `rollout.kv_cache_dtype`: who reads them, and what follows from them."""
+
+import json
+
+import pytest
+
+from meshrl.config.checks import check_config
+from meshrl.config.correction import correction_of
+from meshrl.config.eight_bits import eight_bit_file_problems, eight_bit_problems
+from meshrl.config.load import load_config
+
+ROLLOUT = "actor_rollout_ref.rollout"
+WEIGHTS, CACHE = f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.kv_cache_dtype=fp8"
+
+
+def config_of(*overrides):
+    return load_config("grpo", list(overrides)).config
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "hf"])
+@pytest.mark.parametrize("key", [WEIGHTS, CACHE])
+def test_only_the_embedded_rollout_reads_them(name, key):
+    found = check_config(config_of(key, f"{ROLLOUT}.name={name}"), check_files=False)
+    assert f"{key.split('=')[0]} is only read by {ROLLOUT}.name=embedded, but it is {name}" in found
+    assert len(check_config(config_of(key), check_files=False)) < len(found)
+
+
+def test_a_cache_of_8_bits_is_for_gpus():
+    (problem,) = eight_bit_problems(config_of(CACHE, "trainer.device=cpu"))
+    assert "is for GPUs, and trainer.device=cpu: set it to auto" in problem
+    assert problem in check_config(config_of(CACHE, "trainer.device=cpu"), check_files=False)
+    assert eight_bit_problems(config_of(WEIGHTS, "trainer.device=cpu")) == []
+    assert eight_bit_problems(config_of(CACHE)) == []
+
+
+@pytest.mark.parametrize(("kind", "can"), [("qwen3", True), ("llama", True), ("qwen3_moe", False), ("gemma2", False)])
+def test_layers_must_be_known(tmp_path, kind, can):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    path = f"actor_rollout_ref.model.path={tmp_path}"
+    found = eight_bit_file_problems(config_of(WEIGHTS, path))
+    assert (found == []) == can
+    assert all(f"llama, mistral, qwen2, qwen3, and {path} is {kind}: leave it out" in problem for problem in found)
+    assert eight_bit_file_problems(config_of(CACHE, path)) == []
+
+
+@pytest.mark.parametrize("key", [WEIGHTS, CACHE])
+def test_a_policy_that_rounds_is_corrected_unless_that_is_switched_off(key):
+    assert correction_of(config_of(key)).rollout_is == "token"
+    assert correction_of(config_of(key, "algorithm.rollout_correction.rollout_is=off")).rollout_is is None
+    assert correction_of(config_of(key, "algorithm.rollout_correction.bypass_mode=true")).rollout_is is None
+    assert correction_of(config_of()).rollout_is is None

@@ -1,0 +1,58 @@
+"""Runs whose rollouts have products of 8-bit floats: measured, corrected, and rounded anew after every update."""
+
+import pytest
+
+from meshrl.rollout.embedded.fp8 import Fp8Projection
+
+EIGHT = "actor_rollout_ref.rollout.quantization=fp8"
+RUN = (
+    "trainer.total_training_steps=3",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+    "data.train_batch_size=32",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "algorithm.rollout_correction.bypass_mode=false",
+    "actor_rollout_ref.actor.optim.lr=0.003",
+)
+DIFFERENCE = "training/rollout_log_prob_diff_mean"
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch):
+    monkeypatch.setattr("meshrl.trainer.run.write_report", lambda path: path)
+
+
+def differences(run):
+    return [row[DIFFERENCE] for row in run.metrics if DIFFERENCE in row]
+
+
+def test_the_difference_stays_that_of_rounding(task, tmp_path, monkeypatch):
+    plain = task.train(tmp_path / "plain", *RUN)
+    run = task.train(tmp_path / "eight", *RUN, EIGHT)
+    assert max(differences(plain)) < 1e-4
+    first, *_, last = differences(run)
+    assert 1e-4 < first < 0.1
+    assert last < 3 * first
+    rows = [row for row in run.metrics if DIFFERENCE in row]
+    assert all(row["rollout_corr/rollout_is_mean"] == pytest.approx(1, abs=0.1) for row in rows)
+    assert not any("rollout_corr/rollout_is_mean" in row for row in plain.metrics)
+    # Each rank of two has weights of its own, which arrive in parts.
+    two = task.train(tmp_path / "two", *RUN, EIGHT, "trainer.n_gpus_per_node=2")
+    assert differences(two)[0] == pytest.approx(first, rel=0.05)
+    assert differences(two)[-1] < 3 * first
+    # The control: weights that stay as they were are far from the trainer's after two steps.
+    monkeypatch.setattr(Fp8Projection, "refresh", refreshed_once(Fp8Projection.refresh))
+    stale = task.train(tmp_path / "stale", *RUN, EIGHT, "trainer.gates.log_prob_diff=off")
+    assert differences(stale)[-1] > 3 * first
+
+
+def refreshed_once(refresh):
+    done = set()
+
+    def once(self):
+        if id(self) not in done:
+            done.add(id(self))
+            refresh(self)
+
+    return once
