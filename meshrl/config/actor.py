@@ -1,10 +1,10 @@
 """`actor_rollout_ref.actor.*` and `.ref.*`: the policy's update and the frozen reference."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from meshrl.config.checkpoint import CheckpointConfig
-from meshrl.config.engine import EngineConfig
+from meshrl.config.engine import STRATEGIES, EngineConfig
 from meshrl.config.key import key, section
 from meshrl.config.names import ACTOR
 from meshrl.config.optim import OptimConfig
@@ -16,6 +16,9 @@ POLICY_LOSSES = (
     "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro",
     "decoupled", "icepop", "m2po", "topr", "bypass_mode",
 )  # fmt: skip
+# Of the reference, beside those of its engine.
+OWN_SIZES = ("strategy", "ulysses_sequence_parallel_size", "context_parallel_size")
+OWN = "As the actor's key, for a reference on devices of its own; null: what that says."
 KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 REPLAY_MODES = ("disabled", "R2", "R3")
 KL_CHOICES = KL_ESTIMATORS + tuple(f"{name}+" for name in KL_ESTIMATORS)
@@ -93,6 +96,17 @@ class ActorConfig(EngineConfig):
 @dataclass
 class RefFSDPConfig:
     param_offload: bool = key(False, "Keep the reference in host memory between phases.")
+    fsdp_size: int | None = key(None, OWN, low=-1)
+
+
+@dataclass
+class RefMegatronConfig:
+    tensor_model_parallel_size: int | None = key(None, OWN, low=1)
+    pipeline_model_parallel_size: int | None = key(None, OWN, low=1)
+    virtual_pipeline_model_parallel_size: int | None = key(None, OWN, low=1)
+    context_parallel_size: int | None = key(None, OWN, low=1)
+    expert_model_parallel_size: int | None = key(None, OWN, low=1)
+    expert_tensor_parallel_size: int | None = key(None, OWN, low=1)
 
 
 @dataclass
@@ -117,4 +131,30 @@ class RefConfig(OwnDevices):
     log_prob_max_token_len_per_gpu: int | None = key(
         None, "Most tokens of a micro-batch on one rank.", low=1, follows=f"{ACTOR}.ppo_max_token_len_per_gpu"
     )
-    fsdp_config: RefFSDPConfig = section(RefFSDPConfig, "Settings of the reference under strategy=fsdp2.")
+    strategy: str | None = key(None, OWN, choices=STRATEGIES)
+    ulysses_sequence_parallel_size: int | None = key(None, OWN, low=1)
+    context_parallel_size: int | None = key(None, OWN, low=1)
+    fsdp_config: RefFSDPConfig = section(RefFSDPConfig, "Where it rests, and its shards on devices of its own.")
+    megatron: RefMegatronConfig = section(
+        RefMegatronConfig, "Its layout on devices of its own, with strategy=megatron."
+    )
+
+    def engine(self, actor: ActorConfig) -> ActorConfig:
+        """The engine that runs it: the actor's, in a layout of its own on devices of its own."""
+        if not self.has_own_devices:
+            return actor
+        return replace(
+            actor,
+            **_said({name: getattr(self, name) for name in OWN_SIZES}),
+            fsdp_config=replace(actor.fsdp_config, **_said({"fsdp_size": self.fsdp_config.fsdp_size})),
+            megatron=replace(actor.megatron, **_said(vars(self.megatron))),
+        )
+
+
+# The keys of a layout of its own, as they are called under `ref` and under `actor`.
+OWN_LAYOUT = (*OWN_SIZES, "fsdp_config.fsdp_size", *(f"megatron.{field.name}" for field in fields(RefMegatronConfig)))
+
+
+def _said(values: dict[str, Any]) -> dict[str, Any]:
+    """Without those that are null."""
+    return {name: value for name, value in values.items() if value is not None}

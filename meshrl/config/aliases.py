@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshrl.config.actor import RefMegatronConfig
 from meshrl.config.names import ACTOR, MODEL, REF, ROLLOUT
 
 TURNS = f"{ROLLOUT}.multi_turn"
@@ -24,6 +25,7 @@ class Alias:
     why: str = ""  # where there is no key of ours: why none is needed ...
     only: tuple[Any, ...] = ()  # ... and for which values (empty: all) ...
     instead: str = ""  # ... and what to do about the others (empty: see the rows below)
+    besides: tuple[str, ...] = ()  # names below it that are ours
 
 
 def read(old: str, new: str, values: Mapping[Any, Any] | None = None) -> Alias:
@@ -57,10 +59,10 @@ FORWARD = "values are computed in the micro-batches of the update"
 
 
 def _reference() -> list[Alias]:
-    """The reference is a second model in the actor's engine; only where it rests is its own."""
+    """The reference is a second model in the actor's engine; where it rests and how it lies may be its own."""
     shared = (
-        "fsdp_size", "reshard_after_forward", "forward_prefetch", "model_dtype", "mixed_precision", "wrap_policy",
-        "offload_policy", "use_orig_params", "strategy", "use_torch_compile", "ulysses_sequence_parallel_size",
+        "reshard_after_forward", "forward_prefetch", "model_dtype", "mixed_precision", "wrap_policy",
+        "offload_policy", "use_orig_params", "use_torch_compile",
         "entropy_checkpointing", "entropy_from_logits_with_chunking",
     )  # fmt: skip
     return [
@@ -71,12 +73,15 @@ def _reference() -> list[Alias]:
         idle(f"{REF}.megatron.forward_only", "a reference is never trained"),
         idle(f"{REF}.fsdp_config.forward_only", "a reference is never trained"),
         fixed(f"{REF}.load_weight", "a reference always has weights", True),
-        agree(f"{REF}.megatron", f"{ACTOR}.megatron"),
-        *(agree(f"{REF}.fsdp_config.{name}", f"{ACTOR}.fsdp_config.{name}") for name in shared),
         *(
-            agree(f"{REF}.{name}", f"{ACTOR}.{name}")
-            for name in ("strategy", "ulysses_sequence_parallel_size", "use_torch_compile")
+            read(f"{REF}.megatron.{axis}_parallel_size", f"{REF}.megatron.{axis}_model_parallel_size")
+            for axis in ("tensor", "pipeline", "expert")
         ),
+        Alias(f"{REF}.megatron", f"{ACTOR}.megatron", agrees=True, besides=tuple(vars(RefMegatronConfig()))),
+        *(agree(f"{REF}.fsdp_config.{name}", f"{ACTOR}.fsdp_config.{name}") for name in shared),
+        agree(f"{REF}.use_torch_compile", f"{ACTOR}.use_torch_compile"),
+        agree(f"{REF}.fsdp_config.strategy", f"{REF}.strategy"),
+        read(f"{REF}.fsdp_config.ulysses_sequence_parallel_size", f"{REF}.ulysses_sequence_parallel_size"),
         idle(f"{REF}.entropy_checkpointing", CHUNKS),
         idle(f"{REF}.entropy_from_logits_with_chunking", CHUNKS),
         Alias(f"{REF}.log_prob_micro_batch_size", f"{REF}.log_prob_micro_batch_size_per_gpu", over_ranks=True),
@@ -393,7 +398,10 @@ def has_alias(name: str) -> bool:
 
 
 def _matches(alias: Alias, name: str) -> bool:
-    return name == alias.old or name.startswith(f"{alias.old}.")
+    if name == alias.old:
+        return not alias.besides
+    below = name.removeprefix(f"{alias.old}.")
+    return below != name and below.split(".")[0] not in alias.besides
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from meshrl.config.actor import OWN_LAYOUT
 from meshrl.config.algorithm import ESTIMATORS, GROUP_ESTIMATORS
 from meshrl.config.algorithm_checks import (
     bypass_problems,
@@ -16,6 +17,7 @@ from meshrl.config.algorithm_checks import (
     idle_key_problems,
     reference_problems,
     threshold_problems,
+    uses_reference,
 )
 from meshrl.config.asynchronous import async_problems
 from meshrl.config.chat_template import chat_template_problems
@@ -45,7 +47,7 @@ from meshrl.config.model_folder import (
     stateful_layers,
 )
 from meshrl.config.multi_turn import multi_turn_file_problems, multi_turn_problems
-from meshrl.config.names import ACTOR, MODEL, ROLLOUT
+from meshrl.config.names import ACTOR, MODEL, REF, ROLLOUT
 from meshrl.config.optim import OptimConfig
 from meshrl.config.own_code import external_lib_problems, own_function_problems
 from meshrl.config.packages import package_problems
@@ -201,22 +203,36 @@ def _generation_problems(config: PPOConfig) -> list[str]:
 
 
 def _reference_layout_problems(config: PPOConfig) -> list[str]:
-    """On devices of its own the reference has the actor's layout over other ranks, which it must divide too."""
-    ref = config.actor_rollout_ref.ref
-    if not ref.has_own_devices:
-        return []
-    return engine_problems(config.actor_rollout_ref.actor, ACTOR, ranks_of(config, ref), "actor_rollout_ref.ref")
+    """On devices of its own the reference may have a layout of its own, on the policy's it has the actor's."""
+    ref, actor = config.actor_rollout_ref.ref, config.actor_rollout_ref.actor
+    engine, problems = ref.engine(actor), []
+    if ref.has_own_devices:
+        problems = engine_problems(engine, REF, ranks_of(config, ref), REF)
+    for below in OWN_LAYOUT:
+        own, theirs = get_value(ref, below), get_value(actor, below)
+        if own in (None, theirs):
+            continue
+        if not ref.has_own_devices:
+            problems.append(
+                f"{REF}.{below}={own} must say what {ACTOR}.{below} says ({theirs}): on the policy's devices a "
+                f"reference runs in the actor's engine. Leave it out, or give the reference devices ({REF}.nnodes)"
+            )
+        elif below != "strategy" and below.startswith("megatron.") != (engine.strategy == "megatron"):
+            problems.append(f"{REF}.{below}={own} has no effect with {REF}.strategy={engine.strategy}")
+    return problems
 
 
 def _reference_file_problems(config: PPOConfig) -> list[str]:
     """A reference of its own is read by the policy's tokenizer and run by the actor's engine."""
-    path, actor = config.actor_rollout_ref.ref.model.path, config.actor_rollout_ref.actor
-    if path is None:
+    ref, actor = config.actor_rollout_ref.ref, config.actor_rollout_ref.actor
+    path, is_apart = ref.model.path, ref.has_own_devices
+    if path is None and not is_apart:
         return []
+    path = path or config.actor_rollout_ref.model.path
     model = _read_by_ids(replace(config.actor_rollout_ref.model, path=path, random_init=False), config)
     longest = config.data.max_prompt_length + config.data.max_response_length
     words = "data.max_prompt_length + max_response_length"
-    return _model_problems(model, "actor_rollout_ref.ref.model", actor, ACTOR, longest, words)
+    return _model_problems(model, f"{REF}.model", ref.engine(actor), REF if is_apart else ACTOR, longest, words)
 
 
 def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
@@ -319,16 +335,17 @@ def _token_budget_problems(config: PPOConfig) -> list[str]:
     for prefix, switch, budget, size in (
         (ACTOR, "use_dynamic_bsz", "ppo_max_token_len_per_gpu", None),
         (ROLLOUT, *(f"log_prob_{name}" for name in _LOG_PROB_KEYS)),
-        ("actor_rollout_ref.ref", *(f"log_prob_{name}" for name in _LOG_PROB_KEYS)),
+        (REF, *(f"log_prob_{name}" for name in _LOG_PROB_KEYS)),
     ):
+        engine = config.actor_rollout_ref.ref.engine(actor) if prefix == REF else actor
         if not get_value(config, f"{prefix}.{switch}"):
             if size and get_value(config, f"{prefix}.{size}") is None and actor.use_dynamic_bsz:
                 problems.append(f"set {prefix}.{size}, or {prefix}.{switch}=true")
             continue
         tokens = get_value(config, f"{prefix}.{budget}")
-        if tokens * sequence_ranks(actor) < prompt + response:
+        if tokens * sequence_ranks(engine) < prompt + response:
             problems.append(
-                f"{prefix}.{budget} ({_times(tokens, actor)}) must hold the longest sample: data.max_prompt_length "
+                f"{prefix}.{budget} ({_times(tokens, engine)}) must hold the longest sample: data.max_prompt_length "
                 f"+ max_response_length ({prompt} + {response} = {prompt + response})"
             )
     return list(dict.fromkeys(problems))
@@ -528,7 +545,9 @@ def _idle_engine_problems(
     """Settings of an engine that is not the chosen one would silently do nothing."""
     idle = "fsdp_config" if engine.strategy == "megatron" else "megatron"
     changed = changed_keys(config, f"{prefix}.{idle}.")
-    if engine.strategy == "megatron":
+    if prefix == ACTOR and isinstance(config, PPOConfig) and _reads_the_other(config):
+        changed = []
+    elif engine.strategy == "megatron":
         changed += [name for key in FSDP_ONLY_KEYS for name in changed_keys(config, f"{prefix}.{key}")]
         changed += [name for key in FSDP_ONLY_MODEL_KEYS for name in changed_keys(config, f"{model_prefix}.{key}")]
     else:
@@ -546,6 +565,13 @@ def _idle_engine_problems(
         if given and given[0] not in changed and not get_value(config, f"{prefix}.{needed}"):
             problems.append(f"{given[0]} has no effect without {prefix}.{needed}=true")
     return problems
+
+
+def _reads_the_other(config: PPOConfig) -> bool:
+    """Whether the reference runs, with the actor's settings of it, in the other engine than the actor."""
+    policy = config.actor_rollout_ref
+    found = {engine.strategy == "megatron" for engine in (policy.actor, policy.ref.engine(policy.actor))}
+    return uses_reference(config) and len(found) == 2
 
 
 def _idle_problems(config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: str) -> list[str]:

@@ -53,7 +53,7 @@ class BatchUnits:
                 ]
             )
         prompts, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
-        critic = config.critic
+        critic, ref = config.critic, config.actor_rollout_ref.ref
         critic_mini_batches = prompts // (critic.ppo_mini_batch_size or mini)
         return cls(
             prompts_per_step=prompts,
@@ -72,7 +72,7 @@ class BatchUnits:
             critic_dp_size=dp_size(critic, ranks_of(config, critic)),
             critic_mini_batches_per_epoch=critic_mini_batches,
             critic_steps_per_step=critic_mini_batches * (critic.ppo_epochs or actor.ppo_epochs),
-            ref_dp_size=dp_size(actor, ranks_of(config, config.actor_rollout_ref.ref)),
+            ref_dp_size=dp_size(ref.engine(actor), ranks_of(config, ref)),
             reward_model_dp_size=dp_size(config.reward_model, ranks_of(config, config.reward_model)),
         )
 

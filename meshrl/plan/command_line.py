@@ -112,6 +112,7 @@ def read_and_plan(arguments: argparse.Namespace) -> tuple[Plan, Callable[[Any], 
         lengths=_lengths(config, arguments),
         critic_model=_critic_model(config, arguments),
         reward_model=_reward_model(config, remarks),
+        ref_model=_ref_model(config),
     )
     return make(config), partial(make, quick=True), remarks
 
@@ -135,6 +136,18 @@ def _critic_model(config: PPOConfig, arguments: argparse.Namespace) -> PlannedMo
     if own.path is not None:
         return find_model(own, key="critic.model.path")
     return find_model(replace(own, path=policy.path), arguments.model_config)
+
+
+def _ref_model(config: PPOConfig) -> PlannedModel | None:
+    """A reference with weights of its own, such as a teacher."""
+    from meshrl.config.algorithm_checks import uses_reference
+    from meshrl.config.model import ModelConfig
+    from meshrl.plan.model import find_model
+
+    path = config.actor_rollout_ref.ref.model.path
+    if path is None or not uses_reference(config):
+        return None
+    return find_model(ModelConfig(path=path), key="actor_rollout_ref.ref.model.path")
 
 
 def _reward_model(config: PPOConfig, remarks: list[str]) -> PlannedModel | None:

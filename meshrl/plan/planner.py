@@ -92,15 +92,17 @@ def make_plan(
     *,
     critic_model: PlannedModel | None = None,
     reward_model: PlannedModel | None = None,
+    ref_model: PlannedModel | None = None,
     efficiency: Efficiency = EFFICIENCY,
     quick: bool = False,
 ) -> Plan:
     """Plans one step. The config must have its followers filled and `trainer`'s processes set to the cluster's.
 
-    Without a `critic_model` a critic is the policy's, adapters included; without a `reward_model` none is counted.
+    Without a `critic_model` a critic is the policy's, adapters included, and without a `ref_model` a reference is the
+    policy's without them; without a `reward_model` none is counted.
     `quick` leaves the plan of the weight sync out.
     """
-    roles = {role.name: role for role in roles_of(config, model, critic_model, reward_model)}
+    roles = {role.name: role for role in roles_of(config, model, critic_model, reward_model, ref_model)}
     return _Planner(config, roles, cluster, lengths, efficiency, quick).plan()
 
 

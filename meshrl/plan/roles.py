@@ -287,16 +287,17 @@ def roles_of(
     model: PlannedModel,
     critic_model: PlannedModel | None = None,
     reward_model: PlannedModel | None = None,
+    ref_model: PlannedModel | None = None,
 ) -> list[Role]:
     """The actor and, where the recipe has them, its reference, critic and reward model."""
     policy, world = config.actor_rollout_ref, config.trainer.world_size
     found = [Role("actor", model, policy.model, policy.actor, world)]
     has_own = policy.ref.model.path is not None or policy.ref.has_own_devices
     if uses_reference(config) and (model.lora is None or has_own):
-        plain = PlannedModel(model.config, model.source)
-        offloads = policy.ref.fsdp_config.param_offload
+        plain = ref_model or PlannedModel(model.config, model.source)
+        offloads, engine = policy.ref.fsdp_config.param_offload, policy.ref.engine(policy.actor)
         ranks = pools.ranks_of(config, policy.ref)
-        found.append(Role("ref", plain, policy.model, policy.actor, ranks, trains=False, offloads=offloads))
+        found.append(Role("ref", plain, policy.model, engine, ranks, trains=False, offloads=offloads))
     if uses_critic(config.critic, config.algorithm.adv_estimator):
         own, ranks = config.critic, pools.ranks_of(config, config.critic)
         found.append(Role("critic", critic_model or model, own.model, own, ranks, head="value"))

@@ -21,7 +21,7 @@ from meshrl.workers.settings import WorkerSettings
 
 
 class ReferenceWorker(Worker):
-    """One rank of the reference, in the actor's engine. Batches are split over the ranks of the mesh `ref`."""
+    """One rank of the reference, in an engine like the actor's. Batches are split over the ranks of the mesh `ref`."""
 
     def __init__(self, config: ActorRolloutRefConfig, settings: WorkerSettings):
         self.config, self.settings = config, settings
@@ -31,8 +31,8 @@ class ReferenceWorker(Worker):
         """Builds the engine; the model only answers."""
         import_external_lib(self.config.model)
         self.device = join_ranks(self.settings.device, self.local_rank, self.settings.collective_deadline)
-        actor = self.config.actor
-        self.engine = engine_class(actor)(reference_model(self.config), actor, None, device=self.device)
+        engine = self.config.ref.engine(self.config.actor)
+        self.engine = engine_class(engine)(reference_model(self.config), engine, None, device=self.device)
         self.engine.initialize()
         self.register_mesh("ref", self.engine.dp_rank, self.engine.dp_size, is_collect=self.engine.is_collect)
         send_to_rest(self.engine, self.config.ref.fsdp_config.param_offload, False)

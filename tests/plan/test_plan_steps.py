@@ -16,7 +16,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.root import PPOConfig
 from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.parallel.replay import ideal_bubble
-from meshrl.plan.command_line import _critic_model
+from meshrl.plan.command_line import _critic_model, _ref_model
 from meshrl.plan.generation import _decoding
 from meshrl.plan.hardware import parse_cluster
 from meshrl.plan.lengths import drawn_lengths
@@ -82,6 +82,20 @@ def test_8_bits_take_a_copy_and_half_the_cache_and_are_faster():
     assert caches[1] / caches[0] == pytest.approx((128 + 4) / 256, rel=1e-3)
     seconds = [phase(plan, "generate").seconds for plan in (plain, weights, both)]
     assert seconds[0] > seconds[1] > seconds[2] > 0.5 * seconds[0]
+
+
+def test_a_teacher_is_counted_with_its_own_size_and_layout():
+    teacher = ["algorithm.adv_estimator=distillation", "actor_rollout_ref.ref.model.path=Qwen3-32B"]
+    teacher += ["actor_rollout_ref.ref.nnodes=1", "actor_rollout_ref.ref.n_gpus_per_node=4"]
+    found = []
+    for more in ([], ["actor_rollout_ref.ref.ulysses_sequence_parallel_size=4"]):
+        config, make = load("1xH200", *teacher, *more)
+        roles = {role.name: role for role in roles_of(config, make(config).model, ref_model=_ref_model(config))}
+        assert roles["ref"].model.num_params == pytest.approx(32.8e9, rel=0.01)
+        found.append((roles["ref"].world_size, roles["ref"].engine.ulysses_sequence_parallel_size))
+        assert roles["actor"].engine.ulysses_sequence_parallel_size == 1
+    assert found == [(4, 1), (4, 4)]
+    assert _ref_model(load("1xH200")[0]) is None
 
 
 def test_phases_follow_the_recipe():

@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 from test_layouts import UNEVEN, compare
@@ -11,7 +13,11 @@ from test_overlap import judged
 from test_ppo import PPO
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from meshrl.controller import Dispatch, register
 from meshrl.trainer.ppo import PPOTrainer
+from meshrl.workers.reference import ReferenceWorker
+
+sys.path.append(str(Path(__file__).parents[1] / "special_distributed"))
 
 APART = (
     "critic.nnodes=1",
@@ -21,6 +27,18 @@ APART = (
     "actor_rollout_ref.ref.nnodes=1",
     "actor_rollout_ref.ref.n_gpus_per_node=1",
 )
+REF = "actor_rollout_ref.ref"
+LAYOUTS = {
+    "sequences": (f"{REF}.nnodes=1", f"{REF}.n_gpus_per_node=2", f"{REF}.ulysses_sequence_parallel_size=2"),
+    "megatron": (
+        f"{REF}.nnodes=1",
+        f"{REF}.n_gpus_per_node=4",
+        f"{REF}.strategy=megatron",
+        f"{REF}.megatron.tensor_model_parallel_size=2",
+        f"{REF}.megatron.pipeline_model_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.dtype=fp32",
+    ),
+}
 BESIDE = (
     ("update_critic", "update_actor"),
     ("compute_values", "compute_log_prob"),
@@ -110,8 +128,21 @@ def test_a_judge_of_its_own_grades_while_others_are_generated(task, tmp_path):
     compare(here, there, 1e-5)
 
 
-def test_a_larger_teacher_has_devices_of_its_own(task, tmp_path):
-    """Of another shape than the policy, which only has to share its tokens."""
+class ReferenceOnCpu(ReferenceWorker):
+    """The worker itself, in a process in which Megatron-Core runs on the CPU."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        import megatron_cpu
+
+        megatron_cpu.install()
+        super().init_model()
+
+
+def test_a_larger_teacher_has_devices_and_a_layout_of_its_own(task, tmp_path, monkeypatch):
+    """Of another shape than the policy, which only has to share its tokens; cut over ranks, in either engine."""
+    pytest.importorskip("megatron.core")
+    monkeypatch.setattr("meshrl.trainer.run.ReferenceWorker", ReferenceOnCpu)
     teacher = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(task.model, intermediate_size=96))
     teacher.save_pretrained(tmp_path / "teacher")
     options = (
@@ -122,8 +153,8 @@ def test_a_larger_teacher_has_devices_of_its_own(task, tmp_path):
         f"actor_rollout_ref.ref.model.path={tmp_path / 'teacher'}",
         "actor_rollout_ref.model.lora_rank=4",
     )
-    apart = ("actor_rollout_ref.ref.nnodes=1", "actor_rollout_ref.ref.n_gpus_per_node=2")
     here = task.train(tmp_path / "here", *options)
-    there = task.train(tmp_path / "there", *options, *apart)
     assert here.metrics[-1]["distillation/reverse_kl"] > 0.1
-    compare(here, there, 1e-5)
+    for name, layout in LAYOUTS.items():
+        there = task.train(tmp_path / name, *options, *layout)
+        compare(here, there, 1e-5)
