@@ -229,6 +229,7 @@ def _rollout() -> list[Alias]:
         gone(f"{ROLLOUT}.trace.backend", "set trainer.rollout_data_dir to keep all samples"),
         idle(f"{ROLLOUT}.trace.token2text", "nothing is traced; trainer.rollout_data_dir keeps all samples"),
         idle(f"{ROLLOUT}.skip_rollout", "samples are always generated", False, instead="see meshrl replay"),
+        read(f"{ROLLOUT}.quantization", f"{ROLLOUT}.quantization", {False: None}),
         idle(f"{ROLLOUT}.skip_dump_dir", "samples are always generated"),
         idle(f"{ROLLOUT}.prometheus.enable", "there is none", False, instead="see trainer.logger"),
         idle(f"{ROLLOUT}.prometheus", "there is none"),

@@ -123,7 +123,7 @@ def _scoring_lines(config: PPOConfig) -> list[str]:
     scored = {"reward model": config.reward_model} if config.reward_model.enable else {}
     lines, ref = [], config.actor_rollout_ref.ref
     if ref.has_own_devices:
-        layout = layout_lines("reference", config.actor_rollout_ref.actor, ranks_of(config, ref))
+        layout = layout_lines("reference", ref.engine(config.actor_rollout_ref.actor), ranks_of(config, ref))
         lines += [f"{line}, on devices of its own" for line in layout]
     for name, place in (found | scored).items():
         where = "devices of its own" if place.has_own_devices else "the policy's devices"

@@ -227,5 +227,7 @@ class _Planner:
         own = {"rollout weights": self.generation.weights, "sync buffers": self.sync.buffers}
         if self.generation.is_apart:
             del own["rollout weights"]
+        elif self.generation.copies:
+            own["weights in 8 bits"] = self.generation.copies
         memory, stage = fullest([self.training.held(stage, "actor") | own for stage in self._stages])
         return Phase("sync", memory, float(self.sync.seconds), stage=stage)

@@ -33,6 +33,18 @@ def test_a_cache_of_8_bits_is_for_gpus():
     assert eight_bit_problems(config_of(CACHE)) == []
 
 
+def test_what_corrects_needs_log_probs_and_products_need_room():
+    without = f"{ROLLOUT}.calculate_log_probs=false"
+    for key in (WEIGHTS, CACHE):
+        (problem,) = eight_bit_problems(config_of(key, without))
+        assert "set it to true, or algorithm.rollout_correction.rollout_is=off" in problem
+        assert eight_bit_problems(config_of(key, without, "algorithm.rollout_correction.rollout_is=off")) == []
+    (problem,) = eight_bit_problems(config_of(WEIGHTS, f"{ROLLOUT}.dtype=fp16"))
+    assert "too small for its products: set bfloat16" in problem
+    assert eight_bit_problems(config_of(CACHE, f"{ROLLOUT}.dtype=fp16")) == []
+    assert config_of(f"{ROLLOUT}.quantization=false").actor_rollout_ref.rollout.quantization is None
+
+
 @pytest.mark.parametrize(("kind", "can"), [("qwen3", True), ("llama", True), ("qwen3_moe", False), ("gemma2", False)])
 def test_layers_must_be_known(tmp_path, kind, can):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))

@@ -78,6 +78,7 @@ def test_8_bits_take_a_copy_and_half_the_cache_and_are_faster():
     assert copy == 28 * 2048 * (2 * 2048 + 2 * 1024 + 3 * 6144)
     assert "weights in 8 bits" not in phase(plain, "generate").memory
     assert "weights in 8 bits" not in phase(weights, "update_actor").memory
+    assert phase(weights, "sync").memory["weights in 8 bits"] == copy
     caches = [phase(plan, "generate").memory["KV cache"] for plan in (plain, both)]
     assert caches[1] / caches[0] == pytest.approx((128 + 4) / 256, rel=1e-3)
     seconds = [phase(plan, "generate").seconds for plan in (plain, weights, both)]

@@ -41,13 +41,24 @@ def bytes_per_token(hf_model: PreTrainedModel, parallel: Parts | None, dtype: to
     return layers * kv_heads * ((key_dim + value_dim) * dtype.itemsize + scales)
 
 
+def bytes_of_copies(hf_model: PreTrainedModel) -> int:
+    """Memory of the layers' matrices in 8 bits, which are yet to be made."""
+    matrices: Any = [module for module in hf_model.base_model.modules() if isinstance(module, torch.nn.Linear)]
+    return sum(matrix.weight.numel() for matrix in matrices)
+
+
 def check_8_bits(hf_model: PreTrainedModel, quantization: str | None, kv_cache_dtype: str) -> None:
     """A `ValueError` where the model or the device cannot have products or a cache of 8-bit floats."""
     device = next(hf_model.parameters()).device
     if quantization is not None and not is_plain(hf_model):
         raise ValueError(
-            f"rollout.quantization={quantization} is for {', '.join(FAMILIES)} without adapters, and this is "
-            f"{type(hf_model).__name__}: leave it out"
+            f"rollout.quantization={quantization} is for {', '.join(FAMILIES)} with silu and without adapters, and "
+            f"this is {type(hf_model).__name__} with {getattr(hf_model.config, 'hidden_act', None)}: leave it out"
+        )
+    if quantization is not None and hf_model.dtype == torch.float16:
+        raise ValueError(
+            f"rollout.quantization={quantization} does not go with rollout.dtype=float16, whose largest numbers are "
+            "too small for its products: set bfloat16"
         )
     if kv_cache_dtype == "fp8" and device.type != "cuda":
         raise ValueError("rollout.kv_cache_dtype=fp8 is for GPUs: set it to auto")
@@ -74,11 +85,13 @@ def default_num_blocks(
     memory_share: float,
     parallel: Parts | None,
     cache_dtype: torch.dtype,
+    in_8_bits: bool,
 ) -> int:
     """As many blocks as memory allows, but no more than all rows could fill."""
     device = next(hf_model.parameters()).device
     if device.type == "cuda":
-        memory = torch.cuda.mem_get_info(device)[0] * memory_share
+        copies = bytes_of_copies(hf_model) if in_8_bits else 0
+        memory = max(0, torch.cuda.mem_get_info(device)[0] - copies) * memory_share
     else:
         memory = psutil.virtual_memory().available * CPU_SHARE
     blocks = int(memory // (bytes_per_token(hf_model, parallel, cache_dtype) * block_size))

@@ -107,8 +107,9 @@ class EmbeddedRollout(SteppingRollout):
             max_model_len = min(max_model_len or fixed, fixed)
         if num_blocks is None:
             num_blocks = default_num_blocks(
-                hf_model, block_size, max_num_seqs, max_model_len, memory_share, self.parallel, cache_dtype
-            )
+                hf_model, block_size, max_num_seqs, max_model_len, memory_share, self.parallel, cache_dtype,
+                quantization is not None,
+            )  # fmt: skip
         # One sequence alone always fits: no request can wait for memory that does not exist.
         self.max_model_len = min(max_model_len or num_blocks * block_size, num_blocks * block_size)
         self.rows = Rows(max_num_seqs)
@@ -426,7 +427,7 @@ class EmbeddedRollout(SteppingRollout):
             if "weights" in tags and "weights" not in self._released and not self.shares_weights:
                 self.runner.drop_weights()
                 self._lacks_weights = True
-            elif "weights" in tags:
+            if self.shares_weights:
                 self.runner.drop_copies()
             self._released |= set(tags)
 
@@ -435,9 +436,9 @@ class EmbeddedRollout(SteppingRollout):
         with self._work:
             if "weights" in tags and "weights" in self._released and not self.shares_weights:
                 self.runner.take_weights()
-            elif "weights" in tags:
-                self.runner.refresh()
             self._released -= set(tags)
+            if self.shares_weights and not self._released:
+                self.runner.take_copies()
             self._work.notify_all()
 
     @staticmethod

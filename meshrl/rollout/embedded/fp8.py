@@ -18,6 +18,7 @@ LARGEST = torch.finfo(FP8).max
 TINY = 1e-10  # the least that a scale is made of
 # What the processor's products take: sizes that are multiples of this.
 MULTIPLE = 16
+ROWS = 1024  # that are rounded at once, in float32
 # The first processors that have such products.
 CAPABILITY = (8, 9)
 
@@ -61,7 +62,8 @@ class Fp8Projection:
         largest = torch.stack([weight.abs().amax() for weight in self._weights]).amax().float()
         self.scale.copy_(largest.clamp(min=TINY) / LARGEST)
         for weight, values in zip(self._weights, self.values.split([len(w) for w in self._weights]), strict=True):
-            values.copy_((weight.float() / self.scale).clamp(-LARGEST, LARGEST))
+            for some, target in zip(weight.split(ROWS), values.split(ROWS), strict=True):
+                target.copy_(some.to(torch.float32, copy=True).div_(self.scale).clamp_(-LARGEST, LARGEST))
         if self.bias is not None:
             torch.cat(self._biases, out=self.bias)
 

@@ -151,9 +151,10 @@ def _decode_kernel(
             tl.store(KP + to * D + d, new_k, mask=here)
             tl.store(VP + to * D + d, new_v, mask=here)
         own = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * (scale * 1.4426950408889634)
-        m = tl.where(here, own, -1e30)
-        total = tl.where(here, tl.full((GP,), 1.0, tl.float32), 0.0)
-        acc = tl.where(here, tl.zeros((GP, DP), tl.float32) + new_v.to(tl.float32)[None, :], 0.0)
+        unit = tl.sum(new_v_scale, 0) if SCALED else 1.0  # as in `_tile`: weights are those of values in 8 bits
+        m = tl.where(here, own + tl.log2(unit) if SCALED else own, -1e30)
+        total = tl.where(here, tl.full((GP,), 1.0, tl.float32) / unit, 0.0)
+        acc = tl.where(here, tl.zeros((GP, DP), tl.float32) + (new_v.to(tl.float32) / unit)[None, :], 0.0)
         length -= 1
     else:
         q = tl.load(row + (h * group + g)[:, None] * D + d[None, :], mask=mask, other=0.0)
@@ -166,22 +167,28 @@ def _decode_kernel(
     each = tl.cdiv(tiles - first // N, SPLITS)
     begin = first // N + s * each
     end = tl.minimum(begin + each, tiles)
-    # Whole tiles need no masks; of the others there is at most the last, unless a window begins within one.
-    whole = tl.maximum(begin, tl.minimum(end, begin if WINDOW else length // N))
-    for tile in tl.range(begin, whole):
+    # Masks are for the last tile, where it is not full, and for the one within which a window begins.
+    inner = begin
+    if WINDOW:
+        inner = tl.minimum(end, begin + (begin * N < first).to(tl.int32))
+        for tile in tl.range(begin, inner, num_stages=1):
+            place = tile * N
+            block = tl.load(table + place // BS).to(tl.int64)
+            start = (block * HK + h) * BS + place % BS
+            seen = (place + j < length) & (place + j >= first)
+            m, total, acc = _tile(q, m, total, acc, KP, VP, KS, VS, start, seen, scale, D, DP, N, True, SCALED)
+    whole = tl.maximum(inner, tl.minimum(end, length // N))
+    for tile in tl.range(inner, whole):
         place = tile * N
         block = tl.load(table + place // BS).to(tl.int64)
         start = (block * HK + h) * BS + place % BS
-        m, total, acc = _tile(
-            q, m, total, acc, KP, VP, KS, VS, start, j >= 0, scale, D, DP, N, False, SCALED
-        )  # fmt: skip
+        m, total, acc = _tile(q, m, total, acc, KP, VP, KS, VS, start, j >= 0, scale, D, DP, N, False, SCALED)
     for tile in tl.range(whole, end, num_stages=1):
         place = tile * N
         block = tl.load(table + place // BS).to(tl.int64)
         start = (block * HK + h) * BS + place % BS
-        seen = (place + j < length) & (place + j >= first)
         m, total, acc = _tile(
-            q, m, total, acc, KP, VP, KS, VS, start, seen, scale, D, DP, N, True, SCALED
+            q, m, total, acc, KP, VP, KS, VS, start, place + j < length, scale, D, DP, N, True, SCALED
         )  # fmt: skip
     if SPLITS == 1:
         out = acc / tl.maximum(total, 1e-30)[:, None]

@@ -111,9 +111,14 @@ class Runner(ABC):
             self.plain.forget()
 
     def drop_copies(self) -> None:
-        """Gives back what was made of weights that are somebody else's; `refresh` makes it again."""
+        """Gives back what was made of weights that are somebody else's."""
         if self.plain is not None and self.in_8_bits:
             self.plain.forget()
+
+    def take_copies(self) -> None:
+        """Makes it again, unless that has happened."""
+        if self.plain is not None and self.in_8_bits and not self.plain.layers:
+            self.refresh()
 
     def take_weights(self) -> None:
         """Takes memory for the weights again; what is in them has to be sent anew."""
