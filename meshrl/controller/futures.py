@@ -125,5 +125,6 @@ class SerialThread:
             except BaseException:
                 logger.exception("a job of thread %s failed", self._name)
             finally:
+                del job  # with what it was called with, which may be large, while this waits for the next
                 with self._lock:
                     self._unfinished -= 1

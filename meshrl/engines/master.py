@@ -94,7 +94,7 @@ class MasterAdamW(torch.optim.Optimizer):
                 raise ValueError(f"MasterAdamW trains bfloat16 parameters, got {param.dtype}")
             self.offsets.append(size)
             size += -(-param.numel() // ALIGNMENT) * ALIGNMENT
-        device = self.trained[0].device
+        device = self._home = self.trained[0].device
 
         def flat(dtype: torch.dtype) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
@@ -131,8 +131,9 @@ class MasterAdamW(torch.optim.Optimizer):
         """Brings the parameters, or the states, or both to a device."""
         for name in ["param"] * params + ["remainder", "exp_avg", "exp_avg_sq"] * states:
             self.flat[name] = self._host.move(name, self.flat[name], device)
-        if states and self._is_spent:  # nobody needs gradients that have been applied
-            self.flat["grad"] = torch.zeros_like(self.flat["grad"], device=device)
+        if states and self._is_spent:
+            # Nobody needs gradients that have been applied: where the others rest these take nothing.
+            self.flat["grad"] = torch.zeros_like(self.flat["grad"], device=device if device == self._home else "meta")
         elif states:
             self.flat["grad"] = self._host.move("grad", self.flat["grad"], device)
         if torch.cuda.is_available():
@@ -185,7 +186,7 @@ class MasterAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients; the buffer they add up in stays."""
         self.flat["grad"].zero_()
-        self._is_spent = False
+        self._is_spent = self.accumulates  # else they add up without our seeing it
 
 
 def _hook(accumulate: weakref.WeakMethod, number: int) -> Callable[[Tensor], None]:

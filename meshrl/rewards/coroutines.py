@@ -30,14 +30,14 @@ class LoopThread:
     def run(self, coroutine: Coroutine[Any, Any, Any], seconds: float | None) -> Any:
         """Its result, or what it raises; after `seconds` it is cancelled.
 
-        Then the loop is left behind with its thread: what does not let itself be cancelled may hold it up.
+        Then the loop is left behind with its thread, which ends when what runs in it has let itself be cancelled.
         """
         future = asyncio.run_coroutine_threadsafe(_caught(coroutine), self._running())
         try:
             done, value = future.result(seconds)
         except TimeoutError:
             future.cancel()
-            self._loop = None
+            self.close()
             raise CallTimeoutError(f"no answer within {seconds:g} s") from None
         if not done:
             raise value
@@ -46,14 +46,30 @@ class LoopThread:
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True, name="reward-coroutines").start()
+            threading.Thread(target=_run, args=(self._loop,), daemon=True, name="reward-coroutines").start()
         return self._loop
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, as soon as what runs in it lets itself be cancelled."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            asyncio.run_coroutine_threadsafe(_end(), self._loop)
             self._loop = None
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+async def _end() -> None:
+    """Stops the loop when everything else in it has ended."""
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others)
+    asyncio.get_running_loop().stop()
 
 
 async def _caught(coroutine: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:

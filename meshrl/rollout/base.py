@@ -32,6 +32,8 @@ class Rollout(ABC):
 
     version: int
     pad_token_id: int
+    # Whether its memory on a device is torch's own: then what torch holds free is free for it.
+    shares_allocator: bool = False
 
     @abstractmethod
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:

@@ -156,6 +156,8 @@ class HFRollout(SteppingRollout):
     `records_routes`: answers say which experts their tokens went to.
     """
 
+    shares_allocator = True
+
     def __init__(
         self,
         hf_model: PreTrainedModel,

@@ -96,6 +96,7 @@ class HybridEngine:
         with self._fixed_segments():
             try:
                 with self._step("weights", metrics):
+                    self._give_free_memory_back()
                     self._take_back("weights")
                 with self._step("sync", metrics):
                     report = self.sync(self.rollout, version)
@@ -105,6 +106,7 @@ class HybridEngine:
             with self._step("offload", metrics):
                 self._rest_trainer()
             with self._step("kv_cache", metrics):
+                self._give_free_memory_back()
                 self._take_back("kv_cache")
         self.phase, self.version, self.has_trained = ROLLOUT, version, False
         return metrics | report.metrics()
@@ -128,6 +130,7 @@ class HybridEngine:
             return self._bring(self.version)
         metrics: dict[str, float] = {}
         with self._fixed_segments(), self._step("kv_cache", metrics):
+            self._give_free_memory_back()
             self._take_back("kv_cache")
         self.phase = ROLLOUT
         return metrics
@@ -160,6 +163,11 @@ class HybridEngine:
     def _expect(self, phase: str) -> None:
         if self.phase != phase:
             raise RuntimeError(f"the devices are in phase '{self.phase}', but the switch starts in phase '{phase}'")
+
+    def _give_free_memory_back(self) -> None:
+        """What torch holds of the trainer's activations and gradients is not free for an engine beside it."""
+        if self.device.type == "cuda" and not self.rollout.shares_allocator:
+            torch.cuda.empty_cache()
 
     def _take_back(self, tag: str) -> None:
         if tag in self._released:

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import time
+import traceback
 from abc import abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future as ThreadFuture
@@ -154,6 +155,7 @@ class CheckpointedWorker(Worker):
         shelved: Shelved | None,
     ) -> Written:
         started = time.perf_counter()
+        snapshot: Snapshot | None = None
         try:
             if left is not None:
                 role, snapshot = left
@@ -163,6 +165,11 @@ class CheckpointedWorker(Worker):
             entries = {folder: part.entries for folder, part in parts.items()}
             if shelved is not None:
                 shelved.shelves.put(shelved.step, {record.name: root / record.name for record in records})
+        except BaseException as error:
+            # Whoever asks gets it, perhaps never: its frames would hold the whole state until then.
+            left = snapshot = None
+            traceback.clear_frames(error.__traceback__)
+            raise
         finally:
             if shelved is not None:
                 shutil.rmtree(root)

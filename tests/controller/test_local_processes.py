@@ -10,6 +10,8 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -348,6 +350,25 @@ def test_the_end_of_the_run_is_the_callers(in_process, monkeypatch):
     monkeypatch.setattr(in_process._backend._worker, "broadcast", interrupt)
     with pytest.raises(KeyboardInterrupt):
         in_process.broadcast(1)
+
+
+def test_a_thread_of_jobs_keeps_nothing_of_the_last():
+    class Large:
+        """What a job is called with."""
+
+    thread, given, done = SerialThread("jobs"), Large(), threading.Event()
+    kept = weakref.ref(given)
+    thread.submit(partial(lambda value: None, given))
+    thread.submit(done.set)
+    assert done.wait(10)
+    del given
+    thread.submit(partial(lambda value: None, Large()))
+    until = time.monotonic() + 10
+    while thread.busy:
+        assert time.monotonic() < until
+    gc.collect()
+    assert kept() is None
+    assert not [thing for thing in gc.get_objects() if type(thing) is Large]
 
 
 def test_a_serial_thread_survives_a_job_that_raises(caplog):

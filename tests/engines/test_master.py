@@ -104,6 +104,32 @@ def test_moving_away_and_back_changes_nothing():
         assert param.data_ptr() == optimizer.flat["param"].data_ptr()
 
 
+@pytest.mark.parametrize("in_float32", [True, False])
+def test_gradients_that_are_no_longer_needed_rest_nowhere(in_float32):
+    """As an update leaves them; those that have not been applied are kept."""
+    param = nn.Parameter(torch.ones(130, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([param], **OPTIONS, accumulate_in_float32=in_float32)
+    there, home = torch.device("meta"), torch.device("cpu")
+
+    def moved(clears):
+        """What was moved on the way to a device where nothing is kept."""
+        optimizer.zero_grad()
+        param.sum().backward()
+        if clears:
+            optimizer.step()
+            optimizer.zero_grad()
+        seen = []
+        optimizer._host.move = lambda name, tensor, device: (seen.append(name), tensor)[1]
+        optimizer.move(there, params=False, states=True)
+        optimizer.move(home, params=False, states=True)
+        return seen
+
+    assert ("grad" in moved(clears=True)) == (not in_float32)
+    assert float(optimizer.flat["grad"].abs().max()) == 0
+    assert "grad" in moved(clears=False)
+    assert float(optimizer.flat["grad"].abs().max()) == 1
+
+
 def test_an_optimizer_is_freed_with_its_parameters():
     param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = MasterAdamW([param], **OPTIONS)

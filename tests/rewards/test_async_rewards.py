@@ -140,8 +140,14 @@ def test_for_a_batch_in_one_call(data, tokenizer):
     async def hangs(**_):
         await asyncio.sleep(60)
 
+    before = set(threading.enumerate())
     with manager(tokenizer, hangs, "batch", on_error="zero", timeout=0.2) as reward:
         assert reward(data)[2]["reward/errors/timeout"] == 4.0
+        assert reward(data)[2]["reward/errors/timeout"] == 4.0
+    until = time.monotonic() + 10
+    while any(thread.name == "reward-coroutines" for thread in set(threading.enumerate()) - before):
+        assert time.monotonic() < until, "loops that were given up stay"
+        time.sleep(0.01)
 
 
 def test_processes_do_not_call_coroutines(tokenizer):

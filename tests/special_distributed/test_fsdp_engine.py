@@ -185,13 +185,49 @@ def copied_after_use(trial):
     return float((before - wanted).abs().max()), float((after - wanted).abs().max())
 
 
-@pytest.mark.parametrize("extra", ["plain", "prefetch"])
-def test_a_reference_is_refreshed_after_it_has_answered(ranks, folders, extra):
+@pytest.mark.parametrize(
+    ("layout", "extra", "originals"),
+    [("fsdp2", "plain", False), ("fsdp2", "prefetch", False), ("fsdp1", "plain", False), ("fsdp1", "plain", True)],
+)
+def test_a_reference_is_refreshed_after_it_has_answered(ranks, folders, layout, extra, originals):
     """Also where a forward pass leaves its weights gathered."""
-    world, trial = make_trial(folders["llama"], "fsdp2", extra)
+    world, trial = make_trial(folders["llama"], layout, extra)
+    trial.engine.fsdp_config.use_orig_params = originals
     for moved, left in ranks(world).run(copied_after_use, trial):
         assert moved > 1e-4
         assert left == 0
+
+
+def bytes_kept(trial):
+    """What flattened parameters hold beside their shards: after a step, after answers alone, and after a move."""
+    trained = FSDPEngine(trial.model, trial.engine, trial.optim, device=torch.device("cpu"))
+    answers = FSDPEngine(trial.model, trial.engine, None, device=torch.device("cpu"))
+    data = trial.batches(61)[0].chunk(trained.dp_size)[trained.dp_rank]
+    data.meta_info = {"temperature": 1.0, "use_dynamic_bsz": True, "max_token_len": 1000}
+    found = []
+    for engine in (trained, answers):
+        engine.initialize()
+        engine.forward(data)
+        if engine is trained:
+            engine.forward_backward_batch(
+                data, lambda outputs, _: (outputs["log_probs"].sum(), {"one": torch.ones(())})
+            )
+            engine.optimizer_step()
+            engine.optimizer_zero_grad()
+        for _ in range(2):
+            flat = [h.flat_param for h in engine.sharding._handles()]
+            gradients = sum(0 if f.grad is None else f.grad.untyped_storage().nbytes() for f in flat)
+            found.append(gradients + sum(f._full_param_padded.untyped_storage().nbytes() for f in flat))
+            engine.to("cpu")
+    return found
+
+
+@pytest.mark.parametrize("originals", [False, True])
+def test_fsdp1_keeps_neither_gradients_nor_gathered_weights(ranks, folders, originals):
+    world, trial = make_trial(folders["llama"], "fsdp1", "plain")
+    trial.engine.fsdp_config.use_orig_params = originals
+    for found in ranks(world).run(bytes_kept, trial):
+        assert found == [0, 0, 0, 0]
 
 
 def test_micro_batches_really_accumulate(folders):

@@ -98,7 +98,8 @@ def _weights(engine: FSDPEngine) -> dict[str, Any]:
     optimizer, buffers = getattr(engine, "optimizer", None), persistent_buffers(engine.hf_model)
     if isinstance(optimizer, MasterAdamW):
         params = engine.hf_model.named_parameters()
-        return {name: optimizer.master(p) if p.requires_grad else p.detach() for name, p in params} | buffers
+        # On the host: together they are twice as large as the parameters.
+        return {name: optimizer.master(p).cpu() if p.requires_grad else p.detach() for name, p in params} | buffers
     # Tied weights appear once.
     found = get_model_state_dict(engine.module)
     return {name: found[engine.prefix + name] for name in engine.param_names} | buffers

@@ -226,6 +226,8 @@ class FSDPEngine(Engine):
                 else:
                     with booked("update_backward"):
                         loss.backward()
+        if getattr(self, "optimizer", None) is None:
+            self.sharding.reshard()  # no backward pass will: what a forward leaves gathered would stay
         tensors = in_batch_order(places, outputs) if forward_only else {}
         reduced = add_metrics(metrics_of, self.data_group) if metrics_of else {}
         if ROUTED_EXPERTS in data.non_tensor_batch and self.routers is not None:
@@ -310,7 +312,7 @@ class FSDPEngine(Engine):
 
     @booked("update_optimizer")
     def optimizer_zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.sharding.zero_grad(self.optimizer)
 
     @booked("update_optimizer")
     def optimizer_step(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class FSDP1(Sharding):
             device_id=device,
             forward_prefetch=config.forward_prefetch,
             # Adapters and frozen weights may share a unit only this way.
-            use_orig_params=config.use_orig_params or any(not p.requires_grad for p in module.parameters()),
+            use_orig_params=config.use_orig_params or len({p.requires_grad for p in module.parameters()}) == 2,
         )
 
     def full_params(self) -> Iterator[tuple[str, Tensor]]:
@@ -57,12 +58,28 @@ class FSDP1(Sharding):
                     if id(param) not in inner:
                         yield f"{prefix}.{name}".replace(WRAPPER_NAME, "").lstrip("."), param.detach().clone()
 
+    def _handles(self) -> list[Any]:
+        """What holds the flattened parameters of each unit that has some."""
+        units = FullyShardedDataParallel.fsdp_modules(self.module)
+        return [unit._handle for unit in units if unit._handle is not None]
+
     def move(self, device: torch.device) -> None:
+        self.reshard()
         super().move(device)
-        for unit in FullyShardedDataParallel.fsdp_modules(self.module):
-            handle = unit._handle
-            if handle is not None:  # where it finds its part after a forward: else the old memory would come back
-                handle.flat_param._local_shard = handle.flat_param.data
+        for handle in self._handles():  # where it finds its part after a forward: else the old memory would come back
+            handle.flat_param._local_shard = handle.flat_param.data
+
+    def reshard(self) -> None:
+        # After a forward without a backward the root is still gathered; before the first there is nothing to gather in.
+        for handle in self._handles():
+            if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded"):
+                handle.reshard(True)
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        super().zero_grad(optimizer)
+        # Of original parameters the optimizer lets go, and the flat one that they were views of stays.
+        for handle in self._handles():
+            handle.flat_param.grad = None
 
     def clip_grad_norm(self, max_norm: float) -> float:
         return float(self.module.clip_grad_norm_(max_norm))  # type: ignore[operator]

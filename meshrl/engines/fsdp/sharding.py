@@ -39,6 +39,10 @@ class Sharding(ABC):
         """Brings this rank's part of the parameters to another device."""
         self.module.to(device)
 
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lets go of all gradients."""
+        optimizer.zero_grad(set_to_none=True)
+
     def reshard(self) -> None:
         """Has the module's parameters be this rank's parts: a forward pass may leave gathered ones in their place."""
         for unit in self.module.modules():

@@ -66,6 +66,8 @@ class EmbeddedRollout(SteppingRollout):
     and with `kv_cache_dtype` "fp8" keys and values are kept so.
     """
 
+    shares_allocator = True
+
     def __init__(
         self,
         hf_model: PreTrainedModel,
@@ -422,13 +424,13 @@ class EmbeddedRollout(SteppingRollout):
         with self._work:
             self._hand_out(self._drain())
             self.scheduler.restart()
-            if "kv_cache" in tags:
-                self.runner.drop_cache()
             if "weights" in tags and "weights" not in self._released and not self.shares_weights:
                 self.runner.drop_weights()
                 self._lacks_weights = True
             if self.shares_weights:
                 self.runner.drop_copies()
+            if "kv_cache" in tags:
+                self.runner.drop_cache()  # the last: it also gives back to the device what is free by now
             self._released |= set(tags)
 
     def take_back(self, tags: Seq[str]) -> None:

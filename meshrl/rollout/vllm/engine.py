@@ -35,6 +35,7 @@ from meshrl.rollout.vllm.routes import RequestRoutes
 from meshrl.rollout.weight_stream import FileWeights, buckets, checked, noted
 
 MERGE = "send merged weights instead (actor_rollout_ref.rollout.update_weights_adapters=merged)"
+MOST_BLOCKS = 1 << 16  # of its cache, where it does not say
 NO_NUMBERS = "the model's log-probs are no numbers: the trainer's weights may have become infinite"
 
 
@@ -108,7 +109,8 @@ class VllmRollout(SteppingRollout):
         self.routes: RequestRoutes | None = None
         if records_routes:
             self.engine.collective_rpc("record_routes")
-            self.routes = RequestRoutes(int(config.cache_config.block_size))
+            cache = config.cache_config
+            self.routes = RequestRoutes(int(cache.block_size), int(cache.num_gpu_blocks or MOST_BLOCKS))
 
     def add(self, request: Request) -> str | None:
         from vllm.inputs import TokensPrompt

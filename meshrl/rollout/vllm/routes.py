@@ -80,10 +80,13 @@ class _Routed:
 
 
 class RequestRoutes:
-    """Beside vLLM's engine: the routes of running requests, and of blocks that later ones may find in the cache."""
+    """Beside vLLM's engine: the routes of running requests, and of blocks that later ones may find in the cache.
 
-    def __init__(self, block_size: int):
-        self.block_size = block_size
+    Its cache has `most_blocks`; of those that were found or left longest ago nothing is kept beyond that.
+    """
+
+    def __init__(self, block_size: int, most_blocks: int):
+        self.block_size, self.most_blocks = block_size, most_blocks
         self._requests: dict[str, _Routed] = {}
         self._blocks: dict[bytes, np.ndarray] = {}
 
@@ -109,10 +112,11 @@ class RequestRoutes:
         """The routes of the tokens up to `end`, which vLLM had in its cache."""
         while request.known < end:
             key = self._key(request, request.known // self.block_size)
-            found = self._blocks.get(key)
+            found = self._blocks.pop(key, None)
             if found is None:
                 request.add(fitted(like[:0], end - request.known))  # unknown
                 return
+            self._blocks[key] = found  # the last that goes
             request.add(found[request.known % self.block_size :][: end - request.known])
 
     def _leave_blocks(self, request: _Routed) -> None:
@@ -120,7 +124,11 @@ class RequestRoutes:
         for place in range(len(request.blocks), full):
             assert request.room is not None
             first = place * self.block_size
-            self._blocks[self._key(request, place)] = request.room[first : first + self.block_size].copy()
+            key = self._key(request, place)
+            self._blocks.pop(key, None)
+            self._blocks[key] = request.room[first : first + self.block_size].copy()
+        while len(self._blocks) > self.most_blocks:
+            del self._blocks[next(iter(self._blocks))]  # vLLM cannot have it any more
 
     def _key(self, request: _Routed, place: int) -> bytes:
         """The name of a block: all tokens up to its end."""
