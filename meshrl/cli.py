@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], int | None] = arguments.command
     try:
         return command(arguments) or 0
-    except KeyboardInterrupt:
-        _complain("interrupted")
+    except KeyboardInterrupt as error:
+        _complain(f"interrupted{f': {error}' * bool(str(error))}")
         return INTERRUPTED
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _reader_has_gone():  # as in `meshrl config | head`

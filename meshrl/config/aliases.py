@@ -406,16 +406,19 @@ def _matches(alias: Alias, name: str) -> bool:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name most like a misspelt one: alike as a whole, and alike in the last component."""
-    last = name.rpartition(".")[2]
+    """The name most like a misspelt one: the first that ends so, or alike as a whole and in the last component."""
+    names = list(names)
+    if (longer := next((candidate for candidate in names if candidate.endswith(f".{name}")), None)) is not None:
+        return longer
+    parent, _, last = name.rpartition(".")
 
     def likeness(candidate: str) -> float:
-        candidate_last = candidate.rpartition(".")[2]
-        same_last = 1.0 if candidate_last == last else 0.0
+        candidate_parent, _, candidate_last = candidate.rpartition(".")
         return (
             difflib.SequenceMatcher(None, name, candidate).ratio()
             + difflib.SequenceMatcher(None, last, candidate_last).ratio()
-            + same_last
+            + (candidate_last == last)
+            + 0.5 * bool(parent and candidate_parent == parent)
         )
 
     best = max(names, key=likeness, default=None)

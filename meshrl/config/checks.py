@@ -47,7 +47,7 @@ from meshrl.config.model_folder import (
     stateful_layers,
 )
 from meshrl.config.multi_turn import multi_turn_file_problems, multi_turn_problems
-from meshrl.config.names import ACTOR, MODEL, REF, ROLLOUT
+from meshrl.config.names import ACTOR, COMMAND_LINE, MODEL, REF, ROLLOUT
 from meshrl.config.optim import OptimConfig
 from meshrl.config.own_code import external_lib_problems, own_function_problems
 from meshrl.config.packages import package_problems
@@ -110,7 +110,8 @@ def check_notes(config: PPOConfig | SFTConfig, sources: Mapping[str, str]) -> li
             for name in changed_keys(config, f"{ROLLOUT}.{key}")
         ]
     # A default that somebody wrote is what happens anyway; said of a key that nothing reads, it is worth a word.
-    written = {name for name, source in sources.items() if source != "default" and not source.startswith("follows ")}
+    # A file may be all of a config, as `meshrl config` prints it.
+    written = {name for name, source in sources.items() if source == COMMAND_LINE}
     if {f"{ACTOR}.clip_ratio{end}" for end in ("", "_low", "_high")} <= written:
         notes.append(
             f"{ACTOR}.clip_ratio has no effect beside clip_ratio_low and clip_ratio_high, which say both sides"

@@ -16,7 +16,7 @@ from meshrl.config import quick_yaml
 from meshrl.config.aliases import Reading, canonical, has_alias, nearest, read_setting
 from meshrl.config.errors import ConfigError
 from meshrl.config.layout import dp_size
-from meshrl.config.names import ACTOR, REF
+from meshrl.config.names import ACTOR, COMMAND_LINE, REF
 from meshrl.config.pools import OwnDevices, ranks_of
 from meshrl.config.recipe import Recipe, read_recipes
 from meshrl.config.root import PPOConfig
@@ -24,7 +24,6 @@ from meshrl.config.sft import SFTConfig
 from meshrl.config.tree import Leaf, fill_followers, get_value, leaves, sections, set_value, type_name
 from meshrl.config.values import value_problems
 
-COMMAND_LINE = "command line"
 T = TypeVar("T")
 
 

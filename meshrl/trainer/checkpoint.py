@@ -270,6 +270,9 @@ def problems_of(path: Path, checksums: bool = True) -> list[str]:
     """Why a checkpoint cannot be used: files that are missing, of another size or, on request, of other content."""
     manifest = path / MANIFEST
     if not manifest.is_file():
+        if (path / "metrics.jsonl").is_file() and not step_folders(path):
+            model = "; its model/ is a Hugging Face folder already" if (path / "model").is_dir() else ""
+            return [f"it is the folder of a run without checkpoints (trainer.save_freq){model}"]
         return [f"it has no {MANIFEST}: it was not written to its end"]
     try:
         content = json.loads(manifest.read_text())

@@ -174,6 +174,8 @@ class Gates:
                 if same
                 else "no group's rewards differ"
             )
+            if failed := int(metrics.get("reward/errors", 0)):
+                what += f" ({failed} calls of the reward function failed in the last step, see reward/errors)"
             yield Finding(
                 "equal_rewards",
                 f"{what} for {config.patience} steps: advantages are 0 and nothing is learned. Is the reward function "

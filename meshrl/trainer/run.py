@@ -29,7 +29,7 @@ from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig, SFTDataConfig
 from meshrl.config.show import to_yaml
 from meshrl.config.trainer import RayInitConfig, RunConfig
-from meshrl.config.units import BatchUnits, SFTBatchUnits
+from meshrl.config.units import BatchUnits, SFTBatchUnits, count
 from meshrl.controller import (
     ClassWithInitArgs,
     Deadlines,
@@ -63,12 +63,13 @@ from meshrl.trainer.checkpoint import (
     Found,
     Part,
     set_later_ones_aside,
+    step_folders,
 )
 from meshrl.trainer.gates import Gates
 from meshrl.trainer.judging import GroupAsk
 from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.memory_copies import MemoryCopies, copies_folder, fetch_shelved, held_copies, state_to_resume
-from meshrl.trainer.mirror import Mirror
+from meshrl.trainer.mirror import MANIFEST, Mirror
 from meshrl.trainer.nonfinite import NonFiniteSteps
 from meshrl.trainer.ppo import PPOTrainer
 from meshrl.trainer.profiling import step_profiler
@@ -107,8 +108,21 @@ def train(
         restarts.limit, config.trainer.memory_copy_freq = 0, -1
     with told_without_traceback("trainer.default_local_dir"):
         check_unheld(config.trainer.run_dir)
-    with held_copies(config.trainer):
+    with held_copies(config.trainer), saying_what_is_kept(config.trainer):
         return surviving(lambda: train_once(config, restarts, sources, console, make_loop), restarts)
+
+
+@contextmanager
+def saying_what_is_kept(trainer: RunConfig) -> Iterator[None]:
+    """Has an interruption say from where the run can go on."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        whole = [path for path in step_folders(Path(trainer.run_dir) / FOLDER) if (path / MANIFEST).is_file()]
+        kept = (
+            f"the same command goes on from {whole[0].name}" if whole else "no checkpoint was kept (trainer.save_freq)"
+        )
+        raise KeyboardInterrupt(f"{kept}; a run that gets SIGTERM saves its last step") from error
 
 
 def train_once(
@@ -134,6 +148,9 @@ def train_once(
         val_data = PromptDataset(val_files, tokenizer, config.data, tools, max_samples=most) if val_files else None
     steps = total_steps(config, len(train_data))
     pools = ppo_pools(config, units, steps)
+    # Before an earlier run's files are moved aside.
+    check_devices(pools, trainer)
+    check_cache_type(config)
     notes = slow_types(config)
     fetch_shelved(trainer, config.ray_init, notes.append, restarts.opened)
     found = state_to_resume(trainer, notes.append, restarts.opened)
@@ -247,7 +264,7 @@ def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Co
     restarts = Restarts.of(config.trainer)
     with told_without_traceback("trainer.default_local_dir"):
         check_unheld(config.trainer.run_dir)
-    with held_copies(config.trainer):
+    with held_copies(config.trainer), saying_what_is_kept(config.trainer):
         return surviving(lambda: sft_once(config, restarts, sources, console), restarts)
 
 
@@ -267,6 +284,8 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
         order = batch_order(config.data, trainer, len(train_data))
     steps = total_sft_steps(config, len(train_data))
     worker = ClassWithInitArgs(SFTWorker, with_absolute_files(config), steps)
+    pools = [Pool(trainer.processes, {"sft": worker})]
+    check_devices(pools, trainer)
     notes = slow_types(config)
     fetch_shelved(trainer, config.ray_init, notes.append, restarts.opened)
     found = state_to_resume(trainer, notes.append, restarts.opened)
@@ -282,7 +301,7 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
             screen.message(f"training sequences: {train_data.truncated} of {len(train_data)} truncated")
         with (
             tracking(config, run, screen) as tracker,
-            worker_groups([Pool(trainer.processes, {"sft": worker})], trainer, config.ray_init) as groups,
+            worker_groups(pools, trainer, config.ray_init) as groups,
             StallWatch(trainer.stall_timeout, run, groups, screen.message) as watch,
         ):
             group = groups["sft"]
@@ -489,7 +508,6 @@ def worker_groups(
     A single worker of the first pool lives in this process, where it costs least; those of others never do: they are
     there to work at the same time.
     """
-    check_devices(pools, trainer)
     if trainer.backend == "ray":
         from meshrl.controller.ray import init_ray
 
@@ -529,6 +547,15 @@ def uses_gpu(trainer: RunConfig) -> bool:
     return torch.cuda.is_available()
 
 
+def check_cache_type(config: PPOConfig) -> None:
+    """What the config's checks cannot know while trainer.device is auto."""
+    kind = config.actor_rollout_ref.rollout.kv_cache_dtype
+    if kind != "auto" and config.trainer.backend == "local" and not uses_gpu(config.trainer):
+        raise ConfigError(
+            [f"actor_rollout_ref.rollout.kv_cache_dtype={kind} is for GPUs, and torch sees none here: set it to auto"]
+        )
+
+
 def check_devices(pools: Sequence[Pool], trainer: RunConfig) -> None:
     """As many GPUs as local processes, before any of them starts; of a cluster Ray knows."""
     if trainer.backend != "local" or not uses_gpu(trainer):
@@ -536,11 +563,11 @@ def check_devices(pools: Sequence[Pool], trainer: RunConfig) -> None:
     import torch
 
     processes = sum(pool.processes[0] for pool in pools)
-    if (count := torch.cuda.device_count()) < processes:
+    if (found := torch.cuda.device_count()) < processes:
         own = ", ".join(f"{pool.key}.n_gpus_per_node={pool.processes[0]}" for pool in pools)
         raise ConfigError(
             [
-                f"the run needs {processes} GPUs ({own}), but torch sees {count} on this machine: change these keys, "
-                "or set trainer.device=cpu; meshrl doctor says what is there"
+                f"the run needs {count(processes, 'GPU')} ({own}), but torch sees {found} on this machine: change "
+                "these keys, or set trainer.device=cpu; meshrl doctor says what is there"
             ]
         )

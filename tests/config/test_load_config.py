@@ -318,6 +318,7 @@ def test_nearest_prefers_the_same_last_component() -> None:
     assert nearest("a.size", names) == "some.other.place.size"
     assert nearest("c.d.sise_of", names) == "c.d.size_of"
     assert nearest("qqq", names) is None
+    assert nearest("d.size_of", names) == "c.d.size_of"  # the end of a key, as plans print them
 
 
 def test_sft_root() -> None:

@@ -1,11 +1,13 @@
 """Overrides as well-known scripts of verl set them load and fit together; what cannot be had is still refused."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
 from meshrl.config import ConfigError, check_config, load_config, unsupported
 from meshrl.config.checks import check_notes
+from meshrl.config.show import to_yaml
 from meshrl.config.tree import get_value
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
@@ -311,6 +313,16 @@ def notes_of(*overrides: str) -> list[str]:
     loaded = load_config("grpo", list(overrides))
     assert check_config(loaded.config, check_files=False) == []
     return check_notes(loaded.config, loaded.sources)
+
+
+def test_a_whole_config_in_a_file_is_not_noted(tmp_path: Path) -> None:
+    """As `meshrl config` prints it."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(to_yaml(load_config("grpo").config))
+    loaded = load_config(str(file), ["ray_init.num_cpus=4"])
+    assert [*loaded.notes, *check_notes(loaded.config, loaded.sources)] == [
+        "ray_init.num_cpus is for trainer.backend=ray: no Ray is started"
+    ]
 
 
 def test_a_default_that_somebody_wrote_for_nothing_is_noted() -> None:

@@ -1,7 +1,9 @@
 """Runs whose rollouts have products of 8-bit floats: measured, corrected, and rounded anew after every update."""
 
 import pytest
+import torch
 
+from meshrl.config.errors import ConfigError
 from meshrl.rollout.embedded.fp8 import Fp8Projection
 
 EIGHT = "actor_rollout_ref.rollout.quantization=fp8"
@@ -45,6 +47,15 @@ def test_the_difference_stays_that_of_rounding(task, tmp_path, monkeypatch):
     monkeypatch.setattr(Fp8Projection, "refresh", refreshed_once(Fp8Projection.refresh))
     stale = task.train(tmp_path / "stale", *RUN, EIGHT, "trainer.gates.log_prob_diff=off")
     assert differences(stale)[-1] > 3 * first
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_the_machine_lacks_is_said_before_an_earlier_run_is_moved(task, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    for override in ("trainer.device=cuda", "actor_rollout_ref.rollout.kv_cache_dtype=fp8"):
+        with pytest.raises(ConfigError, match=r"torch sees (0|none)"):
+            task.train(tmp_path, *RUN, "trainer.device=auto", override)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def refreshed_once(refresh):

@@ -409,3 +409,11 @@ def test_what_killed_processes_have_left_in_memory_goes(tmp_path, shelved):
     # a fresh one of another run may be of a process that /proc does not show here
     left = [f"meshrl-copies-{key}-pid-{pid[key]}-x" for key in ("alive", "fresh")]
     assert names(tmp_path) == sorted([*left, own.name])
+
+
+def test_a_run_without_checkpoints_is_told_from_one_that_was_not_written(tmp_path):
+    assert problems_of(tmp_path) == ["it has no manifest.json: it was not written to its end"]
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "model").mkdir()
+    (problem,) = problems_of(tmp_path)
+    assert problem.startswith("it is the folder of a run without checkpoints (trainer.save_freq); its model/ is")

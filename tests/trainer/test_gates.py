@@ -64,6 +64,12 @@ FAULTS = {
         "equal_rewards",
         "every sample has the reward 0.25",
     ),
+    "failed rewards": (
+        {"patience": 2},
+        [ONE_REWARD | {"training__zero_advantage_share": 1.0, "reward__errors": 7.0}] * 2,
+        "equal_rewards",
+        "(7 calls of the reward function failed in the last step",
+    ),
     "no group differs": (
         {"patience": 2},
         [{"training__zero_advantage_share": 1.0}] * 2,

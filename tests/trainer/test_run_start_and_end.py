@@ -11,7 +11,7 @@ from meshrl.config.trainer import RunConfig
 from meshrl.telemetry.run_folder import RunFolder
 from meshrl.trainer.checkpoint import Found
 from meshrl.trainer.restarts import Restarts
-from meshrl.trainer.run import is_finished, open_run, report_run
+from meshrl.trainer.run import is_finished, open_run, report_run, saying_what_is_kept
 
 
 def test_a_new_run_does_not_move_the_model_that_it_starts_from(tmp_path):
@@ -59,3 +59,21 @@ def test_a_report_that_cannot_be_drawn_is_a_warning(tmp_path, monkeypatch):
         report_run(run, SimpleNamespace(message=said.append))
     assert "could not be drawn: ValueError: math domain error" in said[0]
     assert "Traceback" in run.log.read_text()
+
+
+def test_an_interruption_says_from_where_the_run_goes_on(tmp_path):
+    trainer = RunConfig(default_local_dir=str(tmp_path))
+
+    def interrupted():
+        with saying_what_is_kept(trainer):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match=r"no checkpoint was kept \(trainer.save_freq\); .* SIGTERM saves"):
+        interrupted()
+    for step, is_whole in ((5, True), (10, True), (15, False)):
+        folder = tmp_path / "checkpoints" / f"global_step_{step}"
+        folder.mkdir(parents=True)
+        if is_whole:
+            (folder / "manifest.json").touch()
+    with pytest.raises(KeyboardInterrupt, match="the same command goes on from global_step_10; "):
+        interrupted()
