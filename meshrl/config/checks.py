@@ -109,6 +109,16 @@ def check_notes(config: PPOConfig | SFTConfig, sources: Mapping[str, str]) -> li
             for key, why in UNNEEDED.get(rollout.name, {}).items()
             for name in changed_keys(config, f"{ROLLOUT}.{key}")
         ]
+        notes += [
+            f"{name} has no effect with {prefix}.{switch}=true, which cuts micro-batches by tokens"
+            for prefix, switch, size in (
+                (ACTOR, "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu"),
+                (ROLLOUT, "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
+                (REF, "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
+            )
+            if get_value(config, f"{prefix}.{switch}")
+            for name in changed_keys(config, f"{prefix}.{size}")
+        ]
     # A default that somebody wrote is what happens anyway; said of a key that nothing reads, it is worth a word.
     # A file may be all of a config, as `meshrl config` prints it.
     written = {name for name, source in sources.items() if source == COMMAND_LINE}

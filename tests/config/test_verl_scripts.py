@@ -372,3 +372,11 @@ def test_replay_of_routes_has_one_key() -> None:
     refused = [line for line in problems_of(*PPO_MEGATRON, f"+{key}=true") if key in line]
     assert len(refused) == 1
     assert "set actor.router_replay.mode" in refused[0]
+
+
+def test_a_micro_batch_in_samples_is_noted_where_tokens_count() -> None:
+    name = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    (note,) = notes_of(f"{name}=4")
+    assert note == f"{name} has no effect with {ACTOR}.use_dynamic_bsz=true, which cuts micro-batches by tokens"
+    assert notes_of(f"{name}=4", f"{ACTOR}.use_dynamic_bsz=false") == []
+    assert len(notes_of(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4")) == 1

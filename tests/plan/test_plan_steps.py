@@ -343,6 +343,15 @@ def test_a_config_file_that_transformers_refuses_is_named(tmp_path, fields, word
         find_model(ModelConfig(), str(file))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "gpus"),
+    [("qwen2_7b_fsdp_8gpu", "8xH100"), ("qwen2_7b_megatron_8gpu", "8xH100"), ("llama_70b_megatron_32gpu", "32xH100")],
+)
+def test_a_recipe_for_a_cluster_fits_it(recipe, gpus, capsys):
+    assert main(["plan", recipe, "--gpus", gpus]) == 0
+    assert "\nfits: " in capsys.readouterr().out
+
+
 def test_the_command_prints_and_writes(capsys, tmp_path):
     out = tmp_path / "best.txt"
     words = ["plan", "grpo", "actor_rollout_ref.model.path=Qwen3-0.6B", *BASE, "--gpus", "1xH200"]
