@@ -112,6 +112,13 @@ def _tile(
 
 
 @triton.jit
+def _start_of(tile, table, h, HK: tl.constexpr, BS: tl.constexpr, N: tl.constexpr):
+    """Where the tokens of a tile begin among all of the pools."""
+    block = tl.load(table + tile * N // BS).to(tl.int64)
+    return (block * HK + h) * BS + tile * N % BS
+
+
+@triton.jit
 def _decode_kernel(
     Q, KP, VP, KS, VS, OUT, PART, STAT, TABLE, ORDER, POSITION, scale, q_row, table_row, window,
     QN, KN, COS, SIN, ANGLE, FACTOR, SLOT, eps,
@@ -172,24 +179,16 @@ def _decode_kernel(
     if WINDOW:
         inner = tl.minimum(end, begin + (begin * N < first).to(tl.int32))
         for tile in tl.range(begin, inner, num_stages=1):
-            place = tile * N
-            block = tl.load(table + place // BS).to(tl.int64)
-            start = (block * HK + h) * BS + place % BS
-            seen = (place + j < length) & (place + j >= first)
+            seen = (tile * N + j < length) & (tile * N + j >= first)
+            start = _start_of(tile, table, h, HK, BS, N)
             m, total, acc = _tile(q, m, total, acc, KP, VP, KS, VS, start, seen, scale, D, DP, N, True, SCALED)
     whole = tl.maximum(inner, tl.minimum(end, length // N))
     for tile in tl.range(inner, whole):
-        place = tile * N
-        block = tl.load(table + place // BS).to(tl.int64)
-        start = (block * HK + h) * BS + place % BS
+        start = _start_of(tile, table, h, HK, BS, N)
         m, total, acc = _tile(q, m, total, acc, KP, VP, KS, VS, start, j >= 0, scale, D, DP, N, False, SCALED)
     for tile in tl.range(whole, end, num_stages=1):
-        place = tile * N
-        block = tl.load(table + place // BS).to(tl.int64)
-        start = (block * HK + h) * BS + place % BS
-        m, total, acc = _tile(
-            q, m, total, acc, KP, VP, KS, VS, start, place + j < length, scale, D, DP, N, True, SCALED
-        )  # fmt: skip
+        start, seen = _start_of(tile, table, h, HK, BS, N), tile * N + j < length
+        m, total, acc = _tile(q, m, total, acc, KP, VP, KS, VS, start, seen, scale, D, DP, N, True, SCALED)
     if SPLITS == 1:
         out = acc / tl.maximum(total, 1e-30)[:, None]
         at_out = (b * H + h * group + g)[:, None] * D + d[None, :]
