@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshrl.config.actor import OWN_LAYOUT
 from meshrl.config.algorithm import ESTIMATORS, GROUP_ESTIMATORS
 from meshrl.config.algorithm_checks import (
     bypass_problems,
@@ -17,7 +16,6 @@ from meshrl.config.algorithm_checks import (
     idle_key_problems,
     reference_problems,
     threshold_problems,
-    uses_reference,
 )
 from meshrl.config.asynchronous import async_problems
 from meshrl.config.chat_template import chat_template_problems
@@ -52,6 +50,7 @@ from meshrl.config.optim import OptimConfig
 from meshrl.config.own_code import external_lib_problems, own_function_problems
 from meshrl.config.packages import package_problems
 from meshrl.config.pools import pool_problems, ranks_of, whose
+from meshrl.config.reference_layout import reads_the_other_engine, reference_layout_problems
 from meshrl.config.reward import reward_file_problems, reward_problems
 from meshrl.config.rollout import READERS, UNNEEDED, VLLM_ADAPTER_RANKS
 from meshrl.config.root import PPOConfig
@@ -62,7 +61,7 @@ from meshrl.config.split_rollout import split_file_problems, split_problems
 from meshrl.config.telemetry_checks import profiler_problems, timeline_problems
 from meshrl.config.trainer import RunConfig
 from meshrl.config.tree import changed_keys, counted_as_changed, fill_followers, get_value
-from meshrl.config.units import batch_problems
+from meshrl.config.units import batch_problems, micro_batch_notes
 from meshrl.config.values import unsupported, value_problems
 
 # What the other kind of FSDP reads.
@@ -109,16 +108,7 @@ def check_notes(config: PPOConfig | SFTConfig, sources: Mapping[str, str]) -> li
             for key, why in UNNEEDED.get(rollout.name, {}).items()
             for name in changed_keys(config, f"{ROLLOUT}.{key}")
         ]
-        notes += [
-            f"{name} has no effect with {prefix}.{switch}=true, which cuts micro-batches by tokens"
-            for prefix, switch, size in (
-                (ACTOR, "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu"),
-                (ROLLOUT, "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
-                (REF, "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"),
-            )
-            if get_value(config, f"{prefix}.{switch}")
-            for name in changed_keys(config, f"{prefix}.{size}")
-        ]
+        notes += micro_batch_notes(config)
     # A default that somebody wrote is what happens anyway; said of a key that nothing reads, it is worth a word.
     # A file may be all of a config, as `meshrl config` prints it.
     written = {name for name, source in sources.items() if source == COMMAND_LINE}
@@ -137,7 +127,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
     world_size = config.trainer.world_size
     problems = [
         *engine_problems(actor, ACTOR, world_size),
-        *_reference_layout_problems(config),
+        *reference_layout_problems(config),
         *rollout_problems(rollout, ROLLOUT, world_size, is_apart=not config.actor_rollout_ref.hybrid_engine),
         *split_problems(config),
         *replay_problems(config),
@@ -211,26 +201,6 @@ def _generation_problems(config: PPOConfig) -> list[str]:
         f"actor_rollout_ref.rollout.name=embedded has no place for the state of the model's layers ({found}): "
         "use vllm, sglang or hf"
     ]
-
-
-def _reference_layout_problems(config: PPOConfig) -> list[str]:
-    """On devices of its own the reference may have a layout of its own, on the policy's it has the actor's."""
-    ref, actor = config.actor_rollout_ref.ref, config.actor_rollout_ref.actor
-    engine, problems = ref.engine(actor), []
-    if ref.has_own_devices:
-        problems = engine_problems(engine, REF, ranks_of(config, ref), REF)
-    for below in OWN_LAYOUT:
-        own, theirs = get_value(ref, below), get_value(actor, below)
-        if own in (None, theirs):
-            continue
-        if not ref.has_own_devices:
-            problems.append(
-                f"{REF}.{below}={own} must say what {ACTOR}.{below} says ({theirs}): on the policy's devices a "
-                f"reference runs in the actor's engine. Leave it out, or give the reference devices ({REF}.nnodes)"
-            )
-        elif below != "strategy" and below.startswith("megatron.") != (engine.strategy == "megatron"):
-            problems.append(f"{REF}.{below}={own} has no effect with {REF}.strategy={engine.strategy}")
-    return problems
 
 
 def _reference_file_problems(config: PPOConfig) -> list[str]:
@@ -556,7 +526,7 @@ def _idle_engine_problems(
     """Settings of an engine that is not the chosen one would silently do nothing."""
     idle = "fsdp_config" if engine.strategy == "megatron" else "megatron"
     changed = changed_keys(config, f"{prefix}.{idle}.")
-    if prefix == ACTOR and isinstance(config, PPOConfig) and _reads_the_other(config):
+    if prefix == ACTOR and isinstance(config, PPOConfig) and reads_the_other_engine(config):
         changed = []
     elif engine.strategy == "megatron":
         changed += [name for key in FSDP_ONLY_KEYS for name in changed_keys(config, f"{prefix}.{key}")]
@@ -576,13 +546,6 @@ def _idle_engine_problems(
         if given and given[0] not in changed and not get_value(config, f"{prefix}.{needed}"):
             problems.append(f"{given[0]} has no effect without {prefix}.{needed}=true")
     return problems
-
-
-def _reads_the_other(config: PPOConfig) -> bool:
-    """Whether the reference runs, with the actor's settings of it, in the other engine than the actor."""
-    policy = config.actor_rollout_ref
-    found = {engine.strategy == "megatron" for engine in (policy.actor, policy.ref.engine(policy.actor))}
-    return uses_reference(config) and len(found) == 2
 
 
 def _idle_problems(config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: str) -> list[str]:

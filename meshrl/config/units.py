@@ -7,10 +7,11 @@ from meshrl.config.critic import CriticConfig, uses_critic
 from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError
 from meshrl.config.layout import dp_size, model_ranks
-from meshrl.config.names import ACTOR
+from meshrl.config.names import ACTOR, REF, ROLLOUT
 from meshrl.config.pools import ranks_of, whose
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
+from meshrl.config.tree import changed_keys, get_value
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,21 @@ class SFTBatchUnits:
             f"step: {count(self.sequences_per_step, 'sequence')}, {self.sequences_per_rank} on each of "
             f"{count(self.dp_size, 'data-parallel rank')}, in micro-batches of {micro}"
         ]
+
+
+def micro_batch_notes(config: PPOConfig) -> list[str]:
+    """Sizes in samples that were given where micro-batches are cut by tokens: a line each."""
+    log_probs = "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"
+    return [
+        f"{name} has no effect with {prefix}.{switch}=true, which cuts micro-batches by tokens"
+        for prefix, switch, size in (
+            (ACTOR, "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu"),
+            (ROLLOUT, *log_probs),
+            (REF, *log_probs),
+        )
+        if get_value(config, f"{prefix}.{switch}")
+        for name in changed_keys(config, f"{prefix}.{size}")
+    ]
 
 
 def count(number: int, noun: str) -> str:

@@ -148,9 +148,7 @@ def train_once(
         val_data = PromptDataset(val_files, tokenizer, config.data, tools, max_samples=most) if val_files else None
     steps = total_steps(config, len(train_data))
     pools = ppo_pools(config, units, steps)
-    # Before an earlier run's files are moved aside.
-    check_devices(pools, trainer)
-    check_cache_type(config)
+    check_machine(config, pools)
     notes = slow_types(config)
     fetch_shelved(trainer, config.ray_init, notes.append, restarts.opened)
     found = state_to_resume(trainer, notes.append, restarts.opened)
@@ -547,8 +545,9 @@ def uses_gpu(trainer: RunConfig) -> bool:
     return torch.cuda.is_available()
 
 
-def check_cache_type(config: PPOConfig) -> None:
-    """What the config's checks cannot know while trainer.device is auto."""
+def check_machine(config: PPOConfig, pools: Sequence[Pool]) -> None:
+    """What a run needs of this machine, before an earlier run's files are moved aside."""
+    check_devices(pools, config.trainer)
     kind = config.actor_rollout_ref.rollout.kv_cache_dtype
     if kind != "auto" and config.trainer.backend == "local" and not uses_gpu(config.trainer):
         raise ConfigError(
