@@ -327,7 +327,6 @@ ALIASES: tuple[Alias, ...] = (
     *(alias for model in (MODEL, "critic.model", "reward_model.model", "model") for alias in _model(model)),
     agree(f"{ACTOR}.use_remove_padding", f"{MODEL}.use_remove_padding"),
     idle(f"{ACTOR}.use_fused_kernels", "log-probs always run in the engine's own kernels"),
-    fixed(f"{ACTOR}.freeze_vision_tower", "there are none", False),
     agree(f"{ACTOR}.rollout_n", f"{ROLLOUT}.n"),
     read(f"{ACTOR}.use_token_level_loss", f"{ACTOR}.loss_agg_mode", {True: "token-mean", False: "seq-mean-token-mean"}),
     idle(f"{ACTOR}.tis_imp_ratio_cap", "it is off", -1, instead="set algorithm.rollout_correction.rollout_is=token"),

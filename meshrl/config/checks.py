@@ -56,6 +56,7 @@ from meshrl.config.rollout import READERS, UNNEEDED, VLLM_ADAPTER_RANKS
 from meshrl.config.root import PPOConfig
 from meshrl.config.router_replay import replay_file_problems, replay_problems
 from meshrl.config.sampling import sampling_problems
+from meshrl.config.seeing import seeing_problems
 from meshrl.config.sft import SFTConfig
 from meshrl.config.split_rollout import split_file_problems, split_problems
 from meshrl.config.telemetry_checks import profiler_problems, timeline_problems
@@ -179,6 +180,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         problems += split_file_problems(config)
         problems += replay_file_problems(config)
         problems += eight_bit_file_problems(config)
+        problems += seeing_problems(config)
         problems += _generation_problems(config)
         problems += sampler_file_problems(config)
         problems += custom_class_problems(config)

@@ -34,6 +34,9 @@ class DataConfig:
     shuffle_buffer: int = key(10000, "Rows that streaming draws from to shuffle.", low=1)
     val_files: list[str] = key([], "Validation prompts, in the same formats; without them there is no validation.")
     prompt_key: str = key("prompt", "Column with the prompt: a string, or a list of chat messages.")
+    image_key: str | None = key(
+        "images", "Column with a prompt's images, in their order: bytes or paths; null: there are none."
+    )
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "Variables for the tokenizer's chat template, such as {enable_thinking: false}."
     )

@@ -98,3 +98,4 @@ class EngineConfig:
         4096, "Keep a micro-batch's 16-bit logits for backward up to this size; beyond, compute them twice.", low=0
     )
     use_torch_compile: bool = key(False, "Compile the layers (on GPUs).")
+    freeze_vision_tower: bool = key(False, "Don't train what looks at images, of a model that does (fsdp2 and fsdp).")

@@ -13,6 +13,9 @@ from meshrl.config.families import megatron_problems
 from meshrl.config.model import ModelConfig
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+# Families that take images, and the file that says how.
+SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+PROCESSOR_FILE = "preprocessor_config.json"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -170,7 +173,8 @@ def read_model_config(model: ModelConfig) -> dict[str, Any]:
     values = read_json(file)
     if not isinstance(values, dict):
         raise ValueError(f"{file} must hold a JSON object")
-    return {**values, **values.get("text_config", {}), **model.override_config}
+    own = {name: values[name] for name in ("model_type",) if name in values}
+    return {**values, **values.get("text_config", {}), **own, **model.override_config}
 
 
 def stateful_layers(shape: dict[str, Any]) -> str | None:

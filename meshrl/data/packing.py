@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from meshrl.models.sight import Seen
+
 
 @dataclass(frozen=True)
 class PackedRow:
@@ -15,7 +17,7 @@ class PackedRow:
 
     `predictors[i]` is the place in the row whose output predicts `targets[i]`; `slots[i]` is where that number belongs
     in the flattened [batch, columns] rectangle of targets. `samples` says which sample of the batch each document is. A
-    row that kept its padding has an `attention_mask`.
+    row that kept its padding has an `attention_mask`, one with images has `seen` them.
     """
 
     input_ids: Tensor
@@ -26,6 +28,7 @@ class PackedRow:
     shape: tuple[int, int]
     samples: Sequence[int]
     attention_mask: Tensor | None = None
+    seen: Seen | None = None
 
     def to(self, device: torch.device) -> PackedRow:
         """The row on a device; from the host it goes through pinned memory, so that nothing waits for the device."""
@@ -36,7 +39,7 @@ class PackedRow:
             for name in ("input_ids", "predictors", "targets", "slots", "attention_mask")
             if getattr(self, name) is not None
         }
-        return replace(self, **moved)
+        return replace(self, **moved, seen=None if self.seen is None else self.seen.to(device))
 
     def unpack(self, values: Tensor) -> Tensor:
         """Puts one number a target back into the rectangle; zeros elsewhere. Differentiable."""

@@ -14,8 +14,10 @@ from meshrl.data.custom import custom_rows
 from meshrl.data.encoding import RowError, encode_prompts
 from meshrl.data.encoding_pool import OnProgress, encode_in_processes
 from meshrl.data.files import Row, read_rows
+from meshrl.data.images import PromptImages
 from meshrl.data.proto import DataProto, object_array
 from meshrl.data.sampling import chosen_rows
+from meshrl.models.image_reader import IMAGES
 
 # How many prompts are tokenized together.
 AT_ONCE = 256
@@ -34,12 +36,14 @@ class PromptDataset:
         tools: list[dict[str, Any]] | None = None,
         on_progress: OnProgress | None = None,
         max_samples: int = -1,
+        images: PromptImages | None = None,
     ):
         """`tools` are the schemas of tools that the chat template tells the model about.
 
         `on_progress` hears how many of how many prompts are tokenized; `max_samples` are taken of the rows (-1: all).
+        `images` finds those of the rows, for a model that sees.
         """
-        self.tokenizer, self.config = tokenizer, config
+        self.tokenizer, self.config, self.images = tokenizer, config, images
         self.dropped = self.truncated = 0
         self.rows: list[Row] = []
         self.prompts: list[np.ndarray] = []
@@ -74,7 +78,9 @@ class PromptDataset:
         """Keeps the rows whose prompts fit; returns their numbers."""
         kept = []
         for number, ids in enumerate(encoded):
-            fitting = fit_prompt(ids, number, self.config)
+            if self.images is not None:
+                ids = self.images.expanded(ids, self.images.of(rows[number], number), number)
+            fitting = fit_prompt(ids, number, self.config, self.images)
             if fitting is None:
                 self.dropped += 1
                 continue
@@ -88,6 +94,10 @@ class PromptDataset:
         self, rows: Sequence[Row], tools: list[dict[str, Any]] | None, on_progress: OnProgress | None
     ) -> Iterable[np.ndarray]:
         prompts = [row[self.config.prompt_key] for row in rows]
+        if self.images is not None:
+            prompts = [self.images.with_places(prompt) for prompt in prompts]
+        elif self.config.image_key is not None:
+            check_no_images(rows, self.config.image_key)
         processes = self.config.filter_overlong_prompts_workers
         if processes > 1:
             kwargs = self.config.apply_chat_template_kwargs
@@ -105,10 +115,13 @@ class PromptDataset:
 
     def batch(self, numbers: np.ndarray) -> DataProto:
         """The prompts with these row numbers, padded on the left to the longest of them."""
-        return prompt_batch([(self.rows[i], self.prompts[i]) for i in numbers], numbers, self.tokenizer, self.config)
+        prompts = [(self.rows[i], self.prompts[i]) for i in numbers]
+        return prompt_batch(prompts, numbers, self.tokenizer, self.config, self.images)
 
 
-def fit_prompt(ids: np.ndarray, number: int, config: DataConfig) -> np.ndarray | None:
+def fit_prompt(
+    ids: np.ndarray, number: int, config: DataConfig, images: PromptImages | None = None
+) -> np.ndarray | None:
     """A prompt within `data.max_prompt_length`, cut if that is asked for; None if it is to be left out."""
     limit = config.max_prompt_length
     if len(ids) <= limit:
@@ -121,10 +134,33 @@ def fit_prompt(ids: np.ndarray, number: int, config: DataConfig) -> np.ndarray |
             f"the prompt has {len(ids)} tokens, more than data.max_prompt_length={limit}: raise it, or set "
             "data.filter_overlong_prompts=true or data.truncation=left|right|middle",
         )
+    if images is not None and (ids == images.image_token).any():
+        raise RowError(
+            number,
+            f"the prompt has {len(ids)} tokens, more than data.max_prompt_length={limit}, and one with images cannot "
+            "be cut: raise it, or set data.filter_overlong_prompts=true",
+        )
     return truncate(ids, limit, config.truncation)
 
 
-def prompt_batch(prompts: Sequence[Prompt], numbers: np.ndarray, tokenizer: Tokenizer, config: DataConfig) -> DataProto:
+def check_no_images(rows: Sequence[Row], key: str, first: int = 0) -> None:
+    """A row with images is an error where the model does not see: it would answer without having looked."""
+    for number, row in enumerate(rows, first):
+        if row.get(key):
+            raise RowError(
+                number,
+                f"it has images ('{key}', data.image_key), but the model does not see any: take one that does, or set "
+                "data.image_key=null",
+            )
+
+
+def prompt_batch(
+    prompts: Sequence[Prompt],
+    numbers: np.ndarray,
+    tokenizer: Tokenizer,
+    config: DataConfig,
+    images: PromptImages | None = None,
+) -> DataProto:
     """Prompts and what else their rows say, padded on the left to the longest; `numbers` name them."""
     width = max(len(ids) for _, ids in prompts)
     tokens = np.full((len(prompts), width), tokenizer.pad_token_id, dtype=np.int64)
@@ -133,6 +169,11 @@ def prompt_batch(prompts: Sequence[Prompt], numbers: np.ndarray, tokenizer: Toke
         tokens[row, width - len(ids) :] = ids
         mask[row, width - len(ids) :] = 1
     rows = [row for row, _ in prompts]
+    seen = (
+        {}
+        if images is None
+        else {IMAGES: object_array([images.of(row, int(i)) for i, row in zip(numbers, rows, strict=True)])}
+    )
     return DataProto.from_dict(
         tensors={"input_ids": torch.from_numpy(tokens), "attention_mask": torch.from_numpy(mask)},
         non_tensors={
@@ -141,6 +182,7 @@ def prompt_batch(prompts: Sequence[Prompt], numbers: np.ndarray, tokenizer: Toke
             "raw_prompt": object_array([row[config.prompt_key] for row in rows]),
             "ground_truth": object_array([ground_truth(row) for row in rows]),
             "extra_info": object_array([row.get("extra_info") or {} for row in rows]),
+            **seen,
         },
     )
 

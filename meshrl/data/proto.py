@@ -448,6 +448,11 @@ def object_array(values: Sequence[Any]) -> np.ndarray:
     return np.fromiter(values, dtype=object, count=len(values))
 
 
+def columns_of(data: DataProto, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Those of the named columns that a batch has."""
+    return {name: data.non_tensor_batch[name] for name in names if name in data.non_tensor_batch}
+
+
 def _as_array(key: str, value: Any) -> np.ndarray:
     if isinstance(value, np.ndarray):
         return value

@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from meshrl.config.data import DataConfig
 from meshrl.data.encoding import RowError, encode_prompt
 from meshrl.data.files import Row, stream_rows
+from meshrl.data.images import PromptImages
 from meshrl.data.mixing import Shares
-from meshrl.data.prompts import Prompt, fit_prompt, prompt_batch
+from meshrl.data.prompts import Prompt, check_no_images, fit_prompt, prompt_batch
 from meshrl.data.proto import DataProto
 from meshrl.data.sampling import RowOrder
 
@@ -41,8 +42,10 @@ class PromptStream(RowOrder):
         batch_size: int,
         seed: int,
         tools: list[dict[str, Any]] | None = None,
+        images: PromptImages | None = None,
     ):
         self.files, self.tokenizer, self.config, self.tools = list(files), tokenizer, config, tools
+        self.images = images
         self.batch_size, self.seed = batch_size, seed
         self.dropped = self.truncated = 0
         self.epoch = self.position = 0
@@ -86,7 +89,8 @@ class PromptStream(RowOrder):
 
     def batch(self, numbers: np.ndarray) -> DataProto:
         """The prompts of the batch that was given out last."""
-        return prompt_batch([self._window[int(number)] for number in numbers], numbers, self.tokenizer, self.config)
+        prompts = [self._window[int(number)] for number in numbers]
+        return prompt_batch(prompts, numbers, self.tokenizer, self.config, self.images)
 
     def metrics(self) -> dict[str, float]:
         return {"data/dropped_prompts": self.dropped, "data/truncated_prompts": self.truncated}
@@ -104,8 +108,15 @@ class PromptStream(RowOrder):
         for file, number, row in rows:
             kwargs = self.config.apply_chat_template_kwargs
             try:
-                ids = encode_prompt(self.tokenizer, row[self.config.prompt_key], number, self.tools, kwargs)
-                fitting = fit_prompt(ids, number, self.config)
+                prompt = row[self.config.prompt_key]
+                if self.images is not None:
+                    prompt = self.images.with_places(prompt)
+                elif self.config.image_key is not None:
+                    check_no_images([row], self.config.image_key, number)
+                ids = encode_prompt(self.tokenizer, prompt, number, self.tools, kwargs)
+                if self.images is not None:
+                    ids = self.images.expanded(ids, self.images.of(row, number), number)
+                fitting = fit_prompt(ids, number, self.config, self.images)
             except RowError as error:
                 raise error.at(file, number) from error
             if fitting is None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from meshrl.data.packing import PackedRow
 from meshrl.engines.log_probs import linear_log_probs, linear_sum_pi_squared
 from meshrl.models.loading import VALUE_HEAD
+from meshrl.models.sight import Seen, Sight
 from meshrl.parallel.attention import AttentionContext
 from meshrl.parallel.packable import check_layers, longest_fixed_rotation
 from meshrl.parallel.prefix_tree import PrefixTree
@@ -38,12 +39,13 @@ class Wanted:
 class PackedModel(nn.Module):
     """A Hugging Face model over one row of samples that answers for its targets only.
 
-    It is the root that gets sharded: embedding, last norm and head are whole inside its forward.
+    It is the root that gets sharded: embedding, last norm and head are whole inside its forward. With a `sight` it
+    takes rows with images; `looks_always`: its tower runs for rows without any, too.
     """
 
-    def __init__(self, hf_model: PreTrainedModel):
+    def __init__(self, hf_model: PreTrainedModel, sight: Sight | None = None, looks_always: bool = False):
         super().__init__()
-        self.hf_model = hf_model
+        self.hf_model, self.sight, self.looks_always = hf_model, sight, looks_always
         # With dropout, equal prefixes get unequal states: each place draws its own.
         self.drops_out = any(isinstance(m, nn.Dropout) and m.p > 0 for m in hf_model.base_model.modules())
         self.longest = longest_fixed_rotation(hf_model)
@@ -71,7 +73,9 @@ class PackedModel(nn.Module):
             hidden = self._packed(row.input_ids[tree.place_of], tree.position_ids, tree)
             predictors = hidden.index_select(0, tree.node_of[row.predictors])
             return self.answer(predictors, row.targets, wanted)
-        hidden = self._packed(shard.take(row.input_ids), shard.position_ids, shard.context)
+        seen = None if row.seen is None else row.seen.part(shard)
+        positions = shard.position_ids if seen is None else seen.positions[:, None]
+        hidden = self._packed(shard.take(row.input_ids), positions, shard.context, seen)
         if shard.parallel.size == 1:
             return self.answer(hidden[row.predictors], row.targets, wanted)
         # Each rank computes the targets that its own tokens predict and puts them at those tokens' places.
@@ -92,14 +96,21 @@ class PackedModel(nn.Module):
         on_host = row.input_ids.device.type == "cpu"
         if not on_host or shard.parallel.size > 1 or len(row.predictors) == 0 or (self.drops_out and self.training):
             return None
+        if self.sight is not None:  # equal tokens may stand for different images
+            return None
         tree = PrefixTree.of(row.input_ids, row.lengths, row.predictors)
         return tree if tree.num_nodes <= MOST_NODES * len(row.input_ids) else None
 
-    def _packed(self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
+    def _packed(
+        self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext, seen: Seen | None = None
+    ) -> Tensor:
         """The hidden states [tokens, dim] of a row of tokens."""
-        out = self.hf_model.base_model(
-            input_ids=input_ids[None], position_ids=position_ids, use_cache=False, attention_context=context
-        )
+        model: Any = self.hf_model.base_model
+        inputs: dict[str, Any] = {"input_ids": input_ids[None]}
+        if self.sight is not None:
+            inputs = self.sight.inputs(self.hf_model, input_ids, seen, always=self.looks_always)
+            model = model.language_model
+        out = model(position_ids=position_ids, use_cache=False, attention_context=context, **inputs)
         if not self._is_checked:
             check_layers(self.hf_model)
             self._is_checked = True
@@ -133,7 +144,13 @@ class PackedModel(nn.Module):
 class PackedCausalLM(PackedModel):
     """A language model that answers with `log_probs` (and `entropys`) instead of logits."""
 
-    def __init__(self, hf_model: PreTrainedModel, keep_logits_bytes: int = 0):
+    def __init__(
+        self,
+        hf_model: PreTrainedModel,
+        keep_logits_bytes: int = 0,
+        sight: Sight | None = None,
+        looks_always: bool = False,
+    ):
         changed = [f for f in LOGIT_CHANGES if getattr(hf_model.config, f, None) not in (None, 1, 1.0)]
         if changed:
             raise ValueError(
@@ -141,7 +158,7 @@ class PackedCausalLM(PackedModel):
             )
         if hf_model.get_output_embeddings() is None:
             raise ValueError(f"{type(hf_model).__name__} has no output projection to compute log-probs with")
-        super().__init__(hf_model)
+        super().__init__(hf_model, sight, looks_always)
         self.keep_logits_bytes = keep_logits_bytes
 
     def answer(self, hidden: Tensor, targets: Tensor, wanted: Wanted) -> dict[str, Tensor]:

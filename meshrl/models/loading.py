@@ -12,6 +12,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
@@ -23,6 +24,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, quantized_problem, read_json
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.empty import without_memory
+from meshrl.models.sight import sees
 
 # What Transformers calls the head of its token classifiers.
 VALUE_HEAD = "score"
@@ -89,12 +91,13 @@ def load_model(
 
     A value head that the folder does not have starts at zero: so do the values.
     """
+    config = _config_for(head, path, override, trust_remote_code)
     with naming_what_is_damaged(path):
-        loaded: Any = _auto_class(head).from_pretrained(
+        loaded: Any = _auto_class(config, head).from_pretrained(
             path,
-            config=_config_for(head, path, override, trust_remote_code),
+            config=config,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=_attention_of(config, attention),
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
@@ -120,7 +123,7 @@ def empty_model(
     """The model of a folder without memory for its parameters; its buffers are real: most are in no file."""
     refuse_quantized(path)
     config = _config_for(head, path, override, trust_remote_code)
-    model = _without_memory(_auto_class(head), config, attention, dtype, trust_remote_code)
+    model = _without_memory(_auto_class(config, head), config, attention, dtype, trust_remote_code)
     if (Path(path) / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model
@@ -128,7 +131,7 @@ def empty_model(
 
 def empty_causal_lm(config: PretrainedConfig, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A causal language model of this shape without memory for its parameters."""
-    return _without_memory(AutoModelForCausalLM, copy.deepcopy(config), attention, dtype)
+    return _without_memory(_auto_class(config, "lm"), copy.deepcopy(config), attention, dtype)
 
 
 def _without_memory(
@@ -136,7 +139,10 @@ def _without_memory(
 ) -> PreTrainedModel:
     with without_memory():
         model = auto_class.from_config(
-            config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
+            config,
+            dtype=dtype,
+            attn_implementation=_attention_of(config, attention),
+            trust_remote_code=trust_remote_code,
         )
     model.tie_weights()
     return _with_exact_buffers(model)
@@ -150,8 +156,17 @@ def _with_exact_buffers(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _auto_class(head: str) -> Any:
-    return {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}[head]
+def _auto_class(config: PretrainedConfig, head: str) -> Any:
+    if head == "value":
+        if sees(config):
+            raise ValueError(f"not supported yet: values of a model that sees images (model_type {config.model_type})")
+        return AutoModelForTokenClassification
+    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+
+
+def _attention_of(config: PretrainedConfig, attention: str) -> str | dict[str, str]:
+    """The same for all layers, but for those that look at images: they see all of an image at once."""
+    return {"": attention, "text_config": attention, "vision_config": "sdpa"} if sees(config) else attention
 
 
 def _config_for(
@@ -173,7 +188,9 @@ def is_value_head(name: str) -> bool:
 def new_causal_lm(config: PretrainedConfig, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A causal language model of this shape with fresh random weights."""
     # A copy: Transformers notes the attention in the config, where the layers of another model of it would read it.
-    made = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
+    made = _auto_class(config, "lm").from_config(
+        copy.deepcopy(config), dtype=dtype, attn_implementation=_attention_of(config, attention)
+    )
     return _with_exact_buffers(made)
 
 

@@ -17,6 +17,8 @@ def refusal(request: Request, vocabulary: int, context: int) -> str | None:
         return "the prompt is empty: it needs at least one token"
     if len(prompt) >= context:
         return f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in a context of {context}"
+    if request.images:
+        return "not supported yet: prompts with images in this engine; rollout.name=embedded takes them"
     for what, ids in (
         ("prompt", prompt),
         ("stop_token_ids", request.params.stop_token_ids),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshrl.data.proto import DataProto, object_array
+from meshrl.models.image_reader import IMAGES
 from meshrl.models.routes import ROUTED_EXPERTS, fitted
 from meshrl.rollout.requests import Chunk, Completion, Request, SamplingParams
 
@@ -89,7 +90,8 @@ class Rollout(ABC):
     def generate_sequences(self, prompts: DataProto, params: SamplingParams) -> DataProto:
         """Answers every prompt of a batch once.
 
-        Takes `input_ids` and `attention_mask` [batch, prompt], padded on the left, and `seeds` [batch]; gives
+        Takes `input_ids` and `attention_mask` [batch, prompt], padded on the left, `seeds` [batch] and perhaps `images`
+        (see `meshrl.models.image_reader`); gives
         `prompts`, `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`, `rollout_log_probs` and
         `versions`, with responses padded on the right to `params.max_tokens`, and why each answer came to its `ending`.
         A rollout that records routes adds `routed_experts` (see `meshrl.models.routes`).
@@ -125,10 +127,11 @@ def unpadded_prompts(prompts: DataProto) -> list[tuple[int, ...]]:
 
 def as_requests(prompts: DataProto, params: SamplingParams) -> list[Request]:
     """One request for each prompt of a batch."""
-    batch = next(_batches)
+    batch, tokens = next(_batches), unpadded_prompts(prompts)
+    images = prompts.non_tensor_batch.get(IMAGES, [()] * len(tokens))
     return [
-        Request(f"batch{batch}-{i}", prompt, params, seed)
-        for i, (prompt, seed) in enumerate(zip(unpadded_prompts(prompts), prompts.batch["seeds"].tolist(), strict=True))
+        Request(f"batch{batch}-{i}", prompt, params, seed, seen)
+        for i, (prompt, seed, seen) in enumerate(zip(tokens, prompts.batch["seeds"].tolist(), images, strict=True))
     ]
 
 

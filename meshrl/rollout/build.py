@@ -14,6 +14,7 @@ from meshrl.config.engine_arguments import engine_gpus
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.models.loading import empty_causal_lm, new_causal_lm, torch_dtype
+from meshrl.models.sight import find_sight
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.remote.client import EngineClient
@@ -88,6 +89,7 @@ def build_rollout(
         records_routes=records_routes,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
+        sight=find_sight(hf_model.config, model),
         device=None if rank_group is None else device,
     )
 

@@ -63,6 +63,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int = 0
+    images: tuple[bytes, ...] = ()  # encoded, in the order of their places among the tokens
 
 
 @dataclass(frozen=True)

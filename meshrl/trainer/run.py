@@ -41,11 +41,13 @@ from meshrl.controller import (
 from meshrl.controller.shelves import start_shelves
 from meshrl.data.curriculum import SamplerOrder
 from meshrl.data.demonstrations import DemonstrationDataset
+from meshrl.data.images import PromptImages
 from meshrl.data.mixing import MixedOrder
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.sampling import BatchOrder, RowOrder
 from meshrl.data.stream import PromptStream
-from meshrl.models.loading import load_tokenizer, stop_token_ids
+from meshrl.models.loading import load_model_config, load_tokenizer, stop_token_ids
+from meshrl.models.sight import sees
 from meshrl.rewards.loading import load_reward_manager
 from meshrl.telemetry.bar import counting_bar
 from meshrl.telemetry.console import SFT_COLUMNS, StepConsole
@@ -141,11 +143,13 @@ def train_once(
     judge = GroupAsk()
     reward = load_reward_manager(config, tokenizer, judge)
     tools = tool_schemas(config.actor_rollout_ref.rollout.multi_turn)
-    train_data, order = training_prompts(config, tokenizer, tools, console)
-    val_files = config.data.val_files
+    images = prompt_images(config, tokenizer)
+    train_data, order = training_prompts(config, tokenizer, tools, images, console)
+    val_data = None
     with told_without_traceback("data.val_files"):
-        most = config.data.val_max_samples
-        val_data = PromptDataset(val_files, tokenizer, config.data, tools, max_samples=most) if val_files else None
+        if val_files := config.data.val_files:
+            most = config.data.val_max_samples
+            val_data = PromptDataset(val_files, tokenizer, config.data, tools, max_samples=most, images=images)
     steps = total_steps(config, len(train_data))
     pools = ppo_pools(config, units, steps)
     check_machine(config, pools)
@@ -424,8 +428,21 @@ def make_keeper(
     )
 
 
+def prompt_images(config: PPOConfig, tokenizer: Tokenizer) -> PromptImages | None:
+    """What finds the images of prompts, for a policy that sees."""
+    model = config.actor_rollout_ref.model
+    if not sees(load_model_config(model.path or "", trust_remote_code=model.trust_remote_code)):
+        return None
+    with told_without_traceback():
+        return PromptImages(model.path or "", tokenizer, config.data.image_key, model.trust_remote_code)
+
+
 def training_prompts(
-    config: PPOConfig, tokenizer: Tokenizer, tools: list[dict[str, Any]] | None, console: Console | None
+    config: PPOConfig,
+    tokenizer: Tokenizer,
+    tools: list[dict[str, Any]] | None,
+    images: PromptImages | None,
+    console: Console | None,
 ) -> tuple[PromptDataset | PromptStream, RowOrder]:
     """The training prompts, and the order in which they come."""
     data = config.data
@@ -433,10 +450,11 @@ def training_prompts(
     size = size or data.train_batch_size
     with told_without_traceback():
         if data.streaming:
-            stream = PromptStream(data.train_files, tokenizer, data, size, seed, tools)
+            stream = PromptStream(data.train_files, tokenizer, data, size, seed, tools, images)
             return stream, stream
         with counting_bar("tokenizing prompts", console) as on_progress:
-            prompts = PromptDataset(data.train_files, tokenizer, data, tools, on_progress, data.train_max_samples)
+            most = data.train_max_samples
+            prompts = PromptDataset(data.train_files, tokenizer, data, tools, on_progress, most, images)
         if data.train_weights and data.sampler.class_path is None:
             return prompts, MixedOrder(prompts.source_of_row, data.train_weights, size, data.shuffle, seed)
         if data.sampler.class_path is None:

@@ -23,10 +23,11 @@ from meshrl.config.root import PPOConfig
 from meshrl.config.units import BatchUnits
 from meshrl.controller import WorkerGroup
 from meshrl.data.prompts import PromptDataset
-from meshrl.data.proto import DataProto
+from meshrl.data.proto import DataProto, columns_of
 from meshrl.data.sampling import RowOrder
 from meshrl.data.scored import scored_rows
 from meshrl.data.stream import PromptStream
+from meshrl.models.image_reader import IMAGES
 from meshrl.rewards.manager import RewardManager
 from meshrl.rollout.seeds import TRAINING, sample_seeds
 from meshrl.telemetry.timers import PhaseTimer
@@ -196,6 +197,7 @@ class SampleSource:
         request.meta_info[GREEDY] = prompts.meta_info.get(GREEDY, False)
         if self.config.actor_rollout_ref.rollout.multi_turn.enable:
             request.non_tensor_batch = {name: repeated.non_tensor_batch[name] for name in SAMPLE_COLUMNS}
+        request.non_tensor_batch |= columns_of(repeated, [IMAGES])
         return request, repeated.non_tensor_batch
 
     def score(self, batch: DataProto) -> dict[str, float]:
@@ -252,7 +254,7 @@ class SampleSource:
         if len(batch) % dp_size == 0:  # else the dispatch pads them
             order = self.balanced_order(batch.batch["attention_mask"].sum(1).numpy(), 1, dp_size)
         tensors = batch.batch.select("input_ids", "attention_mask", "response_mask")
-        request = DataProto(tensors, columns_of(batch, columns), {})
+        request = DataProto(tensors, columns_of(batch, [*columns, IMAGES]), {})
         request.reorder(order)
         return request, order
 
@@ -316,11 +318,6 @@ class SampleSource:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Charges the time of a block to a phase of the step."""
         return self.timer.phase(name)
-
-
-def columns_of(batch: DataProto, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Those of the named columns that a batch has."""
-    return {name: batch.non_tensor_batch[name] for name in names if name in batch.non_tensor_batch}
 
 
 def in_order(answer: DataProto, order: np.ndarray) -> DataProto:

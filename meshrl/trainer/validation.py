@@ -10,8 +10,9 @@ from meshrl.agents.batch import SAMPLE_COLUMNS
 from meshrl.config.root import PPOConfig
 from meshrl.controller import WorkerGroup
 from meshrl.data.prompts import PromptDataset
-from meshrl.data.proto import DataProto
+from meshrl.data.proto import DataProto, columns_of
 from meshrl.data.scored import scored_rows
+from meshrl.models.image_reader import IMAGES
 from meshrl.rewards.manager import RewardManager
 from meshrl.rollout.seeds import VALIDATION, sample_seeds
 from meshrl.telemetry.ledger import booked
@@ -67,5 +68,6 @@ class Validator:
         request.meta_info["validate"] = True
         if self.config.actor_rollout_ref.rollout.multi_turn.enable:
             request.non_tensor_batch = {name: repeated.non_tensor_batch[name] for name in SAMPLE_COLUMNS}
+        request.non_tensor_batch |= columns_of(repeated, [IMAGES])
         answers = self.with_rollout(lambda: self.rollout.generate_sequences(request))
         return DataProto(answers.batch, {**repeated.non_tensor_batch, **answers.non_tensor_batch}, {})

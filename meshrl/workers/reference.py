@@ -11,8 +11,9 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.root import ActorRolloutRefConfig
 from meshrl.controller import Dispatch, Worker, nd_dispatch, register
-from meshrl.data.proto import DataProto
+from meshrl.data.proto import DataProto, columns_of
 from meshrl.engines.build import engine_class
+from meshrl.models.image_reader import IMAGES
 from meshrl.telemetry.ledger import booked
 from meshrl.telemetry.memory import MemoryLog
 from meshrl.workers.joining import import_external_lib, join_ranks
@@ -66,7 +67,7 @@ def log_prob_request(
         "calculate_sum_pi_squared": sum_pi_squared,
     }
     selected = data.select(["input_ids", "attention_mask", "response_mask"], [])
-    return DataProto(selected.batch, {}, meta)
+    return DataProto(selected.batch, columns_of(data, [IMAGES]), meta)
 
 
 def renamed(output: dict[str, Tensor], **names: str) -> DataProto:

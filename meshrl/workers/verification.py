@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from meshrl.algorithms import BatchStats, agg_loss
 from meshrl.config.engine import EngineConfig
@@ -30,8 +30,11 @@ from meshrl.engines.base import Engine, LossFunction
 from meshrl.engines.build import engine_class
 from meshrl.engines.fsdp.engine import WRAPPER_PREFIX, FSDPEngine
 from meshrl.models.buffers import persistent_buffers
+from meshrl.models.image_reader import IMAGES, as_png
+from meshrl.models.loading import load_model_config
 from meshrl.models.lora import adapter_init, adapter_scaling, add_adapters, merged_params
 from meshrl.models.routes import ROUTED_EXPERTS, find_routers, route_dtype, unknown
+from meshrl.models.sight import Images, Sight, find_sight, tower_of
 from meshrl.parallel.mesh import init_process_group, prepare_device
 
 ENTROPY_WEIGHT = 0.01
@@ -58,10 +61,12 @@ class Trial:
     tokens_per_micro_batch: int = 30  # on one rank: small, so that several accumulate
     with_routes: bool = False  # every batch says to which experts its tokens go
 
-    def batches(self, vocab_size: int, routed: PreTrainedModel | None = None) -> list[DataProto]:
+    def batches(
+        self, vocab_size: int, routed: PreTrainedModel | None = None, sight: Sight | None = None
+    ) -> list[DataProto]:
         """A batch for each step: prompts and responses of unequal lengths, one response of a single token.
 
-        With routes through the layers of the model `routed`.
+        With routes through the layers of the model `routed`, and images for one that sees.
         """
         generator = torch.Generator().manual_seed(SEED)
 
@@ -69,7 +74,7 @@ class Trial:
             return torch.randint(low, high, shape, generator=generator)
 
         batches = []
-        for _ in range(STEPS):
+        for step in range(STEPS):
             prompt = integers(1, self.max_prompt + 1, self.samples)
             response = integers(1, self.max_response + 1, self.samples)
             response[0], response[-1] = 1, self.max_response
@@ -83,6 +88,8 @@ class Trial:
                 "advantages": torch.randn(self.samples, 1, generator=generator).expand_as(response_mask).contiguous(),
             }
             batches.append(DataProto.from_dict(tensors))
+            if sight is not None:
+                batches[-1] = with_images(batches[-1], sight, step)
             if routed is not None:
                 lengths = tensors["attention_mask"].sum(1).tolist()
                 batches[-1].non_tensor_batch[ROUTED_EXPERTS] = random_routes(routed, lengths)
@@ -104,6 +111,30 @@ class Outcome:
     weights: dict[str, Tensor] = field(default_factory=dict)
     moments: dict[str, Tensor] = field(default_factory=dict)
     routes: list[np.ndarray] = field(default_factory=list)  # where the first batch's tokens go by themselves, by sample
+
+
+def with_images(batch: DataProto, sight: Sight, step: int) -> DataProto:
+    """The batch with images before some of its prompts: two before one of them, and one of these before another.
+
+    They are in one half of the batch, so that a rank may have none.
+    """
+    random = np.random.default_rng((SEED, step))
+    sides = [(16, 24), (40, 20)]
+    pictures = tuple(as_png(random.integers(0, 256, (*side, 3), dtype=np.uint8)) for side in sides)
+    images: list[Images] = [()] * len(batch)
+    first = step * (len(batch) // 2)
+    images[first + 1], images[first + 2] = pictures, pictures[:1]
+    # A token of text follows each image, as Transformers wants it.
+    before = [[t for one in own for t in (*[sight.image_token] * sight.reader.num_tokens(one), 0)] for own in images]
+    ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"]
+    ids = torch.where(ids == sight.image_token, 0, ids)
+    ids, mask = (F.pad(x, (max(map(len, before)), 0)) for x in (ids, mask))
+    for row, tokens in enumerate(before):
+        end = int(mask[row].argmax())
+        place = slice(end - len(tokens), end)
+        ids[row, place], mask[row, place] = torch.tensor(tokens, dtype=torch.long), 1
+    tensors = {**batch.batch, "input_ids": ids, "attention_mask": mask}
+    return DataProto.from_dict(tensors, {**batch.non_tensor_batch, IMAGES: object_array(images)})
 
 
 def random_routes(hf_model: PreTrainedModel, lengths: Sequence[int]) -> np.ndarray:
@@ -172,9 +203,11 @@ def own_routes(model: PreTrainedModel, batch: DataProto) -> list[np.ndarray]:
 
 def run_reference(trial: Trial, perturb: float = 0.0) -> Outcome:
     """One process, padded, by Hugging Face and torch alone; `perturb` moves the weights: a control that must fail."""
-    model = AutoModelForCausalLM.from_pretrained(
-        trial.model.path or "", dtype=torch.float32, attn_implementation="eager"
-    )
+    sight = sight_of(trial.model)
+    auto_class = AutoModelForCausalLM if sight is None else AutoModelForImageTextToText
+    model = auto_class.from_pretrained(trial.model.path or "", dtype=torch.float32, attn_implementation="eager")
+    if sight is not None and trial.engine.freeze_vision_tower:
+        tower_of(model).requires_grad_(False)
     if trial.model.lora_rank:
         add_adapters(model, trial.model)
         adapter_init(model, SEED)
@@ -193,11 +226,12 @@ def run_reference(trial: Trial, perturb: float = 0.0) -> Outcome:
     )
     model.train()
     outcome = Outcome(log_probs=torch.empty(0))
-    for step, batch in enumerate(trial.batches(model.config.vocab_size, model if trial.with_routes else None)):
+    vocabulary = model.config.get_text_config().vocab_size
+    for step, batch in enumerate(trial.batches(vocabulary, model if trial.with_routes else None, sight)):
         if trial.with_routes and step == 0:
             outcome.routes = own_routes(model, batch)
         with watched_experts(model, forced_routes(batch)) if trial.with_routes else nullcontext():
-            log_probs, entropy = _reference_forward(model, batch)
+            log_probs, entropy = _reference_forward(model, batch, sight)
         mask = batch.batch["response_mask"]
         per_token = -batch.batch["advantages"] * log_probs - ENTROPY_WEIGHT * entropy
         loss = (per_token * mask).sum() / mask.sum()
@@ -216,11 +250,24 @@ def run_reference(trial: Trial, perturb: float = 0.0) -> Outcome:
     return outcome
 
 
-def _reference_forward(model: nn.Module, batch: DataProto) -> tuple[Tensor, Tensor]:
+def sight_of(model: ModelConfig) -> Sight | None:
+    """How the model of a folder takes images, if it does."""
+    return find_sight(load_model_config(model.path or "", trust_remote_code=model.trust_remote_code), model)
+
+
+def _reference_forward(model: nn.Module, batch: DataProto, sight: Sight | None = None) -> tuple[Tensor, Tensor]:
     ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"]
     width = batch.batch["response_mask"].shape[1]
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    if sight is None:
+        inputs = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    else:
+        shown = [sight.reader.pixels(image) for own in batch.non_tensor_batch[IMAGES] for image in own]
+        inputs = {
+            "pixel_values": torch.cat([one.values for one in shown]),
+            "image_grid_thw": torch.tensor([one.grid for one in shown]),
+            "mm_token_type_ids": (ids == sight.image_token).int(),
+        }
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False, **inputs).logits
     log_p = F.log_softmax(logits[:, -width - 1 : -1] / TEMPERATURE, -1)
     chosen = log_p.gather(-1, ids[:, -width:, None])[..., 0]
     return chosen, -(log_p.exp() * log_p).sum(-1)
@@ -240,12 +287,14 @@ def run_engine(trial: Trial, device: str = "cpu") -> Outcome:
     engine.initialize()
     outcome = Outcome(torch.empty(0), (engine.dp_rank, engine.dp_size))
     routed = engine.hf_model if trial.with_routes else None
-    for step, batch in enumerate(trial.batches(engine.hf_model.config.vocab_size, routed)):
+    vocabulary = engine.hf_model.config.get_text_config().vocab_size
+    for step, batch in enumerate(trial.batches(vocabulary, routed, sight_of(trial.model))):
         mine = batch.chunk(engine.dp_size)[engine.dp_rank]
         mine.meta_info = {
             "temperature": TEMPERATURE,
             "use_dynamic_bsz": True,
-            "max_token_len": trial.tokens_per_micro_batch,
+            # The longest sample, with images, fits.
+            "max_token_len": max(trial.tokens_per_micro_batch, int(batch.batch["attention_mask"].sum(1).max())),
             "calculate_entropy": True,
         }
         if step == 0:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
 from meshrl.engines.fsdp.engine import FSDPEngine
+from meshrl.models.tiny import make_tiny_seeing_model
 from meshrl.trainer.verify import FAMILIES, TOLERANCE, small_config, write_model
 from meshrl.workers.verification import Trial, differences, run_engine, run_reference
 
@@ -53,6 +54,7 @@ EXTRAS = {
     "routed": {"routed": True},
     "routed-checkpointing": {"routed": True, "checkpointing": True},
     "routed-padded": {"routed": True, "use_remove_padding": False},
+    "frozen-tower": {"freeze_vision_tower": True},
 }
 # Every layout with some family, every family with several layouts, every extra with shards, copies, sp and cp.
 GRID = [
@@ -77,8 +79,15 @@ GRID = [
     ("deepseek_v3", "fsdp2-sp2", "routed-checkpointing"),
     ("qwen3_moe", "ddp2", "routed-padded"),
     ("many_experts", "sp2", "routed"),  # routes of two bytes, which collectives do not know
+    # Images before some prompts; a rank may have none.
+    *[("qwen3_vl", layout, "plain") for layout in ("one", "fsdp2", "ddp2-fsdp2", "sp2-cp2", "fsdp2-sp2", "fsdp1")],
+    *[("qwen2_5_vl", layout, "plain") for layout in ("one", "fsdp4", "cp2")],
+    *[("qwen2_vl", layout, "plain") for layout in ("fsdp2", "sp2")],
+    *[("qwen3_vl", "fsdp2", extra) for extra in ("checkpointing", "lora", "offload", "frozen-tower")],
+    ("qwen2_5_vl", "fsdp1", "frozen-tower"),
 ]
 LATENT = ("deepseek_v3", "deepseek_yarn")
+SEEING = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl")
 
 
 @pytest.fixture(scope="session")
@@ -88,7 +97,8 @@ def folders(tmp_path_factory):
     many = small_config("qwen3_moe")
     many.num_experts = 260
     small["many_experts"] = write_model(many, root / "many_experts")
-    return small | {family: write_small_model(family, root / family) for family in LATENT}
+    small |= {family: write_small_model(family, root / family) for family in LATENT}
+    return small | {family: make_tiny_seeing_model(root / family, "abcdefgh", family=family) for family in SEEING}
 
 
 @pytest.fixture(scope="session")
@@ -121,7 +131,7 @@ def run_here(trial):
 @pytest.mark.parametrize(("family", "layout", "extra"), list(dict.fromkeys(GRID)), ids=str)
 def test_same_numbers_as_one_process(ranks, folders, references, family, layout, extra):
     world, trial = make_trial(folders[family], layout, extra)
-    key = (family, trial.model.lora_rank, trial.with_routes)
+    key = (family, trial.model.lora_rank, trial.with_routes, extra == "frozen-tower")
     if key not in references:
         references[key] = run_reference(trial), run_reference(trial, perturb=1e-3)
     expected, perturbed = references[key]
@@ -135,7 +145,7 @@ def test_same_numbers_as_one_process(ranks, folders, references, family, layout,
 def test_every_axis_and_pair_is_in_the_grid():
     assert {layout for _, layout, _ in GRID} == set(LAYOUTS)
     assert {extra for _, _, extra in GRID} == set(EXTRAS)
-    assert {family for family, _, _ in GRID} == {*FAMILIES, *LATENT, "many_experts"}
+    assert {family for family, _, _ in GRID} == {*FAMILIES, *LATENT, *SEEING, "many_experts"}
 
 
 def moved_and_used(trial):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,11 @@ from meshrl.engines.optim import LearningRate, build_master_optimizer, build_opt
 from meshrl.engines.packed_lm import PackedCausalLM, PackedModel, PackedValueModel
 from meshrl.engines.stored_state import Snapshot
 from meshrl.models.buffers import persistent_buffers
+from meshrl.models.image_reader import IMAGES
 from meshrl.models.loading import empty_model, load_model, refuse_quantized, torch_dtype
 from meshrl.models.lora import adapter_init, adapter_scaling, adapters_off, add_adapters, merged_params
 from meshrl.models.routes import ROUTED_EXPERTS, Routers, over_ranks, packed_routes, unpacked_routes
+from meshrl.models.sight import Sight, find_sight, language_model, sees, tower_of
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.parallel.layout import DATA_AXES, SEQUENCE_AXES, fsdp_layout
 from meshrl.parallel.mesh import new_groups
@@ -85,6 +87,9 @@ class FSDPEngine(Engine):
             self.hf_model.requires_grad_(False)
         elif model.enable_gradient_checkpointing:
             self.hf_model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.engine_config.freeze_vision_tower and sees(self.hf_model.config):
+            tower_of(self.hf_model).requires_grad_(False)
+        self.sight = self._make_sight()
         self.routers = Routers(self.hf_model) if self.replays_routes else None
         if self.engine_config.use_torch_compile:
             compile_layers(self.hf_model, self.engine_config.activation_memory_budget)
@@ -139,10 +144,19 @@ class FSDPEngine(Engine):
             trust_remote_code=model.trust_remote_code,
         )
 
+    def _make_sight(self) -> Sight | None:
+        """How the model takes images, if it does."""
+        sight = find_sight(self.hf_model.config, self.model_config)
+        if sight is not None and not self.packs:
+            raise ValueError("a model that sees images takes packed rows only: set model.use_remove_padding=true")
+        return sight
+
     def _wrap(self, hf_model: PreTrainedModel) -> PackedModel:
         if self.head == "value":
             return PackedValueModel(hf_model)
-        return PackedCausalLM(hf_model, self.engine_config.keep_logits_megabytes << 20)
+        # Where weights are gathered, all ranks must call the same modules.
+        looks_always = self.world_size > 1
+        return PackedCausalLM(hf_model, self.engine_config.keep_logits_megabytes << 20, self.sight, looks_always)
 
     def _shard(self, module: PackedModel, how: str) -> Sharding:
         config = self.engine_config.fsdp_config
@@ -241,11 +255,14 @@ class FSDPEngine(Engine):
         """
         on_device = DataProto(data.batch.to(self.device), {}, {}) if with_data else None
         make_row = pack if self.packs else keep_padding
-        column = self.routes_of(data)
+        column, images = self.routes_of(data), data.non_tensor_batch.get(IMAGES)
         for rows in self._micro_batches(data):
             picked = np.zeros(1, dtype=np.int64) if rows is None else rows
             batch = data.select_idxs(picked).batch
-            row = make_row(batch["input_ids"], batch["attention_mask"], batch["response_mask"]).to(self.device)
+            row = make_row(batch["input_ids"], batch["attention_mask"], batch["response_mask"])
+            if images is not None:
+                row = self._with_images(row, images[picked])
+            row = row.to(self.device)
             shard = None
             if self.packs:
                 shard = self.sequence.shard(PackedSequences.of(row.lengths, self.device).ready())
@@ -254,6 +271,12 @@ class FSDPEngine(Engine):
                 routes = self._local_routes(column[picked], row, shard)
             own = on_device.select_idxs(picked) if on_device is not None else None
             yield MicroBatch(rows, row, shard, own, routes)
+
+    def _with_images(self, row: PackedRow, images: np.ndarray) -> PackedRow:
+        """The row with the images of its samples."""
+        if self.sight is None:
+            raise ValueError(f"a batch has {IMAGES}, but {type(self.hf_model).__name__} does not see any")
+        return replace(row, seen=self.sight.look(row.input_ids, row.lengths, [images[at] for at in row.samples]))
 
     def _local_routes(self, column: np.ndarray, row: PackedRow, shard: SequenceShard | None) -> Tensor | None:
         """The routes of this rank's tokens of a row, from those of its samples."""
@@ -401,7 +424,7 @@ def compile_layers(hf_model: PreTrainedModel, memory_budget: float) -> None:
     # Read when a layer is compiled, which is at its first call.
     torch._functorch.config.activation_memory_budget = memory_budget
     classes = set(hf_model._no_split_modules or ())
-    for module in hf_model.modules():
+    for module in language_model(hf_model).modules():
         if type(module).__name__ in classes:
             # The method, not the module: the hooks of sharding and checkpointing stay outside.
             module.forward = torch.compile(module.forward)

@@ -8,6 +8,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from meshrl.models.sight import Sight
 from meshrl.rollout.embedded.fp8 import CAPABILITY, FP8
 from meshrl.rollout.embedded.layers import FAMILIES, is_plain
 from meshrl.rollout.embedded.parts import Parts
@@ -114,10 +115,11 @@ def build_runner(
     records_routes: bool,
     in_8_bits: bool,
     cache_dtype: torch.dtype,
+    sight: Sight | None,
 ) -> Runner:
     """The runner of the device that the model lies on."""
     options: dict[str, Any] = {"owns_weights": owns_weights, "vocabulary": vocabulary, "parallel": parallel}
-    options["in_8_bits"] = in_8_bits
+    options |= {"in_8_bits": in_8_bits, "sight": sight}
     if records_routes:
         device = next(hf_model.parameters()).device
         options["routes"] = RouteStore(hf_model, rows, num_blocks, block_size, device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from meshrl.models.sight import Seen
 from meshrl.parallel.attention import AttentionContext
 from meshrl.rollout.embedded.fused import can_fuse, fused_hidden
 from meshrl.rollout.embedded.kernels import sample_rows
@@ -26,8 +27,10 @@ from meshrl.rollout.embedded.runner import Launch, Runner
 from meshrl.rollout.embedded.sampler import Sampled, Settings, sample, step_keys
 from meshrl.rollout.embedded.scheduler import Piece
 
-# Rows of the array that a step sends: row numbers, positions, slots, keys of the noise, temperatures (as float64).
-ORDER, POSITION, SLOT, KEY, HEAT = range(5)
+# Rows of the array that a step sends: row numbers, places in sequences, slots, keys of the noise, temperatures (as
+# float64), and by how much positions are less than places.
+ORDER, POSITION, SLOT, KEY, HEAT, SHIFT = range(6)
+NUMBERS = 6
 BUFFERS = 4  # of pinned memory; more than launches can be under way
 logger = logging.getLogger(__name__)
 
@@ -78,10 +81,10 @@ class PagedRunner(Runner):
         self._host_table = np.zeros((rows.capacity + 1, width), np.int64)
         self._known = np.zeros((rows.capacity, 2), np.int64)  # placement and blocks that the table tells of
         self.last = torch.zeros(rows.capacity + 1, dtype=torch.long, device=self.device)
-        self.inputs = torch.zeros(5, self.capacity, dtype=torch.long, device=self.device)
+        self.inputs = torch.zeros(NUMBERS, self.capacity, dtype=torch.long, device=self.device)
         self.outputs = torch.zeros(2, self.capacity, dtype=torch.long, device=self.device)
         self.all_logits = torch.zeros(self.capacity, options["vocabulary"], dtype=hf_model.dtype, device=self.device)
-        self._sending = [torch.zeros(5, self.capacity, dtype=torch.long).pin_memory() for _ in range(BUFFERS)]
+        self._sending = [torch.zeros(NUMBERS, self.capacity, dtype=torch.long).pin_memory() for _ in range(BUFFERS)]
         self._landing = [torch.zeros(2, self.capacity, dtype=torch.long).pin_memory() for _ in range(BUFFERS)]
         self._turn = 0
 
@@ -121,19 +124,21 @@ class PagedRunner(Runner):
             self.routes.drop()
         torch.cuda.empty_cache()
 
-    def wanted_hidden(self, ids: Tensor, context: PagedPrefill, wanted: Tensor) -> Tensor:
+    def wanted_hidden(self, ids: Tensor, context: PagedPrefill, wanted: Tensor, seen: Seen | None) -> Tensor:
         """Last hidden states of some of the tokens of packed pieces."""
         if self.fuses and self.routes is None:
             assert self.plain is not None
             return fused_hidden(self.plain, ids, context.positions, context, wanted)
-        return self.hidden(ids, context.positions, context, one_each=False)[wanted]
+        return self.hidden(ids, context.positions, context, one_each=False, seen=seen)[wanted]
 
-    def hidden(self, ids: Tensor, positions: Tensor, context: AttentionContext, one_each: bool) -> Tensor:
+    def hidden(
+        self, ids: Tensor, positions: Tensor, context: AttentionContext, one_each: bool, seen: Seen | None = None
+    ) -> Tensor:
         if self.fuses:
             assert self.plain is not None
             assert isinstance(context, PagedPrefill | PagedDecode)
             return fused_hidden(self.plain, ids, positions, context)
-        return super().hidden(ids, positions, context, one_each)
+        return super().hidden(ids, positions, context, one_each, seen)
 
     def prefill(self, pieces: Seq[Piece]) -> Launch | None:
         pieces = sorted(pieces, key=lambda piece: len(piece.tokens))
@@ -141,8 +146,9 @@ class PagedRunner(Runner):
         ids = send(np.concatenate([piece.tokens for piece in pieces]), self.device)
         ends = np.cumsum([len(piece.tokens) for piece in pieces]) - 1
         groups = [(end, piece.sequence) for end, piece in zip(ends, pieces, strict=True) if piece.is_last]
+        wanted = send(np.array([end for end, _ in groups], np.int64), self.device)
         with self.routing():
-            hidden = self.wanted_hidden(ids, context, send(np.array([end for end, _ in groups], np.int64), self.device))
+            hidden = self.wanted_hidden(ids, context, wanted, self.look(pieces))
             self.note_pieces(pieces)
         if not groups:
             return None
@@ -156,7 +162,7 @@ class PagedRunner(Runner):
         index = np.array([s.row for s in sequences])
         for sequence in sequences:
             self.adjuster.enter(sequence)
-        inputs = torch.zeros(5, len(sequences), dtype=torch.long)
+        inputs = torch.zeros(NUMBERS, len(sequences), dtype=torch.long)
         self._fill(inputs.numpy(), sequences, index)
         sent = inputs.pin_memory().to(self.device, non_blocking=True)
         outputs = torch.zeros(2, len(sequences), dtype=torch.long, device=self.device)
@@ -196,7 +202,7 @@ class PagedRunner(Runner):
         self._fill(filled[:, : len(order)], sequences, order)
         positions = rows.length[order]
         blocks = self._host_table[order, positions // self.cache.block_size]
-        filled[POSITION, : len(order)] = positions
+        filled[POSITION, : len(order)], filled[SHIFT, : len(order)] = positions, rows.shift[order]
         filled[SLOT, : len(order)] = blocks * self.cache.block_size + positions % self.cache.block_size
         self.inputs.copy_(sending, non_blocking=True)
         self._run(size)
@@ -229,10 +235,11 @@ class PagedRunner(Runner):
             self.table[sent[0], sent[1]] = sent[2].int()
 
     def _step(self, size: int) -> None:
-        order, positions, slots, keys, heat = (row[:size] for row in self.inputs)
+        order, positions, slots, keys, heat, shift = (row[:size] for row in self.inputs)
         context = PagedDecode(self.cache, self.table, order, positions, slots)
         with self.routing():
-            hidden = self.hidden(self.last[order], positions.clamp(min=0), context, one_each=True)
+            turned = positions if self.sight is None else positions - shift
+            hidden = self.hidden(self.last[order], turned.clamp(min=0), context, one_each=True)
             if self.routes is not None:
                 self.routes.write(slots)
         logits = self.all_logits[:size]

@@ -22,6 +22,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.data.proto import DataProto
 from meshrl.models.buffers import persistent_buffers
+from meshrl.models.image_reader import IMAGES
+from meshrl.models.sight import Sight
 from meshrl.parallel.packable import longest_fixed_rotation
 from meshrl.rollout.base import TAGS, SamplingParams, check_no_empty_prompt
 from meshrl.rollout.embedded.answers import AnswerBatch, as_chunk
@@ -63,7 +65,7 @@ class EmbeddedRollout(SteppingRollout):
     a `tokenizer`. With a `rank_group` the model is cut over its ranks, or its experts spread over them; they all make
     the same calls. It may have no memory yet (`meta`) and then gets what its part needs on `device`. `records_routes`:
     answers say which experts their tokens went to. With `quantization` "fp8" a copy of the weights in 8 bits generates,
-    and with `kv_cache_dtype` "fp8" keys and values are kept so.
+    and with `kv_cache_dtype` "fp8" keys and values are kept so. With a `sight` prompts may have images.
     """
 
     shares_allocator = True
@@ -87,9 +89,11 @@ class EmbeddedRollout(SteppingRollout):
         records_routes: bool = False,
         quantization: str | None = None,
         kv_cache_dtype: str = "auto",
+        sight: Sight | None = None,
         device: torch.device | None = None,
     ):
         super().__init__()
+        self.sight = sight
         self.hf_model, self.pad_token_id, self.tokenizer = hf_model, pad_token_id, tokenizer
         self.shares_weights = shares_weights
         self.device = device or next(hf_model.parameters()).device
@@ -129,6 +133,7 @@ class EmbeddedRollout(SteppingRollout):
             records_routes=records_routes,
             in_8_bits=quantization == "fp8",
             cache_dtype=cache_dtype,
+            sight=sight,
         )
         if self.runner.routes is not None:
             self.scheduler.before_leaving = self.runner.routes.keep
@@ -149,6 +154,7 @@ class EmbeddedRollout(SteppingRollout):
             for index in range(request.params.n):
                 seed = derived_seed(request.seed, index)
                 sequence = self._sequence(request.request_id, index, prompt, request.params, seed)
+                sequence.images = request.images
                 sequence.streams = request.request_id in self.streaming
                 self._submit(sequence)
         return problem
@@ -176,6 +182,13 @@ class EmbeddedRollout(SteppingRollout):
                 return f"{what} names a token outside of the vocabulary of {self.vocabulary}"
         if params.stop and self.tokenizer is None:
             return "stop strings need a tokenizer, and this rollout was built without one"
+        if request.images:
+            if self.sight is None:
+                return f"the prompt has images, but this {type(self.hf_model).__name__} does not see any"
+            try:
+                self.sight.look(torch.tensor(prompt), [len(prompt)], [request.images])
+            except ValueError as error:
+                return str(error)
         if params.n > MOST_ANSWERS:
             return f"n is {params.n}, but a request may have at most {MOST_ANSWERS} answers"
         if params.top_log_probs > self.vocabulary:
@@ -337,7 +350,8 @@ class EmbeddedRollout(SteppingRollout):
             raise RuntimeError("the rollout has no weights yet: sync them before generating")
         started = time.perf_counter()
         ids, mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
-        sequences = self._batch_sequences(ids, mask, prompts.batch["seeds"].tolist(), params)
+        images = prompts.non_tensor_batch.get(IMAGES)
+        sequences = self._batch_sequences(ids, mask, prompts.batch["seeds"].tolist(), params, images)
         answers = AnswerBatch(len(sequences), params.max_tokens, self.pad_token_id)
         for place, sequence in enumerate(sequences):
             sequence.sink, sequence.cacheable = (answers, place), False
@@ -365,9 +379,13 @@ class EmbeddedRollout(SteppingRollout):
         output.meta_info["timing"] = {"generate": time.perf_counter() - started}
         return output
 
-    def _batch_sequences(self, ids: Tensor, mask: Tensor, seeds: list[int], params: SamplingParams) -> list[Sequence]:
+    def _batch_sequences(
+        self, ids: Tensor, mask: Tensor, seeds: list[int], params: SamplingParams, images: np.ndarray | None
+    ) -> list[Sequence]:
         """One sequence for each row of a batch; neighbours with the same prompt share it."""
         check_no_empty_prompt(mask)
+        if images is not None:
+            return self._batch_with_images(ids, mask, seeds, params, images)
         distinct, prompt_of = torch.unique_consecutive(torch.where(mask.bool(), ids, -1), dim=0, return_inverse=True)
         arrays = [row[row >= 0] for row in distinct.numpy()]
         name = f"batch{next(_batches)}"
@@ -381,6 +399,26 @@ class EmbeddedRollout(SteppingRollout):
         for which, seed in zip(prompt_of.tolist(), seeds, strict=True):
             index = made[-1].index + 1 if made and made[-1].prompt is arrays[which] else 0
             made.append(self._sequence(name, index, arrays[which], params, derived_seed(seed, 0)))
+        return made
+
+    def _batch_with_images(
+        self, ids: Tensor, mask: Tensor, seeds: list[int], params: SamplingParams, images: np.ndarray
+    ) -> list[Sequence]:
+        """The same where equal tokens may stand for different images."""
+        name = f"batch{next(_batches)}"
+        made: list[Sequence] = []
+        for row, (seed, seen) in enumerate(zip(seeds, images, strict=True)):
+            before = made[-1] if made else None
+            prompt = ids[row][mask[row].bool()].numpy()
+            if before is not None and before.images == seen and np.array_equal(before.prompt, prompt):
+                prompt, index = before.prompt, before.index + 1
+            else:
+                problem, index = self._problem(Request(name, tuple(prompt.tolist()), params, 0, seen)), 0
+                if problem is not None:
+                    raise ValueError(problem)
+            sequence = self._sequence(name, index, prompt, params, derived_seed(seed, 0))
+            sequence.images = seen
+            made.append(sequence)
         return made
 
     # Weights and memory

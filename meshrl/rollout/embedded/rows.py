@@ -29,6 +29,7 @@ class Sequence:
     sink: Any = None  # where the answer goes at its end, if not into chunks
     streams: bool = False
     cacheable: bool = True
+    images: tuple[bytes, ...] = ()
     row: int = -1
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose keys and values are (being) computed
@@ -75,14 +76,15 @@ class Rows:
     """Rows of the running batch. `length` counts tokens with keys and values, `count` sampled tokens.
 
     A row is empty, waiting for its prefill, or alive (`alive`: it decodes). `launched` counts tokens whose sampling has
-    been started; on a GPU that runs ahead of `count`.
+    been started; on a GPU that runs ahead of `count`. The position of a token behind images is its place in the
+    sequence less `shift`.
     """
 
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.sequences: list[Sequence | None] = [None] * capacity
-        self.length, self.count, self.launched, self.limit, self.floor, self.room, self.seed = (
-            np.zeros(capacity, np.int64) for _ in range(7)
+        self.length, self.count, self.launched, self.limit, self.floor, self.room, self.seed, self.shift = (
+            np.zeros(capacity, np.int64) for _ in range(8)
         )
         self.alive = np.zeros(capacity, bool)
         self.placement = np.zeros(capacity, np.int64)  # which sequence, by the number of placements before it
@@ -171,7 +173,7 @@ class Rows:
         """Moves a sequence to an empty row."""
         sequence = self.sequences[source]
         assert sequence is not None
-        for x in (self.length, self.count, self.launched, self.limit, self.floor, self.room, self.seed):
+        for x in (self.length, self.count, self.launched, self.limit, self.floor, self.room, self.seed, self.shift):
             x[target] = x[source]
         self.alive[target], self.placement[target] = self.alive[source], self.placement[source]
         self.stops[target], self.tokens[target], self.log_probs[target] = (

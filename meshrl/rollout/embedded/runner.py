@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from meshrl.models.sight import Seen, Sight
 from meshrl.parallel.attention import AttentionContext
 from meshrl.parallel.packable import check_layers
 from meshrl.rollout.embedded.adjust import Adjuster
@@ -67,8 +68,10 @@ class Runner(ABC):
         parallel: Parts | None = None,
         routes: RouteStore | None = None,
         in_8_bits: bool = False,
+        sight: Sight | None = None,
     ):
         self.hf_model: Any = hf_model
+        self.sight = sight
         self.in_8_bits = in_8_bits
         self.rows, self.parallel, self.routes = rows, parallel, routes
         self.device = next(hf_model.parameters()).device
@@ -131,18 +134,39 @@ class Runner(ABC):
         parallel = self.parallel if isinstance(self.parallel, TensorParallel) else None
         return PlainLayers(self.hf_model, owns_weights, parallel, self.in_8_bits)
 
-    def hidden(self, ids: Tensor, positions: Tensor, context: AttentionContext, one_each: bool) -> Tensor:
-        """Last hidden states [tokens, hidden]."""
+    def hidden(
+        self, ids: Tensor, positions: Tensor, context: AttentionContext, one_each: bool, seen: Seen | None = None
+    ) -> Tensor:
+        """Last hidden states [tokens, hidden]; of tokens among which are images that have been `seen`."""
         if self.plain is not None:
             return self.plain(ids, positions, context, one_each)
-        ids, positions = (x[:, None] if one_each else x[None] for x in (ids, positions))
-        out = self.hf_model.base_model(
-            input_ids=ids, position_ids=positions, use_cache=False, attention_context=context
-        )
+        model, inputs = self.hf_model.base_model, {"input_ids": ids[:, None] if one_each else ids[None]}
+        positions = positions[:, None] if one_each else positions[None]
+        if seen is not None:
+            assert self.sight is not None
+            model, inputs = model.language_model, self.sight.inputs(self.hf_model, ids, seen)
+            positions = seen.positions[:, None]
+        out = model(position_ids=positions, use_cache=False, attention_context=context, **inputs)
         if not self._is_checked:
             check_layers(self.hf_model)
             self._is_checked = True
         return out.last_hidden_state.flatten(0, 1)
+
+    def look(self, pieces: Seq[Piece]) -> Seen | None:
+        """Looks at the images of prefill pieces, if there are any, and notes how far they shift what comes behind."""
+        if self.sight is None:
+            return None
+        ids = torch.from_numpy(np.concatenate([piece.tokens for piece in pieces]))
+        images = [piece.sequence.images for piece in pieces]
+        seen = self.sight.look(ids, [len(piece.tokens) for piece in pieces], images)
+        for at, piece in enumerate(pieces):
+            for sequence in (piece.sequence, *piece.sequence.followers):
+                self.rows.shift[sequence.row] = 0 if seen is None else seen.shifts[at]
+        if seen is None:
+            return None
+        # Pieces without images may go on where others ended.
+        starts = torch.from_numpy(np.repeat([p.start for p in pieces], [len(p.tokens) for p in pieces]))
+        return replace(seen, positions=seen.positions + starts).to(self.device)
 
     def routing(self) -> AbstractContextManager[None]:
         """Inside, it is noted which experts tokens go to, where that is wanted."""
@@ -197,7 +221,7 @@ class SlotRunner(Runner):
         context = SlotPrefill(self.cache, pieces)
         ids = torch.from_numpy(np.concatenate([piece.tokens for piece in pieces]))
         with self.routing():
-            hidden = self.hidden(ids, context.positions, context, one_each=False)
+            hidden = self.hidden(ids, context.positions, context, one_each=False, seen=self.look(pieces))
             self.note_pieces(pieces)
         ends = np.cumsum([len(piece.tokens) for piece in pieces]) - 1
         groups = [(end, piece.sequence) for end, piece in zip(ends, pieces, strict=True) if piece.is_last]
@@ -226,7 +250,7 @@ class SlotRunner(Runner):
         self.cache.make_room(count, int(rows.length[:count].max()) + 1)
         alive = rows.alive[:count].nonzero()[0]
         with self.routing():
-            hidden = self.hidden(self.last[:count], context.positions, context, one_each=True)
+            hidden = self.hidden(self.last[:count], self._positions(context.positions), context, one_each=True)
             if self.routes is not None:
                 self.routes.write_rows(alive)
         rows.length[:count] += rows.alive[:count]
@@ -239,6 +263,10 @@ class SlotRunner(Runner):
         rows.launched[:count] += rows.alive[:count]
         launch.places = alive if len(alive) < count else None
         return launch
+
+    def _positions(self, places: Tensor) -> Tensor:
+        """Of the last tokens of the first rows, at these places of their sequences."""
+        return places if self.sight is None else places - torch.from_numpy(self.rows.shift[: len(places)])
 
     def _sampled(
         self, sequences: Any, logits: Tensor, how: Settings, index: np.ndarray, adjusted: Tensor | None

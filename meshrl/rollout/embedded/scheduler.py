@@ -135,7 +135,9 @@ class Scheduler:
 
     def _piece(self, sequence: Sequence, budget: int) -> Piece:
         tokens = sequence.tokens
-        start, end = sequence.computed, min(len(tokens), sequence.computed + budget)
+        # Images are looked at as a whole, and so are the prompts that have any.
+        most = len(tokens) if sequence.images else budget
+        start, end = sequence.computed, min(len(tokens), sequence.computed + most)
         sequence.computed = end
         for taker in (sequence, *sequence.followers):
             self.rows.length[taker.row] = end
@@ -145,9 +147,13 @@ class Scheduler:
 
     def _match(self, sequence: Sequence, tokens: np.ndarray) -> Match:
         # At least the last token is computed again: the next one is sampled from its logits.
-        if not self.caching or len(tokens) <= self.blocks.block_size or not self._wants_cache(sequence):
+        if not self._can_cache(sequence) or len(tokens) <= self.blocks.block_size or not self._wants_cache(sequence):
             return Match([], 0, None)
         return self.blocks.match(tokens, len(tokens) - 1)
+
+    def _can_cache(self, sequence: Sequence) -> bool:
+        """Blocks are found by their tokens, which are the same for all images."""
+        return self.caching and not sequence.images
 
     def _wants_cache(self, sequence: Sequence) -> bool:
         """A batch for training finds nothing in the cache but its own prompts: those of split or restarted groups."""
@@ -187,7 +193,7 @@ class Scheduler:
 
     def register(self, sequence: Sequence, length: int, tokens: np.ndarray) -> list[int]:
         """Makes the first `length` tokens findable; returns the places of blocks that were not."""
-        if not self.caching or length < self.blocks.block_size:
+        if not self._can_cache(sequence) or length < self.blocks.block_size:
             return []
         return self.blocks.register(tokens[:length], sequence.blocks)
 

@@ -1,0 +1,83 @@
+"""From an encoded image (PNG, JPEG, ...) to what a model takes: patches of pixels, in rows and columns.
+
+Images travel encoded and become pixels where a model is: as pixels a photograph is a hundred times as large.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from meshrl.config.model_folder import PROCESSOR_FILE
+
+# The column of a batch with the encoded images of each sample, in the order of their places in the prompt.
+IMAGES = "images"
+# Pixels of images that are kept for the next pass over the same samples.
+KEPT_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """One image: `values` [patches, numbers], and its patches by time, height and width."""
+
+    values: Tensor
+    grid: tuple[int, int, int]
+
+
+class ImageReader:
+    """Reads images as the model in a folder wants them."""
+
+    def __init__(self, folder: str | Path, trust_remote_code: bool = False):
+        from transformers import AutoImageProcessor
+
+        if not (Path(folder) / PROCESSOR_FILE).is_file():
+            raise FileNotFoundError(f"the model at '{folder}' sees images, but has no {PROCESSOR_FILE} that says how")
+        self.processor: Any = AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        self._kept: OrderedDict[bytes, Pixels] = OrderedDict()
+        self._kept_bytes = 0
+
+    def num_tokens(self, image: bytes) -> int:
+        """How many tokens of a prompt an image takes. Only its head is read."""
+        width, height = open_image(image).size
+        return int(self.processor.get_number_of_image_patches(height, width, {})) // self.processor.merge_size**2
+
+    def pixels(self, image: bytes) -> Pixels:
+        """The image's patches; those of the last images are kept."""
+        if (found := self._kept.get(image)) is not None:
+            self._kept.move_to_end(image)
+            return found
+        made = self.processor(images=[open_image(image).convert("RGB")], return_tensors="pt")
+        time, height, width = made["image_grid_thw"][0].tolist()
+        found = Pixels(made["pixel_values"], (time, height, width))
+        self._kept[image] = found
+        self._kept_bytes += found.values.nbytes
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+            self._kept_bytes -= self._kept.popitem(last=False)[1].values.nbytes
+        return found
+
+
+def as_png(pixels: np.ndarray) -> bytes:
+    """Pixels [height, width, 3] of 8 bits as a PNG file."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def open_image(image: bytes) -> Any:
+    """A PIL image, the right way up, that is not decoded yet; a `ValueError` for what is no image."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        opened = Image.open(io.BytesIO(image))
+        ImageOps.exif_transpose(opened, in_place=True)
+    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{len(image)} bytes that are no image ({error})") from error
+    return opened

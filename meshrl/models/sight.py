@@ -1,0 +1,169 @@
+"""Models that see: where images are among the tokens of a row, which positions they have, what they become.
+
+An image is a run of tokens in a prompt, one for each square of patches. A tower of its own makes a vector of each
+square, which takes the place of the token's embedding. The tokens of an image have the position of its first and, on
+two axes more, their row and column; what follows goes on behind the longer of its sides. So a sample of so many tokens
+ends at an earlier position (`shifts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from meshrl.config.model import ModelConfig
+from meshrl.config.model_folder import SEEING
+from meshrl.models.image_reader import ImageReader, Pixels
+from meshrl.parallel.sequence import SequenceShard
+
+NOT_AN_IMAGE = -1
+Images = tuple[bytes, ...]
+
+
+def sees(config: PretrainedConfig) -> bool:
+    """Whether the model takes images."""
+    return config.model_type in SEEING
+
+
+def tower_of(hf_model: PreTrainedModel) -> Any:
+    """The part of a model that looks at images."""
+    return hf_model.base_model.visual
+
+
+def language_model(hf_model: PreTrainedModel) -> Any:
+    """The decoder: all of a model but its head, and the part of one that sees which reads."""
+    return hf_model.base_model.language_model if sees(hf_model.config) else hf_model.base_model
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The images of a packed row.
+
+    `positions` [3, tokens] and `square_of` [tokens] (which of the squares of all images, or `NOT_AN_IMAGE`) are of the
+    row's tokens; `pixels` and `grids` of its distinct images. `shifts`: how many positions each document ends earlier.
+    """
+
+    positions: Tensor
+    square_of: Tensor
+    pixels: Tensor
+    grids: Tensor
+    shifts: list[int]
+
+    def to(self, device: torch.device) -> Seen:
+        """On a device; from the host through pinned memory, so that nothing waits."""
+        if device.type == "cpu":
+            return self
+        names = ("positions", "square_of", "pixels", "grids")
+        return replace(self, **{n: getattr(self, n).pin_memory().to(device, non_blocking=True) for n in names})
+
+    def part(self, shard: SequenceShard) -> Seen:
+        """For this rank's tokens of a row that several ranks share; all of them look at all images."""
+        positions = shard.take(self.positions.T).T
+        return replace(self, positions=positions, square_of=shard.take(self.square_of, NOT_AN_IMAGE))
+
+
+class Sight:
+    """What a model that sees has beside a language model, and how its images are read."""
+
+    def __init__(self, config: Any, reader: ImageReader):
+        self.reader, self.image_token = reader, int(config.image_token_id)
+        vision = config.vision_config
+        self.merge = int(vision.spatial_merge_size)
+        channels = getattr(vision, "in_channels", None) or vision.in_chans
+        self.patch_numbers = channels * vision.temporal_patch_size * vision.patch_size**2
+
+    @torch.no_grad()
+    def look(self, ids: Tensor, lengths: Sequence[int], images: Sequence[Images | None]) -> Seen | None:
+        """The images of documents that lie end to end in a row; None where none has any.
+
+        The first image tokens of a document are its images': one that comes later was sampled, and is text.
+        """
+        shown = [image for own in images for image in own or ()]
+        if not shown:
+            return None
+        number = {image: at for at, image in enumerate(dict.fromkeys(shown))}
+        pixels = [self.reader.pixels(image) for image in number]
+        sizes = torch.tensor([self._squares(one) for one in pixels])  # [distinct, 2]: rows and columns of squares
+        first_square = sizes.prod(1).cumsum(0) - sizes.prod(1)
+        which = torch.tensor([number[image] for image in shown])
+        counts = torch.tensor([len(own or ()) for own in images])
+        document_of_image = torch.repeat_interleave(torch.arange(len(images)), counts)
+        wanted = torch.zeros(len(images), dtype=torch.long).index_add_(0, document_of_image, sizes.prod(1)[which])
+
+        extent = torch.tensor(lengths)
+        document_of = torch.repeat_interleave(torch.arange(len(lengths)), extent)
+        start_of = extent.cumsum(0) - extent
+        is_token = ids == self.image_token
+        before = is_token.cumsum(0) - is_token.long()  # image tokens to the left, in the whole row
+        is_place = is_token & (before - before[start_of][document_of] < wanted[document_of])
+        found = torch.zeros_like(wanted).index_add_(0, document_of, is_place.long())
+        if not torch.equal(found, wanted):
+            at = int((found != wanted).nonzero()[0])
+            raise ValueError(
+                f"a sample has {int(found[at])} image tokens, but its {int(counts[at])} images take {int(wanted[at])}: "
+                "prompt and images do not belong together, or the prompt was cut"
+            )
+        places = is_place.nonzero()[:, 0]
+        squares = sizes[which].prod(1)
+        image_of = torch.repeat_interleave(torch.arange(len(which)), squares)
+        inside = torch.arange(len(places)) - (squares.cumsum(0) - squares)[image_of]
+        columns = sizes[which, 1][image_of]
+        square_of = torch.full_like(ids, NOT_AN_IMAGE)
+        square_of[places] = first_square[which][image_of] + inside
+
+        # All tokens of an image begin where it does; the last of them moves on by its longer side.
+        advance = torch.ones_like(ids)
+        advance[places] = 0
+        advance[places[squares.cumsum(0) - 1]] = sizes[which].amax(1)
+        begin = advance.cumsum(0) - advance
+        positions = (begin - begin[start_of][document_of]).repeat(3, 1)
+        positions[1, places] += inside // columns
+        positions[2, places] += inside % columns
+        ends = torch.zeros_like(extent).index_add_(0, document_of, advance)
+        return Seen(
+            positions,
+            square_of,
+            torch.cat([one.values for one in pixels]),
+            torch.tensor([one.grid for one in pixels]),
+            (extent - ends).tolist(),
+        )
+
+    def _squares(self, pixels: Pixels) -> tuple[int, int]:
+        _, height, width = pixels.grid
+        return height // self.merge, width // self.merge
+
+    def inputs(self, hf_model: Any, ids: Tensor, seen: Seen | None, *, always: bool = False) -> dict[str, Any]:
+        """What the language model inside `hf_model` takes for a row of tokens.
+
+        `always`: the tower looks at something also where there is nothing to see, because other ranks wait for it.
+        """
+        embedded = hf_model.get_input_embeddings()(ids)
+        if seen is None:
+            return {"inputs_embeds": (embedded + self._nothing(hf_model, ids.device) if always else embedded)[None]}
+        found = hf_model.base_model.get_image_features(seen.pixels, seen.grids)
+        places = (seen.square_of >= 0).nonzero()[:, 0]
+        squares = seen.square_of[places]
+        vectors = torch.cat(found.pooler_output)[squares].to(embedded.dtype)
+        inputs = {"inputs_embeds": embedded.index_put((places,), vectors)[None]}
+        deep = getattr(found, "deepstack_features", None)
+        if deep:  # added to the hidden states behind the first layers
+            inputs["visual_pos_masks"] = (seen.square_of >= 0)[None]
+            inputs["deepstack_visual_embeds"] = [torch.cat(list(one))[squares].to(embedded.dtype) for one in deep]
+        return inputs
+
+    def _nothing(self, hf_model: Any, device: torch.device) -> Tensor:
+        """Zero, by way of every weight of the tower."""
+        pixels = torch.zeros(self.merge**2, self.patch_numbers, device=device)
+        found = hf_model.base_model.get_image_features(pixels, torch.tensor([[1, self.merge, self.merge]]).to(device))
+        parts = [*found.pooler_output, *(x for one in getattr(found, "deepstack_features", None) or () for x in one)]
+        return sum(part.sum() for part in parts) * 0.0
+
+
+def find_sight(config: PretrainedConfig, model: ModelConfig) -> Sight | None:
+    """How a model takes images, if it does."""
+    return Sight(config, ImageReader(model.path or "", model.trust_remote_code)) if sees(config) else None
