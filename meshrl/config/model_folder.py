@@ -13,9 +13,9 @@ from meshrl.config.families import megatron_problems
 from meshrl.config.model import ModelConfig
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# Families that take images, and the file that says how.
+# Families that take images, and the files of which one says how.
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-PROCESSOR_FILE = "preprocessor_config.json"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -175,6 +175,11 @@ def read_model_config(model: ModelConfig) -> dict[str, Any]:
         raise ValueError(f"{file} must hold a JSON object")
     own = {name: values[name] for name in ("model_type",) if name in values}
     return {**values, **values.get("text_config", {}), **own, **model.override_config}
+
+
+def has_processor(folder: str | Path) -> bool:
+    """Whether a model's folder says how images are read."""
+    return any((Path(folder) / name).is_file() for name in PROCESSOR_FILES)
 
 
 def stateful_layers(shape: dict[str, Any]) -> str | None:

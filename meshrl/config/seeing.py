@@ -1,10 +1,9 @@
 """What a policy that sees images can and cannot have yet."""
 
-from pathlib import Path
 from typing import Any
 
 from meshrl.config.critic import uses_critic
-from meshrl.config.model_folder import PROCESSOR_FILE, SEEING, read_model_config
+from meshrl.config.model_folder import PROCESSOR_FILES, SEEING, has_processor, read_model_config
 from meshrl.config.names import ROLLOUT
 from meshrl.config.root import PPOConfig
 
@@ -35,6 +34,7 @@ def seeing_problems(config: PPOConfig) -> list[str]:
     words = f"not supported yet: a model that sees images ({kind}) with"
     problems = [f"{words} {what}" for what, is_set in given.items() if is_set]
     path = policy.model.path
-    if path and not (Path(path) / PROCESSOR_FILE).is_file():
-        problems.append(f"{ROOT}.model.path: {path} sees images, but has no {PROCESSOR_FILE} that says how")
+    if path and not has_processor(path):
+        files = " or ".join(PROCESSOR_FILES)
+        problems.append(f"{ROOT}.model.path: {path} sees images, but has no {files} that says how")
     return problems

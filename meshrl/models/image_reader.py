@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from meshrl.config.model_folder import PROCESSOR_FILE
+from meshrl.config.model_folder import PROCESSOR_FILES, has_processor
 
 # The column of a batch with the encoded images of each sample, in the order of their places in the prompt.
 IMAGES = "images"
@@ -36,8 +36,9 @@ class ImageReader:
     def __init__(self, folder: str | Path, trust_remote_code: bool = False):
         from transformers import AutoImageProcessor
 
-        if not (Path(folder) / PROCESSOR_FILE).is_file():
-            raise FileNotFoundError(f"the model at '{folder}' sees images, but has no {PROCESSOR_FILE} that says how")
+        if not has_processor(folder):
+            files = " or ".join(PROCESSOR_FILES)
+            raise FileNotFoundError(f"the model at '{folder}' sees images, but has no {files} that says how")
         self.processor: Any = AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
         self._kept: OrderedDict[bytes, Pixels] = OrderedDict()
         self._kept_bytes = 0

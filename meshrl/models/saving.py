@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from meshrl.config.model_folder import PROCESSOR_FILES
 from meshrl.models.buffers import named_weights
 from meshrl.models.key_map import STACK, parts_of
 from meshrl.models.tensor_files import INDEX_NAME, SINGLE_NAME, save_tensors
@@ -138,6 +139,13 @@ def save_configs(folder: str | Path, hf_model: PreTrainedModel) -> None:
     if hf_model.can_generate() and hf_model.generation_config is not None:
         # `save_pretrained` refuses what loading only warns of, and no checkpoint may fail for that.
         hf_model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+
+
+def copy_processor(source: str | Path, folder: str | Path) -> None:
+    """Copies what says how images are read, which no weight and no tokenizer tells, if the model at `source` has it."""
+    for name in (*PROCESSOR_FILES, "video_preprocessor_config.json"):
+        if (file := Path(source) / name).is_file():
+            shutil.copyfile(file, Path(folder) / name)
 
 
 def _name_shards(folder: Path, parts: list[list[str]], total: int) -> None:

@@ -21,7 +21,7 @@ from meshrl.engines.stored_reading import Stored
 from meshrl.engines.stored_state import INDEX, Rectangle, Snapshot, record_file, write_index, write_snapshot
 from meshrl.models.loading import empty_model, load_model_config, load_tokenizer, torch_dtype
 from meshrl.models.lora import ADAPTER, ADAPTER_CONFIG, SCALING_FILE, merged_params
-from meshrl.models.saving import SHARD_BYTES, as_file_tensors, new_folder, save_configs, write_shards
+from meshrl.models.saving import SHARD_BYTES, as_file_tensors, copy_processor, new_folder, save_configs, write_shards
 from meshrl.models.sizes import expert_count
 from meshrl.models.tensor_files import open_tensors, save_tensors, tensor_files
 from meshrl.trainer.checkpoint import FOLDER, FORMAT, STATE, CheckpointError, newest_complete, problems_of
@@ -295,6 +295,7 @@ def from_hf(folder: str | Path, out: str | Path, *, role: str = "actor", overwri
         save_configs(aside / role / HF_FOLDER, model)
         if (source / "tokenizer_config.json").is_file():
             load_tokenizer(source).save_pretrained(aside / role / HF_FOLDER)
+        copy_processor(source, aside / role / HF_FOLDER)
         files += [file for file in (aside / role / HF_FOLDER).iterdir() if file.is_file()]
         state = aside / STATE
         content = {"step": 0, "state": None, "contents": {role: ["model"]}, "ranks": {role: 1}, "config": {}}

@@ -47,6 +47,7 @@ from meshrl.data.prompts import PromptDataset
 from meshrl.data.sampling import BatchOrder, RowOrder
 from meshrl.data.stream import PromptStream
 from meshrl.models.loading import load_model_config, load_tokenizer, stop_token_ids
+from meshrl.models.saving import copy_processor
 from meshrl.models.sight import sees
 from meshrl.rewards.loading import load_reward_manager
 from meshrl.telemetry.bar import counting_bar
@@ -206,7 +207,7 @@ def train_once(
             ):
                 keeper.fit(loop)
             if trainer.save_final_model and not trainer.val_only:
-                screen.message(f"model: {save_model(actor, run, tokenizer)}")
+                screen.message(f"model: {save_model(actor, run, tokenizer, model.path)}")
         report_run(run, screen)
         return run.path
 
@@ -319,7 +320,7 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
             with bookkeeping(trainer, groups, run, first_step) as loop.books:
                 keeper.fit(loop)
             if trainer.save_final_model:
-                screen.message(f"model: {save_model(group, run, tokenizer)}")
+                screen.message(f"model: {save_model(group, run, tokenizer, path)}")
         report_run(run, screen)
         return run.path
 
@@ -476,12 +477,13 @@ def tracking(config: PPOConfig | SFTConfig, run: RunFolder, screen: StepConsole)
         return Tracking(*names, asdict(config), console=screen)
 
 
-def save_model(group: WorkerGroup, run: RunFolder, tokenizer: Tokenizer) -> Path:
-    """Writes the trained model with its tokenizer to `model/` in the run's folder."""
+def save_model(group: WorkerGroup, run: RunFolder, tokenizer: Tokenizer, source: str | None) -> Path:
+    """Writes the trained model with its tokenizer, and how it reads images, to `model/` in the run's folder."""
     folder, aside = run.model, run.path / ".model.partial"
     shutil.rmtree(aside, ignore_errors=True)
     group.save_model(str(aside.absolute()))
     tokenizer.save_pretrained(aside)
+    copy_processor(source or "", aside)
     if folder.exists():
         shutil.rmtree(folder)
     aside.rename(folder)

@@ -24,7 +24,7 @@ from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.engines.stored_state import Entry, FileRecord, Part, Snapshot, record_file, write_snapshot
 from meshrl.models.loading import load_tokenizer
 from meshrl.models.lora import save_adapter_config
-from meshrl.models.saving import save_configs, save_hf_folder
+from meshrl.models.saving import copy_processor, save_configs, save_hf_folder
 from meshrl.telemetry.ledger import booked
 
 # The role's Hugging Face files lie here: configs and tokenizer always, the weights with `hf_model`.
@@ -140,6 +140,7 @@ class CheckpointedWorker(Worker):
         tokenizer = Path(model.tokenizer_path or model.path or "")
         if (tokenizer / "tokenizer_config.json").is_file():
             load_tokenizer(tokenizer, model.trust_remote_code).save_pretrained(target)
+        copy_processor(model.path or "", target)
         files = [file for file in target.rglob("*") if file.is_file()]
         if isinstance(engine, FSDPEngine) and engine.has_adapters:
             files += save_adapter_config(folder, engine.hf_model, engine.adapter_scaling, model.path or "")
