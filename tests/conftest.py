@@ -167,3 +167,32 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from meshrl.models.tiny import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), ALPHABET, num_hidden_layers=2, hidden_size=32)
+
+
+@pytest.fixture(scope="session")
+def seeing_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folders with tiny models that see, by family. Shared: do not write into them."""
+    from meshrl.models.tiny import make_tiny_seeing_model
+
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = make_tiny_seeing_model(tmp_path_factory.mktemp(family), ALPHABET, family=family)
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def image() -> Callable[..., bytes]:
+    """Makes images of noise: `image(height, width, seed)`; 8 x 8 pixels are one token of the tiny models."""
+    import numpy as np
+
+    from meshrl.models.image_reader import as_png
+
+    def make(height: int, width: int, seed: int = 0) -> bytes:
+        rng = np.random.default_rng(seed)
+        return as_png(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+    return make

@@ -19,7 +19,8 @@ def seeing_problems(config: PPOConfig) -> list[str]:
         return []  # said where the model is checked
     kind = shape.get("model_type")
     if kind not in SEEING:
-        return []
+        frozen = shape and policy.actor.freeze_vision_tower
+        return [f"{ROOT}.actor.freeze_vision_tower=true has no effect: the model sees no images"] if frozen else []
     given = {
         f"{ROOT}.actor.strategy=megatron (use fsdp2)": policy.actor.strategy == "megatron",
         f"{ROLLOUT}.name={policy.rollout.name} (use embedded)": policy.rollout.name != "embedded",

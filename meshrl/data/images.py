@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from meshrl.models.image_reader import ImageReader
 from meshrl.models.sight import Images
 
 PLACE = "<image>"
+DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
 
 
 class PromptImages:
@@ -48,10 +52,10 @@ class PromptImages:
         """A tokenized prompt with as many tokens for each image as the model takes for it."""
         places = (ids == self.image_token).nonzero()[0]
         if len(places) != len(images):
+            column = f"'{self.key}'" if self.key else "the row, since no column of images is named (image_key)"
             raise RowError(
                 number,
-                f"the prompt has places for {len(places)} images ({PLACE}), but the row has {len(images)} in "
-                f"'{self.key}' (data.image_key)",
+                f"the prompt has {len(places)} places for images ({PLACE}), but there are {len(images)} in {column}",
             )
         times = np.ones(len(ids), np.int64)
         try:
@@ -62,18 +66,33 @@ class PromptImages:
 
 
 def encoded(image: Any) -> bytes:
-    """An image as the bytes of a file: given so, by path, as {bytes, path} of a data set, or as a PIL image."""
+    """An image as the bytes of a file: given so, by path, as a data URL, as {bytes, path} of a data set, or by PIL."""
     if isinstance(image, dict):
         image = image.get("bytes") or image.get("path")
     if isinstance(image, bytes):
         return image
+    if isinstance(image, str) and is_data_url(image):
+        return from_data_url(image)
     if isinstance(image, str | Path):
         return Path(image).read_bytes()
     if hasattr(image, "save"):
         file = io.BytesIO()
         image.save(file, "PNG")
         return file.getvalue()
-    raise ValueError(f"an image must be bytes, a path, or a mapping with one of them, got {shown(image)}")
+    raise ValueError(f"an image must be bytes, a path, a data URL, or a mapping with one of them, got {shown(image)}")
+
+
+def is_data_url(text: str) -> bool:
+    """Whether a text holds what it names."""
+    return DATA_URL.match(text) is not None
+
+
+def from_data_url(url: str) -> bytes:
+    """What a data URL holds; a `ValueError` if it cannot be read."""
+    try:
+        return base64.b64decode(url.partition(",")[2], validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"a data URL of {len(url)} characters is not base64 ({error})") from error
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:

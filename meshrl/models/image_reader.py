@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from meshrl.config.model_folder import PROCESSOR_FILES, has_processor
 
 # The column of a batch with the encoded images of each sample, in the order of their places in the prompt.
 IMAGES = "images"
+# A camera's note of how it was held, and from which value on height and width are the other way round.
+ORIENTATION, LYING = 0x0112, 5
 # Pixels of images that are kept for the next pass over the same samples.
 KEPT_BYTES = 512 << 20
 
@@ -44,8 +48,8 @@ class ImageReader:
         self._kept_bytes = 0
 
     def num_tokens(self, image: bytes) -> int:
-        """How many tokens of a prompt an image takes. Only its head is read."""
-        width, height = open_image(image).size
+        """How many tokens of a prompt an image takes. Of most kinds only the head is read."""
+        width, height = shown_size(image)
         return int(self.processor.get_number_of_image_patches(height, width, {})) // self.processor.merge_size**2
 
     def pixels(self, image: bytes) -> Pixels:
@@ -53,7 +57,7 @@ class ImageReader:
         if (found := self._kept.get(image)) is not None:
             self._kept.move_to_end(image)
             return found
-        made = self.processor(images=[open_image(image).convert("RGB")], return_tensors="pt")
+        made = self.processor(images=[upright(image)], return_tensors="pt")
         time, height, width = made["image_grid_thw"][0].tolist()
         found = Pixels(made["pixel_values"], (time, height, width))
         self._kept[image] = found
@@ -73,12 +77,35 @@ def as_png(pixels: np.ndarray) -> bytes:
 
 
 def open_image(image: bytes) -> Any:
-    """A PIL image, the right way up, that is not decoded yet; a `ValueError` for what is no image."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    """A PIL image as it was stored, not decoded yet; a `ValueError` for what is no image."""
+    from PIL import Image
 
     try:
-        opened = Image.open(io.BytesIO(image))
-        ImageOps.exif_transpose(opened, in_place=True)
-    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+        return Image.open(io.BytesIO(image))
+    except (OSError, Image.DecompressionBombError) as error:
         raise ValueError(f"{len(image)} bytes that are no image ({error})") from error
-    return opened
+
+
+def shown_size(image: bytes) -> tuple[int, int]:
+    """Width and height of an image the way up that it is shown."""
+    opened = open_image(image)
+    with _told_if_broken(image):
+        width, height = opened.size
+        return (width, height) if opened.getexif().get(ORIENTATION, 1) < LYING else (height, width)
+
+
+def upright(image: bytes) -> Any:
+    """A decoded PIL image in RGB, the way up that it is shown."""
+    from PIL import ImageOps
+
+    opened = open_image(image)
+    with _told_if_broken(image):
+        return ImageOps.exif_transpose(opened).convert("RGB")
+
+
+@contextmanager
+def _told_if_broken(image: bytes) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SyntaxError) as error:  # its head was whole
+        raise ValueError(f"an image of {len(image)} bytes cannot be decoded ({error})") from error

@@ -161,6 +161,11 @@ def _auto_class(config: PretrainedConfig, head: str) -> Any:
         if sees(config):
             raise ValueError(f"not supported yet: values of a model that sees images (model_type {config.model_type})")
         return AutoModelForTokenClassification
+    return causal_lm_class(config)
+
+
+def causal_lm_class(config: PretrainedConfig) -> Any:
+    """What builds a model with a language model's head of this config; one that sees is of another kind."""
     return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
 
 

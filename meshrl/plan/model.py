@@ -77,6 +77,10 @@ KNOWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Models that see, and the language models that they are without.
+READING = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
+
+
 @dataclass(frozen=True)
 class PlannedModel:
     """A model's config, where it comes from in words, and its modules on the meta device."""
@@ -170,11 +174,11 @@ def find_model(
         if not Path(config_file).is_file():
             raise ValueError(f"--model-config: there is no file {config_file}")
         fields = read_json(Path(config_file))
-        return PlannedModel(_config(fields, override, config_file), config_file, lora)
+        return PlannedModel(_config(fields, override, config_file), _source(config_file, fields), lora)
     file = Path(model.path or "") / "config.json"
     if model.path and file.is_file():
         fields = read_json(file)
-        return PlannedModel(_config(fields, override, str(file)), str(file), lora)
+        return PlannedModel(_config(fields, override, str(file)), _source(str(file), fields), lora)
     if not model.path:
         raise ValueError(f"the recipe names no model: set {key}, or give --model-config FILE")
     name = known_name(model.path)
@@ -202,8 +206,22 @@ def _config(fields: dict[str, Any], override: dict[str, Any], source: str) -> Pr
         config = AutoConfig.for_model(**fields)
     except Exception as error:  # each kind of config checks its fields in its own way
         raise ValueError(f"{source} is refused by transformers: {' '.join(str(error).split())}") from error
+    if config.model_type in READING:
+        config = _reading_part(config)
     for name, value in override.items():
         if not hasattr(config, name):
             raise ValueError(f"model.override_config.{name}: {type(config).__name__} has no field '{name}'")
         setattr(config, name, value)
     return config
+
+
+def _source(file: str, fields: dict[str, Any]) -> str:
+    return f"{file}, without what looks at images" if fields["model_type"] in READING else file
+
+
+def _reading_part(config: PretrainedConfig) -> PretrainedConfig:
+    """The language model inside of one that sees, as a model of its own: a plan counts no images."""
+    fields = config.get_text_config().to_dict()
+    fields.get("rope_parameters", {}).pop("mrope_section", None)
+    fields |= {"model_type": READING[config.model_type], "tie_word_embeddings": config.tie_word_embeddings}
+    return AutoConfig.for_model(**fields)

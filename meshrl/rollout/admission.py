@@ -10,14 +10,14 @@ from meshrl.rollout.requests import Request
 NO_WEIGHTS = "the rollout has no weights yet: sync them before generating"
 
 
-def refusal(request: Request, vocabulary: int, context: int) -> str | None:
+def refusal(request: Request, vocabulary: int, context: int, sees: bool = False) -> str | None:
     """Why a request cannot be served by a model of this vocabulary and context, or None."""
     prompt = request.prompt_token_ids
     if not prompt:
         return "the prompt is empty: it needs at least one token"
     if len(prompt) >= context:
         return f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in a context of {context}"
-    if request.images:
+    if request.images and not sees:
         return "not supported yet: prompts with images in this engine; rollout.name=embedded takes them"
     for what, ids in (
         ("prompt", prompt),

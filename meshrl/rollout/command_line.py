@@ -126,6 +126,7 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--prompts", required=True, metavar="FILE", help=".parquet or .jsonl with a prompt in each row")
     files.add_argument("--out", required=True, metavar="FILE", help=".parquet or .jsonl to write")
     files.add_argument("--prompt-key", default="prompt", metavar="COLUMN", help="a text or a list of chat messages")
+    files.add_argument("--image-key", metavar="COLUMN", help="images of each row, for a model that sees")
     files.add_argument(
         "--chat-template-arg",
         action="append",

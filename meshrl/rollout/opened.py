@@ -8,17 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from meshrl.config.engine_arguments import quantization_problem
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import READERS, ROLLOUTS, EngineKwargs, RolloutConfig
+from meshrl.data.images import PromptImages
 from meshrl.models.buffers import named_weights
 from meshrl.models.loading import load_model, load_model_config, load_tokenizer, stop_token_ids, torch_dtype
+from meshrl.models.sight import sees
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.build import build_rollout
+from meshrl.rollout.weight_stream import model_without_memory
 
 # The attention function of a model that only lends its weights.
 PLAIN_ATTENTION = "sdpa"
@@ -58,10 +61,14 @@ class Opened:
     context: int
     stop_token_ids: tuple[int, ...]
     trust_remote_code: bool = False
+    images: PromptImages | None = None
 
 
-def open_rollout(path: str | Path, options: EngineOptions) -> Opened:
-    """Loads the folder at `path` into an engine; raises ValueError or OSError for what the caller got wrong."""
+def open_rollout(path: str | Path, options: EngineOptions, image_key: str | None = None) -> Opened:
+    """Loads the folder at `path` into an engine; raises ValueError or OSError for what the caller got wrong.
+
+    `image_key` is the column in which rows of prompts have images.
+    """
     transformers_logging.disable_progress_bar()
     device = check_options(options)
     config = load_model_config(path, trust_remote_code=options.trust_remote_code)
@@ -71,6 +78,14 @@ def open_rollout(path: str | Path, options: EngineOptions) -> Opened:
         raise ValueError(f"max_model_len is {options.max_model_len}, but the model's context has {length} tokens")
     dtype = _dtype(options.dtype, device, config)
     tokenizer = load_tokenizer(path, options.trust_remote_code)
+    if image_key is not None and not sees(config):
+        raise ValueError(f"images in '{image_key}': the model at '{path}' ({config.model_type}) does not see any")
+    images = PromptImages(path, tokenizer, image_key, options.trust_remote_code) if sees(config) else None
+    if images is not None and options.engine != "embedded":
+        raise ValueError(
+            f"not supported yet: a model that sees images ({config.model_type}) in the {options.engine} engine; use "
+            "embedded"
+        )
     rollout = _build(path, options, device, dtype)
     context = getattr(rollout, "max_model_len", None) or options.max_model_len or length
     if context is None:
@@ -84,6 +99,7 @@ def open_rollout(path: str | Path, options: EngineOptions) -> Opened:
         context=int(context),
         stop_token_ids=tuple(stop_token_ids(path, tokenizer)),
         trust_remote_code=options.trust_remote_code,
+        images=images,
     )
 
 
@@ -153,9 +169,7 @@ def folder_weights(path: str | Path, dtype: torch.dtype, trust_remote_code: bool
 
 def tied_names(config: PretrainedConfig) -> set[str]:
     """Names under which a model's file may hold what is another parameter: they can be left out."""
-    with torch.device("meta"):
-        hf_model = AutoModelForCausalLM.from_config(config)
-    hf_model.tie_weights()
+    hf_model = model_without_memory(config)
     return set(hf_model.state_dict()) - named_weights(hf_model).keys()
 
 

@@ -19,10 +19,10 @@ Named = tuple[str, Tensor]
 
 def model_without_memory(config: Any) -> PreTrainedModel:
     """A model with this config of which nothing is allocated."""
-    from transformers import AutoModelForCausalLM
+    from meshrl.models.loading import causal_lm_class
 
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = causal_lm_class(config).from_config(config)
     model.tie_weights()
     return model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,8 +47,15 @@ def write_output(out: Path, prompts: Path, rows: Sequence[Row], results: Sequenc
         # A lone surrogate, which JSON may hold and UTF-8 may not, becomes the escape that it came from.
         with aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for row, result in zip(rows, results, strict=True):
-                file.write(json.dumps(row | result, ensure_ascii=False, default=str) + "\n")
+                file.write(json.dumps(row | result, ensure_ascii=False, default=_as_text) + "\n")
     os.replace(aside, out)
+
+
+def _as_text(value: Any) -> str:
+    """What JSON does not know; bytes, such as those of an image, so that they can be read again."""
+    return (
+        f"data:application/octet-stream;base64,{b64encode(value).decode()}" if isinstance(value, bytes) else str(value)
+    )
 
 
 def _write_parquet(aside: Path, prompts: Path, rows: Sequence[Row], results: Sequence[Result]) -> None:

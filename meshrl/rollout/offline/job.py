@@ -22,6 +22,7 @@ from rich.console import Console
 from meshrl.config.chat_template import template_file_problems, template_name_problems
 from meshrl.data.encoding import encode_prompt, is_chat
 from meshrl.data.files import Row, read_rows
+from meshrl.models.sight import Images
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.command_line import named_values
 from meshrl.rollout.offline.answers_file import check_output, write_output
@@ -49,6 +50,7 @@ class Job:
     out: Path
     params: SamplingParams
     prompt_key: str = "prompt"
+    image_key: str | None = None
     seed: int = 0
     token_ids: bool = False
     restart: bool = False
@@ -69,6 +71,7 @@ class Job:
             out=Path(arguments.out),
             params=params,
             prompt_key=arguments.prompt_key,
+            image_key=arguments.image_key,
             seed=arguments.seed,
             token_ids=arguments.token_ids,
             restart=arguments.restart,
@@ -79,8 +82,10 @@ class Job:
         """Equal for jobs whose answers are equal: sizes of batches and of memory do not count."""
         engine = [options.engine, options.dtype, check_options(options).type, options.max_model_len, options.arguments]
         digest = hashlib.sha256()
+        keys = [self.prompt_key] if self.image_key is None else [self.prompt_key, self.image_key]
         for row in rows:
-            digest.update(json.dumps(row.get(self.prompt_key), default=repr).encode() + b"\n")
+            for key in keys:
+                digest.update(json.dumps(row.get(key), default=repr).encode() + b"\n")
         asked = [str(Path(self.model).resolve()), asdict(self.params), self.seed, self.token_ids, digest.hexdigest()]
         asked.append(dict(self.template_kwargs))
         return hashlib.sha256(json.dumps([*asked, *engine], default=repr).encode()).hexdigest()
@@ -102,7 +107,7 @@ def generate(job: Job, options: EngineOptions, console: Console | None = None) -
         started = time.perf_counter()
         tokens = 0
         if earlier < len(rows):
-            opened = open_rollout(job.model, options)
+            opened = open_rollout(job.model, options, job.image_key)
             try:
                 with Progress(len(rows), earlier, console or Console(stderr=True)) as progress:
                     run = _Run(replace(job, params=_with_ends(job.params, opened)), rows, opened, options.max_num_seqs)
@@ -177,22 +182,28 @@ class _Run:
             if number in journal.results:
                 continue
             try:
-                prompt = self._encode(row, number)
+                prompt, images = self._encode(row, number)
             except (ValueError, TypeError, TemplateError) as error:
                 journal.add([(number, self._result([], str(error)))])
                 continue
-            group.append((number, Request(f"row-{number}", prompt, self.job.params, self._seeds[number])))
+            group.append((number, Request(f"row-{number}", prompt, self.job.params, self._seeds[number], images)))
             if len(group) == self.group_size:
                 yield group
                 group = []
         if group:
             yield group
 
-    def _encode(self, row: Row, number: int) -> tuple[int, ...]:
-        prompt = row.get(self.job.prompt_key)
+    def _encode(self, row: Row, number: int) -> tuple[tuple[int, ...], Images]:
+        prompt, images = row.get(self.job.prompt_key), self.opened.images
         if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-            return tuple(prompt)
-        return tuple(encode_prompt(self.opened.tokenizer, prompt, number, None, self.job.template_kwargs).tolist())
+            return tuple(prompt), images.of(row, number) if images is not None else ()
+        if images is not None:
+            prompt = images.with_places(prompt)
+        ids = encode_prompt(self.opened.tokenizer, prompt, number, None, self.job.template_kwargs)
+        if images is None:
+            return tuple(ids.tolist()), ()
+        shown = images.of(row, number)
+        return tuple(images.expanded(ids, shown, number).tolist()), shown
 
     def _results(self, group: Group, answers: Sequence[Completion]) -> Iterator[tuple[int, Result]]:
         n = self.job.params.n

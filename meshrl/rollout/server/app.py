@@ -13,10 +13,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from meshrl.models.sight import Images
 from meshrl.rollout.admission import refusal
 from meshrl.rollout.requests import Request as RolloutRequest
 from meshrl.rollout.server.answers import ChatShape, CompletionShape, Shape
-from meshrl.rollout.server.chat import chat_token_ids
+from meshrl.rollout.server.chat import chat_prompt
 from meshrl.rollout.server.errors import ApiError
 from meshrl.rollout.server.limits import read_body, save_body
 from meshrl.rollout.server.metrics import CONTENT_TYPE
@@ -80,8 +81,8 @@ def _add_generation(app: FastAPI, service: Service, may_ask: Any) -> None:
     async def chat(request: Request) -> Response:
         body = await _asked(service, request, ChatBody)
         _limit_answers(service, body.n)
-        prompt = await service.encode(lambda: chat_token_ids(service.tokenizer, body))
-        return _answering(service, body, [prompt], ChatShape)
+        prompt, images = await service.encode(lambda: chat_prompt(service.tokenizer, body, service.opened.images))
+        return _answering(service, body, [prompt], ChatShape, images)
 
 
 def _add_information(app: FastAPI, service: Service, may_ask: Any) -> None:
@@ -159,15 +160,15 @@ async def _asked(service: Service, request: Request, kind: type[AnyBody]) -> Any
 
 
 def _answering(
-    service: Service, body: GenerationBody, prompts: Sequence[Sequence[int]], kind: type[Shape]
+    service: Service, body: GenerationBody, prompts: Sequence[Sequence[int]], kind: type[Shape], images: Images = ()
 ) -> Answering:
     shape = kind(body, service.tokenizer, prompts)
     opened = service.opened
     requests = []
     for number, (prompt, seed) in enumerate(zip(prompts, body.seeds(len(prompts)), strict=True)):
         params = body.sampling(len(prompt), opened.context, opened.stop_token_ids)
-        request = RolloutRequest(f"{shape.id}-{number}", tuple(prompt), params, seed)
-        problem = refusal(request, opened.vocabulary, opened.context)
+        request = RolloutRequest(f"{shape.id}-{number}", tuple(prompt), params, seed, images)
+        problem = refusal(request, opened.vocabulary, opened.context, sees=opened.images is not None)
         if problem is not None:
             raise ApiError(400, problem)
         requests.append(request)

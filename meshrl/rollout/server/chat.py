@@ -1,19 +1,23 @@
-"""Chat messages and tools through the model's own chat template, to token ids."""
+"""Chat messages, images and tools through the model's own chat template, to token ids."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.chat_template import reserved_name
+from meshrl.data.encoding import RowError
+from meshrl.data.images import PromptImages, from_data_url, is_data_url
+from meshrl.models.sight import Images
 from meshrl.rollout.server.errors import ApiError
 from meshrl.rollout.server.protocol import ChatBody, Message
 
 
-def chat_token_ids(tokenizer: Tokenizer, body: ChatBody) -> list[int]:
-    """The prompt that asks the model for its next message."""
+def chat_prompt(tokenizer: Tokenizer, body: ChatBody, sight: PromptImages | None) -> tuple[list[int], Images]:
+    """The prompt that asks the model for its next message, and the images in it; none without `sight`."""
     template = tokenizer.chat_template
     if template is None:
         raise ApiError(400, "this model has no chat template: use /v1/completions")
@@ -23,7 +27,10 @@ def chat_token_ids(tokenizer: Tokenizer, body: ChatBody) -> list[int]:
     wrong = reserved_name(body.chat_template_kwargs)
     if wrong is not None:
         raise ApiError(400, f"chat_template_kwargs: '{wrong}' cannot be set", "chat_template_kwargs")
-    messages = [_as_dict(number, message) for number, message in enumerate(body.messages)]
+    images: list[bytes] = []
+    messages = [_as_dict(number, message, images) for number, message in enumerate(body.messages)]
+    if images and sight is None:
+        raise ApiError(400, "this model does not see images: send text only", "messages")
     try:
         rendered = tokenizer.apply_chat_template(
             messages,
@@ -35,12 +42,18 @@ def chat_token_ids(tokenizer: Tokenizer, body: ChatBody) -> list[int]:
         )
     except Exception as error:  # templates raise anything for messages that they were not written for
         raise ApiError(400, f"the chat template refused the messages: {error}", "messages") from error
-    return list(rendered)
+    if sight is None:
+        return list(rendered), ()
+    try:
+        return sight.expanded(np.asarray(rendered), tuple(images), 0).tolist(), tuple(images)
+    except RowError as error:
+        raise ApiError(400, f"messages: {error.words}", "messages") from error
 
 
-def _as_dict(number: int, message: Message) -> dict[str, Any]:
+def _as_dict(number: int, message: Message, images: list[bytes]) -> dict[str, Any]:
+    """A message as templates take it; the images in it go to `images`, in their order."""
     role = "system" if message.role == "developer" else message.role
-    given: dict[str, Any] = {"role": role, "content": _text(number, message)}
+    given: dict[str, Any] = {"role": role, "content": _content(number, message, images)}
     for name in ("name", "tool_call_id", "reasoning_content"):
         value = getattr(message, name)
         if value is not None:
@@ -50,15 +63,33 @@ def _as_dict(number: int, message: Message) -> dict[str, Any]:
     return given
 
 
-def _text(number: int, message: Message) -> str:
+def _content(number: int, message: Message, images: list[bytes]) -> str | list[dict[str, str]]:
+    """A text, or parts where there is an image among them."""
     if isinstance(message.content, str):
         return message.content
-    texts = []
+    parts = []
     for part in message.content:
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ApiError(400, f"messages.{number}: only text parts are served here", "messages")
-        texts.append(part["text"])
-    return "".join(texts)
+        kind, url = part.get("type"), part.get("image_url")
+        if kind == "text" and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        elif kind == "image_url" and isinstance(url, dict) and isinstance(url.get("url"), str):
+            images.append(_image(number, url["url"]))
+            parts.append({"type": "image"})
+        else:
+            raise ApiError(400, f"messages.{number}: only parts of text and image_url are served here", "messages")
+    return parts if any(part["type"] == "image" for part in parts) else "".join(part["text"] for part in parts)
+
+
+def _image(number: int, url: str) -> bytes:
+    # Nothing is fetched or read for a caller: an address could be one that only this machine reaches.
+    if not is_data_url(url):
+        raise ApiError(
+            400, f"messages.{number}: an image must come as a data URL (data:image/...;base64,...)", "messages"
+        )
+    try:
+        return from_data_url(url)
+    except ValueError as error:
+        raise ApiError(400, f"messages.{number}: {error}", "messages") from error
 
 
 def _with_parsed_arguments(number: int, call: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,75 @@
+"""A policy that sees images: what it can and cannot have, told before anything starts."""
+
+import pytest
+
+from meshrl.config import load_config
+from meshrl.config.checks import check_config
+from meshrl.config.seeing import seeing_problems
+
+ROOT = "actor_rollout_ref"
+
+
+@pytest.fixture
+def seeing(seeing_folder, tmp_path):
+    """A config whose policy sees, plus overrides."""
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "6 * 7"}\n' * 1024)
+
+    def make(*overrides, family="qwen3_vl"):
+        own = [
+            f"data.train_files={data}",
+            "data.max_prompt_length=32",
+            "data.max_response_length=16",
+            f"{ROOT}.model.path={seeing_folder(family)}",
+            "reward.name=exact_match",
+        ]
+        return load_config("grpo", [*own, *overrides]).config
+
+    return make
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl"])
+def test_a_policy_that_sees_is_fine(seeing, family):
+    assert check_config(seeing(family=family)) == []
+    assert check_config(seeing(f"{ROOT}.actor.freeze_vision_tower=true", family=family)) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (f"{ROOT}.actor.strategy=megatron", "actor.strategy=megatron (use fsdp2)"),
+        (f"{ROOT}.rollout.name=vllm", "rollout.name=vllm (use embedded)"),
+        (f"{ROOT}.rollout.name=hf", "rollout.name=hf (use embedded)"),
+        (f"{ROOT}.rollout.tensor_model_parallel_size=2", "a replica over 2 ranks (use 1)"),
+        (f"{ROOT}.rollout.multi_turn.enable=true", "multi_turn.enable=true"),
+        (f"{ROOT}.model.use_remove_padding=false", "use_remove_padding=false"),
+        ("algorithm.adv_estimator=gae", "a critic (algorithm.adv_estimator=gae)"),
+        ("reward_model.enable=true", "reward_model.enable=true"),
+    ],
+)
+def test_what_it_cannot_have_yet_is_named(seeing, override, words):
+    found = seeing_problems(seeing(override))
+    assert [problem for problem in found if words in problem] == [
+        f"not supported yet: a model that sees images (qwen3_vl) with {problem}"
+        for problem in [found[0].split(" with ", 1)[1]]
+    ]
+    assert set(found) <= set(check_config(seeing(override)))
+
+
+def test_it_must_say_how_images_are_read(seeing, seeing_folder, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in seeing_folder("qwen3_vl").iterdir():
+        if "processor" not in file.name:
+            (folder / file.name).symlink_to(file)
+    config = seeing(f"{ROOT}.model.path={folder}")
+    (problem,) = seeing_problems(config)
+    assert "has no preprocessor_config.json or processor_config.json that says how" in problem
+    (folder / "processor_config.json").write_text("{}")
+    assert seeing_problems(config) == []
+
+
+def test_a_tower_can_only_be_frozen_where_there_is_one(fine):
+    (problem,) = check_config(fine(f"{ROOT}.actor.freeze_vision_tower=true"))
+    assert "actor.freeze_vision_tower=true has no effect: the model sees no images" in problem
+    assert check_config(fine()) == []
