@@ -67,6 +67,19 @@ class Seen:
         return replace(self, positions=positions, square_of=shard.take(self.square_of, NOT_AN_IMAGE))
 
 
+@dataclass(frozen=True)
+class Deep:
+    """What is added to hidden states of image tokens (at `places`) behind each of the first layers."""
+
+    places: Tensor
+    vectors: list[Tensor]
+
+    def add_to(self, hidden: Tensor, layer: int) -> None:
+        """Adds, in place, what belongs behind a layer."""
+        if layer < len(self.vectors):
+            hidden.index_add_(0, self.places, self.vectors[layer])
+
+
 class Sight:
     """What a model that sees has beside a language model, and how its images are read."""
 
@@ -142,19 +155,26 @@ class Sight:
 
         `always`: the tower looks at something also where there is nothing to see, because other ranks wait for it.
         """
-        embedded = hf_model.get_input_embeddings()(ids)
         if seen is None:
+            embedded = hf_model.get_input_embeddings()(ids)
             return {"inputs_embeds": (embedded + self._nothing(hf_model, ids.device) if always else embedded)[None]}
+        embedded, deep = self.embedded(hf_model, ids, seen)
+        inputs: dict[str, Any] = {"inputs_embeds": embedded[None]}
+        if deep is not None:
+            inputs["visual_pos_masks"] = (seen.square_of >= 0)[None]
+            inputs["deepstack_visual_embeds"] = deep.vectors
+        return inputs
+
+    def embedded(self, hf_model: Any, ids: Tensor, seen: Seen) -> tuple[Tensor, Deep | None]:
+        """The embeddings of a row's tokens with its images among them, and what goes in deeper."""
+        embedded = hf_model.get_input_embeddings()(ids)
         found = hf_model.base_model.get_image_features(seen.pixels, seen.grids)
         places = (seen.square_of >= 0).nonzero()[:, 0]
         squares = seen.square_of[places]
         vectors = torch.cat(found.pooler_output)[squares].to(embedded.dtype)
-        inputs = {"inputs_embeds": embedded.index_put((places,), vectors)[None]}
         deep = getattr(found, "deepstack_features", None)
-        if deep:  # added to the hidden states behind the first layers
-            inputs["visual_pos_masks"] = (seen.square_of >= 0)[None]
-            inputs["deepstack_visual_embeds"] = [torch.cat(list(one))[squares].to(embedded.dtype) for one in deep]
-        return inputs
+        deeper = Deep(places, [torch.cat(list(one))[squares].to(embedded.dtype) for one in deep]) if deep else None
+        return embedded.index_put((places,), vectors), deeper
 
     def _nothing(self, hf_model: Any, device: torch.device) -> Tensor:
         """Zero, by way of every weight of the tower."""

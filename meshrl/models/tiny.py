@@ -83,6 +83,8 @@ def make_tiny_seeing_model(folder: str | Path, alphabet: str, seed: int = 0, fam
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
     }
+    if family == "qwen3_vl_moe":
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     patches = {"patch_size": PATCH, "temporal_patch_size": 1, "spatial_merge_size": MERGE, "depth": 2, "num_heads": 2}
     vision: dict[str, dict[str, Any]] = {
         "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
@@ -98,7 +100,7 @@ def make_tiny_seeing_model(folder: str | Path, alphabet: str, seed: int = 0, fam
     config = AutoConfig.for_model(
         family,
         text_config=text,
-        vision_config=patches | vision[family],
+        vision_config=patches | vision[family.removesuffix("_moe")],
         image_token_id=image,
         video_token_id=video,
         vision_start_token_id=start,

@@ -45,13 +45,16 @@ def test_what_corrects_needs_log_probs_and_products_need_room():
     assert config_of(f"{ROLLOUT}.quantization=false").actor_rollout_ref.rollout.quantization is None
 
 
-@pytest.mark.parametrize(("kind", "can"), [("qwen3", True), ("llama", True), ("qwen3_moe", False), ("gemma2", False)])
+@pytest.mark.parametrize(
+    ("kind", "can"), [("qwen3", True), ("llama", True), ("qwen3_vl", True), ("qwen3_moe", False), ("gemma2", False)]
+)
 def test_layers_must_be_known(tmp_path, kind, can):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     path = f"actor_rollout_ref.model.path={tmp_path}"
     found = eight_bit_file_problems(config_of(WEIGHTS, path))
     assert (found == []) == can
-    assert all(f"llama, mistral, qwen2, qwen3, and {path} is {kind}: leave it out" in problem for problem in found)
+    words = f"qwen2, qwen3, qwen2_vl, qwen2_5_vl, qwen3_vl, and {path} is {kind}: leave it out"
+    assert all(words in problem for problem in found)
     assert eight_bit_file_problems(config_of(CACHE, path)) == []
 
 

@@ -10,7 +10,7 @@ from meshrl.models.image_reader import ImageReader
 from meshrl.models.sight import NOT_AN_IMAGE, find_sight, language_model, sees, tower_of
 
 START, END = 11, 12  # any tokens may stand around an image
-FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl")
+FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe")
 
 
 @pytest.fixture(params=FAMILIES)

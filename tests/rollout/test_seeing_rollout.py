@@ -16,7 +16,7 @@ from meshrl.rollout.build import build_rollout
 from meshrl.rollout.embedded.engine import EmbeddedRollout
 from meshrl.rollout.requests import Request, SamplingParams
 
-FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl")
+FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe")
 PARAMS = SamplingParams(12)
 
 

@@ -83,11 +83,12 @@ GRID = [
     *[("qwen3_vl", layout, "plain") for layout in ("one", "fsdp2", "ddp2-fsdp2", "sp2-cp2", "fsdp2-sp2", "fsdp1")],
     *[("qwen2_5_vl", layout, "plain") for layout in ("one", "fsdp4", "cp2")],
     *[("qwen2_vl", layout, "plain") for layout in ("fsdp2", "sp2")],
+    *[("qwen3_vl_moe", layout, "plain") for layout in ("fsdp2", "sp2-cp2")],
     *[("qwen3_vl", "fsdp2", extra) for extra in ("checkpointing", "lora", "offload", "frozen-tower")],
     ("qwen2_5_vl", "fsdp1", "frozen-tower"),
 ]
 LATENT = ("deepseek_v3", "deepseek_yarn")
-SEEING = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl")
+SEEING = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe")
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,9 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from meshrl.models.sight import Sight
+from meshrl.models.sight import Sight, language_model
 from meshrl.rollout.embedded.fp8 import CAPABILITY, FP8
-from meshrl.rollout.embedded.layers import FAMILIES, is_plain
+from meshrl.rollout.embedded.layers import FAMILIES, SEEING, is_plain
 from meshrl.rollout.embedded.parts import Parts
 from meshrl.rollout.embedded.route_store import RouteStore
 from meshrl.rollout.embedded.rows import Rows
@@ -44,17 +44,18 @@ def bytes_per_token(hf_model: PreTrainedModel, parallel: Parts | None, dtype: to
 
 def bytes_of_copies(hf_model: PreTrainedModel) -> int:
     """Memory of the layers' matrices in 8 bits, which are yet to be made."""
-    matrices: Any = [module for module in hf_model.base_model.modules() if isinstance(module, torch.nn.Linear)]
+    matrices: Any = [module for module in language_model(hf_model).modules() if isinstance(module, torch.nn.Linear)]
     return sum(matrix.weight.numel() for matrix in matrices)
 
 
 def check_8_bits(hf_model: PreTrainedModel, quantization: str | None, kv_cache_dtype: str) -> None:
     """A `ValueError` where the model or the device cannot have products or a cache of 8-bit floats."""
     device = next(hf_model.parameters()).device
-    if quantization is not None and not is_plain(hf_model):
+    if quantization is not None and not is_plain(hf_model, FAMILIES + SEEING):
+        kind = f"{type(hf_model).__name__} with {getattr(hf_model.config, 'hidden_act', None)}"
         raise ValueError(
-            f"rollout.quantization={quantization} is for {', '.join(FAMILIES)} with silu and without adapters, and "
-            f"this is {type(hf_model).__name__} with {getattr(hf_model.config, 'hidden_act', None)}: leave it out"
+            f"rollout.quantization={quantization} is for {', '.join(FAMILIES + SEEING)} with silu and without "
+            f"adapters, and this is {kind}: leave it out"
         )
     if quantization is not None and hf_model.dtype == torch.float16:
         raise ValueError(

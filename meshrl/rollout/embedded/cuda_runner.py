@@ -128,7 +128,8 @@ class PagedRunner(Runner):
         """Last hidden states of some of the tokens of packed pieces."""
         if self.fuses and self.routes is None:
             assert self.plain is not None
-            return fused_hidden(self.plain, ids, context.positions, context, wanted)
+            x, positions, deep = self.vectors(self.plain, ids, context.positions, seen)
+            return fused_hidden(self.plain, x, positions, context, wanted, deep)
         return self.hidden(ids, context.positions, context, one_each=False, seen=seen)[wanted]
 
     def hidden(
@@ -137,7 +138,8 @@ class PagedRunner(Runner):
         if self.fuses:
             assert self.plain is not None
             assert isinstance(context, PagedPrefill | PagedDecode)
-            return fused_hidden(self.plain, ids, positions, context)
+            x, positions, deep = self.vectors(self.plain, ids, positions, seen)
+            return fused_hidden(self.plain, x, positions, context, deep=deep)
         return super().hidden(ids, positions, context, one_each, seen)
 
     def prefill(self, pieces: Seq[Piece]) -> Launch | None:

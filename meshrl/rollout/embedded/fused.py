@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshrl.models.sight import Deep
 from meshrl.rollout.embedded.fp8 import Rows8
 from meshrl.rollout.embedded.kernels import (
     Turning,
@@ -95,13 +96,17 @@ def _attend(
 
 def fused_hidden(
     plain: PlainLayers,
-    ids: Tensor,
+    residual: Tensor,
     positions: Tensor,
     context: PagedPrefill | PagedDecode,
     wanted: Tensor | None = None,
+    deep: Deep | None = None,
 ) -> Tensor:
-    """Hidden states [tokens, hidden], only of the `wanted` tokens where given; see `PlainLayers.__call__`."""
-    residual = plain.embedded(ids)
+    """Hidden states [tokens, hidden] of embeddings, which it writes over; only of the `wanted` tokens where given.
+
+    See `PlainLayers.__call__`.
+    """
+    assert deep is None or len(deep.vectors) < len(plain.layers)  # of the last layer only some tokens are left
     rotations = plain.rotations(residual, positions)
     in_8_bits = plain.in_8_bits
     added: Product | None = None
@@ -113,8 +118,10 @@ def fused_hidden(
         added = product_of_all(plain, layer.out, mixed)
         if layer.gate_up is None or layer.down is None:
             added = Product(layer.experts(_normed(plain, added, residual, layer.norm_2, False)[None])[0])
-            continue
-        both = product(plain, layer.gate_up, _normed(plain, added, residual, layer.norm_2, in_8_bits))
-        inner = silu_and_multiply(both.values, factors=both.factors, in_8_bits=in_8_bits)
-        added = product_of_all(plain, layer.down, inner)
-    return _normed(plain, added, residual, plain.hf_model.model.norm.weight, False)
+        else:
+            both = product(plain, layer.gate_up, _normed(plain, added, residual, layer.norm_2, in_8_bits))
+            inner = silu_and_multiply(both.values, factors=both.factors, in_8_bits=in_8_bits)
+            added = product_of_all(plain, layer.down, inner)
+        if deep is not None:
+            deep.add_to(residual, index)  # a sum with what was added just now, which the next norm completes
+    return _normed(plain, added, residual, plain.decoder.norm.weight, False)

@@ -1,8 +1,8 @@
 """The forward of plain decoder layers (Llama, Mistral, Qwen2, Qwen3) from a Hugging Face model's own weights.
 
 The same arithmetic in fewer operations: queries, keys and values are one product, gate and up another. Layers of
-experts (Qwen3-MoE, Mixtral) run these by themselves. Any other model runs through its own forward. Weights are used
-where they lie: joined matrices are views of neighbours in memory.
+experts (Qwen3-MoE, Mixtral) run these by themselves. A model that sees (Qwen's VL) has them inside of it. Any other
+model runs through its own forward. Weights are used where they lie: joined matrices are views of neighbours in memory.
 """
 
 from __future__ import annotations
@@ -16,23 +16,30 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from meshrl.models.sight import language_model, sees
 from meshrl.parallel.attention import AttentionContext
 from meshrl.rollout.embedded.fp8 import Fp8Projection
 
 if TYPE_CHECKING:
+    from meshrl.models.sight import Deep
     from meshrl.rollout.embedded.tensor_parallel import TensorParallel
 
 # Rotary embeddings whose angles do not depend on how long the sequence is.
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SEEING = (
+    "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+)
 WITH_EXPERTS = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
 
 
 def is_plain(hf_model: PreTrainedModel, families: tuple[str, ...] = FAMILIES) -> bool:
     """Whether the model is one of those whose layers we know, without adapters or other additions."""
-    if type(hf_model).__name__ not in families or hf_model.config.hidden_act != "silu":
+    if type(hf_model).__name__ not in families or hf_model.config.get_text_config().hidden_act != "silu":
         return False
-    return all(type(m) is torch.nn.Linear for m in hf_model.modules() if hasattr(m, "in_features"))
+    return all(type(m) is torch.nn.Linear for m in language_model(hf_model).modules() if hasattr(m, "in_features"))
 
 
 def joined(parts: list[Tensor]) -> Tensor | None:
@@ -113,8 +120,9 @@ class PlainLayers:
         parallel: TensorParallel | None = None,
         in_8_bits: bool = False,
     ):
-        self.hf_model: Any = hf_model
-        config: Any = hf_model.config
+        self.decoder: Any = language_model(hf_model)
+        config: Any = hf_model.config.get_text_config()
+        self.config, self.sees = config, sees(hf_model.config)
         self.eps: float = config.rms_norm_eps
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -123,12 +131,12 @@ class PlainLayers:
         if parallel is not None:
             self.heads, self.kv_heads = self.heads // parallel.size, parallel.local_kv_heads
         if owns_weights:
-            for layer in self.hf_model.model.layers:
+            for layer in self.decoder.layers:
                 join_in_memory([layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj])
                 if not hasattr(layer.mlp, "experts"):
                     join_in_memory([layer.mlp.gate_proj, layer.mlp.up_proj])
         self.layers: list[Layer] = []
-        self._params = list(hf_model.parameters())
+        self._params = [*self.decoder.parameters(), hf_model.get_output_embeddings().weight]
         self._pointers: tuple[int, ...] = ()
         self._rotations: tuple[Tensor, Tensor] | None = None
         self._head_norms: list[Tensor | None] | None = None
@@ -141,7 +149,7 @@ class PlainLayers:
         moved = pointers != self._pointers
         if moved:
             self._pointers = pointers
-            self.layers = [self._layer(layer) for layer in self.hf_model.model.layers]
+            self.layers = [self._layer(layer) for layer in self.decoder.layers]
         else:
             for layer in self.layers:
                 for projection in (layer.qkv, layer.out, layer.gate_up, layer.down):
@@ -168,7 +176,7 @@ class PlainLayers:
 
     def embedded(self, ids: Tensor) -> Tensor:
         """The embeddings of tokens."""
-        embedding = self.hf_model.model.embed_tokens
+        embedding = self.decoder.embed_tokens
         return embedding(ids) if self.parallel is None else self.parallel.embedding(ids, embedding.weight)
 
     def whole(self, x: Tensor) -> Tensor:
@@ -176,16 +184,28 @@ class PlainLayers:
         return x if self.parallel is None else self.parallel.add(x)
 
     def rotations(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Cosines and sines [angles, dim] in the type of x, and which of their rows each token takes."""
-        rotary = self.hf_model.model.rotary_emb
-        if getattr(rotary, "rope_type", "") not in FIXED_ROTATIONS:
-            cos, sin = rotary(x, positions[None])
-            return cos[0].contiguous(), sin[0].contiguous(), torch.arange(len(positions), device=x.device)
+        """Cosines and sines [angles, dim] in the type of x, and which of their rows each token takes.
+
+        `positions` [tokens], or [3, tokens] among which are those of images.
+        """
+        if positions.dim() == 2 or getattr(self.decoder.rotary_emb, "rope_type", "") not in FIXED_ROTATIONS:
+            return *self._angles(x, positions), torch.arange(positions.shape[-1], device=x.device)
         if self._rotations is None:
-            everywhere = torch.arange(self.hf_model.config.max_position_embeddings, device=x.device)
-            cos, sin = rotary(x, everywhere[None])
-            self._rotations = cos[0].contiguous(), sin[0].contiguous()
+            self._rotations = self._angles(x, torch.arange(self.config.max_position_embeddings, device=x.device))
         return *self._rotations, positions
+
+    def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [tokens, dim]."""
+        if not self.sees:
+            cos, sin = self.decoder.rotary_emb(x, positions[None])
+            return cos[0].contiguous(), sin[0].contiguous()
+        cos, sin = self.decoder.rotary_emb(x, positions.expand(3, -1)[:, None])
+        if cos.dim() == 4:  # some versions of Transformers give all axes, and leave it to the layers to choose
+            sizes = 2 * list(self.config.rope_parameters["mrope_section"])
+            cos, sin = (
+                torch.cat([part[at % 3] for at, part in enumerate(axes.split(sizes, -1))], -1) for axes in (cos, sin)
+            )
+        return cos[0].contiguous(), sin[0].contiguous()
 
     def _layer(self, layer: Any) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -219,15 +239,15 @@ class PlainLayers:
 
     def _window(self, attention: Any) -> int | None:
         window = getattr(attention, "sliding_window", None)
-        if window is None and not getattr(self.hf_model.config, "layer_types", None):
-            window = getattr(self.hf_model.config, "sliding_window", None)
+        if window is None and not getattr(self.config, "layer_types", None):
+            window = getattr(self.config, "sliding_window", None)
         return window
 
-    def __call__(self, ids: Tensor, positions: Tensor, context: AttentionContext, one_each: bool) -> Tensor:
-        """Hidden states [tokens, hidden] of ids [tokens]: of as many rows (`one_each`), or of one packed row."""
-        x = self.embedded(ids)
-        cos, sin = self.hf_model.model.rotary_emb(x, positions[None])
-        cos, sin = cos[0, :, None], sin[0, :, None]
+    def __call__(
+        self, x: Tensor, positions: Tensor, context: AttentionContext, one_each: bool, deep: Deep | None = None
+    ) -> Tensor:
+        """Hidden states [tokens, hidden] of embeddings: of as many rows (`one_each`), or of one packed row."""
+        cos, sin = (values[:, None] for values in self._angles(x, positions))
         # The first half of the rotated vector is subtracted: the sign goes into the sines once.
         sin = torch.cat([-sin[..., : self.dim // 2], sin[..., self.dim // 2 :]], -1)
         rotated = self.heads + self.kv_heads
@@ -246,7 +266,9 @@ class PlainLayers:
             h = F.rms_norm(x, hidden, layer.norm_2, self.eps)
             if layer.gate_up is None or layer.down is None:
                 x = x + layer.experts(h[None])[0]
-                continue
-            gate, up = layer.gate_up.halves(h)
-            x = x + self.whole(layer.down(F.silu(gate) * up))
-        return self.hf_model.model.norm(x)
+            else:
+                gate, up = layer.gate_up.halves(h)
+                x = x + self.whole(layer.down(F.silu(gate) * up))
+            if deep is not None:
+                deep.add_to(x, index)
+        return self.decoder.norm(x)

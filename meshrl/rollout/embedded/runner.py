@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from meshrl.models.sight import Seen, Sight
+from meshrl.models.sight import Deep, Seen, Sight
 from meshrl.parallel.attention import AttentionContext
 from meshrl.parallel.packable import check_layers
 from meshrl.rollout.embedded.adjust import Adjuster
-from meshrl.rollout.embedded.layers import FAMILIES, WITH_EXPERTS, PlainLayers, is_plain
+from meshrl.rollout.embedded.layers import FAMILIES, SEEING, WITH_EXPERTS, PlainLayers, is_plain
 from meshrl.rollout.embedded.parts import Parts
 from meshrl.rollout.embedded.route_store import RouteStore
 from meshrl.rollout.embedded.rows import Rows, Sequence
@@ -75,7 +75,7 @@ class Runner(ABC):
         self.in_8_bits = in_8_bits
         self.rows, self.parallel, self.routes = rows, parallel, routes
         self.device = next(hf_model.parameters()).device
-        self.plain = self._plain_layers(owns_weights) if is_plain(hf_model, FAMILIES + WITH_EXPERTS) else None
+        self.plain = self._plain_layers(owns_weights) if is_plain(hf_model, FAMILIES + SEEING + WITH_EXPERTS) else None
         self.adjuster = Adjuster(rows, vocabulary, self.device)
         self._settings: tuple[int, int, Settings, bool] | None = None
         self._is_checked = False
@@ -139,7 +139,8 @@ class Runner(ABC):
     ) -> Tensor:
         """Last hidden states [tokens, hidden]; of tokens among which are images that have been `seen`."""
         if self.plain is not None:
-            return self.plain(ids, positions, context, one_each)
+            x, positions, deep = self.vectors(self.plain, ids, positions, seen)
+            return self.plain(x, positions, context, one_each, deep)
         model, inputs = self.hf_model.base_model, {"input_ids": ids[:, None] if one_each else ids[None]}
         positions = positions[:, None] if one_each else positions[None]
         if seen is not None:
@@ -151,6 +152,16 @@ class Runner(ABC):
             check_layers(self.hf_model)
             self._is_checked = True
         return out.last_hidden_state.flatten(0, 1)
+
+    def vectors(
+        self, plain: PlainLayers, ids: Tensor, positions: Tensor, seen: Seen | None
+    ) -> tuple[Tensor, Tensor, Deep | None]:
+        """The first layer's input, the tokens' positions, and what goes in deeper."""
+        if seen is None:
+            return plain.embedded(ids), positions, None
+        assert self.sight is not None
+        x, deep = self.sight.embedded(self.hf_model, ids, seen)
+        return x, seen.positions, deep
 
     def look(self, pieces: Seq[Piece]) -> Seen | None:
         """Looks at the images of prefill pieces, if there are any, and notes how far they shift what comes behind."""
