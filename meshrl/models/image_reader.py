@@ -38,12 +38,10 @@ class ImageReader:
     """Reads images as the model in a folder wants them."""
 
     def __init__(self, folder: str | Path, trust_remote_code: bool = False):
-        from transformers import AutoImageProcessor
-
         if not has_processor(folder):
             files = " or ".join(PROCESSOR_FILES)
             raise FileNotFoundError(f"the model at '{folder}' sees images, but has no {files} that says how")
-        self.processor: Any = AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        self.processor = _processor(folder, trust_remote_code)
         self._kept: OrderedDict[bytes, Pixels] = OrderedDict()
         self._kept_bytes = 0
 
@@ -65,6 +63,17 @@ class ImageReader:
         while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
             self._kept_bytes -= self._kept.popitem(last=False)[1].values.nbytes
         return found
+
+
+def _processor(folder: str | Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except ImportError:  # older versions of Transformers choose none without torchvision; all families share this one
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        return Qwen2VLImageProcessorPil.from_pretrained(folder)
 
 
 def as_png(pixels: np.ndarray) -> bytes:

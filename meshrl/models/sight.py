@@ -171,9 +171,9 @@ class Sight:
         found = hf_model.base_model.get_image_features(seen.pixels, seen.grids)
         places = (seen.square_of >= 0).nonzero()[:, 0]
         squares = seen.square_of[places]
-        vectors = torch.cat(found.pooler_output)[squares].to(embedded.dtype)
+        vectors = _joined(found.pooler_output)[squares].to(embedded.dtype)
         deep = getattr(found, "deepstack_features", None)
-        deeper = Deep(places, [torch.cat(list(one))[squares].to(embedded.dtype) for one in deep]) if deep else None
+        deeper = Deep(places, [_joined(one)[squares].to(embedded.dtype) for one in deep]) if deep else None
         return embedded.index_put((places,), vectors), deeper
 
     def _nothing(self, hf_model: Any, device: torch.device) -> Tensor:
@@ -182,6 +182,11 @@ class Sight:
         found = hf_model.base_model.get_image_features(pixels, torch.tensor([[1, self.merge, self.merge]]).to(device))
         parts = [*found.pooler_output, *(x for one in getattr(found, "deepstack_features", None) or () for x in one)]
         return sum(part.sum() for part in parts) * 0.0
+
+
+def _joined(vectors: Tensor | Sequence[Tensor]) -> Tensor:
+    """Of all images; versions of Transformers differ in whether they come image by image."""
+    return vectors if isinstance(vectors, Tensor) else torch.cat(list(vectors))
 
 
 def find_sight(config: PretrainedConfig, model: ModelConfig) -> Sight | None:

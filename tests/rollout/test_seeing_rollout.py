@@ -25,8 +25,8 @@ def folder(request, seeing_folder):
     return seeing_folder(request.param)
 
 
-def made(folder, **settings):
-    model = load_model(folder, ATTENTION_NAME)
+def made(folder, device="cpu", dtype=torch.float32, **settings):
+    model = load_model(folder, ATTENTION_NAME, dtype=dtype).to(device)
     sight = find_sight(model.config, ModelConfig(path=str(folder)))
     settings = {"block_size": 4, "max_model_len": 64} | settings
     rollout = EmbeddedRollout(model, pad_token_id=0, shares_weights=True, sight=sight, **settings)
@@ -66,7 +66,7 @@ def log_probs_of(reference, sight, request, tokens):
     return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-def check(folder, rollout, requests, answers):
+def check(folder, rollout, requests, answers, atol=2e-5):
     reference = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="sdpa")
     of = {request.request_id: request for request in requests}
     for answer in answers:
@@ -74,7 +74,7 @@ def check(folder, rollout, requests, answers):
         if rollout.sight.image_token in answer.token_ids:
             continue  # Transformers would look for an image
         wanted = log_probs_of(reference, rollout.sight, of[answer.request_id], answer.token_ids)
-        torch.testing.assert_close(torch.tensor(answer.log_probs), wanted, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(torch.tensor(answer.log_probs), wanted, rtol=1e-5, atol=atol)
 
 
 SETTINGS = (

@@ -1,0 +1,54 @@
+"""The embedded rollout with images on a GPU: log-probs against Transformers' own model in float32 on a CPU."""
+
+import pytest
+import torch
+from test_seeing_rollout import FAMILIES, asked, batch_of, check, made
+
+from meshrl.rollout.requests import SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PARAMS = SamplingParams(20)
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request, seeing_folder):
+    return seeing_folder(request.param)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_blocks": 16}, {"max_num_batched_tokens": 24}], ids=str)
+def test_answers_are_those_of_the_model(folder, image, settings):
+    """Prompts of none to three images, which decode by recorded steps; some are computed again."""
+    rollout = made(folder, "cuda", **({"block_size": 16} | settings))
+    requests = asked(rollout, image, PARAMS)
+    answers = rollout.complete(requests)
+    check(folder, rollout, requests, answers, 1e-4)
+    alone = [rollout.complete([request])[0] for request in requests]
+    for one, beside in zip(alone, answers, strict=True):
+        assert one.token_ids == beside.token_ids
+
+
+def test_a_batch_for_training(folder, image):
+    rollout = made(folder, "cuda", block_size=16)
+    requests = asked(rollout, image, PARAMS)
+    output = rollout.generate_sequences(batch_of(requests, 2), PARAMS)
+    again = rollout.generate_sequences(batch_of(requests, 2), PARAMS)
+    assert torch.equal(output.batch["responses"], again.batch["responses"])
+
+
+WAYS = {
+    "bf16": ({}, 0.05),
+    "weights in 8 bits": ({"quantization": "fp8"}, 0.3),
+    "keys in 8 bits": ({"kv_cache_dtype": "fp8"}, 0.3),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rounded_numbers_stay_near(seeing_folder, image, way):
+    settings, tolerance = WAYS[way]
+    folder = seeing_folder("qwen3_vl")
+    rollout = made(folder, "cuda", torch.bfloat16, block_size=16, **settings)
+    requests = asked(rollout, image, PARAMS)
+    check(folder, rollout, requests, rollout.complete(requests), tolerance)
