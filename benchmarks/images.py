@@ -85,7 +85,7 @@ class Work:
     """Prompts with an image each, and how long the answers to them are."""
 
     def __init__(self, shape: str, folder: Path):
-        from meshrl.models.image_reader import ImageReader, as_png
+        from meshrl.data.image_reader import ImageReader, as_png
 
         prompts, self.n, self.longest, text, side = WORK[shape]
         rng = np.random.default_rng(0)
@@ -156,8 +156,8 @@ def hf_model(folder: Path, device: str, attention: str = "sdpa") -> Any:
 def embedded(folder: Path, work: Work, device: str, with_images: bool) -> Callable[[], int]:
     """Our rollout; without images the same tokens are text."""
     from meshrl.config.model import ModelConfig
+    from meshrl.data.image_reader import IMAGES
     from meshrl.data.proto import DataProto
-    from meshrl.models.image_reader import IMAGES
     from meshrl.models.sight import find_sight
     from meshrl.parallel.attention import ATTENTION_NAME
     from meshrl.rollout.embedded.engine import EmbeddedRollout
@@ -235,9 +235,9 @@ def our_update(folder: Path, work: Work, device: str, checkpointing: bool, froze
     from meshrl.config.engine import EngineConfig
     from meshrl.config.model import ModelConfig
     from meshrl.config.optim import OptimConfig
+    from meshrl.data.image_reader import IMAGES
     from meshrl.data.proto import DataProto
     from meshrl.engines.build import engine_class
-    from meshrl.models.image_reader import IMAGES
 
     if not dist.is_initialized():
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}

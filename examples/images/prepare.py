@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas
 
-from meshrl.models.image_reader import as_png
+from meshrl.data.image_reader import as_png
 from meshrl.models.tiny import make_tiny_seeing_model
 
 COLOURS = {"r": (220, 40, 40), "g": (40, 200, 60), "b": (50, 70, 230), "y": (230, 220, 50)}

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from meshrl.config.model_folder import read_json
 from meshrl.data.encoding import RowError, is_chat, shown
 from meshrl.data.files import Row
-from meshrl.models.image_reader import ImageReader
-from meshrl.models.sight import Images
+from meshrl.data.image_reader import ImageReader
+from meshrl.data.seen import Images
 
 PLACE = "<image>"
 DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from meshrl.models.sight import Seen
+from meshrl.data.seen import Seen
 
 
 @dataclass(frozen=True)

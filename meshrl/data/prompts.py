@@ -14,10 +14,10 @@ from meshrl.data.custom import custom_rows
 from meshrl.data.encoding import RowError, encode_prompts
 from meshrl.data.encoding_pool import OnProgress, encode_in_processes
 from meshrl.data.files import Row, read_rows
+from meshrl.data.image_reader import IMAGES
 from meshrl.data.images import PromptImages
 from meshrl.data.proto import DataProto, object_array
 from meshrl.data.sampling import chosen_rows
-from meshrl.models.image_reader import IMAGES
 
 # How many prompts are tokenized together.
 AT_ONCE = 256

@@ -15,11 +15,13 @@ def split_into_micro_batches(
     max_token_len: int | None,
     micro_batch_size: int | None,
     agree: Callable[[int], int],
+    kin: np.ndarray | None = None,
 ) -> list[np.ndarray | None]:
     """Row indices of each micro-batch: under a token budget, or of a fixed size when there is none.
 
     `agree` returns the largest count among the ranks. A rank with fewer micro-batches splits further, and where it has
-    not even enough samples for that, adds None: a stand-in to be run without effect.
+    not even enough samples for that, adds None: a stand-in to be run without effect. Under a budget, rows that have
+    the same number in `kin` come into as few micro-batches as can be.
     """
     if max_token_len is None and not micro_batch_size:
         raise ValueError("without use_dynamic_bsz a micro-batch size is needed: set ppo_micro_batch_size_per_gpu")
@@ -27,12 +29,36 @@ def split_into_micro_batches(
         plan = [np.arange(len(lengths))]
     elif max_token_len is not None:
         plan = [part for part in plan_micro_batches(lengths, max_token_len) if len(part)]
+        if kin is not None and len(np.unique(kin)) < len(kin):
+            plan = runs_of_kin(lengths, max_token_len, kin)
     else:
         plan = fixed_size_parts(len(lengths), micro_batch_size or 1)
     count = agree(len(plan))
     while len(plan) < min(count, len(lengths)):
         plan = split_heaviest(plan, lengths)
     return [*plan, *[None] * (count - len(plan))]
+
+
+def runs_of_kin(lengths: np.ndarray, max_token_len: int, kin: np.ndarray) -> list[np.ndarray]:
+    """Runs of rows that lie next to their kin: as few as the budget allows, of about the same size."""
+    _, first, number = np.unique(kin, return_index=True, return_inverse=True)
+    order = np.argsort(first[number], kind="stable")
+    totals = lengths[order].cumsum()
+
+    def runs(cap: int) -> list[np.ndarray]:
+        made, start = [], 0
+        while start < len(order):
+            end = int(np.searchsorted(totals, (totals[start - 1] if start else 0) + cap, "right"))
+            made.append(order[start:end])
+            start = end
+        return made
+
+    fewest = len(runs(max_token_len))
+    low, high = max(int(lengths.max()), -(-int(totals[-1]) // fewest)), max_token_len
+    while low < high:
+        cap = (low + high) // 2
+        low, high = (low, cap) if len(runs(cap)) <= fewest else (cap + 1, high)
+    return runs(high)
 
 
 def split_heaviest(plan: list[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshrl.data.packing import PackedRow
+from meshrl.data.seen import Seen
 from meshrl.engines.log_probs import linear_log_probs, linear_sum_pi_squared
 from meshrl.models.loading import VALUE_HEAD
-from meshrl.models.sight import Seen, Sight
+from meshrl.models.sight import Sight
 from meshrl.parallel.attention import AttentionContext
 from meshrl.parallel.packable import check_layers, longest_fixed_rotation
 from meshrl.parallel.prefix_tree import PrefixTree
@@ -73,7 +74,7 @@ class PackedModel(nn.Module):
             hidden = self._packed(row.input_ids[tree.place_of], tree.position_ids, tree)
             predictors = hidden.index_select(0, tree.node_of[row.predictors])
             return self.answer(predictors, row.targets, wanted)
-        seen = None if row.seen is None else row.seen.part(shard)
+        seen = None if row.seen is None else row.seen.part(shard.take)
         positions = shard.position_ids if seen is None else seen.positions[:, None]
         hidden = self._packed(shard.take(row.input_ids), positions, shard.context, seen)
         if shard.parallel.size == 1:

@@ -9,7 +9,7 @@ ends at an earlier position (`shifts`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +18,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import SEEING
-from meshrl.models.image_reader import ImageReader, Pixels
-from meshrl.parallel.sequence import SequenceShard
-
-NOT_AN_IMAGE = -1
-Images = tuple[bytes, ...]
+from meshrl.data.image_reader import ImageReader, Pixels
+from meshrl.data.seen import NOT_AN_IMAGE, Images, Seen
 
 
 def sees(config: PretrainedConfig) -> bool:
@@ -38,33 +35,6 @@ def tower_of(hf_model: PreTrainedModel) -> Any:
 def language_model(hf_model: PreTrainedModel) -> Any:
     """The decoder: all of a model but its head, and the part of one that sees which reads."""
     return hf_model.base_model.language_model if sees(hf_model.config) else hf_model.base_model
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The images of a packed row.
-
-    `positions` [3, tokens] and `square_of` [tokens] (which of the squares of all images, or `NOT_AN_IMAGE`) are of the
-    row's tokens; `pixels` and `grids` of its distinct images. `shifts`: how many positions each document ends earlier.
-    """
-
-    positions: Tensor
-    square_of: Tensor
-    pixels: Tensor
-    grids: Tensor
-    shifts: list[int]
-
-    def to(self, device: torch.device) -> Seen:
-        """On a device; from the host through pinned memory, so that nothing waits."""
-        if device.type == "cpu":
-            return self
-        names = ("positions", "square_of", "pixels", "grids")
-        return replace(self, **{n: getattr(self, n).pin_memory().to(device, non_blocking=True) for n in names})
-
-    def part(self, shard: SequenceShard) -> Seen:
-        """For this rank's tokens of a row that several ranks share; all of them look at all images."""
-        positions = shard.take(self.positions.T).T
-        return replace(self, positions=positions, square_of=shard.take(self.square_of, NOT_AN_IMAGE))
 
 
 @dataclass(frozen=True)

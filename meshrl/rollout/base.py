@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshrl.data.image_reader import IMAGES
 from meshrl.data.proto import DataProto, object_array
-from meshrl.models.image_reader import IMAGES
 from meshrl.models.routes import ROUTED_EXPERTS, fitted
 from meshrl.rollout.requests import Chunk, Completion, Request, SamplingParams
 
@@ -91,7 +91,7 @@ class Rollout(ABC):
         """Answers every prompt of a batch once.
 
         Takes `input_ids` and `attention_mask` [batch, prompt], padded on the left, `seeds` [batch] and perhaps `images`
-        (see `meshrl.models.image_reader`); gives
+        (see `meshrl.data.image_reader`); gives
         `prompts`, `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`, `rollout_log_probs` and
         `versions`, with responses padded on the right to `params.max_tokens`, and why each answer came to its `ending`.
         A rollout that records routes adds `routed_experts` (see `meshrl.models.routes`).

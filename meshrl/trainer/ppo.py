@@ -34,12 +34,12 @@ from meshrl.config.correction import correction_of
 from meshrl.config.pools import num_devices
 from meshrl.config.root import PPOConfig
 from meshrl.controller import WorkerGroup
+from meshrl.data.image_reader import IMAGES
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.proto import DataProto, columns_of
 from meshrl.data.sampling import RowOrder
 from meshrl.data.scored import scored_rows
 from meshrl.data.stream import PromptStream
-from meshrl.models.image_reader import IMAGES
 from meshrl.models.routes import ROUTED_EXPERTS
 from meshrl.rewards.manager import RewardManager
 from meshrl.telemetry.console import validation_accuracies
@@ -52,7 +52,7 @@ from meshrl.trainer.dynamic_sampling import DynamicSampling
 from meshrl.trainer.gates import Gates
 from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.reward_components import reward_components
-from meshrl.trainer.sample_source import Answer, SampleSource
+from meshrl.trainer.sample_source import Answer, SampleSource, kin_of
 from meshrl.trainer.truncation import truncated_rows, without_rows
 from meshrl.trainer.validation import Validator
 from meshrl.workers.actor_loss import FRESH, skips_samples_without_advantage
@@ -388,7 +388,9 @@ class PPOTrainer(SampleSource):
         measures_entropy = "old_log_probs" not in names or self.bypasses_old_log_probs
         meta = {"compare_with": compare_with, "measure_entropy": measures_entropy}
         data = DataProto(tensors, columns_of(batch, [ROUTED_EXPERTS, IMAGES]), meta)
+        kin = kin_of(data, self.config)
         if self.config.actor_rollout_ref.actor.shuffle:
+            kin = 1
             data.reorder(np.random.default_rng((self.config.trainer.seed, self.step)).permutation(len(data)))
         if self.loss_mode in COVARIANCE_LOSSES:
             data.meta_info["covariance"] = self.covariance_of_mini_batches(data)
@@ -396,7 +398,7 @@ class PPOTrainer(SampleSource):
         work = lengths
         if skips_samples_without_advantage(self.config.actor_rollout_ref.actor):
             work = np.where(_without_advantage(data.batch["advantages"]).numpy(), 0, lengths)
-        order = self.balanced_order(work, self.units.mini_batches_per_epoch, self.units.dp_size)
+        order = self.balanced_order(work, self.units.mini_batches_per_epoch, self.units.dp_size, kin)
         data.reorder(order)
         metrics = self.actor.update_actor(data)[0]
         return metrics | seqlen_metrics(lengths, order, self.units.dp_size)

@@ -22,12 +22,12 @@ from meshrl.balance import order_for_data_parallel
 from meshrl.config.root import PPOConfig
 from meshrl.config.units import BatchUnits
 from meshrl.controller import WorkerGroup
+from meshrl.data.image_reader import IMAGES
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.proto import DataProto, columns_of
 from meshrl.data.sampling import RowOrder
 from meshrl.data.scored import scored_rows
 from meshrl.data.stream import PromptStream
-from meshrl.models.image_reader import IMAGES
 from meshrl.rewards.manager import RewardManager
 from meshrl.rollout.seeds import TRAINING, sample_seeds
 from meshrl.telemetry.timers import PhaseTimer
@@ -252,16 +252,17 @@ class SampleSource:
         """What a per-sample method needs of a batch, in an order that spreads its tokens over the ranks."""
         order = np.arange(len(batch))
         if len(batch) % dp_size == 0:  # else the dispatch pads them
-            order = self.balanced_order(batch.batch["attention_mask"].sum(1).numpy(), 1, dp_size)
+            lengths = batch.batch["attention_mask"].sum(1).numpy()
+            order = self.balanced_order(lengths, 1, dp_size, kin_of(batch, self.config))
         tensors = batch.batch.select("input_ids", "attention_mask", "response_mask")
         request = DataProto(tensors, columns_of(batch, [*columns, IMAGES]), {})
         request.reorder(order)
         return request, order
 
-    def balanced_order(self, work: np.ndarray, mini_batches: int, dp_size: int) -> np.ndarray:
+    def balanced_order(self, work: np.ndarray, mini_batches: int, dp_size: int, kin: int = 1) -> np.ndarray:
         """The order in which samples go to the ranks; see `order_for_data_parallel`."""
         if self.config.trainer.balance_batch:
-            return order_for_data_parallel(work, dp_size, mini_batches)
+            return order_for_data_parallel(work, dp_size, mini_batches, group_size=kin)
         by_mini_batch_and_rank = np.arange(len(work)).reshape(mini_batches, dp_size, -1)
         return by_mini_batch_and_rank.swapaxes(0, 1).ravel()
 
@@ -318,6 +319,11 @@ class SampleSource:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Charges the time of a block to a phase of the step."""
         return self.timer.phase(name)
+
+
+def kin_of(batch: DataProto, config: PPOConfig) -> int:
+    """How many neighbours are better on one rank: it looks once at the images of all answers to a prompt."""
+    return config.actor_rollout_ref.rollout.n if IMAGES in batch.non_tensor_batch else 1
 
 
 def in_order(answer: DataProto, order: np.ndarray) -> DataProto:

@@ -9,10 +9,10 @@ import numpy as np
 from meshrl.agents.batch import SAMPLE_COLUMNS
 from meshrl.config.root import PPOConfig
 from meshrl.controller import WorkerGroup
+from meshrl.data.image_reader import IMAGES
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.proto import DataProto, columns_of
 from meshrl.data.scored import scored_rows
-from meshrl.models.image_reader import IMAGES
 from meshrl.rewards.manager import RewardManager
 from meshrl.rollout.seeds import VALIDATION, sample_seeds
 from meshrl.telemetry.ledger import booked

@@ -11,9 +11,9 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.root import ActorRolloutRefConfig
 from meshrl.controller import Dispatch, Worker, nd_dispatch, register
+from meshrl.data.image_reader import IMAGES
 from meshrl.data.proto import DataProto, columns_of
 from meshrl.engines.build import engine_class
-from meshrl.models.image_reader import IMAGES
 from meshrl.telemetry.ledger import booked
 from meshrl.telemetry.memory import MemoryLog
 from meshrl.workers.joining import import_external_lib, join_ranks

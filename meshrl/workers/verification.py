@@ -25,16 +25,17 @@ from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.optim import OptimConfig
 from meshrl.controller import Dispatch, Worker, register
+from meshrl.data.image_reader import IMAGES, as_png
 from meshrl.data.proto import DataProto, object_array
+from meshrl.data.seen import Images
 from meshrl.engines.base import Engine, LossFunction
 from meshrl.engines.build import engine_class
 from meshrl.engines.fsdp.engine import WRAPPER_PREFIX, FSDPEngine
 from meshrl.models.buffers import persistent_buffers
-from meshrl.models.image_reader import IMAGES, as_png
 from meshrl.models.loading import load_model_config
 from meshrl.models.lora import adapter_init, adapter_scaling, add_adapters, merged_params
 from meshrl.models.routes import ROUTED_EXPERTS, find_routers, route_dtype, unknown
-from meshrl.models.sight import Images, Sight, find_sight, tower_of
+from meshrl.models.sight import Sight, find_sight, tower_of
 from meshrl.parallel.mesh import init_process_group, prepare_device
 
 ENTROPY_WEIGHT = 0.01

@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 
 from meshrl.config.data import DataConfig
+from meshrl.data.image_reader import IMAGES
 from meshrl.data.images import PromptImages, encoded
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.stream import PromptStream
-from meshrl.models.image_reader import IMAGES
 from meshrl.models.loading import load_tokenizer
 
 TEMPLATE = (

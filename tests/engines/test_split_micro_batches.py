@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.engines.micro_batches import fixed_size_parts, split_heaviest, split_into_micro_batches
+from meshrl.engines.micro_batches import fixed_size_parts, runs_of_kin, split_heaviest, split_into_micro_batches
 
 rows = st.lists(st.integers(0, 20), min_size=0, max_size=24).map(lambda x: np.asarray(x, dtype=np.int64))
 
@@ -93,3 +93,29 @@ def test_some_size_is_needed(size):
 def test_fixed_size_parts():
     assert [part.tolist() for part in fixed_size_parts(5, 2)] == [[0, 1], [2, 3], [4]]
     assert fixed_size_parts(0, 2) == []
+
+
+kinships = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), min_size=1, max_size=40)
+
+
+@settings(max_examples=200, deadline=None)
+@given(kinships, st.sampled_from([20, 33, 100]))
+def test_kin_lie_next_to_each_other(samples, budget):
+    lengths, kin = (np.asarray(values, dtype=np.int64) for values in zip(*samples, strict=True))
+    plan = split_into_micro_batches(
+        lengths, max_token_len=budget, micro_batch_size=None, agree=lambda count: count, kin=kin
+    )
+    assert rows_of(plan) == list(range(len(lengths)))
+    assert all(len(part) > 0 and lengths[part].sum() <= budget for part in plan)
+    if len(set(kin)) < len(kin):
+        # Every cut between two micro-batches goes through one family at most.
+        looks = sum(len(set(kin[part])) for part in plan)
+        assert looks <= len(set(kin)) + len(plan) - 1
+
+
+def test_runs_of_kin_are_of_about_one_size():
+    lengths = np.full(40, 10)
+    plan = runs_of_kin(lengths, 130, np.arange(40) % 5)
+    assert [int(lengths[part].sum()) for part in plan] == [100, 100, 100, 100]
+    kin = [set((part % 5).tolist()) for part in plan]
+    assert sum(map(len, kin)) == 8  # five families, three cuts

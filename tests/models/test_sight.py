@@ -6,8 +6,9 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from meshrl.config.model import ModelConfig
-from meshrl.models.image_reader import ImageReader
-from meshrl.models.sight import NOT_AN_IMAGE, find_sight, language_model, sees, tower_of
+from meshrl.data.image_reader import ImageReader
+from meshrl.data.seen import NOT_AN_IMAGE
+from meshrl.models.sight import find_sight, language_model, sees, tower_of
 
 START, END = 11, 12  # any tokens may stand around an image
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe")
@@ -153,7 +154,7 @@ def test_nothing_to_see_still_reaches_every_weight_of_the_tower(folder, scene):
 
 
 def test_pixels_are_kept_up_to_a_limit(seeing_folder, image, monkeypatch):
-    from meshrl.models import image_reader
+    from meshrl.data import image_reader
 
     reader = ImageReader(seeing_folder("qwen3_vl"))
     calls = []

@@ -7,8 +7,8 @@ from transformers import AutoModelForImageTextToText
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
+from meshrl.data.image_reader import IMAGES
 from meshrl.data.proto import DataProto
-from meshrl.models.image_reader import IMAGES
 from meshrl.models.loading import load_model, load_tokenizer
 from meshrl.models.sight import find_sight
 from meshrl.parallel.attention import ATTENTION_NAME

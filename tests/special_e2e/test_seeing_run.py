@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText
 
 from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import load_config
-from meshrl.models.image_reader import ImageReader, as_png
+from meshrl.data.image_reader import ImageReader, as_png
 from meshrl.trainer.run import train
 
 EXAMPLE = Path(__file__).parents[2] / "examples/images"

@@ -67,7 +67,8 @@ def test_samples_that_do_not_divide_by_the_ranks_are_answered_in_their_order(sam
     mask = (torch.arange(samples) < lengths[:, None]).long()
     batch = DataProto.from_dict({"input_ids": mask * lengths[:, None], "attention_mask": mask, "response_mask": mask})
     source = object.__new__(SampleSource)
-    source.units, source.balanced_order = SimpleNamespace(dp_size=ranks), lambda work, _, dp: work.argsort()
+    source.units, source.balanced_order = SimpleNamespace(dp_size=ranks), lambda work, *_: work.argsort()
+    source.config = None
     asked = []
 
     def method(request: DataProto) -> DataProto:

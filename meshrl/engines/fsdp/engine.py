@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshrl.config.optim import OptimConfig
+from meshrl.data.image_reader import IMAGES
 from meshrl.data.packing import PackedRow, keep_padding, pack
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import CONTENTS, BatchOutput, Engine, LossFunction
@@ -32,7 +33,6 @@ from meshrl.engines.optim import LearningRate, build_master_optimizer, build_opt
 from meshrl.engines.packed_lm import PackedCausalLM, PackedModel, PackedValueModel
 from meshrl.engines.stored_state import Snapshot
 from meshrl.models.buffers import persistent_buffers
-from meshrl.models.image_reader import IMAGES
 from meshrl.models.loading import empty_model, load_model, refuse_quantized, torch_dtype
 from meshrl.models.lora import adapter_init, adapter_scaling, adapters_off, add_adapters, merged_params
 from meshrl.models.routes import ROUTED_EXPERTS, Routers, over_ranks, packed_routes, unpacked_routes
@@ -306,7 +306,16 @@ class FSDPEngine(Engine):
             max_token_len=meta["max_token_len"] * self.layout.size(*SEQUENCE_AXES) if meta["use_dynamic_bsz"] else None,
             micro_batch_size=meta.get("micro_batch_size"),
             agree=self._largest_over_data_parallel,
+            kin=self._image_numbers(data),
         )
+
+    def _image_numbers(self, data: DataProto) -> np.ndarray | None:
+        """A number of each sample's images, the same for the same; each micro-batch looks at its own once."""
+        images = data.non_tensor_batch.get(IMAGES)
+        if images is None:
+            return None
+        numbers: dict[Any, int] = {}
+        return np.array([numbers.setdefault(own or at, len(numbers)) for at, own in enumerate(images)])
 
     def _largest_over_data_parallel(self, count: int) -> int:
         if self.data_group is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from meshrl.models.sight import Seen
+from meshrl.data.seen import Seen
 from meshrl.parallel.attention import AttentionContext
 from meshrl.rollout.embedded.fused import can_fuse, fused_hidden
 from meshrl.rollout.embedded.kernels import sample_rows

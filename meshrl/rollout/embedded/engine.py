@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from meshrl.data.image_reader import IMAGES
 from meshrl.data.proto import DataProto
 from meshrl.models.buffers import persistent_buffers
-from meshrl.models.image_reader import IMAGES
 from meshrl.models.sight import Sight
 from meshrl.parallel.packable import longest_fixed_rotation
 from meshrl.rollout.base import TAGS, SamplingParams, check_no_empty_prompt

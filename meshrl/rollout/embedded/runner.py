@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from meshrl.models.sight import Deep, Seen, Sight
+from meshrl.data.seen import Seen
+from meshrl.models.sight import Deep, Sight
 from meshrl.parallel.attention import AttentionContext
 from meshrl.parallel.packable import check_layers
 from meshrl.rollout.embedded.adjust import Adjuster

@@ -22,7 +22,7 @@ from rich.console import Console
 from meshrl.config.chat_template import template_file_problems, template_name_problems
 from meshrl.data.encoding import encode_prompt, is_chat
 from meshrl.data.files import Row, read_rows
-from meshrl.models.sight import Images
+from meshrl.data.seen import Images
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.command_line import named_values
 from meshrl.rollout.offline.answers_file import check_output, write_output

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from meshrl.models.sight import Images
+from meshrl.data.seen import Images
 from meshrl.rollout.admission import refusal
 from meshrl.rollout.requests import Request as RolloutRequest
 from meshrl.rollout.server.answers import ChatShape, CompletionShape, Shape

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from meshrl.config.chat_template import reserved_name
 from meshrl.data.encoding import RowError
 from meshrl.data.images import PromptImages, from_data_url, is_data_url
-from meshrl.models.sight import Images
+from meshrl.data.seen import Images
 from meshrl.rollout.server.errors import ApiError
 from meshrl.rollout.server.protocol import ChatBody, Message
 
