@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshrl.config.functions import argument_problem, is_async, load_function
+from meshrl.config.functions import argument_problem, is_async, load_function, reward_call_problem
 from meshrl.config.key import key, section
 from meshrl.config.pools import OwnDevices
 from meshrl.config.rollout import ROLLOUTS
@@ -201,7 +201,10 @@ def reward_file_problems(
     for where, (path, name, kwargs) in files.items():
         try:
             function = load_function(path, name)
-            problem = argument_problem(function, kwargs if isinstance(kwargs, dict) else {}, name)
+            kwargs = kwargs if isinstance(kwargs, dict) else {}
+            problem = argument_problem(function, kwargs, name)
+            if problem is None and manager.name in MANAGERS:  # one of the user's own may call it as it likes
+                problem = reward_call_problem(function, kwargs, name, manager.name)
             awaited |= is_async(function)
             if is_async(function) and manager.name == "prime":
                 problem = f"{name} is a coroutine (async def), which reward_manager.name=prime cannot call: use naive"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshrl.config.functions import argument_problem, load_function
+from meshrl.config.functions import ON_DEMAND, PLURALS, argument_problem, load_function
 from meshrl.rewards.functions import BUILT_IN
 
 RewardFunction = Callable[..., Any]
@@ -18,14 +18,6 @@ Sample = Mapping[str, Any]
 
 # raised; hung; its process was killed; not finite; a wrong number of scores; no number at all
 KINDS = ("raised", "timeout", "died", "nan", "length", "invalid")
-# What every function gets, by its name for one sample and for many, and what it gets if its signature names it.
-PLURALS = {
-    "data_source": "data_sources",
-    "solution_str": "solution_strs",
-    "ground_truth": "ground_truths",
-    "extra_info": "extra_infos",
-}
-ON_DEMAND = {"prompt": "prompts", "response_ids": "response_ids", "turn_rewards": "turn_rewards"}
 
 
 @dataclass(frozen=True)
@@ -81,13 +73,6 @@ def check_arguments(function: RewardFunction, kwargs: Mapping[str, Any], label: 
     """Refuses keyword arguments that a function does not take, and finds those it needs and is not given."""
     if problem := argument_problem(function, kwargs, label):
         raise ValueError(problem)
-
-
-def is_batch_function(function: RewardFunction) -> bool:
-    """Whether a function wants many samples at once whatever the manager is: it has `per_batch = True`."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return bool(getattr(function, "per_batch", False))
 
 
 def extras_of(function: RewardFunction) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from meshrl.config.functions import is_async
+from meshrl.config.functions import is_async, is_batch_function
 from meshrl.config.reward import MANAGERS
 from meshrl.data.proto import DataProto, object_array
 from meshrl.data.scored import DROPPED, scored_rows
@@ -26,7 +26,6 @@ from meshrl.rewards.calling import (
     RewardFunctionSpec,
     Sample,
     extras_of,
-    is_batch_function,
 )
 from meshrl.rewards.coroutines import AtOnceAwaited, Together
 from meshrl.rewards.overlong import OverlongBuffer
