@@ -103,7 +103,10 @@ def render_chat(
 ) -> list[int]:
     """Token ids of a conversation by the tokenizer's chat template."""
     if tokenizer.chat_template is None:
-        raise ValueError("the prompts are chat messages, but the tokenizer has no chat template: use plain strings")
+        raise ValueError(
+            "the data are chat messages, but the tokenizer has no chat template: put one into its folder as "
+            "chat_template.jinja, set model.tokenizer_path to a folder that has one, or write plain text"
+        )
     rendered = tokenizer.apply_chat_template(
         messages,
         tools=tools or None,  # type: ignore[arg-type]
