@@ -4,7 +4,10 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
+import sysconfig
+import traceback
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -19,6 +22,9 @@ PLURALS = {
     "extra_info": "extra_infos",
 }
 ON_DEMAND = {"prompt": "prompts", "response_ids": "response_ids", "turn_rewards": "turn_rewards"}
+# Where code is that is not the user's: this package, and what Python and pip have installed.
+PACKAGE = (f"{Path(__file__).parents[1]}{os.sep}", "<frozen ")
+LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
@@ -48,7 +54,16 @@ def import_code(path: str) -> ModuleType:
     try:
         return _import(path)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way
-        raise ValueError(f"cannot import {path}: {type(error).__name__}: {error}") from error
+        where = "".join(f" ({frame})" for frame in own_frames(error)[-1:])
+        raise ValueError(f"cannot import {path}: {type(error).__name__}: {error}{where}") from error
+
+
+def own_frames(error: BaseException) -> list[str]:
+    """Where in the user's own code an error arose, as `file:line in function: source`, the innermost place last."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGE)]
+    # A function that is itself installed, as part of some package, is still the user's.
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames[:1]
+    return [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own]
 
 
 def with_absolute_file(place: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshrl.config.functions import ON_DEMAND, PLURALS, argument_problem, load_function
+from meshrl.config.functions import ON_DEMAND, PLURALS, argument_problem, load_function, own_frames
 from meshrl.rewards.functions import BUILT_IN
 
 RewardFunction = Callable[..., Any]
@@ -28,12 +28,13 @@ class Failure:
     text: str
     error: Exception | SystemExit | None = None
     whole: bool = False
+    frames: tuple[str, ...] = ()  # where in the function's own code
 
     @staticmethod
     def of(error: Exception | SystemExit, whole: bool = False) -> Failure:
         """What a function raised."""
         kind = "timeout" if isinstance(error, CallTimeoutError) else "raised"
-        return Failure(kind, f"{type(error).__name__}: {error}", error, whole)
+        return Failure(kind, f"{type(error).__name__}: {error}", error, whole, tuple(own_frames(error)))
 
 
 class CallTimeoutError(Exception):

@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 import numpy as np
 
 from meshrl.data.proto import DataProto
-from meshrl.rewards.manager import RewardManager, drop_samples
+from meshrl.rewards.manager import RewardManager
 from meshrl.rewards.results import Scores
 
 
@@ -60,7 +60,4 @@ class ScoredParts:
 
     def add_scores(self, batch: DataProto, timeout: float | None = None) -> dict[str, float]:
         """Collects, and writes the scores into the whole batch as `RewardManager.add_scores` does."""
-        scores = self.collect(timeout)
-        scores.write_into(batch)
-        drop_samples(batch, scores.dropped)
-        return scores.metrics()
+        return self.manager.write(self.collect(timeout), batch)

@@ -217,14 +217,14 @@ class WorkerPool:
         try:
             kind, value = pickle.loads(data)
         except Exception as error:
-            kind, value = "raised", f"an answer that cannot be read: {type(error).__name__}: {error}"
+            kind, value = "answer", Failure("raised", f"an answer that cannot be read: {type(error).__name__}: {error}")
         task, worker.task, worker.deadline = worker.task, None, None
         if kind == "ready":
             worker.ready, self._failed_starts = True, 0
         elif kind == "broken":
             self._broken = RewardError(f"a process cannot load the reward functions: {value}")
         elif task is not None:
-            task.future.set_result(value if kind == "answer" else Failure("raised", value))
+            task.future.set_result(value)
 
     def _late(self, worker: _Worker) -> None:
         task = worker.task

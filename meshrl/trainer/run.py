@@ -164,6 +164,7 @@ def train_once(
         start_run(run, screen, config, sources, notes + units.lines())
         if is_finished(found, steps, run, trainer, screen):
             return run.path
+        reward.say = screen.message
         for words, data in (("training", train_data), ("validation", val_data)):
             if data is not None and data.dropped + data.truncated:
                 screen.message(f"{words} prompts: {data.dropped} dropped, {data.truncated} truncated, {len(data)} left")

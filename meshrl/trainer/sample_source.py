@@ -28,7 +28,7 @@ from meshrl.data.sampling import RowOrder
 from meshrl.data.scored import scored_rows
 from meshrl.data.stream import PromptStream
 from meshrl.models.image_reader import IMAGES
-from meshrl.rewards.manager import RewardManager
+from meshrl.rewards.manager import RewardError, RewardManager
 from meshrl.rollout.seeds import TRAINING, sample_seeds
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.trainer.bookkeeper import Bookkeeper
@@ -124,7 +124,7 @@ class SampleSource:
                 lost = {name: count + metrics.get(name, 0.0) for name, count in lost.items()}
                 logger.warning("no sample of batch %d is left to train on: it is passed over", begun.number)
             if empty == MOST_EMPTY:
-                raise ValueError(
+                raise RewardError(
                     f"no sample of {empty} batches in a row is left to train on: look at what fails in the reward "
                     "(reward.on_error says what happens then)"
                 )

@@ -511,7 +511,7 @@ def test_data_of_an_unknown_kind(fine: MakePPO, tmp_path: Path) -> None:
         ("compute_score = 3\n", "is a int, not a function"),
         ("import no_such_module_at_all\n", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
         ("def compute_score(:\n", "SyntaxError"),
-        ("raise RuntimeError('boom')\n", "RuntimeError: boom"),
+        ("raise RuntimeError('boom')\n", "my_reward.py:1 in <module>: raise RuntimeError('boom'))"),
         (None, "there is no file"),
     ],
 )
