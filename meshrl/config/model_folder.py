@@ -125,17 +125,43 @@ def _missing_parts(index: Path) -> list[str]:
     return [f"{index} names {len(named)} files of weights, of which {len(missing)} are not there, such as {missing[0]}"]
 
 
+def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """The length of a safetensors file's header, and what it says of each tensor."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(min(length, LONGEST_HEADER)))
+    return length, {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
 def _tensor_file_problem(file: Path) -> str | None:
     size = file.stat().st_size
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(min(length, LONGEST_HEADER)))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        length, header = _read_header(file)
+        ends = [entry["data_offsets"][1] for entry in header.values()]
     except (struct.error, ValueError, TypeError, LookupError, AttributeError):
         return f"{file} ({size} bytes) has no header of safetensors: it is truncated or damaged"
     wanted = 8 + length + max(ends, default=0)
     return None if size == wanted else f"{file} has {size} of {wanted} bytes: it is truncated or damaged"
+
+
+def target_problems(model: ModelConfig, prefix: str) -> list[str]:
+    """Modules that are to get an adapter and that the model's files, if they are whole, do not have."""
+    folder = Path(model.path or "nowhere")
+    is_named = model.lora_rank and model.lora_adapter_path is None and model.target_modules != ["all-linear"]
+    if not is_named or tensor_file_problems(folder):
+        return []
+    headers = [_read_header(file)[1] for file in folder.glob("*.safetensors")]
+    matrices = [name for header in headers for name, entry in header.items() if len(entry.get("shape", ())) == 2]
+    # What comes before the last part of a name may be another in the files than in the model.
+    there = sorted({name.split(".")[-2] for name in matrices if name.endswith(".weight")})
+    unknown = [name for name in model.target_modules if name.rpartition(".")[2] not in there]
+    if not there or not unknown:
+        return []
+    linear = [name for name in there if name not in ("embed_tokens", "lm_head")]
+    return [
+        f"{prefix}.target_modules: {folder} has no linear layer {', '.join(unknown)}: name some of "
+        f"{', '.join(linear)}, or all of them as [all-linear]"
+    ]
 
 
 def damage_of(folder: Path) -> str | None:

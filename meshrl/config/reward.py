@@ -26,6 +26,8 @@ REWARD_OPTIONS: dict[str, tuple[str, ...]] = {
     "code": ("partial", "interpreter", "strict", "limits"),
     "judge": (*JUDGE_URL_OPTIONS, "template", "pattern", "low", "high"),
 }
+# The numbers that built-in functions return beside the score.
+REWARD_NUMBERS: dict[str, tuple[str, ...]] = {"coin_toss": ("acc",), "math_verify": ("acc", "parsed"), "code": ("acc",)}
 NEEDED_OPTIONS = {"format_match": ("pattern",)}
 BUILT_IN_REWARDS = tuple(REWARD_OPTIONS)
 MANAGERS = ("naive", "batch", "dapo", "prime")
@@ -149,6 +151,20 @@ def option_problems(reward: RewardConfig) -> list[str]:
         if missing := [option for option in NEEDED_OPTIONS.get(name, ()) if option not in kwargs]:
             problems.append(f"{where}: reward function '{name}' needs {', '.join(missing)}: set {where}.{missing[0]}")
     return problems
+
+
+def reward_numbers(reward: RewardConfig, custom: CustomRewardFunctionConfig) -> list[str] | None:
+    """What the functions say of a sample beside its score; None where one of the user's own may say anything."""
+    entries = {str(label): entry if isinstance(entry, dict) else {} for label, entry in reward.functions.items()}
+    named = {label: str(entry.get("name") or label) for label, entry in entries.items()}
+    named |= {reward.name: reward.name} if reward.name else {}
+    if not named or custom.path or any(entry.get("path") for entry in entries.values()):
+        return None
+    if len(named) == 1:
+        return list(REWARD_NUMBERS.get(next(iter(named.values())), ()))
+    said = [(label, number) for label, name in named.items() for number in REWARD_NUMBERS.get(name, ())]
+    shared = ["acc"] if any(number == "acc" for _, number in said) else []
+    return [*shared, *(f"{label}/{number}" for label, number in said), *(f"{label}/score" for label in named)]
 
 
 def judge_functions(reward: RewardConfig) -> dict[str, dict[str, Any]]:

@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshrl.config.algorithm import FilterGroupsConfig
+from meshrl.config.algorithm import WHOLE_SCORE, FilterGroupsConfig
 from meshrl.data.joining import concat_samples
 from meshrl.data.proto import DataProto, object_array
 from meshrl.data.scored import scored_rows
 from meshrl.telemetry.metrics import reduce_metrics
 
 Scored = tuple[DataProto, dict[str, Any]]
-WHOLE_SCORE = ("seq_reward", "seq_final_reward", "score")
 # Over several rounds these add up, and of these the last counts; of all others the mean.
 COUNTED = (
     "reward/errors",

@@ -458,6 +458,24 @@ def test_arguments_of_own_reward_functions(fine: MakePPO, tmp_path: Path) -> Non
     assert problem == "custom_reward_function: reward function 'compute_score' takes no argument foo: it has scale"
 
 
+def test_adapters_go_onto_layers_that_the_model_has(fine: MakePPO, tmp_path: Path) -> None:
+    names = [f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "mlp.up_proj")]
+    header = json.dumps({name: {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]} for name in names}).encode()
+
+    def problems(target: str) -> list[str]:
+        config = fine("actor_rollout_ref.model.lora_rank=4", f"actor_rollout_ref.model.target_modules={target}")
+        file = tmp_path / "model" / "model.safetensors"
+        file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+        return check_config(config)
+
+    (problem,) = problems("[q_proj,query]")
+    assert problem == (
+        f"actor_rollout_ref.model.target_modules: {tmp_path / 'model'} has no linear layer query: name some of q_proj, "
+        "up_proj, or all of them as [all-linear]"
+    )
+    assert problems("[self_attn.q_proj,up_proj]") == problems("[all-linear]") == []
+
+
 def test_a_reward_function_must_take_what_it_is_called_with(fine: MakePPO, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "def score(x): ...\n"
