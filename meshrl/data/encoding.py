@@ -17,18 +17,21 @@ SHOWN = 200
 
 
 class RowError(ValueError):
-    """What is wrong with the row of a number; whoever knows its file tells it with `at`."""
+    """What is wrong with the row of a number; whoever knows its file tells it with `at`.
+
+    Numbers count from 0, and the words from 1, as the lines of a file do.
+    """
 
     def __init__(self, number: int, words: str):
         super().__init__(number, words)  # both, or it could not be pickled
         self.number, self.words = number, words
 
     def __str__(self) -> str:
-        return f"row {self.number}: {self.words}"
+        return f"row {self.number + 1}: {self.words}"
 
     def at(self, file: str, number: int) -> ValueError:
         """The same of a row of a file."""
-        return ValueError(f"data file '{file}', row {number}: {self.words}")
+        return ValueError(f"data file '{file}', row {number + 1}: {self.words}")
 
 
 def encode_prompt(

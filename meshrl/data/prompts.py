@@ -60,7 +60,7 @@ class PromptDataset:
         except RowError as error:
             number = chosen[error.number]
             if config.custom_cls.path is not None:
-                raise ValueError(f"row {number} of {config.custom_cls.name}: {error.words}") from error
+                raise ValueError(f"row {number + 1} of {config.custom_cls.name}: {error.words}") from error
             source = source_of[number]
             raise error.at(files[source], int(number - first_of[source])) from error
         if not self.rows:
