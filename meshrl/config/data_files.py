@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.config.chat_template import template_text
-from meshrl.config.names import MODEL
+from meshrl.config.names import MODEL, count
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 
@@ -32,7 +32,7 @@ def data_file_problems(config: PPOConfig | SFTConfig) -> list[str]:
     is_endless = isinstance(config, PPOConfig) and config.data.streaming and bool(config.data.train_weights)
     if config.data.train_files and not problems and not is_endless and trained < batch:
         problems.append(
-            f"data.train_files have {trained} rows together, fewer than one batch of {batch}: "
+            f"data.train_files have {count(trained, 'row')} together, fewer than one batch of {batch}: "
             "add data or lower data.train_batch_size"
         )
     return problems

@@ -11,6 +11,7 @@ from typing import Any
 from meshrl.config.engine import EngineConfig
 from meshrl.config.families import megatron_problems
 from meshrl.config.model import ModelConfig
+from meshrl.config.names import count
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Families that take images, and the file that says how.
@@ -122,7 +123,10 @@ def _missing_parts(index: Path) -> list[str]:
     missing = [name for name in named if not (index.parent / name).is_file()]
     if not missing:
         return []
-    return [f"{index} names {len(named)} files of weights, of which {len(missing)} are not there, such as {missing[0]}"]
+    return [
+        f"{index} names {count(len(named), 'file')} of weights, of which {len(missing)} are not there, such as "
+        f"{missing[0]}"
+    ]
 
 
 def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
@@ -300,7 +304,7 @@ def _stage_problems(layers: int, engine: EngineConfig, prefix: str) -> list[str]
     counted = sum(bool(given.get(f"account_for_{name}_in_pipeline_split")) for name in ("embedding", "loss"))
     middle, left = pp - len(own), layers - sum(own) + counted
     if left < 0 or (middle == 0 and left) or (middle and left % (middle * vpp)) or any(size % vpp for size in own):
-        stages = f"{layers} layers" if not own else f"{layers} layers, less {' and '.join(map(str, own))}"
+        stages = count(layers, "layer") if not own else f"{count(layers, 'layer')}, less {' and '.join(map(str, own))}"
         return [
             f"the model's num_hidden_layers ({stages}) must be divisible by {prefix}.pipeline_model_parallel_size "
             f"* virtual_pipeline_model_parallel_size ({middle} * {vpp}); change them, or write the stages out in "
@@ -329,10 +333,10 @@ def _written_out_problems(layers: int, layout: str | list[Any], engine: EngineCo
     problems = []
     if len(chunks) != pp * vpp:
         problems.append(
-            f"{name} has {len(chunks)} chunks; pipeline_model_parallel_size * virtual_pipeline_model_parallel_size "
-            f"ask for {pp} * {vpp} = {pp * vpp}"
+            f"{name} has {count(len(chunks), 'chunk')}; pipeline_model_parallel_size * "
+            f"virtual_pipeline_model_parallel_size ask for {pp} * {vpp} = {pp * vpp}"
         )
     written = sum(chunk.count("t") for chunk in chunks)
     if written != layers:
-        problems.append(f"{name} places {written} layers; the model has num_hidden_layers={layers}")
+        problems.append(f"{name} places {count(written, 'layer')}; the model has num_hidden_layers={layers}")
     return problems

@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.model_folder import read_json
+from meshrl.config.names import count
 from meshrl.data.encoding import RowError, is_chat, shown
 from meshrl.data.files import Row
 from meshrl.models.image_reader import ImageReader
@@ -50,7 +51,7 @@ class PromptImages:
         if len(places) != len(images):
             raise RowError(
                 number,
-                f"the prompt has places for {len(places)} images ({PLACE}), but the row has {len(images)} in "
+                f"the prompt has places for {count(len(places), 'image')} ({PLACE}), but the row has {len(images)} in "
                 f"'{self.key}' (data.image_key)",
             )
         times = np.ones(len(ids), np.int64)

@@ -24,6 +24,7 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, quantized_problem, read_json
+from meshrl.config.names import count
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.empty import without_memory
 from meshrl.models.sight import sees
@@ -107,7 +108,7 @@ def load_model(
     new_head = [name for name in info["missing_keys"] if is_value_head(name)]
     missing = sorted(set(info["missing_keys"]) - set(new_head))
     if missing:
-        raise ValueError(f"the model at '{path}' lacks {len(missing)} weights, first of all '{missing[0]}'")
+        raise ValueError(f"the model at '{path}' lacks {count(len(missing), 'weight')}, first of all '{missing[0]}'")
     for name in new_head:
         torch.nn.init.zeros_(model.get_parameter(name))
     if not new_head or not all(name.startswith("lm_head.") for name in info["unexpected_keys"]):

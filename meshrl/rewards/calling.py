@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshrl.config.functions import ON_DEMAND, PLURALS, argument_problem, load_function, own_frames
+from meshrl.config.names import count
 from meshrl.rewards.functions import BUILT_IN
 
 RewardFunction = Callable[..., Any]
@@ -146,8 +147,8 @@ class AtOnce:
         except (Exception, SystemExit) as error:
             return [Failure.of(error, whole=True)] * len(samples)
         if not hasattr(answers, "__len__") or len(answers) != len(samples):
-            got = f"{len(answers)} scores" if hasattr(answers, "__len__") else repr(answers)[:80]
-            said = f"it returned {got} for {len(samples)} samples: each needs one"
+            got = count(len(answers), "score") if hasattr(answers, "__len__") else repr(answers)[:80]
+            said = f"it returned {got} for {count(len(samples), 'sample')}: each needs one"
             return [Failure("length", said, whole=True)] * len(samples)
         return [Failure.of(answer) if isinstance(answer, Exception) else answer for answer in answers]
 

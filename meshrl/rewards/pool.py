@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from meshrl.config.names import count
 from meshrl.rewards.calling import Failure, RewardFunctionSpec, Sample
 from meshrl.rewards.results import RewardError
 
@@ -129,7 +130,7 @@ class WorkerPool:
             elif worker.task is not None:
                 lines.append(f"{name} has not returned from a sample: {seconds}")
         if lines and self._tasks:
-            lines.append(f"{len(self._tasks)} samples wait for one of {self.size} reward processes")
+            lines.append(f"{count(len(self._tasks), 'sample')} in line for one of {count(self.size, 'reward process')}")
         return lines
 
     def close(self) -> None:

@@ -22,14 +22,14 @@ from meshrl.config.algorithm_checks import bypass_loss, uses_reference
 from meshrl.config.correction import correction_of
 from meshrl.config.critic import uses_critic
 from meshrl.config.errors import ConfigError, told_without_traceback
-from meshrl.config.names import ROLLOUT
+from meshrl.config.names import ROLLOUT, count
 from meshrl.config.own_code import import_external_libs, with_absolute_files
 from meshrl.config.pools import SECTIONS, places
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig, SFTDataConfig
 from meshrl.config.show import to_yaml
 from meshrl.config.trainer import RayInitConfig, RunConfig
-from meshrl.config.units import BatchUnits, SFTBatchUnits, count
+from meshrl.config.units import BatchUnits, SFTBatchUnits
 from meshrl.controller import (
     ClassWithInitArgs,
     Deadlines,

@@ -19,6 +19,7 @@ import torch
 
 from meshrl.agents.batch import SAMPLE_COLUMNS, agent_metrics
 from meshrl.balance import order_for_data_parallel
+from meshrl.config.names import count
 from meshrl.config.root import PPOConfig
 from meshrl.config.units import BatchUnits
 from meshrl.controller import WorkerGroup
@@ -336,7 +337,8 @@ def total_steps(config: PPOConfig, rows: int) -> int:
     steps = rows * epochs // data.train_batch_size if filters else rows // data.train_batch_size * epochs
     if steps == 0:
         raise ValueError(
-            f"{rows} rows in {epochs} epochs make no batch of data.train_batch_size ({data.train_batch_size}) prompts: "
-            "set trainer.total_training_steps, more trainer.total_epochs or a smaller batch"
+            f"{count(rows, 'row')} in {count(epochs, 'epoch')} make no batch of data.train_batch_size "
+            f"({data.train_batch_size}) prompts: set trainer.total_training_steps, more trainer.total_epochs or "
+            "a smaller batch"
         )
     return steps

@@ -17,6 +17,7 @@ from meshrl.config.checks import ensure_runnable
 from meshrl.config.errors import ConfigError
 from meshrl.config.load import load_config
 from meshrl.config.model_folder import fit_problems
+from meshrl.config.names import count
 from meshrl.config.sft import SFTConfig
 from meshrl.controller import ClassWithInitArgs, Deadlines, ResourcePool, create_worker_group
 from meshrl.models.buffers import persistent_buffers
@@ -132,7 +133,7 @@ def verify(
     verdicts = []
     with tempfile.TemporaryDirectory() as folder:
         for name, shape in shapes.items():
-            with console.status(f"{name}: two optimizer steps on {world} ranks and on one"):
+            with console.status(f"{name}: two optimizer steps on {count(world, 'rank')} and on one"):
                 config = config_for(write_model(shape, Path(folder) / name), world, overrides)
                 verdicts.append(check_one(name, config))
     show(verdicts, console)

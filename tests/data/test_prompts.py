@@ -112,7 +112,7 @@ def test_long_prompts_are_dropped_and_counted_with_their_rows(dataset):
     data = dataset(prompts(LONG, "1", LONG, "2"), max_prompt_length=4, filter_overlong_prompts=True, truncation="left")
     assert (len(data), data.dropped, data.truncated) == (2, 2, 0)
     assert data.batch(np.asarray([1])).non_tensor_batch["raw_prompt"].tolist() == ["2"]
-    with pytest.raises(ValueError, match=r"none of the 1 prompts is left: all are over data.max_prompt_length=4"):
+    with pytest.raises(ValueError, match=r"no prompt of 1 row is left within data.max_prompt_length=4"):
         dataset(prompts(LONG), max_prompt_length=4, filter_overlong_prompts=True)
 
 
