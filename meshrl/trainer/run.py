@@ -160,6 +160,7 @@ def train_once(
     with (
         open_run(trainer, found, restarts, model.path) as run,
         StepConsole(steps, console, first_step=first_step) as screen,
+        as_it_was(run, restarts, screen.message),
     ):
         start_run(run, screen, config, sources, notes + units.lines())
         if is_finished(found, steps, run, trainer, screen):
@@ -296,6 +297,7 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
     with (
         open_run(trainer, found, restarts, path) as run,
         StepConsole(steps, console, columns=SFT_COLUMNS, first_step=first_step) as screen,
+        as_it_was(run, restarts, screen.message),
     ):
         start_run(run, screen, config, sources, notes + units.lines())
         if is_finished(found, steps, run, trainer, screen):
@@ -361,6 +363,18 @@ def open_run(trainer: RunConfig, found: Found | None, restarts: Restarts, model_
         run = RunFolder(trainer.run_dir, resume=True, last_step=found.step)
     set_later_ones_aside(folder, found.step)
     return run
+
+
+@contextmanager
+def as_it_was(run: RunFolder, restarts: Restarts, say: Callable[[str], None]) -> Iterator[None]:
+    """A run that fails before it has kept anything leaves an earlier one's files where they were."""
+    try:
+        yield
+    except BaseException:
+        if run.put_back():
+            restarts.opened = False
+            say(f"the earlier run's files are back in {run.path}; the log of this start is {run.failed_log.name}")
+        raise
 
 
 def is_finished(found: Found | None, steps: int, run: RunFolder, trainer: RunConfig, screen: StepConsole) -> bool:

@@ -44,10 +44,13 @@ def test_a_failing_reward_stops_with_its_sample(task, tmp_path, body, said):
 def test_a_reward_that_fails_on_the_whole_first_batch_is_told_at_once(task, tmp_path):
     """With zero it ends the run, which would learn nothing; with drop the batch is passed over."""
     own = own_reward(tmp_path, "raise KeyError('no such key')")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("of an earlier run")
     with pytest.raises(
         RewardError, match=r"all 512 samples, first on sample 0 .*KeyError(.|\n)*reward.py:3 in compute_"
     ):
         task.train(tmp_path / "run", *SHORT, *own, "reward.on_error=zero")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "of an earlier run"
     with (tmp_path / "screen.txt").open("w") as out, pytest.raises(RewardError, match="8 batches in a row"):
         train(task.config(tmp_path / "drop", *SHORT, *own, "reward.on_error=drop"), console=Console(file=out))
     said = (tmp_path / "screen.txt").read_text()
