@@ -37,6 +37,7 @@ from meshrl.config.gates import gate_problems
 from meshrl.config.layout import engine_problems, rollout_problems, sequence_ranks
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import (
+    UNMERGEABLE,
     fit_problems,
     folder_problems,
     packing_problems,
@@ -365,7 +366,7 @@ def _rollout_size_problems(config: PPOConfig) -> list[str]:
 
 def _adapter_problems(config: PPOConfig) -> list[str]:
     model, rollout, most = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, VLLM_ADAPTER_RANKS[-1]
-    unmergeable = [name for name in ("lm_head", "embed_tokens") if name in model.target_modules]
+    unmergeable = [name for name in UNMERGEABLE if name in model.target_modules]
     problems = []
     if model.lora_rank and unmergeable:
         problems.append(

@@ -43,6 +43,8 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json")
 # Bytes of a JSON file, beyond which only its ends are looked at: a check of a config must be quick.
 MOST_PARSED = 2**24
 LONGEST_HEADER = 100_000_000  # safetensors' own limit
+# Modules whose adapters cannot be merged into the weights that a rollout gets.
+UNMERGEABLE = ("lm_head", "embed_tokens")
 
 
 def is_hub_name(path: str) -> bool:
@@ -158,10 +160,10 @@ def target_problems(model: ModelConfig, prefix: str) -> list[str]:
     matrices = [name for header in headers for name, entry in header.items() if len(entry.get("shape", ())) == 2]
     # What comes before the last part of a name may be another in the files than in the model.
     there = sorted({name.split(".")[-2] for name in matrices if name.endswith(".weight")})
-    unknown = [name for name in model.target_modules if name.rpartition(".")[2] not in there]
+    unknown = [name for name in model.target_modules if name.rpartition(".")[2] not in (*there, *UNMERGEABLE)]
     if not there or not unknown:
         return []
-    linear = [name for name in there if name not in ("embed_tokens", "lm_head")]
+    linear = [name for name in there if name not in UNMERGEABLE]
     return [
         f"{prefix}.target_modules: {folder} has no linear layer {', '.join(unknown)}: name some of "
         f"{', '.join(linear)}, or all of them as [all-linear]"
