@@ -53,6 +53,11 @@ class RewardFunctionSpec:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     function: RewardFunction | None = None
 
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is one of ours, maybe with a model of its own to ask."""
+        return self.path is None and (self.name or self.label) in BUILT_IN
+
     def load(self) -> RewardFunction:
         """The function, with its keyword arguments bound; a `ValueError` says what is wrong."""
         name = self.name or self.label

@@ -128,10 +128,11 @@ class RewardManager:
     def write(self, scores: Scores, batch: DataProto) -> dict[str, float]:
         """What `add_scores` does with the scores of a whole batch.
 
-        A function that fails on every sample of the first one does not work: zeros alone would teach nothing.
+        A function of the user's own that fails on every sample of the first one does not work: zeros alone would teach
+        nothing. A built-in one does; the service or model that it asks may answer yet.
         """
         if failing := self._fails_on_all(scores):
-            if self.on_error == "zero":
+            if self.on_error == "zero" and not any(spec.is_built_in for spec in self.specs):
                 raise RewardError(f"{failing}\nAll rewards would be zero (reward.on_error=zero): fix the function")
             self._tell(failing)
         scores.write_into(batch)

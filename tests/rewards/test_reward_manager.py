@@ -212,6 +212,11 @@ def test_a_function_that_fails_on_the_whole_first_batch(data, tokenizer):
     assert manager.add_scores(data[:])["reward/errors"] == 3
     values[0] = KeyError("no")
     assert manager.add_scores(data[:])["reward/errors"] == 4
+    # A judge may answer later what it does not answer now.
+    judge = RewardManager([RewardFunctionSpec("judge", function=each(values))], tokenizer, on_error="zero")
+    judge.say = said.append
+    assert judge.add_scores(data[:])["reward/errors"] == 4
+    assert len(said) == 3
 
 
 def test_a_wrong_signature_is_an_error_that_says_so(data, tokenizer):
