@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A service that did not answer may do so another time; what else is refused stays so.
             tried = _exit_code_of(error)
             return CONFIG_PROBLEM if tried == RUN_ERROR else tried
-        sys.stderr.write(traceback.format_exc())
+        if not getattr(error, "needs_no_traceback", False) or os.environ.get("MESHRL_TRACEBACK"):
+            sys.stderr.write(traceback.format_exc())
         _complain(f"the run failed: {type(error).__name__}: {error}")
         return _exit_code_of(error)
     except BaseException as error:

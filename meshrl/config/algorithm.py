@@ -33,6 +33,10 @@ class KLCtrlConfig:
     target_kl: float = key(0.1, "KL that adaptive control aims at.", low=0)
 
 
+# Metrics of `filter_groups` that stand for the whole score.
+WHOLE_SCORE = ("seq_reward", "seq_final_reward", "score")
+
+
 @dataclass
 class FilterGroupsConfig:
     enable: bool = key(False, "Drop groups whose samples are all alike and generate more (DAPO).")

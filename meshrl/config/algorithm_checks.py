@@ -3,9 +3,10 @@
 import math
 
 from meshrl.config.actor import POLICY_LOSSES
-from meshrl.config.algorithm import ESTIMATORS, TOKEN_BASELINES
+from meshrl.config.algorithm import ESTIMATORS, TOKEN_BASELINES, WHOLE_SCORE
 from meshrl.config.correction import RATIO_LOSSES, correction_of
 from meshrl.config.names import ACTOR, REF, ROLLOUT
+from meshrl.config.reward import MANAGERS, reward_numbers
 from meshrl.config.root import PPOConfig
 from meshrl.config.tree import changed_keys
 
@@ -153,7 +154,24 @@ def filter_groups_problems(config: PPOConfig) -> list[str]:
         )
     if filters.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
         problems.append("algorithm.filter_groups.metric=seq_final_reward is not known before the KL: use seq_reward")
-    return problems
+    return problems + _metric_problems(config)
+
+
+def _metric_problems(config: PPOConfig) -> list[str]:
+    """A metric of dynamic sampling that no reward function will return, where all that tell of samples are known."""
+    metric, manager = config.algorithm.filter_groups.metric, config.reward_manager
+    numbers = reward_numbers(config.reward, config.custom_reward_function)
+    has_own_code = manager.name not in MANAGERS or config.actor_rollout_ref.rollout.multi_turn.enable
+    if metric is None or numbers is None or has_own_code or config.reward_model.enable:
+        return []
+    if manager.name == "dapo" and manager.overlong_buffer.log:
+        numbers += ["overlong_reward", "overlong"]
+    known = [WHOLE_SCORE[0], *numbers]
+    if metric in (*known, *WHOLE_SCORE):
+        return []
+    return [
+        f"algorithm.filter_groups.metric={metric}: the reward function does not return it: use {' or '.join(known)}"
+    ]
 
 
 def reference_problems(config: PPOConfig) -> list[str]:

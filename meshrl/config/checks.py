@@ -37,12 +37,14 @@ from meshrl.config.gates import gate_problems
 from meshrl.config.layout import engine_problems, rollout_problems, sequence_ranks
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import (
+    UNMERGEABLE,
     fit_problems,
     folder_problems,
     packing_problems,
     quantized_problem,
     read_model_config,
     stateful_layers,
+    target_problems,
 )
 from meshrl.config.multi_turn import multi_turn_file_problems, multi_turn_problems
 from meshrl.config.names import ACTOR, COMMAND_LINE, MODEL, REF, ROLLOUT
@@ -212,7 +214,7 @@ def _reference_file_problems(config: PPOConfig) -> list[str]:
     if path is None and not is_apart:
         return []
     path = path or config.actor_rollout_ref.model.path
-    model = _read_by_ids(replace(config.actor_rollout_ref.model, path=path, random_init=False), config)
+    model = _read_by_ids(replace(config.actor_rollout_ref.model, path=path, random_init=False, lora_rank=0), config)
     longest = config.data.max_prompt_length + config.data.max_response_length
     words = "data.max_prompt_length + max_response_length"
     return _model_problems(model, f"{REF}.model", ref.engine(actor), REF if is_apart else ACTOR, longest, words)
@@ -364,7 +366,7 @@ def _rollout_size_problems(config: PPOConfig) -> list[str]:
 
 def _adapter_problems(config: PPOConfig) -> list[str]:
     model, rollout, most = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, VLLM_ADAPTER_RANKS[-1]
-    unmergeable = [name for name in ("lm_head", "embed_tokens") if name in model.target_modules]
+    unmergeable = [name for name in UNMERGEABLE if name in model.target_modules]
     problems = []
     if model.lora_rank and unmergeable:
         problems.append(
@@ -596,4 +598,5 @@ def _model_problems(
         problems.append(f"{length_names} ({length}) is over the model's max_position_embeddings ({positions})")
     if engine.strategy != "megatron":
         problems += packing_problems(shape, model, prefix)
+        problems += target_problems(model, prefix)
     return problems + fit_problems(shape, engine, engine_prefix)

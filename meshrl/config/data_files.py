@@ -4,7 +4,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from meshrl.config.chat_template import template_text
+from meshrl.config.names import MODEL, count
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 
@@ -17,6 +20,7 @@ class Glance:
 
     columns: tuple[str, ...]
     rows: int
+    lists: tuple[str, ...] = ()  # those of the columns that hold lists, such as chat messages
 
 
 def data_file_problems(config: PPOConfig | SFTConfig) -> list[str]:
@@ -28,7 +32,7 @@ def data_file_problems(config: PPOConfig | SFTConfig) -> list[str]:
     is_endless = isinstance(config, PPOConfig) and config.data.streaming and bool(config.data.train_weights)
     if config.data.train_files and not problems and not is_endless and trained < batch:
         problems.append(
-            f"data.train_files have {trained} rows together, fewer than one batch of {batch}: "
+            f"data.train_files have {count(trained, 'row')} together, fewer than one batch of {batch}: "
             "add data or lower data.train_batch_size"
         )
     return problems
@@ -80,37 +84,39 @@ def _folder_problems(path: Path) -> list[str]:
 
 
 def _glance_at_table(path: Path) -> Glance:
+    import pyarrow as pa
     import pyarrow.parquet as pq
     from pyarrow import ArrowException
 
     try:
         with pq.ParquetFile(path) as table:
-            return Glance(tuple(table.schema_arrow.names), table.metadata.num_rows)
+            lists = tuple(field.name for field in table.schema_arrow if pa.types.is_list(field.type))
+            return Glance(tuple(table.schema_arrow.names), table.metadata.num_rows, lists)
     except ArrowException as error:
         raise ValueError(f"{path} is not a readable parquet file: {error}") from error
 
 
 def _glance_at_lines(path: Path, enough: int) -> Glance:
-    columns: tuple[str, ...] = ()
+    first: dict[str, Any] = {}
     rows = 0
     with path.open("rb") as lines:
         for line in filter(bytes.strip, lines):
             if not rows:
-                columns = _columns_of(path, line)
+                first = _row_in(path, line)
             rows += 1
             if rows >= enough:
                 break
-    return Glance(columns, rows)
+    return Glance(tuple(first), rows, tuple(name for name, value in first.items() if isinstance(value, list)))
 
 
-def _columns_of(path: Path, line: bytes) -> tuple[str, ...]:
+def _row_in(path: Path, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"the first line of {path} is not valid JSON, one object a line: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"the first line of {path} is a {type(row).__name__}: each line must be a JSON object")
-    return tuple(row)
+    return row
 
 
 def _column_problems(config: PPOConfig | SFTConfig, seen: Glance) -> list[str]:
@@ -119,6 +125,22 @@ def _column_problems(config: PPOConfig | SFTConfig, seen: Glance) -> list[str]:
         f"has no column {getattr(config.data, key)!r} ({there}): name the right one with data.{key}"
         for key in _column_keys(config)
         if getattr(config.data, key) not in seen.columns
+    ] + _template_problems(config, seen)
+
+
+def _template_problems(config: PPOConfig | SFTConfig, seen: Glance) -> list[str]:
+    """Chat messages become tokens by the tokenizer's chat template; not all models have one."""
+    prefix = MODEL if isinstance(config, PPOConfig) else "model"
+    model = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
+    key, folder = _column_keys(config)[0], Path(model.tokenizer_path or model.path or "nowhere")
+    # A tokenizer's own code may bring a template that no file shows.
+    if model.trust_remote_code or not folder.is_dir() or template_text(folder) is not None:
+        return []
+    if getattr(config.data, key) not in seen.lists:
+        return []
+    return [
+        f"has chat messages in {getattr(config.data, key)!r} (data.{key}), but {folder} has no chat template: put one "
+        f"there as chat_template.jinja, set {prefix}.tokenizer_path to a folder that has one, or write plain text"
     ]
 
 

@@ -4,12 +4,27 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
+import sysconfig
+import traceback
 import zlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+# What every reward function gets, by its name for one sample and for many, and what it gets if its signature names it.
+PLURALS = {
+    "data_source": "data_sources",
+    "solution_str": "solution_strs",
+    "ground_truth": "ground_truths",
+    "extra_info": "extra_infos",
+}
+ON_DEMAND = {"prompt": "prompts", "response_ids": "response_ids", "turn_rewards": "turn_rewards"}
+# Where code is that is not the user's: this package, and what Python and pip have installed.
+PACKAGE = (f"{Path(__file__).parents[1]}{os.sep}", "<frozen ")
+LIBRARIES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
@@ -39,7 +54,16 @@ def import_code(path: str) -> ModuleType:
     try:
         return _import(path)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way
-        raise ValueError(f"cannot import {path}: {type(error).__name__}: {error}") from error
+        where = "".join(f" ({frame})" for frame in own_frames(error)[-1:])
+        raise ValueError(f"cannot import {path}: {type(error).__name__}: {error}{where}") from error
+
+
+def own_frames(error: BaseException) -> list[str]:
+    """Where in the user's own code an error arose, as `file:line in function: source`, the innermost place last."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(PACKAGE)]
+    # A function that is itself installed, as part of some package, is still the user's.
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames[:1]
+    return [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own]
 
 
 def with_absolute_file(place: str) -> str:
@@ -92,13 +116,44 @@ def argument_problem(function: Callable[..., Any], kwargs: Mapping[str, Any], la
         return None
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
-    options = [name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    given = {*PLURALS, *PLURALS.values(), *ON_DEMAND, *ON_DEMAND.values()}
+    keyword_only = [name for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    options = [name for name in keyword_only if name not in given]
     if unknown := sorted(set(kwargs) - set(parameters)):
         return (
             f"reward function '{label}' takes no argument {', '.join(unknown)}: it has {', '.join(options) or 'none'}"
         )
     missing = [name for name in options if parameters[name].default is inspect.Parameter.empty and name not in kwargs]
     return f"reward function '{label}' needs {', '.join(missing)}: give it in its kwargs" if missing else None
+
+
+def is_batch_function(function: Callable[..., Any]) -> bool:
+    """Whether a reward function wants many samples at once whatever the manager is: it has `per_batch = True`."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return bool(getattr(function, "per_batch", False))
+
+
+def reward_call_problem(function: Callable[..., Any], kwargs: Collection[str], label: str, manager: str) -> str | None:
+    """What keeps a reward function from being called as a manager calls it: by name, for one sample or for many."""
+    forms = {"naive": ([*PLURALS], [*ON_DEMAND]), "batch": ([*PLURALS.values()], [*ON_DEMAND.values()])}
+    fits = {
+        form: call_problem(function, [*given, *on_demand, *kwargs], given) is None
+        for form, (given, on_demand) in forms.items()
+    }
+    own = "batch" if manager == "batch" or is_batch_function(function) else "naive"
+    if fits[own]:
+        return None
+    given, on_demand = forms[own]
+    other = "batch" if own == "naive" else "naive"
+    advice = "give it these parameters (**kwargs stands for any of them), and what else it needs in its kwargs"
+    if fits[other] and not is_batch_function(function):
+        advice = f"set reward_manager.name={other}, which calls it as it is written"
+    takes = ", ".join(map(str, inspect.signature(function).parameters.values())) or "nothing"
+    return (
+        f"reward function '{label}' takes {takes}, but it is called by name with {', '.join(given)} (with "
+        f"{', '.join(on_demand)} too, where it names them): {advice}"
+    )
 
 
 def _import(path: str) -> ModuleType:

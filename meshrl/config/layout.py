@@ -2,6 +2,7 @@
 
 from meshrl.config.engine import EngineConfig, MegatronConfig
 from meshrl.config.megatron_fields import has_megatron, override_problems
+from meshrl.config.names import count
 from meshrl.config.rollout import RolloutConfig
 
 
@@ -146,7 +147,7 @@ def _indivisible(world_size: int, names: str, number: int | str, owner: str = "t
 def layout_lines(name: str, engine: EngineConfig, world_size: int) -> list[str]:
     """The engine's layout in words, for printing once."""
     axes = " * ".join(f"{axis} {size}" for axis, size in mesh_axes(engine, world_size).items())
-    line = f"{name}: {engine.strategy} on {world_size} ranks = {axes}"
+    line = f"{name}: {engine.strategy} on {count(world_size, 'rank')} = {axes}"
     if engine.strategy != "megatron":
         shards = mesh_axes(engine, world_size)["fsdp"]
         line += f"; weights sharded over {shards}"

@@ -11,6 +11,7 @@ from typing import Any
 from meshrl.config.engine import EngineConfig
 from meshrl.config.families import megatron_problems
 from meshrl.config.model import ModelConfig
+from meshrl.config.names import count
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Families that take images, and the files of which one says how.
@@ -42,6 +43,8 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json")
 # Bytes of a JSON file, beyond which only its ends are looked at: a check of a config must be quick.
 MOST_PARSED = 2**24
 LONGEST_HEADER = 100_000_000  # safetensors' own limit
+# Modules whose adapters cannot be merged into the weights that a rollout gets.
+UNMERGEABLE = ("lm_head", "embed_tokens")
 
 
 def is_hub_name(path: str) -> bool:
@@ -122,20 +125,49 @@ def _missing_parts(index: Path) -> list[str]:
     missing = [name for name in named if not (index.parent / name).is_file()]
     if not missing:
         return []
-    return [f"{index} names {len(named)} files of weights, of which {len(missing)} are not there, such as {missing[0]}"]
+    return [
+        f"{index} names {count(len(named), 'file')} of weights, of which {len(missing)} are not there, such as "
+        f"{missing[0]}"
+    ]
+
+
+def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """The length of a safetensors file's header, and what it says of each tensor."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(min(length, LONGEST_HEADER)))
+    return length, {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
 def _tensor_file_problem(file: Path) -> str | None:
     size = file.stat().st_size
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(min(length, LONGEST_HEADER)))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        length, header = _read_header(file)
+        ends = [entry["data_offsets"][1] for entry in header.values()]
     except (struct.error, ValueError, TypeError, LookupError, AttributeError):
         return f"{file} ({size} bytes) has no header of safetensors: it is truncated or damaged"
     wanted = 8 + length + max(ends, default=0)
     return None if size == wanted else f"{file} has {size} of {wanted} bytes: it is truncated or damaged"
+
+
+def target_problems(model: ModelConfig, prefix: str) -> list[str]:
+    """Modules that are to get an adapter and that the model's files, if they are whole, do not have."""
+    folder = Path(model.path or "nowhere")
+    is_named = model.lora_rank and model.lora_adapter_path is None and model.target_modules != ["all-linear"]
+    if not is_named or tensor_file_problems(folder):
+        return []
+    headers = [_read_header(file)[1] for file in folder.glob("*.safetensors")]
+    matrices = [name for header in headers for name, entry in header.items() if len(entry.get("shape", ())) == 2]
+    # What comes before the last part of a name may be another in the files than in the model.
+    there = sorted({name.split(".")[-2] for name in matrices if name.endswith(".weight")})
+    unknown = [name for name in model.target_modules if name.rpartition(".")[2] not in (*there, *UNMERGEABLE)]
+    if not there or not unknown:
+        return []
+    linear = [name for name in there if name not in UNMERGEABLE]
+    return [
+        f"{prefix}.target_modules: {folder} has no linear layer {', '.join(unknown)}: name some of "
+        f"{', '.join(linear)}, or all of them as [all-linear]"
+    ]
 
 
 def damage_of(folder: Path) -> str | None:
@@ -279,7 +311,7 @@ def _stage_problems(layers: int, engine: EngineConfig, prefix: str) -> list[str]
     counted = sum(bool(given.get(f"account_for_{name}_in_pipeline_split")) for name in ("embedding", "loss"))
     middle, left = pp - len(own), layers - sum(own) + counted
     if left < 0 or (middle == 0 and left) or (middle and left % (middle * vpp)) or any(size % vpp for size in own):
-        stages = f"{layers} layers" if not own else f"{layers} layers, less {' and '.join(map(str, own))}"
+        stages = count(layers, "layer") if not own else f"{count(layers, 'layer')}, less {' and '.join(map(str, own))}"
         return [
             f"the model's num_hidden_layers ({stages}) must be divisible by {prefix}.pipeline_model_parallel_size "
             f"* virtual_pipeline_model_parallel_size ({middle} * {vpp}); change them, or write the stages out in "
@@ -308,10 +340,10 @@ def _written_out_problems(layers: int, layout: str | list[Any], engine: EngineCo
     problems = []
     if len(chunks) != pp * vpp:
         problems.append(
-            f"{name} has {len(chunks)} chunks; pipeline_model_parallel_size * virtual_pipeline_model_parallel_size "
-            f"ask for {pp} * {vpp} = {pp * vpp}"
+            f"{name} has {count(len(chunks), 'chunk')}; pipeline_model_parallel_size * "
+            f"virtual_pipeline_model_parallel_size ask for {pp} * {vpp} = {pp * vpp}"
         )
     written = sum(chunk.count("t") for chunk in chunks)
     if written != layers:
-        problems.append(f"{name} places {written} layers; the model has num_hidden_layers={layers}")
+        problems.append(f"{name} places {count(written, 'layer')}; the model has num_hidden_layers={layers}")
     return problems

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshrl.config.functions import argument_problem, is_async, load_function
+from meshrl.config.functions import argument_problem, is_async, load_function, reward_call_problem
 from meshrl.config.key import key, section
 from meshrl.config.pools import OwnDevices
 from meshrl.config.rollout import ROLLOUTS
@@ -26,6 +26,8 @@ REWARD_OPTIONS: dict[str, tuple[str, ...]] = {
     "code": ("partial", "interpreter", "strict", "limits"),
     "judge": (*JUDGE_URL_OPTIONS, "template", "pattern", "low", "high"),
 }
+# The numbers that built-in functions return beside the score.
+REWARD_NUMBERS: dict[str, tuple[str, ...]] = {"coin_toss": ("acc",), "math_verify": ("acc", "parsed"), "code": ("acc",)}
 NEEDED_OPTIONS = {"format_match": ("pattern",)}
 BUILT_IN_REWARDS = tuple(REWARD_OPTIONS)
 MANAGERS = ("naive", "batch", "dapo", "prime")
@@ -151,6 +153,20 @@ def option_problems(reward: RewardConfig) -> list[str]:
     return problems
 
 
+def reward_numbers(reward: RewardConfig, custom: CustomRewardFunctionConfig) -> list[str] | None:
+    """What the functions say of a sample beside its score; None where one of the user's own may say anything."""
+    entries = {str(label): entry if isinstance(entry, dict) else {} for label, entry in reward.functions.items()}
+    named = {label: str(entry.get("name") or label) for label, entry in entries.items()}
+    named |= {reward.name: reward.name} if reward.name else {}
+    if not named or custom.path or any(entry.get("path") for entry in entries.values()):
+        return None
+    if len(named) == 1:
+        return list(REWARD_NUMBERS.get(next(iter(named.values())), ()))
+    said = [(label, number) for label, name in named.items() for number in REWARD_NUMBERS.get(name, ())]
+    shared = ["acc"] if any(number == "acc" for _, number in said) else []
+    return [*shared, *(f"{label}/{number}" for label, number in said), *(f"{label}/score" for label in named)]
+
+
 def judge_functions(reward: RewardConfig) -> dict[str, dict[str, Any]]:
     """The keyword arguments of every function that is the built-in judge, by the key they stand under."""
     found = {"reward.kwargs": reward.kwargs} if reward.name == "judge" else {}
@@ -201,7 +217,10 @@ def reward_file_problems(
     for where, (path, name, kwargs) in files.items():
         try:
             function = load_function(path, name)
-            problem = argument_problem(function, kwargs if isinstance(kwargs, dict) else {}, name)
+            kwargs = kwargs if isinstance(kwargs, dict) else {}
+            problem = argument_problem(function, kwargs, name)
+            if problem is None and manager.name in MANAGERS:  # one of the user's own may call it as it likes
+                problem = reward_call_problem(function, kwargs, name, manager.name)
             awaited |= is_async(function)
             if is_async(function) and manager.name == "prime":
                 problem = f"{name} is a coroutine (async def), which reward_manager.name=prime cannot call: use naive"

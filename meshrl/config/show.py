@@ -11,11 +11,12 @@ from meshrl.config.aliases import canonical, nearest
 from meshrl.config.critic import uses_critic
 from meshrl.config.errors import ConfigError
 from meshrl.config.layout import layout_lines
+from meshrl.config.names import count
 from meshrl.config.pools import num_devices, ranks_of
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.config.tree import Leaf, get_value, leaves, sections
-from meshrl.config.units import BatchUnits, SFTBatchUnits, count
+from meshrl.config.units import BatchUnits, SFTBatchUnits
 
 ONE_LINE = 1 << 30  # characters
 

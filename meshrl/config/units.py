@@ -7,7 +7,7 @@ from meshrl.config.critic import CriticConfig, uses_critic
 from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError
 from meshrl.config.layout import dp_size, model_ranks
-from meshrl.config.names import ACTOR, REF, ROLLOUT
+from meshrl.config.names import ACTOR, REF, ROLLOUT, count
 from meshrl.config.pools import ranks_of, whose
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
@@ -142,11 +142,6 @@ def micro_batch_notes(config: PPOConfig) -> list[str]:
     ]
 
 
-def count(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
-
-
 def _micro_batch_words(number: int | None, noun: str, tokens: int | None) -> str:
     return f"up to {tokens} tokens a rank" if tokens is not None else count(number or 0, noun)
 
@@ -175,13 +170,13 @@ def _update_problems(config: PPOConfig, role: ActorConfig | CriticConfig, prefix
     problems = []
     if prompts % mini:
         problems.append(
-            f"data.train_batch_size ({prompts} prompts) must be divisible by {prefix}.ppo_mini_batch_size "
-            f"({mini} prompts)"
+            f"data.train_batch_size ({count(prompts, 'prompt')}) must be divisible by {prefix}.ppo_mini_batch_size "
+            f"({count(mini, 'prompt')})"
         )
     if mini * n % ranks:
         problems.append(
-            f"{prefix}.ppo_mini_batch_size * rollout.n ({mini} * {n} = {mini * n} samples) must be divisible by "
-            f"the data-parallel size ({_ranks_words(role, world_size, owner)})"
+            f"{prefix}.ppo_mini_batch_size * rollout.n ({mini} * {n} = {count(mini * n, 'sample')}) must be divisible "
+            f"by the data-parallel size ({_ranks_words(role, world_size, owner)})"
         )
     by_tokens = actor.use_dynamic_bsz if role.use_dynamic_bsz is None else role.use_dynamic_bsz
     micro = role.ppo_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu

@@ -11,6 +11,7 @@ import numpy as np
 
 from meshrl.config.data import DataConfig
 from meshrl.config.functions import load_function
+from meshrl.config.names import count
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.proto import DataProto
 from meshrl.data.sampling import RowOrder, check_enough_rows
@@ -52,7 +53,9 @@ class SamplerOrder(RowOrder):
                 self.position += self.batch_size
                 yield batch
             if not taken and not goes_on:
-                raise ValueError(f"data.sampler: {self.name} yielded fewer than {self.batch_size} rows, one batch")
+                raise ValueError(
+                    f"data.sampler: {self.name} yielded fewer than {count(self.batch_size, 'row')}, one batch"
+                )
             if taken or not begun:
                 self.epoch += 1
             self.position, passed_over, goes_on, begun = 0, 0, False, False

@@ -31,7 +31,7 @@ def custom_rows(files: Sequence[str], tokenizer: Tokenizer, config: DataConfig) 
         if not isinstance(row, Mapping) or row.get(config.prompt_key) is None:
             has = ", ".join(map(str, row)) if isinstance(row, Mapping) else f"a {type(row).__name__}"
             raise ValueError(
-                f"data.custom_cls: row {number} of {name} must be a mapping with {config.prompt_key!r} (a text, or "
+                f"data.custom_cls: row {number + 1} of {name} must be a mapping with {config.prompt_key!r} (a text, or "
                 f"chat messages): it has {has or 'nothing'}"
             )
     return [dict(row) for row in rows]

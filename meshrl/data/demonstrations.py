@@ -125,7 +125,7 @@ def _assistant_turns(
         if whole[: len(before)] != before or whole[: len(after)] != after:
             raise RowError(
                 number,
-                f"turn {turn}: the chat template renders earlier turns differently once later ones follow, so the "
+                f"turn {turn + 1}: the chat template renders earlier turns differently once later ones follow, so the "
                 "assistant's tokens cannot be told apart: use prompt and response columns instead",
             )
         learn[len(before) : len(after)] = True

@@ -17,18 +17,21 @@ SHOWN = 200
 
 
 class RowError(ValueError):
-    """What is wrong with the row of a number; whoever knows its file tells it with `at`."""
+    """What is wrong with the row of a number; whoever knows its file tells it with `at`.
+
+    Numbers count from 0, and the words from 1, as the lines of a file do.
+    """
 
     def __init__(self, number: int, words: str):
         super().__init__(number, words)  # both, or it could not be pickled
         self.number, self.words = number, words
 
     def __str__(self) -> str:
-        return f"row {self.number}: {self.words}"
+        return f"row {self.number + 1}: {self.words}"
 
     def at(self, file: str, number: int) -> ValueError:
         """The same of a row of a file."""
-        return ValueError(f"data file '{file}', row {number}: {self.words}")
+        return ValueError(f"data file '{file}', row {number + 1}: {self.words}")
 
 
 def encode_prompt(
@@ -103,7 +106,10 @@ def render_chat(
 ) -> list[int]:
     """Token ids of a conversation by the tokenizer's chat template."""
     if tokenizer.chat_template is None:
-        raise ValueError("the prompts are chat messages, but the tokenizer has no chat template: use plain strings")
+        raise ValueError(
+            "the data are chat messages, but the tokenizer has no chat template: put one into its folder as "
+            "chat_template.jinja, set model.tokenizer_path to a folder that has one, or write plain text"
+        )
     rendered = tokenizer.apply_chat_template(
         messages,
         tools=tools or None,  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ def _check_columns(file: str, number: int, row: Row, required: Sequence[str]) ->
     for column in required:
         if row.get(column) is None:
             raise ValueError(
-                f"data file '{file}', row {number}: column '{column}' is missing or null "
+                f"data file '{file}', row {number + 1}: column '{column}' is missing or null "
                 f"(it has: {', '.join(map(str, row)) or 'nothing'})"
             )
 

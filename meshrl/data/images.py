@@ -14,6 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.model_folder import read_json
+from meshrl.config.names import count
 from meshrl.data.encoding import RowError, is_chat, shown
 from meshrl.data.files import Row
 from meshrl.data.image_reader import ImageReader
@@ -55,7 +56,8 @@ class PromptImages:
             column = f"'{self.key}'" if self.key else "the row, since no column of images is named (image_key)"
             raise RowError(
                 number,
-                f"the prompt has {len(places)} places for images ({PLACE}), but there are {len(images)} in {column}",
+                f"the prompt has {count(len(places), 'place')} for images ({PLACE}), but there are {len(images)} in "
+                f"{column}",
             )
         times = np.ones(len(ids), np.int64)
         try:

@@ -43,7 +43,8 @@ class MixedOrder(RowOrder):
         empty = [at for at, rows in enumerate(self.rows_of) if len(rows) == 0 and weights[at] > 0]
         if empty:
             raise ValueError(
-                f"data.train_weights: file {empty[0]} has no row left to draw (weight {weights[empty[0]]})"
+                f"data.train_weights: file {empty[0] + 1} of {len(weights)} has no row left to draw (weight "
+                f"{weights[empty[0]]})"
             )
         self.num_rows, self.weights = len(source_of_row), list(weights)
         self.batch_size, self.shuffle, self.seed = batch_size, shuffle, seed

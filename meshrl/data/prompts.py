@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.data import DataConfig
+from meshrl.config.names import count
 from meshrl.data.custom import custom_rows
 from meshrl.data.encoding import RowError, encode_prompts
 from meshrl.data.encoding_pool import OnProgress, encode_in_processes
@@ -60,12 +61,12 @@ class PromptDataset:
         except RowError as error:
             number = chosen[error.number]
             if config.custom_cls.path is not None:
-                raise ValueError(f"row {number} of {config.custom_cls.name}: {error.words}") from error
+                raise ValueError(f"row {number + 1} of {config.custom_cls.name}: {error.words}") from error
             source = source_of[number]
             raise error.at(files[source], int(number - first_of[source])) from error
         if not self.rows:
             raise ValueError(
-                f"none of the {len(rows)} prompts is left: all are over "
+                f"no prompt of {count(len(rows), 'row')} is left within "
                 f"data.max_prompt_length={config.max_prompt_length}"
             )
         # Which of the files each row comes from.

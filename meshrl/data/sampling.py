@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from meshrl.config.names import count
 from meshrl.data.proto import DataProto
 
 
@@ -94,6 +95,6 @@ def check_enough_rows(num_rows: int, batch_size: int) -> None:
     """One batch must be there."""
     if num_rows < batch_size:
         raise ValueError(
-            f"the data has {num_rows} rows, fewer than one batch of {batch_size}: "
+            f"the data has {count(num_rows, 'row')}, fewer than one batch of {batch_size}: "
             "add data or lower data.train_batch_size"
         )

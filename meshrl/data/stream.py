@@ -10,6 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.data import DataConfig
+from meshrl.config.names import count
 from meshrl.data.encoding import RowError, encode_prompt
 from meshrl.data.files import Row, stream_rows
 from meshrl.data.images import PromptImages
@@ -73,7 +74,7 @@ class PromptStream(RowOrder):
                 yield np.array(list(self._window))
             if self.position == 0:
                 raise ValueError(
-                    f"a pass over data.train_files gives {len(batch)} prompts, fewer than one batch of "
+                    f"a pass over data.train_files gives {count(len(batch), 'prompt')}, fewer than one batch of "
                     f"{self.batch_size} ({self.dropped} were dropped as too long): add data or lower the batch size"
                 )
             self.epoch, self.position = self.epoch + 1, 0

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
+from meshrl.config.names import count
 from meshrl.doctor.findings import Finding, judged
 from meshrl.doctor.links import judge_clocks
 
@@ -127,7 +128,7 @@ def _judge_nodes(nodes: Sequence[dict[str, Any]]) -> Finding:
     living = [node for node in nodes if node["Alive"]]
     gpus = sum(int(node["Resources"].get("GPU", 0)) for node in living)
     cpus = sum(int(node["Resources"].get("CPU", 0)) for node in living)
-    found = f"{len(living)} of {len(nodes)} nodes alive, {cpus} CPUs, {gpus} GPUs"
+    found = f"{len(living)} of {count(len(nodes), 'node')} alive, {count(cpus, 'CPU')}, {count(gpus, 'GPU')}"
     counts = {int(node["Resources"].get("GPU", 0)) for node in living}
     numbers = {"nodes": len(living), "dead": len(nodes) - len(living), "gpus": gpus}
     if len(living) < len(nodes):
@@ -149,7 +150,7 @@ def judge_software(about: Sequence[dict[str, Any]]) -> Finding:
                 found = f"{seen['host']} has {name} {there}, this process {version}"
                 return Finding("ray software", "fail", found, "install the same environment on every node")
     named = ", ".join(f"{name} {version}" for name, version in own.items())
-    return Finding("ray software", "ok", f"the same on all {len(about)} nodes: {named}")
+    return Finding("ray software", "ok", f"the same on {count(len(about), 'node')}: {named}")
 
 
 def _clock_of(witness: Any) -> dict[str, float]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from meshrl.config.names import count
 from meshrl.doctor.findings import Finding, judged
 
 MIB, GIB = 2**20, 2**30
@@ -76,7 +77,8 @@ def check_file_handles(ranks: int = 2) -> Finding:
     advice = ""
     if status != "ok":
         allowed = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-        advice = f"ulimit -n 65536 before the run (the hard limit is {allowed}); a run of {ranks} ranks needs {needed}"
+        run = f"a run of {count(ranks, 'rank')} needs {needed}"
+        advice = f"ulimit -n 65536 before the run (the hard limit is {allowed}); {run}"
     shown = "unlimited" if limit == float("inf") else str(soft)
     return Finding("file handles", status, f"{shown} open files allowed", advice, {"soft": soft, "needed": needed})
 

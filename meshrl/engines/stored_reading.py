@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from meshrl.config.names import count
 from meshrl.engines import stored_listings
 from meshrl.engines.stored_state import INDEX, PARAM, STEP, Shape
 
@@ -87,7 +88,7 @@ class Stored:
         more = [name for name in self.names() if name not in names]
         if more:
             raise ValueError(
-                f"'{self.folder}' is of another model: it holds {len(more)} weights more, such as '{more[0]}'"
+                f"'{self.folder}' is of another model: it holds {count(len(more), 'weight')} more, such as '{more[0]}'"
             )
 
     def check(self, name: str, shape: Shape, kind: str = PARAM) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +19,12 @@ from transformers import (
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
+    modeling_utils,
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, quantized_problem, read_json
+from meshrl.config.names import count
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.empty import without_memory
 from meshrl.models.sight import sees
@@ -92,7 +95,7 @@ def load_model(
     A value head that the folder does not have starts at zero: so do the values.
     """
     config = _config_for(head, path, override, trust_remote_code)
-    with naming_what_is_damaged(path):
+    with naming_what_is_damaged(path), holding_load_reports() as reports:
         loaded: Any = _auto_class(config, head).from_pretrained(
             path,
             config=config,
@@ -105,10 +108,32 @@ def load_model(
     new_head = [name for name in info["missing_keys"] if is_value_head(name)]
     missing = sorted(set(info["missing_keys"]) - set(new_head))
     if missing:
-        raise ValueError(f"the model at '{path}' lacks {len(missing)} weights, first of all '{missing[0]}'")
+        raise ValueError(f"the model at '{path}' lacks {count(len(missing), 'weight')}, first of all '{missing[0]}'")
     for name in new_head:
         torch.nn.init.zeros_(model.get_parameter(name))
+    if not new_head or not all(name.startswith("lm_head.") for name in info["unexpected_keys"]):
+        for report in reports:
+            logging.getLogger(report.name).handle(report)
     return model
+
+
+@contextmanager
+def holding_load_reports() -> Iterator[list[logging.LogRecord]]:
+    """Keeps Transformers' reports of weights that do not match back: a value head in place of the language model's is
+    new to it, and no news to us."""
+    reports: list[logging.LogRecord] = []
+
+    def passes(record: logging.LogRecord) -> bool:
+        if is_report := "LOAD REPORT" in record.getMessage():
+            reports.append(record)
+        return not is_report
+
+    source = logging.getLogger(modeling_utils.__name__)
+    source.addFilter(passes)
+    try:
+        yield reports
+    finally:
+        source.removeFilter(passes)
 
 
 def empty_model(

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from meshrl.config.layout import layout_lines
+from meshrl.config.names import count
 from meshrl.plan.planner import Plan, RolloutPlan
 from meshrl.plan.search import Candidate, Found
 from meshrl.plan.timing import EFFICIENCY
@@ -43,11 +44,11 @@ def _head(plan: Plan) -> Iterator[str]:
     yield from layout_lines(role.name, role.engine, role.world_size)
     if rollout is not None:
         yield (
-            f"rollout: {rollout.name}, {rollout.replicas} replicas, {rollout.at_once} sequences at once "
-            f"in each; KV cache {as_bytes(rollout.cache_bytes)} a rank"
+            f"rollout: {rollout.name}, {count(rollout.replicas, 'replica')}, {count(rollout.at_once, 'sequence')} at "
+            f"once in each; KV cache {as_bytes(rollout.cache_bytes)} a rank"
         )
     yield (
-        f"a step: {len(lengths.prompts)} samples, {int(lengths.totals.sum()):,} tokens ({lengths.source}; "
+        f"a step: {count(len(lengths.prompts), 'sample')}, {int(lengths.totals.sum()):,} tokens ({lengths.source}; "
         f"{lengths.response_share:.0%} predicted)"
     )
 

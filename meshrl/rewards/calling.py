@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshrl.config.functions import argument_problem, load_function
+from meshrl.config.functions import ON_DEMAND, PLURALS, argument_problem, load_function, own_frames
+from meshrl.config.names import count
 from meshrl.rewards.functions import BUILT_IN
 
 RewardFunction = Callable[..., Any]
@@ -18,14 +19,6 @@ Sample = Mapping[str, Any]
 
 # raised; hung; its process was killed; not finite; a wrong number of scores; no number at all
 KINDS = ("raised", "timeout", "died", "nan", "length", "invalid")
-# What every function gets, by its name for one sample and for many, and what it gets if its signature names it.
-PLURALS = {
-    "data_source": "data_sources",
-    "solution_str": "solution_strs",
-    "ground_truth": "ground_truths",
-    "extra_info": "extra_infos",
-}
-ON_DEMAND = {"prompt": "prompts", "response_ids": "response_ids", "turn_rewards": "turn_rewards"}
 
 
 @dataclass(frozen=True)
@@ -36,12 +29,13 @@ class Failure:
     text: str
     error: Exception | SystemExit | None = None
     whole: bool = False
+    frames: tuple[str, ...] = ()  # where in the function's own code
 
     @staticmethod
     def of(error: Exception | SystemExit, whole: bool = False) -> Failure:
         """What a function raised."""
         kind = "timeout" if isinstance(error, CallTimeoutError) else "raised"
-        return Failure(kind, f"{type(error).__name__}: {error}", error, whole)
+        return Failure(kind, f"{type(error).__name__}: {error}", error, whole, tuple(own_frames(error)))
 
 
 class CallTimeoutError(Exception):
@@ -58,6 +52,11 @@ class RewardFunctionSpec:
     path: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     function: RewardFunction | None = None
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it is one of ours, maybe with a model of its own to ask."""
+        return self.path is None and (self.name or self.label) in BUILT_IN
 
     def load(self) -> RewardFunction:
         """The function, with its keyword arguments bound; a `ValueError` says what is wrong."""
@@ -81,13 +80,6 @@ def check_arguments(function: RewardFunction, kwargs: Mapping[str, Any], label: 
     """Refuses keyword arguments that a function does not take, and finds those it needs and is not given."""
     if problem := argument_problem(function, kwargs, label):
         raise ValueError(problem)
-
-
-def is_batch_function(function: RewardFunction) -> bool:
-    """Whether a function wants many samples at once whatever the manager is: it has `per_batch = True`."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return bool(getattr(function, "per_batch", False))
 
 
 def extras_of(function: RewardFunction) -> list[str]:
@@ -160,8 +152,8 @@ class AtOnce:
         except (Exception, SystemExit) as error:
             return [Failure.of(error, whole=True)] * len(samples)
         if not hasattr(answers, "__len__") or len(answers) != len(samples):
-            got = f"{len(answers)} scores" if hasattr(answers, "__len__") else repr(answers)[:80]
-            said = f"it returned {got} for {len(samples)} samples: each needs one"
+            got = count(len(answers), "score") if hasattr(answers, "__len__") else repr(answers)[:80]
+            said = f"it returned {got} for {count(len(samples), 'sample')}: each needs one"
             return [Failure("length", said, whole=True)] * len(samples)
         return [Failure.of(answer) if isinstance(answer, Exception) else answer for answer in answers]
 

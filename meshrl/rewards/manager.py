@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from meshrl.config.functions import is_async
+from meshrl.config.functions import is_async, is_batch_function
 from meshrl.config.reward import MANAGERS
 from meshrl.data.proto import DataProto, object_array
 from meshrl.data.scored import DROPPED, scored_rows
@@ -26,7 +27,6 @@ from meshrl.rewards.calling import (
     RewardFunctionSpec,
     Sample,
     extras_of,
-    is_batch_function,
 )
 from meshrl.rewards.coroutines import AtOnceAwaited, Together
 from meshrl.rewards.overlong import OverlongBuffer
@@ -35,6 +35,8 @@ from meshrl.rewards.results import LARGEST_SCORE, BadAnswerError, RewardError, S
 from meshrl.threads import Threads
 
 __all__ = ["RewardError", "RewardManager", "as_result", "drop_samples", "register_reward_manager"]
+
+logger = logging.getLogger(__name__)
 
 POLICIES = ("stop", "zero", "drop")
 POOL_TIMEOUT = 300.0
@@ -83,6 +85,9 @@ class RewardManager:
         self._extras: set[str] = set()
         self._callers = [self._caller(at, spec) for at, spec in enumerate(self.specs)]
         self._threads = Threads(num_processes if name == "prime" else 1, "reward-parts")
+        # Hears, once, of functions that fail on every sample of the first batch.
+        self.say: Callable[[str], None] = logger.warning
+        self._works = self._told = False
 
     def _caller(self, at: int, spec: RewardFunctionSpec) -> Caller:
         function = spec.load()
@@ -108,6 +113,8 @@ class RewardManager:
     def __call__(self, data: DataProto) -> tuple[Tensor, dict[str, np.ndarray], dict[str, float]]:
         """Token-level scores [batch, response], extra infos a sample, and metrics of what was said and went wrong."""
         scores = self.score(data)
+        if failing := self._fails_on_all(scores):
+            self._tell(failing)
         return scores.token_level, scores.infos, scores.metrics()
 
     def submit(self, data: DataProto) -> Future[Scores]:
@@ -116,10 +123,33 @@ class RewardManager:
 
     def add_scores(self, batch: DataProto) -> dict[str, float]:
         """Scores a whole batch and writes `token_level_scores` and the infos into it; samples to drop are taken out."""
-        scores = self.score(batch)
+        return self.write(self.score(batch), batch)
+
+    def write(self, scores: Scores, batch: DataProto) -> dict[str, float]:
+        """What `add_scores` does with the scores of a whole batch.
+
+        A function of the user's own that fails on every sample of the first one does not work: zeros alone would teach
+        nothing. A built-in one does; the service or model that it asks may answer yet.
+        """
+        if failing := self._fails_on_all(scores):
+            if self.on_error == "zero" and not any(spec.is_built_in for spec in self.specs):
+                raise RewardError(f"{failing}\nAll rewards would be zero (reward.on_error=zero): fix the function")
+            self._tell(failing)
         scores.write_into(batch)
         drop_samples(batch, scores.dropped)
         return scores.metrics()
+
+    def _fails_on_all(self, scores: Scores) -> str | None:
+        """In words, where no sample so far got its score."""
+        self._works |= scores.failed < len(scores.dropped)
+        if self._works:
+            return None
+        return f"the reward function failed on all {len(scores.dropped)} samples, first on {scores.first_failure}"
+
+    def _tell(self, words: str) -> None:
+        if not self._told:
+            self.say(f"warning: {words}")
+        self._told = True
 
     def score(self, data: DataProto, again: bool = False) -> Scores:
         """Scores a batch or a part of one; `again`: one that has been scored."""
@@ -144,12 +174,14 @@ class RewardManager:
         for row in torch.nonzero(too_large).flatten().tolist():
             failed.count(row, Failure("nan", "its weighted scores add up to more than float32 holds"))
             token_level[row] = 0
+        failed.stop_if_asked()
         if self.on_error == "drop":
             token_level[torch.as_tensor(failed.dropped)] = 0
             infos[DROPPED] = object_array(failed.dropped.tolist())
         if not again and (taken := infos.keys() & data.non_tensor_batch.keys()):
             raise RewardError(f"the reward function returned {sorted(taken)}, which the batch has already: rename them")
-        return Scores(token_level.float(), infos, parts, failed.dropped, failed.kinds)
+        count, first = int(failed.rows.sum()), failed.first_words()
+        return Scores(token_level.float(), infos, parts, failed.dropped, failed.kinds, count, first)
 
     def _ask(self, caller: Caller, samples: list[Sample], lengths: Tensor, failed: _Failed) -> list[dict[str, Any]]:
         """One function's checked answers; those that failed give nothing."""
@@ -160,6 +192,7 @@ class RewardManager:
                 failed.count(at, checked)
                 checked = {"score": 0.0}
             answers.append(checked)
+        failed.stop_if_asked()
         return answers
 
     def decode(self, data: DataProto) -> list[str]:
@@ -253,20 +286,36 @@ class _Failed:
     def __init__(self, policy: str, data: DataProto, texts: list[str]):
         self.policy, self.data, self.texts = policy, data, texts
         self.kinds: Counter[str] = Counter()
-        self.dropped = np.zeros(len(texts), dtype=bool)
+        self.rows, self.dropped = np.zeros(len(texts), dtype=bool), np.zeros(len(texts), dtype=bool)
+        self.first: tuple[int, Failure] | None = None
 
     def count(self, at: int, failure: Failure) -> None:
-        """Takes note of a failure, or stops the run."""
+        """Takes note of a failure."""
         self.kinds[failure.kind] += 1
+        self.rows[at] = True
         self.dropped[at] |= self.policy == "drop"
-        if self.policy != "stop":
+        self.first = self.first or (at, failure)
+
+    def stop_if_asked(self) -> None:
+        """Ends the run at a failure where that is the policy; says whether other samples fared better."""
+        if self.policy != "stop" or self.first is None:
             return
+        failure = self.first[1]
+        if self.rows.all() and len(self.rows) > 1 and not failure.whole:
+            words = f"all {len(self.rows)} samples, first on {self.first_words()}"
+        else:
+            advice = "Fix it, or set reward.on_error=zero to give such samples no reward and count them"
+            words = self.first_words(f". {advice}")
+        raise RewardError(f"the reward function failed on {words}") from failure.error
+
+    def first_words(self, more: str = "") -> str:
+        """The sample that failed first, how and, a line each, where in the function's code."""
+        if self.first is None:
+            return ""
+        at, failure = self.first
         uid = self.data.non_tensor_batch["uid"][at] if "uid" in self.data.non_tensor_batch else "no uid"
         which = "a batch" if failure.whole else f"sample {at} ({uid}, answer {self.texts[at][:80]!r})"
-        raise RewardError(
-            f"the reward function failed on {which}: {failure.text}. Fix it, or set reward.on_error=zero to give such "
-            "samples no reward and count them"
-        ) from failure.error
+        return "\n  ".join((f"{which}: {failure.text}{more}", *failure.frames))
 
 
 def drop_samples(batch: DataProto, dropped: np.ndarray) -> None:

@@ -9,8 +9,9 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 import numpy as np
 
+from meshrl.config.names import count
 from meshrl.data.proto import DataProto
-from meshrl.rewards.manager import RewardManager, drop_samples
+from meshrl.rewards.manager import RewardManager
 from meshrl.rewards.results import Scores
 
 
@@ -31,7 +32,7 @@ class ScoredParts:
         if rows is None:
             rows = np.arange(self._next, self._next + len(part))
         if len(rows) != len(part):
-            raise ValueError(f"a part of {len(part)} samples came with {len(rows)} rows")
+            raise ValueError(f"a part of {count(len(part), 'sample')} came with {count(len(rows), 'row')}")
         self._next += len(part)
         self._rows.append(np.asarray(rows, dtype=np.int64))
         self._futures.append(self.manager.submit(part))
@@ -60,7 +61,4 @@ class ScoredParts:
 
     def add_scores(self, batch: DataProto, timeout: float | None = None) -> dict[str, float]:
         """Collects, and writes the scores into the whole batch as `RewardManager.add_scores` does."""
-        scores = self.collect(timeout)
-        scores.write_into(batch)
-        drop_samples(batch, scores.dropped)
-        return scores.metrics()
+        return self.manager.write(self.collect(timeout), batch)

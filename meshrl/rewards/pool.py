@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from meshrl.config.names import count
 from meshrl.rewards.calling import Failure, RewardFunctionSpec, Sample
 from meshrl.rewards.results import RewardError
 
@@ -129,7 +130,7 @@ class WorkerPool:
             elif worker.task is not None:
                 lines.append(f"{name} has not returned from a sample: {seconds}")
         if lines and self._tasks:
-            lines.append(f"{len(self._tasks)} samples wait for one of {self.size} reward processes")
+            lines.append(f"{count(len(self._tasks), 'sample')} in line for one of {count(self.size, 'reward process')}")
         return lines
 
     def close(self) -> None:
@@ -217,14 +218,14 @@ class WorkerPool:
         try:
             kind, value = pickle.loads(data)
         except Exception as error:
-            kind, value = "raised", f"an answer that cannot be read: {type(error).__name__}: {error}"
+            kind, value = "answer", Failure("raised", f"an answer that cannot be read: {type(error).__name__}: {error}")
         task, worker.task, worker.deadline = worker.task, None, None
         if kind == "ready":
             worker.ready, self._failed_starts = True, 0
         elif kind == "broken":
             self._broken = RewardError(f"a process cannot load the reward functions: {value}")
         elif task is not None:
-            task.future.set_result(value if kind == "answer" else Failure("raised", value))
+            task.future.set_result(value)
 
     def _late(self, worker: _Worker) -> None:
         task = worker.task

@@ -23,6 +23,9 @@ NUMBER = bool | int | float | np.number | np.bool_
 class RewardError(RuntimeError):
     """A reward function failed, and the policy is to stop."""
 
+    # It says where in the user's code; the way there through ours would only hide it.
+    needs_no_traceback = True
+
 
 class BadAnswerError(ValueError):
     """An answer that is no score; `kind` says in which way."""
@@ -88,6 +91,8 @@ class Scores:
     parts: dict[str, np.ndarray]  # each function's own score of each sample, before its weight
     dropped: np.ndarray  # [samples], bool
     failures: Counter[str] = field(default_factory=Counter)
+    failed: int = 0  # samples on which any function failed
+    first_failure: str = ""  # the first of them, and what went wrong, in words
 
     @staticmethod
     def concat(scores: Sequence[Scores]) -> Scores:
@@ -102,6 +107,8 @@ class Scores:
             {name: np.concatenate([part.parts[name] for part in scores]) for name in scores[0].parts},
             np.concatenate([part.dropped for part in scores]),
             sum((part.failures for part in scores), Counter()),
+            sum(part.failed for part in scores),
+            next((part.first_failure for part in scores if part.first_failure), ""),
         )
 
     def reorder(self, rows: np.ndarray) -> Scores:
@@ -113,6 +120,8 @@ class Scores:
             {name: column[back] for name, column in self.parts.items()},
             self.dropped[back],
             self.failures,
+            self.failed,
+            self.first_failure,
         )
 
     def write_into(self, batch: DataProto) -> None:

@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from meshrl.rewards.calling import call_one, extras_of
+from meshrl.rewards.calling import Failure, call_one, extras_of
 
 
 def main() -> None:
@@ -45,7 +46,7 @@ def _answer(call: Callable[[], Any]) -> bytes:
     try:
         return pickle.dumps(("answer", call()))
     except (Exception, SystemExit) as error:  # whatever a user's function does, or an answer that cannot be sent
-        return pickle.dumps(("raised", f"{type(error).__name__}: {error}"))
+        return pickle.dumps(("answer", replace(Failure.of(error), error=None)))  # which may not be able to travel
 
 
 def _end_with_parent(parent: int) -> None:

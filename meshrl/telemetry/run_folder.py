@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ class RunFiles:
         self.curves = self.path / "curves.png"
         self.timeline = self.path / "timeline.json.gz"
         self.log = self.path / "log.txt"
+        self.failed_log = self.path / "log-failed-start.txt"
         self.tracker_ids = self.path / "tracker_ids.json"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
@@ -151,12 +153,33 @@ class RunFolder(RunFiles):
     ) -> None:
         self.close()
 
+    def put_back(self) -> bool:
+        """Brings an earlier run's files back where this one has failed before it kept anything of its own.
+
+        What it has written of its start goes, but for its log, which stays beside the earlier run's.
+        """
+        started = {self.config, self.config_sources, self.log, self.tracker_ids, self.tensorboard}
+        if self.moved_to is None or not started.issuperset(self._files()):
+            return False
+        if self.log.exists():
+            self.log.replace(self.failed_log)
+        for file in started.intersection(self._files()):
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+        for file in self.moved_to.iterdir():
+            file.rename(self.path / file.name)
+        self.moved_to.rmdir()
+        self.moved_to = None
+        return True
+
     def _move_aside(self) -> None:
+        self.moved_to = move_aside(self._files(), self.path)
+
+    def _files(self) -> list[Path]:
+        """What there is of a run."""
         own = (self.config, self.config_sources, self.metrics, self.generations, self.distributions, self.tracker_ids)
         made = (self.report, self.curves, self.log, self.tensorboard, self.timeline)
         kept = (self.checkpoints, self.batches, self.nonfinite, self.dumps, self.model)
-        old = [f for f in (*own, *made, *kept, *self.path.glob("stall-*.txt")) if f.exists()]
-        self.moved_to = move_aside(old, self.path)
+        return [file for file in (*own, *made, *kept, *self.path.glob("stall-*.txt")) if file.exists()]
 
 
 def held(folder: Path) -> IO[str] | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshrl.config.names import count
 from meshrl.telemetry.distributions import finish_shares
 from meshrl.telemetry.panels import Record, Series, series_of, validation_series
 from meshrl.telemetry.report_text import number
@@ -115,10 +116,11 @@ def time_spent(records: Sequence[Record]) -> Verdict:
 
 def _course(curve: Series, better: int) -> Check:
     """Compares the mean of the first and the last fifth of the steps by the noise from step to step."""
-    count = len(curve.values)
-    if count < _FEWEST_STEPS:
-        return Check(OPEN, f"{count} steps are too few to tell, {curve.label} {number(curve.values[-1])}", curve.metric)
-    size = max(2, count // 5)
+    steps = len(curve.values)
+    if steps < _FEWEST_STEPS:
+        few = f"too early to tell after {count(steps, 'step')}"
+        return Check(OPEN, f"{few}, {curve.label} {number(curve.values[-1])}", curve.metric)
+    size = max(2, steps // 5)
     start, end = statistics.fmean(curve.values[:size]), statistics.fmean(curve.values[-size:])
     jumps = [b - a for a, b in zip(curve.values, curve.values[1:], strict=False)]
     noise = math.sqrt(statistics.fmean([jump * jump for jump in jumps]) / 2)

@@ -326,7 +326,7 @@ def newest_complete(folder: Path, say: Callable[[str], None] = logger.warning) -
             return _found(path)
     if paths:
         raise CheckpointError(
-            f"none of the {len(paths)} checkpoints in {folder} is whole; trainer.resume_mode=disable begins anew"
+            f"no checkpoint of {len(paths)} in {folder} is whole; trainer.resume_mode=disable begins anew"
         )
     return None
 

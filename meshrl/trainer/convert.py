@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import meshrl
+from meshrl.config.names import count
 from meshrl.engines.megatron.dist_checkpoint import read_hf_tensors
 from meshrl.engines.megatron.module_names import module_place
 from meshrl.engines.megatron.weight_map import hf_tensors
@@ -76,7 +77,7 @@ def convert(arguments: Namespace) -> str:
             shard_bytes=shard_bytes,
             overwrite=arguments.overwrite,
         )
-    return f"wrote {made.path}: {made.tensors} tensors, {made.bytes / 1e6:.1f} MB"
+    return f"wrote {made.path}: {count(made.tensors, 'tensor')}, {made.bytes / 1e6:.1f} MB"
 
 
 def to_hf(
@@ -173,7 +174,7 @@ def _check_names(folder: Path, stored: Stored, expected: dict[str, tuple[int, ..
     }
     missing, extra = expected.keys() - found.keys(), found.keys() - expected.keys()
     if missing or extra:
-        words = [f"lacks {len(missing)} tensors, first of all '{min(missing)}'"] if missing else []
+        words = [f"lacks {count(len(missing), 'tensor')}, first of all '{min(missing)}'"] if missing else []
         words += [f"has {len(extra)} that the model does not know, first of all '{min(extra)}'"] if extra else []
         raise ValueError(f"{folder} is not of the model in its config.json: it {' and '.join(words)}")
     for name, shape in expected.items():
@@ -227,15 +228,15 @@ def _set_dtype(config: Path, dtype: torch.dtype) -> None:
 
 def _measured(out: Path) -> Converted:
     """Reads back what was written: every tensor that the index names must be in its file."""
-    total = count = 0
+    total = held = 0
     files = tensor_files(out)
     for file in sorted(set(files.values())):
         with open_tensors(file) as tensors:
-            count += len(list(tensors.keys()))
+            held += len(list(tensors.keys()))
         total += file.stat().st_size
-    if count != len(files):
-        raise ValueError(f"{out}: the index names {len(files)} tensors, the files hold {count}")
-    return Converted(out, count, total)
+    if held != len(files):
+        raise ValueError(f"{out}: the index names {len(files)} tensors, the files hold {held}")
+    return Converted(out, held, total)
 
 
 def from_megatron(
@@ -258,7 +259,9 @@ def from_megatron(
             left.remove(name)
             yield name, tensor if dtype is None else tensor.to(dtype)
         if left:
-            raise ValueError(f"'{folder}' lacks {len(left)} tensors of the model in '{like}', as '{min(left)}'")
+            raise ValueError(
+                f"'{folder}' lacks {count(len(left), 'tensor')} of the model in '{like}', as '{min(left)}'"
+            )
 
     with new_folder(out) as aside:
         _copy_but_weights(like, aside)

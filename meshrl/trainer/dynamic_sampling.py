@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshrl.config.algorithm import FilterGroupsConfig
+from meshrl.config.algorithm import WHOLE_SCORE, FilterGroupsConfig
+from meshrl.config.names import count
 from meshrl.data.joining import concat_samples
 from meshrl.data.proto import DataProto, object_array
 from meshrl.data.scored import scored_rows
 from meshrl.telemetry.metrics import reduce_metrics
 
 Scored = tuple[DataProto, dict[str, Any]]
-WHOLE_SCORE = ("seq_reward", "seq_final_reward", "score")
 # Over several rounds these add up, and of these the last counts; of all others the mean.
 COUNTED = (
     "reward/errors",
@@ -118,10 +118,10 @@ class DynamicSampling:
         limit = self.config.max_num_gen_batches
         why = f"algorithm.filter_groups.max_num_gen_batches={limit}" if limit else "a whole epoch of prompts"
         return ValueError(
-            f"dynamic sampling has {have} of the {self.groups_per_step} groups of a step after {rounds} rounds with "
-            f"{generated} groups ({why}): in all others the samples are alike, so the prompts are too easy or too hard "
-            f"for the policy. Use other prompts, raise rollout.n, lower data.train_batch_size"
-            + (", or raise the limit (0: an epoch)" if limit else "")
+            f"dynamic sampling has {have} of the {count(self.groups_per_step, 'group')} of a step after "
+            f"{count(rounds, 'round')} with {count(generated, 'group')} ({why}): in all others the samples are alike, "
+            f"so the prompts are too easy or too hard for the policy. Use other prompts, raise rollout.n, lower "
+            f"data.train_batch_size" + (", or raise the limit (0: an epoch)" if limit else "")
         )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from meshrl.config.gates import GatesConfig
+from meshrl.config.names import count
 from meshrl.data.proto import DataProto
 
 logger = logging.getLogger(__name__)
@@ -175,12 +176,12 @@ class Gates:
                 else "no group's rewards differ"
             )
             if failed := int(metrics.get("reward/errors", 0)):
-                what += f" ({failed} calls of the reward function failed in the last step, see reward/errors)"
+                what += f" ({count(failed, 'call')} of the reward function failed in the last step, see reward/errors)"
             yield Finding(
                 "equal_rewards",
-                f"{what} for {config.patience} steps: advantages are 0 and nothing is learned. Is the reward function "
-                "right (look at the samples)? Are prompts far too easy or hard? Then change them, raise rollout.n, or "
-                "set algorithm.filter_groups.enable=true",
+                f"{what} for {count(config.patience, 'step')}: advantages are 0 and nothing is learned. Is the reward "
+                "function right (look at the samples)? Are prompts far too easy or hard? Then change them, raise "
+                "rollout.n, or set algorithm.filter_groups.enable=true",
                 config.equal_rewards == "stop",
             )
 

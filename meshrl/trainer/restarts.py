@@ -130,5 +130,5 @@ def surviving(attempt: Callable[[], T], restarts: Restarts) -> T:
             kind = kind_of(error)
             if not kind.may_be_tried_again or not restarts.failed(f"{type(error).__name__}: {error}", kind):
                 if kind.may_be_tried_again and restarts.limit:
-                    restarts.say(f"all {restarts.limit} restarts (trainer.max_restarts) are used up")
+                    restarts.say(f"trainer.max_restarts={restarts.limit} is used up")
                 raise

@@ -22,14 +22,14 @@ from meshrl.config.algorithm_checks import bypass_loss, uses_reference
 from meshrl.config.correction import correction_of
 from meshrl.config.critic import uses_critic
 from meshrl.config.errors import ConfigError, told_without_traceback
-from meshrl.config.names import ROLLOUT
+from meshrl.config.names import ROLLOUT, count
 from meshrl.config.own_code import import_external_libs, with_absolute_files
 from meshrl.config.pools import SECTIONS, places
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig, SFTDataConfig
 from meshrl.config.show import to_yaml
 from meshrl.config.trainer import RayInitConfig, RunConfig
-from meshrl.config.units import BatchUnits, SFTBatchUnits, count
+from meshrl.config.units import BatchUnits, SFTBatchUnits
 from meshrl.controller import (
     ClassWithInitArgs,
     Deadlines,
@@ -161,10 +161,12 @@ def train_once(
     with (
         open_run(trainer, found, restarts, model.path) as run,
         StepConsole(steps, console, first_step=first_step) as screen,
+        as_it_was(run, restarts, screen.message),
     ):
         start_run(run, screen, config, sources, notes + units.lines())
         if is_finished(found, steps, run, trainer, screen):
             return run.path
+        reward.say = screen.message
         for words, data in (("training", train_data), ("validation", val_data)):
             if data is not None and data.dropped + data.truncated:
                 screen.message(f"{words} prompts: {data.dropped} dropped, {data.truncated} truncated, {len(data)} left")
@@ -296,6 +298,7 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
     with (
         open_run(trainer, found, restarts, path) as run,
         StepConsole(steps, console, columns=SFT_COLUMNS, first_step=first_step) as screen,
+        as_it_was(run, restarts, screen.message),
     ):
         start_run(run, screen, config, sources, notes + units.lines())
         if is_finished(found, steps, run, trainer, screen):
@@ -361,6 +364,18 @@ def open_run(trainer: RunConfig, found: Found | None, restarts: Restarts, model_
         run = RunFolder(trainer.run_dir, resume=True, last_step=found.step)
     set_later_ones_aside(folder, found.step)
     return run
+
+
+@contextmanager
+def as_it_was(run: RunFolder, restarts: Restarts, say: Callable[[str], None]) -> Iterator[None]:
+    """A run that fails before it has kept anything leaves an earlier one's files where they were."""
+    try:
+        yield
+    except BaseException:
+        if run.put_back():
+            restarts.opened = False
+            say(f"the earlier run's files are back in {run.path}; the log of this start is {run.failed_log.name}")
+        raise
 
 
 def is_finished(found: Found | None, steps: int, run: RunFolder, trainer: RunConfig, screen: StepConsole) -> bool:

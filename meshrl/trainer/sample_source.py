@@ -19,6 +19,7 @@ import torch
 
 from meshrl.agents.batch import SAMPLE_COLUMNS, agent_metrics
 from meshrl.balance import order_for_data_parallel
+from meshrl.config.names import count
 from meshrl.config.root import PPOConfig
 from meshrl.config.units import BatchUnits
 from meshrl.controller import WorkerGroup
@@ -28,7 +29,7 @@ from meshrl.data.proto import DataProto, columns_of
 from meshrl.data.sampling import RowOrder
 from meshrl.data.scored import scored_rows
 from meshrl.data.stream import PromptStream
-from meshrl.rewards.manager import RewardManager
+from meshrl.rewards.manager import RewardError, RewardManager
 from meshrl.rollout.seeds import TRAINING, sample_seeds
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.trainer.bookkeeper import Bookkeeper
@@ -124,7 +125,7 @@ class SampleSource:
                 lost = {name: count + metrics.get(name, 0.0) for name, count in lost.items()}
                 logger.warning("no sample of batch %d is left to train on: it is passed over", begun.number)
             if empty == MOST_EMPTY:
-                raise ValueError(
+                raise RewardError(
                     f"no sample of {empty} batches in a row is left to train on: look at what fails in the reward "
                     "(reward.on_error says what happens then)"
                 )
@@ -342,7 +343,8 @@ def total_steps(config: PPOConfig, rows: int) -> int:
     steps = rows * epochs // data.train_batch_size if filters else rows // data.train_batch_size * epochs
     if steps == 0:
         raise ValueError(
-            f"{rows} rows in {epochs} epochs make no batch of data.train_batch_size ({data.train_batch_size}) prompts: "
-            "set trainer.total_training_steps, more trainer.total_epochs or a smaller batch"
+            f"{count(rows, 'row')} in {count(epochs, 'epoch')} make no batch of data.train_batch_size "
+            f"({data.train_batch_size}) prompts: set trainer.total_training_steps, more trainer.total_epochs or "
+            "a smaller batch"
         )
     return steps

@@ -36,7 +36,7 @@ def supervise(words: Sequence[str], trainer: RunConfig, say: Callable[[str], Non
             return code if code >= 0 else 128 - code
         how = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
         if not restarts.failed(f"the run's process ended with {how}", "infrastructure"):
-            say(f"all {restarts.limit} restarts (trainer.max_restarts) are used up")
+            say(f"trainer.max_restarts={restarts.limit} is used up")
             return code if code >= 0 else 128 - code
 
 

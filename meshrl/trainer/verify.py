@@ -16,6 +16,8 @@ from transformers.utils import logging as transformers_logging
 from meshrl.config.checks import ensure_runnable
 from meshrl.config.errors import ConfigError
 from meshrl.config.load import load_config
+from meshrl.config.model_folder import fit_problems
+from meshrl.config.names import count
 from meshrl.config.sft import SFTConfig
 from meshrl.controller import ClassWithInitArgs, Deadlines, ResourcePool, create_worker_group
 from meshrl.models.buffers import persistent_buffers
@@ -121,10 +123,17 @@ def verify(
     console = console or Console()
     transformers_logging.disable_progress_bar()
     shapes = {Path(model).name: shape_of(model, layers)} if model else small_configs(overrides)
+    engine, hint = (
+        config_for(Path("."), world, overrides).engine,
+        "" if model else "; --model DIR takes that of your own",
+    )
+    found = [problem for shape in shapes.values() for problem in fit_problems(shape.to_dict(), engine, "engine")]
+    if found:
+        raise ConfigError([f"{problem}{hint}" for problem in dict.fromkeys(found)])
     verdicts = []
     with tempfile.TemporaryDirectory() as folder:
         for name, shape in shapes.items():
-            with console.status(f"{name}: two optimizer steps on {world} ranks and on one"):
+            with console.status(f"{name}: two optimizer steps on {count(world, 'rank')} and on one"):
                 config = config_for(write_model(shape, Path(folder) / name), world, overrides)
                 verdicts.append(check_one(name, config))
     show(verdicts, console)

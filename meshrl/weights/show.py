@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from meshrl.config.names import count
 from meshrl.weights.plan import ReshardPlan
 
 ROWS = 16
@@ -24,10 +25,11 @@ def plan_lines(plan: ReshardPlan, most_ranks: int = ROWS) -> list[str]:
     sent, received, copied, gathered = plan.sent(), plan.received(), plan.copied(), plan.gathered()
     total = int((plan.itemsize * _elements(plan)).sum())
     lines = [
-        f"{plan.source.title} ({plan.source.world_size} ranks) -> {plan.destination.title} "
-        f"({plan.destination.world_size} ranks)",
-        f"{len(plan.destination.tensors)} tensors, {as_bytes(total)}; {len(plan.message_bytes)} messages of up to "
-        f"{as_bytes(plan.message_bytes.max(initial=0))} in {len(plan.hops)} hops, fed {plan.feed}; buffers "
+        f"{plan.source.title} ({count(plan.source.world_size, 'rank')}) -> {plan.destination.title} "
+        f"({count(plan.destination.world_size, 'rank')})",
+        f"{count(len(plan.destination.tensors), 'tensor')}, {as_bytes(total)}; "
+        f"{count(len(plan.message_bytes), 'message')} of up to {as_bytes(plan.message_bytes.max(initial=0))} in "
+        f"{count(len(plan.hops), 'hop')}, fed {plan.feed}; buffers "
         f"{as_bytes(4 * min(plan.slot_bytes, int(plan.message_bytes.max(initial=0))))} a rank",
         "",
         f"{'rank':>6} {'sends':>12} {'receives':>12} {'copies':>12} {'gathering':>12}",

@@ -164,6 +164,19 @@ def test_a_failing_run_is_1_with_its_traceback(run: Run, settings: list[str], tr
     assert err.endswith("meshrl: the run failed: RuntimeError: no more memory\n")
 
 
+def test_a_failing_reward_is_told_without_our_traceback(
+    run: Run, settings: list[str], trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshrl.rewards.results import RewardError
+
+    trainer.outcome = RewardError("it failed\n  own.py:3 in compute_score: raise")
+    code, _, err = run("train", "grpo", *settings)
+    assert code == 1
+    assert err == f"meshrl: the run failed: RewardError: {trainer.outcome}\n"
+    monkeypatch.setenv("MESHRL_TRACEBACK", "1")
+    assert "Traceback" in run("train", "grpo", *settings)[2]
+
+
 def test_a_config_error_of_the_run_is_2(run: Run, settings: list[str], trainer: Any) -> None:
     from meshrl.config import ConfigError
 

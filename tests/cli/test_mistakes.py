@@ -51,6 +51,10 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Run:
         (["plan", "grpo", "--gpus", "8xH100", "--out", "x.txt"], "--out x.txt is for what --search finds"),
         (["doctor", "--measure", "nofolder/x.yaml"], "--measure: there is no folder to write nofolder/x.yaml into"),
         (["verify", "--layers", "2"], "--layers 2 is for the shape of your own model"),
+        (
+            ["verify", "--world", "3", "ulysses_sequence_parallel_size=3"],
+            "num_attention_heads (8) must be divisible by engine.ulysses_sequence_parallel_size (3); --model DIR",
+        ),
         (["verify", "--model", "nofolder"], "--model nofolder: there is no such folder with a config.json"),
         (["serve", "nomodel", "--port", "99999"], "port must be between 0 and 65535, got 99999"),
         (["replay", "norun", "2"], "there is no run folder norun"),

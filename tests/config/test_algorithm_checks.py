@@ -46,6 +46,18 @@ def problems(*overrides):
         ([*TAUGHT, "algorithm.use_kl_in_reward=true"], "has no rewards"),
         (["algorithm.filter_groups.max_num_gen_batches=3"], "filter_groups.enable=true"),
         (["data.gen_batch_size=3"], "filter_groups.enable=true"),
+        (
+            ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=akk", "reward.name=math_verify"],
+            "filter_groups.metric=akk: the reward function does not return it: use seq_reward or acc or parsed",
+        ),
+        (
+            [
+                "algorithm.filter_groups.enable=true",
+                "algorithm.filter_groups.metric=acc",
+                "reward.functions={exact_match: 1, form: {name: format_match, kwargs: {pattern: a}}}",
+            ],
+            "use seq_reward or exact_match/score or form/score",
+        ),
         (["algorithm.filter_groups.enable=true", f"{ROLLOUT}.calculate_log_probs=false"], "must be true"),
         (
             ["algorithm.filter_groups.enable=true", "algorithm.adv_estimator=reinforce_plus_plus", f"{ROLLOUT}.n=1"],

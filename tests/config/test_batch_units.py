@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.config import BatchUnits, ConfigError, PPOConfig, SFTBatchUnits, SFTConfig, load_config
-from meshrl.config.layout import dp_size, mesh_axes
+from meshrl.config.layout import dp_size, layout_lines, mesh_axes
+from meshrl.config.names import count
 from meshrl.config.show import summary_lines
 from meshrl.config.units import batch_problems
 
@@ -122,3 +123,11 @@ def test_summary_names_layout_units_and_folder() -> None:
     assert "1024 prompts * 8 responses = 8192 samples" in text
     assert "run folder: outputs/meshrl/run" in text
     assert "24 sequences" not in text
+
+
+def test_one_is_told_in_the_singular() -> None:
+    assert [count(number, "rank") for number in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert [count(2, noun) for noun in ("batch", "process")] == ["2 batches", "2 processes"]
+    config = load_config("grpo", ["trainer.n_gpus_per_node=1", "data.train_batch_size=1"]).config
+    assert "actor: fsdp2 on 1 rank = " in "\n".join(layout_lines("actor", config.actor_rollout_ref.actor, 1))
+    assert any("data.train_batch_size (1 prompt) must be" in problem for problem in batch_problems(config))

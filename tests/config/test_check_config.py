@@ -181,7 +181,7 @@ BROKEN = [
     ([f"{ROLLOUT}.n=1"], "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n (1)"),
     (["algorithm.adv_estimator=rloo", f"{ROLLOUT}.n=1"], "algorithm.adv_estimator=rloo", "at least 2"),
     (
-        ["custom_reward_function.path=os.path", "custom_reward_function.name=join"],
+        ["custom_reward_function.path=meshrl.rewards.functions", "custom_reward_function.name=exact_match"],
         "reward.name=exact_match",
         "choose one",
     ),
@@ -449,11 +449,61 @@ def test_seed_fits_into_63_bits(fine: MakePPO) -> None:
 
 
 def test_arguments_of_own_reward_functions(fine: MakePPO, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def compute_score(data_source, solution_str, *, scale=1.0): ...\n")
+    (tmp_path / "own.py").write_text(
+        "def compute_score(solution_str, *, scale=1.0, data_source, ground_truth, extra_info): ...\n"
+    )
     own = ["reward.name=null", f"custom_reward_function.path={tmp_path / 'own.py'}"]
     assert check_config(fine(*own, "custom_reward_function.reward_kwargs.scale=3")) == []
     (problem,) = check_config(fine(*own, "custom_reward_function.reward_kwargs.foo=3"))
     assert problem == "custom_reward_function: reward function 'compute_score' takes no argument foo: it has scale"
+
+
+def test_adapters_go_onto_layers_that_the_model_has(fine: MakePPO, tmp_path: Path) -> None:
+    names = [f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "mlp.up_proj")]
+    header = json.dumps({name: {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]} for name in names}).encode()
+
+    def problems(target: str) -> list[str]:
+        config = fine("actor_rollout_ref.model.lora_rank=4", f"actor_rollout_ref.model.target_modules={target}")
+        file = tmp_path / "model" / "model.safetensors"
+        file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+        return check_config(config)
+
+    (problem,) = problems("[q_proj,query]")
+    assert problem == (
+        f"actor_rollout_ref.model.target_modules: {tmp_path / 'model'} has no linear layer query: name some of q_proj, "
+        "up_proj, or all of them as [all-linear]"
+    )
+    assert problems("[self_attn.q_proj,up_proj]") == problems("[all-linear]") == []
+
+
+def test_a_reward_function_must_take_what_it_is_called_with(fine: MakePPO, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def score(x): ...\n"
+        "def many(data_sources, solution_strs, ground_truths, extra_infos): ...\n"
+        "def at_once(**kwargs): ...\n"
+        "at_once.per_batch = True\n"
+        "def by_name(*, solution_str, prompt, **kwargs): ...\n"
+        "def more(data_source, solution_str, ground_truth, extra_info, bonus): ...\n"
+    )
+
+    def problems(name: str, *overrides: str) -> list[str]:
+        own = f"custom_reward_function.path={tmp_path / 'own.py'}", f"custom_reward_function.name={name}"
+        return check_config(fine("reward.name=null", *own, *overrides))
+
+    (problem,) = problems("score")
+    assert problem.startswith(
+        "custom_reward_function: reward function 'score' takes x, but it is called by name with data_source, "
+        "solution_str, ground_truth, extra_info (with prompt, response_ids, turn_rewards too, where it names them): "
+    )
+    (problem,) = problems("many")
+    assert problem.endswith("set reward_manager.name=batch, which calls it as it is written")
+    batch = "reward_manager.name=batch"
+    assert problems("many", batch) == problems("at_once") == problems("by_name") == []
+    (problem,) = problems("by_name", batch)
+    assert "called by name with data_sources, solution_strs, ground_truths, extra_infos" in problem
+    (problem,) = problems("more")
+    assert "takes data_source, solution_str, ground_truth, extra_info, bonus" in problem
+    assert problems("more", "custom_reward_function.reward_kwargs.bonus=1") == []
 
 
 def test_override_config_counts(fine: MakePPO) -> None:
@@ -473,13 +523,13 @@ def test_data_of_an_unknown_kind(fine: MakePPO, tmp_path: Path) -> None:
     ("code", "words"),
     [
         ("def compute_score(**kwargs):\n    return 1.0\n", ""),
-        ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int'\ndef compute_score(): ...\n", ""),
+        ("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int'\ndef compute_score(**_): ...\n", ""),
         ("def compute_score(*, foo): ...\n", "reward function 'compute_score' needs foo"),
         ("def other():\n    return 1\n", "has no function 'compute_score'; it has other"),
         ("compute_score = 3\n", "is a int, not a function"),
         ("import no_such_module_at_all\n", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
         ("def compute_score(:\n", "SyntaxError"),
-        ("raise RuntimeError('boom')\n", "RuntimeError: boom"),
+        ("raise RuntimeError('boom')\n", "my_reward.py:1 in <module>: raise RuntimeError('boom'))"),
         (None, "there is no file"),
     ],
 )
@@ -493,9 +543,9 @@ def test_own_reward_function_is_really_imported(fine: MakePPO, tmp_path: Path, c
 
 
 def test_own_reward_function_by_module_name(fine: MakePPO) -> None:
-    own = ["reward.name=null", "custom_reward_function.path=os.path", "custom_reward_function.name="]
-    assert check_config(fine(*own[:2], own[2] + "join")) == []
-    assert "has no function 'joyn'" in check_config(fine(*own[:2], own[2] + "joyn"))[0]
+    own = ["reward.name=null", "custom_reward_function.path=meshrl.rewards.functions", "custom_reward_function.name="]
+    assert check_config(fine(*own[:2], own[2] + "exact_match")) == []
+    assert "has no function 'exakt_match'" in check_config(fine(*own[:2], own[2] + "exakt_match"))[0]
 
 
 # Pipelines

@@ -50,6 +50,26 @@ def test_tables_without_the_column_or_without_rows(fine: MakePPO, tmp_path: Path
     assert check_config(fine(f"data.val_files={table(tmp_path / 'c.parquet', prompt=['a'])}")) == []
 
 
+def test_chat_messages_need_a_chat_template(fine: MakePPO, fine_sft: MakeSFT, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "6 * 7"}, {"role": "assistant", "content": "42"}]
+    lines, columns = tmp_path / "chat.jsonl", tmp_path / "chat.parquet"
+    lines.write_text(json.dumps({"prompt": turns[:1], "messages": turns}) + "\n")
+    pq.write_table(pa.table({"prompt": [turns[:1]]}), columns)
+    for file in (lines, columns):
+        (problem,) = check_config(fine(f"data.val_files={file}"))
+        assert f"data.val_files: {file} has chat messages in 'prompt' (data.prompt_key), but " in problem
+        assert problem.endswith(
+            "model has no chat template: put one there as chat_template.jinja, set actor_rollout_ref.model."
+            "tokenizer_path to a folder that has one, or write plain text"
+        )
+    (problem,) = check_config(fine_sft(f"data.train_files=[{lines}]", "data.messages_key=messages"))
+    assert "in 'messages' (data.messages_key)" in problem
+    assert "set model.tokenizer_path" in problem
+    assert check_config(fine(f"data.val_files={lines}", "actor_rollout_ref.model.trust_remote_code=true")) == []
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    assert check_config(fine(f"data.val_files=[{lines},{columns}]")) == []
+
+
 def test_a_damaged_table(fine: MakePPO, tmp_path: Path) -> None:
     """Its last bytes say where the description begins, but that is not readable."""
     path = table(tmp_path / "a.parquet", prompt=["a"] * 100)
@@ -94,7 +114,7 @@ def test_folders_and_lists_that_are_none(fine: MakePPO, tmp_path: Path) -> None:
 
 def test_columns_of_demonstrations(fine_sft: MakeSFT, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
-    file.write_text(json.dumps({"prompt": "a", "messages": []}) + "\n")
+    file.write_text(json.dumps({"prompt": "a", "messages": None}) + "\n")
     (problem,) = check_config(fine_sft(f"data.val_files={file}"))
     assert "no column 'response'" in problem
     assert "data.response_key" in problem

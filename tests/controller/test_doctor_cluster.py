@@ -16,7 +16,7 @@ def test_a_living_cluster(capsys):
     by_check = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
     assert code in (0, 1)
     assert by_check["ray"]["status"] == "ok"
-    assert "1 of 1 nodes alive, 8 CPUs" in by_check["ray"]["found"]
+    assert "1 of 1 node alive, 8 CPUs" in by_check["ray"]["found"]
     assert by_check["ray software"]["status"] == "ok"
     assert by_check["clock skew"]["numbers"]["offset_s"] < 1
     assert "one node" in by_check["hosts"]["found"]

@@ -73,7 +73,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(dataset, chat_tokeniz
     chat_tokenizer.chat_template = chat_tokenizer.chat_template.replace(
         "{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] != 'assistant' else 'x' }}"
     )
-    with pytest.raises(ValueError, match=r"row 0: turn 2: the chat template renders earlier turns differently"):
+    with pytest.raises(ValueError, match=r"row 1: turn 3: the chat template renders earlier turns differently"):
         dataset([{"talk": CONVERSATION}], chat_tokenizer, messages_key="talk")
     assert len(dataset([{"talk": CONVERSATION[:3]}], chat_tokenizer, messages_key="talk")) == 1
 
@@ -105,7 +105,7 @@ def test_a_first_token_is_never_learned(dataset, tokenizer):
 
 
 def test_long_ones_are_an_error_unless_configured(dataset):
-    with pytest.raises(ValueError, match=r"row 1: the demonstration has 6 tokens, more than data.max_length=5"):
+    with pytest.raises(ValueError, match=r"row 2: the demonstration has 6 tokens, more than data.max_length=5"):
         dataset([pair("12", "34"), pair("123", "45")], max_length=5)
     assert dataset([pair("12", "34")], max_length=5).truncated == 0
 
@@ -114,37 +114,37 @@ def test_nothing_left_to_learn_is_an_error(dataset, chat_tokenizer):
     remedies = (
         r"data.max_length=4 \(data.truncation=right\): raise data.max_length, set data.truncation=left .* row out"
     )
-    with pytest.raises(ValueError, match=f"row 1: the demonstration has no token left to learn within {remedies}"):
+    with pytest.raises(ValueError, match=f"row 2: the demonstration has no token left to learn within {remedies}"):
         dataset([pair("1", "2"), pair("1234", "5")], max_length=4, truncation="right")
-    with pytest.raises(ValueError, match=r"row 0: the demonstration has no token left to learn .*: leave the row out"):
+    with pytest.raises(ValueError, match=r"row 1: the demonstration has no token left to learn .*: leave the row out"):
         dataset([{"talk": CONVERSATION[:2]}], chat_tokenizer, messages_key="talk")
 
 
 @pytest.mark.parametrize("bad", [5, ["1", "2"], {"text": "1"}])
 def test_a_response_must_be_text(dataset, bad):
-    with pytest.raises(ValueError, match="row 1: the response must be a string"):
+    with pytest.raises(ValueError, match="row 2: the response must be a string"):
         dataset([pair("1", "2"), pair("1", bad)])
 
 
 @pytest.mark.parametrize("bad", [[], "hello", [{"role": "user"}], ["hi"]])
 def test_a_conversation_must_be_messages(dataset, chat_tokenizer, bad):
-    with pytest.raises(ValueError, match="row 0: the demonstration must be a list of messages with role and content"):
+    with pytest.raises(ValueError, match="row 1: the demonstration must be a list of messages with role and content"):
         dataset([{"talk": bad}], chat_tokenizer, messages_key="talk")
 
 
 def test_a_conversation_must_begin_with_something_to_answer(dataset, chat_tokenizer):
-    with pytest.raises(ValueError, match="row 0: the demonstration begins with the assistant"):
+    with pytest.raises(ValueError, match="row 1: the demonstration begins with the assistant"):
         dataset([{"talk": CONVERSATION[2:]}], chat_tokenizer, messages_key="talk")
 
 
 def test_missing_columns_and_templates_are_named(dataset):
-    with pytest.raises(ValueError, match="row 1: column 'response' is missing or null"):
+    with pytest.raises(ValueError, match="row 2: column 'response' is missing or null"):
         dataset([pair("1", "2"), {"prompt": "1"}])
     with pytest.raises(ValueError, match="column 'talk' is missing"):
         dataset([pair("1", "2")], messages_key="talk")
     with pytest.raises(ValueError, match="no chat template"):
         dataset([{"talk": CONVERSATION}], messages_key="talk")
-    with pytest.raises(ValueError, match="row 0: the prompt has no tokens"):
+    with pytest.raises(ValueError, match="row 1: the prompt has no tokens"):
         dataset([pair("", "2")])
 
 
@@ -158,10 +158,10 @@ def test_errors_name_the_file_and_its_row(tmp_path, chat_tokenizer):
     files[0].write_text(json.dumps({"talk": CONVERSATION}) + "\n")
     for bad, words in ((CONVERSATION[:1] * 2, "cannot be tokenized: one is enough"), ([1], "must be a list of")):
         files[1].write_text("".join(json.dumps({"talk": talk}) + "\n" for talk in (CONVERSATION, bad)))
-        with pytest.raises(ValueError, match=rf"b.jsonl', row 1: the demonstration {words}"):
+        with pytest.raises(ValueError, match=rf"b.jsonl', row 2: the demonstration {words}"):
             DemonstrationDataset(list(map(str, files)), chat_tokenizer, SFTDataConfig(messages_key="talk"))
     (tmp_path / "c.jsonl").write_text(json.dumps(pair("1", "\ud800")) + "\n")
-    with pytest.raises(ValueError, match=r"c.jsonl', row 0: the response cannot be tokenized"):
+    with pytest.raises(ValueError, match=r"c.jsonl', row 1: the response cannot be tokenized"):
         DemonstrationDataset([str(tmp_path / "c.jsonl")], chat_tokenizer, SFTDataConfig())
 
 

@@ -28,7 +28,7 @@ def test_processes_give_what_one_by_one_gives(chat_tokenizer):
 
 
 def test_a_bad_prompt_and_a_dead_process_are_heard(tokenizer, monkeypatch):
-    with pytest.raises(ValueError, match="row 4: the prompt must be a string or a list of messages"):
+    with pytest.raises(ValueError, match="row 5: the prompt must be a string or a list of messages"):
         encode_in_processes(tokenizer, ["1", "2", "3", "4", 5], None, 2)
     monkeypatch.setattr(encoding_pool, "WORKER", "import sys; sys.exit(3)")
     with pytest.raises(RuntimeError, match="a tokenizing process ended with exit code 3"):

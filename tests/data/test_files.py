@@ -97,9 +97,9 @@ def test_a_second_empty_file_is_noticed_too(tmp_path):
 
 def test_missing_and_null_columns_are_named_with_their_row(tmp_path):
     file = write_parquet(tmp_path / "a.parquet", ROWS)
-    with pytest.raises(ValueError, match=r"row 1: column 'answer' is missing or null"):
+    with pytest.raises(ValueError, match=r"row 2: column 'answer' is missing or null"):
         read_rows([file], required=("prompt", "answer"))
-    with pytest.raises(ValueError, match=r"row 0: column 'question'.*it has: prompt, answer, tags, info"):
+    with pytest.raises(ValueError, match=r"row 1: column 'question'.*it has: prompt, answer, tags, info"):
         read_rows([file], required=("question",))
     with pytest.raises(ValueError, match="it has: nothing"):
         read_rows([write_jsonl(tmp_path / "b.jsonl", [{}])], required=("prompt",))

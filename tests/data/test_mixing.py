@@ -72,7 +72,7 @@ def test_epochs_end_after_a_change_of_the_batch_size():
 def test_what_cannot_be_drawn_is_said():
     with pytest.raises(ValueError, match="not all 0"):
         Shares((0, 0))
-    with pytest.raises(ValueError, match="file 3 has no row left"):
+    with pytest.raises(ValueError, match="file 4 of 4 has no row left"):
         MixedOrder(SOURCE_OF_ROW, (1, 1, 1, 1), 6, True, 0)
     with pytest.raises(ValueError, match="fewer than one batch of 31"):
         order(size=31)

@@ -103,7 +103,7 @@ def test_a_prompt_of_just_the_limit_stays(dataset):
 
 def test_long_prompts_are_an_error_unless_configured(dataset):
     with pytest.raises(
-        ValueError, match=r"row 1: the prompt has 10 tokens, more than data.max_prompt_length=4: raise it, or"
+        ValueError, match=r"row 2: the prompt has 10 tokens, more than data.max_prompt_length=4: raise it, or"
     ):
         dataset(prompts("1", LONG), max_prompt_length=4)
 
@@ -112,7 +112,7 @@ def test_long_prompts_are_dropped_and_counted_with_their_rows(dataset):
     data = dataset(prompts(LONG, "1", LONG, "2"), max_prompt_length=4, filter_overlong_prompts=True, truncation="left")
     assert (len(data), data.dropped, data.truncated) == (2, 2, 0)
     assert data.batch(np.asarray([1])).non_tensor_batch["raw_prompt"].tolist() == ["2"]
-    with pytest.raises(ValueError, match=r"none of the 1 prompts is left: all are over data.max_prompt_length=4"):
+    with pytest.raises(ValueError, match=r"no prompt of 1 row is left within data.max_prompt_length=4"):
         dataset(prompts(LONG), max_prompt_length=4, filter_overlong_prompts=True)
 
 
@@ -138,12 +138,12 @@ def test_chat_prompts_without_a_template(dataset):
 
 @pytest.mark.parametrize("bad", [[], ["text"], [{"role": "user"}], {"role": "user", "content": "1"}, 5, [1, 2]])
 def test_what_is_no_prompt_is_named(dataset, chat_tokenizer, bad):
-    with pytest.raises(ValueError, match="row 1: the prompt must be a string or a list of messages"):
+    with pytest.raises(ValueError, match="row 2: the prompt must be a string or a list of messages"):
         dataset([{"prompt": "1"}, {"prompt": bad}], chat_tokenizer)
 
 
 def test_an_empty_prompt_is_named(dataset):
-    with pytest.raises(ValueError, match="row 1: the prompt has no tokens: ''"):
+    with pytest.raises(ValueError, match="row 2: the prompt has no tokens: ''"):
         dataset(prompts("1", ""))
 
 
@@ -181,7 +181,7 @@ def test_errors_name_the_file_and_its_row(tmp_path, chat_tokenizer, processes):
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
         files = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
         config = DataConfig(max_prompt_length=4, filter_overlong_prompts_workers=processes)
-        with pytest.raises(ValueError, match=r"data file '.*b.jsonl', row 1: the prompt (has|must|cannot)"):
+        with pytest.raises(ValueError, match=r"data file '.*b.jsonl', row 2: the prompt (has|must|cannot)"):
             PromptDataset(files, chat_tokenizer, config)
 
 
@@ -215,9 +215,9 @@ def test_rows_of_a_custom_class_are_those_of_a_file(dataset, tmp_path, tokenizer
     assert torch.equal(ours.batch["input_ids"], theirs.batch["input_ids"])
     for name in ("data_source", "ground_truth", "raw_prompt"):
         assert ours.non_tensor_batch[name].tolist() == theirs.non_tensor_batch[name].tolist()
-    with pytest.raises(ValueError, match="row 0 of Sums: the prompt has 4 tokens, more than"):
+    with pytest.raises(ValueError, match="row 1 of Sums: the prompt has 4 tokens, more than"):
         PromptDataset(["3"], tokenizer, DataConfig(custom_cls=custom, max_prompt_length=3))
-    with pytest.raises(ValueError, match=r"row 1 of Sums must be a mapping with 'prompt' .* it has input_ids, att"):
+    with pytest.raises(ValueError, match=r"row 2 of Sums must be a mapping with 'prompt' .* it has input_ids, att"):
         PromptDataset(["3", "-1"], tokenizer, DataConfig(custom_cls=custom))
     with pytest.raises(ValueError, match=r"Sums has no rows for \[\]"):
         PromptDataset([], tokenizer, DataConfig(custom_cls=custom))

@@ -164,7 +164,7 @@ def test_parquet_and_saved_data_sets_stream_too(tmp_path):
         list(stream_rows(str(tmp_path / "empty.jsonl")))
     with pytest.raises(FileNotFoundError):
         list(stream_rows(str(tmp_path / "gone.jsonl")))
-    with pytest.raises(ValueError, match="row 0: column 'answer' is missing"):
+    with pytest.raises(ValueError, match="row 1: column 'answer' is missing"):
         list(stream_rows(str(tmp_path / "a.parquet"), ("answer",)))
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
@@ -186,5 +186,5 @@ def test_errors_name_the_file_and_its_row(files, tokenizer, weights):
         with open(files[1], "w") as out:
             out.writelines(json.dumps(row) + "\n" for row in rows)
         prompts = make(files, tokenizer, train_weights=weights, max_prompt_length=8)
-        with pytest.raises(ValueError, match=rf"data file '{files[1]}', row 5: the prompt {words}"):
+        with pytest.raises(ValueError, match=rf"data file '{files[1]}', row 6: the prompt {words}"):
             take(prompts, 20)

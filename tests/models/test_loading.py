@@ -1,6 +1,7 @@
 """Models and tokenizers from folders, and clear words where something is missing."""
 
 import json
+import logging
 import shutil
 
 import pytest
@@ -117,6 +118,26 @@ def test_missing_weights_are_an_error_and_not_made_up(folder):
     save_file({n: w for n, w in weights.items() if n not in lost}, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=rf"lacks {len(lost)} weights, first of all '{sorted(lost)[0]}'"):
         load_model(folder, "sdpa")
+
+
+def test_a_new_value_head_is_not_reported_and_what_else_does_not_match_is(folder):
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    source = logging.getLogger("transformers.modeling_utils")
+    source.addHandler(handler)
+    try:
+        head = load_model(folder, "sdpa", head="value").get_parameter("score.weight")
+        assert not head.any()
+        assert heard == []
+        tensors = load_file(folder / "model.safetensors")
+        save_file(tensors | {"model.stray.weight": torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})
+        load_model(folder, "sdpa", head="value")
+        assert "model.stray.weight" in heard.pop()
+        load_model(folder, "sdpa")
+        assert "model.stray.weight" in heard.pop()
+    finally:
+        source.removeHandler(handler)
 
 
 def test_an_override_that_asks_for_more_layers_than_there_are(tiny_model_folder):

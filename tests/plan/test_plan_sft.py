@@ -95,7 +95,7 @@ def test_the_command(capsys, tmp_path):
     words = ["plan", "--sft", "model.path=Qwen3-0.6B", "data.train_batch_size=8", "--gpus", "1xH200"]
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert "engine: fsdp2 on 1 ranks" in text
+    assert "engine: fsdp2 on 1 rank" in text
     assert "fits: train is fullest" in text
     assert "KV cache" not in text
     assert "sync" not in text

@@ -1,5 +1,6 @@
 """Whatever a reward function does, the manager scores the right token, stops with a clear error, or counts."""
 
+import json
 import math
 import threading
 from decimal import Decimal
@@ -9,6 +10,7 @@ import pytest
 import torch
 from reward_samples import ANSWERS, TRUTHS, each
 
+from meshrl.rewards.calling import RewardFunctionSpec
 from meshrl.rewards.manager import RewardError, RewardManager, as_result
 
 
@@ -161,6 +163,60 @@ def test_the_wrong_number_of_scores_is_never_guessed_at(data, tokenizer, answers
     scores, _, metrics = score(data, tokenizer, lambda **_: answers, per_batch=True, on_error="zero")
     assert not scores.any()
     assert metrics == {"reward/errors": 4.0, "reward/errors/length": 4.0}
+
+
+def failing(data_source, solution_str, ground_truth, extra_info):
+    return json.loads("no json")
+
+
+@pytest.mark.parametrize("name", ["naive", "batch", "prime"])
+def test_an_error_shows_where_it_arose_in_the_functions_own_code(data, tokenizer, name):
+    """Neither the framework's frames nor those of the libraries that the function calls."""
+    spec = RewardFunctionSpec("own", path=__file__, name="failing_on_all" if name == "batch" else "failing")
+    with RewardManager([spec], tokenizer, name=name, num_processes=1) as made, pytest.raises(RewardError) as stopped:
+        made(data)
+    first, *frames = str(stopped.value).splitlines()
+    assert "JSONDecodeError: Expecting value" in first
+    line = failing.__code__.co_firstlineno + 1
+    assert frames[-1] == f'  {__file__}:{line} in failing: return json.loads("no json")'
+    assert len(frames) == (2 if name == "batch" else 1)
+
+
+def failing_on_all(**columns):
+    return failing(None, None, None, None)
+
+
+def test_a_function_that_fails_on_the_whole_first_batch(data, tokenizer):
+    """Zeros for all would teach nothing; once a sample has been scored, the policy holds for whole batches too."""
+    said = []
+
+    def made(policy, values):
+        manager = RewardManager(each(values), tokenizer, on_error=policy)
+        manager.say = said.append
+        return manager
+
+    values = [KeyError("no")] * 4
+    with pytest.raises(RewardError, match=r"all 4 samples, first on sample 0 \(u0, answer '12'\): KeyError: 'no'\n"):
+        made("stop", values)(data)
+    with pytest.raises(RewardError, match=r"all 4 samples, first on sample 0(.|\n)*reward.on_error=zero"):
+        made("zero", values).add_scores(data[:])
+    assert said == []
+    manager = made("drop", values)
+    assert [manager.add_scores(data[:])["reward/dropped"] for _ in range(2)] == [4, 4]
+    assert len(said) == 1
+    assert said[0].startswith("warning: the reward function failed on all 4 samples, first on sample 0 (u0")
+    manager = made("zero", values)
+    manager(data[:])  # validation counts them as wrong, and says so
+    assert len(said) == 2
+    values[0] = 1.0
+    assert manager.add_scores(data[:])["reward/errors"] == 3
+    values[0] = KeyError("no")
+    assert manager.add_scores(data[:])["reward/errors"] == 4
+    # A judge may answer later what it does not answer now.
+    judge = RewardManager([RewardFunctionSpec("judge", function=each(values))], tokenizer, on_error="zero")
+    judge.say = said.append
+    assert judge.add_scores(data[:])["reward/errors"] == 4
+    assert len(said) == 3
 
 
 def test_a_wrong_signature_is_an_error_that_says_so(data, tokenizer):

@@ -156,7 +156,7 @@ def test_a_process_that_does_not_read_is_named_and_replaced():
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert "does not read its sample, its queue is full" in lines[0]
-        assert lines[1] == "1 samples wait for one of 1 reward processes"
+        assert lines[1] == "1 sample in line for one of 1 reward process"
         assert (large.result(60)["score"], small.result(60)["score"]) == (3, 4)
         assert pool.replaced == 1
     finally:

@@ -175,7 +175,7 @@ def test_rows_must_make_a_whole(data, tokenizer):
     parts = ScoredParts(RewardManager(each([1, 2, 3, 4]), tokenizer))
     with pytest.raises(ValueError, match="no parts"):
         parts.collect()
-    with pytest.raises(ValueError, match="4 samples came with 1 rows"):
+    with pytest.raises(ValueError, match="4 samples came with 1 row"):
         parts.add(data, [0])
     parts.add(data[np.array([0, 1])], [0, 2])
     with pytest.raises(ValueError, match="each once; got"):

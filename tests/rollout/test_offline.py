@@ -104,7 +104,7 @@ def test_a_prompt_that_the_chat_template_refuses_fails_alone(tiny_model_folder, 
     assert "1 failed" in generate(make_job(folder, prompts, "out.jsonl", n=1), SMALL, quiet)
     before, refused, after = (row["error"] for row in read_rows(tmp_path / "out.jsonl"))
     assert before is after is None
-    assert refused.startswith("row 1: the prompt cannot be tokenized (one turn only)")
+    assert refused.startswith("row 2: the prompt cannot be tokenized (one turn only)")
     assert "3 of 3 rows" in quiet.file.getvalue()
     assert ", 1 failed" in quiet.file.getvalue()
 

@@ -83,7 +83,7 @@ def test_rows_with_images(folder, opened, image, tmp_path):
         assert row["response_token_ids"] == [wanted.token_ids]
         assert row["response_log_probs"][0] == pytest.approx(wanted.log_probs, abs=1e-5)
     assert [row["error"] is None for row in out] == [True, True, True, False, False]
-    assert "1 places for images (<image>), but there are 0 in 'shown'" in out[3]["error"]
+    assert "1 place for images (<image>), but there are 0 in 'shown'" in out[3]["error"]
     assert "5 bytes that are no image" in out[4]["error"]
     # What was written can be read again, images and all.
     again = tmp_path / "again.jsonl"
@@ -153,7 +153,7 @@ def test_chat_with_images(opened, image):
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}, "5 bytes that are no image"),
         ({"type": "image_url", "image_url": "x"}, "only parts of text and image_url are served here"),
         ({"type": "input_audio"}, "only parts of text and image_url are served here"),
-        ({"type": "text", "text": "<|image_pad|>"}, "has 1 places for images"),
+        ({"type": "text", "text": "<|image_pad|>"}, "has 1 place for images"),
     ],
 )
 def test_what_is_no_image_is_refused(opened, part, words):

@@ -36,10 +36,25 @@ def own_reward(tmp_path, body):
     ],
 )
 def test_a_failing_reward_stops_with_its_sample(task, tmp_path, body, said):
-    with pytest.raises(RewardError, match="sample 0") as caught:
+    with pytest.raises(RewardError, match="failed on all 512 samples, first on sample 0") as caught:
         task.train(tmp_path / "run", *SHORT, *own_reward(tmp_path, body))
     assert said in str(caught.value)
-    assert "reward.on_error=zero" in str(caught.value)
+
+
+def test_a_reward_that_fails_on_the_whole_first_batch_is_told_at_once(task, tmp_path):
+    """With zero it ends the run, which would learn nothing; with drop the batch is passed over."""
+    own = own_reward(tmp_path, "raise KeyError('no such key')")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("of an earlier run")
+    with pytest.raises(
+        RewardError, match=r"all 512 samples, first on sample 0 .*KeyError(.|\n)*reward.py:3 in compute_"
+    ):
+        task.train(tmp_path / "run", *SHORT, *own, "reward.on_error=zero")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "of an earlier run"
+    with (tmp_path / "screen.txt").open("w") as out, pytest.raises(RewardError, match="8 batches in a row"):
+        train(task.config(tmp_path / "drop", *SHORT, *own, "reward.on_error=drop"), console=Console(file=out))
+    said = (tmp_path / "screen.txt").read_text()
+    assert said.count("warning: the reward function failed on all 512 samples, first on sample 0") == 1
 
 
 def test_a_failing_reward_is_counted_where_asked(task, tmp_path):
@@ -62,7 +77,7 @@ def test_a_batch_of_which_nothing_is_left_is_passed_over_and_eight_of_them_end_t
     assert [row["reward/errors"] for row in run.metrics] == [512, 0]
     small = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "reward.on_error=drop")
     (tmp_path / "other").mkdir()
-    with pytest.raises(ValueError, match="no sample of 8 batches in a row is left"):
+    with pytest.raises(RewardError, match="no sample of 8 batches in a row is left"):
         task.train(tmp_path / "none", *SHORT, *small, *own_reward(tmp_path / "other", "assert 0, 'down'"))
 
 

@@ -11,7 +11,7 @@ from meshrl.config.trainer import RunConfig
 from meshrl.telemetry.run_folder import RunFolder
 from meshrl.trainer.checkpoint import Found
 from meshrl.trainer.restarts import Restarts
-from meshrl.trainer.run import is_finished, open_run, report_run, saying_what_is_kept
+from meshrl.trainer.run import as_it_was, is_finished, open_run, report_run, saying_what_is_kept
 
 
 def test_a_new_run_does_not_move_the_model_that_it_starts_from(tmp_path):
@@ -32,6 +32,44 @@ def test_the_model_of_an_earlier_run_is_not_taken_for_this_ones(tmp_path):
     with open_run(trainer, found, Restarts(tmp_path / "run", 0, 0.0, time.time())) as run:
         assert not is_finished(found, 1, run, trainer, screen)
         assert (run.moved_to / "model").is_dir()
+
+
+def test_a_start_that_fails_leaves_the_earlier_run_where_it_was(tmp_path):
+    said, restarts = [], Restarts(tmp_path, 0, 0.0, time.time())
+
+    def start(fail, **kept):
+        with (
+            open_run(RunConfig(default_local_dir=str(tmp_path)), None, restarts) as run,
+            as_it_was(run, restarts, said.append),
+        ):
+            run.start_log()
+            run.write_config({"seed": 2}, {"seed": "default"})
+            run.tensorboard.mkdir()
+            for name, text in kept.items():
+                (tmp_path / name.replace("_", ".")).write_text(text)
+            raise fail
+
+    earlier = {"config.yaml": "seed: 1\n", "metrics.jsonl": "{}\n", "log.txt": "all is well\n"}
+    for name, text in earlier.items():
+        (tmp_path / name).write_text(text)
+    os.utime(tmp_path / "config.yaml", times=(1.0, 1.0))
+    (tmp_path / "checkpoints" / "global_step_3").mkdir(parents=True)
+    for fail in (RuntimeError("no memory"), KeyboardInterrupt()):
+        with pytest.raises(type(fail)):
+            start(fail)
+        assert {name: (tmp_path / name).read_text() for name in earlier} == earlier
+        there = {path.name for path in tmp_path.iterdir()} - {".lock"}
+        assert there == {*earlier, "checkpoints", "log-failed-start.txt"}
+        assert (tmp_path / "checkpoints" / "global_step_3").is_dir()
+        assert not restarts.opened  # another attempt moves them aside again, and takes nothing of theirs for its own
+    assert (
+        said == [f"the earlier run's files are back in {tmp_path}; the log of this start is log-failed-start.txt"] * 2
+    )
+    with pytest.raises(RuntimeError):
+        start(RuntimeError("later"), metrics_jsonl="{}\n")  # it has taken a step: its files stay
+    assert (tmp_path / "previous-1" / "checkpoints").is_dir()
+    assert restarts.opened
+    assert len(said) == 2
 
 
 def test_the_model_of_an_earlier_end_is_written_again(tmp_path):

@@ -28,7 +28,7 @@ def test_steps_by_epochs():
 
 @pytest.mark.parametrize("filters", [False, True])
 def test_a_run_without_a_step_is_refused_with_the_numbers(filters):
-    with pytest.raises(ValueError, match=r"100 rows in 1 epochs make no batch of data\.train_batch_size \(128\)"):
+    with pytest.raises(ValueError, match=r"100 rows in 1 epoch make no batch of data\.train_batch_size \(128\)"):
         steps(100, 128, 1, filters)
 
 

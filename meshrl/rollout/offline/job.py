@@ -20,6 +20,7 @@ from jinja2 import TemplateError
 from rich.console import Console
 
 from meshrl.config.chat_template import template_file_problems, template_name_problems
+from meshrl.config.names import count
 from meshrl.data.encoding import encode_prompt, is_chat
 from meshrl.data.files import Row, read_rows
 from meshrl.data.seen import Images
@@ -120,8 +121,8 @@ def generate(job: Job, options: EngineOptions, console: Console | None = None) -
         journal.remove()
     seconds = time.perf_counter() - started
     line = (
-        f"wrote {len(rows)} rows to {job.out}: {earlier} were there already, {journal.failed} failed; "
-        f"{tokens} tokens in {seconds:.1f} s{_first_error(results)}"
+        f"wrote {count(len(rows), 'row')} to {job.out}: {earlier} were there already, {journal.failed} failed; "
+        f"{count(tokens, 'token')} in {seconds:.1f} s{_first_error(results)}"
     )
     if journal.failed == len(rows):
         raise ValueError(line)

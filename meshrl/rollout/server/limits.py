@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 from starlette.requests import ClientDisconnect, Request
 
+from meshrl.config.names import count
 from meshrl.rollout.server.errors import ApiError
 
 LONGEST_RETRY = 60
@@ -37,7 +38,7 @@ class Slots:
     def check(self) -> None:
         """Raises if a request that came now would be refused."""
         if not self._has_room() and len(self._waiting) >= self.queue:
-            state = "paused" if self.is_shut else f"busy with {self.running} requests"
+            state = "paused" if self.is_shut else f"busy with {count(self.running, 'request')}"
             raise ApiError(
                 503,
                 f"the server is {state} and {len(self._waiting)} more wait, the most that may: try again later",
