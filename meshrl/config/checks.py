@@ -309,6 +309,7 @@ def _check_sft(config: SFTConfig, check_files: bool) -> list[str]:
         problems += external_lib_problems(config)
         problems += _file_problems(config)
         problems += _model_problems(config.model, "model", engine, "engine", data.max_length, "data.max_length")
+        problems += seeing_problems(config)
     return problems
 
 

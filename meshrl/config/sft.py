@@ -23,6 +23,9 @@ class SFTDataConfig:
     prompt_key: str = key("prompt", "Column with the prompt.")
     response_key: str = key("response", "Column with the response to learn.")
     messages_key: str | None = key(None, "Column with whole conversations, instead of prompt and response.")
+    image_key: str | None = key(
+        "images", "Column with a demonstration's images, in their order: bytes or paths; null: there are none."
+    )
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "Variables for the tokenizer's chat template, such as {enable_thinking: false}."
     )

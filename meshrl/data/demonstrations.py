@@ -13,40 +13,65 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from meshrl.config.sft import SFTDataConfig
 from meshrl.data.encoding import RowError, encode_prompt, is_chat, render_chat, shown
 from meshrl.data.files import Row, read_rows
-from meshrl.data.prompts import truncate
+from meshrl.data.image_reader import IMAGES
+from meshrl.data.images import PromptImages, check_no_images
+from meshrl.data.prompts import object_array, truncate
 from meshrl.data.proto import DataProto
 from meshrl.data.sampling import chosen_rows
+from meshrl.data.seen import Images
 
 
 class DemonstrationDataset:
     """Prompt and response (or whole conversations) as token ids; only responses and assistant turns are learned."""
 
-    def __init__(self, files: Sequence[str], tokenizer: Tokenizer, config: SFTDataConfig, max_samples: int = -1):
-        """`max_samples` are taken of the rows (-1: all)."""
-        self.tokenizer, self.config = tokenizer, config
+    def __init__(
+        self,
+        files: Sequence[str],
+        tokenizer: Tokenizer,
+        config: SFTDataConfig,
+        max_samples: int = -1,
+        images: PromptImages | None = None,
+    ):
+        """`max_samples` are taken of the rows (-1: all). `images` finds those of the rows, for a model that sees."""
+        self.tokenizer, self.config, self.images = tokenizer, config, images
         wanted = (config.messages_key,) if config.messages_key else (config.prompt_key, config.response_key)
         self.truncated = 0
         self.sequences: list[tuple[np.ndarray, np.ndarray]] = []
+        self.images_of: list[Images] = []
         rows = [(file, number, row) for file in files for number, row in enumerate(read_rows([file], required=wanted))]
         for place in chosen_rows(len(rows), max_samples, config.shuffle, config.seed or 0):
             file, number, row = rows[place]
-            self.sequences.append(self._sequence(row, number, file))
+            ids, learn, shown = self._sequence(row, number, file)
+            self.sequences.append((ids, learn))
+            self.images_of.append(shown)
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def _sequence(self, row: Row, number: int, file: str) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids and which of them to learn; what is wrong is told of the file and the row."""
+    def _sequence(self, row: Row, number: int, file: str) -> tuple[np.ndarray, np.ndarray, Images]:
+        """Token ids, which of them to learn, and images; what is wrong is told of the file and the row."""
         try:
-            return self._fit(*self._encode(row, number), number)
+            if self.images is None:
+                if self.config.image_key is not None:
+                    check_no_images([row], self.config.image_key, number)
+                return *self._fit(*self._encode(row, number), number), ()
+            ids, learn = self._encode(row, number)
+            shown = self.images.of(row, number)
+            times = self.images.times(ids, shown, number)
+            return *self._fit(np.repeat(ids, times), np.repeat(learn, times), number), shown
         except RowError as error:
             raise error.at(file, number) from error
+
+    def _with_places(self, text: Any) -> Any:
+        return text if self.images is None else self.images.with_places(text)
 
     def _encode(self, row: Row, number: int) -> tuple[np.ndarray, np.ndarray]:
         kwargs = self.config.apply_chat_template_kwargs
         if self.config.messages_key:
-            return encode_conversation(self.tokenizer, row[self.config.messages_key], number, kwargs)
-        prompt = encode_prompt(self.tokenizer, row[self.config.prompt_key], number, template_kwargs=kwargs)
+            messages = self._with_places(row[self.config.messages_key])
+            return encode_conversation(self.tokenizer, messages, number, kwargs)
+        asked = self._with_places(row[self.config.prompt_key])
+        prompt = encode_prompt(self.tokenizer, asked, number, template_kwargs=kwargs)
         response = row[self.config.response_key]
         if not isinstance(response, str):
             raise RowError(number, f"the response must be a string, got {shown(response)}")
@@ -65,6 +90,12 @@ class DemonstrationDataset:
                     number,
                     f"the demonstration has {len(ids)} tokens, more than data.max_length={limit}: raise it or set "
                     "data.truncation=left|right",
+                )
+            if self.images is not None and (ids == self.images.image_token).any():
+                raise RowError(
+                    number,
+                    f"the demonstration has {len(ids)} tokens, more than data.max_length={limit}, and one with images "
+                    "cannot be cut: raise it, or leave the row out",
                 )
             self.truncated += 1
             ids, learn = truncate(ids, limit, where), truncate(learn, limit, where)
@@ -88,9 +119,9 @@ class DemonstrationDataset:
             tokens[row, : len(ids)], mask[row, : len(ids)], learned[row, : len(ids)] = ids, 1, learn
         learned[:, 0] = 0  # nothing comes before the first token that could predict it
         names = ("input_ids", "attention_mask", "response_mask")
-        return DataProto.from_dict(
-            {n: torch.from_numpy(x) for n, x in zip(names, (tokens, mask, learned), strict=True)}
-        )
+        seen = {} if self.images is None else {IMAGES: object_array([self.images_of[i] for i in numbers])}
+        tensors = {n: torch.from_numpy(x) for n, x in zip(names, (tokens, mask, learned), strict=True)}
+        return DataProto.from_dict(tensors, seen)
 
 
 def encode_conversation(

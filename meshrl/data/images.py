@@ -51,6 +51,10 @@ class PromptImages:
 
     def expanded(self, ids: np.ndarray, images: Images, number: int) -> np.ndarray:
         """A tokenized prompt with as many tokens for each image as the model takes for it."""
+        return np.repeat(ids, self.times(ids, images, number))
+
+    def times(self, ids: np.ndarray, images: Images, number: int) -> np.ndarray:
+        """How often each token has to stand there: 1, or for the place of an image as often as the model takes."""
         places = (ids == self.image_token).nonzero()[0]
         if len(places) != len(images):
             column = f"'{self.key}'" if self.key else "the row, since no column of images is named (image_key)"
@@ -64,7 +68,18 @@ class PromptImages:
             times[places] = [self.reader.num_tokens(image) for image in images]
         except ValueError as error:
             raise RowError(number, f"'{self.key}': {error}") from error
-        return np.repeat(ids, times)
+        return times
+
+
+def check_no_images(rows: Sequence[Row], key: str, first: int = 0) -> None:
+    """A row with images is an error where the model does not see: it would answer without having looked."""
+    for number, row in enumerate(rows, first):
+        if row.get(key):
+            raise RowError(
+                number,
+                f"it has images ('{key}', data.image_key), but the model does not see any: take one that does, or set "
+                "data.image_key=null",
+            )
 
 
 def encoded(image: Any) -> bytes:

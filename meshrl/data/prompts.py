@@ -16,7 +16,7 @@ from meshrl.data.encoding import RowError, encode_prompts
 from meshrl.data.encoding_pool import OnProgress, encode_in_processes
 from meshrl.data.files import Row, read_rows
 from meshrl.data.image_reader import IMAGES
-from meshrl.data.images import PromptImages
+from meshrl.data.images import PromptImages, check_no_images
 from meshrl.data.proto import DataProto, object_array
 from meshrl.data.sampling import chosen_rows
 
@@ -142,17 +142,6 @@ def fit_prompt(
             "be cut: raise it, or set data.filter_overlong_prompts=true",
         )
     return truncate(ids, limit, config.truncation)
-
-
-def check_no_images(rows: Sequence[Row], key: str, first: int = 0) -> None:
-    """A row with images is an error where the model does not see: it would answer without having looked."""
-    for number, row in enumerate(rows, first):
-        if row.get(key):
-            raise RowError(
-                number,
-                f"it has images ('{key}', data.image_key), but the model does not see any: take one that does, or set "
-                "data.image_key=null",
-            )
 
 
 def prompt_batch(

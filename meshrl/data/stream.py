@@ -13,9 +13,9 @@ from meshrl.config.data import DataConfig
 from meshrl.config.names import count
 from meshrl.data.encoding import RowError, encode_prompt
 from meshrl.data.files import Row, stream_rows
-from meshrl.data.images import PromptImages
+from meshrl.data.images import PromptImages, check_no_images
 from meshrl.data.mixing import Shares
-from meshrl.data.prompts import Prompt, check_no_images, fit_prompt, prompt_batch
+from meshrl.data.prompts import Prompt, fit_prompt, prompt_batch
 from meshrl.data.proto import DataProto
 from meshrl.data.sampling import RowOrder
 

@@ -22,6 +22,7 @@ from meshrl.config.algorithm_checks import bypass_loss, uses_reference
 from meshrl.config.correction import correction_of
 from meshrl.config.critic import uses_critic
 from meshrl.config.errors import ConfigError, told_without_traceback
+from meshrl.config.model import ModelConfig
 from meshrl.config.names import ROLLOUT, count
 from meshrl.config.own_code import import_external_libs, with_absolute_files
 from meshrl.config.pools import SECTIONS, places
@@ -144,7 +145,8 @@ def train_once(
     judge = GroupAsk()
     reward = load_reward_manager(config, tokenizer, judge)
     tools = tool_schemas(config.actor_rollout_ref.rollout.multi_turn)
-    images = prompt_images(config, tokenizer)
+    with told_without_traceback():
+        images = prompt_images(model, config.data.image_key, tokenizer)
     train_data, order = training_prompts(config, tokenizer, tools, images, console)
     val_data = None
     with told_without_traceback("data.val_files"):
@@ -284,8 +286,11 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
     val_files = config.data.val_files
     with told_without_traceback():
         data = config.data
-        train_data = DemonstrationDataset(data.train_files, tokenizer, data, data.train_max_samples)
-        val_data = DemonstrationDataset(val_files, tokenizer, data, data.val_max_samples) if val_files else None
+        images = prompt_images(config.model, data.image_key, tokenizer)
+        train_data = DemonstrationDataset(data.train_files, tokenizer, data, data.train_max_samples, images)
+        val_data = None
+        if val_files:
+            val_data = DemonstrationDataset(val_files, tokenizer, data, data.val_max_samples, images)
         order = batch_order(config.data, trainer, len(train_data))
     steps = total_sft_steps(config, len(train_data))
     worker = ClassWithInitArgs(SFTWorker, with_absolute_files(config), steps)
@@ -444,13 +449,11 @@ def make_keeper(
     )
 
 
-def prompt_images(config: PPOConfig, tokenizer: Tokenizer) -> PromptImages | None:
-    """What finds the images of prompts, for a policy that sees."""
-    model = config.actor_rollout_ref.model
+def prompt_images(model: ModelConfig, key: str | None, tokenizer: Tokenizer) -> PromptImages | None:
+    """What finds the images of rows, for a model that sees."""
     if not sees(load_model_config(model.path or "", trust_remote_code=model.trust_remote_code)):
         return None
-    with told_without_traceback():
-        return PromptImages(model.path or "", tokenizer, config.data.image_key, model.trust_remote_code)
+    return PromptImages(model.path or "", tokenizer, key, model.trust_remote_code)
 
 
 def training_prompts(

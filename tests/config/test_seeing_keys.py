@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshrl.config import load_config
+from meshrl.config import SFTConfig, load_config
 from meshrl.config.checks import check_config
 from meshrl.config.seeing import seeing_problems
 
@@ -73,3 +73,17 @@ def test_a_tower_can_only_be_frozen_where_there_is_one(fine):
     (problem,) = check_config(fine(f"{ROOT}.actor.freeze_vision_tower=true"))
     assert "actor.freeze_vision_tower=true has no effect: the model sees no images" in problem
     assert check_config(fine()) == []
+
+
+def test_fine_tuning_with_images(seeing_folder, tmp_path):
+    data = tmp_path / "demos.jsonl"
+    data.write_text('{"prompt": "6 * 7", "response": "42"}\n' * 256)
+
+    def make(*overrides):
+        own = [f"data.train_files={data}", "data.max_length=64", f"model.path={seeing_folder('qwen3_vl')}"]
+        return load_config(None, [*own, *overrides], SFTConfig).config
+
+    assert check_config(make()) == []
+    assert check_config(make("engine.freeze_vision_tower=true")) == []
+    for override in ("engine.strategy=megatron", "model.use_remove_padding=false"):
+        assert any(f"(qwen3_vl) with {override}" in problem for problem in check_config(make(override)))

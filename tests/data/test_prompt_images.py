@@ -11,6 +11,8 @@ import pytest
 from PIL import Image
 
 from meshrl.config.data import DataConfig
+from meshrl.config.sft import SFTDataConfig
+from meshrl.data.demonstrations import DemonstrationDataset
 from meshrl.data.image_reader import IMAGES
 from meshrl.data.images import PromptImages, encoded
 from meshrl.data.prompts import PromptDataset
@@ -168,3 +170,69 @@ def test_batches_with_images_travel(dataset, image):
     back = pickle.loads(pickle.dumps(batch))
     assert list(back.non_tensor_batch[IMAGES]) == list(batch.non_tensor_batch[IMAGES])
     assert list(back.chunk(2)[1].non_tensor_batch[IMAGES]) == [()]
+
+
+@pytest.fixture
+def demonstrations(tmp_path, tokenizer, finder):
+    """Writes rows and reads them as demonstrations for a model that sees."""
+
+    def make(rows, images=finder, **settings):
+        file = tmp_path / "demos.parquet"
+        pandas.DataFrame(rows).to_parquet(file)
+        return DemonstrationDataset([str(file)], tokenizer, SFTDataConfig(shuffle=False, **settings), images=images)
+
+    return make
+
+
+def test_demonstrations_with_images(demonstrations, image, tokenizer):
+    wide, small = image(16, 24, 1), image(8, 8, 2)
+    data = demonstrations([row("<image>a<image>=", wide, small) | {"response": "12"}, row("1=") | {"response": "0"}])
+    batch = data.batch(np.array([1, 0]))
+    mask = batch.batch["attention_mask"].bool()
+    pad, start, end = "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"
+    texts = [tokenizer.decode(ids[own]) for ids, own in zip(batch.batch["input_ids"], mask, strict=True)]
+    assert texts == ["1=0<eos>", f"{start}{pad * 6}{end}a{start}{pad}{end}=12<eos>"]
+    learnt = [
+        tokenizer.decode(ids[own.bool()])
+        for ids, own in zip(batch.batch["input_ids"], batch.batch["response_mask"], strict=True)
+    ]
+    assert learnt == ["0<eos>", "12<eos>"]
+    assert list(batch.non_tensor_batch[IMAGES]) == [(), (wide, small)]
+
+
+def test_conversations_with_images(demonstrations, image, tokenizer):
+    talk = [
+        {"role": "user", "content": "<image>a"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "b<image>"},
+        {"role": "assistant", "content": "2"},
+    ]
+    whole = tokenizer.chat_template
+    # One that says who speaks: what an answer is must be told apart from what is asked.
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}>{% endif %}{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+        "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    try:
+        rows = [{"talk": talk, "images": row("", image(8, 16, 1), image(16, 16, 2))["images"]}]
+        data = demonstrations(rows, messages_key="talk")
+    finally:
+        tokenizer.chat_template = whole
+    ids, learn = data.sequences[0]
+    assert tokenizer.decode(ids[learn]) == "12"
+    places = (ids == tokenizer.convert_tokens_to_ids("<|image_pad|>")).nonzero()[0]
+    assert places.tolist() == [1, 2, 9, 10, 11, 12]
+
+
+def test_demonstrations_that_do_not_fit(demonstrations, image):
+    shown = row("<image>=", image(32, 32)) | {"response": "1"}
+    with pytest.raises(
+        ValueError, match=r"demos.parquet', row 1: the demonstration has 21 tokens, .* with images cannot"
+    ):
+        demonstrations([shown], max_length=8, truncation="left")
+    with pytest.raises(ValueError, match=r"row 1: it has images \('images', data.image_key\), but the model does not"):
+        demonstrations([shown], images=None)
+    with pytest.raises(ValueError, match=r"row 1: the prompt has 1 place for images"):
+        demonstrations([shown | {"images": None}])

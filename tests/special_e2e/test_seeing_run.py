@@ -17,8 +17,9 @@ from transformers import AutoModelForImageTextToText
 
 from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import load_config
+from meshrl.config.sft import SFTConfig
 from meshrl.data.image_reader import ImageReader, as_png
-from meshrl.trainer.run import train
+from meshrl.trainer.run import sft, train
 
 EXAMPLE = Path(__file__).parents[2] / "examples/images"
 STEPS = 30
@@ -150,3 +151,43 @@ def test_a_frozen_tower_stays_as_it_was(colours, tmp_path):
     first = load_file(colours / "model/model.safetensors")
     changed = {"visual" in name for name, weight in run.weights.items() if not torch.equal(weight, first[name])}
     assert changed == {False}
+
+
+def fine_tuned(folder, out, *overrides):
+    """The losses on held-out images of a model that is told the answers."""
+    for name in ("train", "test"):
+        rows = pandas.read_parquet(folder / f"{name}.parquet").rename(columns={"ground_truth": "response"})
+        rows.to_parquet(out.parent / f"{name}.parquet")
+    loaded = load_config(
+        None,
+        [
+            f"data.train_files=[{out.parent / 'train.parquet'}]",
+            f"data.val_files=[{out.parent / 'test.parquet'}]",
+            "data.train_batch_size=32",
+            "data.max_length=32",
+            f"model.path={folder / 'model'}",
+            "engine.fsdp_config.mixed_precision.param_dtype=fp32",
+            "optim.lr=2e-3",
+            f"trainer.default_local_dir={out}",
+            "trainer.device=cpu",
+            "trainer.n_gpus_per_node=1",
+            "trainer.logger=[file]",
+            *overrides,
+        ],
+        SFTConfig,
+    )
+    ensure_runnable(loaded.config)
+    path = sft(loaded.config, console=Console(quiet=True))
+    metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [row["val/loss"] for row in metrics if "val/loss" in row], path
+
+
+def test_fine_tuning_on_images(colours, tmp_path):
+    losses, path = fine_tuned(colours, tmp_path / "one", "trainer.total_training_steps=40", "trainer.test_freq=8")
+    # Two tokens are learned, and the second is always the end: not to know the colour costs log(4) / 2.
+    assert losses[-1] < 0.1 < np.log(4) / 2 < losses[0]
+    assert (path / "model/preprocessor_config.json").is_file()
+    short = ("trainer.total_training_steps=2", "trainer.test_freq=1", "data.max_token_len_per_gpu=90")
+    one, _ = fine_tuned(colours, tmp_path / "short", *short)
+    two, _ = fine_tuned(colours, tmp_path / "two", *short, "trainer.n_gpus_per_node=2")
+    assert two == pytest.approx(one, rel=1e-4)
