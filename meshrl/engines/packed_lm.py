@@ -75,8 +75,7 @@ class PackedModel(nn.Module):
             predictors = hidden.index_select(0, tree.node_of[row.predictors])
             return self.answer(predictors, row.targets, wanted)
         seen = None if row.seen is None else row.seen.part(shard.take)
-        positions = shard.position_ids if seen is None else seen.positions[:, None]
-        hidden = self._packed(shard.take(row.input_ids), positions, shard.context, seen)
+        hidden = self._packed(shard.take(row.input_ids), self._positions(shard, seen), shard.context, seen)
         if shard.parallel.size == 1:
             return self.answer(hidden[row.predictors], row.targets, wanted)
         # Each rank computes the targets that its own tokens predict and puts them at those tokens' places.
@@ -91,6 +90,12 @@ class PackedModel(nn.Module):
 
         answers = self.answer(hidden[places], mine[places], wanted)
         return {name: spread(values) for name, values in answers.items()}
+
+    def _positions(self, shard: SequenceShard, seen: Seen | None) -> Tensor:
+        """Of a row's tokens: on three axes where the model sees, also without images. Layers compile for one kind."""
+        if seen is not None:
+            return seen.positions[:, None]
+        return shard.position_ids if self.sight is None else shard.position_ids.expand(3, 1, -1)
 
     def _tree(self, row: PackedRow, shard: SequenceShard) -> PrefixTree | None:
         """The row's distinct prefixes, where computing each once saves enough to pay for finding them."""

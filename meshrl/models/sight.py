@@ -126,25 +126,26 @@ class Sight:
         `always`: the tower looks at something also where there is nothing to see, because other ranks wait for it.
         """
         if seen is None:
-            embedded = hf_model.get_input_embeddings()(ids)
-            return {"inputs_embeds": (embedded + self._nothing(hf_model, ids.device) if always else embedded)[None]}
+            embedded = hf_model.get_input_embeddings()(ids[None])
+            return {"inputs_embeds": embedded + self._nothing(hf_model, ids.device) if always else embedded}
         embedded, deep = self.embedded(hf_model, ids, seen)
-        inputs: dict[str, Any] = {"inputs_embeds": embedded[None]}
+        inputs: dict[str, Any] = {"inputs_embeds": embedded}
         if deep is not None:
             inputs["visual_pos_masks"] = (seen.square_of >= 0)[None]
             inputs["deepstack_visual_embeds"] = deep.vectors
         return inputs
 
     def embedded(self, hf_model: Any, ids: Tensor, seen: Seen) -> tuple[Tensor, Deep | None]:
-        """The embeddings of a row's tokens with its images among them, and what goes in deeper."""
-        embedded = hf_model.get_input_embeddings()(ids)
+        """The embeddings [1, tokens, hidden] of a row with its images among them, and what goes in deeper."""
+        # No view of a row without that axis: code that was compiled for one fits no other input of a layer.
+        embedded = hf_model.get_input_embeddings()(ids[None])
         found = hf_model.base_model.get_image_features(seen.pixels, seen.grids)
         places = (seen.square_of >= 0).nonzero()[:, 0]
         squares = seen.square_of[places]
         vectors = _joined(found.pooler_output)[squares].to(embedded.dtype)
         deep = getattr(found, "deepstack_features", None)
         deeper = Deep(places, [_joined(one)[squares].to(embedded.dtype) for one in deep]) if deep else None
-        return embedded.index_put((places,), vectors), deeper
+        return embedded.index_put((torch.zeros_like(places), places), vectors), deeper
 
     def _nothing(self, hf_model: Any, device: torch.device) -> Tensor:
         """Zero, by way of every weight of the tower."""

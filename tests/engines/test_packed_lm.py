@@ -1,5 +1,7 @@
 """Log-probs of a packed row, computed on its distinct prefixes or place by place, against each sample alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -135,3 +137,38 @@ def test_angles_that_depend_on_the_longest_sample_are_refused(samples):
     assert_equals_each_alone(samples, "phi3", original_max_position_embeddings=9, **rope)  # the longest has 9 tokens
     with pytest.raises(ValueError, match="a sample has 9 tokens: beyond 8 the rotary embedding of Phi3ForCausalLM"):
         log_probs_of(PackedCausalLM(tiny("phi3", original_max_position_embeddings=8, **rope)), samples)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_compiled_layers_take_rows_of_any_size_with_and_without_images(seeing_folder, image, monkeypatch, family):
+    """The second size makes the code general; images and their absence, and the first layer's input, change nothing."""
+    from torch._dynamo.utils import counters
+
+    from meshrl.config.model import ModelConfig
+    from meshrl.engines.fsdp.engine import compile_layers
+    from meshrl.models.loading import load_model
+    from meshrl.models.sight import find_sight
+
+    folder = seeing_folder(family)
+    model = load_model(folder, ATTENTION_NAME)
+    sight = find_sight(model.config, ModelConfig(path=str(folder)))
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda forward: compiled(forward, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    compile_layers(model, 1.0)
+    module = PackedCausalLM(model, sight=sight, looks_always=True)
+    graphs = []
+    for size, shown in ((5, 1), (9, 2), (7, 0), (12, 3), (6, 0), (20, 2)):
+        images = tuple(image(16, 8 * at, at) for at in range(1, shown + 1))
+        tokens = [token for at in range(1, shown + 1) for token in [11, *[sight.image_token] * 2 * at]]
+        ids = torch.tensor([tokens + list(range(2, 2 + size))])
+        mask = torch.ones_like(ids)
+        row = pack(ids, mask, mask[:, -3:])
+        row = replace(row, seen=sight.look(row.input_ids, row.lengths, [images]))
+        shard = SequenceParallel(None, None).shard(PackedSequences.of(row.lengths, "cpu"))
+        module(row, shard, 1.0, False)["log_probs"].sum().backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    torch._dynamo.reset()
+    assert 0 < 2 * graphs[0] == graphs[1]
+    assert graphs[1:] == [graphs[1]] * 5

@@ -162,7 +162,7 @@ class Runner(ABC):
             return plain.embedded(ids), positions, None
         assert self.sight is not None
         x, deep = self.sight.embedded(self.hf_model, ids, seen)
-        return x, seen.positions, deep
+        return x[0], seen.positions, deep
 
     def look(self, pieces: Seq[Piece]) -> Seen | None:
         """Looks at the images of prefill pieces, if there are any, and notes how far they shift what comes behind."""
