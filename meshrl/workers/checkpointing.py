@@ -70,6 +70,8 @@ def _is_old(folder: Path) -> bool:
 class CheckpointedWorker(Worker):
     """Adds `save_checkpoint`, `checkpoint_files` and `load_checkpoint` to a worker that has one trained engine."""
 
+    preload = ("meshrl.models.preloaded",)
+
     @cached_property
     def _writings(self) -> dict[Path, ThreadFuture[Written]]:
         """By the folder that has all checkpoints: one may go to the disk while another is copied to memory."""
