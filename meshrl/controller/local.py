@@ -87,7 +87,8 @@ class ProcessBackend:
     def _launch(self, spec: ClassWithInitArgs) -> None:
         nursery = get_nursery()
         classes = [spec.cls, *spec.roles().values()]
-        preload = sorted({cls.__module__ for cls in classes if cls.__module__.startswith("meshrl.")})
+        own = {cls.__module__ for cls in classes if cls.__module__.startswith("meshrl.")}
+        preload = sorted(own.union(*(getattr(cls, "preload", ()) for cls in classes)))
         for rank in range(self.world_size):
             ours, theirs = socket.socketpair()
             seconds = max(1, int(self._deadlines.call))

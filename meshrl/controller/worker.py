@@ -4,10 +4,11 @@ import os
 import socket
 import time
 import traceback
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from meshrl.telemetry.ledger import Ledger, Page
 from meshrl.telemetry.profiler import ProcessProfiler
@@ -87,6 +88,7 @@ class Worker:
     master_addr: str
     master_port: int
     ledger: Ledger  # where this worker's time goes
+    preload: ClassVar[Sequence[str]] = ()  # modules that its methods import: whom it is forked from does so for all
     _meshes: dict[str, MeshEntry]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Worker":

@@ -42,6 +42,8 @@ from meshrl.workers.settings import WorkerSettings
 class ActorRolloutRefWorker(CheckpointedWorker):
     """One rank of actor, rollout and reference. Batches are split over the data-parallel ranks of the mesh `actor`."""
 
+    preload = ("meshrl.models.preloaded", "meshrl.rollout.embedded.engine")
+
     def __init__(self, config: ActorRolloutRefConfig, settings: WorkerSettings):
         self.config, self.settings = config, settings
 

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 from meshrl.config.model import ModelConfig
 from meshrl.controller import Dispatch, Worker, register
@@ -69,6 +70,8 @@ def _is_old(folder: Path) -> bool:
 
 class CheckpointedWorker(Worker):
     """Adds `save_checkpoint`, `checkpoint_files` and `load_checkpoint` to a worker that has one trained engine."""
+
+    preload: ClassVar[Sequence[str]] = ("meshrl.models.preloaded",)
 
     @cached_property
     def _writings(self) -> dict[Path, ThreadFuture[Written]]:

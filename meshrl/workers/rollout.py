@@ -25,6 +25,8 @@ class RolloutWorker(Worker):
     Its weights come from the actor's workers, into any engine; vLLM and SGLang get theirs a bucket at a time.
     """
 
+    preload = ("meshrl.models.preloaded", "meshrl.rollout.embedded.engine")
+
     def __init__(self, config: ActorRolloutRefConfig, settings: WorkerSettings):
         self.config, self.settings = config, settings
 

@@ -17,6 +17,8 @@ def build(hf_model, **settings):
 
 
 class TestEmbedded(RolloutContract):
+    long = 200
+
     def make(self, folder, hf_model):
         return build(hf_model, max_num_seqs=32)
 
@@ -24,6 +26,8 @@ class TestEmbedded(RolloutContract):
 @pytest.mark.slow
 class TestEmbeddedWithLittleMemory(RolloutContract):
     """Few rows, few blocks and a small token budget: requests wait, are preempted and recomputed."""
+
+    long = 200  # four of them still want more than the 640 tokens there is room for
 
     def make(self, folder, hf_model):
         return build(hf_model, max_num_seqs=5, max_num_batched_tokens=64, num_blocks=40, block_size=16)

@@ -15,6 +15,8 @@ from meshrl.rollout.requests import SamplingParams
 
 
 class TestHF(RolloutContract):
+    long = 150
+
     def make(self, folder, hf_model):
         return HFRollout(hf_model, pad_token_id=0, tokenizer=char_tokenizer(CHARACTERS), stride=8)
 

@@ -57,15 +57,23 @@ from meshrl.parallel.mesh import outlive_other_groups
 PRELOAD = [
     "pytest",
     "hypothesis",
+    "peft",
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.utils.checkpoint",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mistral.modeling_mistral",
+    "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.qwen2.modeling_qwen2",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "meshrl.engines.fsdp.engine",
+    "meshrl.engines.fsdp.fsdp1",
+    "meshrl.models.preloaded",
+    "meshrl.rollout.embedded.engine",
+    "meshrl.trainer.verify",
+    "meshrl.weights.sync",
     *megatron_cpu.PRELOAD,
 ]
 ON_GPU = os.environ.get("MESHRL_TEST_DEVICE", "cpu") == "cuda"

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import load_config
 from meshrl.config.root import PPOConfig
+from meshrl.controller import warm_up
 from meshrl.models.loading import load_model_config
 from meshrl.models.tiny import make_tiny_model
 from meshrl.telemetry.curves_png import write_curves
@@ -98,6 +99,7 @@ def pictures() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     """Made once, by whoever of the processes that share a run of the tests comes first."""
+    warm_up("transformers.models.qwen3.modeling_qwen3")  # the model's class: else every worker imports it
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "task"
     with FileLock(f"{folder}.lock"):

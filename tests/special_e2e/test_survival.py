@@ -127,11 +127,11 @@ def test_a_stall_is_named(task, data, tmp_path, monkeypatch):  # noqa: F811
     def sleep_first(self, batch):
         if self.step == 2:
             os.kill(self.actor._backend._ranks[1].pid, signal.SIGSTOP)
-            threading.Timer(6, os.kill, (self.actor._backend._ranks[1].pid, signal.SIGCONT)).start()
+            threading.Timer(3.5, os.kill, (self.actor._backend._ranks[1].pid, signal.SIGCONT)).start()
         return original(self, batch)
 
     monkeypatch.setattr(PPOTrainer, "update_actor", sleep_first)
-    run = task.train(tmp_path / "run", *RUN, *data, TWO, "trainer.stall_timeout=2", "trainer.total_training_steps=2")
+    run = task.train(tmp_path / "run", *RUN, *data, TWO, "trainer.stall_timeout=1", "trainer.total_training_steps=2")
     pages = [file.read_text().splitlines() for file in run.path.glob("stall-*.txt")]
     page = next(page for page in pages if "step 2, update_actor" in page[0])
     assert "update_actor on 'actor_rollout_ref' has run for" in page[0]
@@ -143,7 +143,7 @@ def sleeping_reward(data_source, solution_str, ground_truth, extra_info=None):
     marker = Path(os.environ["SLEPT_MARKER"])
     if not marker.exists():
         marker.touch()
-        time.sleep(4)
+        time.sleep(2.5)
     return 0.0
 
 

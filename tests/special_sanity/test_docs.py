@@ -93,6 +93,7 @@ def short_run(folder):
     keep = ["trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.keep_batches_megabytes=100"]
     with pytest.MonkeyPatch.context() as patch:
         shorten_demos(patch)
+        patch.setattr("meshrl.telemetry.report.write_curves", lambda *_: None)  # see docs_runner.py
         run = meshrl.trainer.demo.main(folder / "demo", overrides=keep, console=Console(quiet=True))
     (folder / "RUN_DIR").symlink_to(run, target_is_directory=True)
     shutil.copytree(run, folder / "RUN_DIR2")
