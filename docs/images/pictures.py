@@ -1,6 +1,7 @@
 """Draws the pictures of docs/concepts.md: `python docs/images/pictures.py [RUN_DIR]`.
 
-With the folder of a run it also draws where the seconds of its steps went.
+With the folder of a run it also draws where the seconds of its steps went. `seeing DATA_DIR RUN_DIR CONTROL_DIR` draws
+docs/seeing.md's from the example's data, a run on it, and one on grey images.
 """
 
 import json
@@ -149,7 +150,38 @@ def draw_seconds(run: Path) -> None:
     save("seconds")
 
 
+def draw_seeing(data: Path, run: Path, control: Path) -> None:
+    """Some images of the example, and what was learnt from them and from grey ones."""
+    import pandas
+
+    from meshrl.data.image_reader import open_image
+
+    rows = pandas.read_parquet(data / "test.parquet").drop_duplicates("ground_truth").sort_values("ground_truth")
+    layout = [[f"image{at}" for at in range(len(rows))], ["curves"] * len(rows)]
+    figure, places = plt.subplot_mosaic(layout, figsize=(6.4, 3.4), height_ratios=[1, 3], layout="constrained")
+    for at, row in enumerate(rows.itertuples()):
+        axes = places[f"image{at}"]
+        axes.imshow(open_image(row.images[0]["bytes"]), interpolation="nearest")
+        axes.set(xticks=[], yticks=[], xlabel=f"\u201c{row.ground_truth}\u201d")
+    axes = places["curves"]
+    for folder, name, color in ((run, "coloured images", "#2b6cb0"), (control, "all images grey", "#999999")):
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for key, style, what in (
+            ("val-core/colours/acc/mean@1", "o-", "held-out accuracy"),
+            ("critic/score/mean", "--", "reward"),
+        ):
+            points = [(line["step"], line[key]) for line in lines if key in line]
+            axes.plot(*zip(*points, strict=True), style, color=color, label=f"{name}: {what}", ms=3, lw=1.2)
+    axes.set(xlabel="step", ylim=(-0.03, 1.05))
+    axes.legend(fontsize=8, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    save("seeing")
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["seeing"]:
+        draw_seeing(*map(Path, sys.argv[2:]))
+        sys.exit()
     for draw in (draw_step, draw_batches, draw_layout, draw_versions):
         draw()
     if len(sys.argv) > 1:

@@ -167,6 +167,14 @@ MULTI_TURN = [
     "ray_kwargs.ray_init.num_cpus=null",
 ]
 
+IMAGES = [
+    *(line for line in GRPO_FSDP if "load_format" not in line),
+    *under("data", "image_key=images max_prompt_length=1024 max_response_length=2048"),
+    *under(ACTOR, "freeze_vision_tower=False ppo_micro_batch_size_per_gpu=10"),
+    *under(ROLLOUT, "enable_chunked_prefill=False enforce_eager=False free_cache_engine=True"),
+    f"+{ROLLOUT}.engine_kwargs.vllm.disable_mm_preprocessor_cache=True",
+]
+
 SCRIPTS = {
     "grpo_fsdp": GRPO_FSDP,
     "old_grpo_fsdp": OLD_GRPO_FSDP,
@@ -176,6 +184,7 @@ SCRIPTS = {
     "dapo": DAPO,
     "qwen3_moe": QWEN3_MOE,
     "multi_turn": MULTI_TURN,
+    "images": IMAGES,
 }
 
 
