@@ -263,6 +263,13 @@ def _verify(arguments: argparse.Namespace) -> int:
 
         raise ConfigError([f"--layers {arguments.layers} is for the shape of your own model: give it with --model DIR"])
     overrides = [f"strategy={arguments.strategy}", *arguments.words]
+    if "strategy=megatron" in overrides:
+        import torch
+
+        from meshrl.config.errors import ConfigError
+
+        if not torch.cuda.is_available():
+            raise ConfigError(["strategy=megatron needs CUDA devices, and torch sees none here: use fsdp2 on a CPU"])
     layers = {} if arguments.layers is None else {"layers": arguments.layers}
     same = verify(arguments.world, overrides, model=arguments.model, **layers)
     return 0 if same else RUN_ERROR

@@ -158,7 +158,7 @@ def draw_seeing(data: Path, run: Path, control: Path) -> None:
 
     rows = pandas.read_parquet(data / "test.parquet").drop_duplicates("ground_truth").sort_values("ground_truth")
     layout = [[f"image{at}" for at in range(len(rows))], ["curves"] * len(rows)]
-    figure, places = plt.subplot_mosaic(layout, figsize=(6.4, 3.4), height_ratios=[1, 3], layout="constrained")
+    _, places = plt.subplot_mosaic(layout, figsize=(6.4, 3.4), height_ratios=[1, 3], layout="constrained")
     for at, row in enumerate(rows.itertuples()):
         axes = places[f"image{at}"]
         axes.imshow(open_image(row.images[0]["bytes"]), interpolation="nearest")

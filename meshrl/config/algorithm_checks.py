@@ -86,6 +86,7 @@ def estimator_problems(config: PPOConfig) -> list[str]:
             problems.append(
                 f"algorithm.gdpo_reward_weights has {len(weights)} entries for {len(keys)} gdpo_reward_keys: one each"
             )
+        problems += _component_problems(config)
         if algorithm.use_kl_in_reward:
             problems.append(f"adv_estimator=gdpo sees each reward, not their sum with the KL: use {ACTOR}.use_kl_loss")
         buffer = config.reward_manager.overlong_buffer
@@ -158,20 +159,34 @@ def filter_groups_problems(config: PPOConfig) -> list[str]:
 
 
 def _metric_problems(config: PPOConfig) -> list[str]:
-    """A metric of dynamic sampling that no reward function will return, where all that tell of samples are known."""
-    metric, manager = config.algorithm.filter_groups.metric, config.reward_manager
+    """A metric of dynamic sampling that no reward function will return."""
+    metric, numbers = config.algorithm.filter_groups.metric, _numbers_of_samples(config)
+    if metric is None or numbers is None or metric in (*WHOLE_SCORE, *numbers):
+        return []
+    known = " or ".join([WHOLE_SCORE[0], *numbers])
+    return [f"algorithm.filter_groups.metric={metric}: the reward function does not return it: use {known}"]
+
+
+def _component_problems(config: PPOConfig) -> list[str]:
+    """Rewards of GDPO that no reward function will return."""
+    numbers = _numbers_of_samples(config)
+    unknown = [name for name in config.algorithm.gdpo_reward_keys if numbers is not None and name not in numbers]
+    if not unknown:
+        return []
+    known = f"it returns {', '.join(numbers)}" if numbers else "it returns nothing beside its score"
+    words = f"algorithm.gdpo_reward_keys names {', '.join(unknown)}, which the reward function does not return"
+    return [f"{words}: {known}"]
+
+
+def _numbers_of_samples(config: PPOConfig) -> list[str] | None:
+    """What is known of each sample beside its score; None where code of the user's may tell anything."""
+    manager = config.reward_manager
     numbers = reward_numbers(config.reward, config.custom_reward_function)
     has_own_code = manager.name not in MANAGERS or config.actor_rollout_ref.rollout.multi_turn.enable
-    if metric is None or numbers is None or has_own_code or config.reward_model.enable:
-        return []
-    if manager.name == "dapo" and manager.overlong_buffer.log:
-        numbers += ["overlong_reward", "overlong"]
-    known = [WHOLE_SCORE[0], *numbers]
-    if metric in (*known, *WHOLE_SCORE):
-        return []
-    return [
-        f"algorithm.filter_groups.metric={metric}: the reward function does not return it: use {' or '.join(known)}"
-    ]
+    if numbers is None or has_own_code or config.reward_model.enable:
+        return None
+    overlong = ["overlong_reward", "overlong"] if manager.name == "dapo" and manager.overlong_buffer.log else []
+    return [*numbers, *overlong]
 
 
 def reference_problems(config: PPOConfig) -> list[str]:

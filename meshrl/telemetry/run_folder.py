@@ -216,13 +216,12 @@ def check_unheld(folder: str | os.PathLike[str]) -> None:
 
 
 def move_aside(old: Sequence[Path], folder: Path) -> Path | None:
-    """Moves what an earlier run has left in a folder into a new `previous-N/` there; says so."""
+    """Moves what an earlier run has left in a folder into a new `previous-N/` there, which it returns."""
     if not old:
         return None
     moved_to = _new_numbered_folder(folder)
     for file in old:
         file.rename(moved_to / file.name)
-    logger.warning("%s holds an earlier run: its files are now in %s", folder, moved_to)
     return moved_to
 
 

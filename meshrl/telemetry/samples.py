@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from meshrl.telemetry.token_details import finish_reasons, token_details
 if TYPE_CHECKING:
     import numpy as np
 
+logger = logging.getLogger(__name__)
 Decode = Callable[[DataProto], list[str]]
 _OF_TOKENS = (
     *("responses", "response_mask", "attention_mask", "rollout_log_probs", "old_log_probs", "advantages", "versions"),
@@ -84,7 +86,9 @@ class SampleLog:
         """The folder; before the first samples of a new run, what an earlier one has left there moves aside."""
         folder.mkdir(parents=True, exist_ok=True)
         if self.run.is_new and folder not in self._begun:
-            move_aside(_files_of_steps(folder), folder)
+            moved_to = move_aside(_files_of_steps(folder), folder)
+            if moved_to is not None:
+                logger.warning("%s holds samples of an earlier run: they are now in %s", folder, moved_to)
         self._begun.add(folder)
         return folder
 

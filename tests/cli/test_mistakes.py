@@ -145,3 +145,10 @@ def test_a_service_that_does_not_answer_may_be_tried_again(
     monkeypatch.setenv("MESHRL_TRACEBACK", "1")
     assert main(["config"]) == code
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_megatron_is_not_verified_without_devices(fails: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, said = fails("verify", "--strategy", "megatron")
+    assert code == 2
+    assert "needs CUDA devices, and torch sees none here: use fsdp2 on a CPU" in said

@@ -33,6 +33,10 @@ def problems(*overrides):
         ([GDPO, "algorithm.use_kl_in_reward=true"], "use_kl_loss"),
         ([GDPO, "reward_manager.name=dapo", "reward_manager.overlong_buffer.len=9"], "overlong_reward"),
         (["algorithm.gdpo_reward_keys=[a]"], "it is for gdpo"),
+        (
+            [GDPO, "algorithm.gdpo_reward_keys=[acc,style]", "reward.name=math_verify"],
+            "names style, which the reward function does not return: it returns acc, parsed",
+        ),
         (["algorithm.adv_estimator=optimal_token_baseline", BYPASS], "bypass_mode must be false"),
         (
             ["algorithm.adv_estimator=tir_optimal_token_baseline", f"{ACTOR}.strategy=megatron"],

@@ -47,7 +47,7 @@ def models(tmp_path_factory):
 
 
 def test_there_are_the_promised_examples():
-    assert FOLDERS == ["cluster", "code", "judge", "long_context", "lora", "math", "moe", "tools"]
+    assert FOLDERS == ["cluster", "code", "images", "judge", "long_context", "lora", "math", "moe", "tools"]
     assert all((EXAMPLES / name / "README.md").exists() for name in FOLDERS)
     listed = (ROOT / "docs" / "recipes.md").read_text()
     assert all(f"| `{name}` |" in listed for name in FOLDERS)
