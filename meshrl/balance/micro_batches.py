@@ -42,7 +42,7 @@ def plan_micro_batches(
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     units = _unit_lengths(lengths, group_size)
-    _check_cap(units, max_token_len, group_size)
+    check_budget(units, max_token_len, group_size)
     work = units.astype(np.float64)
     if workload is not None:
         work = np.asarray(workload(lengths), dtype=np.float64).reshape(-1, group_size).sum(axis=1)
@@ -86,7 +86,8 @@ def _unit_lengths(lengths: np.ndarray, group_size: int) -> np.ndarray:
     return lengths.reshape(-1, group_size).sum(axis=1)
 
 
-def _check_cap(units: np.ndarray, max_token_len: int, group_size: int) -> None:
+def check_budget(units: np.ndarray, max_token_len: int, group_size: int = 1) -> None:
+    """Raises where a sample, or a group of samples that stays together, has more tokens than a micro-batch may have."""
     too_long = np.flatnonzero(units > max_token_len)
     if len(too_long):
         first = int(too_long[0])

@@ -1,12 +1,13 @@
 """What a model that sees images can and cannot have yet."""
 
+from dataclasses import replace
 from typing import Any
 
 from meshrl.config.critic import uses_critic
 from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import PROCESSOR_FILES, SEEING, has_processor, read_model_config
-from meshrl.config.names import ACTOR, MODEL, ROLLOUT
+from meshrl.config.names import ACTOR, MODEL, REF, ROLLOUT
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 
@@ -25,7 +26,32 @@ def seeing_problems(config: PPOConfig | SFTConfig) -> list[str]:
         ),
         "reward_model.enable=true": config.reward_model.enable,
     }
-    return _problems(policy.model, MODEL, policy.actor, ACTOR, given)
+    idle = [
+        f"{name}.freeze_vision_tower=true has no effect: only the policy may see images"
+        for name, engine in (("critic", config.critic), ("reward_model", config.reward_model))
+        if engine.freeze_vision_tower
+    ]
+    problems = _problems(policy.model, MODEL, policy.actor, ACTOR, given) + idle
+    if policy.ref.model.path is not None and _kind(policy.model) in SEEING:
+        reference = replace(policy.model, path=policy.ref.model.path)
+        if (kind := _kind(reference)) not in SEEING:
+            problems.append(
+                f"{REF}.model.path={reference.path} ({kind}) does not see the images of the policy's prompts"
+            )
+        elif not has_processor(reference.path or ""):
+            problems.append(_no_processor(f"{REF}.model", reference))
+    return problems
+
+
+def _kind(model: ModelConfig) -> str | None:
+    try:
+        return read_model_config(model).get("model_type")
+    except ValueError:
+        return None  # said where the model is checked
+
+
+def _no_processor(name: str, model: ModelConfig) -> str:
+    return f"{name}.path: {model.path} sees images, but has no {' or '.join(PROCESSOR_FILES)} that says how"
 
 
 def _problems(
@@ -47,6 +73,5 @@ def _problems(
     words = f"not supported yet: a model that sees images ({kind}) with"
     problems = [f"{words} {what}" for what, is_set in given.items() if is_set]
     if model.path and not has_processor(model.path):
-        files = " or ".join(PROCESSOR_FILES)
-        problems.append(f"{model_name}.path: {model.path} sees images, but has no {files} that says how")
+        problems.append(_no_processor(model_name, model))
     return problems

@@ -18,7 +18,6 @@ from meshrl.data.images import PromptImages, check_no_images
 from meshrl.data.prompts import object_array, truncate
 from meshrl.data.proto import DataProto
 from meshrl.data.sampling import chosen_rows
-from meshrl.data.seen import Images
 
 
 class DemonstrationDataset:
@@ -37,28 +36,29 @@ class DemonstrationDataset:
         wanted = (config.messages_key,) if config.messages_key else (config.prompt_key, config.response_key)
         self.truncated = 0
         self.sequences: list[tuple[np.ndarray, np.ndarray]] = []
-        self.images_of: list[Images] = []
+        self.images_of: list[tuple[Row, int]] = []  # what the rows say of them, and their numbers
         rows = [(file, number, row) for file in files for number, row in enumerate(read_rows([file], required=wanted))]
         for place in chosen_rows(len(rows), max_samples, config.shuffle, config.seed or 0):
             file, number, row = rows[place]
-            ids, learn, shown = self._sequence(row, number, file)
-            self.sequences.append((ids, learn))
-            self.images_of.append(shown)
+            self.sequences.append(self._sequence(row, number, file))
+            if self.images is not None:
+                key = self.config.image_key
+                self.images_of.append(({} if key is None else {key: row.get(key)}, number))
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def _sequence(self, row: Row, number: int, file: str) -> tuple[np.ndarray, np.ndarray, Images]:
-        """Token ids, which of them to learn, and images; what is wrong is told of the file and the row."""
+    def _sequence(self, row: Row, number: int, file: str) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and which of them to learn; what is wrong is told of the file and the row."""
         try:
             if self.images is None:
                 if self.config.image_key is not None:
                     check_no_images([row], self.config.image_key, number)
-                return *self._fit(*self._encode(row, number), number), ()
+                return self._fit(*self._encode(row, number), number)
             ids, learn = self._encode(row, number)
-            shown = self.images.of(row, number)
-            times = self.images.times(ids, shown, number)
-            return *self._fit(np.repeat(ids, times), np.repeat(learn, times), number), shown
+            times = self.images.times(ids, self.images.of(row, number), number)
+            learn &= ids != self.images.image_token
+            return self._fit(np.repeat(ids, times), np.repeat(learn, times), number)
         except RowError as error:
             raise error.at(file, number) from error
 
@@ -119,7 +119,9 @@ class DemonstrationDataset:
             tokens[row, : len(ids)], mask[row, : len(ids)], learned[row, : len(ids)] = ids, 1, learn
         learned[:, 0] = 0  # nothing comes before the first token that could predict it
         names = ("input_ids", "attention_mask", "response_mask")
-        seen = {} if self.images is None else {IMAGES: object_array([self.images_of[i] for i in numbers])}
+        seen = {}
+        if self.images is not None:
+            seen[IMAGES] = object_array([self.images.of(*self.images_of[i]) for i in numbers])
         tensors = {n: torch.from_numpy(x) for n, x in zip(names, (tokens, mask, learned), strict=True)}
         return DataProto.from_dict(tensors, seen)
 

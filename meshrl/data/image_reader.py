@@ -5,10 +5,10 @@ Images travel encoded and become pixels where a model is: as pixels a photograph
 
 from __future__ import annotations
 
+import functools
 import io
+import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from meshrl.config.model_folder import PROCESSOR_FILES, has_processor
 
 # The column of a batch with the encoded images of each sample, in the order of their places in the prompt.
 IMAGES = "images"
-# A camera's note of how it was held, and from which value on height and width are the other way round.
-ORIENTATION, LYING = 0x0112, 5
+# Kinds of files that are opened: PIL knows others whose readers start programs.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+# A file of a few bytes may stand for gigabytes of pixels.
+MOST_PIXELS = 1 << 26
 # Pixels of images that are kept for the next pass over the same samples.
 KEPT_BYTES = 512 << 20
 
@@ -42,27 +44,42 @@ class ImageReader:
             files = " or ".join(PROCESSOR_FILES)
             raise FileNotFoundError(f"the model at '{folder}' sees images, but has no {files} that says how")
         self.processor = _processor(folder, trust_remote_code)
+        if not getattr(self.processor, "do_resize", True):
+            raise ValueError(
+                f"the image processor at '{folder}' has do_resize=false: images whose sides are no whole squares could "
+                "not be read; set it to true"
+            )
+        self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, Pixels] = OrderedDict()
         self._kept_bytes = 0
 
     def num_tokens(self, image: bytes) -> int:
-        """How many tokens of a prompt an image takes. Of most kinds only the head is read."""
-        width, height = shown_size(image)
+        """How many tokens of a prompt an image takes, whichever way up. Only its head is read."""
+        width, height = open_image(image).size
         return int(self.processor.get_number_of_image_patches(height, width, {})) // self.processor.merge_size**2
 
     def pixels(self, image: bytes) -> Pixels:
         """The image's patches; those of the last images are kept."""
-        if (found := self._kept.get(image)) is not None:
-            self._kept.move_to_end(image)
-            return found
+        with self._lock:
+            if (found := self._kept.get(image)) is not None:
+                self._kept.move_to_end(image)
+                return found
         made = self.processor(images=[upright(image)], return_tensors="pt")
         time, height, width = made["image_grid_thw"][0].tolist()
         found = Pixels(made["pixel_values"], (time, height, width))
-        self._kept[image] = found
-        self._kept_bytes += found.values.nbytes
-        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
-            self._kept_bytes -= self._kept.popitem(last=False)[1].values.nbytes
+        with self._lock:
+            if image not in self._kept:  # another thread may have been quicker
+                self._kept[image] = found
+                self._kept_bytes += found.values.nbytes
+            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+                self._kept_bytes -= self._kept.popitem(last=False)[1].values.nbytes
         return found
+
+
+@functools.cache
+def reader_of(folder: str, trust_remote_code: bool = False) -> ImageReader:
+    """The reader of a model's folder: all that a process has of this model share what it keeps."""
+    return ImageReader(folder, trust_remote_code)
 
 
 def _processor(folder: str | Path, trust_remote_code: bool) -> Any:
@@ -86,21 +103,17 @@ def as_png(pixels: np.ndarray) -> bytes:
 
 
 def open_image(image: bytes) -> Any:
-    """A PIL image as it was stored, not decoded yet; a `ValueError` for what is no image."""
+    """A PIL image as it was stored, not decoded yet; a `ValueError` for what is no image, or too large a one."""
     from PIL import Image
 
     try:
-        return Image.open(io.BytesIO(image))
-    except (OSError, Image.DecompressionBombError) as error:
+        opened = Image.open(io.BytesIO(image), formats=FORMATS)
+    except Exception as error:  # what a damaged file may do is up to each reader
         raise ValueError(f"{len(image)} bytes that are no image ({error})") from error
-
-
-def shown_size(image: bytes) -> tuple[int, int]:
-    """Width and height of an image the way up that it is shown."""
-    opened = open_image(image)
-    with _told_if_broken(image):
-        width, height = opened.size
-        return (width, height) if opened.getexif().get(ORIENTATION, 1) < LYING else (height, width)
+    width, height = opened.size
+    if width * height > MOST_PIXELS:
+        raise ValueError(f"an image of {width} x {height} pixels is more than is read ({MOST_PIXELS} pixels)")
+    return opened
 
 
 def upright(image: bytes) -> Any:
@@ -108,13 +121,7 @@ def upright(image: bytes) -> Any:
     from PIL import ImageOps
 
     opened = open_image(image)
-    with _told_if_broken(image):
-        return ImageOps.exif_transpose(opened).convert("RGB")
-
-
-@contextmanager
-def _told_if_broken(image: bytes) -> Iterator[None]:
     try:
-        yield
-    except (OSError, SyntaxError) as error:  # its head was whole
+        return ImageOps.exif_transpose(opened).convert("RGB")
+    except Exception as error:  # its head was whole
         raise ValueError(f"an image of {len(image)} bytes cannot be decoded ({error})") from error

@@ -17,11 +17,11 @@ from meshrl.config.model_folder import read_json
 from meshrl.config.names import count
 from meshrl.data.encoding import RowError, is_chat, shown
 from meshrl.data.files import Row
-from meshrl.data.image_reader import ImageReader
+from meshrl.data.image_reader import reader_of
 from meshrl.data.seen import Images
 
 PLACE = "<image>"
-DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
+DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(;[\w.=+-]+)*;base64,")
 
 
 class PromptImages:
@@ -29,18 +29,18 @@ class PromptImages:
 
     def __init__(self, folder: str | Path, tokenizer: Tokenizer, key: str | None, trust_remote_code: bool = False):
         config = read_json(Path(folder) / "config.json")
-        self.key, self.reader = key, ImageReader(folder, trust_remote_code)
+        self.key, self.reader = key, reader_of(str(folder), trust_remote_code)
         self.image_token = int(config["image_token_id"])
         around = [config["vision_start_token_id"], self.image_token, config["vision_end_token_id"]]
         self.place = "".join(tokenizer.convert_ids_to_tokens(around))
 
     def of(self, row: Row, number: int) -> Images:
         """The encoded images of a row."""
-        found = None if self.key is None else row.get(self.key)
+        found = None if self.key is None else _plain(row.get(self.key))
         several = found if isinstance(found, Sequence) and not isinstance(found, str | bytes) else [found]
         try:
             return () if found is None else tuple(encoded(image) for image in several)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             raise RowError(number, f"'{self.key}': {error}") from error
 
     def with_places(self, prompt: Any) -> Any:
@@ -74,7 +74,7 @@ class PromptImages:
 def check_no_images(rows: Sequence[Row], key: str, first: int = 0) -> None:
     """A row with images is an error where the model does not see: it would answer without having looked."""
     for number, row in enumerate(rows, first):
-        if row.get(key):
+        if _plain(row.get(key)):
             raise RowError(
                 number,
                 f"it has images ('{key}', data.image_key), but the model does not see any: take one that does, or set "
@@ -91,10 +91,16 @@ def encoded(image: Any) -> bytes:
     if isinstance(image, str) and is_data_url(image):
         return from_data_url(image)
     if isinstance(image, str | Path):
-        return Path(image).read_bytes()
+        try:
+            return Path(image).read_bytes()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"there is no image to read at {shown(str(image))}: {reason}") from error
     if hasattr(image, "save"):
+        from PIL import ImageOps
+
         file = io.BytesIO()
-        image.save(file, "PNG")
+        ImageOps.exif_transpose(image).convert("RGB").save(file, "PNG")
         return file.getvalue()
     raise ValueError(f"an image must be bytes, a path, a data URL, or a mapping with one of them, got {shown(image)}")
 
@@ -112,8 +118,19 @@ def from_data_url(url: str) -> bytes:
         raise ValueError(f"a data URL of {len(url)} characters is not base64 ({error})") from error
 
 
+def _plain(value: Any) -> Any:
+    """A column's value; tables give lists as arrays."""
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    content = message["content"]
+    content = _plain(message["content"])
+    if isinstance(content, list):
+        # Tables give every part the keys of all, and templates ask which of them are there.
+        parts = [
+            {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else part for part in content
+        ]
+        return {**message, "content": parts}
     if not isinstance(content, str) or PLACE not in content:
         return message
     parts: list[dict[str, str]] = []

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from meshrl.balance import plan_micro_batches
+from meshrl.balance.micro_batches import check_budget
 
 
 def split_into_micro_batches(
@@ -27,10 +28,10 @@ def split_into_micro_batches(
         raise ValueError("without use_dynamic_bsz a micro-batch size is needed: set ppo_micro_batch_size_per_gpu")
     if max_token_len is not None and len(lengths) and lengths.sum() <= max_token_len:
         plan = [np.arange(len(lengths))]
+    elif max_token_len is not None and kin is not None and len(set(kin.tolist())) < len(kin):
+        plan = runs_of_kin(lengths, max_token_len, kin)
     elif max_token_len is not None:
         plan = [part for part in plan_micro_batches(lengths, max_token_len) if len(part)]
-        if kin is not None and len(np.unique(kin)) < len(kin):
-            plan = runs_of_kin(lengths, max_token_len, kin)
     else:
         plan = fixed_size_parts(len(lengths), micro_batch_size or 1)
     count = agree(len(plan))
@@ -40,7 +41,8 @@ def split_into_micro_batches(
 
 
 def runs_of_kin(lengths: np.ndarray, max_token_len: int, kin: np.ndarray) -> list[np.ndarray]:
-    """Runs of rows that lie next to their kin: as few as the budget allows, of about the same size."""
+    """Rows next to their kin, cut into the fewest runs of this order that the budget allows, of about the same size."""
+    check_budget(lengths, max_token_len)
     _, first, number = np.unique(kin, return_index=True, return_inverse=True)
     order = np.argsort(first[number], kind="stable")
     totals = lengths[order].cumsum()

@@ -69,9 +69,11 @@ def load_model_config(
     with naming_what_is_damaged(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     for name, value in (override or {}).items():
-        if not hasattr(config, name):
+        # Of a model that sees, most fields are its language model's.
+        owner = config if hasattr(config, name) else config.get_text_config()
+        if not hasattr(owner, name):
             raise ValueError(f"model.override_config.{name}: {type(config).__name__} has no field '{name}'")
-        setattr(config, name, value)
+        setattr(owner, name, value)
     return config
 
 

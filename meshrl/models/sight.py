@@ -18,7 +18,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import SEEING
-from meshrl.data.image_reader import ImageReader, Pixels
+from meshrl.config.names import count
+from meshrl.data.image_reader import ImageReader, Pixels, reader_of
 from meshrl.data.seen import NOT_AN_IMAGE, Images, Seen
 
 
@@ -60,6 +61,15 @@ class Sight:
         channels = getattr(vision, "in_channels", None) or vision.in_chans
         self.patch_numbers = channels * vision.temporal_patch_size * vision.patch_size**2
 
+    def problem(self, ids: Sequence[int], images: Images) -> str | None:
+        """Why a prompt and its images do not belong together, as far as their heads tell."""
+        try:
+            wanted = sum(self.reader.num_tokens(image) for image in images)
+        except ValueError as error:
+            return str(error)
+        found = sum(token == self.image_token for token in ids)
+        return None if found >= wanted else _too_few(found, len(images), wanted)
+
     @torch.no_grad()
     def look(self, ids: Tensor, lengths: Sequence[int], images: Sequence[Images | None]) -> Seen | None:
         """The images of documents that lie end to end in a row; None where none has any.
@@ -87,10 +97,7 @@ class Sight:
         found = torch.zeros_like(wanted).index_add_(0, document_of, is_place.long())
         if not torch.equal(found, wanted):
             at = int((found != wanted).nonzero()[0])
-            raise ValueError(
-                f"a sample has {int(found[at])} image tokens, but its {int(counts[at])} images take {int(wanted[at])}: "
-                "prompt and images do not belong together, or the prompt was cut"
-            )
+            raise ValueError(_too_few(int(found[at]), int(counts[at]), int(wanted[at])))
         places = is_place.nonzero()[:, 0]
         squares = sizes[which].prod(1)
         image_of = torch.repeat_interleave(torch.arange(len(which)), squares)
@@ -155,6 +162,13 @@ class Sight:
         return sum(part.sum() for part in parts) * 0.0
 
 
+def _too_few(found: int, images: int, wanted: int) -> str:
+    return (
+        f"a sample has {count(found, 'image token')}, but its images ({images}) take {wanted}: prompt and images do not "
+        "belong together, or the prompt was cut"
+    )
+
+
 def _joined(vectors: Tensor | Sequence[Tensor]) -> Tensor:
     """Of all images; versions of Transformers differ in whether they come image by image."""
     return vectors if isinstance(vectors, Tensor) else torch.cat(list(vectors))
@@ -162,4 +176,4 @@ def _joined(vectors: Tensor | Sequence[Tensor]) -> Tensor:
 
 def find_sight(config: PretrainedConfig, model: ModelConfig) -> Sight | None:
     """How a model takes images, if it does."""
-    return Sight(config, ImageReader(model.path or "", model.trust_remote_code)) if sees(config) else None
+    return Sight(config, reader_of(model.path or "", model.trust_remote_code)) if sees(config) else None

@@ -213,7 +213,11 @@ class SteppingRollout(Rollout):
                 name, count = request.request_id, request.params.n
                 if streams:
                     self.streaming.add(name)
-                problem = self.add(request)
+                try:
+                    problem = self.add(request)
+                except BaseException:
+                    self.streaming.discard(name)
+                    raise
                 if problem is None:
                     self._deliver[name], self._left[name] = deliver, count
                     continue

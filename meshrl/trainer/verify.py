@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from meshrl.config.checks import ensure_runnable
 from meshrl.config.errors import ConfigError
 from meshrl.config.load import load_config
-from meshrl.config.model_folder import fit_problems
+from meshrl.config.model_folder import SEEING, fit_problems
 from meshrl.config.names import count
 from meshrl.config.sft import SFTConfig
 from meshrl.controller import ClassWithInitArgs, Deadlines, ResourcePool, create_worker_group
@@ -76,6 +76,8 @@ def shape_of(path: str, layers: int) -> PretrainedConfig:
     if layers < 1:
         raise ConfigError([f"--layers ({layers}) must be at least 1"])
     config = AutoConfig.from_pretrained(path)
+    if config.model_type in SEEING:
+        raise ConfigError([f"--model {path}: not supported yet: the shape of a model that sees ({config.model_type})"])
     config.num_hidden_layers = min(layers, config.num_hidden_layers)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: config.num_hidden_layers]

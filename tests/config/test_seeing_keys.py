@@ -87,3 +87,13 @@ def test_fine_tuning_with_images(seeing_folder, tmp_path):
     assert check_config(make("engine.freeze_vision_tower=true")) == []
     for override in ("engine.strategy=megatron", "model.use_remove_padding=false"):
         assert any(f"(qwen3_vl) with {override}" in problem for problem in check_config(make(override)))
+
+
+def test_a_reference_must_see_too_and_no_other_role_may(seeing, seeing_folder, tiny_model_folder):
+    path = f"{ROOT}.ref.model.path"
+    kl = f"{ROOT}.actor.use_kl_loss=true"
+    (problem,) = seeing_problems(seeing(f"{path}={tiny_model_folder}", kl))
+    assert "(qwen3) does not see the images of the policy's prompts" in problem
+    assert seeing_problems(seeing(f"{path}={seeing_folder('qwen2_vl')}", kl)) == []
+    (problem,) = seeing_problems(seeing("critic.freeze_vision_tower=true"))
+    assert "critic.freeze_vision_tower=true has no effect" in problem

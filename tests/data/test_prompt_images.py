@@ -14,7 +14,7 @@ from meshrl.config.data import DataConfig
 from meshrl.config.sft import SFTDataConfig
 from meshrl.data.demonstrations import DemonstrationDataset
 from meshrl.data.image_reader import IMAGES
-from meshrl.data.images import PromptImages, encoded
+from meshrl.data.images import PromptImages, check_no_images, encoded
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.stream import PromptStream
 from meshrl.models.loading import load_tokenizer
@@ -108,6 +108,34 @@ def test_an_image_may_come_in_many_ways(image, tmp_path, how):
     got = encoded(ways[how])
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(got))), np.asarray(Image.open(file)))
     assert how == "PIL" or got == made
+
+
+def test_a_photograph_given_by_pil_is_turned_as_well():
+    """And one that no PNG could hold becomes RGB."""
+    turned = Image.new("CMYK", (16, 32))
+    turned.getexif()[0x0112] = 6
+    file = io.BytesIO()
+    turned.save(file, "JPEG", exif=turned.getexif())
+    assert Image.open(io.BytesIO(encoded(Image.open(io.BytesIO(file.getvalue()))))).size == (32, 16)
+
+
+def test_tables_give_lists_as_arrays_and_parts_all_keys(dataset, finder, image, tokenizer):
+    picture = image(8, 8)
+    shown = np.empty(1, dtype=object)
+    shown[0] = {"bytes": picture, "path": None}
+    assert finder.of({"images": shown}, 0) == (picture,)
+    with pytest.raises(ValueError, match="does not see any"):
+        check_no_images([{"images": shown}], "images")
+    parts = [{"type": "image", "text": None, "image": "x"}, {"type": "text", "text": "a", "image": None}]
+    (message,) = finder.with_places([{"role": "user", "content": parts}])
+    assert message["content"] == [{"type": "image", "image": "x"}, {"type": "text", "text": "a"}]
+
+
+def test_a_long_text_that_is_no_path_is_told_shortly():
+    with pytest.raises(ValueError, match="there is no image to read at") as error:
+        encoded("iVBORw0KGgo" * 2000)
+    assert len(str(error.value)) < 400
+    assert encoded("data:image/png;charset=utf-8;base64,aGVsbG8=") == b"hello"
 
 
 def test_one_image_needs_no_list(tmp_path, tokenizer, finder, image):

@@ -1,13 +1,18 @@
 """Models that see: positions and logits are those of Transformers' own model, which pads and looks at each sample."""
 
+import io
+import json
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from meshrl.config.model import ModelConfig
 from meshrl.data.image_reader import ImageReader
 from meshrl.data.seen import NOT_AN_IMAGE
+from meshrl.models.loading import load_model_config
 from meshrl.models.sight import find_sight, language_model, sees, tower_of
 
 START, END = 11, 12  # any tokens may stand around an image
@@ -124,9 +129,9 @@ def test_what_does_not_belong_together_is_refused(scene, image):
     own, images = documents[1]
     ids = torch.tensor(own)
     assert sight.look(ids, [len(own)], [()]) is None  # image tokens without images are text
-    with pytest.raises(ValueError, match=r"a sample has 10 image tokens, but its 2 images take 14"):
+    with pytest.raises(ValueError, match=r"a sample has 10 image tokens, but its images \(2\) take 14"):
         sight.look(ids, [len(own)], [(*images, image(32, 8))])
-    with pytest.raises(ValueError, match=r"a sample has 3 image tokens, but its 1 images take 10.*prompt was cut"):
+    with pytest.raises(ValueError, match=r"a sample has 3 image tokens, but its images \(1\) take 10.*prompt was cut"):
         sight.look(ids[:5], [5], [images])
 
 
@@ -185,10 +190,6 @@ def test_what_is_no_image_is_told(seeing_folder, image, tmp_path):
 
 def test_a_photograph_is_seen_the_way_up_that_it_is_shown(seeing_folder):
     """A camera that was turned writes its pixels as they came, and a note."""
-    import io
-
-    from PIL import Image
-
     reader = ImageReader(seeing_folder("qwen3_vl"))
     shown = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 16, 3), dtype=np.uint8))
     plain, turned = io.BytesIO(), io.BytesIO()
@@ -200,6 +201,49 @@ def test_a_photograph_is_seen_the_way_up_that_it_is_shown(seeing_folder):
     one, other = reader.pixels(turned.getvalue()), reader.pixels(plain.getvalue())
     assert one.grid == other.grid == (1, 10, 4)
     assert torch.equal(one.values, other.values)
+
+
+def file_of(picture, kind, **options):
+    """A PIL image as a file."""
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+def test_only_files_of_known_kinds_and_sizes_are_opened(seeing_folder):
+    """Others' readers start programs, and a few bytes may stand for gigabytes."""
+    reader = ImageReader(seeing_folder("qwen3_vl"))
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n"
+    for wrong in (eps, file_of(Image.new("RGB", (8, 8)), "PPM")):
+        with pytest.raises(ValueError, match="that are no image"):
+            reader.num_tokens(wrong)
+    bomb = file_of(Image.new("1", (8200, 8200)), "PNG")
+    assert len(bomb) < 20_000
+    for read in (reader.num_tokens, reader.pixels):
+        with pytest.raises(ValueError, match="an image of 8200 x 8200 pixels is more than is read"):
+            read(bomb)
+
+
+def test_what_a_process_has_of_a_model_shares_one_reader(seeing_folder):
+    folder = seeing_folder("qwen3_vl")
+    assert sight_of(folder).reader is sight_of(folder).reader
+
+
+def test_a_processor_that_does_not_fit_images_in_is_refused(seeing_folder, tmp_path):
+    for file in seeing_folder("qwen3_vl").iterdir():
+        if file.name != "preprocessor_config.json":
+            (tmp_path / file.name).symlink_to(file)
+    how = json.loads((seeing_folder("qwen3_vl") / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(how | {"do_resize": False}))
+    with pytest.raises(ValueError, match="do_resize=false"):
+        ImageReader(tmp_path)
+
+
+def test_what_is_overridden_may_be_the_language_models(seeing_folder):
+    config = load_model_config(seeing_folder("qwen3_vl"), {"rms_norm_eps": 0.5})
+    assert config.text_config.rms_norm_eps == 0.5
+    with pytest.raises(ValueError, match="has no field 'nothing'"):
+        load_model_config(seeing_folder("qwen3_vl"), {"nothing": 1})
 
 
 @pytest.mark.parametrize(("height", "width"), [(8, 8), (9, 23), (64, 8), (200, 200)])

@@ -67,10 +67,11 @@ def test_rows_with_images(folder, opened, image, tmp_path):
         {"prompt": "12=", "shown": None},
         {"prompt": "<image>", "shown": None},
         {"prompt": "<image>", "shown": [{"bytes": b"hello", "path": None}]},
+        {"prompt": "<image>", "shown": [{"bytes": image(40, 40)[:2000], "path": None}]},
     ]
     pandas.DataFrame(rows).to_parquet(tmp_path / "in.parquet")
     job = Job(str(folder), tmp_path / "in.parquet", tmp_path / "out.jsonl", GREEDY, image_key="shown", token_ids=True)
-    assert "2 failed" in generate(job, SMALL, QUIET)
+    assert "3 failed" in generate(job, SMALL, QUIET)
     out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     texts = [
         f"a{written(opened, pictures[0])}=",
@@ -82,9 +83,10 @@ def test_rows_with_images(folder, opened, image, tmp_path):
         wanted = answer(opened, text, images)
         assert row["response_token_ids"] == [wanted.token_ids]
         assert row["response_log_probs"][0] == pytest.approx(wanted.log_probs, abs=1e-5)
-    assert [row["error"] is None for row in out] == [True, True, True, False, False]
+    assert [row["error"] is None for row in out] == [True, True, True, False, False, False]
     assert "1 place for images (<image>), but there are 0 in 'shown'" in out[3]["error"]
     assert "5 bytes that are no image" in out[4]["error"]
+    assert "cannot be decoded" in out[5]["error"]
     # What was written can be read again, images and all.
     again = tmp_path / "again.jsonl"
     again.write_text("".join(json.dumps({"prompt": r["prompt"], "shown": r["shown"]}) + "\n" for r in out))
@@ -165,7 +167,7 @@ def test_what_is_no_image_is_refused(opened, part, words):
 def test_a_broken_image_does_not_end_the_server(opened, image):
     whole = image(40, 40)
     response = ask(opened, [url(whole[: len(whole) // 2])])
-    assert response.status_code in (400, 500)
+    assert response.status_code == 400
     assert "cannot be decoded" in response.text
     assert ask(opened, [url(image(8, 8))]).status_code == 200
 

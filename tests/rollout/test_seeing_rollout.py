@@ -163,16 +163,39 @@ def test_what_cannot_be_answered_is_told(seeing_folder, image, make_lm):
         shown,
     ]
     answers = rollout.complete(wrong)
-    words = ["but its 2 images take 2", "but its 1 images take 4", "", "5 bytes that are no image", None]
+    words = [
+        "but its 2 images take 2",
+        "but its 1 image take 4",
+        "cannot be decoded",
+        "5 bytes that are no image",
+        None,
+    ]
     for answer, word in zip(answers, words, strict=True):
         assert (answer.finish_reason == "error") == (word is not None)
         assert word is None or (answer.error and word in answer.error)
-    with pytest.raises(ValueError, match="its 2 images take 2"):
+    with pytest.raises(ValueError, match=r"its images \(2\) take 2"):
         rollout.generate_sequences(batch_of(wrong[:1]), PARAMS)
     blind = EmbeddedRollout(make_lm("qwen3"), pad_token_id=0, shares_weights=True)
     blind.update_weights([], 0)
     (answer,) = blind.complete([Request("a", (3, 4), PARAMS, 0, shown.images)])
     assert "does not see any" in answer.error
+
+
+def test_answers_that_are_asked_for_one_by_one_share_their_prompt(seeing_folder, image):
+    """As a run does that trains on answers as they end: a request for each."""
+    folder = seeing_folder("qwen3_vl")
+    rollout = made(folder)
+    first, second = asked(rollout, image)[1:3]
+    requests = [
+        Request(f"{at}", r.prompt_token_ids, PARAMS, at, r.images) for at, r in enumerate([first] * 4 + [second] * 2)
+    ]
+    lengths = []
+    look = rollout.sight.look
+    rollout.sight.look = lambda ids, sizes, images: lengths.extend(sizes) or look(ids, sizes, images)
+    answers = list(rollout.as_they_end(requests))
+    rollout.sight.look = look
+    assert sorted(lengths) == sorted([len(first.prompt_token_ids), len(second.prompt_token_ids)])
+    check(folder, rollout, requests, answers)
 
 
 def test_new_weights_reach_what_looks(seeing_folder, image):

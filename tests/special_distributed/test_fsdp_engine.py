@@ -10,6 +10,7 @@ from megatron_trials import write_small_model
 from process_group import own_device
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import AutoModelForImageTextToText
 
 from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
@@ -99,7 +100,20 @@ def folders(tmp_path_factory):
     many.num_experts = 260
     small["many_experts"] = write_model(many, root / "many_experts")
     small |= {family: write_small_model(family, root / family) for family in LATENT}
-    return small | {family: make_tiny_seeing_model(root / family, "abcdefgh", family=family) for family in SEEING}
+    return small | {family: write_seeing_model(family, root / family) for family in SEEING}
+
+
+def write_seeing_model(family, folder):
+    """One with biases: as they begin, at zero, two steps leave them so small that rounding shows."""
+    make_tiny_seeing_model(folder, "abcdefgh", family=family)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(1)
+        for name, param in model.named_parameters():
+            if name.endswith(".bias"):
+                param.normal_(std=0.1)
+    model.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

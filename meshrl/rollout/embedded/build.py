@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from meshrl.models.sight import Sight, language_model
 from meshrl.rollout.embedded.fp8 import CAPABILITY, FP8
-from meshrl.rollout.embedded.layers import FAMILIES, SEEING, is_plain
+from meshrl.rollout.embedded.layers import FAMILIES, SEEING_FAMILIES, is_plain
 from meshrl.rollout.embedded.parts import Parts
 from meshrl.rollout.embedded.route_store import RouteStore
 from meshrl.rollout.embedded.rows import Rows
@@ -51,10 +51,10 @@ def bytes_of_copies(hf_model: PreTrainedModel) -> int:
 def check_8_bits(hf_model: PreTrainedModel, quantization: str | None, kv_cache_dtype: str) -> None:
     """A `ValueError` where the model or the device cannot have products or a cache of 8-bit floats."""
     device = next(hf_model.parameters()).device
-    if quantization is not None and not is_plain(hf_model, FAMILIES + SEEING):
+    if quantization is not None and not is_plain(hf_model, FAMILIES + SEEING_FAMILIES):
         kind = f"{type(hf_model).__name__} with {getattr(hf_model.config, 'hidden_act', None)}"
         raise ValueError(
-            f"rollout.quantization={quantization} is for {', '.join(FAMILIES + SEEING)} with silu and without "
+            f"rollout.quantization={quantization} is for {', '.join(FAMILIES + SEEING_FAMILIES)} with silu and without "
             f"adapters, and this is {kind}: leave it out"
         )
     if quantization is not None and hf_model.dtype == torch.float16:

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.data.image_reader import IMAGES
 from meshrl.data.proto import DataProto
+from meshrl.data.seen import Images
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.sight import Sight
 from meshrl.parallel.packable import longest_fixed_rotation
@@ -148,9 +149,9 @@ class EmbeddedRollout(SteppingRollout):
     # Requests
 
     def add(self, request: Request) -> str | None:
-        problem = self._problem(request)
+        problem = self._problem(request) or self._unreadable(request.images)
         if problem is None:
-            prompt = np.array(request.prompt_token_ids, np.int64)
+            prompt = self._shared_prompt(request)
             for index in range(request.params.n):
                 seed = derived_seed(request.seed, index)
                 sequence = self._sequence(request.request_id, index, prompt, request.params, seed)
@@ -158,6 +159,22 @@ class EmbeddedRollout(SteppingRollout):
                 sequence.streams = request.request_id in self.streaming
                 self._submit(sequence)
         return problem
+
+    def _unreadable(self, images: Images) -> str | None:
+        """Why one of the images cannot be decoded: in the middle of a step it would be every request's problem."""
+        try:
+            for image in images if self.sight is not None else ():
+                self.sight.reader.pixels(image)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _shared_prompt(self, request: Request) -> np.ndarray:
+        """The prompt; of one with images that of the request before, if it is the same: no cache would find it."""
+        prompt = np.array(request.prompt_token_ids, np.int64)
+        last = self.scheduler.waiting[-1] if request.images and self.scheduler.waiting else None
+        is_same = last is not None and last.images == request.images and np.array_equal(last.prompt, prompt)
+        return last.prompt if last is not None and is_same else prompt
 
     def _sequence(self, name: str, index: int, prompt: np.ndarray, params: SamplingParams, seed: int) -> Sequence:
         limit = min(params.max_tokens, self.max_model_len - len(prompt))
@@ -185,10 +202,8 @@ class EmbeddedRollout(SteppingRollout):
         if request.images:
             if self.sight is None:
                 return f"the prompt has images, but this {type(self.hf_model).__name__} does not see any"
-            try:
-                self.sight.look(torch.tensor(prompt), [len(prompt)], [request.images])
-            except ValueError as error:
-                return str(error)
+            if (problem := self.sight.problem(prompt, request.images)) is not None:
+                return problem
         if params.n > MOST_ANSWERS:
             return f"n is {params.n}, but a request may have at most {MOST_ANSWERS} answers"
         if params.top_log_probs > self.vocabulary:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Rotary embeddings whose angles do not depend on how long the sequence is.
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-SEEING = (
+SEEING_FAMILIES = (
     "Qwen2VLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",

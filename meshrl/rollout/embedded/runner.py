@@ -18,7 +18,7 @@ from meshrl.models.sight import Deep, Sight
 from meshrl.parallel.attention import AttentionContext
 from meshrl.parallel.packable import check_layers
 from meshrl.rollout.embedded.adjust import Adjuster
-from meshrl.rollout.embedded.layers import FAMILIES, SEEING, WITH_EXPERTS, PlainLayers, is_plain
+from meshrl.rollout.embedded.layers import FAMILIES, SEEING_FAMILIES, WITH_EXPERTS, PlainLayers, is_plain
 from meshrl.rollout.embedded.parts import Parts
 from meshrl.rollout.embedded.route_store import RouteStore
 from meshrl.rollout.embedded.rows import Rows, Sequence
@@ -76,7 +76,8 @@ class Runner(ABC):
         self.in_8_bits = in_8_bits
         self.rows, self.parallel, self.routes = rows, parallel, routes
         self.device = next(hf_model.parameters()).device
-        self.plain = self._plain_layers(owns_weights) if is_plain(hf_model, FAMILIES + SEEING + WITH_EXPERTS) else None
+        is_known = is_plain(hf_model, FAMILIES + SEEING_FAMILIES + WITH_EXPERTS)
+        self.plain = self._plain_layers(owns_weights) if is_known else None
         self.adjuster = Adjuster(rows, vocabulary, self.device)
         self._settings: tuple[int, int, Settings, bool] | None = None
         self._is_checked = False

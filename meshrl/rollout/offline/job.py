@@ -204,6 +204,8 @@ class _Run:
         if images is None:
             return tuple(ids.tolist()), ()
         shown = images.of(row, number)
+        for image in shown:
+            images.reader.pixels(image)  # ahead of the rollout, which finds them kept
         return tuple(images.expanded(ids, shown, number).tolist()), shown
 
     def _results(self, group: Group, answers: Sequence[Completion]) -> Iterator[tuple[int, Result]]:

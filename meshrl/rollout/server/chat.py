@@ -45,9 +45,13 @@ def chat_prompt(tokenizer: Tokenizer, body: ChatBody, sight: PromptImages | None
     if sight is None:
         return list(rendered), ()
     try:
-        return sight.expanded(np.asarray(rendered), tuple(images), 0).tolist(), tuple(images)
-    except RowError as error:
-        raise ApiError(400, f"messages: {error.words}", "messages") from error
+        prompt = sight.expanded(np.asarray(rendered), tuple(images), 0).tolist()
+        for image in images:
+            sight.reader.pixels(image)  # here, and not where everyone's tokens are sampled; they are kept
+    except ValueError as error:
+        words = error.words if isinstance(error, RowError) else error
+        raise ApiError(400, f"messages: {words}", "messages") from error
+    return prompt, tuple(images)
 
 
 def _as_dict(number: int, message: Message, images: list[bytes]) -> dict[str, Any]:

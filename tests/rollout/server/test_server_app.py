@@ -109,6 +109,7 @@ def serve(tiny_model_folder, tokenizer):
     def make(script, kind=Scripted, **settings):
         rollout = kind(script)
         opened = SimpleNamespace(
+            images=None,
             rollout=rollout,
             tokenizer=tokenizer,
             path=tiny_model_folder,

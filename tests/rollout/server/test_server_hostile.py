@@ -125,7 +125,7 @@ def test_bodies_that_are_no_requests(plain, raw):
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text parts"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only parts of text and image_url"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "a function with a name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"top_logprobs": 2}, "needs logprobs"),
