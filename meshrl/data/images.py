@@ -125,16 +125,18 @@ def _plain(value: Any) -> Any:
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
     content = _plain(message["content"])
-    if isinstance(content, list):
-        # Tables give every part the keys of all, and templates ask which of them are there.
-        parts = [
-            {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else part for part in content
-        ]
-        return {**message, "content": parts}
-    if not isinstance(content, str) or PLACE not in content:
+    if isinstance(content, str):
+        return {**message, "content": _parts_of(content)} if PLACE in content else message
+    if not isinstance(content, list):
         return message
-    parts: list[dict[str, str]] = []
-    for at, text in enumerate(content.split(PLACE)):
-        parts += [{"type": "image"}] if at else []
-        parts += [{"type": "text", "text": text}] if text else []
+    # Tables give every part the keys of all, and templates ask which of them are there.
+    parts = [{k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else part for part in content]
     return {**message, "content": parts}
+
+
+def _parts_of(text: str) -> list[dict[str, str]]:
+    parts: list[dict[str, str]] = []
+    for at, words in enumerate(text.split(PLACE)):
+        parts += [{"type": "image"}] if at else []
+        parts += [{"type": "text", "text": words}] if words else []
+    return parts

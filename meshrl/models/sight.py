@@ -164,8 +164,8 @@ class Sight:
 
 def _too_few(found: int, images: int, wanted: int) -> str:
     return (
-        f"a sample has {count(found, 'image token')}, but its images ({images}) take {wanted}: prompt and images do not "
-        "belong together, or the prompt was cut"
+        f"a sample has {count(found, 'image token')}, but its images ({images}) take {wanted}: prompt and images do "
+        "not belong together, or the prompt was cut"
     )
 
 

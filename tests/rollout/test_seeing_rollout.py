@@ -163,13 +163,7 @@ def test_what_cannot_be_answered_is_told(seeing_folder, image, make_lm):
         shown,
     ]
     answers = rollout.complete(wrong)
-    words = [
-        "but its 2 images take 2",
-        "but its 1 image take 4",
-        "cannot be decoded",
-        "5 bytes that are no image",
-        None,
-    ]
+    words = ["its images (2) take 2", "its images (1) take 4", "cannot be decoded", "5 bytes that are no image", None]
     for answer, word in zip(answers, words, strict=True):
         assert (answer.finish_reason == "error") == (word is not None)
         assert word is None or (answer.error and word in answer.error)

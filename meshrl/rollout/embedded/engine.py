@@ -162,8 +162,10 @@ class EmbeddedRollout(SteppingRollout):
 
     def _unreadable(self, images: Images) -> str | None:
         """Why one of the images cannot be decoded: in the middle of a step it would be every request's problem."""
+        if self.sight is None:
+            return None
         try:
-            for image in images if self.sight is not None else ():
+            for image in images:
                 self.sight.reader.pixels(image)
         except ValueError as error:
             return str(error)
