@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from meshrl.data.image_reader import as_png
 from meshrl.models.tiny import make_tiny_seeing_model
@@ -41,6 +42,6 @@ def rows(count: int, seed: int) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     make_tiny_seeing_model(folder / "model", "".join(COLOURS) + "?")
-    pandas.DataFrame(rows(512, seed=0)).to_parquet(folder / "train.parquet")
-    pandas.DataFrame(rows(64, seed=1)).to_parquet(folder / "test.parquet")
+    pq.write_table(pa.Table.from_pylist(rows(512, seed=0)), folder / "train.parquet")
+    pq.write_table(pa.Table.from_pylist(rows(64, seed=1)), folder / "test.parquet")
     print(f"{folder}: a model, 512 images to train on and 64 others to test with")
