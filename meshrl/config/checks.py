@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from meshrl.config.adapters import adapter_problems, target_problems
 from meshrl.config.algorithm import ESTIMATORS, GROUP_ESTIMATORS
 from meshrl.config.algorithm_checks import (
     bypass_problems,
@@ -37,14 +38,12 @@ from meshrl.config.gates import gate_problems
 from meshrl.config.layout import engine_problems, rollout_problems, sequence_ranks
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import (
-    UNMERGEABLE,
     fit_problems,
     folder_problems,
     packing_problems,
     quantized_problem,
     read_model_config,
     stateful_layers,
-    target_problems,
 )
 from meshrl.config.multi_turn import multi_turn_file_problems, multi_turn_problems
 from meshrl.config.names import ACTOR, COMMAND_LINE, MODEL, REF, ROLLOUT
@@ -54,7 +53,7 @@ from meshrl.config.packages import package_problems
 from meshrl.config.pools import pool_problems, ranks_of, whose
 from meshrl.config.reference_layout import reads_the_other_engine, reference_layout_problems
 from meshrl.config.reward import reward_file_problems, reward_problems
-from meshrl.config.rollout import READERS, UNNEEDED, VLLM_ADAPTER_RANKS
+from meshrl.config.rollout import READERS, UNNEEDED
 from meshrl.config.root import PPOConfig
 from meshrl.config.router_replay import replay_file_problems, replay_problems
 from meshrl.config.sampling import sampling_problems
@@ -147,7 +146,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *_reader_problems(config),
         *_budget_problems(config),
         *engine_argument_problems(config),
-        *_adapter_problems(config),
+        *adapter_problems(config),
         *multi_turn_problems(config),
         *_algorithm_problems(config),
         *estimator_problems(config),
@@ -361,24 +360,6 @@ def _rollout_size_problems(config: PPOConfig) -> list[str]:
         problems.append(
             f"{ROLLOUT}.max_model_len ({rollout.max_model_len}) must be at least data.max_prompt_length "
             f"+ max_response_length ({total})"
-        )
-    return problems
-
-
-def _adapter_problems(config: PPOConfig) -> list[str]:
-    model, rollout, most = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, VLLM_ADAPTER_RANKS[-1]
-    unmergeable = [name for name in UNMERGEABLE if name in model.target_modules]
-    problems = []
-    if model.lora_rank and unmergeable:
-        problems.append(
-            f"{MODEL}.target_modules: adapters of {' and '.join(unmergeable)} cannot be merged into the weights that "
-            "the rollout gets: name linear layers before the head alone"
-        )
-    alone = rollout.update_weights_adapters == "alone" and config.actor_rollout_ref.hybrid_engine
-    if rollout.name == "vllm" and alone and model.lora_rank > most:
-        problems.append(
-            f"{MODEL}.lora_rank ({model.lora_rank}) is above {most}, the most that vLLM takes of adapters alone: set "
-            f"{ROLLOUT}.update_weights_adapters=merged"
         )
     return problems
 

@@ -43,8 +43,6 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json")
 # Bytes of a JSON file, beyond which only its ends are looked at: a check of a config must be quick.
 MOST_PARSED = 2**24
 LONGEST_HEADER = 100_000_000  # safetensors' own limit
-# Modules whose adapters cannot be merged into the weights that a rollout gets.
-UNMERGEABLE = ("lm_head", "embed_tokens")
 
 
 def is_hub_name(path: str) -> bool:
@@ -131,7 +129,7 @@ def _missing_parts(index: Path) -> list[str]:
     ]
 
 
-def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
+def read_header(file: Path) -> tuple[int, dict[str, Any]]:
     """The length of a safetensors file's header, and what it says of each tensor."""
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
@@ -142,32 +140,12 @@ def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
 def _tensor_file_problem(file: Path) -> str | None:
     size = file.stat().st_size
     try:
-        length, header = _read_header(file)
+        length, header = read_header(file)
         ends = [entry["data_offsets"][1] for entry in header.values()]
     except (struct.error, ValueError, TypeError, LookupError, AttributeError):
         return f"{file} ({size} bytes) has no header of safetensors: it is truncated or damaged"
     wanted = 8 + length + max(ends, default=0)
     return None if size == wanted else f"{file} has {size} of {wanted} bytes: it is truncated or damaged"
-
-
-def target_problems(model: ModelConfig, prefix: str) -> list[str]:
-    """Modules that are to get an adapter and that the model's files, if they are whole, do not have."""
-    folder = Path(model.path or "nowhere")
-    is_named = model.lora_rank and model.lora_adapter_path is None and model.target_modules != ["all-linear"]
-    if not is_named or tensor_file_problems(folder):
-        return []
-    headers = [_read_header(file)[1] for file in folder.glob("*.safetensors")]
-    matrices = [name for header in headers for name, entry in header.items() if len(entry.get("shape", ())) == 2]
-    # What comes before the last part of a name may be another in the files than in the model.
-    there = sorted({name.split(".")[-2] for name in matrices if name.endswith(".weight")})
-    unknown = [name for name in model.target_modules if name.rpartition(".")[2] not in (*there, *UNMERGEABLE)]
-    if not there or not unknown:
-        return []
-    linear = [name for name in there if name not in UNMERGEABLE]
-    return [
-        f"{prefix}.target_modules: {folder} has no linear layer {', '.join(unknown)}: name some of "
-        f"{', '.join(linear)}, or all of them as [all-linear]"
-    ]
 
 
 def damage_of(folder: Path) -> str | None:

@@ -22,12 +22,11 @@ from meshrl.config.algorithm_checks import bypass_loss, uses_reference
 from meshrl.config.correction import correction_of
 from meshrl.config.critic import uses_critic
 from meshrl.config.errors import ConfigError, told_without_traceback
-from meshrl.config.model import ModelConfig
 from meshrl.config.names import ROLLOUT, count
 from meshrl.config.own_code import import_external_libs, with_absolute_files
 from meshrl.config.pools import SECTIONS, places
 from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig, SFTDataConfig
+from meshrl.config.sft import SFTConfig
 from meshrl.config.show import to_yaml
 from meshrl.config.trainer import RayInitConfig, RunConfig
 from meshrl.config.units import BatchUnits, SFTBatchUnits
@@ -40,18 +39,9 @@ from meshrl.controller import (
     create_worker_group,
 )
 from meshrl.controller.shelves import start_shelves
-from meshrl.data.curriculum import SamplerOrder
-from meshrl.data.demonstrations import DemonstrationDataset
-from meshrl.data.images import PromptImages
-from meshrl.data.mixing import MixedOrder
-from meshrl.data.prompts import PromptDataset
-from meshrl.data.sampling import BatchOrder, RowOrder
-from meshrl.data.stream import PromptStream
-from meshrl.models.loading import load_model_config, load_tokenizer, stop_token_ids
+from meshrl.models.loading import load_tokenizer, stop_token_ids
 from meshrl.models.saving import copy_processor
-from meshrl.models.sight import sees
 from meshrl.rewards.loading import load_reward_manager
-from meshrl.telemetry.bar import counting_bar
 from meshrl.telemetry.console import SFT_COLUMNS, StepConsole
 from meshrl.telemetry.report import write_report
 from meshrl.telemetry.run_folder import RunFiles, RunFolder, check_unheld
@@ -79,6 +69,7 @@ from meshrl.trainer.ppo import PPOTrainer
 from meshrl.trainer.profiling import step_profiler
 from meshrl.trainer.restarts import Restarts, surviving
 from meshrl.trainer.rollout_care import RolloutCare
+from meshrl.trainer.run_data import run_demonstrations, run_prompts
 from meshrl.trainer.sample_source import total_steps
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
 from meshrl.trainer.slow_types import slow_types
@@ -145,14 +136,7 @@ def train_once(
     judge = GroupAsk()
     reward = load_reward_manager(config, tokenizer, judge)
     tools = tool_schemas(config.actor_rollout_ref.rollout.multi_turn)
-    with told_without_traceback():
-        images = prompt_images(model, config.data.image_key, tokenizer)
-    train_data, order = training_prompts(config, tokenizer, tools, images, console)
-    val_data = None
-    with told_without_traceback("data.val_files"):
-        if val_files := config.data.val_files:
-            most = config.data.val_max_samples
-            val_data = PromptDataset(val_files, tokenizer, config.data, tools, max_samples=most, images=images)
+    train_data, order, val_data = run_prompts(config, tokenizer, tools, console)
     steps = total_steps(config, len(train_data))
     pools = ppo_pools(config, units, steps)
     check_machine(config, pools)
@@ -283,15 +267,7 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
     with told_without_traceback():
         import_external_libs(config)
         tokenizer = load_tokenizer(config.model.tokenizer_path or path, config.model.trust_remote_code)
-    val_files = config.data.val_files
-    with told_without_traceback():
-        data = config.data
-        images = prompt_images(config.model, data.image_key, tokenizer)
-        train_data = DemonstrationDataset(data.train_files, tokenizer, data, data.train_max_samples, images)
-        val_data = None
-        if val_files:
-            val_data = DemonstrationDataset(val_files, tokenizer, data, data.val_max_samples, images)
-        order = batch_order(config.data, trainer, len(train_data))
+    train_data, order, val_data = run_demonstrations(config, tokenizer)
     steps = total_sft_steps(config, len(train_data))
     worker = ClassWithInitArgs(SFTWorker, with_absolute_files(config), steps)
     pools = [Pool(trainer.processes, {"sft": worker})]
@@ -447,45 +423,6 @@ def make_keeper(
         StopRequest(trainer.deadlines.stop),
         MemoryCopies(copies, screen.message, shelves),
     )
-
-
-def prompt_images(model: ModelConfig, key: str | None, tokenizer: Tokenizer) -> PromptImages | None:
-    """What finds the images of rows, for a model that sees."""
-    if not sees(load_model_config(model.path or "", trust_remote_code=model.trust_remote_code)):
-        return None
-    return PromptImages(model.path or "", tokenizer, key, model.trust_remote_code)
-
-
-def training_prompts(
-    config: PPOConfig,
-    tokenizer: Tokenizer,
-    tools: list[dict[str, Any]] | None,
-    images: PromptImages | None,
-    console: Console | None,
-) -> tuple[PromptDataset | PromptStream, RowOrder]:
-    """The training prompts, and the order in which they come."""
-    data = config.data
-    seed, size = data.seed if data.seed is not None else config.trainer.seed, data.gen_batch_size
-    size = size or data.train_batch_size
-    with told_without_traceback():
-        if data.streaming:
-            stream = PromptStream(data.train_files, tokenizer, data, size, seed, tools, images)
-            return stream, stream
-        with counting_bar("tokenizing prompts", console) as on_progress:
-            most = data.train_max_samples
-            prompts = PromptDataset(data.train_files, tokenizer, data, tools, on_progress, most, images)
-        if data.train_weights and data.sampler.class_path is None:
-            return prompts, MixedOrder(prompts.source_of_row, data.train_weights, size, data.shuffle, seed)
-        if data.sampler.class_path is None:
-            return prompts, BatchOrder(len(prompts), size, data.shuffle, seed)
-    # A sampler is the user's own code: what it raises is told with its traceback.
-    return prompts, SamplerOrder(prompts, data, size)
-
-
-def batch_order(data: SFTDataConfig, trainer: RunConfig, rows: int) -> BatchOrder:
-    """The order of the training data; it needs at least one batch."""
-    seed = trainer.seed if data.seed is None else data.seed
-    return BatchOrder(rows, data.train_batch_size, data.shuffle, seed)
 
 
 def tracking(config: PPOConfig | SFTConfig, run: RunFolder, screen: StepConsole) -> Tracking:
