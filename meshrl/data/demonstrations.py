@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from meshrl.config.sft import SFTDataConfig
 from meshrl.data.encoding import RowError, encode_prompt, is_chat, render_chat, shown
 from meshrl.data.files import Row, read_rows
-from meshrl.data.image_reader import IMAGES
 from meshrl.data.images import PromptImages, check_no_images
-from meshrl.data.prompts import object_array, truncate
+from meshrl.data.prompts import truncate
 from meshrl.data.proto import DataProto
 from meshrl.data.sampling import chosen_rows
 
@@ -119,9 +118,7 @@ class DemonstrationDataset:
             tokens[row, : len(ids)], mask[row, : len(ids)], learned[row, : len(ids)] = ids, 1, learn
         learned[:, 0] = 0  # nothing comes before the first token that could predict it
         names = ("input_ids", "attention_mask", "response_mask")
-        seen = {}
-        if self.images is not None:
-            seen[IMAGES] = object_array([self.images.of(*self.images_of[i]) for i in numbers])
+        seen = {} if self.images is None else self.images.column(self.images_of[i] for i in numbers)
         tensors = {n: torch.from_numpy(x) for n, x in zip(names, (tokens, mask, learned), strict=True)}
         return DataProto.from_dict(tensors, seen)
 

@@ -6,7 +6,7 @@ import base64
 import binascii
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from meshrl.config.model_folder import read_json
 from meshrl.config.names import count
 from meshrl.data.encoding import RowError, is_chat, shown
 from meshrl.data.files import Row
-from meshrl.data.image_reader import reader_of
+from meshrl.data.image_reader import IMAGES, reader_of
+from meshrl.data.proto import object_array
 from meshrl.data.seen import Images
 
 PLACE = "<image>"
@@ -42,6 +43,10 @@ class PromptImages:
             return () if found is None else tuple(encoded(image) for image in several)
         except ValueError as error:
             raise RowError(number, f"'{self.key}': {error}") from error
+
+    def column(self, rows: Iterable[tuple[Row, int]]) -> dict[str, np.ndarray]:
+        """The column of a batch with the images of some rows, which come with their numbers."""
+        return {IMAGES: object_array([self.of(row, number) for row, number in rows])}
 
     def with_places(self, prompt: Any) -> Any:
         """A prompt whose places for images a tokenizer, or its chat template, knows."""

@@ -15,7 +15,6 @@ from meshrl.data.custom import custom_rows
 from meshrl.data.encoding import RowError, encode_prompts
 from meshrl.data.encoding_pool import OnProgress, encode_in_processes
 from meshrl.data.files import Row, read_rows
-from meshrl.data.image_reader import IMAGES
 from meshrl.data.images import PromptImages, check_no_images
 from meshrl.data.proto import DataProto, object_array
 from meshrl.data.sampling import chosen_rows
@@ -159,11 +158,7 @@ def prompt_batch(
         tokens[row, width - len(ids) :] = ids
         mask[row, width - len(ids) :] = 1
     rows = [row for row, _ in prompts]
-    seen = (
-        {}
-        if images is None
-        else {IMAGES: object_array([images.of(row, int(i)) for i, row in zip(numbers, rows, strict=True)])}
-    )
+    seen = {} if images is None else images.column(zip(rows, numbers.tolist(), strict=True))
     return DataProto.from_dict(
         tensors={"input_ids": torch.from_numpy(tokens), "attention_mask": torch.from_numpy(mask)},
         non_tensors={
