@@ -16,6 +16,13 @@ from meshrl.models.tiny import make_tiny_seeing_model
 
 COLOURS = {"r": (220, 40, 40), "g": (40, 200, 60), "b": (50, 70, 230), "y": (230, 220, 50)}
 
+# Turns one behind the other, each ended as the model ends its own.
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{{ eos_token }}{% endfor %}"
+)
+
 
 def noisy(colour: tuple[int, int, int], rng: np.random.Generator) -> bytes:
     """An image of one colour, 16 to 24 pixels a side, with noise on it."""
@@ -42,6 +49,7 @@ def rows(count: int, seed: int) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     make_tiny_seeing_model(folder / "model", "".join(COLOURS) + "?")
+    (folder / "model/chat_template.jinja").write_text(TEMPLATE)  # for conversations (later.py)
     pq.write_table(pa.Table.from_pylist(rows(512, seed=0)), folder / "train.parquet")
     pq.write_table(pa.Table.from_pylist(rows(64, seed=1)), folder / "test.parquet")
     print(f"{folder}: a model, 512 images to train on and 64 others to test with")

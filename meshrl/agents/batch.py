@@ -25,6 +25,8 @@ from meshrl.agents.trajectory import ENDINGS, NO_VERSION, Trajectory
 from meshrl.config.functions import load_by_path
 from meshrl.config.rollout import MultiTurnConfig, RolloutConfig
 from meshrl.data.encoding import is_chat
+from meshrl.data.image_reader import IMAGES
+from meshrl.data.images import PromptImages
 from meshrl.data.proto import DataProto, object_array
 from meshrl.rollout.base import Rollout, joined, routes_column, unpadded_prompts
 from meshrl.rollout.requests import SamplingParams
@@ -86,6 +88,7 @@ def make_agent_rollout(
     config: RolloutConfig,
     stop_token_ids: Sequence[int],
     template_kwargs: Mapping[str, Any] | None = None,
+    sight: PromptImages | None = None,
 ) -> AgentRollout:
     """What `rollout.multi_turn` asks for, with the chat template (and its variables) checked."""
     turns = config.multi_turn
@@ -95,6 +98,7 @@ def make_agent_rollout(
         timeout=turns.tool_timeout,
         max_response_length=turns.max_tool_response_length,
         side=turns.tool_response_truncate_side,
+        sight=sight,
     )
     limits = Limits(
         response_length=config.response_length or 1,
@@ -103,7 +107,7 @@ def make_agent_rollout(
         max_user_turns=turns.max_user_turns,
         max_parallel_calls=turns.max_parallel_calls,
     )
-    encoder = TurnEncoder(tokenizer, stop_token_ids, box.schemas(), template_kwargs)
+    encoder = TurnEncoder(tokenizer, stop_token_ids, box.schemas(), template_kwargs, sight)
     encoder.check(roles_of(turns), turns.tokenization_sanity_check_mode)
     make_environment = None
     if turns.environment is not None:
@@ -127,7 +131,7 @@ def as_samples(prompts: DataProto) -> list[Sample]:
     """One sample for each row of a batch."""
     tokens, seeds = unpadded_prompts(prompts), prompts.batch["seeds"]
     nothing = object_array([None] * len(tokens))
-    chats, truths, infos = (prompts.non_tensor_batch.get(name, nothing) for name in SAMPLE_COLUMNS)
+    chats, truths, infos, images = (prompts.non_tensor_batch.get(n, nothing) for n in (*SAMPLE_COLUMNS, IMAGES))
     return [
         Sample(
             number,
@@ -136,6 +140,7 @@ def as_samples(prompts: DataProto) -> list[Sample]:
             _messages(chats[number]),
             truths[number],
             infos[number] or {},
+            images[number] or (),
         )
         for number in range(len(tokens))
     ]
@@ -175,12 +180,16 @@ def as_rectangle(
         rollout_log_probs=rectangle("log_probs", 0.0, torch.float32),
         versions=rectangle("versions", NO_VERSION, torch.int32),
     )
+    images = {}
+    if IMAGES in prompts.non_tensor_batch or any(t.images for t in found):
+        images = {IMAGES: object_array([t.images for t in found])}
     return DataProto.from_dict(
         tensors=tensors,
         non_tensors={
             **columns,
             "ending": object_array([t.ending for t in found]),
             "turn_rewards": object_array([t.rewards for t in found]),
+            **images,
             **routes_column((t.routes for t in found), tensors["attention_mask"]),
         },
     )

@@ -11,10 +11,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.agents.messages import Message, tool_message
+from meshrl.config.names import count
+from meshrl.data.images import PromptImages
+from meshrl.data.seen import Images
 
 logger = logging.getLogger(__name__)
 MARK = "MESHRL0TURN0MARK"
@@ -26,7 +30,8 @@ SHOWN = 12
 class TurnEncoder:
     """Encodes what others say, in a run with these tools; `stop_token_ids` are the tokens that end a model's turn.
 
-    `template_kwargs` are variables of the chat template, the same as the prompts were rendered with.
+    `template_kwargs` are variables of the chat template, the same as the prompts were rendered with. With a `sight`
+    there may be images in what others say.
     """
 
     def __init__(
@@ -35,6 +40,7 @@ class TurnEncoder:
         stop_token_ids: Sequence[int],
         tools: Sequence[dict[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        sight: PromptImages | None = None,
     ):
         if tokenizer.chat_template is None:
             raise ValueError(
@@ -44,32 +50,53 @@ class TurnEncoder:
         self.tokenizer, self.stop_token_ids = tokenizer, frozenset(stop_token_ids)
         self.tools: list[Any] | None = list(tools) or None
         self.template_kwargs = dict(template_kwargs or {})
-        special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+        self.sight, self.image_token = sight, None if sight is None else sight.image_token
+        special = list(tokenizer.all_special_tokens)
+        if sight is not None:
+            special += tokenizer.convert_ids_to_tokens([sight.image_token])
+        special.sort(key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], images: Images = ()) -> list[int]:
         """The tokens of a conversation up to where the model is to speak, with the tools shown to it."""
-        return self._tokens(self.render(messages))
+        return self._with_images(self._tokens(self.render(messages)), images)
 
     def answer_text(self, token_ids: Sequence[int]) -> str:
         """A turn of the model as text, special tokens included, without the one that ended it."""
         ended = bool(token_ids) and token_ids[-1] in self.stop_token_ids
         return str(self.tokenizer.decode(list(token_ids[:-1] if ended else token_ids), skip_special_tokens=False))
 
-    def following(self, messages: Sequence[Message], last_token: int) -> list[int]:
+    def following(self, messages: Sequence[Message], last_token: int, images: Images = ()) -> list[int]:
         """The tokens of others' turns up to the model's next one, behind a turn that ended with `last_token`.
 
         Special tokens in what tools and users say are taken out: they cannot end their own turn.
         """
-        plain = [message | {"content": self._without_special(str(message["content"]))} for message in messages]
+        plain = [message | {"content": self._plain(message["content"])} for message in messages]
         rendered = self.render([*OPENING, {"role": "assistant", "content": MARK}, *plain])
         _, mark, behind = rendered.rpartition(MARK)
         if not mark:
             raise ValueError("the chat template leaves out what the assistant said before a tool's or user's turn")
-        ids = self._tokens(behind)
+        ids = self._with_images(self._tokens(behind), images)
         # The template ends the model's turn with a token that the model has sampled itself.
         ended = last_token in self.stop_token_ids
         return ids[1:] if ended and ids[0] in self.stop_token_ids else ids
+
+    def _plain(self, content: Any) -> Any:
+        if not isinstance(content, list):
+            return self._without_special(str(content))
+        return [part | {"text": self._without_special(part["text"])} if "text" in part else part for part in content]
+
+    def _with_images(self, ids: list[int], images: Images) -> list[int]:
+        """Tokens with as many for each image as the model takes."""
+        if self.sight is None:
+            return ids
+        places = ids.count(self.sight.image_token)
+        if places != len(images):
+            raise ValueError(
+                f"the chat template writes {count(places, 'place')} for {count(len(images), 'image')}: use one that "
+                "knows images in turns of this role"
+            )
+        return self.sight.expanded(np.array(ids), images, 0).tolist() if images else ids
 
     def _without_special(self, text: str) -> str:
         # Again and again: what is left when one is taken out may be another.
@@ -83,7 +110,7 @@ class TurnEncoder:
             text = self.tokenizer.apply_chat_template(
                 list(messages), tools=self.tools, add_generation_prompt=True, tokenize=False, **self.template_kwargs
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # the latter from parts where a text is expected
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ValueError(f"the chat template cannot render turns of {roles}: {error}") from error
         return str(text)

@@ -17,11 +17,15 @@ Reply = Callable[[list[Message]], str | Awaitable[str | None] | None]
 
 @dataclass(frozen=True)
 class Step:
-    """What came of the model's turn: an observation for its next one, a reward, or the end."""
+    """What came of the model's turn: an observation for its next one, a reward, or the end.
+
+    `images` of an observation are as those of a `ToolResult`.
+    """
 
     observation: str = ""
     reward: float | None = None
     done: bool = False
+    images: Any = ()
 
 
 class Environment(ABC):
@@ -31,7 +35,11 @@ class Environment(ABC):
     """
 
     def reset(self, sample: Sample) -> Any:
-        """Begins. May return messages (role and content) to use as the prompt instead of the data's own."""
+        """Begins. May return messages (role and content) to use as the prompt instead of the data's own.
+
+        An image in them is a part of a content, `{"type": "image", "image": ...}`; without `image` it is the next one
+        of the data's row.
+        """
         return None
 
     @abstractmethod

@@ -21,11 +21,13 @@ from typing import Any
 from meshrl.agents.calling import call
 from meshrl.agents.encoding import TurnEncoder
 from meshrl.agents.environments import Environment, Step
+from meshrl.agents.images import content, image_parts, opening_images, taken
 from meshrl.agents.messages import MalformedCall, Message, Sample, ToolAnswer, ToolCall, tool_message
 from meshrl.agents.parsers import Call, ToolParser
 from meshrl.agents.requests import RequestDesk
 from meshrl.agents.toolbox import ToolBox, ToolSession
 from meshrl.agents.trajectory import Trajectory
+from meshrl.data.seen import Images
 from meshrl.rollout.embedded.sampler import derived_seed
 from meshrl.rollout.requests import Request, SamplingParams
 
@@ -80,7 +82,8 @@ class AgentLoop:
         self.agent, self.sample, self.params, self.desk, self.name = agent, sample, params, desk, name
         self.tools = ToolSession(agent.box, sample, gate)
         self.environment = agent.make_environment() if agent.make_environment is not None else None
-        self.trajectory = Trajectory(sample, list(sample.prompt_ids), [dict(m) for m in sample.messages])
+        messages = [dict(m) for m in sample.messages]
+        self.trajectory = Trajectory(sample, list(sample.prompt_ids), messages, sample.images)
         self.state, self.states = State.PENDING, [State.PENDING]
         self._calls: list[Call] = []
         self._text = ""
@@ -108,17 +111,22 @@ class AgentLoop:
     async def _pending(self) -> State:
         if self.environment is None:
             return State.GENERATING
-        opening = await self._ask_environment(self.environment.reset, self.sample)
+        messages = await self._ask_environment(self.environment.reset, self.sample)
+        images: Images = ()
+        if messages is not None and image_parts(messages):
+            found = await self._ask_environment(opening_images, messages, self.sample.images, self.agent.encoder.sight)
+            images = found or ()
         if self.trajectory.ending:
             return State.DONE
-        if opening is not None:
-            ids, limit = self.agent.encoder.prompt(opening), self.agent.limits.prompt_length
+        if messages is not None:
+            ids, limit = self.agent.encoder.prompt(messages, images), self.agent.limits.prompt_length
             if limit is not None and len(ids) > limit:
                 raise ValueError(
                     f"the environment's prompt for sample {self.sample.number} has {len(ids)} tokens, more than "
                     f"data.max_prompt_length={limit}: raise it"
                 )
-            self.trajectory.prompt_ids, self.trajectory.messages = ids, [dict(m) for m in opening]
+            begun = self.trajectory
+            begun.prompt_ids, begun.messages, begun.prompt_images = ids, [dict(m) for m in messages], images
         return State.GENERATING
 
     async def _generating(self) -> State:
@@ -128,7 +136,8 @@ class AgentLoop:
         params = replace(self.params, max_tokens=room, min_tokens=min(least, room), n=1)
         prompt = (*found.prompt_ids, *found.token_ids)
         # The first turn has the sample's own seed: without a second one all is as in a single-turn rollout.
-        request = Request(f"{self.name}-turn{turn}", prompt, params, derived_seed(self.sample.seed, turn))
+        seed = derived_seed(self.sample.seed, turn)
+        request = Request(f"{self.name}-turn{turn}", prompt, params, seed, found.images)
         answer = await self.desk.complete(request)
         if answer.finish_reason == "error":
             raise RuntimeError(f"sample {self.sample.number}, turn {turn}: the rollout failed: {answer.error}")
@@ -144,6 +153,8 @@ class AgentLoop:
             return self._end("stop")
         if found.assistant_turns == limits.max_assistant_turns or found.user_turns == limits.max_user_turns:
             return self._end("turns")
+        if self.agent.encoder.image_token in answer.token_ids:
+            return self._end("image_token")
         return State.TOOL_CALLING if self._calls else State.INTERACTING
 
     async def _tool_calling(self) -> State:
@@ -151,7 +162,8 @@ class AgentLoop:
         answers = list(await asyncio.gather(*map(self._answer, self._calls[:most])))
         answers += [self._too_many(asked, most) for asked in self._calls[most:]]
         self.trajectory.rewards += [answer.reward for answer in answers if answer.reward is not None]
-        return self._hear([tool_message(a.name, a.text) for a in answers])
+        messages = [tool_message(a.name, content(a.text, a.images)) for a in answers]
+        return self._hear(messages, tuple(image for a in answers for image in a.images))
 
     async def _answer(self, asked: Call) -> ToolAnswer:
         if isinstance(asked, ToolCall):
@@ -175,15 +187,19 @@ class AgentLoop:
             self.trajectory.rewards.append(step.reward)
         if step.done:
             return self._end("environment")
-        return self._hear([{"role": "user", "content": step.observation}])
+        sight = self.agent.encoder.sight
+        images = await self._ask_environment(taken, step.images, sight) if step.images else ()
+        if images is None:
+            return State.DONE
+        return self._hear([{"role": "user", "content": content(step.observation, images)}], images)
 
-    def _hear(self, messages: Sequence[Message]) -> State:
+    def _hear(self, messages: Sequence[Message], images: Images) -> State:
         """Appends others' turns, if the model has room left to answer them."""
         found = self.trajectory
-        given = self.agent.encoder.following(messages, found.token_ids[-1])
+        given = self.agent.encoder.following(messages, found.token_ids[-1], images)
         if len(given) >= self._room():
             return self._end("length")
-        found.add_given(given)
+        found.add_given(given, images)
         found.messages += messages
         found.user_turns += 1
         return State.GENERATING

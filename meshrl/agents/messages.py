@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshrl.data.seen import Images
+
 # `role` and `content`, and `name` and `tool_call_id` for the answer of a tool: as chat templates read them.
 Message = dict[str, Any]
 # Some templates want an id of nine characters. The model's own ids are in its text, which is not read for them.
 CALL_ID = "000000000"
 
 
-def tool_message(name: str, content: str) -> Message:
+def tool_message(name: str, content: str | list[dict[str, str]]) -> Message:
     """The answer of a tool as a turn of the conversation."""
     return {"role": "tool", "name": name, "content": content, "tool_call_id": CALL_ID}
 
@@ -27,6 +29,7 @@ class Sample:
     messages: tuple[Message, ...] = ()
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    images: Images = ()  # of the prompt
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,15 @@ class MalformedCall:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a tool gives back where a plain text is not enough."""
+    """What a tool gives back where a plain text is not enough.
+
+    `images`, for a model that sees: bytes, paths, data URLs or PIL images, shown where the text has `<image>`, or
+    before it.
+    """
 
     text: str
     reward: float | None = None
+    images: Any = ()
 
 
 @dataclass(frozen=True)
@@ -60,3 +68,4 @@ class ToolAnswer:
     text: str
     reward: float | None = None
     error: bool = False
+    images: Images = ()

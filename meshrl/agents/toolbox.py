@@ -10,29 +10,37 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from meshrl.agents.calling import beside, call
+from meshrl.agents.images import taken
 from meshrl.agents.messages import Sample, ToolAnswer, ToolCall
 from meshrl.agents.schema import argument_problem
 from meshrl.agents.tools import FunctionTool, Tool, as_result
 from meshrl.config.functions import load_by_path
 from meshrl.config.multi_turn import read_tool_config
 from meshrl.config.rollout import MultiTurnConfig
+from meshrl.data.images import PromptImages
 
 logger = logging.getLogger(__name__)
 GAP = "..."
 
 
 class ToolBox:
-    """Tools by name, how long a call may take, and how long an answer may be."""
+    """Tools by name, how long a call may take, and how long an answer may be; `sight`: tools may show images."""
 
     def __init__(
-        self, tools: Sequence[Tool], *, timeout: float = 30.0, max_response_length: int = 256, side: str = "middle"
+        self,
+        tools: Sequence[Tool],
+        *,
+        timeout: float = 30.0,
+        max_response_length: int = 256,
+        side: str = "middle",
+        sight: PromptImages | None = None,
     ):
         self.tools: dict[str, Tool] = {}
         for tool in tools:
             if tool.name in self.tools:
                 raise ValueError(f"two tools have the name '{tool.name}': give one of them another")
             self.tools[tool.name] = tool
-        self.timeout, self.max_response_length, self.side = timeout, max_response_length, side
+        self.timeout, self.max_response_length, self.side, self.sight = timeout, max_response_length, side, sight
 
     def schemas(self) -> list[dict[str, Any]]:
         """All tools as chat templates show them."""
@@ -64,12 +72,13 @@ class ToolSession:
                 run = await self._bound(tool, timeout)
                 # Bound to it: the tool's parameters may have the names of `call`'s own.
                 result = as_result(await call(functools.partial(run, **asked.arguments), timeout=timeout))
+                images = await beside(taken, result.images, self.box.sight) if result.images else ()
         except TimeoutError:
             return self.refuse(asked.name, f"'{asked.name}' took longer than {timeout:g} seconds")
         except Exception as error:
             logger.debug("tool %s failed", asked.name, exc_info=error)
             return self.refuse(asked.name, f"{type(error).__name__}: {error}")
-        return ToolAnswer(asked.name, self._fit(result.text), result.reward)
+        return ToolAnswer(asked.name, self._fit(result.text), result.reward, images=images)
 
     def refuse(self, name: str, problem: str) -> ToolAnswer:
         """An error as a tool's answer, counted."""

@@ -93,7 +93,8 @@ def tool(function: Callable[..., Any] | None = None, *, name: str | None = None,
 def as_result(value: Any) -> ToolResult:
     """What a tool returned, as text: strings as they are, other things as JSON, None as nothing."""
     if isinstance(value, ToolResult):
-        return ToolResult(as_result(value.text).text, None if value.reward is None else float(value.reward))
+        reward = None if value.reward is None else float(value.reward)
+        return ToolResult(as_result(value.text).text, reward, value.images)
     if value is None or isinstance(value, str):
         return ToolResult(value or "")
     return ToolResult(json.dumps(value, ensure_ascii=False, default=str))

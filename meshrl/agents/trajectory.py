@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from meshrl.agents.messages import Message, Sample
+from meshrl.data.seen import Images
 from meshrl.rollout.requests import Completion
 
 NO_VERSION = -1
 # Why a sample ended: the model was done; the tokens or the turns were used up; the environment said so or broke; the
-# rollout was stopped.
-ENDINGS = ("stop", "length", "turns", "environment", "environment_error", "abort")
+# rollout was stopped; the model wrote a token that stands for an image, which nobody could tell from images to come.
+ENDINGS = ("stop", "length", "turns", "environment", "environment_error", "abort", "image_token")
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Trajectory:
     sample: Sample
     prompt_ids: list[int]
     messages: list[Message]
+    prompt_images: Images = ()
     token_ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -35,7 +37,14 @@ class Trajectory:
     malformed_calls: int = 0
     tool_responses_cut: int = 0
     ending: str = ""
+    # Images that others showed later, and how many tokens were behind the prompt before them.
+    shown: list[tuple[int, bytes]] = field(default_factory=list)
     routes: np.ndarray | None = None  # where the tokens of prompt and conversation went, as far as computed
+
+    @property
+    def images(self) -> Images:
+        """All that the model sees, in the order of their places."""
+        return (*self.prompt_images, *(image for _, image in self.shown))
 
     def add_sampled(self, answer: Completion) -> None:
         """Appends a turn of the model."""
@@ -46,8 +55,9 @@ class Trajectory:
         if answer.routes is not None:
             self.routes = answer.routes if self.routes is None else _continued(self.routes, answer.routes)
 
-    def add_given(self, token_ids: Sequence[int]) -> None:
-        """Appends what others said."""
+    def add_given(self, token_ids: Sequence[int], images: Images = ()) -> None:
+        """Appends what others said and showed."""
+        self.shown += [(len(self.token_ids), image) for image in images]
         self.token_ids += token_ids
         self.log_probs += [0.0] * len(token_ids)
         self.versions += [NO_VERSION] * len(token_ids)
@@ -60,6 +70,7 @@ class Trajectory:
             kept -= 1
         for tokens in (self.token_ids, self.mask, self.log_probs, self.versions):
             del tokens[kept:]
+        self.shown = [(before, image) for before, image in self.shown if before < kept]
 
 
 def _continued(before: np.ndarray, now: np.ndarray) -> np.ndarray:

@@ -8,6 +8,8 @@ from meshrl.config.key import key, section
 from meshrl.config.names import ACTOR, ROLLOUT
 
 ROLLOUTS = ("embedded", "vllm", "sglang", "hf")
+# Those that take prompts with images.
+SEEING_ROLLOUTS = ("embedded", "vllm")
 # Who reads a key that not every rollout reads.
 READERS = {
     "gpu_memory_utilization": ("embedded", "vllm", "sglang"),

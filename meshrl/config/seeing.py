@@ -8,6 +8,7 @@ from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import PROCESSOR_FILES, SEEING, has_processor, read_model_config
 from meshrl.config.names import ACTOR, MODEL, REF, ROLLOUT
+from meshrl.config.rollout import SEEING_ROLLOUTS
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 
@@ -17,10 +18,13 @@ def seeing_problems(config: PPOConfig | SFTConfig) -> list[str]:
     if isinstance(config, SFTConfig):
         return _problems(config.model, "model", config.engine, "engine", {})
     policy = config.actor_rollout_ref
+    rollout = policy.rollout
+    sends_adapters = policy.model.lora_rank > 0 and rollout.update_weights_adapters != "merged"
     given = {
-        f"{ROLLOUT}.name={policy.rollout.name} (use embedded)": policy.rollout.name != "embedded",
-        f"{ROLLOUT}: a replica over {policy.rollout.replica_size} ranks (use 1)": policy.rollout.replica_size > 1,
-        f"{ROLLOUT}.multi_turn.enable=true": policy.rollout.multi_turn.enable,
+        f"{ROLLOUT}.name={rollout.name} (use {' or '.join(SEEING_ROLLOUTS)})": rollout.name not in SEEING_ROLLOUTS,
+        f"adapters sent to vllm alone (use {ROLLOUT}.update_weights_adapters=merged)": sends_adapters
+        and rollout.name == "vllm",
+        f"{ROLLOUT}: a replica over {rollout.replica_size} ranks (use 1)": rollout.replica_size > 1,
         f"a critic (algorithm.adv_estimator={config.algorithm.adv_estimator})": uses_critic(
             config.critic, config.algorithm.adv_estimator
         ),

@@ -131,7 +131,7 @@ def _plain(value: Any) -> Any:
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
     content = _plain(message["content"])
     if isinstance(content, str):
-        return {**message, "content": _parts_of(content)} if PLACE in content else message
+        return {**message, "content": in_parts(content)} if PLACE in content else message
     if not isinstance(content, list):
         return message
     # Tables give every part the keys of all, and templates ask which of them are there.
@@ -139,7 +139,8 @@ def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": parts}
 
 
-def _parts_of(text: str) -> list[dict[str, str]]:
+def in_parts(text: str) -> list[dict[str, str]]:
+    """A text with places for images as the parts of a chat message."""
     parts: list[dict[str, str]] = []
     for at, words in enumerate(text.split(PLACE)):
         parts += [{"type": "image"}] if at else []

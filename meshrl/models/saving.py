@@ -22,6 +22,7 @@ from meshrl.models.key_map import STACK, parts_of
 from meshrl.models.tensor_files import INDEX_NAME, SINGLE_NAME, save_tensors
 
 SHARD_BYTES = 4 << 30
+TURNED_EXPERTS = ("qwen3_vl_moe",)
 
 
 def save_hf_folder(
@@ -60,9 +61,19 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def as_file_tensors(weights: Iterable[tuple[str, Tensor]], hf_model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Under the names that files have: Transformers joins experts when it loads, other tools know them one by one."""
+    """As files have them: Transformers joins experts when it loads, other tools know them one by one."""
     for name, tensor in weights:
-        yield from revert_weight_conversion(hf_model, {name: tensor}).items()
+        for file, value in revert_weight_conversion(hf_model, {name: tensor}).items():
+            yield file, value.transpose(1, 2) if _is_turned(file, value, hf_model) else value
+
+
+def _is_turned(name: str, tensor: Tensor, hf_model: PreTrainedModel) -> bool:
+    """Whether files have rows and columns of stacked experts the other way round.
+
+    Transformers turns them when it loads, but not when it saves. It tells by the shape, so squares stay.
+    """
+    is_stack = hf_model.config.model_type in TURNED_EXPERTS and STACK.fullmatch(name) is not None
+    return is_stack and tensor.shape[1] != tensor.shape[2]
 
 
 def kind_of(name: str) -> str:

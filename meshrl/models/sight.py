@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -58,6 +60,7 @@ class Sight:
         self.reader, self.image_token = reader, int(config.image_token_id)
         vision = config.vision_config
         self.merge = int(vision.spatial_merge_size)
+        self._numbers: dict[bytes, int] = {}  # of images, by their digests: a hundred bytes each
         channels = getattr(vision, "in_channels", None) or vision.in_chans
         self.patch_numbers = channels * vision.temporal_patch_size * vision.patch_size**2
 
@@ -71,10 +74,13 @@ class Sight:
         return None if found >= wanted else _too_few(found, len(images), wanted)
 
     @torch.no_grad()
-    def look(self, ids: Tensor, lengths: Sequence[int], images: Sequence[Images | None]) -> Seen | None:
+    def look(
+        self, ids: Tensor, lengths: Sequence[int], images: Sequence[Images | None], known: Sequence[int] | None = None
+    ) -> Seen | None:
         """The images of documents that lie end to end in a row; None where none has any.
 
-        The first image tokens of a document are its images': one that comes later was sampled, and is text.
+        The first image tokens of a document are its images': one that comes later was sampled, and is text. With
+        `known` only what comes behind so many first tokens of each document is looked at.
         """
         shown = [image for own in images for image in own or ()]
         if not shown:
@@ -114,14 +120,28 @@ class Sight:
         positions = (begin - begin[start_of][document_of]).repeat(3, 1)
         positions[1, places] += inside // columns
         positions[2, places] += inside % columns
-        ends = torch.zeros_like(extent).index_add_(0, document_of, advance)
-        return Seen(
-            positions,
-            square_of,
-            torch.cat([one.values for one in pixels]),
-            torch.tensor([one.grid for one in pixels]),
-            (extent - ends).tolist(),
-        )
+        shifts = (extent - torch.zeros_like(extent).index_add_(0, document_of, advance)).tolist()
+        if known is not None:
+            is_new = torch.arange(len(ids)) - start_of[document_of] >= torch.tensor(known)[document_of]
+            positions, square_of = positions[:, is_new], square_of[is_new]
+            # Images that are looked at no more leave, and the squares of the others move up.
+            image_at = torch.bucketize(square_of, first_square, right=True) - 1  # of other tokens: NOT_AN_IMAGE
+            is_left = torch.zeros(len(pixels), dtype=torch.bool)
+            is_left[image_at[image_at >= 0]] = True
+            gone = torch.where(is_left, 0, sizes.prod(1)).cumsum(0)
+            square_of = torch.where(image_at >= 0, square_of - gone[image_at], square_of)
+            pixels = [one for one, stays in zip(pixels, is_left.tolist(), strict=True) if stays]
+        values = torch.cat([one.values for one in pixels]) if pixels else torch.empty(0, self.patch_numbers)
+        grids = torch.tensor([one.grid for one in pixels], dtype=torch.long).reshape(-1, 3)
+        return Seen(positions, square_of, values, grids, shifts)
+
+    def names(self, ids: np.ndarray, images: Images) -> np.ndarray:
+        """Tokens by names that tell images apart: the tokens of an image have a number of its own, below zero."""
+        times = [self.reader.num_tokens(image) for image in images]
+        numbers = [self._numbers.setdefault(sha256(image).digest(), -1 - len(self._numbers)) for image in images]
+        named = ids.copy()
+        named[(ids == self.image_token).nonzero()[0][: sum(times)]] = np.repeat(numbers, times)
+        return named
 
     def _squares(self, pixels: Pixels) -> tuple[int, int]:
         _, height, width = pixels.grid
@@ -146,6 +166,8 @@ class Sight:
         """The embeddings [1, tokens, hidden] of a row with its images among them, and what goes in deeper."""
         # No view of a row without that axis: code that was compiled for one fits no other input of a layer.
         embedded = hf_model.get_input_embeddings()(ids[None])
+        if not len(seen.grids):
+            return embedded, None
         found = hf_model.base_model.get_image_features(seen.pixels, seen.grids)
         places = (seen.square_of >= 0).nonzero()[:, 0]
         squares = seen.square_of[places]

@@ -60,10 +60,12 @@ def make_tiny_model(folder: str | Path, alphabet: str, seed: int = 0, **override
     return folder
 
 
-def make_tiny_seeing_model(folder: str | Path, alphabet: str, seed: int = 0, family: str = "qwen3_vl") -> Path:
+def make_tiny_seeing_model(
+    folder: str | Path, alphabet: str, seed: int = 0, family: str = "qwen3_vl", **overrides: Any
+) -> Path:
     """Writes a small randomly initialised model that sees, with its tokenizer and image processor, into `folder`.
 
-    A square of 8 x 8 pixels is one token.
+    A square of 8 x 8 pixels is one token. `overrides` are of its language model.
     """
     folder = Path(folder)
     tokenizer = char_tokenizer(alphabet)
@@ -85,16 +87,18 @@ def make_tiny_seeing_model(folder: str | Path, alphabet: str, seed: int = 0, fam
     }
     if family == "qwen3_vl_moe":
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    text |= overrides
+    text["rope_parameters"]["mrope_interleaved"] = family.startswith("qwen3")  # other libraries ask for it
     patches = {"patch_size": PATCH, "temporal_patch_size": 1, "spatial_merge_size": MERGE, "depth": 2, "num_heads": 2}
     vision: dict[str, dict[str, Any]] = {
-        "qwen2_vl": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+        "qwen2_vl": {"embed_dim": 32, "hidden_size": text["hidden_size"], "mlp_ratio": 2},
         "qwen2_5_vl": {
-            "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "window_size": 16,
+            "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": text["hidden_size"], "window_size": 16,
             "fullatt_block_indexes": [1],
         },
         "qwen3_vl": {
-            "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
+            "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": text["hidden_size"],
+            "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
         },
     }  # fmt: skip
     config = AutoConfig.for_model(

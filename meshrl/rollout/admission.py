@@ -18,7 +18,7 @@ def refusal(request: Request, vocabulary: int, context: int, sees: bool = False)
     if len(prompt) >= context:
         return f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in a context of {context}"
     if request.images and not sees:
-        return "not supported yet: prompts with images in this engine; rollout.name=embedded takes them"
+        return "not supported yet: prompts with images in this engine; rollout.name=embedded and vllm take them"
     for what, ids in (
         ("prompt", prompt),
         ("stop_token_ids", request.params.stop_token_ids),

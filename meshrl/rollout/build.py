@@ -14,7 +14,7 @@ from meshrl.config.engine_arguments import engine_gpus
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
 from meshrl.models.loading import empty_causal_lm, new_causal_lm, torch_dtype
-from meshrl.models.sight import find_sight
+from meshrl.models.sight import find_sight, sees
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.remote.client import EngineClient
@@ -50,7 +50,11 @@ def build_rollout(
         takes = config.name == "vllm" and adapter_rank > 0
         return Bystander(pad_token_id=int(tokenizer.pad_token_id), replica_ranks=ranks, takes_adapters=takes)
     if config.name == "vllm":
-        return _vllm(config, model, tokenizer, device, rank_group, adapter_rank, records_routes)
+        wanted: dict[str, Any] = {"load_format": config.load_format}
+        if sees(hf_model.config):
+            # No videos are taken. And its dummies are not for these models: also what no weight tells would be one.
+            wanted = {"limit_mm_per_prompt": {"video": 0}, "load_format": "auto"}
+        return _vllm(config, model, tokenizer, device, rank_group, adapter_rank, records_routes, wanted)
     if config.name == "sglang":
         return _sglang(config, model, tokenizer, device, ranks, records_routes)
     dtype = torch_dtype(config.dtype)
@@ -102,10 +106,10 @@ def _vllm(
     rank_group: dist.ProcessGroup | None,
     adapter_rank: int,
     records_routes: bool,
+    wanted: dict[str, Any],
 ) -> Rollout:
-    wanted: dict[str, Any] = {
+    wanted = wanted | {
         "dtype": str(torch_dtype(config.dtype)).removeprefix("torch."),
-        "load_format": config.load_format,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,

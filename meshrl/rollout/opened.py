@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from meshrl.config.engine_arguments import quantization_problem
 from meshrl.config.model import ModelConfig
-from meshrl.config.rollout import READERS, ROLLOUTS, EngineKwargs, RolloutConfig
+from meshrl.config.rollout import READERS, ROLLOUTS, SEEING_ROLLOUTS, EngineKwargs, RolloutConfig
 from meshrl.data.images import PromptImages
 from meshrl.models.buffers import named_weights
 from meshrl.models.loading import load_model, load_model_config, load_tokenizer, stop_token_ids, torch_dtype
@@ -81,10 +81,10 @@ def open_rollout(path: str | Path, options: EngineOptions, image_key: str | None
     if image_key is not None and not sees(config):
         raise ValueError(f"images in '{image_key}': the model at '{path}' ({config.model_type}) does not see any")
     images = PromptImages(path, tokenizer, image_key, options.trust_remote_code) if sees(config) else None
-    if images is not None and options.engine != "embedded":
+    if images is not None and options.engine not in SEEING_ROLLOUTS:
         raise ValueError(
             f"not supported yet: a model that sees images ({config.model_type}) in the {options.engine} engine; use "
-            "embedded"
+            f"{' or '.join(SEEING_ROLLOUTS)}"
         )
     rollout = _build(path, options, device, dtype)
     context = getattr(rollout, "max_model_len", None) or options.max_model_len or length

@@ -122,10 +122,12 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         )
 
     def close(self) -> None:
-        """Leaves the process's allocator as it was."""
+        """Ends the rollout, and what it may have started beside this process; leaves the allocator as it was."""
         phases: HybridEngine | None = getattr(self, "phases", None)
         if phases is not None:
             phases.close()
+        if hasattr(self, "rollout"):
+            self.rollout.close()
 
     def _reference_model(self) -> ModelConfig | None:
         """What the reference is loaded from, or None where it is the policy without its adapters."""

@@ -13,9 +13,11 @@ from transformers import PreTrainedModel
 from meshrl.agents.batch import make_agent_rollout
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
+from meshrl.data.images import PromptImages
 from meshrl.data.proto import DataProto
 from meshrl.models.loading import load_tokenizer, stop_token_ids
 from meshrl.models.routes import ROUTED_EXPERTS
+from meshrl.models.sight import sees
 from meshrl.rollout.base import SamplingParams
 from meshrl.rollout.build import build_rollout
 from meshrl.rollout.remote.bystander import Bystander
@@ -65,7 +67,12 @@ class Answering:
         self.agents = None
         self.answers = not isinstance(self.rollout, Bystander)
         if config.multi_turn.enable and self.answers:
-            self.agents = make_agent_rollout(self.rollout, tokenizer, config, self.stop_token_ids, template_kwargs)
+            sight = None
+            if sees(hf_model.config):
+                sight = PromptImages(model.path or "", tokenizer, None, model.trust_remote_code)
+            self.agents = make_agent_rollout(
+                self.rollout, tokenizer, config, self.stop_token_ids, template_kwargs, sight
+            )
 
     def __call__(self, prompts: DataProto) -> DataProto:
         """Answers prompts.

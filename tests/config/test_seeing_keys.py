@@ -38,10 +38,9 @@ def test_a_policy_that_sees_is_fine(seeing, family):
     ("override", "words"),
     [
         (f"{ROOT}.actor.strategy=megatron", "actor.strategy=megatron (use fsdp2)"),
-        (f"{ROOT}.rollout.name=vllm", "rollout.name=vllm (use embedded)"),
-        (f"{ROOT}.rollout.name=hf", "rollout.name=hf (use embedded)"),
+        (f"{ROOT}.rollout.name=sglang", "rollout.name=sglang (use embedded or vllm)"),
+        (f"{ROOT}.rollout.name=hf", "rollout.name=hf (use embedded or vllm)"),
         (f"{ROOT}.rollout.tensor_model_parallel_size=2", "a replica over 2 ranks (use 1)"),
-        (f"{ROOT}.rollout.multi_turn.enable=true", "multi_turn.enable=true"),
         (f"{ROOT}.model.use_remove_padding=false", "use_remove_padding=false"),
         ("algorithm.adv_estimator=gae", "a critic (algorithm.adv_estimator=gae)"),
         ("reward_model.enable=true", "reward_model.enable=true"),
@@ -54,6 +53,13 @@ def test_what_it_cannot_have_yet_is_named(seeing, override, words):
         for problem in [found[0].split(" with ", 1)[1]]
     ]
     assert set(found) <= set(check_config(seeing(override)))
+
+
+def test_adapters_go_to_vllm_merged(seeing):
+    own = (f"{ROOT}.rollout.name=vllm", f"{ROOT}.model.lora_rank=4")
+    (problem,) = seeing_problems(seeing(*own))
+    assert "adapters sent to vllm alone (use actor_rollout_ref.rollout.update_weights_adapters=merged)" in problem
+    assert seeing_problems(seeing(*own, f"{ROOT}.rollout.update_weights_adapters=merged")) == []
 
 
 def test_it_must_say_how_images_are_read(seeing, seeing_folder, tmp_path):

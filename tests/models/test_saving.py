@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshrl.models.buffers import named_weights
@@ -99,3 +100,21 @@ def test_experts_in_another_form_are_not_cut(family):
 def test_several_weights_in_one_tensor_of_the_files_are_refused():
     with pytest.raises(ValueError, match=r"'hrm_text' .*q_proj.*_proj.* in one tensor, .*gqkv_proj"):
         other_names(of_family("hrm_text"))
+
+
+def test_stacked_experts_of_a_model_that_sees_lie_as_its_makers_files_have_them(tmp_path):
+    """Rows and columns the other way round than in memory: Transformers turns them when it loads, others expect it."""
+    from transformers import AutoModelForImageTextToText
+
+    from meshrl.models.tiny import make_tiny_seeing_model
+
+    folder = make_tiny_seeing_model(tmp_path / "model", "abc", family="qwen3_vl_moe", hidden_size=96)
+    files = load_file(folder / "model.safetensors")
+    experts = "model.language_model.layers.1.mlp.experts."
+    assert files[experts + "gate_up_proj"].shape == (4, 96, 2 * 64)
+    assert files[experts + "down_proj"].shape == (4, 64, 96)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    for name, weight in model.named_parameters():
+        stored = files.get(name)
+        assert stored is not None
+        assert torch.equal(weight, stored.transpose(1, 2) if ".experts." in name else stored)

@@ -17,6 +17,8 @@ from meshrl.rollout.sglang import engine as sglang_engine
 from meshrl.rollout.sglang import server as sglang_server
 from meshrl.rollout.sglang.server import command_line
 
+MODEL = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))
+
 
 @pytest.mark.parametrize(
     ("visible", "index", "count", "expected"),
@@ -94,7 +96,7 @@ def build(monkeypatch):
         started.clear()
         tokenizer = SimpleNamespace(pad_token_id=0)
         made = build_rollout(
-            config, ModelConfig(path="m"), None, tokenizer, device=device, can_share=False, rank_group=group,
+            config, ModelConfig(path="m"), MODEL, tokenizer, device=device, can_share=False, rank_group=group,
             adapter_rank=adapter_rank,
         )  # fmt: skip
         return made, started[0] if started else None

@@ -183,13 +183,58 @@ def test_answers_that_are_asked_for_one_by_one_share_their_prompt(seeing_folder,
     requests = [
         Request(f"{at}", r.prompt_token_ids, PARAMS, at, r.images) for at, r in enumerate([first] * 4 + [second] * 2)
     ]
-    lengths = []
-    look = rollout.sight.look
-    rollout.sight.look = lambda ids, sizes, images: lengths.extend(sizes) or look(ids, sizes, images)
     answers = list(rollout.as_they_end(requests))
-    rollout.sight.look = look
-    assert sorted(lengths) == sorted([len(first.prompt_token_ids), len(second.prompt_token_ids)])
+    # In blocks of four, the last token aside.
+    assert rollout.stats()["cached_prompt_tokens"] == 3 * 4 + len(second.prompt_token_ids) // 4 * 4 - 4
     check(folder, rollout, requests, answers)
+
+
+def images_looked_at(rollout, run):
+    """What `run` gives, and how many images the tower got."""
+    counts = []
+    look = rollout.hf_model.base_model.get_image_features
+    rollout.hf_model.base_model.get_image_features = lambda pixels, grids: (
+        counts.append(len(grids)) or look(pixels, grids)
+    )
+    try:
+        return run(), sum(counts)
+    finally:
+        rollout.hf_model.base_model.get_image_features = look
+
+
+def test_a_conversation_goes_on_from_the_cache(folder, image):
+    """Later turns with images of their own: what came before is neither computed nor looked at again."""
+    rollout = made(folder)
+    sight = rollout.sight
+    prompts = [r for r in asked(rollout, image, SamplingParams(5)) if r.images]
+    first, looked = images_looked_at(rollout, lambda: rollout.complete(prompts))
+    assert looked == 7
+    later = []
+    for request, answer in zip(prompts, first, strict=True):
+        said = [token if token != sight.image_token else 1 for token in answer.token_ids]
+        more = image(8, 16, seed=70 + len(later)) if len(later) % 2 == 0 else None
+        given = () if more is None else (11, *[sight.image_token] * sight.reader.num_tokens(more), 12)
+        ids = (*request.prompt_token_ids, *said, *given, 9)
+        images = request.images if more is None else (*request.images, more)
+        later.append(Request(f"later-{request.request_id}", ids, PARAMS, request.seed, images))
+    before = rollout.stats()["cached_prompt_tokens"]
+    second, looked = images_looked_at(rollout, lambda: rollout.complete(later))
+    check(folder, rollout, later, second)
+    assert looked == 2, "two of the later turns have an image of their own"
+    found = rollout.stats()["cached_prompt_tokens"] - before
+    assert found >= sum((len(request.prompt_token_ids) - 1) // 4 * 4 for request in prompts)
+
+
+def test_the_control_a_prefix_with_another_image_is_another(folder, image):
+    """The same tokens behind an other image of the same size find nothing in the cache but what came before it."""
+    rollout = made(folder)
+    shown = asked(rollout, image)[2]
+    rollout.complete([shown])
+    before = rollout.stats()["cached_prompt_tokens"]
+    other = Request("other", shown.prompt_token_ids, PARAMS, 0, (shown.images[0], image(8, 16, seed=99)))
+    (answer,), looked = images_looked_at(rollout, lambda: rollout.complete([other]))
+    check(folder, rollout, [other], [answer])
+    assert (looked, rollout.stats()["cached_prompt_tokens"] - before) == (1, 8)
 
 
 def test_new_weights_reach_what_looks(seeing_folder, image):

@@ -44,9 +44,9 @@ def colours(tmp_path_factory):
     return folder
 
 
-def trained(folder, out, *overrides):
+def trained(folder, out, *overrides, recipe="recipe.yaml"):
     loaded = load_config(
-        str(EXAMPLE / "recipe.yaml"),
+        str(EXAMPLE / recipe),
         [
             f"data.train_files=[{folder / 'train.parquet'}]",
             f"data.val_files=[{folder / 'test.parquet'}]",
@@ -144,6 +144,22 @@ def test_every_layout_gives_the_same_run(colours, one_process, tmp_path, layout)
         one_process = trained(colours, tmp_path / "plain", *SHORT, "data.shuffle=false")
     run = trained(colours, tmp_path / "run", *SHORT, *options)
     compare(one_process, run, 1e-4)
+
+
+def test_images_that_come_in_the_middle_of_a_conversation(colours, tmp_path):
+    """What generates and what trains see the same, and so do two ranks; to leave the images out is something else."""
+    world = f"actor_rollout_ref.rollout.multi_turn.environment={EXAMPLE / 'later.py'}:"
+    blind = tmp_path / "blind.py"
+    blind.write_text((EXAMPLE / "later.py").read_text().replace(", images=self.sample.images", ""))
+    options = (*SHORT, world + "ShownLater")
+    one = trained(colours, tmp_path / "one", *options, recipe="later.yaml")
+    assert all(row["training/rollout_log_prob_diff_max"] < 1e-5 for row in one.metrics)
+    assert any(row["agent/ended_by/environment"] > 0.2 for row in one.metrics)
+    two = trained(colours, tmp_path / "two", *options, "trainer.n_gpus_per_node=2", recipe="later.yaml")
+    compare(one, two, 1e-4)
+    unseen = (*SHORT, f"actor_rollout_ref.rollout.multi_turn.environment={blind}:ShownLater")
+    with pytest.raises(AssertionError):
+        compare(one, trained(colours, tmp_path / "unseen", *unseen, recipe="later.yaml"), 1e-4)
 
 
 def test_a_frozen_tower_stays_as_it_was(colours, tmp_path):

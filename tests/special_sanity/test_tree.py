@@ -23,6 +23,7 @@ FLOORS = [
     {"trainer", "plan"},
     {"doctor"},
     {"cli"},
+    {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 STRANGERS = [("engines", "rollout"), ("rollout", "engines"), ("controller", "models"), ("algorithms", "data")]

@@ -310,12 +310,12 @@ class FSDPEngine(Engine):
         )
 
     def _image_numbers(self, data: DataProto) -> np.ndarray | None:
-        """A number of each sample's images, the same for the same; each micro-batch looks at its own once."""
+        """A number of each sample's first image, the same for the same: a micro-batch looks at its images once."""
         images = data.non_tensor_batch.get(IMAGES)
         if images is None:
             return None
         numbers: dict[Any, int] = {}
-        return np.array([numbers.setdefault(own or at, len(numbers)) for at, own in enumerate(images)])
+        return np.array([numbers.setdefault(own[0] if own else at, len(numbers)) for at, own in enumerate(images)])
 
     def _largest_over_data_parallel(self, count: int) -> int:
         if self.data_group is None:

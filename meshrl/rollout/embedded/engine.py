@@ -151,11 +151,12 @@ class EmbeddedRollout(SteppingRollout):
     def add(self, request: Request) -> str | None:
         problem = self._problem(request) or self._unreadable(request.images)
         if problem is None:
-            prompt = self._shared_prompt(request)
+            prompt = np.array(request.prompt_token_ids, np.int64)
+            names = self._names(prompt, request.images)
             for index in range(request.params.n):
                 seed = derived_seed(request.seed, index)
                 sequence = self._sequence(request.request_id, index, prompt, request.params, seed)
-                sequence.images = request.images
+                sequence.images, sequence.names = request.images, names
                 sequence.streams = request.request_id in self.streaming
                 self._submit(sequence)
         return problem
@@ -171,12 +172,9 @@ class EmbeddedRollout(SteppingRollout):
             return str(error)
         return None
 
-    def _shared_prompt(self, request: Request) -> np.ndarray:
-        """The prompt; of one with images that of the request before, if it is the same: no cache would find it."""
-        prompt = np.array(request.prompt_token_ids, np.int64)
-        last = self.scheduler.waiting[-1] if request.images and self.scheduler.waiting else None
-        is_same = last is not None and last.images == request.images and np.array_equal(last.prompt, prompt)
-        return last.prompt if last is not None and is_same else prompt
+    def _names(self, prompt: np.ndarray, images: Images) -> np.ndarray | None:
+        """The prompt's tokens as the cache knows them: equal ids may stand for different images."""
+        return self.sight.names(prompt, images) if self.sight is not None and images else None
 
     def _sequence(self, name: str, index: int, prompt: np.ndarray, params: SamplingParams, seed: int) -> Sequence:
         limit = min(params.max_tokens, self.max_model_len - len(prompt))
@@ -428,13 +426,14 @@ class EmbeddedRollout(SteppingRollout):
             before = made[-1] if made else None
             prompt = ids[row][mask[row].bool()].numpy()
             if before is not None and before.images == seen and np.array_equal(before.prompt, prompt):
-                prompt, index = before.prompt, before.index + 1
+                prompt, names, index = before.prompt, before.names, before.index + 1
             else:
                 problem, index = self._problem(Request(name, tuple(prompt.tolist()), params, 0, seen)), 0
                 if problem is not None:
                     raise ValueError(problem)
+                names = self._names(prompt, seen)
             sequence = self._sequence(name, index, prompt, params, derived_seed(seed, 0))
-            sequence.images = seen
+            sequence.images, sequence.names = seen, names
             made.append(sequence)
         return made
 

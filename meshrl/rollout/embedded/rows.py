@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from meshrl.data.seen import Images
 from meshrl.rollout.requests import SamplingParams
 
 _arrivals = itertools.count()
@@ -29,7 +30,8 @@ class Sequence:
     sink: Any = None  # where the answer goes at its end, if not into chunks
     streams: bool = False
     cacheable: bool = True
-    images: tuple[bytes, ...] = ()
+    images: Images = ()
+    names: np.ndarray | None = None  # of the prompt's tokens in the cache, where ids do not tell
     row: int = -1
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # tokens whose keys and values are (being) computed
@@ -52,6 +54,12 @@ class Sequence:
     def tokens(self) -> np.ndarray:
         """Prompt and answer so far, of a sequence without a row."""
         return np.concatenate([self.prompt, self.output]) if len(self.output) else self.prompt
+
+    def named(self, tokens: np.ndarray) -> np.ndarray:
+        """First tokens of this sequence by the names that the cache knows them by."""
+        if self.names is None:
+            return tokens
+        return np.concatenate([self.names, tokens[len(self.names) :]])[: len(tokens)]
 
     def tokens_with(self, rows: Rows) -> np.ndarray:
         """Prompt and answer so far, of a sequence with a row."""

@@ -169,17 +169,20 @@ class Runner(ABC):
         """Looks at the images of prefill pieces, if there are any, and notes how far they shift what comes behind."""
         if self.sight is None:
             return None
-        ids = torch.from_numpy(np.concatenate([piece.tokens for piece in pieces]))
         images = [piece.sequence.images for piece in pieces]
-        seen = self.sight.look(ids, [len(piece.tokens) for piece in pieces], images)
+        # Where there are images, positions are counted from the beginning, also of what is in the cache.
+        ids = [p.sequence.tokens[: p.end] if p.sequence.images else p.tokens for p in pieces]
+        lengths, sizes = ([len(one) for one in many] for many in (ids, [p.tokens for p in pieces]))
+        known = [length - size for length, size in zip(lengths, sizes, strict=True)]
+        seen = self.sight.look(torch.from_numpy(np.concatenate(ids)), lengths, images, known)
         for at, piece in enumerate(pieces):
             for sequence in (piece.sequence, *piece.sequence.followers):
                 self.rows.shift[sequence.row] = 0 if seen is None else seen.shifts[at]
         if seen is None:
             return None
         # Pieces without images may go on where others ended.
-        starts = torch.from_numpy(np.repeat([p.start for p in pieces], [len(p.tokens) for p in pieces]))
-        return replace(seen, positions=seen.positions + starts).to(self.device)
+        starts = np.repeat([p.start - skipped for p, skipped in zip(pieces, known, strict=True)], sizes)
+        return replace(seen, positions=seen.positions + torch.from_numpy(starts)).to(self.device)
 
     def routing(self) -> AbstractContextManager[None]:
         """Inside, it is noted which experts tokens go to, where that is wanted."""

@@ -147,13 +147,9 @@ class Scheduler:
 
     def _match(self, sequence: Sequence, tokens: np.ndarray) -> Match:
         # At least the last token is computed again: the next one is sampled from its logits.
-        if not self._can_cache(sequence) or len(tokens) <= self.blocks.block_size or not self._wants_cache(sequence):
+        if not self.caching or len(tokens) <= self.blocks.block_size or not self._wants_cache(sequence):
             return Match([], 0, None)
-        return self.blocks.match(tokens, len(tokens) - 1)
-
-    def _can_cache(self, sequence: Sequence) -> bool:
-        """Blocks are found by their tokens, which are the same for all images."""
-        return self.caching and not sequence.images
+        return self.blocks.match(sequence.named(tokens), len(tokens) - 1)
 
     def _wants_cache(self, sequence: Sequence) -> bool:
         """A batch for training finds nothing in the cache but its own prompts: those of split or restarted groups."""
@@ -193,9 +189,9 @@ class Scheduler:
 
     def register(self, sequence: Sequence, length: int, tokens: np.ndarray) -> list[int]:
         """Makes the first `length` tokens findable; returns the places of blocks that were not."""
-        if not self._can_cache(sequence) or length < self.blocks.block_size:
+        if not self.caching or length < self.blocks.block_size:
             return []
-        return self.blocks.register(tokens[:length], sequence.blocks)
+        return self.blocks.register(sequence.named(tokens[:length]), sequence.blocks)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes row and blocks back."""

@@ -7,6 +7,7 @@ logits processor, a weight-transfer backend, sleep and wake, LoRA requests.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import math
 import random
@@ -21,7 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshrl.data.image_reader import reader_of
 from meshrl.models.loading import load_model_config
+from meshrl.models.sight import Sight, sees
 from meshrl.rollout.admission import NO_WEIGHTS, known_tags
 from meshrl.rollout.base import TAGS
 from meshrl.rollout.requests import Chunk, Request
@@ -30,6 +33,7 @@ from meshrl.rollout.stepping import SteppingRollout
 from meshrl.rollout.stops import special_texts
 from meshrl.rollout.vllm.adapter import ADAPTER, write_adapter
 from meshrl.rollout.vllm.arguments import BACKEND, engine_arguments
+from meshrl.rollout.vllm.images import token_prompt
 from meshrl.rollout.vllm.parallel import Parallel, complaint, parallel_of
 from meshrl.rollout.vllm.routes import RequestRoutes
 from meshrl.rollout.weight_stream import FileWeights, buckets, checked, noted
@@ -62,7 +66,8 @@ class VllmRollout(SteppingRollout):
             raise ImportError("rollout.name=vllm needs vLLM: pip install 'meshrl[vllm]'") from error
         self.pad_token_id, self.bucket_bytes = pad_token_id, bucket_bytes
         hf_config = load_model_config(path, trust_remote_code=trust_remote_code)
-        self._weights, self.vocabulary = FileWeights(hf_config), int(hf_config.vocab_size)
+        self._weights, self.vocabulary = FileWeights(hf_config), int(hf_config.get_text_config().vocab_size)
+        self.sight = Sight(hf_config, reader_of(str(path), trust_remote_code)) if sees(hf_config) else None
         self._specials = functools.partial(special_texts, str(path), trust_remote_code)
         self._folder = Path(memory_folder())
         self._file = SharedFile(self._folder / "weights")
@@ -120,17 +125,20 @@ class VllmRollout(SteppingRollout):
 
         if self.version < 0:
             return NO_WEIGHTS
-        problem = vllm_refusal(request, self.vocabulary, self.context)
+        problem = vllm_refusal(request, self.vocabulary, self.context, self.sight)
         if problem is not None:
             return problem
+        try:
+            given = token_prompt(request, self.sight)
+        except ValueError as error:
+            return str(error)
         added: list[str] = []
         for index in range(request.params.n):
             name = f"{request.request_id}/{index}"
             fields = sampling_fields(request, index, self.context, self._specials)
             params = SamplingParams(**fields, output_kind=RequestOutputKind.DELTA, flat_logprobs=True)
-            prompt = TokensPrompt(prompt_token_ids=list(request.prompt_token_ids))
             try:
-                self.engine.add_request(name, prompt, params, lora_request=self._adapter)
+                self.engine.add_request(name, TokensPrompt(**given), params, lora_request=self._adapter)
             except ValueError as error:
                 self.engine.abort_request(added)
                 for other in added:
@@ -229,6 +237,8 @@ class VllmRollout(SteppingRollout):
         """Drops every cached key and value; running requests compute theirs anew."""
         if "kv_cache" not in self._released and not self.engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM could not drop its cache after a weight update")
+        if self.sight is not None:
+            self.engine.reset_encoder_cache()  # what the old weights saw
         if self.routes is not None:
             self.routes.forget_blocks()
 
@@ -298,8 +308,13 @@ class VllmRollout(SteppingRollout):
         with self.lock:
             if self._folder.exists():
                 if self._is_guest:
-                    # Its own shutdown would end the trainer's process group as well.
+                    from vllm.distributed import destroy_model_parallel
+
+                    # Its own shutdown ends the trainer's process group as well, so it has to wait for the end of this
+                    # process; and there it must come first, or it would look for groups that are gone.
                     self.engine.model_executor.shutdown()
+                    destroy_model_parallel()
+                    atexit.register(self.engine.engine_core.shutdown)
                 else:
                     self.engine.engine_core.shutdown()
                 shutil.rmtree(self._folder, ignore_errors=True)

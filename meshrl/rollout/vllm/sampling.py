@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from meshrl.models.sight import Sight
 from meshrl.rollout.admission import refusal, room
 from meshrl.rollout.embedded.sampler import derived_seed
 from meshrl.rollout.requests import Request
@@ -12,7 +13,7 @@ from meshrl.rollout.stops import split_stops
 from meshrl.rollout.vllm.log_probs import adjusts, extra_args
 
 
-def vllm_refusal(request: Request, vocabulary: int, context: int) -> str | None:
+def vllm_refusal(request: Request, vocabulary: int, context: int, sight: Sight | None = None) -> str | None:
     """Why this engine cannot serve a request, or None."""
     params = request.params
     if adjusts(params) and params.top_log_probs:
@@ -20,7 +21,10 @@ def vllm_refusal(request: Request, vocabulary: int, context: int) -> str | None:
             "vLLM cannot give top_log_probs together with repetition_penalty, logit_bias or min_tokens: "
             "leave one of them out"
         )
-    return refusal(request, vocabulary, context)
+    problem = refusal(request, vocabulary, context, sees=sight is not None)
+    if problem is None and sight is not None and request.images:
+        problem = sight.problem(request.prompt_token_ids, request.images)
+    return problem
 
 
 def sampling_fields(

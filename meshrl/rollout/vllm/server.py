@@ -5,6 +5,7 @@ The server must run on this machine, or see `exchange` (the folder that weights 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import shutil
@@ -15,7 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
+from meshrl.data.image_reader import reader_of
 from meshrl.models.loading import load_model_config
+from meshrl.models.sight import Sight, sees
 from meshrl.rollout.base import TAGS
 from meshrl.rollout.remote.client import EngineClient, ModelFacts, Piece, span_versions
 from meshrl.rollout.remote.http import Http
@@ -25,6 +28,7 @@ from meshrl.rollout.shared_file import SharedFile, memory_folder
 from meshrl.rollout.stops import special_texts
 from meshrl.rollout.vllm.adapter import ADAPTER, write_adapter
 from meshrl.rollout.vllm.arguments import ADAPTERS_ENVIRONMENT, ENVIRONMENT, command_line
+from meshrl.rollout.vllm.images import content_parts, with_one_each
 from meshrl.rollout.vllm.parallel import complaint
 from meshrl.rollout.vllm.sampling import sampling_fields, vllm_refusal
 from meshrl.rollout.weight_stream import FileWeights
@@ -52,8 +56,10 @@ class VllmServer(EngineClient):
         trusted = bool((arguments or {}).get("trust_remote_code"))
         config = load_model_config(path, trust_remote_code=trusted)
         self._specials = functools.partial(special_texts, str(path), trusted)
-        context = int((arguments or {}).get("max_model_len") or config.max_position_embeddings)
-        self.facts = ModelFacts(int(config.vocab_size), context, FileWeights(config))
+        text = config.get_text_config()
+        context = int((arguments or {}).get("max_model_len") or text.max_position_embeddings)
+        self.facts = ModelFacts(int(text.vocab_size), context, FileWeights(config))
+        self._sight = Sight(config, reader_of(str(path), trusted)) if sees(config) else None
         self.start_seconds, self._arguments, self._path = start_seconds, dict(arguments or {}), path
         self._exchange, self._environment = exchange, ENVIRONMENT | dict(environment or {})
         self._folder: Path | None = None
@@ -80,13 +86,14 @@ class VllmServer(EngineClient):
         await self._http.post("/init_weight_transfer_engine", {"init_info": {}})
 
     def refusal(self, request: Request) -> str | None:
-        return vllm_refusal(request, self.facts.vocabulary, self.facts.context)
+        return vllm_refusal(request, self.facts.vocabulary, self.facts.context, self._sight)
 
     async def generate(self, name: str, request: Request, index: int) -> AsyncIterator[Piece]:
         top = request.params.top_log_probs
         body = {
             "request_id": name,
             "token_ids": list(request.prompt_token_ids),
+            **(await asyncio.to_thread(self._shown, request) if request.images else {}),
             # The server counts the sampled token as one of the likeliest.
             "sampling_params": sampling_fields(request, index, self.facts.context, self._specials)
             | {"logprobs": top + 1 if top else 0},
@@ -99,6 +106,11 @@ class VllmServer(EngineClient):
                 return
             for choice in event["choices"]:
                 yield as_piece(choice, top)
+
+    def _shown(self, request: Request) -> dict[str, Any]:
+        """The fields of a request with images."""
+        assert self._sight is not None
+        return {"token_ids": with_one_each(request, self._sight), "content_parts": content_parts(request.images)}
 
     async def abort(self, names: Sequence[str]) -> None:
         await self._http.post("/abort_requests", {"request_ids": [SERVED_AS + name for name in names]})
@@ -135,6 +147,8 @@ class VllmServer(EngineClient):
 
     async def flush(self) -> None:
         await self._http.post("/reset_prefix_cache", reset_running_requests="true")
+        if self._sight is not None:
+            await self._http.post("/reset_encoder_cache")  # what the old weights saw
 
     async def release(self, tags: Sequence[str]) -> None:
         asleep = set(tags) | self._released
