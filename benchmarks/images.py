@@ -1,11 +1,11 @@
 """A policy that sees, on one GPU: generation and an update beside Transformers' own model, in the same run.
 
-    python benchmarks/images.py [--shape 2B] [--parts generate update]
+    python benchmarks/images.py [--shape 2B] [--parts generate turns update]
     python benchmarks/images.py --cpu         # a tiny model
 
 Qwen3-VL's shapes, random weights. Every prompt has one image of its own (512 x 512 pixels are 256 tokens) and 64 tokens
 of text. Transformers pads, and looks at the image of every sample; ours packs, and looks at an image once for all
-answers to its prompt that share a row.
+answers to its prompt that share a row. `turns` are conversations in which every turn shows another image.
 """
 
 from __future__ import annotations
@@ -182,6 +182,49 @@ def embedded(folder: Path, work: Work, device: str, with_images: bool) -> Callab
     return step
 
 
+TURNS = 4
+
+
+def conversations(folder: Path, work: Work, device: str, caching: bool) -> Callable[[], int]:
+    """One conversation for each prompt: turns of a prompt's words and an image, answers of an eighth of the longest."""
+    from meshrl.config.model import ModelConfig
+    from meshrl.models.sight import find_sight
+    from meshrl.parallel.attention import ATTENTION_NAME
+    from meshrl.rollout.embedded.engine import EmbeddedRollout
+    from meshrl.rollout.requests import Request, SamplingParams
+
+    model = hf_model(folder, device, ATTENTION_NAME)
+    rollout = EmbeddedRollout(
+        model, pad_token_id=0, sight=find_sight(model.config, ModelConfig(path=str(folder))), shares_weights=True,
+        max_num_batched_tokens=1 << 15, memory_share=0.5, max_model_len=4096, enable_prefix_caching=caching,
+    )  # fmt: skip
+    params = SamplingParams(max(work.longest // 8, 4))
+    shown = work.prompts[:: work.n]
+    images = [own[0] for own in work.images[:: work.n]]
+
+    def step() -> int:
+        rollout.update_weights([], rollout.version + 1)  # nothing is left of the round before
+        talks: list[list[int]] = [[] for _ in shown]
+        seen: list[tuple[bytes, ...]] = [() for _ in shown]
+        tokens = 0
+        for turn in range(TURNS):
+            for at, talk in enumerate(talks):
+                other = (at + turn) % len(shown)
+                talk += shown[other]
+                seen[at] = (*seen[at], images[other])
+            requests = [
+                Request(f"{turn}-{at}", tuple(talk), params, at, own)
+                for at, (talk, own) in enumerate(zip(talks, seen, strict=True))
+            ]
+            for talk, answer in zip(talks, rollout.complete(requests), strict=True):
+                assert answer.error is None, answer.error
+                talk += [token if token != work.image_token else 1 for token in answer.token_ids]
+                tokens += len(answer.token_ids)
+        return tokens
+
+    return step
+
+
 def hf_generate(folder: Path, work: Work, device: str) -> Callable[[], int]:
     """Transformers' own loop; it looks at the image of every sample."""
     model = hf_model(folder, device)
@@ -300,7 +343,8 @@ def compare(title: str, sides: dict[str, Callable[[], Callable[[], int]]], devic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="2B", choices=list(SHAPES))
-    parser.add_argument("--parts", nargs="+", default=["generate", "update"], choices=["generate", "update"])
+    parts = ["generate", "turns", "update"]
+    parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     if not args.cpu and not torch.cuda.is_available():
@@ -317,6 +361,12 @@ def main() -> None:
             "embedded, no images": lambda: embedded(folder, work, device, False),
         }
         compare(f"generate: {what} of {longest} tokens, {shape}", sides, device)
+    if "turns" in args.parts:
+        sides = {
+            "embedded, nothing kept": lambda: conversations(folder, work, device, False),
+            "embedded": lambda: conversations(folder, work, device, True),
+        }
+        compare(f"{prompts} conversations of {TURNS} turns with an image each, {shape}", sides, device)
     if "update" in args.parts:
         sides = {
             "Transformers, padded": lambda: hf_update(folder, work, device, False),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_seeing_rollout import FAMILIES, asked, batch_of, check, made
 
-from meshrl.rollout.requests import SamplingParams
+from meshrl.rollout.requests import Request, SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,3 +52,29 @@ def test_rounded_numbers_stay_near(seeing_folder, image, way):
     rollout = made(folder, "cuda", torch.bfloat16, block_size=16, **settings)
     requests = asked(rollout, image, PARAMS)
     check(folder, rollout, requests, rollout.complete(requests), tolerance)
+
+
+def test_a_conversation_goes_on_from_the_cache(folder, image):
+    """A later turn with an image of its own; the blocks that are found end inside the first image, or behind it."""
+    rollout = made(folder, "cuda", block_size=16, max_model_len=128)
+    sight = rollout.sight
+
+    def tokens_of(one):
+        return (11, *[sight.image_token] * sight.reader.num_tokens(one), 12)
+
+    first = [image(32, 40, seed) for seed in range(3)]
+    asked_first = [
+        Request(f"a{at}", (*tokens_of(one), *range(5, 5 + 7 * at)), SamplingParams(8), at, (one,))
+        for at, one in enumerate(first)
+    ]
+    said = rollout.complete(asked_first)
+    check(folder, rollout, asked_first, said, 1e-4)
+    later = []
+    for request, answer in zip(asked_first, said, strict=True):
+        own = [token if token != sight.image_token else 1 for token in answer.token_ids]
+        shown = image(24, 16, 9)
+        ids = (*request.prompt_token_ids, *own, *tokens_of(shown), 7)
+        later.append(Request(f"b{request.seed}", ids, PARAMS, request.seed, (*request.images, shown)))
+    before = rollout.stats()["cached_prompt_tokens"]
+    check(folder, rollout, later, rollout.complete(later), 1e-4)
+    assert rollout.stats()["cached_prompt_tokens"] - before >= 16 * (1 + 1 + 2)
