@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,19 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MOST_PIXELS = 1 << 26
 # Pixels of images that are kept for the next pass over the same samples.
 KEPT_BYTES = 512 << 20
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """One image: `values` [patches, numbers], and its patches by time, height and width."""
+    """One image: `values` [patches, numbers], and its patches by time, height and width.
+
+    No other image has its `number`; the same image has another one when it is read again.
+    """
 
     values: Tensor
     grid: tuple[int, int, int]
+    number: int = field(default_factory=lambda: next(_numbers))
 
 
 class ImageReader:

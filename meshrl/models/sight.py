@@ -8,9 +8,9 @@ ends at an earlier position (`shifts`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,6 @@ class Sight:
         self.reader, self.image_token = reader, int(config.image_token_id)
         vision = config.vision_config
         self.merge = int(vision.spatial_merge_size)
-        self._numbers: dict[bytes, int] = {}  # of images, by their digests: a hundred bytes each
         channels = getattr(vision, "in_channels", None) or vision.in_chans
         self.patch_numbers = channels * vision.temporal_patch_size * vision.patch_size**2
 
@@ -137,10 +136,10 @@ class Sight:
 
     def names(self, ids: np.ndarray, images: Images) -> np.ndarray:
         """Tokens by names that tell images apart: the tokens of an image have a number of its own, below zero."""
-        times = [self.reader.num_tokens(image) for image in images]
-        numbers = [self._numbers.setdefault(sha256(image).digest(), -1 - len(self._numbers)) for image in images]
+        pixels = [self.reader.pixels(image) for image in images]
+        times = [math.prod(self._squares(one)) for one in pixels]
         named = ids.copy()
-        named[(ids == self.image_token).nonzero()[0][: sum(times)]] = np.repeat(numbers, times)
+        named[(ids == self.image_token).nonzero()[0][: sum(times)]] = np.repeat([-1 - p.number for p in pixels], times)
         return named
 
     def _squares(self, pixels: Pixels) -> tuple[int, int]:
