@@ -93,8 +93,8 @@ class TurnEncoder:
         places = ids.count(self.sight.image_token)
         if places != len(images):
             raise ValueError(
-                f"the chat template writes {count(places, 'place')} for {count(len(images), 'image')}: use one that "
-                "knows images in turns of this role"
+                f"{count(places, 'place')} for images, but {count(len(images), 'image')}: use a chat template that "
+                "writes those in turns of this role, and no image token in a text"
             )
         return self.sight.expanded(np.array(ids), images, 0).tolist() if images else ids
 
@@ -140,6 +140,29 @@ class TurnEncoder:
             conversation += [{"role": "assistant", "content": said}, *others]
             self._compare(grown, self.prompt(conversation), roles, mode)
         self._warn_of_dropped_thoughts(turns)
+        self._warn_of_images(turns)
+
+    def _warn_of_images(self, turns: Sequence[Sequence[str]]) -> None:
+        """Not everybody shows images; but who does needs one place for each, written the same in every turn."""
+        if self.sight is None:
+            return
+        for role in sorted({role for roles in turns for role in roles}):
+            words = self._words_of(role, 0)
+            shown = words | {"content": [{"type": "image"}, {"type": "text", "text": words["content"]}]}
+            said = {"role": "assistant", "content": MARK}
+            try:
+                first, second = (self.render([*OPENING, *[said, shown] * n]).rpartition(MARK)[2] for n in (1, 2))
+            except ValueError as error:
+                logger.warning("no images can be shown in a turn of %s: %s", role, error)
+                continue
+            places = self._tokens(first).count(self.sight.image_token)
+            if places != 1:
+                logger.warning("the chat template writes %d places for an image in a turn of %s", places, role)
+            elif first != second:
+                logger.warning(
+                    "the chat template writes a second image in a turn of %s otherwise than the first: %r and %r",
+                    role, first, second,
+                )  # fmt: skip
 
     def _end_of_turn(self, role: str) -> int:
         """The token by which the template ends the model's turn; it must be one that ends generation too."""

@@ -11,6 +11,11 @@ from meshrl.data.images import PLACE, PromptImages, encoded, in_parts
 from meshrl.data.seen import Images
 
 
+def shows(images: Any) -> bool:
+    """Whether there is anything among what may be one image, several or none."""
+    return images is not None and not (isinstance(images, list | tuple) and not images)
+
+
 def taken(images: Any, sight: PromptImages | None) -> Images:
     """One image or several, in any form that rows may have them in, as the bytes of files that the model can see."""
     several = images if isinstance(images, list | tuple) else [images]
@@ -34,8 +39,9 @@ def content(text: str, images: Images) -> str | list[dict[str, str]]:
 
 def image_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The parts of messages that are images."""
-    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
-    return [part for content in contents for part in content if part.get("type") == "image"]
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]
 
 
 def opening_images(messages: Sequence[Message], own: Images, sight: PromptImages | None) -> Images:

@@ -21,7 +21,7 @@ from typing import Any
 from meshrl.agents.calling import call
 from meshrl.agents.encoding import TurnEncoder
 from meshrl.agents.environments import Environment, Step
-from meshrl.agents.images import content, image_parts, opening_images, taken
+from meshrl.agents.images import content, image_parts, opening_images, shows, taken
 from meshrl.agents.messages import MalformedCall, Message, Sample, ToolAnswer, ToolCall, tool_message
 from meshrl.agents.parsers import Call, ToolParser
 from meshrl.agents.requests import RequestDesk
@@ -113,9 +113,11 @@ class AgentLoop:
             return State.GENERATING
         messages = await self._ask_environment(self.environment.reset, self.sample)
         images: Images = ()
+        sight = self.agent.encoder.sight
+        if messages is not None and sight is not None:
+            messages = sight.with_places(messages)
         if messages is not None and image_parts(messages):
-            found = await self._ask_environment(opening_images, messages, self.sample.images, self.agent.encoder.sight)
-            images = found or ()
+            images = await self._ask_environment(opening_images, messages, self.sample.images, sight)
         if self.trajectory.ending:
             return State.DONE
         if messages is not None:
@@ -188,7 +190,7 @@ class AgentLoop:
         if step.done:
             return self._end("environment")
         sight = self.agent.encoder.sight
-        images = await self._ask_environment(taken, step.images, sight) if step.images else ()
+        images = await self._ask_environment(taken, step.images, sight) if shows(step.images) else ()
         if images is None:
             return State.DONE
         return self._hear([{"role": "user", "content": content(step.observation, images)}], images)

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from meshrl.agents.calling import beside, call
-from meshrl.agents.images import taken
+from meshrl.agents.images import shows, taken
 from meshrl.agents.messages import Sample, ToolAnswer, ToolCall
 from meshrl.agents.schema import argument_problem
 from meshrl.agents.tools import FunctionTool, Tool, as_result
@@ -72,7 +72,8 @@ class ToolSession:
                 run = await self._bound(tool, timeout)
                 # Bound to it: the tool's parameters may have the names of `call`'s own.
                 result = as_result(await call(functools.partial(run, **asked.arguments), timeout=timeout))
-                images = await beside(taken, result.images, self.box.sight) if result.images else ()
+                shown = shows(result.images)
+                images = await call(taken, result.images, self.box.sight, timeout=timeout) if shown else ()
         except TimeoutError:
             return self.refuse(asked.name, f"'{asked.name}' took longer than {timeout:g} seconds")
         except Exception as error:

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -28,18 +28,51 @@ MOST_PIXELS = 1 << 26
 # Pixels of images that are kept for the next pass over the same samples.
 KEPT_BYTES = 512 << 20
 _numbers = itertools.count()
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """One image: `values` [patches, numbers], and its patches by time, height and width.
-
-    No other image has its `number`; the same image has another one when it is read again.
-    """
+    """One image: `values` [patches, numbers], and its patches by time, height and width."""
 
     values: Tensor
     grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Head:
+    """What is known of an image that was read once. No other one has its `number`."""
+
+    grid: tuple[int, int, int]
     number: int = field(default_factory=lambda: next(_numbers))
+
+
+class Newest(Generic[Made]):
+    """What was made of the images that were asked for last, as long as it is not more than so many bytes."""
+
+    def __init__(self, most_bytes: int):
+        self.most_bytes, self._held = most_bytes, 0
+        self._found: OrderedDict[bytes, tuple[Made, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, image: bytes) -> Made | None:
+        """What is kept of an image."""
+        with self._lock:
+            if image not in self._found:
+                return None
+            self._found.move_to_end(image)
+            return self._found[image][0]
+
+    def keep(self, image: bytes, made: Made, size: int) -> Made:
+        """Keeps it, unless another thread was quicker; gives what is kept."""
+        with self._lock:
+            if image not in self._found:
+                self._found[image] = (made, size)
+                self._held += size
+            kept = self._found[image][0]
+            while self._held > self.most_bytes and len(self._found) > 1:
+                self._held -= self._found.popitem(last=False)[1][1]
+        return kept
 
 
 class ImageReader:
@@ -55,9 +88,8 @@ class ImageReader:
                 f"the image processor at '{folder}' has do_resize=false: images whose sides are no whole squares could "
                 "not be read; set it to true"
             )
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[bytes, Pixels] = OrderedDict()
-        self._kept_bytes = 0
+        self._pixels: Newest[Pixels] = Newest(KEPT_BYTES)
+        self._heads: Newest[Head] = Newest(KEPT_BYTES)  # counted by the files, which are a tenth of their pixels
 
     def num_tokens(self, image: bytes) -> int:
         """How many tokens of a prompt an image takes, whichever way up. Only its head is read."""
@@ -66,19 +98,18 @@ class ImageReader:
 
     def pixels(self, image: bytes) -> Pixels:
         """The image's patches; those of the last images are kept."""
-        with self._lock:
-            if (found := self._kept.get(image)) is not None:
-                self._kept.move_to_end(image)
-                return found
+        if (found := self._pixels.get(image)) is not None:
+            return found
         made = self.processor(images=[upright(image)], return_tensors="pt")
         time, height, width = made["image_grid_thw"][0].tolist()
-        found = Pixels(made["pixel_values"], (time, height, width))
-        with self._lock:
-            if image not in self._kept:  # another thread may have been quicker
-                self._kept[image] = found
-                self._kept_bytes += found.values.nbytes
-            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
-                self._kept_bytes -= self._kept.popitem(last=False)[1].values.nbytes
+        pixels = Pixels(made["pixel_values"], (time, height, width))
+        self._heads.keep(image, Head(pixels.grid), len(image))
+        return self._pixels.keep(image, pixels, pixels.values.nbytes)
+
+    def head(self, image: bytes) -> Head:
+        """The image's size and number, which are kept for longer than its patches."""
+        while (found := self._heads.get(image)) is None:
+            self.pixels(image)
         return found
 
 

@@ -60,20 +60,21 @@ def new_folder(folder: Path) -> Iterator[Path]:
     _put_in_place(aside, folder)
 
 
-def as_file_tensors(weights: Iterable[tuple[str, Tensor]], hf_model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """As files have them: Transformers joins experts when it loads, other tools know them one by one."""
+def as_file_tensors(
+    weights: Iterable[tuple[str, Tensor]], hf_model: PreTrainedModel, *, turns_squares: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """As files have them: Transformers joins experts when it loads, other tools know them one by one.
+
+    Of some families, files have rows and columns of stacked experts the other way round. Transformers turns them when
+    it loads, but not when it saves; it tells by the shape, so that in files squares stay as they are.
+    """
+    may_turn = hf_model.config.model_type in TURNED_EXPERTS
     for name, tensor in weights:
         for file, value in revert_weight_conversion(hf_model, {name: tensor}).items():
-            yield file, value.transpose(1, 2) if _is_turned(file, value, hf_model) else value
-
-
-def _is_turned(name: str, tensor: Tensor, hf_model: PreTrainedModel) -> bool:
-    """Whether files have rows and columns of stacked experts the other way round.
-
-    Transformers turns them when it loads, but not when it saves. It tells by the shape, so squares stay.
-    """
-    is_stack = hf_model.config.model_type in TURNED_EXPERTS and STACK.fullmatch(name) is not None
-    return is_stack and tensor.shape[1] != tensor.shape[2]
+            if may_turn and STACK.fullmatch(file) and value.shape == tensor.shape:
+                is_square = value.shape[1] == value.shape[2]
+                value = value if is_square and not turns_squares else value.transpose(1, 2)
+            yield file, value
 
 
 def kind_of(name: str) -> str:

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import SEEING
 from meshrl.config.names import count
-from meshrl.data.image_reader import ImageReader, Pixels, reader_of
+from meshrl.data.image_reader import Head, ImageReader, reader_of
 from meshrl.data.seen import NOT_AN_IMAGE, Images, Seen
 
 
@@ -85,8 +85,8 @@ class Sight:
         if not shown:
             return None
         number = {image: at for at, image in enumerate(dict.fromkeys(shown))}
-        pixels = [self.reader.pixels(image) for image in number]
-        sizes = torch.tensor([self._squares(one) for one in pixels])  # [distinct, 2]: rows and columns of squares
+        # [distinct, 2]: rows and columns of squares
+        sizes = torch.tensor([self._squares(self.reader.head(image)) for image in number])
         first_square = sizes.prod(1).cumsum(0) - sizes.prod(1)
         which = torch.tensor([number[image] for image in shown])
         counts = torch.tensor([len(own or ()) for own in images])
@@ -125,25 +125,26 @@ class Sight:
             positions, square_of = positions[:, is_new], square_of[is_new]
             # Images that are looked at no more leave, and the squares of the others move up.
             image_at = torch.bucketize(square_of, first_square, right=True) - 1  # of other tokens: NOT_AN_IMAGE
-            is_left = torch.zeros(len(pixels), dtype=torch.bool)
+            is_left = torch.zeros(len(number), dtype=torch.bool)
             is_left[image_at[image_at >= 0]] = True
             gone = torch.where(is_left, 0, sizes.prod(1)).cumsum(0)
             square_of = torch.where(image_at >= 0, square_of - gone[image_at], square_of)
-            pixels = [one for one, stays in zip(pixels, is_left.tolist(), strict=True) if stays]
+            number = {image: at for (image, at), stays in zip(number.items(), is_left.tolist(), strict=True) if stays}
+        pixels = [self.reader.pixels(image) for image in number]
         values = torch.cat([one.values for one in pixels]) if pixels else torch.empty(0, self.patch_numbers)
         grids = torch.tensor([one.grid for one in pixels], dtype=torch.long).reshape(-1, 3)
         return Seen(positions, square_of, values, grids, shifts)
 
     def names(self, ids: np.ndarray, images: Images) -> np.ndarray:
         """Tokens by names that tell images apart: the tokens of an image have a number of its own, below zero."""
-        pixels = [self.reader.pixels(image) for image in images]
-        times = [math.prod(self._squares(one)) for one in pixels]
+        heads = [self.reader.head(image) for image in images]
+        times = [math.prod(self._squares(head)) for head in heads]
         named = ids.copy()
-        named[(ids == self.image_token).nonzero()[0][: sum(times)]] = np.repeat([-1 - p.number for p in pixels], times)
+        named[(ids == self.image_token).nonzero()[0][: sum(times)]] = np.repeat([-1 - h.number for h in heads], times)
         return named
 
-    def _squares(self, pixels: Pixels) -> tuple[int, int]:
-        _, height, width = pixels.grid
+    def _squares(self, head: Head) -> tuple[int, int]:
+        _, height, width = head.grid
         return height // self.merge, width // self.merge
 
     def inputs(self, hf_model: Any, ids: Tensor, seen: Seen | None, *, always: bool = False) -> dict[str, Any]:

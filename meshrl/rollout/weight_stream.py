@@ -55,7 +55,7 @@ class FileWeights:
 
         for name, tensor in weights:
             if kind_of(name) in self._others:
-                yield from as_file_tensors([(name, tensor)], self._model)
+                yield from as_file_tensors([(name, tensor)], self._model, turns_squares=True)
                 continue
             parts = parts_of(name, tuple(tensor.shape), self._type)
             if len(parts) == 1:

@@ -1,6 +1,7 @@
 """Images in conversations: what tools and environments show, as tokens and as what the rollout and the trainer get."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -236,7 +237,7 @@ def test_a_template_that_leaves_images_out_is_told(agent, image):
         return ToolResult("look", images=[image(8, 8)])
 
     blind = SEEING.replace("<|vision_start|><|image_pad|><|vision_end|>", "")
-    with pytest.raises(ValueError, match="writes 0 places for 1 image"):
+    with pytest.raises(ValueError, match="0 places for images, but 1 image"):
         run_loop(agent(show, template=blind), ScriptedRollout(says(call_text("show"), "x")), Sample(0, (5, 6)))
 
 
@@ -262,3 +263,79 @@ def test_the_batch_has_all_images(agent, image):
     assert batch.non_tensor_batch[IMAGES][0][1] == image(8, 16)
     tokens = (batch.batch["input_ids"] == made.encoder.image_token).sum(1)
     np.testing.assert_array_equal(tokens, [2 + 2, 2])
+
+
+def test_the_check_warns_of_templates_that_leave_images_out_or_count_them(agent, caplog):
+    roles = [["tool"], ["user"]]
+    agent().encoder.check(roles)
+    assert not caplog.records
+    image_place = "<|vision_start|><|image_pad|><|vision_end|>"
+    agent(template=SEEING.replace(image_place, "")).encoder.check(roles)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"the chat template writes 0 places for an image in a turn of {role}" for role in ("tool", "user")
+    ]
+    caplog.clear()
+    counting = SEEING.replace(image_place, "{% set ns.n = ns.n + 1 %}{{ ns.n }}" + image_place)
+    agent(template="{% set ns = namespace(n=0) %}" + counting).encoder.check(roles)
+    assert all("writes a second image" in r.getMessage() for r in caplog.records)
+    assert len(caplog.records) == 2
+    caplog.clear()
+    agent(template=CHATML.replace("{{ m['content'] }}", "{{ m['content'] + '' }}")).encoder.check([["user"]])
+    (record,) = caplog.records
+    assert "no images can be shown in a turn of user" in record.getMessage()
+
+
+class Begins(Environment):
+    def __init__(self, messages):
+        self.messages = messages
+
+    def reset(self, sample):
+        return self.messages(sample)
+
+    def step(self, text):
+        return Step(done=True)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_an_environment_may_begin_with_the_rows_own_messages(agent, sight, tokenizer, image, parts):
+    """In which an image is a word, or a part that a table has filled up with empty columns."""
+    own = image(8, 16, 1)
+    question = [{"type": "image", "text": None, "image": None}, {"type": "text", "text": "?", "image": None}]
+    messages = ({"role": "user", "content": np.array(question) if parts else "<image>?"},)
+    made = agent(environment=lambda: Begins(lambda given: [{"role": "system", "content": "hm"}, *given.messages]))
+    rollout = ScriptedRollout(says("one"))
+    _, found = run_loop(made, rollout, Sample(0, (5,), 0, messages, images=(own,)))
+    start = "<|start|>"
+    assert shown_as(sight, tokenizer, found.prompt_ids) == (
+        f"{start}system\nhm<|end|>\n{start}user\n[image]?<|end|>\n{start}assistant\n"
+    )
+    assert rollout.requests[0].images == (own,)
+
+
+def test_odd_things_end_a_sample_at_most(agent, image):
+    """A message without words, an image that is none, and a path from which nothing ever comes."""
+    calls = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": []}]
+    template = SEEING.replace("m.content is string", "not m.content or m.content is string")
+    made = agent(environment=lambda: Begins(lambda given: calls), template=template)
+    _, found = run_loop(made, ScriptedRollout(says("one")), Sample(0, (5,)))
+    assert found.ending == "environment"
+
+    class Pixels(Environment):
+        def step(self, text):
+            return Step("here", images=np.zeros((8, 8, 3), np.uint8))
+
+    _, found = run_loop(agent(environment=Pixels), ScriptedRollout(says("one")), Sample(0, (5,)))
+    assert found.ending == "environment_error"
+
+
+def test_reading_what_a_tool_shows_takes_no_longer_than_a_call(agent, tokenizer, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    @tool(timeout=0.2)
+    def show() -> ToolResult:
+        """Shows."""
+        return ToolResult("look", images=[str(pipe)])
+
+    _, found = run_loop(agent(show), ScriptedRollout(says(call_text("show"), "pity")), Sample(0, (5, 6)))
+    assert "took longer than 0.2 seconds" in tokenizer.decode(found.token_ids)

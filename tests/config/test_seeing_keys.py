@@ -60,6 +60,9 @@ def test_adapters_go_to_vllm_merged(seeing):
     (problem,) = seeing_problems(seeing(*own))
     assert "adapters sent to vllm alone (use actor_rollout_ref.rollout.update_weights_adapters=merged)" in problem
     assert seeing_problems(seeing(*own, f"{ROOT}.rollout.update_weights_adapters=merged")) == []
+    assert seeing_problems(seeing(*own, f"{ROOT}.hybrid_engine=false", f"{ROOT}.rollout.nnodes=1")) == []
+    from_a_path = (f"{ROOT}.rollout.name=vllm", f"{ROOT}.model.lora_adapter_path=adapter")
+    assert seeing_problems(seeing(*from_a_path)) == [problem]
 
 
 def test_it_must_say_how_images_are_read(seeing, seeing_folder, tmp_path):

@@ -118,3 +118,20 @@ def test_stacked_experts_of_a_model_that_sees_lie_as_its_makers_files_have_them(
         stored = files.get(name)
         assert stored is not None
         assert torch.equal(weight, stored.transpose(1, 2) if ".experts." in name else stored)
+
+
+def test_engines_get_square_experts_the_same_way_round_as_others():
+    """In files Transformers could not tell; an engine that takes a stream never looks at the shape."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 3, "num_experts_per_tok": 2}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    sizes |= {"vocab_size": 50, "head_dim": 32}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+    config = AutoConfig.for_model("qwen3_vl_moe", text_config=sizes, vision_config=vision)
+    stream = FileWeights(config)
+    name = "model.language_model.layers.0.mlp.experts.down_proj"
+    weight = torch.arange(3 * 64 * 64.0).reshape(3, 64, 64)
+    ((sent, value),) = stream.renamed([(name, weight)])
+    assert sent == name
+    assert torch.equal(value, weight.transpose(1, 2))
+    ((_, kept),) = as_file_tensors([(name, weight)], stream._model)
+    assert torch.equal(kept, weight)

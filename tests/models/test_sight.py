@@ -158,23 +158,24 @@ def test_nothing_to_see_still_reaches_every_weight_of_the_tower(folder, scene):
     assert missing == []
 
 
-def test_pixels_are_kept_up_to_a_limit(seeing_folder, image, monkeypatch):
-    from meshrl.data import image_reader
-
+def test_pixels_are_kept_up_to_a_limit(seeing_folder, image):
     reader = ImageReader(seeing_folder("qwen3_vl"))
     calls = []
     processor = reader.processor
     reader.processor = lambda **given: calls.append(1) or processor(**given)
     first, second = image(16, 16, 1), image(16, 16, 2)
     size = reader.pixels(first).values.nbytes
-    monkeypatch.setattr(image_reader, "KEPT_BYTES", size)
+    reader._pixels.most_bytes = size
     reader.pixels(first)
     assert len(calls) == 1
     reader.pixels(second)
     reader.pixels(second)
     assert len(calls) == 2
+    number = reader.head(first).number
+    assert len(calls) == 2  # what is known of it stays
     reader.pixels(first)
     assert len(calls) == 3
+    assert reader.head(first).number == number != reader.head(second).number
 
 
 def test_what_is_no_image_is_told(seeing_folder, image, tmp_path):

@@ -1,5 +1,7 @@
 """The embedded rollout with images on a GPU: log-probs against Transformers' own model in float32 on a CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_seeing_rollout import FAMILIES, asked, batch_of, check, made
@@ -78,3 +80,5 @@ def test_a_conversation_goes_on_from_the_cache(folder, image):
     before = rollout.stats()["cached_prompt_tokens"]
     check(folder, rollout, later, rollout.complete(later), 1e-4)
     assert rollout.stats()["cached_prompt_tokens"] - before >= 16 * (1 + 1 + 2)
+    same = [replace(r, request_id=f"c{r.seed}", prompt_token_ids=(*r.prompt_token_ids, 8)) for r in later]
+    check(folder, rollout, same, rollout.complete(same), 1e-4)  # all images are in the cache, or in its last block

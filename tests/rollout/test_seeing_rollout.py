@@ -202,10 +202,15 @@ def images_looked_at(rollout, run):
         rollout.hf_model.base_model.get_image_features = look
 
 
-def test_a_conversation_goes_on_from_the_cache(folder, image):
-    """Later turns with images of their own: what came before is neither computed nor looked at again."""
+@pytest.mark.parametrize("store", [512 << 20, 1])
+def test_a_conversation_goes_on_from_the_cache(folder, image, monkeypatch, store):
+    """Later turns with images of their own: what came before is neither computed nor looked at again.
+
+    Nor is it where the store of pixels has forgotten it.
+    """
     rollout = made(folder)
     sight = rollout.sight
+    monkeypatch.setattr(sight.reader._pixels, "most_bytes", store)
     prompts = [r for r in asked(rollout, image, SamplingParams(5)) if r.images]
     first, looked = images_looked_at(rollout, lambda: rollout.complete(prompts))
     assert looked == 7

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -187,3 +188,20 @@ def test_a_run_in_which_images_come_in_the_middle_of_conversations(tmp_path, ima
     assert len(rows) == 2
     assert all(row["training/rollout_log_prob_diff_max"] < 1e-4 for row in rows)
     assert any(row["agent/ended_by/environment"] > 0.1 for row in rows)
+
+
+def test_routes_of_equal_tokens_with_other_images_are_others(tmp_path, image):
+    """The first block is the same but for its image: a later sample finds its own in the cache, and its own routes."""
+    folder = made_folder(tmp_path, "qwen3_vl_moe")
+    rollout = VllmRollout(folder, pad_token_id=0, records_routes=True, **SMALL)
+    try:
+        rollout.update_weights(weights_of(folder).named_parameters(), 0)
+        shown = [image(40, 48, seed) for seed in (1, 2)]
+        ids = (11, *[rollout.sight.image_token] * rollout.sight.reader.num_tokens(shown[0]), 12, 7, 8, 9)
+        asked = [Request(f"r{at}", ids, PARAMS, at, (shown[which],)) for at, which in enumerate((0, 1, 0))]
+        first, other, again = (rollout.complete([request])[0].routes[: len(ids)] for request in asked)
+    finally:
+        rollout.close()
+    assert (first >= 0).all()
+    np.testing.assert_array_equal(again, first)
+    assert (other != first).any()

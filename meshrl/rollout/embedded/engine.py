@@ -167,7 +167,7 @@ class EmbeddedRollout(SteppingRollout):
             return None
         try:
             for image in images:
-                self.sight.reader.pixels(image)
+                self.sight.reader.head(image)
         except ValueError as error:
             return str(error)
         return None

@@ -130,6 +130,10 @@ class VllmRollout(SteppingRollout):
             return problem
         try:
             given = token_prompt(request, self.sight)
+            named: Sequence[int] = request.prompt_token_ids
+            if self.sight is not None and request.images:
+                # As in vLLM's cache, blocks of other images are other blocks.
+                named = self.sight.names(np.array(named), request.images).tolist()
         except ValueError as error:
             return str(error)
         added: list[str] = []
@@ -149,7 +153,7 @@ class VllmRollout(SteppingRollout):
             self._requests[name] = (request, index)
             added.append(name)
             if self.routes is not None:
-                self.routes.begin(name, request.prompt_token_ids)
+                self.routes.begin(name, named)
         return None
 
     def step(self) -> list[Chunk]:
