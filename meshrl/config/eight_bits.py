@@ -6,8 +6,6 @@ from meshrl.config.names import MODEL, ROLLOUT
 from meshrl.config.root import PPOConfig
 from meshrl.config.split_rollout import MODEL_TYPES
 
-PLAIN = (*MODEL_TYPES, "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-
 
 def eight_bit_problems(config: PPOConfig) -> list[str]:
     """A cache of 8 bits is read by kernels of a GPU; what corrects the rounding needs the rollout's log-probs."""
@@ -34,9 +32,9 @@ def eight_bit_file_problems(config: PPOConfig) -> list[str]:
     policy = config.actor_rollout_ref
     if policy.rollout.quantization is None or not (found := read_model_config(policy.model)):
         return []
-    if (kind := found.get("model_type")) in PLAIN:
+    if (kind := found.get("model_type")) in MODEL_TYPES:
         return []
     return [
-        f"{ROLLOUT}.quantization={policy.rollout.quantization} is for models of type {', '.join(PLAIN)}, and "
+        f"{ROLLOUT}.quantization={policy.rollout.quantization} is for models of type {', '.join(MODEL_TYPES)}, and "
         f"{MODEL}.path={policy.model.path} is {kind}: leave it out"
     ]

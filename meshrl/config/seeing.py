@@ -25,7 +25,9 @@ def seeing_problems(config: PPOConfig | SFTConfig) -> list[str]:
         f"{ROLLOUT}.name={rollout.name} (use {' or '.join(SEEING_ROLLOUTS)})": rollout.name not in SEEING_ROLLOUTS,
         f"adapters sent to vllm alone (use {ROLLOUT}.update_weights_adapters=merged)": sends_adapters
         and rollout.name == "vllm",
-        f"{ROLLOUT}: a replica over {rollout.replica_size} ranks (use 1)": rollout.replica_size > 1,
+        f"{ROLLOUT}.name=vllm in the processes of {rollout.replica_size} ranks (use {ROLLOUT}.as_server=true)": (
+            rollout.name == "vllm" and rollout.replica_size > 1 and not rollout.as_server
+        ),
         f"a critic (algorithm.adv_estimator={config.algorithm.adv_estimator})": uses_critic(
             config.critic, config.algorithm.adv_estimator
         ),

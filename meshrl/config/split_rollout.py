@@ -13,7 +13,7 @@ SPREAD = f"{ROLLOUT}.expert_parallel_size"
 # Rollouts that can be cut over the trainer's ranks.
 SPLIT = ("embedded", "vllm", "sglang")
 # Decoders whose layers the embedded rollout can cut.
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def split_engine_problems(config: PPOConfig) -> list[str]:

@@ -13,6 +13,7 @@ from math import prod
 
 Shape = tuple[int, ...]
 
+TOWER = re.compile(r"(^|\.)visual\.")
 STACK = re.compile(r"(?P<experts>.+\.experts)\.(?P<kind>gate_up_proj|down_proj)")
 # How a family's files name the projections of an expert, and the block that holds the experts.
 EXPERT_NAMES = dict.fromkeys(("mixtral", "minimax", "minimax_m2"), ("w1", "w3", "w2"))
@@ -38,6 +39,11 @@ def matrix(shape: Shape) -> tuple[int, int]:
 def file_name(name: str, model_type: str) -> str:
     """What a module's parameter is called in a checkpoint's files."""
     return name.replace(*BLOCK_NAMES[model_type]) if model_type in BLOCK_NAMES else name
+
+
+def is_of_tower(name: str) -> bool:
+    """Whether a weight is of what looks at images, which every rank of a rollout has whole."""
+    return TOWER.search(name) is not None
 
 
 def module_name(name: str) -> str:

@@ -155,17 +155,16 @@ class Sight:
         if seen is None:
             embedded = hf_model.get_input_embeddings()(ids[None])
             return {"inputs_embeds": embedded + self._nothing(hf_model, ids.device) if always else embedded}
-        embedded, deep = self.embedded(hf_model, ids, seen)
+        # No view of a row without that axis: code that was compiled for one fits no other input of a layer.
+        embedded, deep = self.embedded(hf_model, hf_model.get_input_embeddings()(ids[None]), seen)
         inputs: dict[str, Any] = {"inputs_embeds": embedded}
         if deep is not None:
             inputs["visual_pos_masks"] = (seen.square_of >= 0)[None]
             inputs["deepstack_visual_embeds"] = deep.vectors
         return inputs
 
-    def embedded(self, hf_model: Any, ids: Tensor, seen: Seen) -> tuple[Tensor, Deep | None]:
-        """The embeddings [1, tokens, hidden] of a row with its images among them, and what goes in deeper."""
-        # No view of a row without that axis: code that was compiled for one fits no other input of a layer.
-        embedded = hf_model.get_input_embeddings()(ids[None])
+    def embedded(self, hf_model: Any, embedded: Tensor, seen: Seen) -> tuple[Tensor, Deep | None]:
+        """Embeddings [1, tokens, hidden] of a row with its images among them, and what goes in deeper."""
         if not len(seen.grids):
             return embedded, None
         found = hf_model.base_model.get_image_features(seen.pixels, seen.grids)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from meshrl.engines.base import Engine
 from meshrl.models.buffers import named_weights
 from meshrl.models.saving import check_cuttable
-from meshrl.models.sizes import expert_count, head_dim
+from meshrl.models.sizes import expert_count, head_dim, of_text
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.shared_file import memory_folder
 from meshrl.rollout.stepping import SteppingRollout
@@ -361,6 +361,7 @@ def _described_adapters(engine: Any, base: Source, only: Source) -> dict[str, An
 
 def _sizes_to_cut(hf_config: Any) -> dict[str, int]:
     """What a model's cut depends on, for those who do not have its config."""
+    hf_config = of_text(hf_config)
     heads = hf_config.num_attention_heads
     return {
         "num_attention_heads": heads,

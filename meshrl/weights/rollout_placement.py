@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.models.key_map import Shape, matrix, module_name
-from meshrl.models.sizes import expert_count, head_dim
+from meshrl.models.key_map import Shape, is_of_tower, matrix, module_name
+from meshrl.models.sizes import expert_count, head_dim, of_text
 from meshrl.weights.placement import Placement, PlacementBuilder, replicas
 
 FORMS = ("separate", "packed")
@@ -89,6 +89,7 @@ class _Rollout:
     def __init__(self, tensors: Mapping[str, Shape], hf_config: Any, layout: RolloutLayout):
         self.tensors, self.layout, self.tp = tensors, layout, layout.tp
         self.builder = PlacementBuilder(str(layout), layout.world_size)
+        hf_config = of_text(hf_config)
         self.experts = expert_count(hf_config)
         self.dim = head_dim(hf_config)
         self.heads = hf_config.num_attention_heads
@@ -115,7 +116,9 @@ class _Rollout:
         module = name.rsplit(".", 2)[-2] if name.count(".") else name
         rows, cols = matrix(shape)
         is_bias = name.endswith(".bias")
-        if module in VOCABULARY:
+        if is_of_tower(name):
+            self._cut(name, shape, rows, cols, self._parameter(name), 0, whole=True)
+        elif module in VOCABULARY:
             self._vocabulary(name, shape)
         elif module in BY_KV_HEADS:
             held = self._kv_rows(name, rows)

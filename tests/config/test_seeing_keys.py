@@ -40,7 +40,6 @@ def test_a_policy_that_sees_is_fine(seeing, family):
         (f"{ROOT}.actor.strategy=megatron", "actor.strategy=megatron (use fsdp2)"),
         (f"{ROOT}.rollout.name=sglang", "rollout.name=sglang (use embedded or vllm)"),
         (f"{ROOT}.rollout.name=hf", "rollout.name=hf (use embedded or vllm)"),
-        (f"{ROOT}.rollout.tensor_model_parallel_size=2", "a replica over 2 ranks (use 1)"),
         (f"{ROOT}.model.use_remove_padding=false", "use_remove_padding=false"),
         ("algorithm.adv_estimator=gae", "a critic (algorithm.adv_estimator=gae)"),
         ("reward_model.enable=true", "reward_model.enable=true"),
@@ -53,6 +52,16 @@ def test_what_it_cannot_have_yet_is_named(seeing, override, words):
         for problem in [found[0].split(" with ", 1)[1]]
     ]
     assert set(found) <= set(check_config(seeing(override)))
+
+
+def test_a_rollout_over_several_ranks(seeing):
+    two = (f"{ROOT}.rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2")
+    assert check_config(seeing(*two)) == []
+    (problem,) = seeing_problems(seeing(*two, f"{ROOT}.rollout.name=vllm"))
+    assert "name=vllm in the processes of 2 ranks (use actor_rollout_ref.rollout.as_server=true)" in problem
+    assert seeing_problems(seeing(*two, f"{ROOT}.rollout.name=vllm", f"{ROOT}.rollout.as_server=true")) == []
+    (problem,) = check_config(seeing(*two, family="qwen3_vl_moe"))
+    assert "a qwen3_vl_moe model cannot be cut" in problem
 
 
 def test_adapters_go_to_vllm_merged(seeing):

@@ -100,9 +100,51 @@ def test_two_ranks_with_half_of_the_experts_each_give_what_one_gives(ranks, name
     compare(ranks(2), name, fields, True)
 
 
+def seen_and_generated(
+    folder: str, images: list[bytes], alone: bool, spreads: bool = False
+) -> tuple[list[list[int]], list[list[float]], int]:
+    """The same of a model that sees; every prompt has none to two images, and the second round's tower is another."""
+    from meshrl.config.model import ModelConfig
+    from meshrl.models.loading import load_model
+    from meshrl.models.sight import find_sight, language_model
+    from meshrl.parallel.attention import ATTENTION_NAME
+
+    model = load_model(folder, ATTENTION_NAME).to(own_device())
+    sight = find_sight(model.config, ModelConfig(path=folder))
+    rollout = EmbeddedRollout(
+        model, pad_token_id=0, num_blocks=40, block_size=16 if ON_GPU else 4, sight=sight, spreads_experts=spreads,
+        rank_group=None if alone else dist.group.WORLD,
+    )  # fmt: skip
+    requests = []
+    for number, shown in enumerate([(), images[:1], images[:2], images[1:3], images[2:]]):
+        ids = [5 + number]
+        for one in shown:
+            ids += [11, *[sight.image_token] * sight.reader.num_tokens(one), 12]
+        requests.append(Request(f"r{number}", (*ids, 7, 8), SamplingParams(10, n=2), number, tuple(shown)))
+    answers = []
+    for version, factor in enumerate((1.0, 1.5)):
+        weights = named_weights(load_model(folder, ATTENTION_NAME))
+        changed = ((n, w.detach() * factor if "visual" in n else w) for n, w in weights.items())
+        rollout.update_weights(changed, version)
+        answers += rollout.complete(requests)
+    size = sum(p.numel() for p in language_model(rollout.hf_model).layers.parameters())
+    return [a.token_ids for a in answers], [a.log_probs for a in answers], size
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe"])
+def test_two_ranks_see_what_one_sees(ranks, seeing_folder, image, family):
+    given = str(seeing_folder(family)), [image(16, 24, 1), image(8, 8, 2), image(24, 8, 3)]
+    compared(ranks(2), seen_and_generated, *given, spreads=[True] if family.endswith("moe") else [])
+
+
 def compare(processes, name, fields, *spreads):
-    tokens, log_probs, size = processes.run(generated, name, fields, True)[0]
-    for found_tokens, found_log_probs, found_size in processes.run(generated, name, fields, False, *spreads):
+    compared(processes, generated, name, fields, spreads=spreads)
+
+
+def compared(processes, generating, *given, spreads):
+    tokens, log_probs, size = processes.run(generating, *given, True)[0]
+    assert len({tuple(answer) for answer in tokens}) > len(tokens) // 2
+    for found_tokens, found_log_probs, found_size in processes.run(generating, *given, False, *spreads):
         assert found_tokens == tokens
         for mine, wanted in zip(found_log_probs, log_probs, strict=True):
             assert mine == pytest.approx(wanted, abs=2e-5)

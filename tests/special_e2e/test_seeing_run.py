@@ -133,6 +133,7 @@ LAYOUTS = {
     "two": ("trainer.n_gpus_per_node=2",),
     "shared rows": ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"),
     "apart": APART,
+    "one rollout of two": ("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"),
     "streamed and saved": ("data.streaming=true", "data.shuffle=false", "trainer.save_freq=1"),
 }
 

@@ -142,8 +142,9 @@ def odd_images(image):
 
 
 def test_the_server_takes_images(tmp_path, image):
+    """Also where it has cut the model over two ranks of its own."""
     folder = made_folder(tmp_path, "qwen3_vl")
-    client = VllmServer(folder, arguments=SMALL)
+    client = VllmServer(folder, arguments=SMALL | {"tensor_parallel_size": 2})
     rollout = RemoteRollout(client, pad_token_id=0, bucket_bytes=100_000)
     rollout.sight = client._sight
     try:

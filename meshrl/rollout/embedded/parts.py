@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from meshrl.models.buffers import named_weights
+from meshrl.models.sizes import of_text
 
 
 class Parts(ABC):
@@ -27,7 +28,7 @@ class Parts(ABC):
 
     def __init__(self, hf_model: PreTrainedModel, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        config: Any = hf_model.config
+        config: Any = of_text(hf_model.config)
         self.kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.shapes = {name: weight.shape for name, weight in named_weights(hf_model).items()}
 

@@ -162,7 +162,7 @@ class Runner(ABC):
         if seen is None:
             return plain.embedded(ids), positions, None
         assert self.sight is not None
-        x, deep = self.sight.embedded(self.hf_model, ids, seen)
+        x, deep = self.sight.embedded(self.hf_model, plain.embedded(ids)[None], seen)
         return x[0], seen.positions, deep
 
     def look(self, pieces: Seq[Piece]) -> Seen | None:

@@ -1,7 +1,7 @@
 """Tensor parallelism: each rank holds a slice of every matrix and of the cache.
 
 Queries, keys, values, gate and up are cut by rows (whole heads), the products after them by columns and added up over
-the ranks, the embedding and the head by rows of the vocabulary.
+the ranks, the embedding and the head by rows of the vocabulary. What looks at images is whole on every rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from meshrl.rollout.embedded.layers import is_plain
+from meshrl.models.key_map import is_of_tower
+from meshrl.models.sizes import of_text
+from meshrl.rollout.embedded.layers import FAMILIES, SEEING_FAMILIES, is_plain
 from meshrl.rollout.embedded.parts import Parts
 
 
@@ -24,13 +26,13 @@ class TensorParallel(Parts):
     def __init__(self, hf_model: PreTrainedModel, group: dist.ProcessGroup):
         super().__init__(hf_model, group)
         self.tp = self.size
-        config: Any = hf_model.config
+        config: Any = of_text(hf_model.config)
         self.heads, self.inner = config.num_attention_heads, config.intermediate_size
         self.vocabulary = config.vocab_size
         self._check(hf_model)
 
     def _check(self, hf_model: PreTrainedModel) -> None:
-        if not is_plain(hf_model):
+        if not is_plain(hf_model, FAMILIES + SEEING_FAMILIES):
             raise ValueError(f"{type(hf_model).__name__} cannot be split over ranks: use a tensor-parallel size of 1")
         for name, count in (("attention heads", self.heads), ("inner width", self.inner)):
             if count % self.size:
@@ -53,6 +55,8 @@ class TensorParallel(Parts):
         return -(-self.vocabulary // self.size)
 
     def _part(self, name: str, value: Tensor) -> Tensor:
+        if is_of_tower(name):
+            return value
         kind = name.split(".")[-2]
         if kind in ("k_proj", "v_proj"):
             rows = len(value) // self.kv_heads
