@@ -48,6 +48,6 @@ def opening_images(messages: Sequence[Message], own: Images, sight: PromptImages
     """The images in messages to begin with; a part that does not hold its image stands for the next of `own`."""
     parts, left = image_parts(messages), iter(own)
     images = [part["image"] if "image" in part else next(left, None) for part in parts]
-    if None in images:
+    if any(image is None for image in images):
         raise ValueError(f"the prompt has {count(len(parts), 'image')}, but its row has only {len(own)}")
     return taken(images, sight)

@@ -103,14 +103,12 @@ class ImageReader:
         made = self.processor(images=[upright(image)], return_tensors="pt")
         time, height, width = made["image_grid_thw"][0].tolist()
         pixels = Pixels(made["pixel_values"], (time, height, width))
-        self._heads.keep(image, Head(pixels.grid), len(image))
         return self._pixels.keep(image, pixels, pixels.values.nbytes)
 
     def head(self, image: bytes) -> Head:
         """The image's size and number, which are kept for longer than its patches."""
-        while (found := self._heads.get(image)) is None:
-            self.pixels(image)
-        return found
+        found = self._heads.get(image)
+        return found or self._heads.keep(image, Head(self.pixels(image).grid), len(image))
 
 
 @functools.cache

@@ -171,11 +171,17 @@ def test_pixels_are_kept_up_to_a_limit(seeing_folder, image):
     reader.pixels(second)
     reader.pixels(second)
     assert len(calls) == 2
-    number = reader.head(first).number
-    assert len(calls) == 2  # what is known of it stays
     reader.pixels(first)
     assert len(calls) == 3
+    number = reader.head(first).number
+    reader.pixels(second)
+    assert reader.head(first).number == number
+    assert len(calls) == 4  # what is known of it stays
     assert reader.head(first).number == number != reader.head(second).number
+    # What is known of it may be forgotten earlier than its pixels: it is another one then.
+    reader._heads.most_bytes = 1
+    assert reader.head(image(16, 16, 3)).grid == reader.head(first).grid
+    assert reader.head(first).number != number
 
 
 def test_what_is_no_image_is_told(seeing_folder, image, tmp_path):
