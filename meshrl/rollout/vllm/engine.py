@@ -130,10 +130,7 @@ class VllmRollout(SteppingRollout):
             return problem
         try:
             given = token_prompt(request, self.sight)
-            named: Sequence[int] = request.prompt_token_ids
-            if self.sight is not None and request.images:
-                # As in vLLM's cache, blocks of other images are other blocks.
-                named = self.sight.names(np.array(named), request.images).tolist()
+            named = self._named(request) if self.routes is not None else ()
         except ValueError as error:
             return str(error)
         added: list[str] = []
@@ -155,6 +152,12 @@ class VllmRollout(SteppingRollout):
             if self.routes is not None:
                 self.routes.begin(name, named)
         return None
+
+    def _named(self, request: Request) -> Sequence[int]:
+        """The tokens by which a prompt's blocks are known: as in vLLM's cache, those of other images are others."""
+        if self.sight is None or not request.images:
+            return request.prompt_token_ids
+        return self.sight.names(np.array(request.prompt_token_ids), request.images).tolist()
 
     def step(self) -> list[Chunk]:
         with torch.compiler.set_stance(self._eager):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import base64
-import functools
 import io
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
 
-from meshrl.data.image_reader import open_image, upright
+from meshrl.data.image_reader import KEPT_BYTES, Newest, open_image, upright
 from meshrl.data.seen import Images
 from meshrl.models.sight import Sight
 from meshrl.rollout.requests import Request
@@ -18,6 +17,8 @@ from meshrl.rollout.requests import Request
 ORIENTATION = 0x0112  # the camera's note of how an image was held
 # Kinds of files in which any reader sees the same, if their pixels are plain.
 PLAIN = ("PNG", "JPEG", "WEBP")
+# The answers to a prompt come as requests of their own.
+_pictures: Newest[Any] = Newest(KEPT_BYTES)
 
 
 def token_prompt(request: Request, sight: Sight | None) -> dict[str, Any]:
@@ -50,10 +51,11 @@ def _names(images: Images) -> list[str]:
     return [sha256(image).hexdigest() for image in images]
 
 
-# The answers to a prompt come as requests of their own.
-@functools.lru_cache(maxsize=32)
 def _picture(image: bytes) -> Any:
-    return upright(image)
+    if (found := _pictures.get(image)) is not None:
+        return found
+    made = upright(image)
+    return _pictures.keep(image, made, 3 * made.width * made.height)
 
 
 def _plain_file(image: bytes) -> str:
