@@ -204,8 +204,7 @@ def reference_problems(config: PPOConfig) -> list[str]:
         return [
             f"{REF}.update_every={ref.update_every} needs a reference on the policy's devices: leave {REF}.nnodes at 0"
         ]
-    adapters = model.lora_rank > 0 or model.lora_adapter_path is not None
-    if adapters and ref.update_every is not None:
+    if model.has_adapters and ref.update_every is not None:
         return [f"{REF}.update_every={ref.update_every}: with LoRA the reference is the model without its adapters"]
     return []
 

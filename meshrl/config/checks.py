@@ -521,7 +521,7 @@ def _idle_engine_problems(
         changed += changed_keys(config, f"{prefix}.fsdp_config.{IDLE_FSDP_KEYS[engine.strategy]}")
     problems = [f"{name} has no effect with {prefix}.strategy={engine.strategy}" for name in changed]
     model: ModelConfig = get_value(config, model_prefix)
-    if not model.lora_rank and model.lora_adapter_path is None:
+    if not model.has_adapters:
         idle_keys = [
             n for key in ("lora_alpha", "target_modules") for n in changed_keys(config, f"{model_prefix}.{key}")
         ]

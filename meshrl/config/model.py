@@ -28,3 +28,8 @@ class ModelConfig:
     lora_alpha: float = key(16, "Scale of the LoRA adapter, over its rank.", low=0)
     target_modules: list[str] = key(["all-linear"], "Modules that get an adapter.")
     lora_adapter_path: str | None = key(None, "Folder of a peft adapter to start from.")
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether LoRA adapters are trained instead of the weights."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None

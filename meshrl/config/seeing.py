@@ -19,8 +19,7 @@ def seeing_problems(config: PPOConfig | SFTConfig) -> list[str]:
         return _problems(config.model, "model", config.engine, "engine", {})
     policy = config.actor_rollout_ref
     rollout = policy.rollout
-    has_adapters = policy.model.lora_rank > 0 or policy.model.lora_adapter_path is not None
-    sends_adapters = has_adapters and policy.hybrid_engine and rollout.update_weights_adapters != "merged"
+    sends_adapters = policy.model.has_adapters and policy.hybrid_engine and rollout.update_weights_adapters != "merged"
     given = {
         f"{ROLLOUT}.name={rollout.name} (use {' or '.join(SEEING_ROLLOUTS)})": rollout.name not in SEEING_ROLLOUTS,
         f"adapters sent to vllm alone (use {ROLLOUT}.update_weights_adapters=merged)": sends_adapters

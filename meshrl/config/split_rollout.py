@@ -45,8 +45,7 @@ def split_problems(config: PPOConfig) -> list[str]:
             f"{name} does not go with {ROLLOUT}.multi_turn.enable=true: turns arrive at their own time on every "
             "rank, and the ranks of one rollout must get the same requests; set one of them back"
         )
-    has_adapters = policy.model.lora_rank > 0 or policy.model.lora_adapter_path is not None
-    if has_adapters and rollout.name == "embedded" and rollout.update_weights_adapters != "merged":
+    if policy.model.has_adapters and rollout.name == "embedded" and rollout.update_weights_adapters != "merged":
         problems.append(
             f"{name} takes no adapters alone: set {ROLLOUT}.update_weights_adapters=merged, not "
             f"{rollout.update_weights_adapters}"

@@ -69,7 +69,7 @@ class FSDPEngine(Engine):
                 f"model.use_remove_padding=false cannot share a sequence over {self.sequence.size} ranks: "
                 "set ulysses_sequence_parallel_size and context_parallel_size to 1"
             )
-        self.has_adapters = model.lora_rank > 0 or model.lora_adapter_path is not None
+        self.has_adapters = model.has_adapters
         self._host = HostMemory()
 
     def initialize(self) -> None:

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshrl.data.image_reader import reader_of
+from meshrl.config.model import ModelConfig
 from meshrl.models.loading import load_model_config
-from meshrl.models.sight import Sight, sees
+from meshrl.models.sight import find_sight
 from meshrl.rollout.admission import NO_WEIGHTS, known_tags
 from meshrl.rollout.base import TAGS
 from meshrl.rollout.requests import Chunk, Request
@@ -67,7 +67,7 @@ class VllmRollout(SteppingRollout):
         self.pad_token_id, self.bucket_bytes = pad_token_id, bucket_bytes
         hf_config = load_model_config(path, trust_remote_code=trust_remote_code)
         self._weights, self.vocabulary = FileWeights(hf_config), int(hf_config.get_text_config().vocab_size)
-        self.sight = Sight(hf_config, reader_of(str(path), trust_remote_code)) if sees(hf_config) else None
+        self.sight = find_sight(hf_config, ModelConfig(path=str(path), trust_remote_code=trust_remote_code))
         self._specials = functools.partial(special_texts, str(path), trust_remote_code)
         self._folder = Path(memory_folder())
         self._file = SharedFile(self._folder / "weights")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import io
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
 
 from meshrl.data.image_reader import KEPT_BYTES, Newest, open_image, upright
+from meshrl.data.images import encoded
 from meshrl.data.seen import Images
 from meshrl.models.sight import Sight
 from meshrl.rollout.requests import Request
@@ -62,8 +62,5 @@ def _plain_file(image: bytes) -> str:
     """A data URL in which vLLM sees what our reader sees: it has ways of its own with turned or transparent images."""
     opened = open_image(image)
     is_plain = opened.format in PLAIN and opened.mode == "RGB" and opened.getexif().get(ORIENTATION, 1) == 1
-    if not is_plain:
-        file = io.BytesIO()
-        upright(image).save(file, "PNG")
-        image = file.getvalue()
-    return f"data:image/{opened.format.lower() if is_plain else 'png'};base64,{base64.b64encode(image).decode()}"
+    kind, shown = (opened.format.lower(), image) if is_plain else ("png", encoded(upright(image)))
+    return f"data:image/{kind};base64,{base64.b64encode(shown).decode()}"

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from meshrl.data.image_reader import reader_of
+from meshrl.config.model import ModelConfig
 from meshrl.models.loading import load_model_config
-from meshrl.models.sight import Sight, sees
+from meshrl.models.sight import find_sight
 from meshrl.rollout.base import TAGS
 from meshrl.rollout.remote.client import EngineClient, ModelFacts, Piece, span_versions
 from meshrl.rollout.remote.http import Http
@@ -59,7 +59,7 @@ class VllmServer(EngineClient):
         text = config.get_text_config()
         context = int((arguments or {}).get("max_model_len") or text.max_position_embeddings)
         self.facts = ModelFacts(int(text.vocab_size), context, FileWeights(config))
-        self._sight = Sight(config, reader_of(str(path), trusted)) if sees(config) else None
+        self._sight = find_sight(config, ModelConfig(path=str(path), trust_remote_code=trusted))
         self.start_seconds, self._arguments, self._path = start_seconds, dict(arguments or {}), path
         self._exchange, self._environment = exchange, ENVIRONMENT | dict(environment or {})
         self._folder: Path | None = None
