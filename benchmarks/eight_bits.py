@@ -3,7 +3,7 @@
     python benchmarks/eight_bits.py [--shapes 1.7B 8B] [--profile]
 
 The same random weights and requests with each of the two options, both, and neither. The trainer's side is Hugging
-Face's own module in bfloat16 on the finished sequences.
+Face's own module in bfloat16 on the finished sequences, and the same one with products of 8-bit floats.
 """
 
 from __future__ import annotations
@@ -31,23 +31,30 @@ console = Console(width=120)
 
 
 @torch.no_grad()
-def log_prob_difference(run: Any, shape: str, work: Work) -> tuple[float, float]:
-    """Mean and largest difference of the answers' log-probs to Hugging Face's own module."""
+def log_prob_differences(run: Any, shape: str, work: Work) -> list[float]:
+    """Mean differences of the answers' log-probs to Hugging Face's own module, in 16 bits and in 8."""
     from meshrl.data.proto import DataProto
+    from meshrl.models.eight_bits import compute_in_8_bits
     from meshrl.rollout.requests import SamplingParams
 
     ids = torch.tensor(work.prompts[:COMPARED])
     fields = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "seeds": torch.arange(len(ids))}
     made = run.rollout.generate_sequences(DataProto.from_dict(fields), SamplingParams(work.new_tokens[0])).batch
     model = make_model(shape, "sdpa", "cuda")
-    found = []
-    for tokens, said in zip(made["input_ids"].cuda().split(4), made["rollout_log_probs"].cuda().split(4), strict=True):
-        width = said.shape[1]
-        logits = model(tokens, use_cache=False, logits_to_keep=width + 1).logits[:, :-1].float()
-        wanted = logits.log_softmax(-1).gather(-1, tokens[:, -width:, None])[..., 0]
-        found.append((said - wanted).abs())
-    differences = torch.cat(found)
-    return float(differences.mean()), float(differences.max())
+    parts = list(zip(made["input_ids"].cuda().split(4), made["rollout_log_probs"].cuda().split(4), strict=True))
+
+    def difference() -> float:
+        found = []
+        for tokens, said in parts:
+            width = said.shape[1]
+            logits = model(tokens, use_cache=False, logits_to_keep=width + 1).logits[:, :-1].float()
+            wanted = logits.log_softmax(-1).gather(-1, tokens[:, -width:, None])[..., 0]
+            found.append((said - wanted).abs())
+        return float(torch.cat(found).mean())
+
+    differences = [difference()]
+    compute_in_8_bits(model, torch.device("cuda"), torch.bfloat16)
+    return [*differences, difference()]
 
 
 def compare(shape: str, ways: list[str], rounds: int, with_profile: bool) -> None:
@@ -55,22 +62,23 @@ def compare(shape: str, ways: list[str], rounds: int, with_profile: bool) -> Non
     work = make_work("256 x (256 + 256)", 256, (256, 256), (256, 256), 151936)
     long = make_work("256 x (256 + 1024)", 256, (256, 256), (1024, 1024), 151936)
     table = Table(title=f"{shape}, one GPU, 256 requests at once", title_justify="left")
-    for column in ("", "256 + 256, tok/s", "", "256 + 1,024, tok/s", "", "log-probs: mean, largest difference"):
+    differs = ("nats a token from a trainer in 16 bits", "in 8")
+    for column in ("", "256 + 256, tok/s", "", "256 + 1,024, tok/s", "", *differs):
         table.add_column(column, justify="right" if column else "left")
     first: list[float] = []
     for name in ways:
         settings = WAYS[name]
         run: Any = embedded(shape, "cuda", max_num_batched_tokens=1 << 16, memory_share=0.8, **settings)
         speeds = [measured(run, work, "cuda", rounds)[0], long.tokens / seconds_of(run, long, "cuda")]
-        mean, largest = log_prob_difference(run, shape, work)
+        nats = [f"{difference:.4f}" for difference in log_prob_differences(run, shape, work)]
         first = first or speeds
         cells = [
             text
             for ours, theirs in zip(speeds, first, strict=True)
             for text in (f"{ours:,.0f}", f"{ours / theirs:.2f}x")
         ]
-        table.add_row(name, *cells, f"{mean:.4f}, {largest:.3f}")
-        console.print(shape, name, *cells)
+        table.add_row(name, *cells, *nats)
+        console.print(shape, name, *cells, *nats)
         if with_profile:
             console.print(name)
             profile(run, work)

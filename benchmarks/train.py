@@ -1,10 +1,11 @@
 """Training speed on one GPU: our FSDP engine beside plain transformers, same shapes, data and loss, in the same run.
 
-    python benchmarks/train.py [--shapes 1.7B 4B] [--parts even ragged log-probs] [--out results.json]
+    python benchmarks/train.py [--shapes 1.7B 4B] [--parts even ragged log-probs fp8] [--out results.json]
     python benchmarks/train.py --cpu          # a tiny model: packed against padded, and what each axis costs
 
 Qwen3 shapes, random weights, bf16 compute. Plain: bf16 weights and moments, SDPA, padded micro-batches of 16,384,
-with or without gradient checkpointing. Ours: float32 master weights and moments, packed micro-batches. Utilisation is
+with or without gradient checkpointing. Ours: float32 master weights and moments, packed micro-batches; with the part
+`fp8` once more with products of 8-bit floats (`mixed_precision.product_dtype`). Utilisation is
 of the model's own operations (6 per parameter and token, causal attention by real lengths) against 790 TFLOP/s,
 the rate of large bf16 matrix products on an H200.
 """
@@ -17,7 +18,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -240,27 +241,34 @@ def cases(
         options = OPTIONS.get(name, {}) | options | {"strategy": strategy}
         return lambda: engine_step(name, lengths, device, tokens, train, **options)
 
+    def with_8_bits(
+        label: str, name: str, lengths: np.ndarray, tokens: int, train: bool = True, **options: Any
+    ) -> Iterator[tuple[str, str, np.ndarray, bool, Callable[..., Any]]]:
+        yield label, name, lengths, train, ours(name, lengths, tokens, train, **options)
+        if "fp8" in parts:
+            eight = ours(name, lengths, tokens, train, product_dtype="fp8", **options)
+            yield f"{label}, products in 8 bits", name, lengths, train, eight
+
     for name in shapes:
         tokens, length, budget = EVEN.get(name, (4096, 256, 1024))
         even = even_lengths(tokens, length)
         if "even" in parts:
             found.append(("even: plain, checkpointing", name, even, True, plain(name, even, True)))
             found.append(("even: plain", name, even, True, plain(name, even, False)))
-            found.append((f"even: meshrl, {budget} a micro-batch", name, even, True, ours(name, even, budget)))
+            found += with_8_bits(f"even: meshrl, {budget} a micro-batch", name, even, budget)
         ragged = ragged_lengths(tokens, cap=8192 if device == "cuda" else 512, mean=800.0 if device == "cuda" else 64.0)
         if "ragged" in parts:
             found.append(("ragged: plain, checkpointing", name, ragged, True, plain(name, ragged, True)))
             wide = max(budget, 16384) if device == "cuda" else budget
-            keep = {"keep_logits_megabytes": 6000}
-            found.append(
-                (f"ragged: meshrl, {wide} a micro-batch", name, ragged, True, ours(name, ragged, wide, **keep))
+            found += with_8_bits(
+                f"ragged: meshrl, {wide} a micro-batch", name, ragged, wide, keep_logits_megabytes=6000
             )
         if "log-probs" in parts:
             found.append(("log-probs: plain", name, even, False, plain(name, even, False, train=False)))
-            found.append(("log-probs: meshrl", name, even, False, ours(name, even, max(budget, 32768), train=False)))
+            found += with_8_bits("log-probs: meshrl", name, even, max(budget, 32768), train=False)
         if "log-probs" in parts and "ragged" in parts:
             found.append(("ragged log-probs: plain", name, ragged, False, plain(name, ragged, False, train=False)))
-            found.append(("ragged log-probs: meshrl", name, ragged, False, ours(name, ragged, 32768, train=False)))
+            found += with_8_bits("ragged log-probs: meshrl", name, ragged, 32768, train=False)
     return found
 
 

@@ -30,7 +30,7 @@ from meshrl.config.data_checks import (
     sampler_file_problems,
 )
 from meshrl.config.data_files import data_file_problems
-from meshrl.config.eight_bits import eight_bit_file_problems, eight_bit_problems
+from meshrl.config.eight_bits import eight_bit_file_problems, eight_bit_problems, training_problems
 from meshrl.config.engine import EngineConfig
 from meshrl.config.engine_arguments import engine_argument_problems
 from meshrl.config.errors import ConfigError
@@ -581,4 +581,5 @@ def _model_problems(
     if engine.strategy != "megatron":
         problems += packing_problems(shape, model, prefix)
         problems += target_problems(model, prefix)
+        problems += training_problems(shape, engine, engine_prefix, prefix)
     return problems + fit_problems(shape, engine, engine_prefix)

@@ -10,7 +10,7 @@ RATIO_LOSSES = ("decoupled", "icepop", "m2po")
 
 
 def correction_of(config: PPOConfig) -> RolloutCorrectionConfig:
-    """The correction, with importance weights by default where samples may be stale or rollouts round.
+    """The correction, with importance weights by default where samples may be stale or a side rounds.
 
     `off` has become None.
     """
@@ -18,7 +18,8 @@ def correction_of(config: PPOConfig) -> RolloutCorrectionConfig:
     loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if chosen.rollout_is == "off":
         return replace(chosen, rollout_is=None)
-    differs = config.async_training.num_ahead > 0 or config.actor_rollout_ref.rollout.rounds
+    policy = config.actor_rollout_ref
+    differs = config.async_training.num_ahead > 0 or policy.rollout.rounds or policy.actor.rounds
     if differs and chosen.rollout_is is None and not chosen.bypass_mode and loss_mode not in RATIO_LOSSES:
         return replace(chosen, rollout_is="token")
     return chosen

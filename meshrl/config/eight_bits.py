@@ -1,7 +1,10 @@
-"""Checks of `rollout.quantization` and `kv_cache_dtype`: which models and devices generate in 8 bits."""
+"""Checks of 8 bits: which models and devices generate with them (`rollout.quantization`, `kv_cache_dtype`) or train."""
+
+from typing import Any
 
 from meshrl.config.correction import correction_of
-from meshrl.config.model_folder import read_model_config
+from meshrl.config.engine import EngineConfig
+from meshrl.config.model_folder import EXPERT_COUNTS, read_model_config
 from meshrl.config.names import MODEL, ROLLOUT
 from meshrl.config.root import PPOConfig
 from meshrl.config.split_rollout import MODEL_TYPES
@@ -9,7 +12,8 @@ from meshrl.config.split_rollout import MODEL_TYPES
 
 def eight_bit_problems(config: PPOConfig) -> list[str]:
     """A cache of 8 bits is read by kernels of a GPU; what corrects the rounding needs the rollout's log-probs."""
-    rollout, problems = config.actor_rollout_ref.rollout, []
+    policy, problems = config.actor_rollout_ref, []
+    rollout = policy.rollout
     if rollout.kv_cache_dtype != "auto" and config.trainer.device == "cpu":
         problems.append(
             f"{ROLLOUT}.kv_cache_dtype={rollout.kv_cache_dtype} is for GPUs, and trainer.device=cpu: set it to auto"
@@ -19,9 +23,10 @@ def eight_bit_problems(config: PPOConfig) -> list[str]:
             f"{ROLLOUT}.quantization={rollout.quantization} does not go with {ROLLOUT}.dtype={rollout.dtype}, whose "
             "largest numbers are too small for its products: set bfloat16"
         )
-    if rollout.rounds and not rollout.calculate_log_probs and correction_of(config).rollout_is is not None:
+    rounds = rollout.rounds or policy.actor.rounds
+    if rounds and not rollout.calculate_log_probs and correction_of(config).rollout_is is not None:
         problems.append(
-            f"{ROLLOUT}.calculate_log_probs=false leaves out what corrects for generation in 8 bits: set it to true, "
+            f"{ROLLOUT}.calculate_log_probs=false leaves out what corrects for products in 8 bits: set it to true, "
             "or algorithm.rollout_correction.rollout_is=off"
         )
     return problems
@@ -38,3 +43,17 @@ def eight_bit_file_problems(config: PPOConfig) -> list[str]:
         f"{ROLLOUT}.quantization={policy.rollout.quantization} is for models of type {', '.join(MODEL_TYPES)}, and "
         f"{MODEL}.path={policy.model.path} is {kind}: leave it out"
     ]
+
+
+def training_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str, model_prefix: str) -> list[str]:
+    """Products in 8 bits are for layers without experts; other types have too small numbers, or none, on GPUs."""
+    if not engine.rounds:
+        return []
+    mixed, problems = engine.fsdp_config.mixed_precision, []
+    name = f"{prefix}.fsdp_config.mixed_precision.product_dtype={mixed.product_dtype}"
+    field = next((field for field in EXPERT_COUNTS if shape.get(field)), None)
+    if field is not None:
+        problems.append(f"{name} takes no experts, and {model_prefix} has {field}={shape[field]}: leave it out")
+    if mixed.param_dtype in ("fp16", "float16"):
+        problems.append(f"{name} gives bf16, not param_dtype={mixed.param_dtype}: set bf16")
+    return problems

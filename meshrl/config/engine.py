@@ -16,6 +16,9 @@ class MixedPrecisionConfig:
     buffer_dtype: str = key(
         "fp32", "Dtype of the buffers; rounding rotary frequencies shifts positions.", choices=DTYPES
     )
+    product_dtype: str | None = key(
+        None, "fp8: the layers' products, and gradients of their inputs, from 8-bit floats.", choices=("fp8",)
+    )
 
 
 @dataclass
@@ -99,3 +102,8 @@ class EngineConfig:
     )
     use_torch_compile: bool = key(False, "Compile the layers (on GPUs).")
     freeze_vision_tower: bool = key(False, "Don't train what looks at images, of a model that does (fsdp2 and fsdp).")
+
+    @property
+    def rounds(self) -> bool:
+        """Whether products are of 8-bit floats, so that the policy is not quite that of its weights."""
+        return self.strategy != "megatron" and self.fsdp_config.mixed_precision.product_dtype is not None

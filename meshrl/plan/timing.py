@@ -28,6 +28,7 @@ class Efficiency:
     """What of a data sheet's rate is reached. Measured rates of a device count as what they are."""
 
     products: float = 0.726  # matrix products: 718 of 989 TFLOP/s
+    products_8: float = 1.4  # times that in 8 bits, with the rounding (1.3 to 1.5)
     attention: float = 0.54  # equal lengths (cuDNN), where sequences are long
     attention_half: float = 815.0  # the length at which half of that is reached
     ragged_attention: float = 0.18  # packed rows of unequal lengths (FlashAttention 2)
@@ -161,6 +162,9 @@ class Clock:
         operations = product_passes * products
         if trains and not role.keeps_logits(budget.targets):
             operations += flops.target * work.targets
+        if role.engine.rounds:  # forwards and gradients of inputs; not those of weights, nor the head
+            in_8_bits = (forwards + trains) * flops.token * work.tokens
+            operations -= in_8_bits * (1 - 1 / rates.products_8)
         seconds = operations / (peak * rates.products * slower) + attention_passes * attention / (peak * how)
         return rates.gaps * (seconds + self._between(role, work, trains, budget.count))
 

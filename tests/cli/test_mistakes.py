@@ -55,6 +55,10 @@ def fails(capsys: pytest.CaptureFixture[str]) -> Run:
             ["verify", "--world", "3", "ulysses_sequence_parallel_size=3"],
             "num_attention_heads (8) must be divisible by engine.ulysses_sequence_parallel_size (3); --model DIR",
         ),
+        (
+            ["verify", "fsdp_config.mixed_precision.product_dtype=fp8"],
+            "product_dtype=fp8: two layouts differ by their last digits",
+        ),
         (["verify", "--model", "nofolder"], "--model nofolder: there is no such folder with a config.json"),
         (["serve", "nomodel", "--port", "99999"], "port must be between 0 and 65535, got 99999"),
         (["replay", "norun", "2"], "there is no run folder norun"),

@@ -1,4 +1,4 @@
-"""`rollout.quantization` and `rollout.kv_cache_dtype`: who reads them, and what follows from them."""
+"""8 bits in rollouts (`quantization`, `kv_cache_dtype`) and in training: who reads them, and what follows from them."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from meshrl.config.checks import check_config
 from meshrl.config.correction import correction_of
-from meshrl.config.eight_bits import eight_bit_file_problems, eight_bit_problems
+from meshrl.config.eight_bits import eight_bit_file_problems, eight_bit_problems, training_problems
 from meshrl.config.load import load_config
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -64,3 +64,49 @@ def test_a_policy_that_rounds_is_corrected_unless_that_is_switched_off(key):
     assert correction_of(config_of(key, "algorithm.rollout_correction.rollout_is=off")).rollout_is is None
     assert correction_of(config_of(key, "algorithm.rollout_correction.bypass_mode=true")).rollout_is is None
     assert correction_of(config_of()).rollout_is is None
+
+
+PRODUCTS = "actor_rollout_ref.actor.fsdp_config.mixed_precision.product_dtype=fp8"
+
+
+def test_training_in_8_bits_is_corrected_for():
+    assert correction_of(config_of()).rollout_is is None
+    assert correction_of(config_of(PRODUCTS)).rollout_is == "token"
+    assert correction_of(config_of(PRODUCTS, "algorithm.rollout_correction.rollout_is=off")).rollout_is is None
+    (problem,) = eight_bit_problems(config_of(PRODUCTS, f"{ROLLOUT}.calculate_log_probs=false"))
+    assert "what corrects for products in 8 bits" in problem
+
+
+def test_training_in_8_bits_is_for_fsdp_and_bf16():
+    found = check_config(config_of(PRODUCTS, "actor_rollout_ref.actor.strategy=megatron"), check_files=False)
+    assert f"{PRODUCTS.split('=')[0]} has no effect with actor_rollout_ref.actor.strategy=megatron" in found
+    half = config_of(PRODUCTS, PRODUCTS.replace("product_dtype=fp8", "param_dtype=fp16"))
+    (problem,) = training_problems({}, half.actor_rollout_ref.actor, "actor", "model")
+    assert problem == "actor.fsdp_config.mixed_precision.product_dtype=fp8 gives bf16, not param_dtype=fp16: set bf16"
+
+
+@pytest.mark.parametrize("role", ["policy", "reference", "critic"])
+def test_training_in_8_bits_takes_no_experts(tmp_path, role):
+    plain, mixture = tmp_path / "plain", tmp_path / "mixture"
+    for folder, shape in ((plain, {"model_type": "qwen3"}), (mixture, {"model_type": "qwen3_moe", "num_experts": 4})):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(shape))
+    own = {
+        "policy": (PRODUCTS, f"actor_rollout_ref.model.path={mixture}"),
+        "reference": (
+            PRODUCTS,
+            f"actor_rollout_ref.model.path={plain}",
+            f"actor_rollout_ref.ref.model.path={mixture}",
+            "actor_rollout_ref.actor.use_kl_loss=true",
+        ),
+        "critic": (
+            PRODUCTS.replace("actor_rollout_ref.actor", "critic"),
+            f"actor_rollout_ref.model.path={plain}",
+            f"critic.model.path={mixture}",
+            "algorithm.adv_estimator=gae",
+        ),
+    }
+    found = [problem for problem in check_config(config_of(*own[role])) if "takes no experts" in problem]
+    name = {"policy": "actor_rollout_ref.model", "reference": "actor_rollout_ref.ref.model", "critic": "critic.model"}
+    assert len(found) == 1
+    assert f"{name[role]} has num_experts=4: leave it out" in found[0]

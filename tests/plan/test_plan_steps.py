@@ -85,6 +85,17 @@ def test_8_bits_take_a_copy_and_half_the_cache_and_are_faster():
     assert seconds[0] > seconds[1] > seconds[2] > 0.5 * seconds[0]
 
 
+def test_products_in_8_bits_are_faster_and_take_no_memory():
+    config, make = load("1xH200", "algorithm.rollout_correction.rollout_is=token")
+    plain = make(config)
+    eight = make(changed(config, {"actor_rollout_ref.actor.fsdp_config.mixed_precision.product_dtype": "fp8"}))
+    for name, least, most in (("old_log_prob", 0.75, 0.9), ("update_actor", 0.8, 0.95)):
+        before, after = (phase(plan, name) for plan in (plain, eight))
+        assert before.memory == after.memory
+        assert least < after.seconds / before.seconds < most
+    assert phase(eight, "generate").seconds == phase(plain, "generate").seconds
+
+
 def test_a_teacher_is_counted_with_its_own_size_and_layout():
     teacher = ["algorithm.adv_estimator=distillation", "actor_rollout_ref.ref.model.path=Qwen3-32B"]
     teacher += ["actor_rollout_ref.ref.nnodes=1", "actor_rollout_ref.ref.n_gpus_per_node=4"]

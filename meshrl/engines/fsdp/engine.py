@@ -33,6 +33,7 @@ from meshrl.engines.optim import LearningRate, build_master_optimizer, build_opt
 from meshrl.engines.packed_lm import PackedCausalLM, PackedModel, PackedValueModel
 from meshrl.engines.stored_state import Snapshot
 from meshrl.models.buffers import persistent_buffers
+from meshrl.models.eight_bits import compute_in_8_bits
 from meshrl.models.loading import empty_model, load_model, refuse_quantized, torch_dtype
 from meshrl.models.lora import adapter_init, adapter_scaling, adapters_off, add_adapters, merged_params
 from meshrl.models.routes import ROUTED_EXPERTS, Routers, over_ranks, packed_routes, unpacked_routes
@@ -78,6 +79,8 @@ class FSDPEngine(Engine):
         # FSDP2 shards a model without memory and fills it afterwards; adapters are small and made with their values.
         fills_later = how == "fsdp2" or model.random_init
         self.hf_model = self._model(empty_model if fills_later else load_model)
+        if self.engine_config.rounds:
+            compute_in_8_bits(self.hf_model, self.device, self._compute_dtype())
         if self.has_adapters:
             add_adapters(self.hf_model, model)
             self.adapter_scaling = adapter_scaling(self.hf_model)
@@ -120,6 +123,11 @@ class FSDPEngine(Engine):
             return "whole"
         param, kept = torch_dtype(config.mixed_precision.param_dtype), torch_dtype(config.model_dtype)
         return "whole-bf16" if (param, kept) == (torch.bfloat16, torch.float32) else "fsdp2"
+
+    def _compute_dtype(self) -> torch.dtype:
+        config = self.engine_config.fsdp_config
+        policy = precision_policy(config)
+        return torch_dtype(config.model_dtype) if policy is None else policy.param_dtype or torch.float32
 
     def _build_optimizer(self, config: OptimConfig, how: str, masters: dict[str, Tensor]) -> torch.optim.Optimizer:
         if how != "whole-bf16":

@@ -8,8 +8,8 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from meshrl.models.eight_bits import FP8, lacks_products
 from meshrl.models.sight import Sight, language_model
-from meshrl.rollout.embedded.fp8 import CAPABILITY, FP8
 from meshrl.rollout.embedded.layers import FAMILIES, SEEING_FAMILIES, is_plain
 from meshrl.rollout.embedded.parts import Parts
 from meshrl.rollout.embedded.route_store import RouteStore
@@ -64,14 +64,8 @@ def check_8_bits(hf_model: PreTrainedModel, quantization: str | None, kv_cache_d
         )
     if kv_cache_dtype == "fp8" and device.type != "cuda":
         raise ValueError("rollout.kv_cache_dtype=fp8 is for GPUs: set it to auto")
-    if (quantization is not None or kv_cache_dtype == "fp8") and device.type == "cuda":
-        found = torch.cuda.get_device_capability(device)
-        if torch.version.hip is not None or found < CAPABILITY:
-            raise ValueError(
-                f"{torch.cuda.get_device_name(device)} (capability {found[0]}.{found[1]}) has no products of 8-bit "
-                f"floats, which come with {CAPABILITY[0]}.{CAPABILITY[1]}: leave rollout.quantization and "
-                "rollout.kv_cache_dtype out"
-            )
+    if (quantization is not None or kv_cache_dtype == "fp8") and (lacking := lacks_products(device)):
+        raise ValueError(f"{lacking}: leave rollout.quantization and rollout.kv_cache_dtype out")
 
 
 def context_length(hf_model: PreTrainedModel) -> int | None:

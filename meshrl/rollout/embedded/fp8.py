@@ -13,21 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max
-TINY = 1e-10  # the least that a scale is made of
-# What the processor's products take: sizes that are multiples of this.
-MULTIPLE = 16
+from meshrl.models.eight_bits import FP8, LARGEST, MULTIPLE, in_8_bits, weight_scale
+
 ROWS = 1024  # that are rounded at once, in float32
-# The first processors that have such products.
-CAPABILITY = (8, 9)
-
-
-def in_8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors along the last dim as 8-bit floats, and their scales [..., 1]: the largest element becomes `LARGEST`."""
-    x = x.float()
-    scales = x.abs().amax(-1, keepdim=True).clamp(min=TINY) / LARGEST
-    return (x / scales).clamp(-LARGEST, LARGEST).to(FP8), scales
 
 
 @dataclass(frozen=True)
@@ -60,7 +48,7 @@ class Fp8Projection:
     def refresh(self) -> None:
         """Takes the weights as they are now to where they were before: recorded graphs go on reading there."""
         largest = torch.stack([weight.abs().amax() for weight in self._weights]).amax().float()
-        self.scale.copy_(largest.clamp(min=TINY) / LARGEST)
+        self.scale.copy_(weight_scale(largest))
         for weight, values in zip(self._weights, self.values.split([len(w) for w in self._weights]), strict=True):
             for some, target in zip(weight.split(ROWS), values.split(ROWS), strict=True):
                 target.copy_(some.to(torch.float32, copy=True).div_(self.scale).clamp_(-LARGEST, LARGEST))

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from meshrl.models.eight_bits import Linear8
 from meshrl.models.sight import language_model, sees
 from meshrl.parallel.attention import AttentionContext
 from meshrl.rollout.embedded.fp8 import Fp8Projection
@@ -39,7 +40,10 @@ def is_plain(hf_model: PreTrainedModel, families: tuple[str, ...] = FAMILIES) ->
     """Whether the model is one of those whose layers we know, without adapters or other additions."""
     if type(hf_model).__name__ not in families or hf_model.config.get_text_config().hidden_act != "silu":
         return False
-    return all(type(m) is torch.nn.Linear for m in language_model(hf_model).modules() if hasattr(m, "in_features"))
+    # A trainer's linears may compute in 8 bits: their weights are like any others.
+    return all(
+        type(m) in (torch.nn.Linear, Linear8) for m in language_model(hf_model).modules() if hasattr(m, "in_features")
+    )
 
 
 def joined(parts: list[Tensor]) -> Tensor | None:

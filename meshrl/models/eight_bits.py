@@ -1,0 +1,123 @@
+"""Products of 8-bit floats (e4m3): how numbers are rounded to them, and linears that compute with them in training.
+
+Every token and every row of a matrix of weights has its own scale, made from what is there at that moment: nothing is
+kept from step to step, and a token's result does not depend on which others are computed beside it. Scales of weights
+are powers of two. So a weight is rounded to the same number whatever it shares its scale with: in a product and in
+that of its gradient, in a trainer and in a rollout, whose matrices have one scale for all of their rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from meshrl.models.sight import language_model
+from meshrl.models.sizes import expert_count, of_text
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+TINY = 1e-10  # the least that a scale is made of
+# What the processor's products take: sizes that are multiples of this.
+MULTIPLE = 16
+# The first processors that have such products.
+CAPABILITY = (8, 9)
+
+
+def in_8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Vectors along the last dim as 8-bit floats, and their scales [..., 1]: the largest element becomes `LARGEST`."""
+    x = x.float()
+    scales = x.abs().amax(-1, keepdim=True).clamp(min=TINY) / LARGEST
+    return (x / scales).clamp(-LARGEST, LARGEST).to(FP8), scales
+
+
+def weight_scale(largest: Tensor) -> Tensor:
+    """The scale (float32) of weights of which this is the largest: the least power of two that has room for it."""
+    wanted = largest.float().clamp(min=TINY) / LARGEST
+    mantissa = 0x7FFFFF
+    return ((wanted.view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
+
+
+def weights_in_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows of a matrix as 8-bit floats, and their scales [rows, 1]."""
+    scales = weight_scale(weight.abs().amax(-1, keepdim=True))
+    return (weight.float() / scales).clamp(-LARGEST, LARGEST).to(FP8), scales
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, inner] times weight [columns, inner], both rounded to 8 bits, in the type of x."""
+    (a, a_scales), (b, b_scales) = in_8_bits(x), weights_in_8_bits(weight)
+    if x.device.type == "cpu":  # which has no such products: what they would give
+        return (F.linear(a.to(x.dtype), b.to(x.dtype)) * a_scales * b_scales.t()).to(x.dtype)
+    b = b.contiguous()  # rows of a turned matrix lie across
+    return torch._scaled_mm(a, b.t(), a_scales, b_scales.view(1, -1), out_dtype=x.dtype, use_fast_accum=True)
+
+
+class _Product8(torch.autograd.Function):
+    """x times the weight, and the gradient of x, from 8-bit floats; the gradient of the weight from what was given.
+
+    That one is a sum over tokens: rounded, it would depend on which of them a micro-batch has.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (x, weight), gradient = ctx.saved_tensors, gradients[0]
+        of_x = product(gradient, weight.t()) if ctx.needs_input_grad[0] else None
+        return of_x, gradient.t() @ x if ctx.needs_input_grad[1] else None
+
+
+class Linear8(nn.Linear):
+    """A linear that computes with 8-bit floats; its weight is as it was."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        made = _Product8.apply(input.flatten(0, -2), self.weight).unflatten(0, input.shape[:-1])
+        return made if self.bias is None else made + self.bias
+
+
+def compute_in_8_bits(hf_model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Has all linears of the model's layers compute with 8-bit floats; head, embeddings and towers stay as they are.
+
+    `dtype` is what the model computes in otherwise.
+    """
+    key = "mixed_precision.product_dtype=fp8"
+    if experts := expert_count(of_text(hf_model.config)):
+        raise ValueError(f"{key} takes no experts, and {type(hf_model).__name__} has {experts} a layer: leave it out")
+    if lacking := lacks_products(device):
+        raise ValueError(f"{lacking}: leave {key} out")
+    if device.type == "cuda" and dtype != torch.bfloat16:
+        raise ValueError(f"{key} gives bf16 on GPUs, and the model computes in {dtype}: set param_dtype=bf16")
+    classes = set(hf_model._no_split_modules or ())
+    layers = [module for module in language_model(hf_model).modules() if type(module).__name__ in classes]
+    linears = [(name, m) for layer in layers for name, m in layer.named_modules() if type(m) is nn.Linear]
+    if not linears:
+        raise ValueError(f"{key}: {type(hf_model).__name__} has no layers with linears that it could be for")
+    for name, linear in linears:
+        rows, width = linear.weight.shape
+        if rows % MULTIPLE or width % MULTIPLE:
+            raise ValueError(
+                f"{key} takes matrices whose sizes are multiples of {MULTIPLE}, and {name} of "
+                f"{type(hf_model).__name__} is {rows} by {width}: leave it out"
+            )
+    for _, linear in linears:
+        linear.__class__ = Linear8  # with its weights, and whatever else knows it
+
+
+def lacks_products(device: torch.device) -> str | None:
+    """What is wrong with a GPU that has no products of 8-bit floats (a CPU does with others what they would give)."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and found >= CAPABILITY:
+        return None
+    return (
+        f"{torch.cuda.get_device_name(device)} (capability {found[0]}.{found[1]}) has no products of 8-bit floats, "
+        f"which come with {CAPABILITY[0]}.{CAPABILITY[1]}"
+    )
