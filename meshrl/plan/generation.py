@@ -121,8 +121,9 @@ class Generation:
         """Bytes of the fullest rank's matrices in 8 bits, beside its weights."""
         if self.rollout.quantization is None:
             return 0
-        matrices = (math.prod(shape) for name, shape in self.model.tensors.items() if name.endswith("_proj.weight"))
-        return sum(matrices) // self.layout.tp
+        tensors, tower = self.model.tensors, self.model.tower_tensors
+        rounded = [name for name in tensors if name.endswith("_proj.weight") and name not in tower]
+        return sum(math.prod(tensors[name]) for name in rounded) // self.layout.tp
 
     @cached_property
     def bytes_per_token(self) -> int:
@@ -198,6 +199,7 @@ class Generation:
         prefill += self._on_one_rank(attention, 0.0) / (peak * rates.ragged_attention)
         active, context = _decoding(part.responses, part.prompts, at_once * groups)
         weights = self.weights or self.model.num_params * self.itemsize
+        weights -= self.model.tower_params * self.itemsize  # which decoding does not read
         weights -= self.copies * (self.itemsize - 1)  # of these the copy is read
         read = (weights + context / groups * self.bytes_per_token) / (hardware.memory_gbs * 1e9 * rates.decode)
         busy = active * self._on_one_rank(flops.token + flops.target, experts) / rate

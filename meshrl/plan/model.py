@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +14,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForTokenClassification,
     PretrainedConfig,
 )
@@ -19,7 +22,9 @@ from transformers import (
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import read_json
 from meshrl.engines.megatron.weight_map import hf_tensors, is_sparse_layer
+from meshrl.models.key_map import is_of_tower
 from meshrl.models.lora import add_adapters
+from meshrl.models.sight import tower_of
 from meshrl.models.sizes import expert_count, head_dim
 from meshrl.parallel.attention import ATTENTION_NAME
 
@@ -88,6 +93,7 @@ class PlannedModel:
     config: PretrainedConfig
     source: str
     lora: ModelConfig | None = None
+    seeing: PretrainedConfig | None = None  # of all of a model that sees; `config` is its language model's
     # What others have counted of this model and need again.
     notes: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -105,6 +111,8 @@ class PlannedModel:
         with torch.device("meta"):
             made = kind.from_config(config, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
             made.tie_weights()
+            if self.seeing is not None and head == "lm":
+                _add_tower(made, self.seeing)
             if self.lora is not None:
                 add_adapters(made, self.lora)
         return made
@@ -113,6 +121,17 @@ class PlannedModel:
     def num_params(self) -> int:
         """Parameters of the model itself, without adapters."""
         return sum(p.numel() for name, p in self.modules.named_parameters() if ".lora_" not in name)
+
+    @cached_property
+    def tower_tensors(self) -> dict[str, tuple[int, ...]]:
+        """The weights of what looks at images."""
+        named = {name.replace(".base_layer.", "."): p for name, p in self.modules.named_parameters()}
+        return {name: tuple(p.shape) for name, p in named.items() if is_of_tower(name) and ".lora_" not in name}
+
+    @cached_property
+    def tower_params(self) -> int:
+        """Of all parameters those of what looks at images."""
+        return sum(map(math.prod, self.tower_tensors.values()))
 
     @property
     def num_layers(self) -> int:
@@ -140,7 +159,7 @@ class PlannedModel:
     @cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The tensors of the model's files, one for each expert's matrix."""
-        return hf_tensors(self.config)
+        return hf_tensors(self.config) | self.tower_tensors
 
     @cached_property
     def expert_params(self) -> int:
@@ -168,17 +187,15 @@ def find_model(
 
     `key` is the recipe's name for its path.
     """
-    lora = model if model.lora_rank > 0 or model.lora_adapter_path else None
+    lora = model if model.has_adapters else None
     override = dict(model.override_config)
     if config_file is not None:
         if not Path(config_file).is_file():
             raise ValueError(f"--model-config: there is no file {config_file}")
-        fields = read_json(Path(config_file))
-        return PlannedModel(_config(fields, override, config_file), _source(config_file, fields), lora)
+        return _planned(read_json(Path(config_file)), override, config_file, config_file, lora)
     file = Path(model.path or "") / "config.json"
     if model.path and file.is_file():
-        fields = read_json(file)
-        return PlannedModel(_config(fields, override, str(file)), _source(str(file), fields), lora)
+        return _planned(read_json(file), override, str(file), str(file), lora)
     if not model.path:
         raise ValueError(f"the recipe names no model: set {key}, or give --model-config FILE")
     name = known_name(model.path)
@@ -187,7 +204,7 @@ def find_model(
             f"there is no folder '{model.path}', and its name is none of {', '.join(KNOWN)}: give --model-config FILE"
         )
     words = f"the built-in shape of {name} (there is no folder '{model.path}')"
-    return PlannedModel(_config(KNOWN[name], override, name), words, lora)
+    return _planned(KNOWN[name], override, name, words, lora)
 
 
 def known_name(path: str) -> str | None:
@@ -197,31 +214,46 @@ def known_name(path: str) -> str | None:
     return max(found, key=len) if found else None
 
 
-def _config(fields: dict[str, Any], override: dict[str, Any], source: str) -> PretrainedConfig:
+def _planned(
+    fields: dict[str, Any], override: dict[str, Any], file: str, source: str, lora: ModelConfig | None
+) -> PlannedModel:
+    config, seeing = _config(fields, file), None
+    if config.model_type in READING:
+        seeing, config = config, _reading_part(config)
+        source = f"{source}, with the weights of what looks at images and without its work"
+    for name, value in override.items():
+        if not hasattr(config, name):
+            raise ValueError(f"model.override_config.{name}: {type(config).__name__} has no field '{name}'")
+        setattr(config, name, value)
+    return PlannedModel(config, source, lora, seeing)
+
+
+def _config(fields: dict[str, Any], source: str) -> PretrainedConfig:
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise ValueError(f"{source} has no model_type: give a Hugging Face config.json")
     if fields["model_type"] not in CONFIG_MAPPING:
         raise ValueError(f"{source}: this version of transformers knows no model_type '{fields['model_type']}'")
     try:
-        config = AutoConfig.for_model(**fields)
+        return AutoConfig.for_model(**fields)
     except Exception as error:  # each kind of config checks its fields in its own way
         raise ValueError(f"{source} is refused by transformers: {' '.join(str(error).split())}") from error
-    if config.model_type in READING:
-        config = _reading_part(config)
-    for name, value in override.items():
-        if not hasattr(config, name):
-            raise ValueError(f"model.override_config.{name}: {type(config).__name__} has no field '{name}'")
-        setattr(config, name, value)
-    return config
-
-
-def _source(file: str, fields: dict[str, Any]) -> str:
-    return f"{file}, without what looks at images" if fields["model_type"] in READING else file
 
 
 def _reading_part(config: PretrainedConfig) -> PretrainedConfig:
-    """The language model inside of one that sees, as a model of its own: a plan counts no images."""
+    """The language model inside of one that sees, as a model of its own."""
     fields = config.get_text_config().to_dict()
     fields.get("rope_parameters", {}).pop("mrope_section", None)
     fields |= {"model_type": READING[config.model_type], "tie_word_embeddings": config.tie_word_embeddings}
     return AutoConfig.for_model(**fields)
+
+
+def _add_tower(language_model: Any, seeing: PretrainedConfig) -> None:
+    """Puts the part of a model that looks at images into its language model, sharded as it would be there."""
+    short = copy.deepcopy(seeing)
+    text = short.get_text_config()
+    text.num_hidden_layers = 1
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:1]
+    whole = AutoModelForImageTextToText.from_config(short, dtype=torch.float32)
+    language_model.base_model.visual = tower_of(whole)
+    language_model._no_split_modules = [*language_model._no_split_modules, *whole._no_split_modules]

@@ -96,10 +96,11 @@ class Role:
     @cached_property
     def units(self) -> list[Unit]:
         """FSDP's units, the root last."""
-        key = ("units", self.head, self.trains, str(self.engine.fsdp_config.wrap_policy))
+        frozen = self.engine.freeze_vision_tower
+        key = ("units", self.head, self.trains, frozen, str(self.engine.fsdp_config.wrap_policy))
         if key not in self.model.notes:
             modules = self.model.modules if self.head == "lm" else self.model.build("value")
-            self.model.notes[key] = fsdp_units(modules, self.engine.fsdp_config, self.trains)
+            self.model.notes[key] = fsdp_units(modules, self.engine, self.trains)
         return self.model.notes[key]
 
     @cached_property
@@ -114,7 +115,8 @@ class Role:
         """The fullest rank's states (of a pipeline stage)."""
         shape = self.engine.megatron if self.is_megatron else (self.engine.fsdp_config, self._sequence_axes)
         alike = self._kinds_of(stage)
-        key = ("states", str(shape), self.engine.strategy, self.world_size, self.trains, self.head, alike)
+        frozen = self.engine.freeze_vision_tower
+        key = ("states", str(shape), self.engine.strategy, self.world_size, self.trains, frozen, self.head, alike)
         if key not in self.model.notes:
             self.model.notes[key] = self._count_states(stage)
         return self.model.notes[key]

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshrl.config.engine import EngineConfig, FSDPConfig
 from meshrl.engines.fsdp.units import units_to_shard
 from meshrl.engines.master import ALIGNMENT
 from meshrl.engines.megatron.ranks import ParallelRanks, ranks_of
 from meshrl.engines.megatron.weight_map import describe, padded_vocab_size
+from meshrl.models.key_map import is_of_tower
 from meshrl.models.loading import torch_dtype
 from meshrl.parallel.layout import fsdp_layout
 
@@ -77,15 +79,19 @@ class Unit:
         return sum(p.rows(0, parts)[1] * parts for p in self.params if p.trained or not trained_only)
 
 
-def fsdp_units(hf_model: Any, config: FSDPConfig, trains: bool) -> list[Unit]:
+def fsdp_units(hf_model: Any, engine: EngineConfig, trains: bool) -> list[Unit]:
     """The units that FSDP shards one by one, by the engine's own policy; the last one is the root."""
     names = {id(p): (name, p) for name, p in hf_model.named_parameters()}
     titles = {id(module): name for name, module in hf_model.named_modules()}
     found, taken = [], set()
-    for module in (*units_to_shard(hf_model, config.wrap_policy), hf_model):
+
+    def is_trained(name: str, param: Tensor) -> bool:
+        return trains and param.requires_grad and not (engine.freeze_vision_tower and is_of_tower(name))
+
+    for module in (*units_to_shard(hf_model, engine.fsdp_config.wrap_policy), hf_model):
         mine = {id(p): names[id(p)] for p in module.parameters() if id(p) not in taken and id(p) in names}
         taken |= set(mine)
-        params = (Parameter(name, tuple(p.shape), trains and p.requires_grad) for name, p in mine.values())
+        params = (Parameter(name, tuple(p.shape), is_trained(name, p)) for name, p in mine.values())
         found.append(Unit(titles.get(id(module), "") or "root", tuple(params)))
     return found
 

@@ -12,6 +12,7 @@ from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.optim import OptimConfig
 from meshrl.engines.build import engine_class
+from meshrl.models.tiny import make_tiny_seeing_model
 from meshrl.plan.model import find_model
 from meshrl.plan.states import fsdp_states, fsdp_units, megatron_states
 from meshrl.trainer.verify import SMALL, write_model
@@ -34,6 +35,14 @@ FSDP = {
     "one-bf16-sums": (1, {"param_dtype": "bf16", "reduce_dtype": "bf16"}),
     "by-size": (2, {"min_num_params": 3000}),
     "kept-bf16": (4, {"model_dtype": "bf16", "param_dtype": "bf16"}),
+}
+SEEING = {
+    "fsdp2": (2, "qwen3_vl", {}),
+    "one-bf16": (1, "qwen2_5_vl", {"param_dtype": "bf16"}),
+    "one-bf16-frozen": (1, "qwen3_vl", {"param_dtype": "bf16", "freeze_vision_tower": True}),
+    "frozen": (2, "qwen2_5_vl", {"freeze_vision_tower": True}),
+    "lora": (2, "qwen3_vl", {"lora_rank": 3}),
+    "experts": (2, "qwen3_vl_moe", {}),
 }
 MEGATRON = {
     "one": (1, "qwen2", {}),
@@ -76,7 +85,8 @@ def measured(trial):
         trial.model, trial.engine, OptimConfig(lr=1e-3), device=torch.device("cpu"), total_steps=2, seed=SEED
     )
     engine.initialize()
-    batch = trial.batches(61)[0]
+    sight = getattr(engine, "sight", None)
+    batch = trial.batches(61 if sight is None else 20, sight=sight)[0]
     mine = batch.chunk(engine.dp_size)[engine.dp_rank]
     mine.meta_info = {"temperature": 1.0, "use_dynamic_bsz": True, "max_token_len": 64}
 
@@ -117,19 +127,33 @@ def uneven(tmp_path_factory):
     return write_model(config, tmp_path_factory.mktemp("uneven") / "model")
 
 
-@pytest.mark.parametrize("case", FSDP)
-def test_fsdp_states_are_exact(ranks, uneven, case):
-    world, settings = FSDP[case]
+def planned_and_measured(ranks, folder, world, settings):
+    """Every rank's bytes as planned and as they are, and the planned units."""
     engine = EngineConfig()
     engine.fsdp_config.mixed_precision.param_dtype = "fp32"
-    model = ModelConfig(path=str(uneven), enable_gradient_checkpointing=False)
+    model = ModelConfig(path=str(folder), enable_gradient_checkpointing=False)
     for name, value in settings.items():
         owners = (engine, engine.fsdp_config, engine.fsdp_config.mixed_precision, engine.fsdp_config.wrap_policy, model)
         setattr(next(owner for owner in owners if hasattr(owner, name)), name, value)
-    planned = find_model(model)
-    units = fsdp_units(planned.modules, engine.fsdp_config, trains=True)
+    units = fsdp_units(find_model(model).modules, engine, trains=True)
     expected = [as_tuple(states) for states in fsdp_states(units, engine, world)]
-    found = ranks(world).run(measured, Trial(model, engine))
+    return expected, ranks(world).run(measured, Trial(model, engine)), units
+
+
+@pytest.mark.parametrize("case", SEEING)
+def test_states_of_models_that_see_are_exact(ranks, tmp_path, case):
+    world, family, settings = SEEING[case]
+    folder = make_tiny_seeing_model(tmp_path, "abcdefghijklmnopqrstuvwxyz", family=family)
+    expected, found, units = planned_and_measured(ranks, folder, world, settings)
+    assert found == expected
+    looking = [unit for unit in units if any(".visual." in param.name for param in unit.params)]
+    assert len(looking) > 1  # its blocks, and what is left of it, with the root
+
+
+@pytest.mark.parametrize("case", FSDP)
+def test_fsdp_states_are_exact(ranks, uneven, case):
+    world, settings = FSDP[case]
+    expected, found, units = planned_and_measured(ranks, uneven, world, settings)
     assert found == expected
     # A rank that held everything would be seen at once.
     whole = sum(unit.numel() for unit in units) * 4

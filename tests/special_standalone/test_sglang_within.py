@@ -1,11 +1,14 @@
-"""SGLang's real engine keeps the contract, inside this process. The last of its tests: its end ends all children."""
+"""SGLang's real engine keeps the contract, inside this process."""
 
 from __future__ import annotations
 
 import multiprocessing
 import signal
+import subprocess
+import sys
 
 import pytest
+import torch
 
 pytest.importorskip("sglang", reason="SGLang has an environment of its own: make test-sglang")
 
@@ -36,3 +39,16 @@ class TestSglangEngine(RolloutContract):
     def test_streams_are_labelled_as_the_engine_says_in_the_end(self, engine):
         """Runs last: over all tests no token of a stream was handed out under a version that it did not have."""
         assert engine.stats()["relabelled_tokens"] == 0
+
+    def test_its_end_is_that_of_its_own_processes_alone(self, engine):
+        """Runs last, too. SGLang's own shutdown would end every child, such as those that grade answers."""
+        beside = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        own = engine.client._processes
+        assert len(own) >= 2  # that schedule, and that make text of tokens
+        assert all(process.is_alive() for process in own)
+        engine.close()
+        assert not any(process.is_alive() for process in own)
+        assert beside.poll() is None
+        assert torch.ones(3).share_memory_().is_shared()  # by a process that torch has started
+        beside.kill()
+        beside.wait()

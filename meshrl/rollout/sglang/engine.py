@@ -6,10 +6,15 @@ The engine's blocking methods cannot run on an event loop, so its `tokenizer_man
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import multiprocessing
 from collections.abc import AsyncIterator, Mapping
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from meshrl.rollout.sglang.client import SglangClient
 
@@ -24,31 +29,30 @@ CALLS = {
     "release_memory_occupation": "ReleaseMemoryOccupationReqInput",
     "resume_memory_occupation": "ResumeMemoryOccupationReqInput",
 }
-# How long a cancelled task may take to end.
-TASK_SECONDS = 5.0
+# How long a cancelled task, and how long a killed process, may take to end.
+TASK_SECONDS, END_SECONDS = 5.0, 60.0
 
 
 class SglangEngine(SglangClient):
-    """SGLang without a server, with `arguments` of its own (`ServerArgs`); one in a process.
-
-    Closing it ends every child of this process: SGLang's own shutdown does so.
-    """
+    """SGLang without a server, with `arguments` of its own (`ServerArgs`); one in a process."""
 
     def __init__(self, path: str | Path, *, arguments: Mapping[str, Any] | None = None, start_seconds: float = 600.0):
         super().__init__(path, arguments, start_seconds)
         self._engine: Any = None
+        self._processes: set[BaseProcess] = set()
 
     async def start(self) -> None:
         try:
             from sglang.srt.entrypoints.engine import Engine
         except ImportError as error:
             raise ImportError("rollout.name=sglang needs SGLang: pip install 'meshrl[sglang]'") from error
-        method = multiprocessing.get_start_method(allow_none=True)
+        method, others = multiprocessing.get_start_method(allow_none=True), set(multiprocessing.active_children())
         try:
             # On this loop, which is its own from here on; not in the main thread, so that no signal gets a new meaning.
             self._engine = Engine(model_path=str(self._path), **self._arguments)
         finally:
             multiprocessing.set_start_method(method, force=True)
+            self._processes = set(multiprocessing.active_children()) - others
 
     async def _ask(self, call: str, **fields: Any) -> None:
         from sglang.srt.managers import io_struct
@@ -71,7 +75,7 @@ class SglangEngine(SglangClient):
 
     async def close(self) -> None:
         if self._engine is not None:
-            self._engine.shutdown()
+            self._end_processes()
             self._engine = None
             # It leaves tasks behind that would wait for its processes for ever.
             left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -79,3 +83,18 @@ class SglangEngine(SglangClient):
                 task.cancel()
             if left:
                 await asyncio.wait(left, timeout=TASK_SECONDS)
+
+    def _end_processes(self) -> None:
+        """Ends the engine's processes, as its own shutdown does; that one would end all other children of ours, too."""
+        # It calls its shutdown at our end, and has a thread that ends us when one of its processes does.
+        atexit.unregister(self._engine.shutdown)
+        if (watchdog := getattr(self._engine.tokenizer_manager, "_subprocess_watchdog", None)) is not None:
+            watchdog.stop()
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+            process.kill()
+        for process in self._processes:
+            process.join(END_SECONDS)
+        self._processes = set()
