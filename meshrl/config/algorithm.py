@@ -54,7 +54,7 @@ class RolloutCorrectionConfig:
     bypass_mode: bool = key(False, "Take the rollout's log-probs as the old ones instead of recomputing them.")
     rollout_is: str | None = key(
         None,
-        "Importance weights of old_log_probs over the rollout's; null: token where samples are stale or of 8 bits.",
+        "Importance weights of old_log_probs over the rollout's; null: token where stale or in 8 bits.",
         choices=("token", "sequence", "off"),
     )
     rollout_is_threshold: float | int | str = key(

@@ -204,6 +204,13 @@ def reference_problems(config: PPOConfig) -> list[str]:
         return [
             f"{REF}.update_every={ref.update_every} needs a reference on the policy's devices: leave {REF}.nnodes at 0"
         ]
+    actor = config.actor_rollout_ref.actor
+    if ref.model.path is None and ref.engine(actor).rounds != actor.rounds:
+        return [
+            f"{ACTOR}.fsdp_config.mixed_precision.product_dtype=fp8 is not for both of {ACTOR}.strategy="
+            f"{actor.strategy} and {REF}.strategy={ref.strategy}: the policy would not begin where its reference is. "
+            "Leave it out, or give both the same strategy"
+        ]
     if model.has_adapters and ref.update_every is not None:
         return [f"{REF}.update_every={ref.update_every}: with LoRA the reference is the model without its adapters"]
     return []

@@ -581,5 +581,6 @@ def _model_problems(
     if engine.strategy != "megatron":
         problems += packing_problems(shape, model, prefix)
         problems += target_problems(model, prefix)
-        problems += training_problems(shape, engine, engine_prefix, prefix)
+        # A reference has the actor's.
+        problems += training_problems(shape, engine, ACTOR if engine_prefix == REF else engine_prefix, prefix)
     return problems + fit_problems(shape, engine, engine_prefix)

@@ -54,6 +54,12 @@ def training_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str, 
     field = next((field for field in EXPERT_COUNTS if shape.get(field)), None)
     if field is not None:
         problems.append(f"{name} takes no experts, and {model_prefix} has {field}={shape[field]}: leave it out")
+    sizes = {field: shape[field] for field in ("hidden_size", "intermediate_size") if shape.get(field)}
+    problems += [
+        f"{name} takes matrices whose sizes are multiples of 16, and {model_prefix} has {field}={size}: leave it out"
+        for field, size in sizes.items()
+        if size % 16
+    ]
     if mixed.param_dtype in ("fp16", "float16"):
         problems.append(f"{name} gives bf16, not param_dtype={mixed.param_dtype}: set bf16")
     return problems

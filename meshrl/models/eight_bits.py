@@ -20,17 +20,21 @@ from meshrl.models.sizes import expert_count, of_text
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-TINY = 1e-10  # the least that a scale is made of
+TINY = 1e-10  # the least that a scale is made of; gradients of a token may be far less
+TINY_GRADIENT = 1e-30
 # What the processor's products take: sizes that are multiples of this.
 MULTIPLE = 16
 # The first processors that have such products.
 CAPABILITY = (8, 9)
 
 
-def in_8_bits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors along the last dim as 8-bit floats, and their scales [..., 1]: the largest element becomes `LARGEST`."""
+def in_8_bits(x: Tensor, least: float = TINY) -> tuple[Tensor, Tensor]:
+    """Vectors along the last dim as 8-bit floats, and their scales [..., 1]: the largest element becomes `LARGEST`.
+
+    Unless all of them are below the `least`.
+    """
     x = x.float()
-    scales = x.abs().amax(-1, keepdim=True).clamp(min=TINY) / LARGEST
+    scales = x.abs().amax(-1, keepdim=True).clamp(min=least) / LARGEST
     return (x / scales).clamp(-LARGEST, LARGEST).to(FP8), scales
 
 
@@ -49,10 +53,10 @@ def weights_in_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x [rows, inner] times weight [columns, inner], both rounded to 8 bits, in the type of x."""
-    (a, a_scales), (b, b_scales) = in_8_bits(x), weights_in_8_bits(weight)
+    (a, a_scales), (b, b_scales) = in_8_bits(x, TINY_GRADIENT), weights_in_8_bits(weight)
     if x.device.type == "cpu":  # which has no such products: what they would give
         return (F.linear(a.to(x.dtype), b.to(x.dtype)) * a_scales * b_scales.t()).to(x.dtype)
-    b = b.contiguous()  # rows of a turned matrix lie across
+    a, b = a.contiguous(), b.contiguous()  # rows of a turned matrix lie across
     return torch._scaled_mm(a, b.t(), a_scales, b_scales.view(1, -1), out_dtype=x.dtype, use_fast_accum=True)
 
 
@@ -64,14 +68,14 @@ class _Product8(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return product(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (x, weight), gradient = ctx.saved_tensors, gradients[0]
         of_x = product(gradient, weight.t()) if ctx.needs_input_grad[0] else None
-        return of_x, gradient.t() @ x if ctx.needs_input_grad[1] else None
+        return of_x, None if x is None else gradient.t() @ x
 
 
 class Linear8(nn.Linear):
@@ -82,10 +86,10 @@ class Linear8(nn.Linear):
         return made if self.bias is None else made + self.bias
 
 
-def compute_in_8_bits(hf_model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
+def compute_in_8_bits(hf_model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, compiled: bool) -> None:
     """Has all linears of the model's layers compute with 8-bit floats; head, embeddings and towers stay as they are.
 
-    `dtype` is what the model computes in otherwise.
+    `dtype` is what the model computes in otherwise; `compiled`: whether its layers will be.
     """
     key = "mixed_precision.product_dtype=fp8"
     if experts := expert_count(of_text(hf_model.config)):
@@ -94,6 +98,11 @@ def compute_in_8_bits(hf_model: PreTrainedModel, device: torch.device, dtype: to
         raise ValueError(f"{lacking}: leave {key} out")
     if device.type == "cuda" and dtype != torch.bfloat16:
         raise ValueError(f"{key} gives bf16 on GPUs, and the model computes in {dtype}: set param_dtype=bf16")
+    if device.type == "cuda" and not compiled:
+        raise ValueError(
+            f"{key} gains nothing on GPUs without compiled layers, since rounding by itself takes longer than the "
+            "products save: set use_torch_compile=true"
+        )
     classes = set(hf_model._no_split_modules or ())
     layers = [module for module in language_model(hf_model).modules() if type(module).__name__ in classes]
     linears = [(name, m) for layer in layers for name, m in layer.named_modules() if type(m) is nn.Linear]

@@ -12,6 +12,7 @@ import numpy as np
 from meshrl.config.families import FAMILIES
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.root import PPOConfig
+from meshrl.config.split_rollout import MODEL_TYPES
 from meshrl.models.loading import torch_dtype
 from meshrl.models.sizes import expert_count
 from meshrl.plan.hardware import Cluster
@@ -80,6 +81,7 @@ class Generation:
             and not actor.rests[0]
             and actor.dtype == torch_dtype(self.rollout.dtype)
             and self.ranks == 1
+            and not (actor.engine.rounds and self.model.config.model_type not in MODEL_TYPES)
         )
 
     @cached_property

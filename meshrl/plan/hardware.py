@@ -70,6 +70,9 @@ TABLE: dict[str, tuple[float, ...]] = {
 }
 
 
+WITHOUT_8_BITS = ("A100",)  # have no products of 8-bit floats
+
+
 def hardware_table(file: str | Path | None = None) -> dict[str, Hardware]:
     """The built-in devices by name, with those of a YAML file added or changed."""
     table = {

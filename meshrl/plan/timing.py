@@ -162,7 +162,8 @@ class Clock:
         operations = product_passes * products
         if trains and not role.keeps_logits(budget.targets):
             operations += flops.target * work.targets
-        if role.engine.rounds:  # forwards and gradients of inputs; not those of weights, nor the head
+        if role.engine.rounds and role.engine.use_torch_compile:
+            # Forwards and gradients of inputs; not those of weights, nor the head.
             in_8_bits = (forwards + trains) * flops.token * work.tokens
             operations -= in_8_bits * (1 - 1 / rates.products_8)
         seconds = operations / (peak * rates.products * slower) + attention_passes * attention / (peak * how)

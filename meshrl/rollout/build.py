@@ -72,8 +72,9 @@ def build_rollout(
             records_routes=records_routes,
         )
     from meshrl.rollout.embedded.engine import EmbeddedRollout
+    from meshrl.rollout.embedded.layers import rounds_in_forward
 
-    shares = can_share and hf_model.dtype == dtype and rank_group is None
+    shares = can_share and hf_model.dtype == dtype and rank_group is None and not rounds_in_forward(hf_model)
     if rank_group is not None:
         module: Any = empty_causal_lm(hf_model.config, ATTENTION_NAME, dtype)
     else:

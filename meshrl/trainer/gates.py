@@ -127,7 +127,8 @@ class Gates:
                 "first_step",
                 f"the rollout's log-probs differ from the trainer's by {difference:.3g} nats a token on the first step "
                 f"(limit {config.log_prob_diff_mean}): the rollout does not run the trainer's weights, or another "
-                "dtype, chat template or sampling temperature. Run `meshrl verify`, and fix this before training",
+                "dtype (8 bits on one side only?), chat template or sampling temperature. Run `meshrl verify`, and fix "
+                "this before training",
                 action == "stop",
             )
 
@@ -141,7 +142,8 @@ class Gates:
                 f"the rollout's log-probs are {difference:.3g} nats a token off the trainer's "
                 f"(trainer.gates.log_prob_diff_mean={config.log_prob_diff_mean}): samples are from another policy "
                 "than the one that learns, which ends in collapse. Use algorithm.rollout_correction.rollout_is, a "
-                "finer rollout.dtype (and no quantization), or find out when it began to grow",
+                "finer rollout.dtype, products in 8 bits on both sides (rollout.quantization and the actor's "
+                "mixed_precision.product_dtype) or on none, or find out when it began to grow",
                 config.log_prob_diff == "stop",
             )
         yield from self._entropy(metrics.get(ENTROPY))

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from meshrl.config.algorithm_checks import reference_problems
 from meshrl.config.checks import check_config
 from meshrl.config.correction import correction_of
 from meshrl.config.eight_bits import eight_bit_file_problems, eight_bit_problems, training_problems
@@ -85,6 +86,20 @@ def test_training_in_8_bits_is_for_fsdp_and_bf16():
     assert problem == "actor.fsdp_config.mixed_precision.product_dtype=fp8 gives bf16, not param_dtype=fp16: set bf16"
 
 
+def test_training_in_8_bits_takes_sizes_that_are_multiples(tmp_path):
+    shape = {"model_type": "qwen3", "hidden_size": 40, "intermediate_size": 64}
+    (problem,) = training_problems(shape, config_of(PRODUCTS).actor_rollout_ref.actor, "actor", "model")
+    assert "sizes are multiples of 16, and model has hidden_size=40: leave it out" in problem
+
+
+def test_a_reference_computes_as_the_policy_does():
+    apart = "actor_rollout_ref.ref.nnodes=1", "actor_rollout_ref.ref.n_gpus_per_node=1"
+    uses = "actor_rollout_ref.actor.use_kl_loss=true", *apart, PRODUCTS
+    assert reference_problems(config_of(*uses)) == []
+    (problem,) = reference_problems(config_of(*uses, "actor_rollout_ref.ref.strategy=megatron"))
+    assert "actor.strategy=fsdp2 and actor_rollout_ref.ref.strategy=megatron: the policy would not begin" in problem
+
+
 @pytest.mark.parametrize("role", ["policy", "reference", "critic"])
 def test_training_in_8_bits_takes_no_experts(tmp_path, role):
     plain, mixture = tmp_path / "plain", tmp_path / "mixture"
@@ -110,3 +125,4 @@ def test_training_in_8_bits_takes_no_experts(tmp_path, role):
     name = {"policy": "actor_rollout_ref.model", "reference": "actor_rollout_ref.ref.model", "critic": "critic.model"}
     assert len(found) == 1
     assert f"{name[role]} has num_experts=4: leave it out" in found[0]
+    assert found[0].startswith("critic" if role == "critic" else "actor_rollout_ref.actor")  # who has the key

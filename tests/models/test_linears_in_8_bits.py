@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Olmo2Config, Qwen2Config, Qwen3MoeConfig
 
 from meshrl.config.model import ModelConfig
+from meshrl.config.rollout import RolloutConfig
 from meshrl.models.eight_bits import (
     LARGEST,
     Linear8,
@@ -14,7 +15,10 @@ from meshrl.models.eight_bits import (
     weight_scale,
     weights_in_8_bits,
 )
+from meshrl.models.loading import load_tokenizer
 from meshrl.models.lora import add_adapters
+from meshrl.models.tiny import make_tiny_model
+from meshrl.rollout.build import build_rollout
 from meshrl.rollout.embedded.fp8 import Fp8Projection
 from meshrl.rollout.embedded.layers import is_plain
 
@@ -123,10 +127,22 @@ def test_a_token_is_the_same_whoever_is_beside_it():
     torch.testing.assert_close(layer(x)[3:4], layer(x[3:4]), rtol=1e-6, atol=0)
 
 
+def test_small_gradients_are_rounded_like_others():
+    layer = linear(48, 32)
+    x = torch.randn(5, 32, requires_grad=True)
+    gradient = torch.randn(5, 48)
+    found = [torch.autograd.grad(layer(x), x, gradient * factor)[0] / factor for factor in (1.0, 2.0**-66)]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+
+
 def test_frozen_weights_have_no_gradient_and_pass_one_on():
     layer = linear(32, 48).requires_grad_(False)
     x = torch.randn(3, 48, requires_grad=True)
-    layer(x).sum().backward()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved.shape) or saved, lambda saved: saved):
+        out = layer(x)
+    assert kept == [layer.weight.shape]  # what came in is for their gradient alone
+    out.sum().backward()
     assert layer.weight.grad is None
     assert x.grad.abs().sum() > 0
 
@@ -135,7 +151,7 @@ def test_layers_change_and_nothing_else():
     model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE))
     names, ids = [name for name, _ in model.named_parameters()], torch.arange(20)[None]
     before = model(ids).logits
-    compute_in_8_bits(model, CPU, torch.float32)
+    compute_in_8_bits(model, CPU, torch.float32, compiled=False)
     assert [name for name, _ in model.named_parameters()] == names
     linears = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert linears.pop("lm_head") is nn.Linear
@@ -146,9 +162,22 @@ def test_layers_change_and_nothing_else():
     assert is_plain(model)  # rollouts that use these weights have layers of their own
 
 
+@pytest.mark.parametrize(("config", "alone"), [(Qwen2Config(**SHAPE), False), (Olmo2Config(**SHAPE), True)])
+def test_a_rollout_has_weights_of_its_own_where_it_would_run_these_linears(tmp_path, config, alone):
+    make_tiny_model(tmp_path, "abc")
+    model = AutoModelForCausalLM.from_config(config)
+    made = RolloutConfig(dtype="float32"), ModelConfig(path=str(tmp_path)), model, load_tokenizer(tmp_path)
+    assert build_rollout(*made, device=CPU, can_share=True).shares_weights
+    compute_in_8_bits(model, CPU, torch.float32, compiled=False)
+    rollout = build_rollout(*made, device=CPU, can_share=True)
+    assert rollout.shares_weights != alone
+    if alone:
+        assert not any(isinstance(module, Linear8) for module in rollout.hf_model.modules())
+
+
 def test_adapters_stay_as_they_are():
     model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE))
-    compute_in_8_bits(model, CPU, torch.float32)
+    compute_in_8_bits(model, CPU, torch.float32, compiled=False)
     add_adapters(model, ModelConfig(lora_rank=4))
     kinds = {
         "lora" if ".lora_" in name else "base": type(module)
@@ -176,7 +205,7 @@ def test_adapters_stay_as_they_are():
 def test_what_cannot_be_is_said_and_changes_nothing(config, words):
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match=words):
-        compute_in_8_bits(model, CPU, torch.float32)
+        compute_in_8_bits(model, CPU, torch.float32, compiled=False)
     assert not any(isinstance(module, Linear8) for module in model.modules())
 
 
@@ -202,9 +231,19 @@ class TestOnGpu:
         compiled = torch.compile(layer.forward)
         for rows in (32, 41, 200, 7):
             x = torch.randn(rows, 64, dtype=torch.bfloat16, device="cuda")
-            assert relative(compiled(x).detach(), layer(x).detach().double()) < 1e-2
+            found = []
+            for forward in (compiled, layer.forward):
+                own = x.clone().requires_grad_()
+                out = forward(own)
+                out.sum().backward()
+                found.append((out.detach(), own.grad, layer.weight.grad))
+                layer.weight.grad = None
+            for ours, theirs in zip(*found, strict=True):
+                assert relative(ours, theirs.double()) < 1e-2
 
-    def test_what_it_computes_in_must_be_16_bits(self):
+    def test_layers_must_be_compiled_and_compute_in_16_bits(self):
         model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE))
         with pytest.raises(ValueError, match=r"computes in torch.float32: set param_dtype=bf16"):
-            compute_in_8_bits(model, torch.device("cuda"), torch.float32)
+            compute_in_8_bits(model, torch.device("cuda"), torch.float32, compiled=True)
+        with pytest.raises(ValueError, match="set use_torch_compile=true"):
+            compute_in_8_bits(model, torch.device("cuda"), torch.bfloat16, compiled=False)

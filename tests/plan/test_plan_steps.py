@@ -85,15 +85,37 @@ def test_8_bits_take_a_copy_and_half_the_cache_and_are_faster():
     assert seconds[0] > seconds[1] > seconds[2] > 0.5 * seconds[0]
 
 
-def test_products_in_8_bits_are_faster_and_take_no_memory():
-    config, make = load("1xH200", "algorithm.rollout_correction.rollout_is=token")
-    plain = make(config)
-    eight = make(changed(config, {"actor_rollout_ref.actor.fsdp_config.mixed_precision.product_dtype": "fp8"}))
+def test_products_in_8_bits_are_faster_where_layers_are_compiled():
+    compiled = "actor_rollout_ref.actor.use_torch_compile"
+    config, make = load("1xH200", "algorithm.rollout_correction.rollout_is=token", f"{compiled}=true")
+    product = {"actor_rollout_ref.actor.fsdp_config.mixed_precision.product_dtype": "fp8"}
+    plain, eight = make(config), make(changed(config, product))
     for name, least, most in (("old_log_prob", 0.75, 0.9), ("update_actor", 0.8, 0.95)):
-        before, after = (phase(plan, name) for plan in (plain, eight))
-        assert before.memory == after.memory
-        assert least < after.seconds / before.seconds < most
+        assert least < phase(eight, name).seconds / phase(plain, name).seconds < most
     assert phase(eight, "generate").seconds == phase(plain, "generate").seconds
+    eager = [make(changed(config, {compiled: False} | more)) for more in ({}, product)]
+    assert phase(eager[0], "update_actor").seconds == phase(eager[1], "update_actor").seconds
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "remarks"),
+    [
+        ("1xH100", ["actor_rollout_ref.actor.use_torch_compile=true"], []),
+        ("1xH100", [], ["product_dtype will be refused on GPUs without use_torch_compile=true"]),
+        (
+            "1xA100",
+            ["actor_rollout_ref.actor.use_torch_compile=true", "actor_rollout_ref.rollout.quantization=fp8"],
+            ["product_dtype will be refused: A100 has no", "kv_cache_dtype will be refused: A100 has no"],
+        ),
+    ],
+)
+def test_what_devices_lack_for_8_bits_is_remarked(capsys, gpus, words, remarks):
+    product = "actor_rollout_ref.actor.fsdp_config.mixed_precision.product_dtype=fp8"
+    policy = "actor_rollout_ref.model.path=Qwen3-0.6B"
+    assert main(["plan", "grpo", policy, *BASE, product, *words, "--gpus", gpus, "--json"]) == 0
+    found = [remark for remark in json.loads(capsys.readouterr().out)["remarks"] if "will be refused" in remark]
+    assert len(found) == len(remarks)
+    assert all(wanted in remark for wanted, remark in zip(remarks, found, strict=True))
 
 
 def test_a_teacher_is_counted_with_its_own_size_and_layout():

@@ -80,7 +80,8 @@ class FSDPEngine(Engine):
         fills_later = how == "fsdp2" or model.random_init
         self.hf_model = self._model(empty_model if fills_later else load_model)
         if self.engine_config.rounds:
-            compute_in_8_bits(self.hf_model, self.device, self._compute_dtype())
+            compiled = self.engine_config.use_torch_compile
+            compute_in_8_bits(self.hf_model, self.device, self._compute_dtype(), compiled=compiled)
         if self.has_adapters:
             add_adapters(self.hf_model, model)
             self.adapter_scaling = adapter_scaling(self.hf_model)

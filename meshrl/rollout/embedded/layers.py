@@ -46,6 +46,16 @@ def is_plain(hf_model: PreTrainedModel, families: tuple[str, ...] = FAMILIES) ->
     )
 
 
+def rounds_in_forward(hf_model: PreTrainedModel) -> bool:
+    """Whether it would generate with a trainer's products of 8-bit floats: through its own forward, where ours is not.
+
+    These round all weights anew in each step, which takes too long for one token a sequence.
+    """
+    if is_plain(hf_model, FAMILIES + SEEING_FAMILIES + WITH_EXPERTS):
+        return False
+    return any(isinstance(module, Linear8) for module in hf_model.modules())
+
+
 def joined(parts: list[Tensor]) -> Tensor | None:
     """One matrix of the rows of all parts, if they lie one after the other in memory."""
     end = parts[0].data_ptr()
