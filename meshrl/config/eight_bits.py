@@ -1,5 +1,6 @@
 """Checks of 8 bits: which models and devices generate with them (`rollout.quantization`, `kv_cache_dtype`) or train."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from meshrl.config.correction import correction_of
@@ -62,4 +63,19 @@ def training_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str, 
     ]
     if mixed.param_dtype in ("fp16", "float16"):
         problems.append(f"{name} gives bf16, not param_dtype={mixed.param_dtype}: set bf16")
+    return problems
+
+
+def gpu_problems(engines: Mapping[str, EngineConfig]) -> list[str]:
+    """What of training in 8 bits would not do on a GPU; `engines` by the names of their sections."""
+    problems = []
+    for prefix, engine in engines.items():
+        mixed = engine.fsdp_config.mixed_precision
+        name = f"{prefix}.fsdp_config.mixed_precision.product_dtype={mixed.product_dtype}"
+        if engine.rounds and mixed.param_dtype not in ("bf16", "bfloat16"):
+            problems.append(f"{name} gives bf16 on GPUs, not param_dtype={mixed.param_dtype}: set bf16")
+        if engine.rounds and not engine.use_torch_compile:
+            problems.append(
+                f"{name} gains nothing on GPUs without compiled layers: set {prefix}.use_torch_compile=true"
+            )
     return problems

@@ -136,6 +136,7 @@ def _eight_bit_remarks(
     cluster: Cluster, engines: Mapping[str, EngineConfig], rollout: RolloutConfig | None = None
 ) -> list[str]:
     """What of 8 bits a run would refuse on such devices."""
+    from meshrl.config.eight_bits import gpu_problems
     from meshrl.config.names import ROLLOUT
     from meshrl.plan.hardware import WITHOUT_8_BITS
 
@@ -145,8 +146,7 @@ def _eight_bit_remarks(
         generates = [f"{ROLLOUT}.quantization or kv_cache_dtype"] if rollout is not None and rollout.rounds else []
         lacking = f"will be refused: {hardware} has no products of 8-bit floats"
         remarks += [f"{key} {lacking}" for key in (*given, *generates)]
-    slow = [key for key, engine in given.items() if not engine.use_torch_compile]
-    return remarks + [f"{key} will be refused on GPUs without use_torch_compile=true" for key in slow]
+    return remarks + ([] if hardware == "CPU" else gpu_problems(engines))
 
 
 def _critic_model(config: PPOConfig, arguments: argparse.Namespace) -> PlannedModel | None:

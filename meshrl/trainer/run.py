@@ -21,8 +21,10 @@ from meshrl.config import quick_yaml
 from meshrl.config.algorithm_checks import bypass_loss, uses_reference
 from meshrl.config.correction import correction_of
 from meshrl.config.critic import uses_critic
+from meshrl.config.eight_bits import gpu_problems
+from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError, told_without_traceback
-from meshrl.config.names import ROLLOUT, count
+from meshrl.config.names import ACTOR, ROLLOUT, count
 from meshrl.config.own_code import import_external_libs, with_absolute_files
 from meshrl.config.pools import SECTIONS, places
 from meshrl.config.root import PPOConfig
@@ -272,6 +274,7 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
     worker = ClassWithInitArgs(SFTWorker, with_absolute_files(config), steps)
     pools = [Pool(trainer.processes, {"sft": worker})]
     check_devices(pools, trainer)
+    check_rounding({"engine": config.engine}, trainer)
     notes = slow_types(config)
     fetch_shelved(trainer, config.ray_init, notes.append, restarts.opened)
     found = state_to_resume(trainer, notes.append, restarts.opened)
@@ -523,11 +526,19 @@ def uses_gpu(trainer: RunConfig) -> bool:
 def check_machine(config: PPOConfig, pools: Sequence[Pool]) -> None:
     """What a run needs of this machine, before an earlier run's files are moved aside."""
     check_devices(pools, config.trainer)
+    engines = {ACTOR: config.actor_rollout_ref.actor, "critic": config.critic, "reward_model": config.reward_model}
+    check_rounding(engines, config.trainer)
     kind = config.actor_rollout_ref.rollout.kv_cache_dtype
     if kind != "auto" and config.trainer.backend == "local" and not uses_gpu(config.trainer):
         raise ConfigError(
             [f"actor_rollout_ref.rollout.kv_cache_dtype={kind} is for GPUs, and torch sees none here: set it to auto"]
         )
+
+
+def check_rounding(engines: Mapping[str, EngineConfig], trainer: RunConfig) -> None:
+    """What of training in 8 bits workers would refuse on their GPUs."""
+    if uses_gpu(trainer) and (problems := gpu_problems(engines)):
+        raise ConfigError(problems)
 
 
 def check_devices(pools: Sequence[Pool], trainer: RunConfig) -> None:

@@ -7,7 +7,7 @@ import pytest
 from meshrl.config.algorithm_checks import reference_problems
 from meshrl.config.checks import check_config
 from meshrl.config.correction import correction_of
-from meshrl.config.eight_bits import eight_bit_file_problems, eight_bit_problems, training_problems
+from meshrl.config.eight_bits import eight_bit_file_problems, eight_bit_problems, gpu_problems, training_problems
 from meshrl.config.load import load_config
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -84,6 +84,17 @@ def test_training_in_8_bits_is_for_fsdp_and_bf16():
     half = config_of(PRODUCTS, PRODUCTS.replace("product_dtype=fp8", "param_dtype=fp16"))
     (problem,) = training_problems({}, half.actor_rollout_ref.actor, "actor", "model")
     assert problem == "actor.fsdp_config.mixed_precision.product_dtype=fp8 gives bf16, not param_dtype=fp16: set bf16"
+
+
+def test_what_training_in_8_bits_needs_of_gpus():
+    assert gpu_problems({"actor": config_of().actor_rollout_ref.actor}) == []
+    compiled = "actor_rollout_ref.actor.use_torch_compile=true"
+    assert gpu_problems({"actor": config_of(PRODUCTS, compiled).actor_rollout_ref.actor}) == []
+    (problem,) = gpu_problems({"actor": config_of(PRODUCTS).actor_rollout_ref.actor})
+    assert problem.endswith("gains nothing on GPUs without compiled layers: set actor.use_torch_compile=true")
+    whole = PRODUCTS.replace("product_dtype=fp8", "param_dtype=fp32")
+    (problem,) = gpu_problems({"actor": config_of(PRODUCTS, compiled, whole).actor_rollout_ref.actor})
+    assert problem.endswith("gives bf16 on GPUs, not param_dtype=fp32: set bf16")
 
 
 def test_training_in_8_bits_takes_sizes_that_are_multiples(tmp_path):
