@@ -1,6 +1,5 @@
 """Checks of 8 bits: which models and devices generate with them (`rollout.quantization`, `kv_cache_dtype`) or train."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from meshrl.config.correction import correction_of
@@ -8,7 +7,9 @@ from meshrl.config.engine import EngineConfig
 from meshrl.config.model_folder import EXPERT_COUNTS, read_model_config
 from meshrl.config.names import MODEL, ROLLOUT
 from meshrl.config.root import PPOConfig
+from meshrl.config.sft import SFTConfig
 from meshrl.config.split_rollout import MODEL_TYPES
+from meshrl.config.used_engines import used_engines
 
 
 def eight_bit_problems(config: PPOConfig) -> list[str]:
@@ -66,16 +67,18 @@ def training_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str, 
     return problems
 
 
-def gpu_problems(engines: Mapping[str, EngineConfig]) -> list[str]:
-    """What of training in 8 bits would not do on a GPU; `engines` by the names of their sections."""
-    problems = []
-    for prefix, engine in engines.items():
-        mixed = engine.fsdp_config.mixed_precision
-        name = f"{prefix}.fsdp_config.mixed_precision.product_dtype={mixed.product_dtype}"
-        if engine.rounds and mixed.param_dtype not in ("bf16", "bfloat16"):
-            problems.append(f"{name} gives bf16 on GPUs, not param_dtype={mixed.param_dtype}: set bf16")
-        if engine.rounds and not engine.use_torch_compile:
-            problems.append(
-                f"{name} gains nothing on GPUs without compiled layers: set {prefix}.use_torch_compile=true"
-            )
-    return problems
+def gpu_problem(engine: EngineConfig) -> str | None:
+    """Why an engine would not train in 8 bits on a GPU, if it is to."""
+    mixed = engine.fsdp_config.mixed_precision
+    name = f"mixed_precision.product_dtype={mixed.product_dtype}"
+    if engine.rounds and mixed.param_dtype not in ("bf16", "bfloat16"):
+        return f"{name} gives bf16 on GPUs, not param_dtype={mixed.param_dtype}: set bf16"
+    if engine.rounds and not engine.use_torch_compile:
+        return f"{name} gains nothing on GPUs without compiled layers: set use_torch_compile=true"
+    return None
+
+
+def gpu_problems(config: PPOConfig | SFTConfig) -> list[str]:
+    """The same of all engines of a run, with the names of their sections."""
+    found = {prefix: gpu_problem(engine) for prefix, engine in used_engines(config).items()}
+    return [f"{prefix}.fsdp_config.{problem}" for prefix, problem in found.items() if problem is not None]

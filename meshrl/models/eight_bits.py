@@ -20,8 +20,8 @@ from meshrl.models.sizes import expert_count, of_text
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-TINY = 1e-10  # the least that a scale is made of; gradients of a token may be far less
-TINY_GRADIENT = 1e-30
+# The least that a scale is made of; in training, since the gradients of a token may be far less than what it is.
+TINY, TINY_IN_TRAINING = 1e-10, 1e-30
 # What the processor's products take: sizes that are multiples of this.
 MULTIPLE = 16
 # The first processors that have such products.
@@ -53,7 +53,7 @@ def weights_in_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x [rows, inner] times weight [columns, inner], both rounded to 8 bits, in the type of x."""
-    (a, a_scales), (b, b_scales) = in_8_bits(x, TINY_GRADIENT), weights_in_8_bits(weight)
+    (a, a_scales), (b, b_scales) = in_8_bits(x, TINY_IN_TRAINING), weights_in_8_bits(weight)
     if x.device.type == "cpu":  # which has no such products: what they would give
         return (F.linear(a.to(x.dtype), b.to(x.dtype)) * a_scales * b_scales.t()).to(x.dtype)
     a, b = a.contiguous(), b.contiguous()  # rows of a turned matrix lie across
@@ -86,23 +86,13 @@ class Linear8(nn.Linear):
         return made if self.bias is None else made + self.bias
 
 
-def compute_in_8_bits(hf_model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, compiled: bool) -> None:
-    """Has all linears of the model's layers compute with 8-bit floats; head, embeddings and towers stay as they are.
-
-    `dtype` is what the model computes in otherwise; `compiled`: whether its layers will be.
-    """
+def compute_in_8_bits(hf_model: PreTrainedModel, device: torch.device) -> None:
+    """Has all linears of the model's layers compute with 8-bit floats; head, embeddings and towers stay as they are."""
     key = "mixed_precision.product_dtype=fp8"
     if experts := expert_count(of_text(hf_model.config)):
         raise ValueError(f"{key} takes no experts, and {type(hf_model).__name__} has {experts} a layer: leave it out")
     if lacking := lacks_products(device):
         raise ValueError(f"{lacking}: leave {key} out")
-    if device.type == "cuda" and dtype != torch.bfloat16:
-        raise ValueError(f"{key} gives bf16 on GPUs, and the model computes in {dtype}: set param_dtype=bf16")
-    if device.type == "cuda" and not compiled:
-        raise ValueError(
-            f"{key} gains nothing on GPUs without compiled layers, since rounding by itself takes longer than the "
-            "products save: set use_torch_compile=true"
-        )
     classes = set(hf_model._no_split_modules or ())
     layers = [module for module in language_model(hf_model).modules() if type(module).__name__ in classes]
     linears = [(name, m) for layer in layers for name, m in layer.named_modules() if type(m) is nn.Linear]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from meshrl.config import Loaded
-    from meshrl.config.engine import EngineConfig
-    from meshrl.config.rollout import RolloutConfig
     from meshrl.config.root import PPOConfig
     from meshrl.config.sft import SFTConfig
     from meshrl.plan.hardware import Cluster
@@ -88,7 +86,6 @@ def _written(out: str | None, overrides: list[str]) -> list[str]:
 def read_and_plan(arguments: argparse.Namespace) -> tuple[Plan, Callable[[Any], Plan], list[str]]:
     """The plan, how to plan another config of the same run quickly, and what the config's own checks say."""
     from meshrl.config import PPOConfig, SFTConfig, load_config
-    from meshrl.config.names import ACTOR
     from meshrl.config.recipe import is_recipe
     from meshrl.plan.hardware import hardware_table, parse_cluster
     from meshrl.plan.model import find_model
@@ -105,13 +102,11 @@ def read_and_plan(arguments: argparse.Namespace) -> tuple[Plan, Callable[[Any], 
         demonstrations = _with_folders(load_config(recipe, words, SFTConfig))
         model = find_model(demonstrations.model, arguments.model_config, "model.path")
         make_one = partial(make_sft_plan, model=model, cluster=cluster, lengths=_sft_lengths(demonstrations, arguments))
-        remarks = problems_of(demonstrations, model) + _eight_bit_remarks(cluster, {"engine": demonstrations.engine})
+        remarks = problems_of(demonstrations, model) + _eight_bit_remarks(cluster, demonstrations)
         return make_one(demonstrations), make_one, remarks
     config = _with_folders(load_config(recipe, words, PPOConfig))
     model = find_model(config.actor_rollout_ref.model, arguments.model_config)
-    engines = {ACTOR: config.actor_rollout_ref.actor, "critic": config.critic, "reward_model": config.reward_model}
-    remarks = problems_of(config, model)
-    remarks += _eight_bit_remarks(cluster, engines, config.actor_rollout_ref.rollout)
+    remarks = problems_of(config, model) + _eight_bit_remarks(cluster, config)
     make = partial(
         make_plan,
         model=model,
@@ -132,21 +127,23 @@ def _with_folders(loaded: Loaded[Config]) -> Config:
     return loaded.config
 
 
-def _eight_bit_remarks(
-    cluster: Cluster, engines: Mapping[str, EngineConfig], rollout: RolloutConfig | None = None
-) -> list[str]:
+def _eight_bit_remarks(cluster: Cluster, config: PPOConfig | SFTConfig) -> list[str]:
     """What of 8 bits a run would refuse on such devices."""
     from meshrl.config.eight_bits import gpu_problems
     from meshrl.config.names import ROLLOUT
+    from meshrl.config.root import PPOConfig
+    from meshrl.config.used_engines import used_engines
     from meshrl.plan.hardware import WITHOUT_8_BITS
 
-    name, hardware, remarks = "fsdp_config.mixed_precision.product_dtype", cluster.hardware.name, []
-    given = {f"{prefix}.{name}": engine for prefix, engine in engines.items() if engine.rounds}
-    if hardware in WITHOUT_8_BITS:
-        generates = [f"{ROLLOUT}.quantization or kv_cache_dtype"] if rollout is not None and rollout.rounds else []
-        lacking = f"will be refused: {hardware} has no products of 8-bit floats"
-        remarks += [f"{key} {lacking}" for key in (*given, *generates)]
-    return remarks + ([] if hardware == "CPU" else gpu_problems(engines))
+    hardware = cluster.hardware.name
+    if hardware == "CPU":
+        return []
+    engines = used_engines(config).items()
+    given = [f"{prefix}.fsdp_config.mixed_precision.product_dtype" for prefix, engine in engines if engine.rounds]
+    if isinstance(config, PPOConfig) and config.actor_rollout_ref.rollout.rounds:
+        given.append(f"{ROLLOUT}.quantization or kv_cache_dtype")
+    lacking = f"will be refused: {hardware} has no products of 8-bit floats"
+    return [f"{key} {lacking}" for key in given if hardware in WITHOUT_8_BITS] + gpu_problems(config)
 
 
 def _critic_model(config: PPOConfig, arguments: argparse.Namespace) -> PlannedModel | None:

@@ -22,9 +22,8 @@ from meshrl.config.algorithm_checks import bypass_loss, uses_reference
 from meshrl.config.correction import correction_of
 from meshrl.config.critic import uses_critic
 from meshrl.config.eight_bits import gpu_problems
-from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError, told_without_traceback
-from meshrl.config.names import ACTOR, ROLLOUT, count
+from meshrl.config.names import ROLLOUT, count
 from meshrl.config.own_code import import_external_libs, with_absolute_files
 from meshrl.config.pools import SECTIONS, places
 from meshrl.config.root import PPOConfig
@@ -274,7 +273,7 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
     worker = ClassWithInitArgs(SFTWorker, with_absolute_files(config), steps)
     pools = [Pool(trainer.processes, {"sft": worker})]
     check_devices(pools, trainer)
-    check_rounding({"engine": config.engine}, trainer)
+    check_rounding(config)
     notes = slow_types(config)
     fetch_shelved(trainer, config.ray_init, notes.append, restarts.opened)
     found = state_to_resume(trainer, notes.append, restarts.opened)
@@ -526,8 +525,7 @@ def uses_gpu(trainer: RunConfig) -> bool:
 def check_machine(config: PPOConfig, pools: Sequence[Pool]) -> None:
     """What a run needs of this machine, before an earlier run's files are moved aside."""
     check_devices(pools, config.trainer)
-    engines = {ACTOR: config.actor_rollout_ref.actor, "critic": config.critic, "reward_model": config.reward_model}
-    check_rounding(engines, config.trainer)
+    check_rounding(config)
     kind = config.actor_rollout_ref.rollout.kv_cache_dtype
     if kind != "auto" and config.trainer.backend == "local" and not uses_gpu(config.trainer):
         raise ConfigError(
@@ -535,9 +533,9 @@ def check_machine(config: PPOConfig, pools: Sequence[Pool]) -> None:
         )
 
 
-def check_rounding(engines: Mapping[str, EngineConfig], trainer: RunConfig) -> None:
+def check_rounding(config: PPOConfig | SFTConfig) -> None:
     """What of training in 8 bits workers would refuse on their GPUs."""
-    if uses_gpu(trainer) and (problems := gpu_problems(engines)):
+    if uses_gpu(config.trainer) and (problems := gpu_problems(config)):
         raise ConfigError(problems)
 
 

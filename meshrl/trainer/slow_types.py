@@ -6,10 +6,11 @@ import time
 
 import torch
 
-from meshrl.config.critic import uses_critic
 from meshrl.config.engine import EngineConfig
+from meshrl.config.names import ROLLOUT
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
+from meshrl.config.used_engines import used_engines
 from meshrl.models.loading import torch_dtype
 
 # So many times as long as float32's, and a run is told; types that are merely somewhat slower are not.
@@ -59,16 +60,9 @@ def _product_seconds(dtype: torch.dtype) -> float:
 
 def _keys(config: PPOConfig | SFTConfig) -> dict[str, str]:
     """The types that the run's own models compute with, by key."""
-    if isinstance(config, SFTConfig):
-        return dict([_engine_type("engine", config.engine)])
-    actor_rollout_ref, critic = config.actor_rollout_ref, config.critic
-    found = dict([_engine_type("actor_rollout_ref.actor", actor_rollout_ref.actor)])
-    if actor_rollout_ref.rollout.name in OWN_ROLLOUTS:
-        found["actor_rollout_ref.rollout.dtype"] = actor_rollout_ref.rollout.dtype
-    if uses_critic(critic, config.algorithm.adv_estimator):
-        found |= [_engine_type("critic", critic)]
-    if config.reward_model.enable:
-        found |= [_engine_type("reward_model", config.reward_model)]
+    found = dict(_engine_type(prefix, engine) for prefix, engine in used_engines(config).items())
+    if isinstance(config, PPOConfig) and config.actor_rollout_ref.rollout.name in OWN_ROLLOUTS:
+        found[f"{ROLLOUT}.dtype"] = config.actor_rollout_ref.rollout.dtype
     return found
 
 

@@ -9,6 +9,7 @@ from meshrl.config.checks import check_config
 from meshrl.config.correction import correction_of
 from meshrl.config.eight_bits import eight_bit_file_problems, eight_bit_problems, gpu_problems, training_problems
 from meshrl.config.load import load_config
+from meshrl.config.names import ACTOR
 
 ROLLOUT = "actor_rollout_ref.rollout"
 WEIGHTS, CACHE = f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.kv_cache_dtype=fp8"
@@ -87,14 +88,19 @@ def test_training_in_8_bits_is_for_fsdp_and_bf16():
 
 
 def test_what_training_in_8_bits_needs_of_gpus():
-    assert gpu_problems({"actor": config_of().actor_rollout_ref.actor}) == []
-    compiled = "actor_rollout_ref.actor.use_torch_compile=true"
-    assert gpu_problems({"actor": config_of(PRODUCTS, compiled).actor_rollout_ref.actor}) == []
-    (problem,) = gpu_problems({"actor": config_of(PRODUCTS).actor_rollout_ref.actor})
-    assert problem.endswith("gains nothing on GPUs without compiled layers: set actor.use_torch_compile=true")
-    whole = PRODUCTS.replace("product_dtype=fp8", "param_dtype=fp32")
-    (problem,) = gpu_problems({"actor": config_of(PRODUCTS, compiled, whole).actor_rollout_ref.actor})
-    assert problem.endswith("gives bf16 on GPUs, not param_dtype=fp32: set bf16")
+    compiled, whole = f"{ACTOR}.use_torch_compile=true", PRODUCTS.replace("product_dtype=fp8", "param_dtype=fp32")
+    assert gpu_problems(config_of()) == []
+    assert gpu_problems(config_of(PRODUCTS, compiled)) == []
+    assert gpu_problems(config_of(PRODUCTS)) == [
+        f"{PRODUCTS} gains nothing on GPUs without compiled layers: set use_torch_compile=true"
+    ]
+    assert gpu_problems(config_of(PRODUCTS, compiled, whole)) == [
+        f"{PRODUCTS} gives bf16 on GPUs, not param_dtype=fp32: set bf16"
+    ]
+    critic = PRODUCTS.replace(ACTOR, "critic")
+    assert gpu_problems(config_of(critic)) == []  # there is none
+    (problem,) = gpu_problems(config_of(critic, "algorithm.adv_estimator=gae"))
+    assert problem.startswith(critic)
 
 
 def test_training_in_8_bits_takes_sizes_that_are_multiples(tmp_path):

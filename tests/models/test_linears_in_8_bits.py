@@ -151,7 +151,7 @@ def test_layers_change_and_nothing_else():
     model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE))
     names, ids = [name for name, _ in model.named_parameters()], torch.arange(20)[None]
     before = model(ids).logits
-    compute_in_8_bits(model, CPU, torch.float32, compiled=False)
+    compute_in_8_bits(model, CPU)
     assert [name for name, _ in model.named_parameters()] == names
     linears = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert linears.pop("lm_head") is nn.Linear
@@ -168,7 +168,7 @@ def test_a_rollout_has_weights_of_its_own_where_it_would_run_these_linears(tmp_p
     model = AutoModelForCausalLM.from_config(config)
     made = RolloutConfig(dtype="float32"), ModelConfig(path=str(tmp_path)), model, load_tokenizer(tmp_path)
     assert build_rollout(*made, device=CPU, can_share=True).shares_weights
-    compute_in_8_bits(model, CPU, torch.float32, compiled=False)
+    compute_in_8_bits(model, CPU)
     rollout = build_rollout(*made, device=CPU, can_share=True)
     assert rollout.shares_weights != alone
     if alone:
@@ -177,7 +177,7 @@ def test_a_rollout_has_weights_of_its_own_where_it_would_run_these_linears(tmp_p
 
 def test_adapters_stay_as_they_are():
     model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE))
-    compute_in_8_bits(model, CPU, torch.float32, compiled=False)
+    compute_in_8_bits(model, CPU)
     add_adapters(model, ModelConfig(lora_rank=4))
     kinds = {
         "lora" if ".lora_" in name else "base": type(module)
@@ -205,7 +205,7 @@ def test_adapters_stay_as_they_are():
 def test_what_cannot_be_is_said_and_changes_nothing(config, words):
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match=words):
-        compute_in_8_bits(model, CPU, torch.float32, compiled=False)
+        compute_in_8_bits(model, CPU)
     assert not any(isinstance(module, Linear8) for module in model.modules())
 
 
@@ -240,10 +240,3 @@ class TestOnGpu:
                 layer.weight.grad = None
             for ours, theirs in zip(*found, strict=True):
                 assert relative(ours, theirs.double()) < 1e-2
-
-    def test_layers_must_be_compiled_and_compute_in_16_bits(self):
-        model = AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE))
-        with pytest.raises(ValueError, match=r"computes in torch.float32: set param_dtype=bf16"):
-            compute_in_8_bits(model, torch.device("cuda"), torch.float32, compiled=True)
-        with pytest.raises(ValueError, match="set use_torch_compile=true"):
-            compute_in_8_bits(model, torch.device("cuda"), torch.bfloat16, compiled=False)

@@ -179,6 +179,25 @@ def test_products_in_8_bits_are_those_of_one_process(ranks, folders, references,
     assert layout == "fsdp1" or control["gradients"] > 0.05, control  # it has none by the weights' names
 
 
+def refused_on_gpu(trial):
+    """What an engine says that is to compute on a GPU; it does so before it looks for one."""
+    engine = FSDPEngine(trial.model, trial.engine, None, device=torch.device("cuda"))
+    try:
+        engine.initialize()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_products_in_8_bits_are_refused_where_they_gain_nothing(ranks, folders):
+    _, trial = make_trial(folders["qwen3"], "one", "plain")
+    mixed = trial.engine.fsdp_config.mixed_precision
+    mixed.product_dtype = "fp8"
+    assert "not param_dtype=fp32: set bf16" in ranks(1).run(refused_on_gpu, trial)[0]
+    mixed.param_dtype = "bf16"
+    assert "without compiled layers: set use_torch_compile=true" in ranks(1).run(refused_on_gpu, trial)[0]
+
+
 def test_every_axis_and_pair_is_in_the_grid():
     assert {layout for _, layout, _ in GRID} == set(LAYOUTS)
     assert {extra for _, _, extra in GRID} == set(EXTRAS)

@@ -20,11 +20,6 @@ RUN = (
 DIFFERENCE = "training/rollout_log_prob_diff_mean"
 
 
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch):
-    monkeypatch.setattr("meshrl.trainer.run.write_report", lambda path: path)
-
-
 def differences(run):
     return [row[DIFFERENCE] for row in run.metrics if DIFFERENCE in row]
 

@@ -6,11 +6,6 @@ from test_eight_bit_rollout import DIFFERENCE, EIGHT, RUN, differences
 PRODUCTS = "actor_rollout_ref.actor.fsdp_config.mixed_precision.product_dtype=fp8"
 
 
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch):
-    monkeypatch.setattr("meshrl.trainer.run.write_report", lambda path: path)
-
-
 def test_rollouts_in_16_bits_and_in_8(task, tmp_path):
     run = task.train(tmp_path / "eight", *RUN, PRODUCTS)
     first, *_, last = differences(run)

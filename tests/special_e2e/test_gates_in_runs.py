@@ -14,11 +14,6 @@ OPTIONS = (*UNEVEN, "trainer.test_freq=-1", "trainer.val_before_train=false", "t
 OLD = "algorithm.rollout_correction.bypass_mode=false"
 
 
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch):
-    monkeypatch.setattr("meshrl.trainer.run.write_report", lambda path: path)
-
-
 def gates_of(run):
     return [{name: value for name, value in row.items() if name.startswith("gates/")} for row in run.metrics]
 

@@ -21,11 +21,6 @@ OPTIONS = (*SHORT, *DENSE, "actor_rollout_ref.rollout.temperature=1.3", "trainer
 PRIME = ("reward_manager.name=prime", "reward_manager.num_processes=2")
 
 
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch):
-    monkeypatch.setattr("meshrl.trainer.run.write_report", lambda path: path)
-
-
 @pytest.mark.parametrize("more", [(), PRIME, ("trainer.n_gpus_per_node=2", "data.train_batch_size=6")])
 def test_a_run_that_overlaps_is_the_same_run(task, tmp_path, more):
     if "trainer.n_gpus_per_node=2" in more:

@@ -19,11 +19,6 @@ KL = (
 )
 
 
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch):
-    monkeypatch.setattr("meshrl.trainer.run.write_report", lambda path: path)
-
-
 def kls(run):
     return [row["actor/kl_loss"] for row in run.metrics]
 

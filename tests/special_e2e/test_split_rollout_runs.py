@@ -9,16 +9,9 @@ TWO, FOUR = "trainer.n_gpus_per_node=2", "trainer.n_gpus_per_node=4"
 SPLIT = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
 
 
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch):
-    monkeypatch.setattr("meshrl.trainer.run.write_report", lambda path: path)
-
-
 @pytest.fixture(scope="module")
 def whole(task, tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshrl.trainer.run.write_report", lambda path: path)
-        return task.train(tmp_path_factory.mktemp("whole"), *SHORT, TWO)
+    return task.train(tmp_path_factory.mktemp("whole"), *SHORT, TWO)
 
 
 def compare_weights(left, right):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from meshrl.config.eight_bits import gpu_problem
 from meshrl.config.optim import OptimConfig
 from meshrl.data.image_reader import IMAGES
 from meshrl.data.packing import PackedRow, keep_padding, pack
@@ -80,8 +81,9 @@ class FSDPEngine(Engine):
         fills_later = how == "fsdp2" or model.random_init
         self.hf_model = self._model(empty_model if fills_later else load_model)
         if self.engine_config.rounds:
-            compiled = self.engine_config.use_torch_compile
-            compute_in_8_bits(self.hf_model, self.device, self._compute_dtype(), compiled=compiled)
+            if self.device.type == "cuda" and (problem := gpu_problem(self.engine_config)):
+                raise ValueError(problem)
+            compute_in_8_bits(self.hf_model, self.device)
         if self.has_adapters:
             add_adapters(self.hf_model, model)
             self.adapter_scaling = adapter_scaling(self.hf_model)
@@ -124,11 +126,6 @@ class FSDPEngine(Engine):
             return "whole"
         param, kept = torch_dtype(config.mixed_precision.param_dtype), torch_dtype(config.model_dtype)
         return "whole-bf16" if (param, kept) == (torch.bfloat16, torch.float32) else "fsdp2"
-
-    def _compute_dtype(self) -> torch.dtype:
-        config = self.engine_config.fsdp_config
-        policy = precision_policy(config)
-        return torch_dtype(config.model_dtype) if policy is None else policy.param_dtype or torch.float32
 
     def _build_optimizer(self, config: OptimConfig, how: str, masters: dict[str, Tensor]) -> torch.optim.Optimizer:
         if how != "whole-bf16":
