@@ -41,6 +41,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -74,6 +75,7 @@ PRELOAD = [
     "meshrl.rollout.embedded.engine",
     "meshrl.trainer.verify",
     "meshrl.weights.sync",
+    "process_group",
     *megatron_cpu.PRELOAD,
 ]
 ON_GPU = os.environ.get("MESHRL_TEST_DEVICE", "cpu") == "cuda"
@@ -124,8 +126,7 @@ class ProcessGroup:
         self._processes, self._connections, self._store = [], [], None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = _fork_server()
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._stacks = tempfile.TemporaryDirectory(prefix="ranks-")
         for rank in range(self.world_size):
@@ -203,6 +204,18 @@ class ProcessGroups:
     def close(self) -> None:
         for group in self._groups.values():
             group.close()
+
+
+def _fork_server() -> Any:
+    """What forks ranks off a server that has imported all of `PRELOAD`, this folder's modules too."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    # Before Python 3.13 the server looks for modules where its environment says, and is silent about what it misses.
+    given = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([given] if given else [])])
+    forkserver.ensure_running()
+    os.environ.pop("PYTHONPATH") if given is None else os.environ.update(PYTHONPATH=given)
+    return context
 
 
 def subgroups(*sizes: int) -> list[dist.ProcessGroup]:

@@ -60,7 +60,7 @@ class Task:
         return f"actor_rollout_ref.model.path={folder}"
 
     def config(self, out: Path, *overrides: str) -> PPOConfig:
-        """The demo's recipe on this data, on the CPU; it must pass the checks."""
+        """The demo's recipe on this data, on the CPU, a quarter of its batch; it must pass the checks."""
         loaded = load_config(
             "demo_grpo",
             [
@@ -70,6 +70,8 @@ class Task:
                 f"trainer.default_local_dir={out}",
                 "trainer.device=cpu",
                 "trainer.logger=[file]",
+                "data.train_batch_size=16",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=8",
                 *overrides,
             ],
         )

@@ -36,7 +36,7 @@ def own_reward(tmp_path, body):
     ],
 )
 def test_a_failing_reward_stops_with_its_sample(task, tmp_path, body, said):
-    with pytest.raises(RewardError, match="failed on all 512 samples, first on sample 0") as caught:
+    with pytest.raises(RewardError, match="failed on all 128 samples, first on sample 0") as caught:
         task.train(tmp_path / "run", *SHORT, *own_reward(tmp_path, body))
     assert said in str(caught.value)
 
@@ -47,34 +47,34 @@ def test_a_reward_that_fails_on_the_whole_first_batch_is_told_at_once(task, tmp_
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("of an earlier run")
     with pytest.raises(
-        RewardError, match=r"all 512 samples, first on sample 0 .*KeyError(.|\n)*reward.py:3 in compute_"
+        RewardError, match=r"all 128 samples, first on sample 0 .*KeyError(.|\n)*reward.py:3 in compute_"
     ):
         task.train(tmp_path / "run", *SHORT, *own, "reward.on_error=zero")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "of an earlier run"
     with (tmp_path / "screen.txt").open("w") as out, pytest.raises(RewardError, match="8 batches in a row"):
         train(task.config(tmp_path / "drop", *SHORT, *own, "reward.on_error=drop"), console=Console(file=out))
     said = (tmp_path / "screen.txt").read_text()
-    assert said.count("warning: the reward function failed on all 512 samples, first on sample 0") == 1
+    assert said.count("warning: the reward function failed on all 128 samples, first on sample 0") == 1
 
 
 def test_a_failing_reward_is_counted_where_asked(task, tmp_path):
     body = "return math.nan if extra_info['digits'][0] < '5' else 1.0"
     run = task.train(tmp_path / "run", *SHORT, *own_reward(tmp_path, body), "reward.on_error=zero")
     for row in run.metrics:
-        assert row["reward/errors"] == 512 * (1 - row["critic/score/mean"])
-        assert 0 < row["reward/errors"] < 512
+        assert row["reward/errors"] == 128 * (1 - row["critic/score/mean"])
+        assert 0 < row["reward/errors"] < 128
 
 
 def test_a_batch_of_which_nothing_is_left_is_passed_over_and_eight_of_them_end_the_run(task, tmp_path):
     count = tmp_path / "count"
     count.write_text("")
     body = (
-        f"open('{count}', 'a').write('.'); assert len(open('{count}').read()) > 512, 'down'; return len(solution_str)"
+        f"open('{count}', 'a').write('.'); assert len(open('{count}').read()) > 128, 'down'; return len(solution_str)"
     )
     drop = (*own_reward(tmp_path, body), "reward.on_error=drop")
     run = task.train(tmp_path / "run", *SHORT, *drop)
     assert [row["training/empty_batches"] for row in run.metrics] == [1, 0]
-    assert [row["reward/errors"] for row in run.metrics] == [512, 0]
+    assert [row["reward/errors"] for row in run.metrics] == [128, 0]
     small = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "reward.on_error=drop")
     (tmp_path / "other").mkdir()
     with pytest.raises(RewardError, match="no sample of 8 batches in a row is left"):
@@ -86,7 +86,7 @@ def test_a_batch_reward_of_the_wrong_length(task, tmp_path):
     file.write_text(
         "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n    return [1.0] * 5\n"
     )
-    with pytest.raises(RewardError, match="5 scores for 512 samples"):
+    with pytest.raises(RewardError, match="5 scores for 128 samples"):
         task.train(
             tmp_path / "run",
             *SHORT,
@@ -102,8 +102,8 @@ def test_a_batch_reward_of_the_wrong_length(task, tmp_path):
         ("", "no rows"),
         ('{"prompt": "123456>"}\n{"prompt": \n', "line 2: not valid JSON"),
         ('{"question": "123456>"}\n', "column 'prompt' is missing"),
-        ('{"prompt": "123456123456>"}\n' * 64, "max_prompt_length=8"),
-        ('{"prompt": "123456>"}\n' * 3, "fewer than one batch of 64"),
+        ('{"prompt": "123456123456>"}\n' * 16, "max_prompt_length=8"),
+        ('{"prompt": "123456>"}\n' * 3, "fewer than one batch of 16"),
     ],
 )
 def test_bad_data_sets(task, tmp_path, content, said):

@@ -7,6 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ACCURACY = "val-core/sort_digits/acc/mean@1"
+# As many as the demo has.
+SAMPLES = ("data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
 
 
 def accuracies(run):
@@ -15,7 +17,7 @@ def accuracies(run):
 
 def test_grpo_learns_and_coin_tosses_do_not(task, tmp_path):
     data = (f"data.train_files=[{task.files['all_prompts']}]", f"data.val_files=[{task.files['all_held_out']}]")
-    steps = ("trainer.total_training_steps=50", "trainer.test_freq=50", *data)
+    steps = ("trainer.total_training_steps=50", "trainer.test_freq=50", *data, *SAMPLES)
     learned = task.train(tmp_path / "grpo", *steps)
     before, after = accuracies(learned)
     assert before < 0.45
@@ -58,6 +60,7 @@ def test_grpo_learns_and_coin_tosses_do_not(task, tmp_path):
 def test_a_run_leaves_its_folder(task, pictures, tmp_path):
     run = task.train(
         tmp_path / "run",
+        *SAMPLES,
         "trainer.total_training_steps=2",
         "actor_rollout_ref.rollout.val_kwargs.n=4",
         "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
