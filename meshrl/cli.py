@@ -17,7 +17,7 @@ from meshrl.telemetry.command_line import add_report_options, add_timeline_optio
 from meshrl.weights.command_line import add_plan_options
 
 if TYPE_CHECKING:
-    from meshrl.config import Loaded, PPOConfig, SFTConfig
+    from meshrl.config import Loaded
     from meshrl.config.trainer import RunConfig
 
 CONFIG_PROBLEM, RUN_ERROR, INTERRUPTED = 2, 1, 130
@@ -106,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _run_options(add("train", _train, "train a policy with reinforcement learning"), halves=True)
     _run_options(add("sft", _sft, "fine-tune a model on demonstrations"), halves=False)
+    _run_options(add("prefer", _prefer, "learn from pairs of answers: a policy (DPO) or a reward model"), halves=False)
     _demo_options(add("demo", _demo, "train a tiny model on a toy task, from nothing to a picture"))
     _config_options(add("config", _config, "print a resolved config, with where each value came from"))
     _verify_options(add("verify", _verify, "check that a layout computes what one process computes"))
@@ -150,7 +151,10 @@ def _demo_options(parser: argparse.ArgumentParser) -> None:
 
 def _config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="RECIPE key=value", help=OVERRIDES_HELP)
-    parser.add_argument("--sft", action="store_true", help="a config of meshrl sft")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--sft", dest="kind", action="store_const", const="sft", help="a config of meshrl sft")
+    other.add_argument("--prefer", dest="kind", action="store_const", const="prefer", help="a config of meshrl prefer")
+    parser.set_defaults(kind="train")
     parser.add_argument("--only", default="", metavar="PREFIX", help="only keys below this one")
     parser.add_argument("--doc", action="store_true", help="with a line of documentation per key")
 
@@ -186,7 +190,7 @@ def _replay_options(parser: argparse.ArgumentParser) -> None:
 def _train(arguments: argparse.Namespace) -> int | None:
     from meshrl.config.pools import num_devices
 
-    loaded = _load(arguments.words, sft=False)
+    loaded = _load(arguments.words, "train")
     if _ready(loaded, arguments):
         if arguments.supervise:
             return _supervised("train", arguments, loaded)
@@ -225,11 +229,19 @@ def _supervised(command: str, arguments: argparse.Namespace, loaded: "Loaded[Any
 
 
 def _sft(arguments: argparse.Namespace) -> int | None:
-    loaded = _load(arguments.words, sft=True)
+    return _learn_from_files("sft", "meshrl.workers.sft", arguments)
+
+
+def _prefer(arguments: argparse.Namespace) -> int | None:
+    return _learn_from_files("prefer", "meshrl.workers.preferences", arguments)
+
+
+def _learn_from_files(command: str, worker: str, arguments: argparse.Namespace) -> int | None:
+    loaded = _load(arguments.words, command)
     if _ready(loaded, arguments):
         if arguments.supervise:
-            return _supervised("sft", arguments, loaded)
-        _warm_up(loaded.config.trainer, loaded.config.trainer.world_size, "meshrl.workers.sft")
+            return _supervised(command, arguments, loaded)
+        _warm_up(loaded.config.trainer, loaded.config.trainer.world_size, worker)
         with importing():
             from meshrl.trainer.run import sft
 
@@ -278,7 +290,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _config(arguments: argparse.Namespace) -> None:
     from meshrl.config.show import to_yaml
 
-    loaded = _load(arguments.words, sft=arguments.sft)
+    loaded = _load(arguments.words, arguments.kind)
     _say(to_yaml(loaded.config, loaded.sources, only=arguments.only, docs=arguments.doc).rstrip("\n"))
 
 
@@ -424,21 +436,22 @@ def _timeline(arguments: argparse.Namespace) -> int | None:
     return None
 
 
-def _load(words: Sequence[str], sft: bool) -> "Loaded[Any]":
-    """The first word is the recipe unless it sets a key."""
-    from meshrl.config import PPOConfig, SFTConfig, load_config
+def _load(words: Sequence[str], command: str) -> "Loaded[Any]":
+    """The config of a command; the first word is the recipe unless it sets a key."""
+    from meshrl.config import load_config
+    from meshrl.config.load import ROOTS
     from meshrl.config.recipe import is_recipe
 
     has_recipe = bool(words) and is_recipe(words[0])
     loaded: Loaded[Any] = load_config(
-        words[0] if has_recipe else None, words[1:] if has_recipe else words, SFTConfig if sft else PPOConfig
+        words[0] if has_recipe else None, words[1:] if has_recipe else words, ROOTS[command]
     )
     for note in loaded.notes:
         _complain(f"note: {note}")
     return loaded
 
 
-def _ready(loaded: "Loaded[PPOConfig] | Loaded[SFTConfig]", arguments: argparse.Namespace) -> bool:
+def _ready(loaded: "Loaded[Any]", arguments: argparse.Namespace) -> bool:
     """Check the config; on a dry run show what would run, and return False."""
     from meshrl.config import check_config, ensure_runnable
     from meshrl.config.checks import check_notes

@@ -3,6 +3,7 @@
 from meshrl.config.checks import check_config, ensure_runnable
 from meshrl.config.errors import ConfigError
 from meshrl.config.load import Loaded, load_config
+from meshrl.config.preferences import PreferenceConfig
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.config.units import BatchUnits, SFTBatchUnits
@@ -13,6 +14,7 @@ __all__ = [
     "ConfigError",
     "Loaded",
     "PPOConfig",
+    "PreferenceConfig",
     "SFTBatchUnits",
     "SFTConfig",
     "check_config",

@@ -4,12 +4,12 @@ from pathlib import Path
 
 from meshrl.config.critic import uses_critic
 from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
+from meshrl.config.sft import SupervisedConfig
 from meshrl.config.trainer import TrainerConfig
 from meshrl.config.tree import changed_keys, get_value
 
 
-def checkpoint_problems(config: PPOConfig | SFTConfig) -> list[str]:
+def checkpoint_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
     """What is wrong with the keys of checkpoints, and those of them that would do nothing."""
     trainer = config.trainer
     problems = []
@@ -28,7 +28,7 @@ def checkpoint_problems(config: PPOConfig | SFTConfig) -> list[str]:
     if len(set(keep.values())) > 1:
         told = ", ".join(f"{name}={value}" for name, value in keep.items())
         problems.append(f"a checkpoint is kept whole, actor and critic together: {told} must be the same")
-    roles = ["checkpoint"] if isinstance(config, SFTConfig) else _roles(config)
+    roles = ["checkpoint"] if isinstance(config, SupervisedConfig) else _roles(config)
     if trainer.save_freq < 0:
         idle = ["trainer.remote_dir"] if trainer.remote_dir and trainer.resume_mode != "auto" else []
         for role in roles:
@@ -41,7 +41,7 @@ def checkpoint_problems(config: PPOConfig | SFTConfig) -> list[str]:
     return problems
 
 
-def checkpoint_notes(config: PPOConfig | SFTConfig) -> list[str]:
+def checkpoint_notes(config: PPOConfig | SupervisedConfig) -> list[str]:
     """How many checkpoints to keep, where none is written."""
     keep = _keys_of_keep(config.trainer) if config.trainer.save_freq < 0 else {}
     return [f"{name} is for checkpoints, and trainer.save_freq=-1 writes none" for name in keep]

@@ -51,6 +51,7 @@ from meshrl.config.optim import OptimConfig
 from meshrl.config.own_code import external_lib_problems, own_function_problems
 from meshrl.config.packages import package_problems
 from meshrl.config.pools import pool_problems, ranks_of, whose
+from meshrl.config.preferences import PreferenceConfig, preference_problems
 from meshrl.config.reference_layout import reads_the_other_engine, reference_layout_problems
 from meshrl.config.reward import reward_file_problems, reward_problems
 from meshrl.config.rollout import READERS, UNNEEDED
@@ -58,7 +59,7 @@ from meshrl.config.root import PPOConfig
 from meshrl.config.router_replay import replay_file_problems, replay_problems
 from meshrl.config.sampling import sampling_problems
 from meshrl.config.seeing import seeing_problems
-from meshrl.config.sft import SFTConfig
+from meshrl.config.sft import SupervisedConfig
 from meshrl.config.split_rollout import split_file_problems, split_problems
 from meshrl.config.telemetry_checks import profiler_problems, timeline_problems
 from meshrl.config.trainer import RunConfig
@@ -80,7 +81,7 @@ SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
 IDLE_FSDP_KEYS = {"fsdp2": "use_orig_params", "fsdp": "reshard_after_forward"}
 
 
-def ensure_runnable(config: PPOConfig | SFTConfig, check_files: bool = True) -> None:
+def ensure_runnable(config: PPOConfig | SupervisedConfig, check_files: bool = True) -> None:
     """Raise one `ConfigError` with all that is unsupported, wrong in the config or, with its files, not installed."""
     problems = unsupported(config) + check_config(config, check_files)
     problems += package_problems(config) if check_files else []
@@ -88,17 +89,17 @@ def ensure_runnable(config: PPOConfig | SFTConfig, check_files: bool = True) -> 
         raise ConfigError(problems)
 
 
-def check_config(config: PPOConfig | SFTConfig, check_files: bool = True) -> list[str]:
+def check_config(config: PPOConfig | SupervisedConfig, check_files: bool = True) -> list[str]:
     """All problems of a config, a line each; `check_files` also looks at data, model folder and reward function."""
     config = copy.deepcopy(config)
     fill_followers(config)
     problems = [problem for _, problem in value_problems(config)]
     if problems:
         return problems  # the checks below count on numbers in their ranges
-    return _check_sft(config, check_files) if isinstance(config, SFTConfig) else _check_ppo(config, check_files)
+    return _check_sft(config, check_files) if isinstance(config, SupervisedConfig) else _check_ppo(config, check_files)
 
 
-def check_notes(config: PPOConfig | SFTConfig, sources: Mapping[str, str]) -> list[str]:
+def check_notes(config: PPOConfig | SupervisedConfig, sources: Mapping[str, str]) -> list[str]:
     """Keys that were written and do nothing here, but could do no harm either: a line each."""
     notes = checkpoint_notes(config)
     if config.trainer.backend != "ray":
@@ -186,7 +187,9 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         problems += sampler_file_problems(config)
         problems += custom_class_problems(config)
         problems += _reference_file_problems(config)
-        problems += reward_file_problems(config.reward, config.custom_reward_function, config.reward_manager)
+        problems += reward_file_problems(
+            config.reward, config.custom_reward_function, config.reward_manager, config.reward_model.enable
+        )
         problems += multi_turn_file_problems(config)
         problems += external_lib_problems(config) or own_function_problems(config)
     return problems
@@ -286,7 +289,7 @@ def _reward_model_problems(config: PPOConfig, check_files: bool) -> list[str]:
     return problems
 
 
-def _check_sft(config: SFTConfig, check_files: bool) -> list[str]:
+def _check_sft(config: SupervisedConfig, check_files: bool) -> list[str]:
     data, engine = config.data, config.engine
     problems = [
         *engine_problems(engine, "engine", config.trainer.world_size),
@@ -298,17 +301,23 @@ def _check_sft(config: SFTConfig, check_files: bool) -> list[str]:
         *_idle_problems(config, engine, "engine"),
         *chat_template_problems(config.data.apply_chat_template_kwargs, config.model, check_files),
     ]
-    budget = data.max_token_len_per_gpu * sequence_ranks(engine)
-    if data.micro_batch_size_per_gpu is None and budget < data.max_length:
+    budget, longest = data.max_token_len_per_gpu * sequence_ranks(engine), data.max_length * data.sequences_per_row
+    if data.micro_batch_size_per_gpu is None and budget < longest:
+        told = f"{data.sequences_per_row} * " if data.sequences_per_row > 1 else ""
         problems.append(
             f"data.max_token_len_per_gpu ({_times(data.max_token_len_per_gpu, engine)}) must hold the longest "
-            f"sequence: data.max_length ({data.max_length})"
+            f"{data.noun}: {told}data.max_length ({data.max_length})"
         )
+    if isinstance(config, PreferenceConfig):
+        problems += preference_problems(config)
     if check_files:
         problems += external_lib_problems(config)
         problems += _file_problems(config)
         problems += _model_problems(config.model, "model", engine, "engine", data.max_length, "data.max_length")
         problems += seeing_problems(config)
+        if isinstance(config, PreferenceConfig) and config.reference.path is not None:
+            reference = replace(config.model, path=config.reference.path, random_init=False, lora_rank=0)
+            problems += _model_problems(reference, "reference", engine, "engine", data.max_length, "data.max_length")
     return problems
 
 
@@ -507,7 +516,7 @@ def _run_problems(trainer: RunConfig) -> list[str]:
 
 
 def _idle_engine_problems(
-    config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: str, model_prefix: str
+    config: PPOConfig | SupervisedConfig, engine: EngineConfig, prefix: str, model_prefix: str
 ) -> list[str]:
     """Settings of an engine that is not the chosen one would silently do nothing."""
     idle = "fsdp_config" if engine.strategy == "megatron" else "megatron"
@@ -534,14 +543,14 @@ def _idle_engine_problems(
     return problems
 
 
-def _idle_problems(config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: str) -> list[str]:
+def _idle_problems(config: PPOConfig | SupervisedConfig, engine: EngineConfig, prefix: str) -> list[str]:
     """Settings of an engine or backend that is not the chosen one would silently do nothing."""
-    problems = _idle_engine_problems(config, engine, prefix, "model" if isinstance(config, SFTConfig) else MODEL)
-    if isinstance(config, SFTConfig):
+    problems = _idle_engine_problems(config, engine, prefix, "model" if isinstance(config, SupervisedConfig) else MODEL)
+    if isinstance(config, SupervisedConfig):
         used, instead = ("megatron", "") if engine.strategy == "megatron" else ("fsdp_config", ": use offload_policy")
         names = ("param_offload", "optimizer_offload", "grad_offload")
         offload = [name for key in names for name in changed_keys(config, f"{prefix}.{used}.{key}")]
-        problems += [f"{name} has no effect in sft, which has no phases{instead}" for name in offload]
+        problems += [f"{name} has no effect here, where there are no phases{instead}" for name in offload]
     if config.ray_init.address is not None:
         started = [f"ray_init.{name}" for name in ("num_cpus", "num_gpus", "object_store_memory")]
         given = [name for name in started if get_value(config, name) is not None]
@@ -553,7 +562,7 @@ def _idle_problems(config: PPOConfig | SFTConfig, engine: EngineConfig, prefix: 
     return problems
 
 
-def _file_problems(config: PPOConfig | SFTConfig) -> list[str]:
+def _file_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
     has_own_rows = isinstance(config, PPOConfig) and config.data.custom_cls.path is not None
     problems = [] if config.data.train_files or has_own_rows else ["set data.train_files"]
     if config.trainer.test_freq > 0 and not config.data.val_files:

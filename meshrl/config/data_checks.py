@@ -3,7 +3,7 @@
 from meshrl.config.data_files import prompts_of_a_batch
 from meshrl.config.functions import load_function, positional_problem
 from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
+from meshrl.config.sft import SupervisedConfig
 from meshrl.config.tree import changed_keys
 
 
@@ -18,7 +18,7 @@ def data_problems(config: PPOConfig) -> list[str]:
     ]
 
 
-def sample_problems(config: PPOConfig | SFTConfig) -> list[str]:
+def sample_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
     """How many rows are taken of the files."""
     data, batch = config.data, prompts_of_a_batch(config)
     problems = [

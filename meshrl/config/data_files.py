@@ -8,8 +8,9 @@ from typing import Any
 
 from meshrl.config.chat_template import template_text
 from meshrl.config.names import MODEL, count
+from meshrl.config.preferences import PreferenceDataConfig
 from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
+from meshrl.config.sft import SFTDataConfig, SupervisedConfig
 
 LINES, TABLE = (".jsonl", ".json"), ".parquet"
 
@@ -23,7 +24,7 @@ class Glance:
     lists: tuple[str, ...] = ()  # those of the columns that hold lists, such as chat messages
 
 
-def data_file_problems(config: PPOConfig | SFTConfig) -> list[str]:
+def data_file_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
     """Files that are not there or cannot be read, that have no rows, too few, or not the columns asked for."""
     batch = prompts_of_a_batch(config)
     trained, problems = _rows_and_problems(config, "train_files", batch)
@@ -38,7 +39,7 @@ def data_file_problems(config: PPOConfig | SFTConfig) -> list[str]:
     return problems
 
 
-def _rows_and_problems(config: PPOConfig | SFTConfig, name: str, enough: int) -> tuple[int, list[str]]:
+def _rows_and_problems(config: PPOConfig | SupervisedConfig, name: str, enough: int) -> tuple[int, list[str]]:
     rows, problems = 0, []
     for entry in getattr(config.data, name):
         if Path(entry).is_dir():
@@ -55,7 +56,7 @@ def _rows_and_problems(config: PPOConfig | SFTConfig, name: str, enough: int) ->
     return rows, problems
 
 
-def prompts_of_a_batch(config: PPOConfig | SFTConfig) -> int:
+def prompts_of_a_batch(config: PPOConfig | SupervisedConfig) -> int:
     """The rows that one batch takes."""
     given = config.data.gen_batch_size if isinstance(config, PPOConfig) else None
     return given or config.data.train_batch_size
@@ -119,7 +120,7 @@ def _row_in(path: Path, line: bytes) -> dict[str, Any]:
     return row
 
 
-def _column_problems(config: PPOConfig | SFTConfig, seen: Glance) -> list[str]:
+def _column_problems(config: PPOConfig | SupervisedConfig, seen: Glance) -> list[str]:
     there = f"it has: {', '.join(seen.columns) or 'nothing'}"
     return [
         f"has no column {getattr(config.data, key)!r} ({there}): name the right one with data.{key}"
@@ -128,7 +129,7 @@ def _column_problems(config: PPOConfig | SFTConfig, seen: Glance) -> list[str]:
     ] + _template_problems(config, seen)
 
 
-def _template_problems(config: PPOConfig | SFTConfig, seen: Glance) -> list[str]:
+def _template_problems(config: PPOConfig | SupervisedConfig, seen: Glance) -> list[str]:
     """Chat messages become tokens by the tokenizer's chat template; not all models have one."""
     prefix = MODEL if isinstance(config, PPOConfig) else "model"
     model = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
@@ -144,7 +145,11 @@ def _template_problems(config: PPOConfig | SFTConfig, seen: Glance) -> list[str]
     ]
 
 
-def _column_keys(config: PPOConfig | SFTConfig) -> Sequence[str]:
+def _column_keys(config: PPOConfig | SupervisedConfig) -> Sequence[str]:
     if isinstance(config, PPOConfig):
         return ("prompt_key",)
+    if isinstance(config.data, PreferenceDataConfig):
+        # Without texts, a pair's conversations may bring their prompt.
+        return ("chosen_key", "rejected_key")
+    assert isinstance(config.data, SFTDataConfig)
     return ("prompt_key", "response_key") if config.data.messages_key is None else ("messages_key",)

@@ -7,7 +7,7 @@ from meshrl.config.engine import EngineConfig
 from meshrl.config.model_folder import EXPERT_COUNTS, read_model_config
 from meshrl.config.names import MODEL, ROLLOUT
 from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
+from meshrl.config.sft import SupervisedConfig
 from meshrl.config.split_rollout import MODEL_TYPES
 from meshrl.config.used_engines import used_engines
 
@@ -78,7 +78,7 @@ def gpu_problem(engine: EngineConfig) -> str | None:
     return None
 
 
-def gpu_problems(config: PPOConfig | SFTConfig) -> list[str]:
+def gpu_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
     """The same of all engines of a run, with the names of their sections."""
     found = {prefix: gpu_problem(engine) for prefix, engine in used_engines(config).items()}
     return [f"{prefix}.fsdp_config.{problem}" for prefix, problem in found.items() if problem is not None]

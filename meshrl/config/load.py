@@ -18,6 +18,7 @@ from meshrl.config.errors import ConfigError
 from meshrl.config.layout import dp_size
 from meshrl.config.names import ACTOR, COMMAND_LINE, REF
 from meshrl.config.pools import OwnDevices, ranks_of
+from meshrl.config.preferences import PreferenceConfig
 from meshrl.config.recipe import Recipe, read_recipes
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
@@ -25,6 +26,8 @@ from meshrl.config.tree import Leaf, fill_followers, get_value, leaves, sections
 from meshrl.config.values import value_problems
 
 T = TypeVar("T")
+# The configs of the commands that run something.
+ROOTS: dict[str, type] = {"train": PPOConfig, "sft": SFTConfig, "prefer": PreferenceConfig}
 
 
 @dataclass(frozen=True)
@@ -105,15 +108,15 @@ def _settings_of(file: Recipe, root: type) -> Iterator[Setting]:
 
 
 def _of_the_other_command(recipe: str | Path | None, settings: Sequence[Setting], root: type) -> list[str]:
-    """Says so, if a recipe of `meshrl sft` was given to `meshrl train` or the other way round."""
-    others = {PPOConfig: (SFTConfig, "sft", "with"), SFTConfig: (PPOConfig, "train", "without")}
+    """Says so, if a recipe of `meshrl sft` was given to `meshrl train`, or the like."""
     names = [canonical(setting.name) for setting in settings if setting.source != COMMAND_LINE]
-    if recipe is None or root not in others or all(_leaf_of(name, root) for name in names):
+    if recipe is None or root not in ROOTS.values() or all(_leaf_of(name, root) for name in names):
         return []
-    other, command, how = others[root]
-    if not all(_leaf_of(name, other) for name in names):
-        return []
-    return [f"{recipe} is a recipe of meshrl {command}: use that command (or meshrl config {how} --sft)"]
+    for command, other in ROOTS.items():
+        if other is not root and all(_leaf_of(name, other) for name in names):
+            how = "without --sft or --prefer" if other is PPOConfig else f"with --{command}"
+            return [f"{recipe} is a recipe of meshrl {command}: use that command (or meshrl config {how})"]
+    return []
 
 
 def _defaults(root: type) -> DictConfig:

@@ -14,14 +14,14 @@ from meshrl.config.functions import call_problem, import_code, with_absolute_fil
 from meshrl.config.names import ACTOR
 from meshrl.config.reward import manager_problems
 from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
+from meshrl.config.sft import SupervisedConfig
 from meshrl.config.tree import get_value, set_value
 from meshrl.config.values import external_libs, value_problems
 from meshrl.registry import ADVANTAGE_ESTIMATORS as REGISTERED_ESTIMATORS
 from meshrl.registry import POLICY_LOSSES as REGISTERED_LOSSES
 from meshrl.registry import names_a_place
 
-Config = TypeVar("Config", PPOConfig, SFTConfig)
+Config = TypeVar("Config", bound=PPOConfig | SupervisedConfig)
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
 EXTERNAL_LIB = "actor_rollout_ref.model.external_lib"
 LOSS_ARGUMENTS = (
@@ -33,7 +33,7 @@ ESTIMATOR_ARGUMENTS = (
 )  # fmt: skip
 
 
-def import_external_libs(config: PPOConfig | SFTConfig) -> None:
+def import_external_libs(config: PPOConfig | SupervisedConfig) -> None:
     """Import what the config asks for before anything else; a `ValueError` names the key."""
     for name, path in external_libs(config).items():
         try:
@@ -42,7 +42,7 @@ def import_external_libs(config: PPOConfig | SFTConfig) -> None:
             raise ValueError(f"{name}: {error}") from error
 
 
-def external_lib_problems(config: PPOConfig | SFTConfig) -> list[str]:
+def external_lib_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
     """A library that cannot be imported."""
     try:
         import_external_libs(config)

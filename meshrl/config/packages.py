@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
+from meshrl.config.sft import SupervisedConfig
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 EXTERNAL_ROLLOUTS = ("vllm", "sglang")
 
 
-def package_problems(config: PPOConfig | SFTConfig) -> list[str]:
+def package_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
     """What is asked for and not installed here, each with the extra that brings it."""
     return [
         f"{asked} needs the package {package}: pip install 'meshrl[{extra}]'"
@@ -26,7 +26,7 @@ def is_installed(package: str) -> bool:
     return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
-def _wanted(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, str, str]]:
+def _wanted(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, str, str]]:
     """(what asks for it, package, extra), for what this process or one beside it will import."""
     for name in config.trainer.logger:
         if name in TRACKERS:

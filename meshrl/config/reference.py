@@ -3,8 +3,7 @@
 import sys
 from pathlib import Path
 
-from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
+from meshrl.config.load import ROOTS
 from meshrl.config.show import yaml_value
 from meshrl.config.tree import Leaf, leaves, sections, type_name
 
@@ -19,7 +18,8 @@ Written by `python -m meshrl.config.reference`; don't edit it by hand. How recip
 
 def reference() -> str:
     """The whole reference as Markdown."""
-    return "\n".join([HEAD, *_chapter("`meshrl train`", PPOConfig), "", *_chapter("`meshrl sft`", SFTConfig), ""])
+    chapters = [line for command, root in ROOTS.items() for line in (*_chapter(f"`meshrl {command}`", root), "")]
+    return "\n".join([HEAD, *chapters])
 
 
 def _chapter(title: str, root: type) -> list[str]:

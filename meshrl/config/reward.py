@@ -16,6 +16,8 @@ from meshrl.registry import REWARD_MANAGERS
 JUDGE_URL_OPTIONS = (
     "url", "model", "max_tokens", "temperature", "timeout", "retries", "backoff", "concurrency", "api_key_env",
 )  # fmt: skip
+# The function of a run whose answers only a reward model scores.
+NOTHING = "nothing"
 # The arguments of built-in functions, by name, and those of them that must be given (a judge's: see judge_problems).
 REWARD_OPTIONS: dict[str, tuple[str, ...]] = {
     "exact_match": ("extract", "ignore_case"),
@@ -25,6 +27,7 @@ REWARD_OPTIONS: dict[str, tuple[str, ...]] = {
     "math_verify": ("timeout",),
     "code": ("partial", "interpreter", "strict", "limits"),
     "judge": (*JUDGE_URL_OPTIONS, "template", "pattern", "low", "high"),
+    NOTHING: (),
 }
 # The numbers that built-in functions return beside the score.
 REWARD_NUMBERS: dict[str, tuple[str, ...]] = {"coin_toss": ("acc",), "math_verify": ("acc", "parsed"), "code": ("acc",)}
@@ -199,9 +202,12 @@ def judge_problems(reward: RewardConfig, manager: RewardManagerConfig) -> list[s
 
 
 def reward_file_problems(
-    reward: RewardConfig, custom: CustomRewardFunctionConfig, manager: RewardManagerConfig
+    reward: RewardConfig, custom: CustomRewardFunctionConfig, manager: RewardManagerConfig, has_model: bool
 ) -> list[str]:
-    """Functions that are not there, whose packages are not, or that the manager cannot call."""
+    """Functions that are not there, whose packages are not, or that the manager cannot call.
+
+    None at all only beside a reward model.
+    """
     named = {reward.name} if reward.name else set()
     files: dict[str, tuple[str, str, Any]] = {}
     if custom.path:
@@ -212,7 +218,11 @@ def reward_file_problems(
             files[f"reward.functions.{label}"] = (entry["path"], entry.get("name") or label, entry.get("kwargs"))
         else:
             named.add(entry.get("name") or label)
-    problems = [] if named or files else ["set reward.name, reward.functions or custom_reward_function.path"]
+    problems = []
+    if not (named or files or has_model):
+        problems.append("set reward.name, reward.functions or custom_reward_function.path, or reward_model.enable=true")
+    if NOTHING in named and not has_model:
+        problems.append(f"reward.name={NOTHING} leaves nothing to learn without reward_model.enable=true")
     awaited = False
     for where, (path, name, kwargs) in files.items():
         try:

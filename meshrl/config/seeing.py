@@ -10,13 +10,14 @@ from meshrl.config.model_folder import PROCESSOR_FILES, SEEING, has_processor, r
 from meshrl.config.names import ACTOR, MODEL, REF, ROLLOUT
 from meshrl.config.rollout import SEEING_ROLLOUTS
 from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
+from meshrl.config.sft import SFTDataConfig, SupervisedConfig
 
 
-def seeing_problems(config: PPOConfig | SFTConfig) -> list[str]:
+def seeing_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
     """What does not go with the model in the folder, if it sees."""
-    if isinstance(config, SFTConfig):
-        return _problems(config.model, "model", config.engine, "engine", {})
+    if isinstance(config, SupervisedConfig):
+        pairs = {"pairs of answers": not isinstance(config.data, SFTDataConfig)}
+        return _problems(config.model, "model", config.engine, "engine", pairs)
     policy = config.actor_rollout_ref
     rollout = policy.rollout
     sends_adapters = policy.model.has_adapters and policy.hybrid_engine and rollout.update_weights_adapters != "merged"

@@ -1,7 +1,7 @@
-"""`SFTConfig`: the whole config of `meshrl sft`."""
+"""`SFTConfig`: the whole config of `meshrl sft`, and what it shares with `meshrl prefer`."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from meshrl.config.checkpoint import CheckpointConfig
 from meshrl.config.data import TRUNCATIONS
@@ -13,27 +13,27 @@ from meshrl.config.trainer import RayInitConfig, RunConfig
 
 
 @dataclass
-class SFTDataConfig:
-    train_files: list[str] = key([], "Demonstrations: parquet or jsonl files, or folders of saved HF datasets.")
-    val_files: list[str] = key([], "Held-out demonstrations; without them there is no validation.")
+class SequenceDataConfig:
+    """What demonstrations and pairs of answers have in common."""
+
+    noun: ClassVar[str] = "sequence"
+    sequences_per_row: ClassVar[int] = 1
+
+    train_files: list[str] = key([], "What to learn: parquet or jsonl files, or folders of saved HF datasets.")
+    val_files: list[str] = key([], "Held-out rows; without them there is no validation.")
     train_max_samples: int = key(
         -1, "Train on so many rows: drawn by the seed with shuffle, else the first; -1: all.", low=-1
     )
     val_max_samples: int = key(-1, "Validate on so many rows, chosen in the same way; -1: all.", low=-1)
     prompt_key: str = key("prompt", "Column with the prompt.")
-    response_key: str = key("response", "Column with the response to learn.")
-    messages_key: str | None = key(None, "Column with whole conversations, instead of prompt and response.")
-    image_key: str | None = key(
-        "images", "Column with a demonstration's images, in their order: bytes or paths; null: there are none."
-    )
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "Variables for the tokenizer's chat template, such as {enable_thinking: false}."
     )
     max_length: int = key(1024, "Longest prompt plus response, in tokens.", low=1)
     truncation: str = key("error", "What to do with a longer one; left keeps its end.", choices=TRUNCATIONS[:3])
-    train_batch_size: int = key(256, "Sequences per optimizer step, over all ranks.", low=1)
+    train_batch_size: int = key(256, "Rows of the data per optimizer step, over all ranks.", low=1)
     micro_batch_size_per_gpu: int | None = key(
-        None, "Sequences per forward/backward on one rank; null: by max_token_len_per_gpu.", low=1
+        None, "Rows per forward/backward on one rank; null: by max_token_len_per_gpu.", low=1
     )
     max_token_len_per_gpu: int = key(8192, "Most tokens of a micro-batch on one rank.", low=1)
     shuffle: bool = key(True, "Shuffle the training data in every epoch.")
@@ -41,11 +41,27 @@ class SFTDataConfig:
 
 
 @dataclass
-class SFTConfig:
-    data: SFTDataConfig = section(SFTDataConfig, "The demonstrations.")
+class SFTDataConfig(SequenceDataConfig):
+    response_key: str = key("response", "Column with the response to learn.")
+    messages_key: str | None = key(None, "Column with whole conversations, instead of prompt and response.")
+    image_key: str | None = key(
+        "images", "Column with a demonstration's images, in their order: bytes or paths; null: there are none."
+    )
+
+
+@dataclass
+class SupervisedConfig:
+    """A run that learns from a file instead of its own answers."""
+
+    data: SequenceDataConfig = section(SequenceDataConfig, "What to learn from.")
     model: ModelConfig = section(ModelConfig, "The model.")
     optim: OptimConfig = section(OptimConfig, "The optimizer.", lr=1e-5)
     engine: EngineConfig = section(EngineConfig, "How the model is sharded.")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "What checkpoints hold.")
     trainer: RunConfig = section(RunConfig, "Processes, lengths of the run, logging.", total_epochs=4)
     ray_init: RayInitConfig = section(RayInitConfig, "How Ray is started, with trainer.backend=ray.")
+
+
+@dataclass
+class SFTConfig(SupervisedConfig):
+    data: SFTDataConfig = section(SFTDataConfig, "The demonstrations.")

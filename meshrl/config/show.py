@@ -14,7 +14,7 @@ from meshrl.config.layout import layout_lines
 from meshrl.config.names import count
 from meshrl.config.pools import num_devices, ranks_of
 from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
+from meshrl.config.sft import SupervisedConfig
 from meshrl.config.tree import Leaf, get_value, leaves, sections
 from meshrl.config.units import BatchUnits, SFTBatchUnits
 
@@ -91,14 +91,14 @@ def _escaped(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def summary_lines(config: PPOConfig | SFTConfig) -> list[str]:
+def summary_lines(config: PPOConfig | SupervisedConfig) -> list[str]:
     """Layout and batch units in words, for printing once at the start of a run."""
     trainer = config.trainer
     first = (
         f"processes: {count(trainer.nnodes, 'node')} * {trainer.n_gpus_per_node} = {trainer.world_size}, "
         f"backend {trainer.backend}, device {trainer.device}"
     )
-    if isinstance(config, SFTConfig):
+    if isinstance(config, SupervisedConfig):
         engine = layout_lines("engine", config.engine, trainer.world_size)
         return [first, *engine, *SFTBatchUnits.from_config(config).lines(), f"run folder: {trainer.run_dir}"]
     if (devices := num_devices(config)) > trainer.world_size:

@@ -10,7 +10,7 @@ from meshrl.config.layout import dp_size, model_ranks
 from meshrl.config.names import ACTOR, REF, ROLLOUT, count
 from meshrl.config.pools import ranks_of, whose
 from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
+from meshrl.config.sft import SupervisedConfig
 from meshrl.config.tree import changed_keys, get_value
 
 
@@ -94,16 +94,17 @@ class BatchUnits:
 
 @dataclass(frozen=True)
 class SFTBatchUnits:
-    """How one step of `meshrl sft` is cut up; a step is one optimizer step."""
+    """How one step of `meshrl sft` or `meshrl prefer` is cut up; a step is one optimizer step."""
 
     sequences_per_step: int
     dp_size: int
     sequences_per_rank: int
     sequences_per_micro_batch: int | None
     tokens_per_micro_batch: int | None
+    noun: str = "sequence"  # or pair: what the numbers count
 
     @classmethod
-    def from_config(cls, config: SFTConfig) -> "SFTBatchUnits":
+    def from_config(cls, config: SupervisedConfig) -> "SFTBatchUnits":
         """Derive all units; a `ConfigError` if sizes do not divide."""
         problems = batch_problems(config)
         if problems:
@@ -116,13 +117,14 @@ class SFTBatchUnits:
             sequences_per_rank=data.train_batch_size // ranks,
             sequences_per_micro_batch=data.micro_batch_size_per_gpu,
             tokens_per_micro_batch=data.max_token_len_per_gpu if by_tokens else None,
+            noun=data.noun,
         )
 
     def lines(self) -> list[str]:
         """The units in words, for printing once."""
-        micro = _micro_batch_words(self.sequences_per_micro_batch, "sequence", self.tokens_per_micro_batch)
+        micro = _micro_batch_words(self.sequences_per_micro_batch, self.noun, self.tokens_per_micro_batch)
         return [
-            f"step: {count(self.sequences_per_step, 'sequence')}, {self.sequences_per_rank} on each of "
+            f"step: {count(self.sequences_per_step, self.noun)}, {self.sequences_per_rank} on each of "
             f"{count(self.dp_size, 'data-parallel rank')}, in micro-batches of {micro}"
         ]
 
@@ -146,9 +148,9 @@ def _micro_batch_words(number: int | None, noun: str, tokens: int | None) -> str
     return f"up to {tokens} tokens a rank" if tokens is not None else count(number or 0, noun)
 
 
-def batch_problems(config: PPOConfig | SFTConfig) -> list[str]:
+def batch_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
     """Batch sizes that do not divide, with the numbers and the keys."""
-    return _sft_problems(config) if isinstance(config, SFTConfig) else _ppo_problems(config)
+    return _sft_problems(config) if isinstance(config, SupervisedConfig) else _ppo_problems(config)
 
 
 def _ppo_problems(config: PPOConfig) -> list[str]:
@@ -199,17 +201,17 @@ def _ranks_words(engine: EngineConfig, world_size: int, owner: str = "trainer") 
     return told if ranks == world_size else f"{ranks}: {told}, less what shares a sample"
 
 
-def _sft_problems(config: SFTConfig) -> list[str]:
+def _sft_problems(config: SupervisedConfig) -> list[str]:
     data, ranks = config.data, max(1, dp_size(config.engine, config.trainer.world_size))
-    micro = data.micro_batch_size_per_gpu
+    micro, own = data.micro_batch_size_per_gpu, data.train_batch_size // ranks
     if data.train_batch_size % ranks:
         return [
-            f"data.train_batch_size ({data.train_batch_size} sequences) must be divisible by the data-parallel size "
+            f"data.train_batch_size ({data.train_batch_size} {data.noun}s) must be divisible by the data-parallel size "
             f"({_ranks_words(config.engine, config.trainer.world_size)})"
         ]
-    if micro is not None and data.train_batch_size // ranks % micro:
+    if micro is not None and own % micro:
         return [
-            f"sequences of a step on one rank ({data.train_batch_size} / {ranks} = {data.train_batch_size // ranks}) "
+            f"{data.noun}s of a step on one rank ({data.train_batch_size} / {ranks} = {own}) "
             f"must be divisible by data.micro_batch_size_per_gpu ({micro})"
         ]
     return []

@@ -10,7 +10,7 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from meshrl.config.sft import SFTDataConfig
+from meshrl.config.sft import SequenceDataConfig, SFTDataConfig
 from meshrl.data.encoding import RowError, encode_prompt, is_chat, render_chat, shown
 from meshrl.data.files import Row, read_rows
 from meshrl.data.images import PromptImages, check_no_images
@@ -71,25 +71,11 @@ class DemonstrationDataset:
             return encode_conversation(self.tokenizer, messages, number, kwargs)
         asked = self._with_places(row[self.config.prompt_key])
         prompt = encode_prompt(self.tokenizer, asked, number, template_kwargs=kwargs)
-        response = row[self.config.response_key]
-        if not isinstance(response, str):
-            raise RowError(number, f"the response must be a string, got {shown(response)}")
-        try:
-            answer = self.tokenizer(response, add_special_tokens=False)["input_ids"]
-        except TypeError as error:  # half of a surrogate pair
-            raise RowError(number, f"the response cannot be tokenized ({error}): {shown(response)}") from error
-        answer = np.asarray([*answer, self.tokenizer.eos_token_id], dtype=np.int64)
-        return np.concatenate([prompt, answer]), np.arange(len(prompt) + len(answer)) >= len(prompt)
+        return with_answer(self.tokenizer, prompt, row[self.config.response_key], number)
 
     def _fit(self, ids: np.ndarray, learn: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
-        limit, where = self.config.max_length, self.config.truncation
-        if len(ids) > limit:
-            if where == "error":
-                raise RowError(
-                    number,
-                    f"the demonstration has {len(ids)} tokens, more than data.max_length={limit}: raise it or set "
-                    "data.truncation=left|right",
-                )
+        limit = self.config.max_length
+        if self.config.truncation != "error" and len(ids) > limit:
             if self.images is not None and (ids == self.images.image_token).any():
                 raise RowError(
                     number,
@@ -97,36 +83,75 @@ class DemonstrationDataset:
                     "cannot be cut: raise it, or leave the row out",
                 )
             self.truncated += 1
-            ids, learn = truncate(ids, limit, where), truncate(learn, limit, where)
-        if not learn[1:].any():
-            longer = "raise data.max_length, set data.truncation=left to keep the row's end, or "
-            raise RowError(
-                number,
-                f"the demonstration has no token left to learn within data.max_length={limit} "
-                f"(data.truncation={where}): {longer if len(ids) == limit else ''}leave the row out",
-            )
-        return ids, learn
+        return fitted(ids, learn, number, self.config, "demonstration")
 
     def batch(self, numbers: np.ndarray) -> DataProto:
         """The sequences with these numbers, padded on the right; `response_mask` marks the tokens to learn."""
-        picked = [self.sequences[i] for i in numbers]
-        width = max(len(ids) for ids, _ in picked)
-        shape = (len(picked), width)
-        tokens = np.full(shape, self.tokenizer.pad_token_id, dtype=np.int64)
-        mask, learned = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        for row, (ids, learn) in enumerate(picked):
-            tokens[row, : len(ids)], mask[row, : len(ids)], learned[row, : len(ids)] = ids, 1, learn
-        learned[:, 0] = 0  # nothing comes before the first token that could predict it
-        names = ("input_ids", "attention_mask", "response_mask")
+        made = padded([self.sequences[i] for i in numbers], self.tokenizer.pad_token_id)
         seen = {} if self.images is None else self.images.column(self.images_of[i] for i in numbers)
-        tensors = {n: torch.from_numpy(x) for n, x in zip(names, (tokens, mask, learned), strict=True)}
-        return DataProto.from_dict(tensors, seen)
+        return DataProto.from_dict(made, seen)
+
+
+def with_answer(
+    tokenizer: Tokenizer, prompt: np.ndarray, answer: object, number: int, what: str = "response"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids of a prompt with a text after it and the end, and which of them to learn."""
+    if not isinstance(answer, str):
+        raise RowError(number, f"the {what} must be a string, got {shown(answer)}")
+    try:
+        told = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    except TypeError as error:  # half of a surrogate pair
+        raise RowError(number, f"the {what} cannot be tokenized ({error}): {shown(answer)}") from error
+    ids = np.concatenate([prompt, np.asarray([*told, tokenizer.eos_token_id], dtype=np.int64)])
+    return ids, np.arange(len(ids)) >= len(prompt)
+
+
+def fitted(
+    ids: np.ndarray, learn: np.ndarray, number: int, config: SequenceDataConfig, what: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """A sequence within `data.max_length`, cut if it may be, that has something to learn."""
+    limit, where = config.max_length, config.truncation
+    if len(ids) > limit:
+        if where == "error":
+            raise RowError(
+                number,
+                f"the {what} has {len(ids)} tokens, more than data.max_length={limit}: raise it or set "
+                "data.truncation=left|right",
+            )
+        ids, learn = truncate(ids, limit, where), truncate(learn, limit, where)
+    if not learn[1:].any():
+        longer = "raise data.max_length, set data.truncation=left to keep the row's end, or "
+        raise RowError(
+            number,
+            f"the {what} has no token left to learn within data.max_length={limit} "
+            f"(data.truncation={where}): {longer if len(ids) == limit else ''}leave the row out",
+        )
+    return ids, learn
+
+
+def padded(sequences: Sequence[tuple[np.ndarray, np.ndarray]], pad_token: int) -> dict[str, torch.Tensor]:
+    """Sequences side by side, padded on the right; `response_mask` marks the tokens to learn."""
+    shape = len(sequences), max(len(ids) for ids, _ in sequences)
+    tokens = np.full(shape, pad_token, dtype=np.int64)
+    mask, learned = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    for row, (ids, learn) in enumerate(sequences):
+        tokens[row, : len(ids)], mask[row, : len(ids)], learned[row, : len(ids)] = ids, 1, learn
+    learned[:, 0] = 0  # nothing comes before the first token that could predict it
+    names = ("input_ids", "attention_mask", "response_mask")
+    return {n: torch.from_numpy(x) for n, x in zip(names, (tokens, mask, learned), strict=True)}
 
 
 def encode_conversation(
-    tokenizer: Tokenizer, messages: object, number: int, template_kwargs: Mapping[str, Any] | None = None
+    tokenizer: Tokenizer,
+    messages: object,
+    number: int,
+    template_kwargs: Mapping[str, Any] | None = None,
+    first: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of a conversation and the mask of its assistant turns, found by rendering it turn by turn."""
+    """Token ids of a conversation and the mask of its assistant turns, found by rendering it turn by turn.
+
+    Turns before the `first` are not learned.
+    """
     if not isinstance(messages, list) or not is_chat(messages):
         raise RowError(
             number, f"the demonstration must be a list of messages with role and content, got {shown(messages)}"
@@ -134,13 +159,13 @@ def encode_conversation(
     if messages[0]["role"] == "assistant":
         raise RowError(number, "the demonstration begins with the assistant: it needs a turn to answer to")
     try:
-        return _assistant_turns(tokenizer, messages, number, template_kwargs)
+        return _assistant_turns(tokenizer, messages, number, template_kwargs, first)
     except (TypeError, TemplateError) as error:
         raise RowError(number, f"the demonstration cannot be tokenized: {error}") from error
 
 
 def _assistant_turns(
-    tokenizer: Tokenizer, messages: list[Any], number: int, template_kwargs: Mapping[str, Any] | None
+    tokenizer: Tokenizer, messages: list[Any], number: int, template_kwargs: Mapping[str, Any] | None, first: int
 ) -> tuple[np.ndarray, np.ndarray]:
     def render(turns: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
         return render_chat(tokenizer, turns, add_generation_prompt, template_kwargs=template_kwargs)
@@ -148,7 +173,7 @@ def _assistant_turns(
     whole = render(messages, add_generation_prompt=False)
     learn = np.zeros(len(whole), dtype=bool)
     for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if turn < first or message["role"] != "assistant":
             continue
         before = render(messages[:turn], add_generation_prompt=True)
         after = render(messages[: turn + 1], add_generation_prompt=False)

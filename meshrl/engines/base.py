@@ -45,6 +45,11 @@ class BatchOutput:
     routes: np.ndarray | None = None
 
 
+def rows_together(data: DataProto) -> int:
+    """How many neighbouring rows of a batch a loss looks at together, such as the two answers of a pair."""
+    return int(data.meta_info.get("rows_together", 1))
+
+
 class Engine(ABC):
     """A sharded model with its optimizer. Every rank of the group calls every method, in the same order.
 
@@ -139,8 +144,9 @@ class Engine(ABC):
         `forward_only` computes without gradients and gives back the model's outputs; a loss is then optional and only
         measured. `data` holds `input_ids`, `attention_mask` [batch, length] and `response_mask` [batch, columns] over
         the last columns; `data.meta_info` says `temperature`, `calculate_entropy` and how to cut micro-batches
-        (`use_dynamic_bsz`, `max_token_len`, `micro_batch_size`). A column `routed_experts` (see `meshrl.models.routes`)
-        is replayed; `record_routes` asks a `forward_only` pass for one.
+        (`use_dynamic_bsz`, `max_token_len`, `micro_batch_size`; `rows_together` neighbouring rows stay together and
+        count as one). A column `routed_experts` (see `meshrl.models.routes`) is replayed; `record_routes` asks a
+        `forward_only` pass for one.
         """
 
     def routes_of(self, data: DataProto) -> np.ndarray | None:

@@ -40,6 +40,15 @@ def split_into_micro_batches(
     return [*plan, *[None] * (count - len(plan))]
 
 
+def split_by_units(
+    lengths: np.ndarray, rows_together: int, split: Callable[[np.ndarray], list[np.ndarray | None]]
+) -> list[np.ndarray | None]:
+    """What `split` makes of the lengths of whole units of so many neighbouring rows, as rows."""
+    inside = np.arange(rows_together)
+    plan = split(lengths.reshape(-1, rows_together).sum(1))
+    return [None if part is None else (part[:, None] * rows_together + inside).ravel() for part in plan]
+
+
 def runs_of_kin(lengths: np.ndarray, max_token_len: int, kin: np.ndarray) -> list[np.ndarray]:
     """Rows next to their kin, cut into the fewest runs of this order that the budget allows, of about the same size."""
     check_budget(lengths, max_token_len)

@@ -16,7 +16,7 @@ from meshrl.config.model_folder import is_hub_name
 from meshrl.config.tree import get_value, leaves, set_value
 
 # The keys that name a model, and those of them that need no weights.
-MODEL_KEYS = re.compile(r"(.*\.)?(model\.path|judge\.path|tokenizer_path)")
+MODEL_KEYS = re.compile(r"(.*\.)?(model\.path|judge\.path|reference\.path|tokenizer_path)")
 TOKENIZER_KEY = "tokenizer_path"
 FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja", "*.py")
 # The same weights in other formats.

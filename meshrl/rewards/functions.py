@@ -70,6 +70,11 @@ def coin_toss(data_source: str, solution_str: str, ground_truth: Any, extra_info
     return {"score": float(coin), "acc": sort_digits(data_source, solution_str, ground_truth, extra_info)}
 
 
+def nothing(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """Zero: a reward model alone says what answers are worth."""
+    return 0.0
+
+
 BUILT_IN: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
     "sort_digits": sort_digits,
@@ -78,4 +83,5 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
     "math_verify": math_verify,
     "code": code,
     "judge": judge,
+    "nothing": nothing,
 }

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from meshrl.config.reward import MANAGERS, entry_problem
+from meshrl.config.reward import MANAGERS, NOTHING, entry_problem
 from meshrl.config.root import PPOConfig
 from meshrl.registry import REWARD_MANAGERS
 from meshrl.rewards.calling import RewardFunction, RewardFunctionSpec
@@ -57,6 +57,8 @@ def reward_function_specs(config: PPOConfig) -> list[RewardFunctionSpec]:
         return [_spec(str(label), entry) for label, entry in reward.functions.items()]
     if custom.path is not None:
         return [RewardFunctionSpec(custom.name, name=custom.name, path=custom.path, kwargs=dict(custom.reward_kwargs))]
+    if reward.name is None and config.reward_model.enable:
+        return [RewardFunctionSpec(NOTHING)]
     if reward.name not in BUILT_IN:
         raise ValueError(f"reward.name is '{reward.name}': use one of {', '.join(BUILT_IN)}")
     return [RewardFunctionSpec(reward.name, kwargs=dict(reward.kwargs))]

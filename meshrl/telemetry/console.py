@@ -68,6 +68,14 @@ SFT_COLUMNS = (
     Column("lr", ("train/lr",), scientific, 9),
     *_TAIL_COLUMNS,
 )
+PREFERENCE_COLUMNS = (
+    Column("loss", ("train/loss",), plain(4), 9),
+    Column("accuracy", ("train/accuracy",), plain(3), 10),
+    Column("margin", ("train/margin",), plain(3), 9),
+    Column("val loss", ("val/loss",), plain(4), 10, absent=""),
+    Column("val acc", ("val/accuracy",), plain(3), 9, absent=""),
+    *SFT_COLUMNS[2:],
+)
 
 
 class StepConsole:

@@ -26,8 +26,9 @@ from meshrl.config.errors import ConfigError, told_without_traceback
 from meshrl.config.names import ROLLOUT, count
 from meshrl.config.own_code import import_external_libs, with_absolute_files
 from meshrl.config.pools import SECTIONS, places
+from meshrl.config.preferences import PreferenceConfig
 from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
+from meshrl.config.sft import SupervisedConfig
 from meshrl.config.show import to_yaml
 from meshrl.config.trainer import RayInitConfig, RunConfig
 from meshrl.config.units import BatchUnits, SFTBatchUnits
@@ -43,7 +44,7 @@ from meshrl.controller.shelves import start_shelves
 from meshrl.models.loading import load_tokenizer, stop_token_ids
 from meshrl.models.saving import copy_processor
 from meshrl.rewards.loading import load_reward_manager
-from meshrl.telemetry.console import SFT_COLUMNS, StepConsole
+from meshrl.telemetry.console import PREFERENCE_COLUMNS, SFT_COLUMNS, StepConsole
 from meshrl.telemetry.report import write_report
 from meshrl.telemetry.run_folder import RunFiles, RunFolder, check_unheld
 from meshrl.telemetry.samples import SampleLog
@@ -67,10 +68,11 @@ from meshrl.trainer.memory_copies import MemoryCopies, copies_folder, fetch_shel
 from meshrl.trainer.mirror import MANIFEST, Mirror
 from meshrl.trainer.nonfinite import NonFiniteSteps
 from meshrl.trainer.ppo import PPOTrainer
+from meshrl.trainer.preferences import PreferenceTrainer
 from meshrl.trainer.profiling import step_profiler
 from meshrl.trainer.restarts import Restarts, surviving
 from meshrl.trainer.rollout_care import RolloutCare
-from meshrl.trainer.run_data import run_demonstrations, run_prompts
+from meshrl.trainer.run_data import run_prompts, run_rows
 from meshrl.trainer.sample_source import total_steps
 from meshrl.trainer.sft import SFTTrainer, total_sft_steps
 from meshrl.trainer.slow_types import slow_types
@@ -80,6 +82,7 @@ from meshrl.trainer.validation import Validator
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from meshrl.workers.critic import CriticWorker
 from meshrl.workers.judge import JudgeWorker
+from meshrl.workers.preferences import PreferenceWorker
 from meshrl.workers.reference import ReferenceWorker
 from meshrl.workers.reward_model import RewardModelWorker
 from meshrl.workers.rollout import RolloutWorker
@@ -251,8 +254,8 @@ def critic_worker(config: PPOConfig, settings: WorkerSettings, units: BatchUnits
     return ClassWithInitArgs(CriticWorker, critic, own)
 
 
-def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Console | None = None) -> Path:
-    """Fine-tunes a model on demonstrations; writes it to `model/` in the run's folder, which it returns."""
+def sft(config: SupervisedConfig, sources: Mapping[str, str] | None = None, console: Console | None = None) -> Path:
+    """Learns demonstrations or pairs of answers; writes the model to `model/` in the run's folder, which it returns."""
     restarts = Restarts.of(config.trainer)
     with told_without_traceback("trainer.default_local_dir"):
         check_unheld(config.trainer.run_dir)
@@ -260,7 +263,9 @@ def sft(config: SFTConfig, sources: Mapping[str, str] | None = None, console: Co
         return surviving(lambda: sft_once(config, restarts, sources, console), restarts)
 
 
-def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] | None, console: Console | None) -> Path:
+def sft_once(
+    config: SupervisedConfig, restarts: Restarts, sources: Mapping[str, str] | None, console: Console | None
+) -> Path:
     """One attempt at fine-tuning, see `train_once`."""
     trainer = config.trainer
     units = SFTBatchUnits.from_config(config)
@@ -268,10 +273,13 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
     with told_without_traceback():
         import_external_libs(config)
         tokenizer = load_tokenizer(config.model.tokenizer_path or path, config.model.trust_remote_code)
-    train_data, order, val_data = run_demonstrations(config, tokenizer)
+    train_data, order, val_data = run_rows(config, tokenizer)
     steps = total_sft_steps(config, len(train_data))
-    worker = ClassWithInitArgs(SFTWorker, with_absolute_files(config), steps)
-    pools = [Pool(trainer.processes, {"sft": worker})]
+    of_pairs = isinstance(config, PreferenceConfig)
+    worker_class, columns = (PreferenceWorker, PREFERENCE_COLUMNS) if of_pairs else (SFTWorker, SFT_COLUMNS)
+    role = "prefer" if of_pairs else "sft"
+    worker = ClassWithInitArgs(worker_class, with_absolute_files(config), steps)
+    pools = [Pool(trainer.processes, {role: worker})]
     check_devices(pools, trainer)
     check_rounding(config)
     notes = slow_types(config)
@@ -280,12 +288,14 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
     first_step = found.step if found else 0
     with (
         open_run(trainer, found, restarts, path) as run,
-        StepConsole(steps, console, columns=SFT_COLUMNS, first_step=first_step) as screen,
+        StepConsole(steps, console, columns=columns, first_step=first_step) as screen,
         as_it_was(run, restarts, screen.message),
     ):
         start_run(run, screen, config, sources, notes + units.lines())
         if is_finished(found, steps, run, trainer, screen):
             return run.path
+        if equal := getattr(train_data, "equal", 0):
+            screen.message(f"training pairs: {equal} of {len(train_data) + equal} have equal answers and are left out")
         if train_data.truncated:
             screen.message(f"training sequences: {train_data.truncated} of {len(train_data)} truncated")
         with (
@@ -293,13 +303,14 @@ def sft_once(config: SFTConfig, restarts: Restarts, sources: Mapping[str, str] |
             worker_groups(pools, trainer, config.ray_init) as groups,
             StallWatch(trainer.stall_timeout, run, groups, screen.message) as watch,
         ):
-            group = groups["sft"]
+            group = groups[role]
             tracker.constants["data/truncated_sequences"] = train_data.truncated
             timer = phase_timer(screen, watch)
             how = config.checkpoint
             parts = {"model": Part(group, how.save_contents, how.load_contents, how.async_save)}
             keeper = make_keeper(config, parts, run, steps, screen)
-            loop = SFTTrainer(config, group, train_data, order, val_data, tracker, timer, steps, keeper)
+            trainer_class = PreferenceTrainer if of_pairs else SFTTrainer
+            loop = trainer_class(config, group, train_data, order, val_data, tracker, timer, steps, keeper)
             watch.step = lambda: loop.step
             keeper.restore(loop, found)
             note_restart(restarts, found, tracker)
@@ -401,7 +412,7 @@ def ppo_parts(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> dict[str,
 
 
 def make_keeper(
-    config: PPOConfig | SFTConfig, parts: Mapping[str, Part], run: RunFolder, steps: int, screen: StepConsole
+    config: PPOConfig | SupervisedConfig, parts: Mapping[str, Part], run: RunFolder, steps: int, screen: StepConsole
 ) -> Keeper:
     """What the run keeps of itself, as the config says."""
     trainer = config.trainer
@@ -427,7 +438,7 @@ def make_keeper(
     )
 
 
-def tracking(config: PPOConfig | SFTConfig, run: RunFolder, screen: StepConsole) -> Tracking:
+def tracking(config: PPOConfig | SupervisedConfig, run: RunFolder, screen: StepConsole) -> Tracking:
     """The loggers, opened before any worker starts: one that cannot be used is found at once."""
     names = config.trainer.logger, run, config.trainer.project_name, config.trainer.experiment_name
     with told_without_traceback():
@@ -450,7 +461,7 @@ def save_model(group: WorkerGroup, run: RunFolder, tokenizer: Tokenizer, source:
 def start_run(
     run: RunFolder,
     screen: StepConsole,
-    config: PPOConfig | SFTConfig,
+    config: PPOConfig | SupervisedConfig,
     sources: Mapping[str, str] | None,
     units: list[str],
 ) -> None:
@@ -533,7 +544,7 @@ def check_machine(config: PPOConfig, pools: Sequence[Pool]) -> None:
         )
 
 
-def check_rounding(config: PPOConfig | SFTConfig) -> None:
+def check_rounding(config: PPOConfig | SupervisedConfig) -> None:
     """What of training in 8 bits workers would refuse on their GPUs."""
     if uses_gpu(config.trainer) and (problems := gpu_problems(config)):
         raise ConfigError(problems)

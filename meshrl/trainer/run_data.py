@@ -1,7 +1,9 @@
-"""What a run reads: prompts or demonstrations, with the images in them, and the order in which they come."""
+"""What a run reads: prompts, demonstrations or pairs of answers, and the order in which they come."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -10,17 +12,19 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from meshrl.config.errors import told_without_traceback
 from meshrl.config.model import ModelConfig
 from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
+from meshrl.config.sft import SFTDataConfig, SupervisedConfig
 from meshrl.data.curriculum import SamplerOrder
 from meshrl.data.demonstrations import DemonstrationDataset
 from meshrl.data.images import PromptImages
 from meshrl.data.mixing import MixedOrder
+from meshrl.data.pairs import PairDataset
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.sampling import BatchOrder, RowOrder
 from meshrl.data.stream import PromptStream
 from meshrl.models.loading import load_model_config
 from meshrl.models.sight import sees
 from meshrl.telemetry.bar import counting_bar
+from meshrl.trainer.sft import Rows
 
 Tools = list[dict[str, Any]] | None
 
@@ -40,17 +44,17 @@ def run_prompts(
         return train_data, order, PromptDataset(data.val_files, tokenizer, data, tools, None, most, images)
 
 
-def run_demonstrations(
-    config: SFTConfig, tokenizer: Tokenizer
-) -> tuple[DemonstrationDataset, BatchOrder, DemonstrationDataset | None]:
+def run_rows(config: SupervisedConfig, tokenizer: Tokenizer) -> tuple[Rows, BatchOrder, Rows | None]:
     """The training data, its order, which needs at least one batch, and the held-out data."""
     data, seed = config.data, config.trainer.seed if config.data.seed is None else config.data.seed
     with told_without_traceback():
-        images = _prompt_images(config.model, data.image_key, tokenizer)
-        train_data = DemonstrationDataset(data.train_files, tokenizer, data, data.train_max_samples, images)
-        val_data = None
-        if data.val_files:
-            val_data = DemonstrationDataset(data.val_files, tokenizer, data, data.val_max_samples, images)
+        if isinstance(data, SFTDataConfig):
+            images = _prompt_images(config.model, data.image_key, tokenizer)
+            read: Callable[..., Rows] = partial(DemonstrationDataset, images=images)
+        else:
+            read = PairDataset
+        train_data = read(data.train_files, tokenizer, data, data.train_max_samples)
+        val_data = read(data.val_files, tokenizer, data, data.val_max_samples) if data.val_files else None
         return train_data, BatchOrder(len(train_data), data.train_batch_size, data.shuffle, seed), val_data
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from meshrl.balance import order_for_data_parallel
-from meshrl.config.sft import SFTConfig
+from meshrl.config.sft import SupervisedConfig
 from meshrl.config.units import SFTBatchUnits
 from meshrl.controller import WorkerGroup
 from meshrl.data.demonstrations import DemonstrationDataset
+from meshrl.data.pairs import PairDataset
+from meshrl.data.proto import DataProto
 from meshrl.data.sampling import BatchOrder
 from meshrl.telemetry.metrics import compute_throughput_metrics
 from meshrl.telemetry.timers import PhaseTimer
@@ -19,17 +21,19 @@ from meshrl.telemetry.trackers import Tracker
 from meshrl.trainer.bookkeeper import Bookkeeper
 from meshrl.trainer.keeper import Keeper
 
+Rows = DemonstrationDataset | PairDataset
+
 
 class SFTTrainer:
     """Trains on demonstrations with the same engine, packing and balancing as the policy."""
 
     def __init__(
         self,
-        config: SFTConfig,
+        config: SupervisedConfig,
         model: WorkerGroup,
-        train_data: DemonstrationDataset,
+        train_data: Rows,
         order: BatchOrder,
-        val_data: DemonstrationDataset | None,
+        val_data: Rows | None,
         tracker: Tracker,
         timer: PhaseTimer,
         steps: int,
@@ -58,14 +62,14 @@ class SFTTrainer:
             self.timer.reset()
             batch = self.train_data.batch(rows)
             lengths = batch.batch["attention_mask"].sum(1).numpy()
-            batch.reorder(order_for_data_parallel(lengths, self.units.dp_size))
-            with self.timer.phase("train"):
-                metrics = self.model.train_batch(batch)[0]
+            together = self.config.data.sequences_per_row
+            batch.reorder(order_for_data_parallel(lengths, self.units.dp_size, group_size=together))
+            metrics = self.learn(batch)
             metrics["train/epoch"] = float(self.order.epoch)
             every = self.config.trainer.test_freq
             if self.val_data and every > 0 and (step % every == 0 or step == self.steps):
                 with self.timer.phase("testing"):
-                    metrics["val/loss"] = self.validation_loss(self.val_data)
+                    metrics |= self.validate(self.val_data)
             metrics |= self.keeper.after_step(self, metrics)
             times = self.timer.metrics()
             aside = times.get("timing_s/testing", 0.0) + times.get("timing_s/save_checkpoint", 0.0)
@@ -76,18 +80,28 @@ class SFTTrainer:
             self.tracker.log(metrics | times | throughput | booked, step)
             self.keeper.after_log(self)
 
-    def validation_loss(self, data: DemonstrationDataset) -> float:
+    def learn(self, batch: DataProto) -> dict[str, float]:
+        """One optimizer step."""
+        with self.timer.phase("train"):
+            return self.model.train_batch(batch)[0]
+
+    def validate(self, data: Rows) -> dict[str, float]:
         """Mean negative log-likelihood of the held-out tokens."""
-        size = self.config.data.train_batch_size
         total = tokens = 0.0
-        for start in range(0, len(data), size):
-            answer = self.model.evaluate(data.batch(np.arange(start, min(start + size, len(data)))))
+        for batch in self.batches(data):
+            answer = self.model.evaluate(batch)
             total -= float(answer.batch["log_likelihood"].sum())
             tokens += float(answer.batch["tokens"].sum())
-        return total / tokens
+        return {"val/loss": total / tokens}
+
+    def batches(self, data: Rows) -> Iterator[DataProto]:
+        """All rows in their order, a batch at a time."""
+        size = self.config.data.train_batch_size
+        for start in range(0, len(data), size):
+            yield data.batch(np.arange(start, min(start + size, len(data))))
 
 
-def total_sft_steps(config: SFTConfig, rows: int) -> int:
+def total_sft_steps(config: SupervisedConfig, rows: int) -> int:
     """How many optimizer steps the run has: as configured, or as the epochs over the data give."""
     per_epoch = rows // config.data.train_batch_size
     return config.trainer.total_training_steps or per_epoch * config.trainer.total_epochs

@@ -9,7 +9,7 @@ import torch
 from meshrl.config.engine import EngineConfig
 from meshrl.config.names import ROLLOUT
 from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
+from meshrl.config.sft import SupervisedConfig
 from meshrl.config.used_engines import used_engines
 from meshrl.models.loading import torch_dtype
 
@@ -19,7 +19,7 @@ SLOW = 10.0
 OWN_ROLLOUTS = ("embedded", "hf")
 
 
-def slow_types(config: PPOConfig | SFTConfig) -> list[str]:
+def slow_types(config: PPOConfig | SupervisedConfig) -> list[str]:
     """A line for each type that a run on CPUs asks for and this processor is slow at, with the keys to change."""
     device = config.trainer.device
     is_here = config.trainer.backend == "local"  # with Ray, the processors are others'
@@ -58,7 +58,7 @@ def _product_seconds(dtype: torch.dtype) -> float:
     return best
 
 
-def _keys(config: PPOConfig | SFTConfig) -> dict[str, str]:
+def _keys(config: PPOConfig | SupervisedConfig) -> dict[str, str]:
     """The types that the run's own models compute with, by key."""
     found = dict(_engine_type(prefix, engine) for prefix, engine in used_engines(config).items())
     if isinstance(config, PPOConfig) and config.actor_rollout_ref.rollout.name in OWN_ROLLOUTS:

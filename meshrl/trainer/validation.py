@@ -23,7 +23,8 @@ from meshrl.telemetry.samples import SampleLog
 class Validator:
     """Answers every held-out prompt `val_kwargs.n` times and scores the answers: mean@n, pass@k for each data source.
 
-    What counts is the `acc` of a reward function that returns one, or else its score.
+    What counts is the `acc` of a reward function that returns one, or else its score; without functions a reward
+    model's.
     """
 
     def __init__(
@@ -32,6 +33,8 @@ class Validator:
         self.config, self.rollout, self.data, self.reward, self.samples = config, rollout, data, reward, samples
         # The trainer puts its own here, which may start lost rollouts again.
         self.with_rollout: Callable[[Callable[[], DataProto]], DataProto] = lambda ask: ask()
+        # And here what adds a reward model's scores, where nothing else scores.
+        self.add_model_scores: Callable[[DataProto], object] | None = None
 
     def run(self, step: int) -> dict[str, float]:
         """The metrics of one validation; samples that failed to be scored are counted, and those dropped left out."""
@@ -47,6 +50,9 @@ class Validator:
                 token_scores, infos, metrics = self.reward(batch)
             batch.batch["token_level_scores"] = token_scores
             batch.non_tensor_batch.update(infos)
+            if self.add_model_scores is not None:
+                self.add_model_scores(batch)
+                token_scores = batch.batch["token_level_scores"]
             errors += metrics["reward/errors"]
             scored = scored_rows(batch).nonzero()[0]
             sources += list(batch.non_tensor_batch["data_source"][scored])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshrl.algorithms import BatchStats, agg_loss
 from meshrl.config.model import ModelConfig
-from meshrl.config.sft import SFTConfig
+from meshrl.config.sft import SupervisedConfig
 from meshrl.controller import Dispatch, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine
@@ -23,7 +23,9 @@ from meshrl.workers.joining import import_external_lib, join_ranks
 class SFTWorker(CheckpointedWorker):
     """One rank of a model that learns demonstrations."""
 
-    def __init__(self, config: SFTConfig, total_steps: int):
+    head = "lm"
+
+    def __init__(self, config: SupervisedConfig, total_steps: int):
         self.config, self.total_steps = config, total_steps
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -31,12 +33,13 @@ class SFTWorker(CheckpointedWorker):
         """Builds the engine."""
         trainer = self.config.trainer
         import_external_lib(self.config.model)
-        device = join_ranks(trainer.device, self.local_rank, trainer.deadlines.collective)
+        self.device = join_ranks(trainer.device, self.local_rank, trainer.deadlines.collective)
         self.engine = engine_class(self.config.engine)(
             self.config.model,
             self.config.engine,
             self.config.optim,
-            device=device,
+            device=self.device,
+            head=self.head,
             total_steps=self.total_steps,
             seed=trainer.seed,
         )

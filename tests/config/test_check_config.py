@@ -217,7 +217,7 @@ BROKEN = [
         "takes no argument hole: it has pattern, whole",
     ),
     (["reward.name=null", "reward.functions.format_match=1"], "reward.functions.format_match.kwargs", "needs pattern"),
-    (["reward.name=null"], "set reward.name, reward.functions or custom_reward_function.path", ""),
+    (["reward.name=null"], "set reward.name, reward.functions or custom_reward_function.path, or reward_model", ""),
     # the model
     (["data.max_prompt_length=4000"], "(4512)", "max_position_embeddings (4096)"),
     ([f"{ACTOR}.ulysses_sequence_parallel_size=8"], "num_attention_heads (12)", "(8)"),

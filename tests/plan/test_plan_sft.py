@@ -121,7 +121,7 @@ def test_lengths_are_cut():
         (["engine.fsdp_config.param_offload=true"], "engine.fsdp_config.param_offload has no effect in sft.*offload_p"),
         (
             ["engine.strategy=megatron", "engine.megatron.optimizer_offload=true"],
-            "engine.megatron.optimizer_offload has no effect in sft, which has no phases$",
+            "engine.megatron.optimizer_offload has no effect here, where there are no phases$",
         ),
     ],
 )

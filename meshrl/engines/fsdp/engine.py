@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ from meshrl.config.optim import OptimConfig
 from meshrl.data.image_reader import IMAGES
 from meshrl.data.packing import PackedRow, keep_padding, pack
 from meshrl.data.proto import DataProto
-from meshrl.engines.base import CONTENTS, BatchOutput, Engine, LossFunction
+from meshrl.engines.base import CONTENTS, BatchOutput, Engine, LossFunction, rows_together
 from meshrl.engines.fsdp.checkpoint import load_state, take_snapshot
 from meshrl.engines.fsdp.reading import fill, fill_randomly
 from meshrl.engines.fsdp.sharding import FSDP2, Sharding, Whole, precision_policy
 from meshrl.engines.gathering import add_metrics, column_in_batch_order, in_batch_order
 from meshrl.engines.master import MasterAdamW
-from meshrl.engines.micro_batches import split_into_micro_batches
+from meshrl.engines.micro_batches import split_by_units, split_into_micro_batches
 from meshrl.engines.offload import HostMemory, move_optimizer
 from meshrl.engines.optim import LearningRate, build_master_optimizer, build_optimizer
 from meshrl.engines.packed_lm import PackedCausalLM, PackedModel, PackedValueModel
@@ -263,7 +264,7 @@ class FSDPEngine(Engine):
         make_row = pack if self.packs else keep_padding
         column, images = self.routes_of(data), data.non_tensor_batch.get(IMAGES)
         for rows in self._micro_batches(data):
-            picked = np.zeros(1, dtype=np.int64) if rows is None else rows
+            picked = np.arange(rows_together(data)) if rows is None else rows
             batch = data.select_idxs(picked).batch
             row = make_row(batch["input_ids"], batch["attention_mask"], batch["response_mask"])
             if images is not None:
@@ -307,13 +308,14 @@ class FSDPEngine(Engine):
     def _micro_batches(self, data: DataProto) -> list[np.ndarray | None]:
         """The rows of each of this rank's micro-batches; None marks a stand-in (see above)."""
         meta = data.meta_info
-        return split_into_micro_batches(
-            data.batch["attention_mask"].sum(1).numpy(),
+        split = partial(
+            split_into_micro_batches,
             max_token_len=meta["max_token_len"] * self.layout.size(*SEQUENCE_AXES) if meta["use_dynamic_bsz"] else None,
             micro_batch_size=meta.get("micro_batch_size"),
             agree=self._largest_over_data_parallel,
             kin=self._image_numbers(data),
         )
+        return split_by_units(data.batch["attention_mask"].sum(1).numpy(), rows_together(data), split)
 
     def _image_numbers(self, data: DataProto) -> np.ndarray | None:
         """A number of each sample's first image, the same for the same: a micro-batch looks at its images once."""

@@ -6,6 +6,7 @@ The order of `initialize`: process groups → chunks of the model → weights �
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from transformers import PretrainedConfig
 
 from meshrl.data.packing import pack
 from meshrl.data.proto import DataProto
-from meshrl.engines.base import CONTENTS, BatchOutput, Engine, LossFunction
+from meshrl.engines.base import CONTENTS, BatchOutput, Engine, LossFunction, rows_together
 from meshrl.engines.gathering import add_metrics, column_in_batch_order, in_batch_order
 from meshrl.engines.megatron.micro_batches import split_for_pipeline
 from meshrl.engines.megatron.model import build_chunks
@@ -33,6 +34,7 @@ from meshrl.engines.megatron.schedule import Answer, MicroBatch, Pass, choose_sc
 from meshrl.engines.megatron.transformer_config import has_transformer_engine, transformer_config
 from meshrl.engines.megatron.weight_map import padded_vocab_size
 from meshrl.engines.megatron.weights import export_hf_weights, load_hf_weights
+from meshrl.engines.micro_batches import split_by_units
 from meshrl.engines.offload import HostMemory
 from meshrl.engines.optim import LearningRate
 from meshrl.engines.stored_state import Snapshot
@@ -200,8 +202,8 @@ class MegatronEngine(Engine):
     def _prepare(self, data: DataProto) -> list[MicroBatch]:
         """Packs and sends every micro-batch before the first runs, so that the device never waits for the host."""
         meta = data.meta_info
-        plan = split_for_pipeline(
-            data.batch["attention_mask"].sum(1).numpy(),
+        split = partial(
+            split_for_pipeline,
             max_token_len=meta["max_token_len"] * self.ranks.cp if meta["use_dynamic_bsz"] else None,
             micro_batch_size=meta.get("micro_batch_size"),
             stages=self.ranks.pp,
@@ -209,13 +211,14 @@ class MegatronEngine(Engine):
             algorithm=self.megatron.balance_algorithm,
             largest=self._largest_over_data_parallel,
         )
+        plan = split_by_units(data.batch["attention_mask"].sum(1).numpy(), rows_together(data), split)
         on_device = DataProto(data.batch.to(self.device), {}, {})
         # Rotary embeddings read the borders on the host unless they are fused kernels.
         cu_seqlens_on = self.device if self.transformer_engine else torch.device("cpu")
         column = self.routes_of(data)
         prepared = []
         for rows in plan:
-            picked = np.zeros(1, dtype=np.int64) if rows is None else rows
+            picked = np.arange(rows_together(data)) if rows is None else rows
             batch = data.select_idxs(picked).batch
             row = pack(batch["input_ids"], batch["attention_mask"], batch["response_mask"]).to(self.device)
             shared = SharedRow(row, self.sharing, self.device, cu_seqlens_on)

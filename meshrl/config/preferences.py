@@ -1,0 +1,82 @@
+"""`PreferenceConfig`: the whole config of `meshrl prefer`, which learns which of two answers is better."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from meshrl.config.key import key, section
+from meshrl.config.optim import OptimConfig
+from meshrl.config.sft import SequenceDataConfig, SupervisedConfig
+from meshrl.config.trainer import RunConfig
+from meshrl.config.tree import changed_keys
+
+# Losses of a policy; the first three compare it with a reference.
+WITH_REFERENCE = ("dpo", "ipo", "hinge")
+REWARD = "reward"
+PREFERENCE_LOSSES = (*WITH_REFERENCE, "simpo", REWARD)
+
+
+@dataclass
+class PreferenceDataConfig(SequenceDataConfig):
+    noun: ClassVar[str] = "pair"
+    sequences_per_row: ClassVar[int] = 2
+
+    chosen_key: str = key("chosen", "Column with the better answer: a text, or a list of messages.")
+    rejected_key: str = key("rejected", "Column with the worse answer.")
+
+
+@dataclass
+class PreferenceLossConfig:
+    name: str = key(
+        "dpo",
+        "Loss of a pair: of a policy (dpo, ipo, hinge, simpo), or of a reward model (reward, Bradley-Terry).",
+        choices=PREFERENCE_LOSSES,
+    )
+    beta: float = key(0.1, "How much log-ratios (simpo: mean log-probs) count; ipo aims at 1 / (2 beta).", low=1e-9)
+    label_smoothing: float = key(
+        0.0, "dpo, simpo, reward: the share of pairs that are taken to be the wrong way round.", low=0, high=0.5
+    )
+    simpo_gamma: float = key(0.5, "simpo: by how much the chosen answer should lead, times beta.", low=0)
+    sft_weight: float = key(0.0, "Weight of the chosen answers' negative log-likelihood a token, beside it.", low=0)
+
+
+@dataclass
+class PreferenceReferenceConfig:
+    path: str | None = key(None, "Its folder; null: the model as it begins, with adapters that model without them.")
+    param_offload: bool = key(False, "Its weights wait in host memory while the policy learns.")
+
+
+@dataclass
+class PreferenceConfig(SupervisedConfig):
+    data: PreferenceDataConfig = section(PreferenceDataConfig, "The pairs of answers.", train_batch_size=64)
+    optim: OptimConfig = section(OptimConfig, "The optimizer.", lr=1e-6)
+    loss: PreferenceLossConfig = section(PreferenceLossConfig, "What a pair teaches.")
+    reference: PreferenceReferenceConfig = section(
+        PreferenceReferenceConfig, "What dpo, ipo and hinge compare the policy with."
+    )
+    trainer: RunConfig = section(RunConfig, "Processes, lengths of the run, logging.", total_epochs=1)
+
+    @property
+    def trains_scores(self) -> bool:
+        """Whether the model becomes a reward model."""
+        return self.loss.name == REWARD
+
+
+def preference_problems(config: PreferenceConfig) -> list[str]:
+    """Keys that would silently do nothing with the chosen loss."""
+    loss, has_reference = config.loss.name, config.loss.name in WITH_REFERENCE
+    unused = {
+        "loss.beta": loss == REWARD,
+        "loss.label_smoothing": loss in ("ipo", "hinge"),
+        "loss.simpo_gamma": loss != "simpo",
+        "loss.sft_weight": loss == REWARD,
+        "reference": not has_reference,
+    }
+    problems = [
+        f"{name} has no effect with loss.name={loss}"
+        for prefix, is_idle in unused.items()
+        for name in (changed_keys(config, prefix) if is_idle else ())
+    ]
+    if has_reference and config.model.has_adapters and config.reference.path is None:
+        given = changed_keys(config, "reference.param_offload")
+        problems += [f"{name} has no effect with adapters, whose base is the reference" for name in given]
+    return problems

@@ -1,0 +1,68 @@
+"""Losses of pairs against their formulas in plain numbers, and how answers are scored for them."""
+
+import math
+
+import pytest
+import torch
+
+from meshrl.algorithms.preference_losses import answer_scores, margins, preference_losses
+from meshrl.config.preferences import PreferenceLossConfig
+
+CHOSEN, REJECTED = [-1.5, 0.25, 2.9, 0.0], [0.5, -0.75, 2.5, 0.0]
+
+
+def log_sigmoid(x):
+    return -math.log1p(math.exp(-x))
+
+
+def by_hand(name, c, r, beta, wrong, gamma):
+    if name == "ipo":
+        return (c - r - 1 / (2 * beta)) ** 2
+    if name == "hinge":
+        return max(0.0, 1 - beta * (c - r))
+    lead = {"dpo": beta * (c - r), "simpo": beta * (c - r) - gamma, "reward": c - r}[name]
+    return -(1 - wrong) * log_sigmoid(lead) - wrong * log_sigmoid(-lead)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.2])
+@pytest.mark.parametrize("beta", [0.1, 2.0])
+@pytest.mark.parametrize("name", ["dpo", "ipo", "hinge", "simpo", "reward"])
+def test_losses_and_their_gradients_are_the_formulas(name, beta, wrong):
+    config = PreferenceLossConfig(name, beta, wrong, simpo_gamma=0.3)
+    chosen, rejected = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (CHOSEN, REJECTED))
+    losses = preference_losses(config, chosen, rejected)
+    expected = [by_hand(name, c, r, beta, wrong, 0.3) for c, r in zip(CHOSEN, REJECTED, strict=True)]
+    assert losses.tolist() == pytest.approx(expected, rel=1e-12)
+    losses.sum().backward()
+    step = 1e-6
+    for at, (c, r) in enumerate(zip(CHOSEN, REJECTED, strict=True)):
+        up, down = (by_hand(name, c + s, r, beta, wrong, 0.3) for s in (step, -step))
+        assert float(chosen.grad[at]) == pytest.approx((up - down) / (2 * step), abs=1e-6)
+    assert torch.equal(rejected.grad, -chosen.grad)  # only the difference counts
+
+
+def test_a_wrong_pair_costs_more_and_a_far_lead_little():
+    config = PreferenceLossConfig("dpo")
+    good, bad = (preference_losses(config, torch.tensor([c]), torch.tensor([-c])) for c in (300.0, -300.0))
+    assert float(good) == pytest.approx(0, abs=1e-12)
+    assert float(bad) == pytest.approx(60)  # not infinite
+
+
+def test_scores_are_ratios_and_means_where_the_loss_has_them():
+    sums, tokens, reference = torch.tensor([-6.0, -4.0]), torch.tensor([3, 2]), torch.tensor([-9.0, -3.0])
+    assert answer_scores(PreferenceLossConfig("dpo"), sums, tokens, reference).tolist() == [3.0, -1.0]
+    assert answer_scores(PreferenceLossConfig("hinge"), sums, tokens, reference).tolist() == [3.0, -1.0]
+    assert answer_scores(PreferenceLossConfig("ipo"), sums, tokens, reference).tolist() == [1.0, -0.5]
+    assert answer_scores(PreferenceLossConfig("simpo"), sums, tokens, None).tolist() == [-2.0, -2.0]
+    assert margins(PreferenceLossConfig("dpo", beta=0.5), sums[:1], sums[1:]).tolist() == [-1.0]
+    assert margins(PreferenceLossConfig("reward", beta=0.5), sums[:1], sums[1:]).tolist() == [-2.0]
+
+
+def test_wrong_uses_are_told():
+    sums = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"loss\.name=dpo lacks reference log-probs"):
+        answer_scores(PreferenceLossConfig("dpo"), sums, sums, None)
+    with pytest.raises(ValueError, match=r"loss\.name=simpo takes no reference log-probs"):
+        answer_scores(PreferenceLossConfig("simpo"), sums, sums, sums)
+    with pytest.raises(ValueError, match=r"dpp.*dpo"):
+        preference_losses(PreferenceLossConfig("dpp"), sums, sums)
