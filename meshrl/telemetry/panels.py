@@ -68,7 +68,22 @@ _SPECS = (
         "all answers of their group were worth the same",
     ),
     PanelSpec(
-        "Loss", "nats per token", (("training", "train/loss"), ("validation", "val/loss")), "supervised, cross-entropy"
+        "Loss",
+        "mean",
+        (("training", "train/loss"), ("validation", "val/loss")),
+        "of a token of demonstrations (nats), or of a pair of answers",
+    ),
+    PanelSpec(
+        "Chosen answers that lead",
+        "share of pairs",
+        (("training", "train/accuracy"), ("validation", "val/accuracy")),
+        "pairs whose chosen answer the model likes better",
+    ),
+    PanelSpec(
+        "Margin",
+        "difference of rewards",
+        (("training", "train/margin"), ("validation", "val/margin")),
+        "by how much chosen answers lead, mean of the pairs",
     ),
     PanelSpec(
         "Critic",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import meshrl
-from meshrl.config import PPOConfig, SFTConfig, load_config
+from meshrl.config import PPOConfig, PreferenceConfig, SFTConfig, load_config
 from meshrl.config.actor import KL_CHOICES, LOSS_AGG_MODES, POLICY_LOSSES
 from meshrl.config.algorithm import AlgorithmConfig
 from meshrl.config.trainer import RayInitConfig
@@ -189,7 +189,7 @@ def test_known_key_has_its_known_default(line: str) -> None:
     assert str(get_value(PPOConfig(), name)) in (expected, f"{expected}.0")
 
 
-@pytest.mark.parametrize("root", [PPOConfig, SFTConfig])
+@pytest.mark.parametrize("root", [PPOConfig, SFTConfig, PreferenceConfig])
 def test_every_key_is_documented_in_one_sentence(root: type) -> None:
     for leaf in leaves(root).values():
         doc = leaf.info.doc
@@ -198,7 +198,7 @@ def test_every_key_is_documented_in_one_sentence(root: type) -> None:
         assert "\n" not in doc, leaf.name
 
 
-@pytest.mark.parametrize("root", [PPOConfig, SFTConfig])
+@pytest.mark.parametrize("root", [PPOConfig, SFTConfig, PreferenceConfig])
 def test_what_keys_refer_to_exists(root: type) -> None:
     known = leaves(root)
     for leaf in known.values():

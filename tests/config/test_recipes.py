@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.config import BatchUnits, PPOConfig, SFTConfig, check_config, load_config, unsupported
+from meshrl.config import BatchUnits, PPOConfig, PreferenceConfig, SFTConfig, check_config, load_config, unsupported
 from meshrl.config.model_folder import written_stages
 from meshrl.config.recipe import SHIPPED, shipped_recipes
 
@@ -76,7 +76,8 @@ def test_every_recipe_opens_with_a_comment_that_says_what_it_is() -> None:
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_recipe_loads_and_is_supported(name: str) -> None:
-    config = load_config(name, root=SFTConfig if "sft" in name else PPOConfig).config
+    roots = {"dpo": PreferenceConfig, "reward_model": PreferenceConfig}
+    config = load_config(name, root=roots.get(name, SFTConfig if "sft" in name else PPOConfig)).config
     assert check_config(config, check_files=False) == []
     assert unsupported(config) == []
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from meshrl.config import ConfigError, PPOConfig, SFTConfig, ensure_runnable, load_config, unsupported
+from meshrl.config import ConfigError, PPOConfig, PreferenceConfig, SFTConfig, ensure_runnable, load_config, unsupported
 from meshrl.config.tree import Leaf, fill_followers, get_value, leaves, set_value
 
 ACTOR = "actor_rollout_ref.actor"
@@ -30,7 +30,7 @@ def runnable(root: type) -> Any:
     return config
 
 
-CASES = [(root, leaf) for root in (PPOConfig, SFTConfig) for leaf in leaves(root).values()]
+CASES = [(root, leaf) for root in (PPOConfig, SFTConfig, PreferenceConfig) for leaf in leaves(root).values()]
 
 
 @pytest.mark.parametrize(("root", "leaf"), CASES, ids=lambda part: getattr(part, "name", None) or part.__name__)

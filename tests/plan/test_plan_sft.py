@@ -118,7 +118,7 @@ def test_lengths_are_cut():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["engine.fsdp_config.param_offload=true"], "engine.fsdp_config.param_offload has no effect in sft.*offload_p"),
+        (["engine.fsdp_config.param_offload=true"], "engine.fsdp_config.param_offload has no effect here.*offload_p"),
         (
             ["engine.strategy=megatron", "engine.megatron.optimizer_offload=true"],
             "engine.megatron.optimizer_offload has no effect here, where there are no phases$",

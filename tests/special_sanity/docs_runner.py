@@ -178,7 +178,7 @@ class Runner:
         if place is not None:
             chosen = any(word.startswith(("reward.name=", "reward.functions=")) for word in words)
             words[place : place + 1] = USUAL.split()[: 2 if chosen else 3]
-        if words[0] in ("train", "sft") and "--dry-run" not in words:
+        if words[0] in ("train", "sft", "prefer") and "--dry-run" not in words:
             words.append("--dry-run")
         if words[0] == "doctor" and "--ranks" not in words:
             words += ["--ranks", "1"]  # tests/doctor starts the processes

@@ -75,7 +75,8 @@ def scene(tmp_path_factory):
         for a in range(1024)  # a batch of the recipes
     ]
     demos = [{"prompt": f"{a}+{a}=", "response": str(2 * a)} for a in range(256)]
-    write_tables(folder, {"train": rows, "test": rows[:64], "demos": demos, "math": rows})
+    pairs = [{"prompt": f"{a}+{a}=", "chosen": str(2 * a), "rejected": str(3 * a)} for a in range(256)]
+    write_tables(folder, {"train": rows, "test": rows[:64], "demos": demos, "math": rows, "pairs": pairs})
     (folder / "data").mkdir()
     import pandas
 
