@@ -181,10 +181,11 @@ def _component_problems(config: PPOConfig) -> list[str]:
 def _numbers_of_samples(config: PPOConfig) -> list[str] | None:
     """What is known of each sample beside its score; None where code of the user's may tell anything."""
     manager = config.reward_manager
-    numbers = reward_numbers(config.reward, config.custom_reward_function)
+    numbers = reward_numbers(config.reward, config.custom_reward_function, config.reward_model.enable)
     has_own_code = manager.name not in MANAGERS or config.actor_rollout_ref.rollout.multi_turn.enable
-    if numbers is None or has_own_code or config.reward_model.enable:
+    if numbers is None or has_own_code:
         return None
+    numbers += ["rm_score"] if config.reward_model.enable else []
     overlong = ["overlong_reward", "overlong"] if manager.name == "dapo" and manager.overlong_buffer.log else []
     return [*numbers, *overlong]
 

@@ -301,19 +301,22 @@ def _check_sft(config: SupervisedConfig, check_files: bool) -> list[str]:
         *_idle_problems(config, engine, "engine"),
         *chat_template_problems(config.data.apply_chat_template_kwargs, config.model, check_files),
     ]
-    budget, longest = data.max_token_len_per_gpu * sequence_ranks(engine), data.max_length * data.sequences_per_row
-    if data.micro_batch_size_per_gpu is None and budget < longest:
+    # A reward model's score is that of one token more.
+    more = int(isinstance(config, PreferenceConfig) and config.trains_scores)
+    budget, longest = data.max_token_len_per_gpu * sequence_ranks(engine), data.max_length + more
+    if data.micro_batch_size_per_gpu is None and budget < longest * data.sequences_per_row:
         told = f"{data.sequences_per_row} * " if data.sequences_per_row > 1 else ""
         problems.append(
             f"data.max_token_len_per_gpu ({_times(data.max_token_len_per_gpu, engine)}) must hold the longest "
-            f"{data.noun}: {told}data.max_length ({data.max_length})"
+            f"{data.noun}: {told}{'(1 + ' * more}data.max_length{')' * more} ({data.max_length})"
         )
     if isinstance(config, PreferenceConfig):
         problems += preference_problems(config)
     if check_files:
         problems += external_lib_problems(config)
         problems += _file_problems(config)
-        problems += _model_problems(config.model, "model", engine, "engine", data.max_length, "data.max_length")
+        told = "data.max_length + 1" if more else "data.max_length"
+        problems += _model_problems(config.model, "model", engine, "engine", longest, told)
         problems += seeing_problems(config)
         if isinstance(config, PreferenceConfig) and config.reference.path is not None:
             reference = replace(config.model, path=config.reference.path, random_init=False, lora_rank=0)

@@ -121,10 +121,12 @@ def _row_in(path: Path, line: bytes) -> dict[str, Any]:
 
 
 def _column_problems(config: PPOConfig | SupervisedConfig, seen: Glance) -> list[str]:
-    there = f"it has: {', '.join(seen.columns) or 'nothing'}"
+    there, keys = f"it has: {', '.join(seen.columns) or 'nothing'}", list(_column_keys(config))
+    if isinstance(config.data, PreferenceDataConfig) and config.data.chosen_key not in seen.lists:
+        keys.append("prompt_key")  # conversations may bring their own
     return [
         f"has no column {getattr(config.data, key)!r} ({there}): name the right one with data.{key}"
-        for key in _column_keys(config)
+        for key in keys
         if getattr(config.data, key) not in seen.columns
     ] + _template_problems(config, seen)
 
@@ -133,11 +135,13 @@ def _template_problems(config: PPOConfig | SupervisedConfig, seen: Glance) -> li
     """Chat messages become tokens by the tokenizer's chat template; not all models have one."""
     prefix = MODEL if isinstance(config, PPOConfig) else "model"
     model = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
-    key, folder = _column_keys(config)[0], Path(model.tokenizer_path or model.path or "nowhere")
+    folder = Path(model.tokenizer_path or model.path or "nowhere")
+    keys = [_column_keys(config)[0], *(["prompt_key"] if isinstance(config.data, PreferenceDataConfig) else [])]
     # A tokenizer's own code may bring a template that no file shows.
     if model.trust_remote_code or not folder.is_dir() or template_text(folder) is not None:
         return []
-    if getattr(config.data, key) not in seen.lists:
+    key = next((key for key in keys if getattr(config.data, key) in seen.lists), None)
+    if key is None:
         return []
     return [
         f"has chat messages in {getattr(config.data, key)!r} (data.{key}), but {folder} has no chat template: put one "
@@ -149,7 +153,6 @@ def _column_keys(config: PPOConfig | SupervisedConfig) -> Sequence[str]:
     if isinstance(config, PPOConfig):
         return ("prompt_key",)
     if isinstance(config.data, PreferenceDataConfig):
-        # Without texts, a pair's conversations may bring their prompt.
         return ("chosen_key", "rejected_key")
     assert isinstance(config.data, SFTDataConfig)
     return ("prompt_key", "response_key") if config.data.messages_key is None else ("messages_key",)

@@ -79,4 +79,8 @@ def preference_problems(config: PreferenceConfig) -> list[str]:
     if has_reference and config.model.has_adapters and config.reference.path is None:
         given = changed_keys(config, "reference.param_offload")
         problems += [f"{name} has no effect with adapters, whose base is the reference" for name in given]
+    if has_reference and config.model.random_init and config.reference.path is None and not config.model.has_adapters:
+        problems.append(
+            f"model.random_init=true: loss.name={loss} needs a reference with the same weights: give a folder"
+        )
     return problems

@@ -156,11 +156,15 @@ def option_problems(reward: RewardConfig) -> list[str]:
     return problems
 
 
-def reward_numbers(reward: RewardConfig, custom: CustomRewardFunctionConfig) -> list[str] | None:
+def reward_numbers(
+    reward: RewardConfig, custom: CustomRewardFunctionConfig, has_model: bool = False
+) -> list[str] | None:
     """What the functions say of a sample beside its score; None where one of the user's own may say anything."""
     entries = {str(label): entry if isinstance(entry, dict) else {} for label, entry in reward.functions.items()}
     named = {label: str(entry.get("name") or label) for label, entry in entries.items()}
     named |= {reward.name: reward.name} if reward.name else {}
+    if not named and not custom.path and has_model:
+        return []
     if not named or custom.path or any(entry.get("path") for entry in entries.values()):
         return None
     if len(named) == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -14,48 +15,65 @@ from meshrl.data.files import Row, read_rows
 from meshrl.data.proto import DataProto
 from meshrl.data.sampling import chosen_rows
 
+# The ids of a sequence, and which of them are the answer.
+Tokens = tuple[np.ndarray, np.ndarray]
+
 
 class PairDataset:
     """Answers as texts after a prompt, or as messages: whole conversations, or what follows the prompt's.
 
-    Pairs of equal answers are left out and counted.
+    Pairs whose sequences are equal are left out and counted.
     """
 
     def __init__(self, files: Sequence[str], tokenizer: Tokenizer, config: PreferenceDataConfig, max_samples: int = -1):
         """`max_samples` are taken of the rows (-1: all)."""
         self.tokenizer, self.config = tokenizer, config
         self.truncated = self.equal = 0
-        self.pairs: list[tuple[np.ndarray, np.ndarray]] = []  # chosen, rejected, chosen, ...: ids, and which to learn
+        self.pairs: list[Tokens] = []  # chosen, rejected, chosen, ...
         wanted = (config.chosen_key, config.rejected_key)
         rows = [(file, number, row) for file in files for number, row in enumerate(read_rows([file], required=wanted))]
         for place in chosen_rows(len(rows), max_samples, config.shuffle, config.seed or 0):
             file, number, row = rows[place]
-            if row[config.chosen_key] == row[config.rejected_key]:
-                self.equal += 1  # of which nothing can be learned
-                continue
             try:
-                self.pairs += self._pair(row, number)
+                pair = self._pair(row, number)
             except RowError as error:
                 raise error.at(file, number) from error
+            if np.array_equal(pair[0][0], pair[1][0]):
+                self.equal += 1  # nothing can be learned of them
+            else:
+                self.pairs += pair
+        if self.equal and not self.pairs:
+            raise ValueError(
+                f"all {self.equal} pairs of {', '.join(files)} have equal answers (within data.max_length="
+                f"{config.max_length}): nothing is left to learn"
+            )
 
     def __len__(self) -> int:
         return len(self.pairs) // 2
 
-    def _pair(self, row: Row, number: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _pair(self, row: Row, number: int) -> list[Tokens]:
         answers = {name: row[getattr(self.config, f"{name}_key")] for name in ("chosen", "rejected")}
-        if all(isinstance(answer, str) for answer in answers.values()):
-            kwargs = self.config.apply_chat_template_kwargs
-            prompt = encode_prompt(self.tokenizer, self._prompt(row, number), number, template_kwargs=kwargs)
-            pair = [with_answer(self.tokenizer, prompt, answers[name], number, f"{name} answer") for name in answers]
-        else:
-            pair = self._conversations(row, answers, number)
+        kinds = {"text" if isinstance(a, str) else "messages" if is_chat(a) else "neither" for a in answers.values()}
+        if "neither" in kinds or len(kinds) > 1:
+            told = "; ".join(f"{name}: {shown(answer)}" for name, answer in answers.items())
+            raise RowError(
+                number, f"both answers must be texts, or both lists of messages with role and content: {told}"
+            )
+        pair = self._texts(row, answers, number) if kinds == {"text"} else self._conversations(row, answers, number)
         self.truncated += any(len(ids) > self.config.max_length for ids, _ in pair)
         return [
             fitted(ids, learn, number, self.config, f"prompt with the {name} answer")
             for name, (ids, learn) in zip(answers, pair, strict=True)
         ]
 
-    def _prompt(self, row: Row, number: int) -> object:
+    def _texts(self, row: Row, answers: dict[str, Any], number: int) -> list[Tokens]:
+        kwargs = self.config.apply_chat_template_kwargs
+        prompt = encode_prompt(self.tokenizer, self._prompt(row, number), number, template_kwargs=kwargs)
+        return [
+            with_answer(self.tokenizer, prompt, answer, number, f"{name} answer") for name, answer in answers.items()
+        ]
+
+    def _prompt(self, row: Row, number: int) -> Any:
         key = self.config.prompt_key
         if row.get(key) is None:
             raise RowError(
@@ -63,26 +81,48 @@ class PairDataset:
             )
         return row[key]
 
-    def _conversations(self, row: Row, answers: dict[str, object], number: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _conversations(self, row: Row, answers: dict[str, Any], number: int) -> list[Tokens]:
         """Both as whole conversations; what they begin with in common is the prompt."""
-        whole: list[list[dict[str, str]]] = []
-        for name, answer in answers.items():
-            if not isinstance(answer, list) or not answer or not is_chat(answer):
-                raise RowError(
-                    number,
-                    f"the {name} answer must be a text, or both answers lists of messages with role and content, got "
-                    f"{shown(answer)}",
-                )
+        whole: list[list[dict[str, Any]]] = []
+        for answer in answers.values():
+            before: Any = []
             if answer[0]["role"] == "assistant":
                 before = self._prompt(row, number)
                 before = [{"role": "user", "content": before}] if isinstance(before, str) else before
-                answer = [*before, *answer]  # type: ignore[misc]
-            whole.append(answer)
+                if not is_chat(before):
+                    raise RowError(
+                        number,
+                        f"the prompt must be a string or a list of messages with role and content, got {shown(before)}",
+                    )
+            whole.append([*before, *answer])
+        said = [[(turn["role"], turn["content"]) for turn in turns] for turns in whole]
         shared = 0
-        while shared < min(map(len, whole)) and whole[0][shared] == whole[1][shared]:
+        while shared < min(map(len, said)) and said[0][shared] == said[1][shared]:
             shared += 1
+        after = [turns[shared][0] for turns in said if len(turns) > shared]
+        if shared == 0 or any(role != "assistant" for role in after):
+            raise RowError(
+                number,
+                f"the answers do not follow the same prompt: they differ in turn {shared + 1}, not the assistant's",
+            )
+        if len(after) == 1:
+            raise RowError(number, "one conversation is the beginning of the other: both need an answer of their own")
         kwargs = self.config.apply_chat_template_kwargs
-        return [encode_conversation(self.tokenizer, turns, number, kwargs, shared) for turns in whole]
+        shared = shared if after else 0  # equal ones are left out later, as sequences
+        return [self._ended(*encode_conversation(self.tokenizer, turns, number, kwargs, shared)) for turns in whole]
+
+    def _ended(self, ids: np.ndarray, learn: np.ndarray) -> Tokens:
+        """As a policy would have ended its answers: without what a template writes after the end token of a turn."""
+        if not learn.any():
+            return ids, learn
+        begins = np.flatnonzero(learn & ~np.r_[False, learn[:-1]])
+        ends = (ids == self.tokenizer.eos_token_id) & learn
+        so_far = np.cumsum(ends) - ends  # before each token, from the first on
+        at = np.searchsorted(begins, np.arange(len(ids)), side="right") - 1
+        is_tail = learn & (so_far > so_far[begins[np.maximum(at, 0)]])
+        learn = learn & ~is_tail
+        last = int(np.flatnonzero(learn)[-1]) + 1
+        return ids[:last], learn[:last]
 
     def batch(self, numbers: np.ndarray) -> DataProto:
         """The pairs with these numbers, chosen and rejected answers by turns; `response_mask` marks the answers."""

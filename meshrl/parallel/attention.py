@@ -19,7 +19,11 @@ ATTENTION_NAME = "meshrl"
 
 
 class AttentionContext(Protocol):
-    """What an attention layer asks for: the mix of values for these queries."""
+    """What an attention layer asks for: the mix of values for these queries.
+
+    No frozen dataclass: into those the compiler of torch 2.11 looks, and compiles a layer anew for every number of
+    documents, until it gives up and runs it uncompiled.
+    """
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None

@@ -18,7 +18,7 @@ from meshrl.parallel.varlen import attend_varlen
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, see AttentionContext
 class PackedSequences:
     """The lengths of the documents of one packed row, with everything attention and positions derive from them."""
 

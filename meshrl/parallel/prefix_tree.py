@@ -20,7 +20,7 @@ from torch import Tensor
 from meshrl.parallel.packed import PackedSequences
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, see AttentionContext
 class PrefixTree:
     """The distinct prefixes (nodes) of a packed row's documents; also the attention context of a row of nodes."""
 

@@ -66,7 +66,7 @@ def block_window(window: int, size: int, own: int, other: int) -> int:
     return farthest - int(other > own) + 1
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, see AttentionContext
 class RingContext:
     """Attention over the stripes of a row (`row.num_tokens` divisible by the group's size) on the ranks of `group`."""
 

@@ -19,7 +19,7 @@ from meshrl.parallel.attention import AttentionContext
 from meshrl.parallel.collectives import exchange_blocks
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen, see AttentionContext
 class UlyssesContext:
     """Attention over a row whose equal contiguous parts lie on the ranks of `group`, in their order."""
 

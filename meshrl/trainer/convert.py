@@ -20,7 +20,7 @@ from meshrl.engines.megatron.module_names import module_place
 from meshrl.engines.megatron.weight_map import hf_tensors
 from meshrl.engines.stored_reading import Stored
 from meshrl.engines.stored_state import INDEX, Rectangle, Snapshot, record_file, write_index, write_snapshot
-from meshrl.models.loading import empty_model, load_model_config, load_tokenizer, torch_dtype
+from meshrl.models.loading import empty_model, is_value_head, load_model_config, load_tokenizer, torch_dtype
 from meshrl.models.lora import ADAPTER, ADAPTER_CONFIG, SCALING_FILE, merged_params
 from meshrl.models.saving import SHARD_BYTES, as_file_tensors, copy_processor, new_folder, save_configs, write_shards
 from meshrl.models.sizes import expert_count
@@ -209,6 +209,8 @@ def _plain_tensors(folder: Path, stored: Stored, names: dict[str, tuple[int, ...
 def _to_peft(folder: Path, stored: Stored, out: Path, dtype: torch.dtype | None) -> Converted:
     if not (folder / ADAPTER_CONFIG).is_file():
         raise ValueError(f"{folder} was trained without adapters: it has no {ADAPTER_CONFIG}")
+    if heads := [name for name in stored.names() if is_value_head(name)]:
+        raise ValueError(f"{folder} has trained more than adapters ({heads[0]}): convert it as a whole model, merged")
     names = [name for name in stored.names() if ".lora_" in name]
     tensors = {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": stored.whole(name, dtype=dtype) for name in names

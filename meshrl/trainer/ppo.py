@@ -85,7 +85,7 @@ class PPOTrainer(SampleSource):
         self.keeper, self.gates = keeper, gates
         if validator is not None:
             validator.with_rollout = self.with_rollout
-            if [spec.label for spec in self.reward.specs] == [NOTHING]:
+            if all(spec.path is None and (spec.name or spec.label) == NOTHING for spec in self.reward.specs):
                 validator.add_model_scores = lambda batch: self.add_model_scores(batch, self.begin_model_scores(batch))
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.dynamic_sampling = self._make_dynamic_sampling()

@@ -24,6 +24,11 @@ def test_recipes_are_fine_and_count_pairs(recipe):
     ("overrides", "said"),
     [
         (["data.max_token_len_per_gpu=4000"], "must hold the longest pair: 2 * data.max_length (2048)"),
+        (
+            ["loss.name=reward", "data.max_token_len_per_gpu=4096"],
+            "must hold the longest pair: 2 * (1 + data.max_length) (2048)",
+        ),
+        (["model.random_init=true"], "loss.name=dpo needs a reference with the same weights"),
         (["loss.simpo_gamma=0.7"], "loss.simpo_gamma has no effect with loss.name=dpo"),
         (["loss.name=hinge", "loss.label_smoothing=0.1"], "loss.label_smoothing has no effect with loss.name=hinge"),
         (["loss.name=simpo", "reference.path=x"], "reference.path has no effect with loss.name=simpo"),
@@ -73,3 +78,9 @@ def test_a_dry_run_finds_missing_columns(tmp_path, tiny_model_folder, capsys):
     assert "has no column 'rejected' (it has: prompt, chosen, worse)" in capsys.readouterr().err
     assert main(["prefer", "dpo", *words, "data.rejected_key=worse", "--dry-run"]) == 0
     assert "dry run: the config is fine" in capsys.readouterr().out
+    assert main(["prefer", "dpo", *words, "data.rejected_key=worse", "data.prompt_key=ask", "--dry-run"]) == 2
+    assert "has no column 'ask'" in capsys.readouterr().err
+    chat = {"prompt": [{"role": "user", "content": "1"}], "chosen": "2", "worse": "3"}
+    file.write_text((json.dumps(chat) + "\n") * 64)
+    assert main(["prefer", "dpo", *words, "data.rejected_key=worse", "--dry-run"]) == 2
+    assert "has chat messages in 'prompt' (data.prompt_key)" in capsys.readouterr().err

@@ -86,10 +86,30 @@ def test_turns_that_both_have_are_part_of_the_prompt(pairs, chat_tokenizer):
     ("row", "said"),
     [
         ({"chosen": "2", "rejected": "3"}, "row 1: the answers need a prompt, and there is no 'prompt'"),
-        ({"prompt": "1", "chosen": 2, "rejected": "3"}, "the chosen answer must be a text, or both .* got 2"),
-        ({"prompt": "1", "chosen": "2", "rejected": [assistant("3")]}, "the chosen answer must be a text, or both"),
+        ({"prompt": "1", "chosen": 2, "rejected": "3"}, "both answers must be texts, or both lists .* chosen: 2"),
+        ({"prompt": "1", "chosen": 2, "rejected": 2}, "both answers must be texts, or both lists"),
+        ({"prompt": "1", "chosen": "2", "rejected": [assistant("3")]}, "both answers must be texts, or both lists"),
+        (
+            {"prompt": 5, "chosen": [assistant("2")], "rejected": [assistant("3")]},
+            "the prompt must be a string .* got 5",
+        ),
+        (
+            {"chosen": [user("1"), assistant("2")], "rejected": [user("2"), assistant("2")]},
+            "the answers do not follow the same prompt: they differ in turn 1",
+        ),
+        (
+            {"prompt": "9", "chosen": [user("1"), assistant("2")], "rejected": [assistant("3")]},
+            "the answers do not follow the same prompt",
+        ),
+        (
+            {"prompt": "1", "chosen": [assistant("2")], "rejected": [assistant("2"), user("3"), assistant("4")]},
+            "differ in turn 3, not the assistant's",
+        ),
+        (
+            {"chosen": [user("1"), assistant("2")], "rejected": [user("1")]},
+            "one conversation is the beginning of the other",
+        ),
         ({"prompt": "1", "chosen": "2" * 99, "rejected": "3"}, "prompt with the chosen answer has 101 tokens"),
-        ({"prompt": "1", "chosen": [user("2")], "rejected": [user("3")]}, "no token left to learn"),
     ],
 )
 def test_what_is_wrong_with_a_row_is_told_with_its_place(pairs, row, said):
@@ -110,6 +130,31 @@ def test_equal_answers_are_left_out_and_counted(pairs):
     data = pairs({"prompt": "1", "chosen": "2", "rejected": "3"}, {"prompt": "1", "chosen": "2", "rejected": "2"}, same)
     assert len(data) == 1
     assert data.equal == 2
+
+
+def test_what_becomes_equal_is_left_out_as_well(pairs):
+    row = {"prompt": "1+1=", "chosen": "223", "rejected": "224"}
+    other = {"chosen": [user("1"), assistant("2") | {"id": 7}], "rejected": [user("1"), assistant("2")]}
+    data = pairs(row, other, {"prompt": "1", "chosen": "2", "rejected": "3"}, max_length=6, truncation="right")
+    assert (len(data), data.equal) == (1, 2)
+    with pytest.raises(ValueError, match=r"all 1 pairs of .*pairs\.jsonl have equal answers"):
+        pairs(row, max_length=6, truncation="right")
+
+
+def test_what_a_template_writes_behind_the_end_is_no_part_of_an_answer(pairs, chat_tokenizer):
+    """A policy ends with the end token, and there a reward model is asked: messages end as texts do."""
+    chat_tokenizer.chat_template = chat_tokenizer.chat_template.replace("<eos>{%", "<eos>\n{%")
+    before = [user("1")]
+    texts_of = pairs({"prompt": before, "chosen": "2", "rejected": "3"}).batch(np.array([0]))
+    answers = {"prompt": before, "chosen": [assistant("2")], "rejected": [assistant("3")]}
+    messages_of = pairs(answers).batch(np.array([0]))
+    for name in ("input_ids", "attention_mask", "response_mask"):
+        assert messages_of.batch[name].equal(texts_of.batch[name])
+    turns = [*before, assistant("2"), user("4"), assistant("5"), user("6")]
+    longer = pairs({"chosen": turns, "rejected": [*before, assistant("3")]}).batch(np.array([0]))
+    whole, learned = texts(chat_tokenizer, longer)[0]
+    assert whole == "<user>1<eos>\n<assistant>2<eos>\n<user>4<eos>\n<assistant>5<eos>"
+    assert learned == "2<eos>5<eos>"
 
 
 def test_a_missing_column_is_named(pairs):

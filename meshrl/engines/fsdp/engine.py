@@ -440,6 +440,8 @@ def compile_layers(hf_model: PreTrainedModel, memory_budget: float) -> None:
     """Compiles each decoder layer; the second number of tokens seen makes the code general. Layers share it."""
     # Read when a layer is compiled, which is at its first call.
     torch._functorch.config.activation_memory_budget = memory_budget
+    # Policy, reference and critic may be of one class and share its code: each with and without gradients.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     classes = set(hf_model._no_split_modules or ())
     for module in language_model(hf_model).modules():
         if type(module).__name__ in classes:
