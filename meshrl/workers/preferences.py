@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 from torch import Tensor
 
 from meshrl.algorithms import BatchStats, agg_loss
@@ -89,11 +88,7 @@ class PreferenceWorker(SFTWorker):
         if REFERENCE in data.batch:
             request.batch[REFERENCE] = data.batch[REFERENCE]
         request.meta_info["rows_together"] = 2
-        engine.optimizer_zero_grad()
-        metrics = engine.forward_backward_batch(request, loss_function).metrics
-        norm = engine.optimizer_step()
-        skipped, lr = float(not np.isfinite(norm)), engine.lr_scheduler_step()
-        return metrics | {"train/grad_norm": norm, "train/skipped_steps": skipped, "train/lr": lr}
+        return self._step(request, loss_function)
 
     @register(dispatch_mode=nd_dispatch("model"))
     def evaluate(self, data: DataProto) -> DataProto:

@@ -12,7 +12,7 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.sft import SupervisedConfig
 from meshrl.controller import Dispatch, nd_dispatch, register
 from meshrl.data.proto import DataProto
-from meshrl.engines.base import Engine
+from meshrl.engines.base import Engine, LossFunction
 from meshrl.engines.build import engine_class
 from meshrl.models.saving import save_hf_folder
 from meshrl.telemetry.ledger import booked
@@ -66,6 +66,11 @@ class SFTWorker(CheckpointedWorker):
             return loss, {"train/loss": loss.detach() / stats.dp_size}
 
         data.meta_info = self._meta()
+        return self._step(data, loss_function)
+
+    def _step(self, data: DataProto, loss_function: LossFunction) -> dict[str, float]:
+        """An optimizer step on a batch; what the loss and the step tell."""
+        engine = self.engine
         engine.optimizer_zero_grad()
         metrics = engine.forward_backward_batch(data, loss_function).metrics
         norm = engine.optimizer_step()
