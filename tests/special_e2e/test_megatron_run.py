@@ -30,13 +30,17 @@ MEGATRON = (
 
 
 class WorkerOnCpu(ActorRolloutRefWorker):
-    """The worker itself, in a process in which Megatron-Core runs on the CPU."""
+    """The worker itself, in a process in which Megatron-Core runs on the CPU.
+
+    Where it is to run: the FSDP engine of a run with one process is in that of the tests, which must stay as it is.
+    """
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        import megatron_cpu
+        if self.config.actor.strategy == "megatron":
+            import megatron_cpu
 
-        megatron_cpu.install()
+            megatron_cpu.install()
         super().init_model()
 
 
