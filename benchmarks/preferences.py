@@ -63,7 +63,7 @@ def make_model(folder: Path, shape: str, dtype: torch.dtype) -> None:
 def ours(model: Path, rows: Path, out: Path, steps: int, cap: int, cpu: bool) -> list[float]:
     """Seconds of our steps."""
     from meshrl.config import PreferenceConfig, load_config
-    from meshrl.trainer.run import sft
+    from meshrl.trainer.run import train_supervised
 
     device = "cpu" if cpu else "cuda"
     words = [
@@ -77,7 +77,7 @@ def ours(model: Path, rows: Path, out: Path, steps: int, cap: int, cpu: bool) ->
         words.append("engine.fsdp_config.mixed_precision.param_dtype=fp32")
     else:
         words.append("engine.use_torch_compile=true")
-    path = sft(load_config("dpo", words, PreferenceConfig).config, console=Console(quiet=True))
+    path = train_supervised(load_config("dpo", words, PreferenceConfig).config, console=Console(quiet=True))
     return [json.loads(line)["timing_s/step"] for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -187,14 +187,23 @@ def engine_step(
         loss = agg_loss(-output["log_probs"], micro_batch.batch["response_mask"], "token-mean", stats=stats)
         return loss, {"loss": loss.detach()}
 
-    def step() -> None:
+    def run(batch: Any) -> None:
         if not train:
-            engine.forward(data)
+            engine.forward(batch)
             return
         engine.optimizer_zero_grad()
-        engine.forward_backward_batch(data, loss_function)
-        engine.optimizer_step()
+        engine.forward_backward_batch(batch, loss_function)
 
+    def step() -> None:
+        run(data)
+        if train:
+            engine.optimizer_step()
+
+    # A run's batches differ, this one's do not: what compiles anew for every number of documents must show.
+    for documents in range(2, 12):
+        small = make_batch(np.arange(documents) % 5 + 60, config.vocab_size)
+        small.meta_info = data.meta_info
+        run(small)
     return step
 
 
@@ -352,13 +361,16 @@ def main() -> None:
     args = parser.parse_args()
     device = "cpu" if args.cpu or not torch.cuda.is_available() else "cuda"
     shapes = args.shapes or (["tiny"] if device == "cpu" else ["0.6B", "1.7B", "4B"])
+    known = cases(shapes, args.parts, device, args.engine)
+    wanted = [case for case in known if args.only in case[0]]
+    if not wanted:
+        parser.error(f"no case has {args.only!r} in its label; there are: {'; '.join(case[0] for case in known)}")
     rows = []
-    for label, name, lengths, train, make in cases(shapes, args.parts, device, args.engine):
-        if args.only in label:
-            rows.append(measure(label, make, name, lengths, train, device))
-            Console(stderr=True).print(rows[-1])
-            if args.out:
-                args.out.write_text(json.dumps(rows, indent=1))
+    for label, name, lengths, train, make in wanted:
+        rows.append(measure(label, make, name, lengths, train, device))
+        Console(stderr=True).print(rows[-1])
+        if args.out:
+            args.out.write_text(json.dumps(rows, indent=1))
     show(rows, device)
     if device == "cpu":
         axis_costs()

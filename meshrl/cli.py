@@ -229,23 +229,23 @@ def _supervised(command: str, arguments: argparse.Namespace, loaded: "Loaded[Any
 
 
 def _sft(arguments: argparse.Namespace) -> int | None:
-    return _learn_from_files("sft", "meshrl.workers.sft", arguments)
+    return _train_supervised("sft", "meshrl.workers.sft", arguments)
 
 
 def _prefer(arguments: argparse.Namespace) -> int | None:
-    return _learn_from_files("prefer", "meshrl.workers.preferences", arguments)
+    return _train_supervised("prefer", "meshrl.workers.preferences", arguments)
 
 
-def _learn_from_files(command: str, worker: str, arguments: argparse.Namespace) -> int | None:
+def _train_supervised(command: str, worker: str, arguments: argparse.Namespace) -> int | None:
     loaded = _load(arguments.words, command)
     if _ready(loaded, arguments):
         if arguments.supervise:
             return _supervised(command, arguments, loaded)
         _warm_up(loaded.config.trainer, loaded.config.trainer.world_size, worker)
         with importing():
-            from meshrl.trainer.run import sft
+            from meshrl.trainer.run import train_supervised
 
-        sft(loaded.config, loaded.sources)
+        train_supervised(loaded.config, loaded.sources)
     return None
 
 

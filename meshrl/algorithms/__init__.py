@@ -57,6 +57,11 @@ from meshrl.algorithms.policy_losses import (
     reduce_policy_loss,
     register_policy_loss,
 )
+from meshrl.algorithms.preference_losses import (
+    PREFERENCE_LOSSES,
+    compute_answer_scores,
+    compute_preference_loss,
+)
 from meshrl.algorithms.presets import PRESETS, get_preset
 from meshrl.algorithms.rollout_correction import (
     ROLLOUT_RS_MODES,
@@ -89,6 +94,7 @@ __all__ = [
     "KL_PENALTIES",
     "LOSS_AGG_MODES",
     "POLICY_LOSSES",
+    "PREFERENCE_LOSSES",
     "PRESETS",
     "ROLLOUT_RS_MODES",
     "AdaptiveKLController",
@@ -102,6 +108,7 @@ __all__ = [
     "agg_loss",
     "apply_kl_penalty",
     "compute_advantage",
+    "compute_answer_scores",
     "compute_distillation_advantage",
     "compute_entropy_loss",
     "compute_gae_advantage_return",
@@ -130,6 +137,7 @@ __all__ = [
     "compute_policy_loss_sapo",
     "compute_policy_loss_topr",
     "compute_policy_loss_vanilla",
+    "compute_preference_loss",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
     "compute_remax_outcome_advantage",

@@ -6,7 +6,7 @@ from meshrl.config.load import Loaded, load_config
 from meshrl.config.preferences import PreferenceConfig
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
-from meshrl.config.units import BatchUnits, SFTBatchUnits
+from meshrl.config.units import BatchUnits, SupervisedBatchUnits
 from meshrl.config.values import unsupported
 
 __all__ = [
@@ -15,8 +15,8 @@ __all__ = [
     "Loaded",
     "PPOConfig",
     "PreferenceConfig",
-    "SFTBatchUnits",
     "SFTConfig",
+    "SupervisedBatchUnits",
     "check_config",
     "ensure_runnable",
     "load_config",

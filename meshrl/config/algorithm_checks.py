@@ -185,9 +185,9 @@ def _numbers_of_samples(config: PPOConfig) -> list[str] | None:
     has_own_code = manager.name not in MANAGERS or config.actor_rollout_ref.rollout.multi_turn.enable
     if numbers is None or has_own_code:
         return None
-    numbers += ["rm_score"] if config.reward_model.enable else []
+    model = ["rm_score"] if config.reward_model.enable else []
     overlong = ["overlong_reward", "overlong"] if manager.name == "dapo" and manager.overlong_buffer.log else []
-    return [*numbers, *overlong]
+    return [*numbers, *model, *overlong]
 
 
 def reference_problems(config: PPOConfig) -> list[str]:

@@ -96,7 +96,11 @@ def check_config(config: PPOConfig | SupervisedConfig, check_files: bool = True)
     problems = [problem for _, problem in value_problems(config)]
     if problems:
         return problems  # the checks below count on numbers in their ranges
-    return _check_sft(config, check_files) if isinstance(config, SupervisedConfig) else _check_ppo(config, check_files)
+    return (
+        _check_supervised(config, check_files)
+        if isinstance(config, SupervisedConfig)
+        else _check_ppo(config, check_files)
+    )
 
 
 def check_notes(config: PPOConfig | SupervisedConfig, sources: Mapping[str, str]) -> list[str]:
@@ -289,7 +293,7 @@ def _reward_model_problems(config: PPOConfig, check_files: bool) -> list[str]:
     return problems
 
 
-def _check_sft(config: SupervisedConfig, check_files: bool) -> list[str]:
+def _check_supervised(config: SupervisedConfig, check_files: bool) -> list[str]:
     data, engine = config.data, config.engine
     problems = [
         *engine_problems(engine, "engine", config.trainer.world_size),
@@ -301,22 +305,21 @@ def _check_sft(config: SupervisedConfig, check_files: bool) -> list[str]:
         *_idle_problems(config, engine, "engine"),
         *chat_template_problems(config.data.apply_chat_template_kwargs, config.model, check_files),
     ]
-    # A reward model's score is that of one token more.
-    more = int(isinstance(config, PreferenceConfig) and config.trains_scores)
-    budget, longest = data.max_token_len_per_gpu * sequence_ranks(engine), data.max_length + more
-    if data.micro_batch_size_per_gpu is None and budget < longest * data.sequences_per_row:
-        told = f"{data.sequences_per_row} * " if data.sequences_per_row > 1 else ""
+    longest, names = data.max_length, "data.max_length"
+    if isinstance(config, PreferenceConfig) and config.trains_scores:  # a score is that of one token more
+        longest, names = longest + 1, "(data.max_length + 1)"
+    budget, together = data.max_token_len_per_gpu * sequence_ranks(engine), data.sequences_per_row
+    if data.micro_batch_size_per_gpu is None and budget < longest * together:
         problems.append(
             f"data.max_token_len_per_gpu ({_times(data.max_token_len_per_gpu, engine)}) must hold the longest "
-            f"{data.noun}: {told}{'(1 + ' * more}data.max_length{')' * more} ({data.max_length})"
+            f"{data.noun}: {f'{together} * ' if together > 1 else ''}{names} ({longest * together})"
         )
     if isinstance(config, PreferenceConfig):
         problems += preference_problems(config)
     if check_files:
         problems += external_lib_problems(config)
         problems += _file_problems(config)
-        told = "data.max_length + 1" if more else "data.max_length"
-        problems += _model_problems(config.model, "model", engine, "engine", longest, told)
+        problems += _model_problems(config.model, "model", engine, "engine", longest, names)
         problems += seeing_problems(config)
         if isinstance(config, PreferenceConfig) and config.reference.path is not None:
             reference = replace(config.model, path=config.reference.path, random_init=False, lora_rank=0)

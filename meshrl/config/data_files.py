@@ -121,12 +121,10 @@ def _row_in(path: Path, line: bytes) -> dict[str, Any]:
 
 
 def _column_problems(config: PPOConfig | SupervisedConfig, seen: Glance) -> list[str]:
-    there, keys = f"it has: {', '.join(seen.columns) or 'nothing'}", list(_column_keys(config))
-    if isinstance(config.data, PreferenceDataConfig) and config.data.chosen_key not in seen.lists:
-        keys.append("prompt_key")  # conversations may bring their own
+    there = f"it has: {', '.join(seen.columns) or 'nothing'}"
     return [
         f"has no column {getattr(config.data, key)!r} ({there}): name the right one with data.{key}"
-        for key in keys
+        for key in _column_keys(config, seen)
         if getattr(config.data, key) not in seen.columns
     ] + _template_problems(config, seen)
 
@@ -136,23 +134,25 @@ def _template_problems(config: PPOConfig | SupervisedConfig, seen: Glance) -> li
     prefix = MODEL if isinstance(config, PPOConfig) else "model"
     model = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
     folder = Path(model.tokenizer_path or model.path or "nowhere")
-    keys = [_column_keys(config)[0], *(["prompt_key"] if isinstance(config.data, PreferenceDataConfig) else [])]
     # A tokenizer's own code may bring a template that no file shows.
     if model.trust_remote_code or not folder.is_dir() or template_text(folder) is not None:
         return []
-    key = next((key for key in keys if getattr(config.data, key) in seen.lists), None)
-    if key is None:
-        return []
+    keys = [key for key in _column_keys(config, seen) if key != "response_key"]  # which is always a text
     return [
         f"has chat messages in {getattr(config.data, key)!r} (data.{key}), but {folder} has no chat template: put one "
         f"there as chat_template.jinja, set {prefix}.tokenizer_path to a folder that has one, or write plain text"
-    ]
+        for key in keys
+        if getattr(config.data, key) in seen.lists
+    ][:1]
 
 
-def _column_keys(config: PPOConfig | SupervisedConfig) -> Sequence[str]:
+def _column_keys(config: PPOConfig | SupervisedConfig, seen: Glance) -> Sequence[str]:
+    """The keys that name the columns which the rows must have."""
     if isinstance(config, PPOConfig):
         return ("prompt_key",)
     if isinstance(config.data, PreferenceDataConfig):
-        return ("chosen_key", "rejected_key")
+        # Conversations may bring their prompt.
+        has_texts = config.data.chosen_key not in seen.lists
+        return ("chosen_key", "rejected_key", "prompt_key") if has_texts else ("chosen_key", "rejected_key")
     assert isinstance(config.data, SFTDataConfig)
     return ("prompt_key", "response_key") if config.data.messages_key is None else ("messages_key",)

@@ -9,9 +9,8 @@ from meshrl.config.sft import SequenceDataConfig, SupervisedConfig
 from meshrl.config.trainer import RunConfig
 from meshrl.config.tree import changed_keys
 
-# Losses of a policy; the first three compare it with a reference.
-WITH_REFERENCE = ("dpo", "ipo", "hinge")
-REWARD = "reward"
+# As in `meshrl.algorithms`: the losses of a policy that compare it with a reference, and that of a reward model.
+WITH_REFERENCE, REWARD = ("dpo", "ipo", "hinge"), "reward"
 PREFERENCE_LOSSES = (*WITH_REFERENCE, "simpo", REWARD)
 
 
@@ -35,8 +34,15 @@ class PreferenceLossConfig:
     label_smoothing: float = key(
         0.0, "dpo, simpo, reward: the share of pairs that are taken to be the wrong way round.", low=0, high=0.5
     )
-    simpo_gamma: float = key(0.5, "simpo: by how much the chosen answer should lead, times beta.", low=0)
+    simpo_gamma: float = key(
+        0.5, "simpo: the margin (beta times the difference) that the chosen answer should have.", low=0
+    )
     sft_weight: float = key(0.0, "Weight of the chosen answers' negative log-likelihood a token, beside it.", low=0)
+
+    @property
+    def options(self) -> dict[str, float]:
+        """The numbers in the loss of a pair."""
+        return {"beta": self.beta, "label_smoothing": self.label_smoothing, "simpo_gamma": self.simpo_gamma}
 
 
 @dataclass
@@ -56,6 +62,11 @@ class PreferenceConfig(SupervisedConfig):
     trainer: RunConfig = section(RunConfig, "Processes, lengths of the run, logging.", total_epochs=1)
 
     @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with another."""
+        return self.loss.name in WITH_REFERENCE
+
+    @property
     def trains_scores(self) -> bool:
         """Whether the model becomes a reward model."""
         return self.loss.name == REWARD
@@ -63,7 +74,7 @@ class PreferenceConfig(SupervisedConfig):
 
 def preference_problems(config: PreferenceConfig) -> list[str]:
     """Keys that would silently do nothing with the chosen loss."""
-    loss, has_reference = config.loss.name, config.loss.name in WITH_REFERENCE
+    loss, has_reference = config.loss.name, config.has_reference
     unused = {
         "loss.beta": loss == REWARD,
         "loss.label_smoothing": loss in ("ipo", "hinge"),

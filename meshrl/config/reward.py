@@ -226,7 +226,7 @@ def reward_file_problems(
     if not (named or files or has_model):
         problems.append("set reward.name, reward.functions or custom_reward_function.path, or reward_model.enable=true")
     if NOTHING in named and not has_model:
-        problems.append(f"reward.name={NOTHING} leaves nothing to learn without reward_model.enable=true")
+        problems.append(f"the reward function {NOTHING} leaves nothing to learn without reward_model.enable=true")
     awaited = False
     for where, (path, name, kwargs) in files.items():
         try:

@@ -16,7 +16,7 @@ from meshrl.config.pools import num_devices, ranks_of
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SupervisedConfig
 from meshrl.config.tree import Leaf, get_value, leaves, sections
-from meshrl.config.units import BatchUnits, SFTBatchUnits
+from meshrl.config.units import BatchUnits, SupervisedBatchUnits
 
 ONE_LINE = 1 << 30  # characters
 
@@ -100,7 +100,7 @@ def summary_lines(config: PPOConfig | SupervisedConfig) -> list[str]:
     )
     if isinstance(config, SupervisedConfig):
         engine = layout_lines("engine", config.engine, trainer.world_size)
-        return [first, *engine, *SFTBatchUnits.from_config(config).lines(), f"run folder: {trainer.run_dir}"]
+        return [first, *engine, *SupervisedBatchUnits.from_config(config).lines(), f"run folder: {trainer.run_dir}"]
     if (devices := num_devices(config)) > trainer.world_size:
         first += f"; {devices} with those of roles on devices of their own"
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout

@@ -93,18 +93,18 @@ class BatchUnits:
 
 
 @dataclass(frozen=True)
-class SFTBatchUnits:
+class SupervisedBatchUnits:
     """How one step of `meshrl sft` or `meshrl prefer` is cut up; a step is one optimizer step."""
 
-    sequences_per_step: int
+    rows_per_step: int
     dp_size: int
-    sequences_per_rank: int
-    sequences_per_micro_batch: int | None
+    rows_per_rank: int
+    rows_per_micro_batch: int | None
     tokens_per_micro_batch: int | None
     noun: str = "sequence"  # or pair: what the numbers count
 
     @classmethod
-    def from_config(cls, config: SupervisedConfig) -> "SFTBatchUnits":
+    def from_config(cls, config: SupervisedConfig) -> "SupervisedBatchUnits":
         """Derive all units; a `ConfigError` if sizes do not divide."""
         problems = batch_problems(config)
         if problems:
@@ -112,19 +112,19 @@ class SFTBatchUnits:
         data, ranks = config.data, dp_size(config.engine, config.trainer.world_size)
         by_tokens = data.micro_batch_size_per_gpu is None
         return cls(
-            sequences_per_step=data.train_batch_size,
+            rows_per_step=data.train_batch_size,
             dp_size=ranks,
-            sequences_per_rank=data.train_batch_size // ranks,
-            sequences_per_micro_batch=data.micro_batch_size_per_gpu,
+            rows_per_rank=data.train_batch_size // ranks,
+            rows_per_micro_batch=data.micro_batch_size_per_gpu,
             tokens_per_micro_batch=data.max_token_len_per_gpu if by_tokens else None,
             noun=data.noun,
         )
 
     def lines(self) -> list[str]:
         """The units in words, for printing once."""
-        micro = _micro_batch_words(self.sequences_per_micro_batch, self.noun, self.tokens_per_micro_batch)
+        micro = _micro_batch_words(self.rows_per_micro_batch, self.noun, self.tokens_per_micro_batch)
         return [
-            f"step: {count(self.sequences_per_step, self.noun)}, {self.sequences_per_rank} on each of "
+            f"step: {count(self.rows_per_step, self.noun)}, {self.rows_per_rank} on each of "
             f"{count(self.dp_size, 'data-parallel rank')}, in micro-batches of {micro}"
         ]
 
@@ -150,7 +150,7 @@ def _micro_batch_words(number: int | None, noun: str, tokens: int | None) -> str
 
 def batch_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
     """Batch sizes that do not divide, with the numbers and the keys."""
-    return _sft_problems(config) if isinstance(config, SupervisedConfig) else _ppo_problems(config)
+    return _supervised_problems(config) if isinstance(config, SupervisedConfig) else _ppo_problems(config)
 
 
 def _ppo_problems(config: PPOConfig) -> list[str]:
@@ -201,7 +201,7 @@ def _ranks_words(engine: EngineConfig, world_size: int, owner: str = "trainer") 
     return told if ranks == world_size else f"{ranks}: {told}, less what shares a sample"
 
 
-def _sft_problems(config: SupervisedConfig) -> list[str]:
+def _supervised_problems(config: SupervisedConfig) -> list[str]:
     data, ranks = config.data, max(1, dp_size(config.engine, config.trainer.world_size))
     micro, own = data.micro_batch_size_per_gpu, data.train_batch_size // ranks
     if data.train_batch_size % ranks:

@@ -47,6 +47,10 @@ class DemonstrationDataset:
     def __len__(self) -> int:
         return len(self.sequences)
 
+    def remarks(self) -> list[str]:
+        """What became of rows that could not be taken as they are."""
+        return [f"{self.truncated} of {len(self)} sequences truncated"] if self.truncated else []
+
     def _sequence(self, row: Row, number: int, file: str) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and which of them to learn; what is wrong is told of the file and the row."""
         try:

@@ -51,6 +51,12 @@ class PairDataset:
     def __len__(self) -> int:
         return len(self.pairs) // 2
 
+    def remarks(self) -> list[str]:
+        """What became of rows that could not be taken as they are."""
+        rows = len(self) + self.equal
+        counts = {"truncated": self.truncated, "left out, whose answers are equal": self.equal}
+        return [f"{count} of {rows} pairs {what}" for what, count in counts.items() if count]
+
     def _pair(self, row: Row, number: int) -> list[Tokens]:
         answers = {name: row[getattr(self.config, f"{name}_key")] for name in ("chosen", "rejected")}
         kinds = {"text" if isinstance(a, str) else "messages" if is_chat(a) else "neither" for a in answers.values()}

@@ -11,7 +11,7 @@ from meshrl.config.critic import uses_critic
 from meshrl.config.pools import roles_apart
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
-from meshrl.config.units import BatchUnits, SFTBatchUnits
+from meshrl.config.units import BatchUnits, SupervisedBatchUnits
 from meshrl.plan.generation import EXTERNAL, Generation
 from meshrl.plan.hardware import Cluster
 from meshrl.plan.lengths import Lengths
@@ -115,11 +115,11 @@ def make_sft_plan(
     efficiency: Efficiency = EFFICIENCY,
 ) -> Plan:
     """Plans one step on demonstrations, see `make_plan`."""
-    units = SFTBatchUnits.from_config(config)
+    units = SupervisedBatchUnits.from_config(config)
     role = Role("engine", model, config.model, config.engine, config.trainer.world_size)
     training = Training({role.name: role}, role.name, lengths, cluster, Clock(cluster, efficiency))
-    cutting = Cutting(units.tokens_per_micro_batch, units.sequences_per_micro_batch)
-    phase, bubble = training.update("train", role, cutting, 1, units.sequences_per_step, {})
+    cutting = Cutting(units.tokens_per_micro_batch, units.rows_per_micro_batch)
+    phase, bubble = training.update("train", role, cutting, 1, units.rows_per_step, {})
     return Plan(config, role, cluster, lengths, [phase], bubble)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshrl.config.functions import ON_DEMAND, PLURALS, argument_problem, load_function, own_frames
 from meshrl.config.names import count
-from meshrl.rewards.functions import BUILT_IN
+from meshrl.rewards.functions import BUILT_IN, nothing
 
 RewardFunction = Callable[..., Any]
 Sample = Mapping[str, Any]
@@ -57,6 +57,11 @@ class RewardFunctionSpec:
     def is_built_in(self) -> bool:
         """Whether it is one of ours, maybe with a model of its own to ask."""
         return self.path is None and (self.name or self.label) in BUILT_IN
+
+    @property
+    def scores_nothing(self) -> bool:
+        """Whether it only stands for there being no function."""
+        return self.is_built_in and BUILT_IN[self.name or self.label] is nothing
 
     def load(self) -> RewardFunction:
         """The function, with its keyword arguments bound; a `ValueError` says what is wrong."""

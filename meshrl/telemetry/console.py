@@ -61,20 +61,21 @@ PPO_COLUMNS = (
     *_TAIL_COLUMNS,
     Column("val acc", (_ACCURACY,), plain(3), 9, absent=""),
 )
-SFT_COLUMNS = (
-    Column("loss", ("train/loss",), plain(4), 9),
-    Column("val loss", ("val/loss",), plain(4), 10, absent=""),
+_LOSS = Column("loss", ("train/loss",), plain(4), 9)
+_HELD_OUT_LOSS = Column("val loss", ("val/loss",), plain(4), 10, absent="")
+_STEP_COLUMNS = (
     Column("grad norm", ("train/grad_norm",), plain(3), 10),
     Column("lr", ("train/lr",), scientific, 9),
     *_TAIL_COLUMNS,
 )
+SFT_COLUMNS = (_LOSS, _HELD_OUT_LOSS, *_STEP_COLUMNS)
 PREFERENCE_COLUMNS = (
-    Column("loss", ("train/loss",), plain(4), 9),
+    _LOSS,
     Column("accuracy", ("train/accuracy",), plain(3), 10),
     Column("margin", ("train/margin",), plain(3), 9),
-    Column("val loss", ("val/loss",), plain(4), 10, absent=""),
+    _HELD_OUT_LOSS,
     Column("val acc", ("val/accuracy",), plain(3), 9, absent=""),
-    *SFT_COLUMNS[2:],
+    *_STEP_COLUMNS,
 )
 
 

@@ -17,7 +17,7 @@ from meshrl.config.load import Loaded, load_config
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.telemetry.run_folder import RunFiles
-from meshrl.trainer.run import sft, train
+from meshrl.trainer.run import train, train_supervised
 
 ACCURACY, TOOL_USE = "val-core/calculator/acc/mean@1", "agent/tool_use_share"
 
@@ -57,7 +57,7 @@ def warm_up(out: Path, files: dict[str, str], seed: int, console: Console) -> Pa
         "trainer.logger=[file]",
     ]
     loaded = load_config("calculator_sft", settings, SFTConfig)
-    return sft(loaded.config, loaded.sources, console) / "model"
+    return train_supervised(loaded.config, loaded.sources, console) / "model"
 
 
 def rl_run(

@@ -20,7 +20,7 @@ from meshrl.config.sft import SFTConfig
 from meshrl.data.files import write_tables
 from meshrl.models.tiny import make_tiny_model
 from meshrl.telemetry.run_folder import RunFiles
-from meshrl.trainer.run import sft, train
+from meshrl.trainer.run import train, train_supervised
 
 ALPHABET = "0123456789>"
 DIGITS = 6
@@ -100,7 +100,7 @@ def sft_run(out: Path, files: dict[str, str], seed: int, console: Console) -> Pa
         ],
         SFTConfig,
     )
-    return sft(loaded.config, loaded.sources, console) / "model"
+    return train_supervised(loaded.config, loaded.sources, console) / "model"
 
 
 def rl_config(

@@ -32,7 +32,6 @@ from meshrl.balance import seqlen_metrics
 from meshrl.config.algorithm_checks import has_teacher, uses_reference
 from meshrl.config.correction import correction_of
 from meshrl.config.pools import num_devices
-from meshrl.config.reward import NOTHING
 from meshrl.config.root import PPOConfig
 from meshrl.controller import WorkerGroup
 from meshrl.data.image_reader import IMAGES
@@ -85,7 +84,7 @@ class PPOTrainer(SampleSource):
         self.keeper, self.gates = keeper, gates
         if validator is not None:
             validator.with_rollout = self.with_rollout
-            if all(spec.path is None and (spec.name or spec.label) == NOTHING for spec in self.reward.specs):
+            if all(spec.scores_nothing for spec in self.reward.specs):
                 validator.add_model_scores = lambda batch: self.add_model_scores(batch, self.begin_model_scores(batch))
         self.kl_controller = get_kl_controller(config.algorithm.kl_ctrl)
         self.dynamic_sampling = self._make_dynamic_sampling()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from meshrl.algorithms.preference_losses import margins, preference_losses
-from meshrl.config.preferences import WITH_REFERENCE, PreferenceConfig
+from meshrl.algorithms import compute_preference_loss
+from meshrl.config.preferences import PreferenceConfig
 from meshrl.data.proto import DataProto
 from meshrl.trainer.sft import Rows, SFTTrainer
 
@@ -17,19 +17,20 @@ class PreferenceTrainer(SFTTrainer):
 
     def learn(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step."""
-        with self.timer.phase("reference"):
-            batch = self._with_reference(batch)
+        if self.config.has_reference:
+            with self.timer.phase("reference"):
+                batch = batch.union(self.model.compute_reference(batch))
         return super().learn(batch)
 
     def validate(self, data: Rows) -> dict[str, float]:
         """The mean loss of the held-out pairs, how often and by how much the chosen answer leads."""
-        scores = torch.cat([self.model.evaluate(self._with_reference(b)).batch["scores"] for b in self.batches(data)])
-        loss, pair = self.config.loss, (scores[::2], scores[1::2])
-        lead = margins(loss, *pair)
-        found = {"loss": preference_losses(loss, *pair), "accuracy": (lead > 0).float(), "margin": lead}
+        scores = torch.cat([self._scores(batch) for batch in self.batches(data)])
+        loss = self.config.loss
+        losses, margin = compute_preference_loss(loss.name, scores[::2], scores[1::2], **loss.options)
+        found = {"loss": losses, "accuracy": (margin > 0).float(), "margin": margin}
         return {f"val/{name}": float(values.mean()) for name, values in found.items()}
 
-    def _with_reference(self, batch: DataProto) -> DataProto:
-        if self.config.loss.name not in WITH_REFERENCE:
-            return batch
-        return batch.union(self.model.compute_reference(batch))
+    def _scores(self, batch: DataProto) -> torch.Tensor:
+        if self.config.has_reference:
+            batch = batch.union(self.model.compute_reference(batch))
+        return self.model.evaluate(batch).batch["scores"]

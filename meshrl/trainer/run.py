@@ -31,7 +31,7 @@ from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SupervisedConfig
 from meshrl.config.show import to_yaml
 from meshrl.config.trainer import RayInitConfig, RunConfig
-from meshrl.config.units import BatchUnits, SFTBatchUnits
+from meshrl.config.units import BatchUnits, SupervisedBatchUnits
 from meshrl.controller import (
     ClassWithInitArgs,
     Deadlines,
@@ -74,7 +74,7 @@ from meshrl.trainer.restarts import Restarts, surviving
 from meshrl.trainer.rollout_care import RolloutCare
 from meshrl.trainer.run_data import run_prompts, run_rows
 from meshrl.trainer.sample_source import total_steps
-from meshrl.trainer.sft import SFTTrainer, total_sft_steps
+from meshrl.trainer.sft import SFTTrainer, total_supervised_steps
 from meshrl.trainer.slow_types import slow_types
 from meshrl.trainer.stall import StallWatch
 from meshrl.trainer.stopping import StopRequest
@@ -254,27 +254,29 @@ def critic_worker(config: PPOConfig, settings: WorkerSettings, units: BatchUnits
     return ClassWithInitArgs(CriticWorker, critic, own)
 
 
-def sft(config: SupervisedConfig, sources: Mapping[str, str] | None = None, console: Console | None = None) -> Path:
+def train_supervised(
+    config: SupervisedConfig, sources: Mapping[str, str] | None = None, console: Console | None = None
+) -> Path:
     """Learns demonstrations or pairs of answers; writes the model to `model/` in the run's folder, which it returns."""
     restarts = Restarts.of(config.trainer)
     with told_without_traceback("trainer.default_local_dir"):
         check_unheld(config.trainer.run_dir)
     with held_copies(config.trainer), saying_what_is_kept(config.trainer):
-        return surviving(lambda: sft_once(config, restarts, sources, console), restarts)
+        return surviving(lambda: train_supervised_once(config, restarts, sources, console), restarts)
 
 
-def sft_once(
+def train_supervised_once(
     config: SupervisedConfig, restarts: Restarts, sources: Mapping[str, str] | None, console: Console | None
 ) -> Path:
     """One attempt at fine-tuning, see `train_once`."""
     trainer = config.trainer
-    units = SFTBatchUnits.from_config(config)
+    units = SupervisedBatchUnits.from_config(config)
     path = config.model.path or ""
     with told_without_traceback():
         import_external_libs(config)
         tokenizer = load_tokenizer(config.model.tokenizer_path or path, config.model.trust_remote_code)
     train_data, order, val_data = run_rows(config, tokenizer)
-    steps = total_sft_steps(config, len(train_data))
+    steps = total_supervised_steps(config, len(train_data))
     of_pairs = isinstance(config, PreferenceConfig)
     worker_class, columns = (PreferenceWorker, PREFERENCE_COLUMNS) if of_pairs else (SFTWorker, SFT_COLUMNS)
     role = "prefer" if of_pairs else "sft"
@@ -294,10 +296,9 @@ def sft_once(
         start_run(run, screen, config, sources, notes + units.lines())
         if is_finished(found, steps, run, trainer, screen):
             return run.path
-        if equal := getattr(train_data, "equal", 0):
-            screen.message(f"training pairs: {equal} of {len(train_data) + equal} have equal answers and are left out")
-        if train_data.truncated:
-            screen.message(f"training sequences: {train_data.truncated} of {len(train_data)} truncated")
+        for words, data in (("training", train_data), ("validation", val_data)):
+            for remark in [] if data is None else data.remarks():
+                screen.message(f"{words}: {remark}")
         with (
             tracking(config, run, screen) as tracker,
             worker_groups(pools, trainer, config.ray_init) as groups,

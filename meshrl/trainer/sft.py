@@ -9,7 +9,7 @@ import numpy as np
 
 from meshrl.balance import order_for_data_parallel
 from meshrl.config.sft import SupervisedConfig
-from meshrl.config.units import SFTBatchUnits
+from meshrl.config.units import SupervisedBatchUnits
 from meshrl.controller import WorkerGroup
 from meshrl.data.demonstrations import DemonstrationDataset
 from meshrl.data.pairs import PairDataset
@@ -42,7 +42,7 @@ class SFTTrainer:
         self.keeper, self.step = keeper, 0
         self.config, self.model, self.tracker, self.timer, self.steps = config, model, tracker, timer, steps
         self.train_data, self.order, self.val_data = train_data, order, val_data
-        self.units = SFTBatchUnits.from_config(config)
+        self.units = SupervisedBatchUnits.from_config(config)
         self.books: Bookkeeper | None = None  # set where the time of all processes is booked
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class SFTTrainer:
             yield data.batch(np.arange(start, min(start + size, len(data))))
 
 
-def total_sft_steps(config: SupervisedConfig, rows: int) -> int:
+def total_supervised_steps(config: SupervisedConfig, rows: int) -> int:
     """How many optimizer steps the run has: as configured, or as the epochs over the data give."""
     per_epoch = rows // config.data.train_batch_size
     return config.trainer.total_training_steps or per_epoch * config.trainer.total_epochs

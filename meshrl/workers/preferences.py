@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from meshrl.algorithms import BatchStats, agg_loss
-from meshrl.algorithms.preference_losses import answer_scores, margins, preference_losses
-from meshrl.config.preferences import WITH_REFERENCE, PreferenceConfig
+from meshrl.algorithms import BatchStats, agg_loss, compute_answer_scores, compute_preference_loss
+from meshrl.config.preferences import PreferenceConfig
 from meshrl.controller import Dispatch, nd_dispatch, register
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine
@@ -39,7 +38,7 @@ class PreferenceWorker(SFTWorker):
         super().init_model()
         config = self.config
         path = config.reference.path
-        if config.loss.name not in WITH_REFERENCE or (self.engine.has_adapters and path is None):
+        if not config.has_reference or (self.engine.has_adapters and path is None):
             return
         model = replace(config.model, lora_rank=0, lora_adapter_path=None)
         model = model if path is None else replace(model, path=path, random_init=False)
@@ -71,18 +70,17 @@ class PreferenceWorker(SFTWorker):
         def loss_function(output: dict[str, Tensor], micro_batch: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
             scores = self._scores(output, micro_batch)
             better, worse = scores[::2], scores[1::2]
-            lead = margins(config, better, worse)
-            loss = preference_losses(config, better, worse).sum() / pairs
-            metrics = {"train/accuracy": (lead > 0).sum() / pairs, "train/margin": lead.sum() / pairs}
+            losses, margin = compute_preference_loss(config.name, better, worse, **config.options)
+            loss = losses.sum() / pairs
+            metrics = {"train/accuracy": (margin > 0).sum() / pairs, "train/margin": margin.sum() / pairs}
             metrics |= {"train/chosen_score": better.sum() / pairs, "train/rejected_score": worse.sum() / pairs}
             if config.sft_weight:
                 mask = micro_batch.batch["response_mask"].to(scores.device)[::2]
                 likelihood = agg_loss(-output["log_probs"][::2], mask, "token-mean", stats=stats) / stats.dp_size
-                metrics["train/sft_loss"] = likelihood.detach()
+                metrics["train/sft_loss"] = likelihood
                 loss = loss + config.sft_weight * likelihood
-            return loss * stats.dp_size, {name: value.detach() for name, value in metrics.items()} | {
-                "train/loss": loss.detach()
-            }
+            metrics["train/loss"] = loss
+            return loss * stats.dp_size, {name: value.detach() for name, value in metrics.items()}
 
         request = self._request(data)
         if REFERENCE in data.batch:
@@ -115,4 +113,4 @@ class PreferenceWorker(SFTWorker):
         log_probs = output["log_probs"]
         mask = rows.batch["response_mask"].to(log_probs.device)
         reference = rows.batch[REFERENCE].to(log_probs.device) if REFERENCE in rows.batch else None
-        return answer_scores(self.config.loss, (log_probs * mask).sum(1), mask.sum(1), reference)
+        return compute_answer_scores(self.config.loss.name, (log_probs * mask).sum(1), mask.sum(1), reference)

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from meshrl.algorithms.preference_losses import answer_scores, margins, preference_losses
-from meshrl.config.preferences import PreferenceLossConfig
+from meshrl.algorithms import PREFERENCE_LOSSES, compute_answer_scores, compute_preference_loss
+from meshrl.algorithms.preference_losses import WITH_REFERENCE
+from meshrl.config import preferences
 
 CHOSEN, REJECTED = [-1.5, 0.25, 2.9, 0.0], [0.5, -0.75, 2.5, 0.0]
 
@@ -28,11 +29,13 @@ def by_hand(name, c, r, beta, wrong, gamma):
 @pytest.mark.parametrize("beta", [0.1, 2.0])
 @pytest.mark.parametrize("name", ["dpo", "ipo", "hinge", "simpo", "reward"])
 def test_losses_and_their_gradients_are_the_formulas(name, beta, wrong):
-    config = PreferenceLossConfig(name, beta, wrong, simpo_gamma=0.3)
+    options = {"beta": beta, "label_smoothing": wrong, "simpo_gamma": 0.3}
     chosen, rejected = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (CHOSEN, REJECTED))
-    losses = preference_losses(config, chosen, rejected)
+    losses, margin = compute_preference_loss(name, chosen, rejected, **options)
     expected = [by_hand(name, c, r, beta, wrong, 0.3) for c, r in zip(CHOSEN, REJECTED, strict=True)]
     assert losses.tolist() == pytest.approx(expected, rel=1e-12)
+    unit = 1.0 if name == "reward" else beta
+    assert margin.tolist() == pytest.approx([unit * (c - r) for c, r in zip(CHOSEN, REJECTED, strict=True)])
     losses.sum().backward()
     step = 1e-6
     for at, (c, r) in enumerate(zip(CHOSEN, REJECTED, strict=True)):
@@ -42,27 +45,29 @@ def test_losses_and_their_gradients_are_the_formulas(name, beta, wrong):
 
 
 def test_a_wrong_pair_costs_more_and_a_far_lead_little():
-    config = PreferenceLossConfig("dpo")
-    good, bad = (preference_losses(config, torch.tensor([c]), torch.tensor([-c])) for c in (300.0, -300.0))
+    good, bad = (compute_preference_loss("dpo", torch.tensor([c]), torch.tensor([-c]))[0] for c in (300.0, -300.0))
     assert float(good) == pytest.approx(0, abs=1e-12)
     assert float(bad) == pytest.approx(60)  # not infinite
 
 
 def test_scores_are_ratios_and_means_where_the_loss_has_them():
     sums, tokens, reference = torch.tensor([-6.0, -4.0]), torch.tensor([3, 2]), torch.tensor([-9.0, -3.0])
-    assert answer_scores(PreferenceLossConfig("dpo"), sums, tokens, reference).tolist() == [3.0, -1.0]
-    assert answer_scores(PreferenceLossConfig("hinge"), sums, tokens, reference).tolist() == [3.0, -1.0]
-    assert answer_scores(PreferenceLossConfig("ipo"), sums, tokens, reference).tolist() == [1.0, -0.5]
-    assert answer_scores(PreferenceLossConfig("simpo"), sums, tokens, None).tolist() == [-2.0, -2.0]
-    assert margins(PreferenceLossConfig("dpo", beta=0.5), sums[:1], sums[1:]).tolist() == [-1.0]
-    assert margins(PreferenceLossConfig("reward", beta=0.5), sums[:1], sums[1:]).tolist() == [-2.0]
+    assert compute_answer_scores("dpo", sums, tokens, reference).tolist() == [3.0, -1.0]
+    assert compute_answer_scores("hinge", sums, tokens, reference).tolist() == [3.0, -1.0]
+    assert compute_answer_scores("ipo", sums, tokens, reference).tolist() == [1.0, -0.5]
+    assert compute_answer_scores("simpo", sums, tokens, None).tolist() == [-2.0, -2.0]
 
 
 def test_wrong_uses_are_told():
     sums = torch.zeros(2)
-    with pytest.raises(ValueError, match=r"loss\.name=dpo lacks reference log-probs"):
-        answer_scores(PreferenceLossConfig("dpo"), sums, sums, None)
-    with pytest.raises(ValueError, match=r"loss\.name=simpo takes no reference log-probs"):
-        answer_scores(PreferenceLossConfig("simpo"), sums, sums, sums)
+    with pytest.raises(ValueError, match="the loss dpo lacks reference log-probs"):
+        compute_answer_scores("dpo", sums, sums, None)
+    with pytest.raises(ValueError, match="the loss simpo takes no reference log-probs"):
+        compute_answer_scores("simpo", sums, sums, sums)
     with pytest.raises(ValueError, match=r"dpp.*dpo"):
-        preference_losses(PreferenceLossConfig("dpp"), sums, sums)
+        compute_preference_loss("dpp", sums, sums)
+
+
+def test_the_config_knows_the_same_losses():
+    assert preferences.PREFERENCE_LOSSES == PREFERENCE_LOSSES
+    assert preferences.WITH_REFERENCE == WITH_REFERENCE

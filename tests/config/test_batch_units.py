@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.config import BatchUnits, ConfigError, PPOConfig, SFTBatchUnits, SFTConfig, load_config
+from meshrl.config import BatchUnits, ConfigError, PPOConfig, SFTConfig, SupervisedBatchUnits, load_config
 from meshrl.config.layout import dp_size, layout_lines, mesh_axes
 from meshrl.config.names import count
 from meshrl.config.show import summary_lines
@@ -103,16 +103,16 @@ def test_megatron_layout() -> None:
 
 def test_sft_units() -> None:
     config = load_config(None, ["data.train_batch_size=24", "trainer.n_gpus_per_node=3"], SFTConfig).config
-    units = SFTBatchUnits.from_config(config)
-    assert (units.sequences_per_rank, units.dp_size, units.tokens_per_micro_batch) == (8, 3, 8192)
+    units = SupervisedBatchUnits.from_config(config)
+    assert (units.rows_per_rank, units.dp_size, units.tokens_per_micro_batch) == (8, 3, 8192)
     assert units.lines() == [
         "step: 24 sequences, 8 on each of 3 data-parallel ranks, in micro-batches of up to 8192 tokens a rank"
     ]
     config.data.micro_batch_size_per_gpu = 4
-    assert SFTBatchUnits.from_config(config).sequences_per_micro_batch == 4
+    assert SupervisedBatchUnits.from_config(config).rows_per_micro_batch == 4
     config.data.train_batch_size = 25
     with pytest.raises(ConfigError, match=r"25 sequences.*\(3 = trainer.nnodes \* n_gpus_per_node\)"):
-        SFTBatchUnits.from_config(config)
+        SupervisedBatchUnits.from_config(config)
 
 
 def test_summary_names_layout_units_and_folder() -> None:

@@ -23,10 +23,10 @@ def test_recipes_are_fine_and_count_pairs(recipe):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["data.max_token_len_per_gpu=4000"], "must hold the longest pair: 2 * data.max_length (2048)"),
+        (["data.max_token_len_per_gpu=4000"], "must hold the longest pair: 2 * data.max_length (4096)"),
         (
             ["loss.name=reward", "data.max_token_len_per_gpu=4096"],
-            "must hold the longest pair: 2 * (1 + data.max_length) (2048)",
+            "must hold the longest pair: 2 * (data.max_length + 1) (4098)",
         ),
         (["model.random_init=true"], "loss.name=dpo needs a reference with the same weights"),
         (["loss.simpo_gamma=0.7"], "loss.simpo_gamma has no effect with loss.name=dpo"),

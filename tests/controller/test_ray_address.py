@@ -5,8 +5,10 @@ import socket
 import pytest
 
 from meshrl.controller.errors import RayStartError
-from meshrl.controller.ray import _check_reachable
 from meshrl.doctor.cluster import check_cluster
+
+pytest.importorskip("ray")
+from meshrl.controller.ray import _check_reachable
 
 
 @pytest.fixture

@@ -220,7 +220,7 @@ def test_functions_are_looked_for_before_anything_starts(tmp_path):
     choose = "set reward.name, reward.functions or custom_reward_function.path, or reward_model.enable=true"
     assert found() == [choose]
     assert found("reward_model.enable=true") == found("reward_model.enable=true", "reward.name=nothing") == []
-    assert "leaves nothing to learn without reward_model" in found("reward.name=nothing")[0]
+    assert "the reward function nothing leaves nothing to learn without reward_model" in found("reward.name=nothing")[0]
     assert found("reward.name=code") == []
     assert found(f"reward.functions.f.path={tmp_path}/mine.py") == []
     assert "no function 'g'" in found(f"reward.functions.g.path={tmp_path}/mine.py")[0]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron_workers import OnCpu
 from safetensors.torch import load_file
 from test_layouts import UNEVEN, WITH_REFERENCE, compare
 from transformers import AutoConfig
@@ -29,23 +30,12 @@ MEGATRON = (
 )
 
 
-class WorkerOnCpu(ActorRolloutRefWorker):
-    """The worker itself, in a process in which Megatron-Core runs on the CPU.
-
-    Where it is to run: the FSDP engine of a run with one process is in that of the tests, which must stay as it is.
-    """
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        if self.config.actor.strategy == "megatron":
-            import megatron_cpu
-
-            megatron_cpu.install()
-        super().init_model()
+class WorkerOnCpu(OnCpu, ActorRolloutRefWorker):
+    pass
 
 
 class VerificationOnCpu(VerificationWorker):
-    """The same for `meshrl verify`."""
+    """The same for `meshrl verify`, whose worker has one method."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run(self) -> Outcome:

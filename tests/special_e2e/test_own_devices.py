@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from megatron_workers import OnCpu
 from test_layouts import UNEVEN, compare
 from test_overlap import judged
 from test_ppo import PPO
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshrl.controller import Dispatch, register
 from meshrl.trainer.ppo import PPOTrainer
 from meshrl.workers.reference import ReferenceWorker
 
@@ -128,15 +128,8 @@ def test_a_judge_of_its_own_grades_while_others_are_generated(task, tmp_path):
     compare(here, there, 1e-5)
 
 
-class ReferenceOnCpu(ReferenceWorker):
-    """The worker itself, in a process in which Megatron-Core runs on the CPU."""
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        import megatron_cpu
-
-        megatron_cpu.install()
-        super().init_model()
+class ReferenceOnCpu(OnCpu, ReferenceWorker):
+    pass
 
 
 def test_a_larger_teacher_has_devices_and_a_layout_of_its_own(task, tmp_path, monkeypatch):

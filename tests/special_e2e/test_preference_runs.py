@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron_workers import OnCpu
 from rich.console import Console
 from safetensors.torch import load_file
 from test_layouts import compare
@@ -16,8 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from meshrl.config import PreferenceConfig, load_config
 from meshrl.config.checks import ensure_runnable
-from meshrl.controller import Dispatch, register
-from meshrl.trainer.run import sft
+from meshrl.trainer.run import train_supervised
 from meshrl.workers.preferences import PreferenceWorker
 
 sys.path.append(str(Path(__file__).parents[1] / "special_distributed"))
@@ -63,7 +63,7 @@ def run(task, files):
         ]  # fmt: skip
         config = load_config("dpo", words, PreferenceConfig).config
         ensure_runnable(config)
-        path = sft(config, console=Console(quiet=True))
+        path = train_supervised(config, console=Console(quiet=True))
         metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         weights = load_file(path / "model" / "model.safetensors")
         return SimpleNamespace(path=path, metrics=metrics, weights=weights)
@@ -205,15 +205,8 @@ def test_the_comparison_can_fail(run, reference, one_process, tmp_path):
         compare(one_process, other, 1e-5)
 
 
-class WorkerOnCpu(PreferenceWorker):
-    """The worker itself, in a process in which Megatron-Core runs on the CPU."""
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        import megatron_cpu
-
-        megatron_cpu.install()
-        super().init_model()
+class WorkerOnCpu(OnCpu, PreferenceWorker):
+    pass
 
 
 @pytest.mark.parametrize("loss", ["dpo", "reward"])

@@ -18,7 +18,7 @@ from meshrl.config.load import load_config
 from meshrl.config.sft import SFTConfig
 from meshrl.trainer.batches import batch_files, load_batch
 from meshrl.trainer.checkpoint import CheckpointError, Checkpoints, newest_complete, problems_of
-from meshrl.trainer.run import sft, train
+from meshrl.trainer.run import train, train_supervised
 
 # Three batches of 12 make an epoch, validation at every second step, a learning rate that changes.
 RUN = (
@@ -253,7 +253,7 @@ def test_sft_goes_on_to_the_bit(task, tmp_path):
             ],
             SFTConfig,
         )
-        path = sft(loaded.config, console=Console(quiet=True))
+        path = train_supervised(loaded.config, console=Console(quiet=True))
         rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         kept = [{k: v for k, v in row.items() if not k.startswith(OWN)} for row in rows]
         return path, kept, load_file(path / "model" / "model.safetensors")

@@ -19,7 +19,7 @@ from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import load_config
 from meshrl.config.sft import SFTConfig
 from meshrl.data.image_reader import ImageReader, as_png
-from meshrl.trainer.run import sft, train
+from meshrl.trainer.run import train, train_supervised
 
 EXAMPLE = Path(__file__).parents[2] / "examples/images"
 STEPS = 30
@@ -194,7 +194,7 @@ def fine_tuned(folder, out, *overrides):
         SFTConfig,
     )
     ensure_runnable(loaded.config)
-    path = sft(loaded.config, console=Console(quiet=True))
+    path = train_supervised(loaded.config, console=Console(quiet=True))
     metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     return [row["val/loss"] for row in metrics if "val/loss" in row], path
 
