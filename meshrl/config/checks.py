@@ -38,6 +38,7 @@ from meshrl.config.gates import gate_problems
 from meshrl.config.layout import engine_problems, rollout_problems, sequence_ranks
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import (
+    classifier_problem,
     fit_problems,
     folder_problems,
     packing_problems,
@@ -259,7 +260,7 @@ def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
     if check_files and critic.model.path is not None:
         words = "data.max_prompt_length + max_response_length"
         problems += _model_problems(
-            _read_by_ids(critic.model, config), "critic.model", critic, "critic", longest, words
+            _read_by_ids(critic.model, config), "critic.model", critic, "critic", longest, words, scores=True
         )
     return problems
 
@@ -289,7 +290,7 @@ def _reward_model_problems(config: PPOConfig, check_files: bool) -> list[str]:
     if check_files:
         words = "data.max_prompt_length + max_response_length + 1"
         scorer = _read_by_ids(model.model, config)
-        problems += _model_problems(scorer, "reward_model.model", model, "reward_model", longest, words)
+        problems += _model_problems(scorer, "reward_model.model", model, "reward_model", longest, words, scores=True)
     return problems
 
 
@@ -305,21 +306,21 @@ def _check_supervised(config: SupervisedConfig, check_files: bool) -> list[str]:
         *_idle_problems(config, engine, "engine"),
         *chat_template_problems(config.data.apply_chat_template_kwargs, config.model, check_files),
     ]
-    longest, names = data.max_length, "data.max_length"
-    if isinstance(config, PreferenceConfig) and config.trains_scores:  # a score is that of one token more
-        longest, names = longest + 1, "(data.max_length + 1)"
+    scores = isinstance(config, PreferenceConfig) and config.trains_scores
+    longest = data.max_length + int(scores)  # a score is that of one token more
+    names = "data.max_length + 1" if scores else "data.max_length"
     budget, together = data.max_token_len_per_gpu * sequence_ranks(engine), data.sequences_per_row
     if data.micro_batch_size_per_gpu is None and budget < longest * together:
         problems.append(
             f"data.max_token_len_per_gpu ({_times(data.max_token_len_per_gpu, engine)}) must hold the longest "
-            f"{data.noun}: {f'{together} * ' if together > 1 else ''}{names} ({longest * together})"
+            f"{data.noun}: {names if together == 1 else f'{together} * ({names})'} ({longest * together})"
         )
     if isinstance(config, PreferenceConfig):
         problems += preference_problems(config)
     if check_files:
         problems += external_lib_problems(config)
         problems += _file_problems(config)
-        problems += _model_problems(config.model, "model", engine, "engine", longest, names)
+        problems += _model_problems(config.model, "model", engine, "engine", longest, names, scores=scores)
         problems += seeing_problems(config)
         if isinstance(config, PreferenceConfig) and config.reference.path is not None:
             reference = replace(config.model, path=config.reference.path, random_init=False, lora_rank=0)
@@ -581,7 +582,14 @@ def _file_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
 
 
 def _model_problems(
-    model: ModelConfig, prefix: str, engine: EngineConfig, engine_prefix: str, length: int, length_names: str
+    model: ModelConfig,
+    prefix: str,
+    engine: EngineConfig,
+    engine_prefix: str,
+    length: int,
+    length_names: str,
+    *,
+    scores: bool = False,
 ) -> list[str]:
     problems = folder_problems(model, prefix)
     try:
@@ -590,6 +598,8 @@ def _model_problems(
         return [*problems, f"{prefix}.path: {error}"]
     if model.path and (quantized := quantized_problem(Path(model.path))):
         problems.append(f"{prefix}.path: {quantized}")
+    if not scores and (classifier := classifier_problem(model, shape)):
+        problems.append(f"{prefix}.path: {classifier}")
     positions = shape.get("max_position_embeddings")
     if positions is not None and length > positions:
         problems.append(f"{length_names} ({length}) is over the model's max_position_embeddings ({positions})")

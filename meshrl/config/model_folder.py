@@ -175,6 +175,17 @@ def quantized_problem(folder: Path) -> str | None:
     )
 
 
+def classifier_problem(model: ModelConfig, shape: dict[str, Any]) -> str | None:
+    """What is wrong with a folder that should hold a language model and holds one that scores, in words."""
+    kinds = [str(kind) for kind in shape.get("architectures") or []]
+    if model.random_init or not kinds or not all(kind.endswith("Classification") for kind in kinds):
+        return None
+    return (
+        f"{model.path} holds {', '.join(kinds)}, a model that scores tokens and has learned to predict none: take a "
+        "language model (this one can be reward_model.model.path or critic.model.path)"
+    )
+
+
 def read_model_config(model: ModelConfig) -> dict[str, Any]:
     """config.json with `override_config` applied; empty if there is none. A `ValueError` if it cannot be read."""
     file = Path(model.path or "") / "config.json"

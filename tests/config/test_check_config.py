@@ -360,6 +360,21 @@ def test_quantized_weights_are_refused(fine: MakePPO) -> None:
     assert check_config(config) == []
 
 
+def test_a_classifier_is_no_policy(fine: MakePPO) -> None:
+    config = fine()
+    file = Path(config.actor_rollout_ref.model.path or "") / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | {"architectures": ["Qwen3ForTokenClassification"]}))
+    (problem,) = check_config(config)
+    assert problem.startswith("actor_rollout_ref.model.path: ")
+    assert "holds Qwen3ForTokenClassification, a model that scores" in problem
+    config.actor_rollout_ref.model.random_init = True
+    assert check_config(config) == []
+    file.write_text(json.dumps(values | {"architectures": ["Qwen3ForCausalLM"]}))
+    config.actor_rollout_ref.model.random_init = False
+    assert check_config(config) == []
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

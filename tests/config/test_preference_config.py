@@ -1,6 +1,7 @@
 """What `meshrl prefer` refuses before anything starts, and how its units are told."""
 
 import json
+import shutil
 
 import pytest
 
@@ -23,7 +24,7 @@ def test_recipes_are_fine_and_count_pairs(recipe):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["data.max_token_len_per_gpu=4000"], "must hold the longest pair: 2 * data.max_length (4096)"),
+        (["data.max_token_len_per_gpu=4000"], "must hold the longest pair: 2 * (data.max_length) (4096)"),
         (
             ["loss.name=reward", "data.max_token_len_per_gpu=4096"],
             "must hold the longest pair: 2 * (data.max_length + 1) (4098)",
@@ -84,3 +85,23 @@ def test_a_dry_run_finds_missing_columns(tmp_path, tiny_model_folder, capsys):
     file.write_text((json.dumps(chat) + "\n") * 64)
     assert main(["prefer", "dpo", *words, "data.rejected_key=worse", "--dry-run"]) == 2
     assert "has chat messages in 'prompt' (data.prompt_key)" in capsys.readouterr().err
+
+
+def test_a_classifier_starts_a_reward_model_and_no_policy(tmp_path, tiny_model_folder):
+    scorer, file = tmp_path / "scorer", tmp_path / "pairs.jsonl"
+    shutil.copytree(tiny_model_folder, scorer)
+    values = json.loads((scorer / "config.json").read_text())
+    (scorer / "config.json").write_text(json.dumps(values | {"architectures": ["Qwen3ForTokenClassification"]}))
+    file.write_text('{"prompt": "1", "chosen": "2", "rejected": "3"}\n' * 64)
+
+    def found(recipe, *words):
+        words = (f"data.train_files=[{file}]", "data.max_length=32", *words)
+        return check_config(load_config(recipe, words, PreferenceConfig).config)
+
+    assert found("reward_model", f"model.path={scorer}") == []
+    (policy,) = found("dpo", f"model.path={scorer}")
+    assert policy.startswith("model.path: ")
+    (reference,) = found("dpo", f"model.path={tiny_model_folder}", f"reference.path={scorer}")
+    assert reference.startswith("reference.path: ")
+    assert "scores tokens" in policy
+    assert "scores tokens" in reference
