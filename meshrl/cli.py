@@ -106,7 +106,10 @@ def _parser() -> argparse.ArgumentParser:
 
     _run_options(add("train", _train, "train a policy with reinforcement learning"), halves=True)
     _run_options(add("sft", _sft, "fine-tune a model on demonstrations"), halves=False)
-    _run_options(add("prefer", _prefer, "learn from pairs of answers: a policy (DPO) or a reward model"), halves=False)
+    _run_options(
+        add("prefer", _prefer, "learn from compared or judged answers: DPO, KTO, reward models"),
+        halves=False,
+    )
     _demo_options(add("demo", _demo, "train a tiny model on a toy task, from nothing to a picture"))
     _config_options(add("config", _config, "print a resolved config, with where each value came from"))
     _verify_options(add("verify", _verify, "check that a layout computes what one process computes"))

@@ -60,6 +60,7 @@ from meshrl.algorithms.policy_losses import (
 from meshrl.algorithms.preference_losses import (
     PREFERENCE_LOSSES,
     compute_answer_scores,
+    compute_kto_loss,
     compute_preference_loss,
 )
 from meshrl.algorithms.presets import PRESETS, get_preset
@@ -117,6 +118,7 @@ __all__ = [
     "compute_grpo_outcome_advantage",
     "compute_grpo_passk_outcome_advantage",
     "compute_kl_loss",
+    "compute_kto_loss",
     "compute_multi_turn_optimal_token_baseline_advantage",
     "compute_offpolicy_metrics",
     "compute_opo_outcome_advantage",

@@ -309,11 +309,11 @@ def _check_supervised(config: SupervisedConfig, check_files: bool) -> list[str]:
     scores = isinstance(config, PreferenceConfig) and config.trains_scores
     longest = data.max_length + int(scores)  # a score is that of one token more
     names = "data.max_length + 1" if scores else "data.max_length"
-    budget, together = data.max_token_len_per_gpu * sequence_ranks(engine), data.sequences_per_row
+    budget, together = data.max_token_len_per_gpu * sequence_ranks(engine), config.sequences_per_row
     if data.micro_batch_size_per_gpu is None and budget < longest * together:
         problems.append(
             f"data.max_token_len_per_gpu ({_times(data.max_token_len_per_gpu, engine)}) must hold the longest "
-            f"{data.noun}: {names if together == 1 else f'{together} * ({names})'} ({longest * together})"
+            f"{config.noun}: {names if together == 1 else f'{together} * ({names})'} ({longest * together})"
         )
     if isinstance(config, PreferenceConfig):
         problems += preference_problems(config)

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshrl.config.chat_template import template_text
 from meshrl.config.names import MODEL, count
-from meshrl.config.preferences import PreferenceDataConfig
+from meshrl.config.preferences import PreferenceConfig, PreferenceDataConfig
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTDataConfig, SupervisedConfig
 
@@ -137,7 +137,9 @@ def _template_problems(config: PPOConfig | SupervisedConfig, seen: Glance) -> li
     # A tokenizer's own code may bring a template that no file shows.
     if model.trust_remote_code or not folder.is_dir() or template_text(folder) is not None:
         return []
-    keys = [key for key in _column_keys(config, seen) if key != "response_key"]  # which is always a text
+    # A demonstration's response is always a text, and a label no text at all.
+    others = ("label_key",) if isinstance(config, PreferenceConfig) else ("response_key",)
+    keys = [key for key in _column_keys(config, seen) if key not in others]
     return [
         f"has chat messages in {getattr(config.data, key)!r} (data.{key}), but {folder} has no chat template: put one "
         f"there as chat_template.jinja, set {prefix}.tokenizer_path to a folder that has one, or write plain text"
@@ -151,6 +153,8 @@ def _column_keys(config: PPOConfig | SupervisedConfig, seen: Glance) -> Sequence
     if isinstance(config, PPOConfig):
         return ("prompt_key",)
     if isinstance(config.data, PreferenceDataConfig):
+        if isinstance(config, PreferenceConfig) and config.is_judged:
+            return ("prompt_key", "response_key", "label_key")
         # Conversations may bring their prompt.
         has_texts = config.data.chosen_key not in seen.lists
         return ("chosen_key", "rejected_key", "prompt_key") if has_texts else ("chosen_key", "rejected_key")

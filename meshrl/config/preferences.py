@@ -1,7 +1,6 @@
-"""`PreferenceConfig`: the whole config of `meshrl prefer`, which learns which of two answers is better."""
+"""`PreferenceConfig`: the whole config of `meshrl prefer`, which learns which answers are better, or good."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from meshrl.config.key import key, section
 from meshrl.config.optim import OptimConfig
@@ -9,28 +8,33 @@ from meshrl.config.sft import SequenceDataConfig, SupervisedConfig
 from meshrl.config.trainer import RunConfig
 from meshrl.config.tree import changed_keys
 
-# As in `meshrl.algorithms`: the losses of a policy that compare it with a reference, and that of a reward model.
-WITH_REFERENCE, REWARD = ("dpo", "ipo", "hinge"), "reward"
-PREFERENCE_LOSSES = (*WITH_REFERENCE, "simpo", REWARD)
+# As in `meshrl.algorithms`: the loss of answers that were judged one by one, that of a reward model, the losses that
+# compare a policy with a reference, and all of them.
+JUDGED, REWARD = "kto", "reward"
+WITH_REFERENCE = ("dpo", "ipo", "hinge", JUDGED)
+PREFERENCE_LOSSES = (*WITH_REFERENCE, "simpo", "orpo", REWARD)
 
 
 @dataclass
 class PreferenceDataConfig(SequenceDataConfig):
-    noun: ClassVar[str] = "pair"
-    sequences_per_row: ClassVar[int] = 2
-
     chosen_key: str = key("chosen", "Column with the better answer: a text, or a list of messages.")
     rejected_key: str = key("rejected", "Column with the worse answer.")
+    response_key: str = key("response", "kto: column with the answer: a text, or a list of messages.")
+    label_key: str = key("label", "kto: column that says whether the answer is good: true or false, 1 or 0.")
 
 
 @dataclass
 class PreferenceLossConfig:
     name: str = key(
         "dpo",
-        "Loss of a pair: of a policy (dpo, ipo, hinge, simpo), or of a reward model (reward, Bradley-Terry).",
+        "dpo, ipo, hinge, simpo, orpo: a policy, of pairs; kto: of judged answers; reward: a reward model.",
         choices=PREFERENCE_LOSSES,
     )
-    beta: float = key(0.1, "How much log-ratios (simpo: mean log-probs) count; ipo aims at 1 / (2 beta).", low=1e-9)
+    beta: float = key(
+        0.1,
+        "How much log-ratios (simpo: mean log-probs) count; ipo aims at 1/(2 beta); orpo: the weight of pairs.",
+        low=1e-9,
+    )
     label_smoothing: float = key(
         0.0, "dpo, simpo, reward: the share of pairs that are taken to be the wrong way round.", low=0, high=0.5
     )
@@ -38,11 +42,22 @@ class PreferenceLossConfig:
         0.5, "simpo: the margin (beta times the difference) that the chosen answer should have.", low=0
     )
     sft_weight: float = key(0.0, "Weight of the chosen answers' negative log-likelihood a token, beside it.", low=0)
+    desirable_weight: float = key(1.0, "kto: weight of good answers.", low=0)
+    undesirable_weight: float = key(1.0, "kto: weight of bad answers.", low=0)
 
     @property
     def options(self) -> dict[str, float]:
-        """The numbers in the loss of a pair."""
-        return {"beta": self.beta, "label_smoothing": self.label_smoothing, "simpo_gamma": self.simpo_gamma}
+        """The numbers in the loss of a pair, or of a judged answer."""
+        if self.name == JUDGED:
+            names = ("beta", "desirable_weight", "undesirable_weight")
+        else:
+            names = ("beta", "label_smoothing", "simpo_gamma")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def likelihood_weight(self) -> float:
+        """How much the log-likelihood of chosen answers counts: it is a part of orpo."""
+        return 1.0 if self.name == "orpo" else self.sft_weight
 
 
 @dataclass
@@ -53,13 +68,28 @@ class PreferenceReferenceConfig:
 
 @dataclass
 class PreferenceConfig(SupervisedConfig):
-    data: PreferenceDataConfig = section(PreferenceDataConfig, "The pairs of answers.", train_batch_size=64)
+    data: PreferenceDataConfig = section(PreferenceDataConfig, "The answers.", train_batch_size=64)
     optim: OptimConfig = section(OptimConfig, "The optimizer.", lr=1e-6)
-    loss: PreferenceLossConfig = section(PreferenceLossConfig, "What a pair teaches.")
+    loss: PreferenceLossConfig = section(PreferenceLossConfig, "What the answers teach.")
     reference: PreferenceReferenceConfig = section(
-        PreferenceReferenceConfig, "What dpo, ipo and hinge compare the policy with."
+        PreferenceReferenceConfig, "What dpo, ipo, hinge and kto compare the policy with."
     )
     trainer: RunConfig = section(RunConfig, "Processes, lengths of the run, logging.", total_epochs=1)
+
+    @property
+    def noun(self) -> str:
+        """What a row of the data is."""
+        return "answer" if self.is_judged else "pair"
+
+    @property
+    def sequences_per_row(self) -> int:
+        """How many sequences a row of the data becomes, which stay together."""
+        return 1 if self.is_judged else 2
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether answers were judged one by one instead of compared."""
+        return self.loss.name == JUDGED
 
     @property
     def has_reference(self) -> bool:
@@ -77,10 +107,14 @@ def preference_problems(config: PreferenceConfig) -> list[str]:
     loss, has_reference = config.loss.name, config.has_reference
     unused = {
         "loss.beta": loss == REWARD,
-        "loss.label_smoothing": loss in ("ipo", "hinge"),
+        "loss.label_smoothing": loss not in ("dpo", "simpo", REWARD),
         "loss.simpo_gamma": loss != "simpo",
-        "loss.sft_weight": loss == REWARD,
+        "loss.sft_weight": loss in ("orpo", JUDGED, REWARD),
+        "loss.desirable_weight": loss != JUDGED,
+        "loss.undesirable_weight": loss != JUDGED,
         "reference": not has_reference,
+        **dict.fromkeys(("data.chosen_key", "data.rejected_key"), loss == JUDGED),
+        **dict.fromkeys(("data.response_key", "data.label_key"), loss != JUDGED),
     }
     problems = [
         f"{name} has no effect with loss.name={loss}"

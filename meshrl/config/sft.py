@@ -1,7 +1,7 @@
 """`SFTConfig`: the whole config of `meshrl sft`, and what it shares with `meshrl prefer`."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from meshrl.config.checkpoint import CheckpointConfig
 from meshrl.config.data import TRUNCATIONS
@@ -14,10 +14,7 @@ from meshrl.config.trainer import RayInitConfig, RunConfig
 
 @dataclass
 class SequenceDataConfig:
-    """What demonstrations and pairs of answers have in common."""
-
-    noun: ClassVar[str] = "sequence"
-    sequences_per_row: ClassVar[int] = 1
+    """What demonstrations and answers that were compared or judged have in common."""
 
     train_files: list[str] = key([], "What to learn: parquet or jsonl files, or folders of saved HF datasets.")
     val_files: list[str] = key([], "Held-out rows; without them there is no validation.")
@@ -60,6 +57,16 @@ class SupervisedConfig:
     checkpoint: CheckpointConfig = section(CheckpointConfig, "What checkpoints hold.")
     trainer: RunConfig = section(RunConfig, "Processes, lengths of the run, logging.", total_epochs=4)
     ray_init: RayInitConfig = section(RayInitConfig, "How Ray is started, with trainer.backend=ray.")
+
+    @property
+    def noun(self) -> str:
+        """What a row of the data is."""
+        return "sequence"
+
+    @property
+    def sequences_per_row(self) -> int:
+        """How many sequences a row of the data becomes, which stay together."""
+        return 1
 
 
 @dataclass

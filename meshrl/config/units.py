@@ -101,7 +101,7 @@ class SupervisedBatchUnits:
     rows_per_rank: int
     rows_per_micro_batch: int | None
     tokens_per_micro_batch: int | None
-    noun: str = "sequence"  # or pair: what the numbers count
+    noun: str = "sequence"  # or pair, or answer: what the numbers count
 
     @classmethod
     def from_config(cls, config: SupervisedConfig) -> "SupervisedBatchUnits":
@@ -117,7 +117,7 @@ class SupervisedBatchUnits:
             rows_per_rank=data.train_batch_size // ranks,
             rows_per_micro_batch=data.micro_batch_size_per_gpu,
             tokens_per_micro_batch=data.max_token_len_per_gpu if by_tokens else None,
-            noun=data.noun,
+            noun=config.noun,
         )
 
     def lines(self) -> list[str]:
@@ -206,12 +206,12 @@ def _supervised_problems(config: SupervisedConfig) -> list[str]:
     micro, own = data.micro_batch_size_per_gpu, data.train_batch_size // ranks
     if data.train_batch_size % ranks:
         return [
-            f"data.train_batch_size ({data.train_batch_size} {data.noun}s) must be divisible by the data-parallel size "
-            f"({_ranks_words(config.engine, config.trainer.world_size)})"
+            f"data.train_batch_size ({data.train_batch_size} {config.noun}s) must be divisible by the data-parallel "
+            f"size ({_ranks_words(config.engine, config.trainer.world_size)})"
         ]
     if micro is not None and own % micro:
         return [
-            f"{data.noun}s of a step on one rank ({data.train_batch_size} / {ranks} = {own}) "
+            f"{config.noun}s of a step on one rank ({data.train_batch_size} / {ranks} = {own}) "
             f"must be divisible by data.micro_batch_size_per_gpu ({micro})"
         ]
     return []

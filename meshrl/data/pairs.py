@@ -74,32 +74,17 @@ class PairDataset:
 
     def _texts(self, row: Row, answers: dict[str, Any], number: int) -> list[Tokens]:
         kwargs = self.config.apply_chat_template_kwargs
-        prompt = encode_prompt(self.tokenizer, self._prompt(row, number), number, template_kwargs=kwargs)
+        asked = prompt_of(row, self.config, number)
+        prompt = encode_prompt(self.tokenizer, asked, number, template_kwargs=kwargs)
         return [
             with_answer(self.tokenizer, prompt, answer, number, f"{name} answer") for name, answer in answers.items()
         ]
-
-    def _prompt(self, row: Row, number: int) -> Any:
-        key = self.config.prompt_key
-        if row.get(key) is None:
-            raise RowError(
-                number, f"the answers need a prompt, and there is no {key!r}: name its column (data.prompt_key)"
-            )
-        return row[key]
 
     def _conversations(self, row: Row, answers: dict[str, Any], number: int) -> list[Tokens]:
         """Both as whole conversations; what they begin with in common is the prompt."""
         whole: list[list[dict[str, Any]]] = []
         for answer in answers.values():
-            before: Any = []
-            if answer[0]["role"] == "assistant":
-                before = self._prompt(row, number)
-                before = [{"role": "user", "content": before}] if isinstance(before, str) else before
-                if not is_chat(before):
-                    raise RowError(
-                        number,
-                        f"the prompt must be a string or a list of messages with role and content, got {shown(before)}",
-                    )
+            before = turns_before(row, self.config, number) if answer[0]["role"] == "assistant" else []
             whole.append([*before, *answer])
         said = [[(turn["role"], turn["content"]) for turn in turns] for turns in whole]
         shared = 0
@@ -115,22 +100,43 @@ class PairDataset:
             raise RowError(number, "one conversation is the beginning of the other: both need an answer of their own")
         kwargs = self.config.apply_chat_template_kwargs
         shared = shared if after else 0  # equal ones are left out later, as sequences
-        return [self._ended(*encode_conversation(self.tokenizer, turns, number, kwargs, shared)) for turns in whole]
-
-    def _ended(self, ids: np.ndarray, learn: np.ndarray) -> Tokens:
-        """As a policy would have ended its answers: without what a template writes after the end token of a turn."""
-        if not learn.any():
-            return ids, learn
-        begins = np.flatnonzero(learn & ~np.r_[False, learn[:-1]])
-        ends = (ids == self.tokenizer.eos_token_id) & learn
-        so_far = np.cumsum(ends) - ends  # before each token, from the first on
-        at = np.searchsorted(begins, np.arange(len(ids)), side="right") - 1
-        is_tail = learn & (so_far > so_far[begins[np.maximum(at, 0)]])
-        learn = learn & ~is_tail
-        last = int(np.flatnonzero(learn)[-1]) + 1
-        return ids[:last], learn[:last]
+        end = self.tokenizer.eos_token_id
+        return [ended(*encode_conversation(self.tokenizer, turns, number, kwargs, shared), end) for turns in whole]
 
     def batch(self, numbers: np.ndarray) -> DataProto:
         """The pairs with these numbers, chosen and rejected answers by turns; `response_mask` marks the answers."""
         picked = [self.pairs[2 * number + which] for number in numbers for which in (0, 1)]
         return DataProto.from_dict(padded(picked, self.tokenizer.pad_token_id))
+
+
+def prompt_of(row: Row, config: PreferenceDataConfig, number: int) -> Any:
+    """The row's prompt, which must be there."""
+    key = config.prompt_key
+    if row.get(key) is None:
+        raise RowError(number, f"the answers need a prompt, and there is no {key!r}: name its column (data.prompt_key)")
+    return row[key]
+
+
+def turns_before(row: Row, config: PreferenceDataConfig, number: int) -> list[dict[str, Any]]:
+    """The row's prompt as messages; a text is a user's turn."""
+    before = prompt_of(row, config, number)
+    before = [{"role": "user", "content": before}] if isinstance(before, str) else before
+    if not is_chat(before):
+        raise RowError(
+            number, f"the prompt must be a string or a list of messages with role and content, got {shown(before)}"
+        )
+    return list(before)
+
+
+def ended(ids: np.ndarray, learn: np.ndarray, end_token: int) -> Tokens:
+    """As a policy would have ended its answers: without what a template writes after the end token of a turn."""
+    if not learn.any():
+        return ids, learn
+    begins = np.flatnonzero(learn & ~np.r_[False, learn[:-1]])
+    ends = (ids == end_token) & learn
+    so_far = np.cumsum(ends) - ends  # before each token, from the first on
+    at = np.searchsorted(begins, np.arange(len(ids)), side="right") - 1
+    is_tail = learn & (so_far > so_far[begins[np.maximum(at, 0)]])
+    learn = learn & ~is_tail
+    last = int(np.flatnonzero(learn)[-1]) + 1
+    return ids[:last], learn[:last]

@@ -44,7 +44,7 @@ from meshrl.controller.shelves import start_shelves
 from meshrl.models.loading import load_tokenizer, stop_token_ids
 from meshrl.models.saving import copy_processor
 from meshrl.rewards.loading import load_reward_manager
-from meshrl.telemetry.console import PREFERENCE_COLUMNS, SFT_COLUMNS, StepConsole
+from meshrl.telemetry.console import PREFERENCE_COLUMNS, SFT_COLUMNS, Column, StepConsole
 from meshrl.telemetry.report import write_report
 from meshrl.telemetry.run_folder import RunFiles, RunFolder, check_unheld
 from meshrl.telemetry.samples import SampleLog
@@ -62,6 +62,7 @@ from meshrl.trainer.checkpoint import (
     step_folders,
 )
 from meshrl.trainer.gates import Gates
+from meshrl.trainer.judged import JudgedTrainer
 from meshrl.trainer.judging import GroupAsk
 from meshrl.trainer.keeper import Keeper
 from meshrl.trainer.memory_copies import MemoryCopies, copies_folder, fetch_shelved, held_copies, state_to_resume
@@ -82,6 +83,7 @@ from meshrl.trainer.validation import Validator
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from meshrl.workers.critic import CriticWorker
 from meshrl.workers.judge import JudgeWorker
+from meshrl.workers.judged import JudgedWorker
 from meshrl.workers.preferences import PreferenceWorker
 from meshrl.workers.reference import ReferenceWorker
 from meshrl.workers.reward_model import RewardModelWorker
@@ -277,9 +279,7 @@ def train_supervised_once(
         tokenizer = load_tokenizer(config.model.tokenizer_path or path, config.model.trust_remote_code)
     train_data, order, val_data = run_rows(config, tokenizer)
     steps = total_supervised_steps(config, len(train_data))
-    of_pairs = isinstance(config, PreferenceConfig)
-    worker_class, columns = (PreferenceWorker, PREFERENCE_COLUMNS) if of_pairs else (SFTWorker, SFT_COLUMNS)
-    role = "prefer" if of_pairs else "sft"
+    role, worker_class, trainer_class, columns = supervised_parts(config)
     worker = ClassWithInitArgs(worker_class, with_absolute_files(config), steps)
     pools = [Pool(trainer.processes, {role: worker})]
     check_devices(pools, trainer)
@@ -310,7 +310,6 @@ def train_supervised_once(
             how = config.checkpoint
             parts = {"model": Part(group, how.save_contents, how.load_contents, how.async_save)}
             keeper = make_keeper(config, parts, run, steps, screen)
-            trainer_class = PreferenceTrainer if of_pairs else SFTTrainer
             loop = trainer_class(config, group, train_data, order, val_data, tracker, timer, steps, keeper)
             watch.step = lambda: loop.step
             keeper.restore(loop, found)
@@ -321,6 +320,17 @@ def train_supervised_once(
                 screen.message(f"model: {save_model(group, run, tokenizer, path)}")
         report_run(run, screen)
         return run.path
+
+
+def supervised_parts(
+    config: SupervisedConfig,
+) -> tuple[str, type[SFTWorker], type[SFTTrainer], Sequence[Column]]:
+    """Who does the work of a run on demonstrations, pairs or judged answers, and what it shows of each step."""
+    if not isinstance(config, PreferenceConfig):
+        return "sft", SFTWorker, SFTTrainer, SFT_COLUMNS
+    if config.is_judged:
+        return "prefer", JudgedWorker, JudgedTrainer, PREFERENCE_COLUMNS
+    return "prefer", PreferenceWorker, PreferenceTrainer, PREFERENCE_COLUMNS
 
 
 def phase_timer(screen: StepConsole, watch: StallWatch) -> PhaseTimer:

@@ -1,4 +1,4 @@
-"""What a run reads: prompts, demonstrations or pairs of answers, and the order in which they come."""
+"""What a run reads: prompts, demonstrations or judged answers, and the order in which they come."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.errors import told_without_traceback
 from meshrl.config.model import ModelConfig
+from meshrl.config.preferences import PreferenceConfig
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTDataConfig, SupervisedConfig
 from meshrl.data.curriculum import SamplerOrder
 from meshrl.data.demonstrations import DemonstrationDataset
 from meshrl.data.images import PromptImages
+from meshrl.data.judged import JudgedDataset
 from meshrl.data.mixing import MixedOrder
 from meshrl.data.pairs import PairDataset
 from meshrl.data.prompts import PromptDataset
@@ -52,7 +54,8 @@ def run_rows(config: SupervisedConfig, tokenizer: Tokenizer) -> tuple[Rows, Batc
             images = _prompt_images(config.model, data.image_key, tokenizer)
             read: Callable[..., Rows] = partial(DemonstrationDataset, images=images)
         else:
-            read = PairDataset
+            judged = isinstance(config, PreferenceConfig) and config.is_judged
+            read = JudgedDataset if judged else PairDataset
         train_data = read(data.train_files, tokenizer, data, data.train_max_samples)
         val_data = read(data.val_files, tokenizer, data, data.val_max_samples) if data.val_files else None
         return train_data, BatchOrder(len(train_data), data.train_batch_size, data.shuffle, seed), val_data

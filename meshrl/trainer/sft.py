@@ -12,6 +12,7 @@ from meshrl.config.sft import SupervisedConfig
 from meshrl.config.units import SupervisedBatchUnits
 from meshrl.controller import WorkerGroup
 from meshrl.data.demonstrations import DemonstrationDataset
+from meshrl.data.judged import JudgedDataset
 from meshrl.data.pairs import PairDataset
 from meshrl.data.proto import DataProto
 from meshrl.data.sampling import BatchOrder
@@ -21,7 +22,7 @@ from meshrl.telemetry.trackers import Tracker
 from meshrl.trainer.bookkeeper import Bookkeeper
 from meshrl.trainer.keeper import Keeper
 
-Rows = DemonstrationDataset | PairDataset
+Rows = DemonstrationDataset | PairDataset | JudgedDataset
 
 
 class SFTTrainer:
@@ -62,7 +63,7 @@ class SFTTrainer:
             self.timer.reset()
             batch = self.train_data.batch(rows)
             lengths = batch.batch["attention_mask"].sum(1).numpy()
-            together = self.config.data.sequences_per_row
+            together = self.config.sequences_per_row
             batch.reorder(order_for_data_parallel(lengths, self.units.dp_size, group_size=together))
             metrics = self.learn(batch)
             metrics["train/epoch"] = float(self.order.epoch)

@@ -74,11 +74,11 @@ class PreferenceWorker(SFTWorker):
             loss = losses.sum() / pairs
             metrics = {"train/accuracy": (margin > 0).sum() / pairs, "train/margin": margin.sum() / pairs}
             metrics |= {"train/chosen_score": better.sum() / pairs, "train/rejected_score": worse.sum() / pairs}
-            if config.sft_weight:
+            if config.likelihood_weight:
                 mask = micro_batch.batch["response_mask"].to(scores.device)[::2]
                 likelihood = agg_loss(-output["log_probs"][::2], mask, "token-mean", stats=stats) / stats.dp_size
                 metrics["train/sft_loss"] = likelihood
-                loss = loss + config.sft_weight * likelihood
+                loss = loss + config.likelihood_weight * likelihood
             metrics["train/loss"] = loss
             return loss * stats.dp_size, {name: value.detach() for name, value in metrics.items()}
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from meshrl.algorithms import PREFERENCE_LOSSES, compute_answer_scores, compute_preference_loss
+from meshrl.algorithms import PREFERENCE_LOSSES, compute_answer_scores, compute_kto_loss, compute_preference_loss
 from meshrl.algorithms.preference_losses import WITH_REFERENCE
 from meshrl.config import preferences
 
@@ -19,6 +19,8 @@ def log_sigmoid(x):
 def by_hand(name, c, r, beta, wrong, gamma):
     if name == "ipo":
         return (c - r - 1 / (2 * beta)) ** 2
+    if name == "orpo":
+        return -beta * log_sigmoid(c - r)
     if name == "hinge":
         return max(0.0, 1 - beta * (c - r))
     lead = {"dpo": beta * (c - r), "simpo": beta * (c - r) - gamma, "reward": c - r}[name]
@@ -27,7 +29,7 @@ def by_hand(name, c, r, beta, wrong, gamma):
 
 @pytest.mark.parametrize("wrong", [0.0, 0.2])
 @pytest.mark.parametrize("beta", [0.1, 2.0])
-@pytest.mark.parametrize("name", ["dpo", "ipo", "hinge", "simpo", "reward"])
+@pytest.mark.parametrize("name", ["dpo", "ipo", "hinge", "simpo", "orpo", "reward"])
 def test_losses_and_their_gradients_are_the_formulas(name, beta, wrong):
     options = {"beta": beta, "label_smoothing": wrong, "simpo_gamma": 0.3}
     chosen, rejected = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (CHOSEN, REJECTED))
@@ -56,6 +58,35 @@ def test_scores_are_ratios_and_means_where_the_loss_has_them():
     assert compute_answer_scores("hinge", sums, tokens, reference).tolist() == [3.0, -1.0]
     assert compute_answer_scores("ipo", sums, tokens, reference).tolist() == [1.0, -0.5]
     assert compute_answer_scores("simpo", sums, tokens, None).tolist() == [-2.0, -2.0]
+    assert compute_answer_scores("kto", sums, tokens, reference).tolist() == [3.0, -1.0]
+    odds = math.exp(-2) / (1 - math.exp(-2))
+    assert compute_answer_scores("orpo", sums, tokens, None).tolist() == pytest.approx([math.log(odds)] * 2)
+
+
+def test_odds_of_certain_answers_are_finite():
+    sums = torch.tensor([0.0, -1e-9, -200.0], dtype=torch.float64, requires_grad=True)
+    odds = compute_answer_scores("orpo", sums, torch.ones(3))
+    assert odds.tolist() == pytest.approx([math.log(1e6)] * 2 + [-200.0], rel=1e-4)
+    odds.sum().backward()
+    assert sums.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("baseline", [0.0, 0.8])
+def test_judged_answers_lose_by_the_side_they_are_on(baseline):
+    values, good = [-1.5, 0.25, 2.9, 0.25], [True, True, False, False]
+    options = {"beta": 0.7, "desirable_weight": 1.5, "undesirable_weight": 0.5}
+    scores = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+    losses, lead = compute_kto_loss(scores, torch.tensor(good), baseline, **options)
+
+    def by_the_paper(score, is_good):
+        value = 1 / (1 + math.exp(-0.7 * (score - baseline if is_good else baseline - score)))
+        return (1.5 if is_good else 0.5) * (1 - value)
+
+    assert losses.tolist() == pytest.approx([by_the_paper(*each) for each in zip(values, good, strict=True)])
+    assert (lead > 0).tolist() == [False, baseline < 0.25, False, baseline > 0.25]
+    losses.sum().backward()
+    assert (scores.grad[:2] < 0).all()  # good answers are to become more likely
+    assert (scores.grad[2:] > 0).all()
 
 
 def test_wrong_uses_are_told():
@@ -66,6 +97,8 @@ def test_wrong_uses_are_told():
         compute_answer_scores("simpo", sums, sums, sums)
     with pytest.raises(ValueError, match=r"dpp.*dpo"):
         compute_preference_loss("dpp", sums, sums)
+    with pytest.raises(ValueError, match="unknown loss of pairs 'kto'"):
+        compute_preference_loss("kto", sums, sums)
 
 
 def test_the_config_knows_the_same_losses():

@@ -62,7 +62,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         return called
 
     stand_in = types.SimpleNamespace(calls=calls, outcome=None)
-    for module, functions in {"run": ("train", "sft"), "demo": ("main",)}.items():
+    for module, functions in {"run": ("train", "train_supervised"), "demo": ("main",)}.items():
         fake = types.ModuleType(f"meshrl.trainer.{module}")
         for function in functions:
             setattr(fake, function, entry(function))
@@ -97,7 +97,7 @@ def test_train_gets_the_checked_config_and_its_sources(run: Run, settings: list[
 def test_sft_gets_its_config(run: Run, settings: list[str], trainer: Any) -> None:
     words = [settings[0], settings[1].replace("actor_rollout_ref.", ""), settings[3]]
     assert run("sft", *words)[0] == 0
-    (config, _), _ = trainer.calls["sft"]
+    (config, _), _ = trainer.calls["train_supervised"]
     assert type(config).__name__ == "SFTConfig"
     assert config.trainer.world_size == 2
 

@@ -107,7 +107,7 @@ def test_a_demo_loads_its_config_before_it_warms_up(
     from meshrl.trainer import calculator, demo
 
     for module in (demo, calculator):
-        monkeypatch.setattr(module, "sft", lambda *_: pytest.fail("the warm-up has begun"))
+        monkeypatch.setattr(module, "train_supervised", lambda *_: pytest.fail("the warm-up has begun"))
     assert fails("demo", "--task", task, "--out", str(tmp_path), "trainer.sed=3") == (
         2,
         "meshrl: unknown key trainer.sed: did you mean trainer.seed? (command line)\n",

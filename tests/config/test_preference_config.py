@@ -21,6 +21,12 @@ def test_recipes_are_fine_and_count_pairs(recipe):
     assert any("step: 64 pairs, 16 on each of 4 data-parallel ranks" in line for line in summary_lines(loaded.config))
 
 
+def test_judged_answers_are_counted_one_by_one():
+    loaded = load_config("kto", ["trainer.n_gpus_per_node=4"], PreferenceConfig)
+    assert check_config(loaded.config, check_files=False) == []
+    assert any("step: 64 answers, 16 on each of 4 data-parallel ranks" in line for line in summary_lines(loaded.config))
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -32,6 +38,11 @@ def test_recipes_are_fine_and_count_pairs(recipe):
         (["model.random_init=true"], "loss.name=dpo needs a reference with the same weights"),
         (["loss.simpo_gamma=0.7"], "loss.simpo_gamma has no effect with loss.name=dpo"),
         (["loss.name=hinge", "loss.label_smoothing=0.1"], "loss.label_smoothing has no effect with loss.name=hinge"),
+        (["loss.name=orpo", "loss.sft_weight=0.5"], "loss.sft_weight has no effect with loss.name=orpo"),
+        (["loss.name=kto", "data.chosen_key=a"], "data.chosen_key has no effect with loss.name=kto"),
+        (["data.label_key=a"], "data.label_key has no effect with loss.name=dpo"),
+        (["loss.desirable_weight=2"], "loss.desirable_weight has no effect with loss.name=dpo"),
+        (["loss.name=kto", "data.max_token_len_per_gpu=1000"], "must hold the longest answer: data.max_length (2048)"),
         (["loss.name=simpo", "reference.path=x"], "reference.path has no effect with loss.name=simpo"),
         (["loss.name=reward", "loss.beta=0.2"], "loss.beta has no effect with loss.name=reward"),
         (["loss.name=reward", "loss.sft_weight=1"], "loss.sft_weight has no effect with loss.name=reward"),

@@ -76,7 +76,7 @@ def test_every_recipe_opens_with_a_comment_that_says_what_it_is() -> None:
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_every_recipe_loads_and_is_supported(name: str) -> None:
-    roots = {"dpo": PreferenceConfig, "reward_model": PreferenceConfig}
+    roots = dict.fromkeys(("dpo", "kto", "reward_model"), PreferenceConfig)
     config = load_config(name, root=roots.get(name, SFTConfig if "sft" in name else PPOConfig)).config
     assert check_config(config, check_files=False) == []
     assert unsupported(config) == []

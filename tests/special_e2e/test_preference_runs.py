@@ -120,23 +120,27 @@ def steps_by_hand(task, files, name, reference, **more):
             else:
                 (chosen, n), (rejected, m) = (log_prob(model, ids, start) for ids in both)
                 likelihood, tokens = likelihood - chosen, tokens + n
-                if name != "simpo":
+                if name not in ("simpo", "orpo"):
                     with torch.no_grad():
                         (c, _), (r, _) = (log_prob(frozen, ids, start) for ids in both)
                     chosen, rejected = chosen - c, rejected - r
-                if name in ("simpo", "ipo"):
+                if name in ("simpo", "ipo", "orpo"):
                     chosen, rejected = chosen / n, rejected / m
+                if name == "orpo":
+                    chosen, rejected = (x - torch.log1p(-x.exp()) for x in (chosen, rejected))
             lead = chosen - rejected if name == "reward" else BETA * (chosen - rejected)
             wrong = more.get("label_smoothing", 0.0)
             sure = -F.logsigmoid(lead - (GAMMA if name == "simpo" else 0.0))
             losses.append(
-                {"ipo": (chosen - rejected - 0.5 / BETA) ** 2, "hinge": F.relu(1 - lead)}.get(
-                    name, (1 - wrong) * sure + wrong * -F.logsigmoid(-lead)
-                )
+                {
+                    "ipo": (chosen - rejected - 0.5 / BETA) ** 2,
+                    "hinge": F.relu(1 - lead),
+                    "orpo": -BETA * F.logsigmoid(chosen - rejected),
+                }.get(name, (1 - wrong) * sure + wrong * -F.logsigmoid(-lead))
             )
             leads.append(lead.detach())
         loss = torch.stack(losses).mean()
-        if weight := more.get("sft_weight"):
+        if weight := more.get("sft_weight", float(name == "orpo")):
             loss = loss + weight * likelihood / tokens
         optimizer.zero_grad()
         loss.backward()
@@ -156,6 +160,7 @@ CASES = {
     "ipo": {},
     "hinge": {},
     "simpo": {},
+    "orpo": {},
     "reward": {},
 }
 

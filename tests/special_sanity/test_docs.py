@@ -76,7 +76,10 @@ def scene(tmp_path_factory):
     ]
     demos = [{"prompt": f"{a}+{a}=", "response": str(2 * a)} for a in range(256)]
     pairs = [{"prompt": f"{a}+{a}=", "chosen": str(2 * a), "rejected": str(3 * a)} for a in range(256)]
-    write_tables(folder, {"train": rows, "test": rows[:64], "demos": demos, "math": rows, "pairs": pairs})
+    judged = [{"prompt": f"{a}+{a}=", "response": str(2 * a + a % 2), "label": a % 2 == 0} for a in range(256)]
+    write_tables(
+        folder, {"train": rows, "test": rows[:64], "demos": demos, "math": rows, "pairs": pairs, "judged": judged}
+    )
     (folder / "data").mkdir()
     import pandas
 
