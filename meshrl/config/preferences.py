@@ -97,6 +97,11 @@ class PreferenceConfig(SupervisedConfig):
         return self.loss.name in WITH_REFERENCE
 
     @property
+    def has_second_model(self) -> bool:
+        """Whether that other model is held beside it: adapters that can be switched off need none."""
+        return self.has_reference and not (self.model.has_adapters and self.reference.path is None)
+
+    @property
     def trains_scores(self) -> bool:
         """Whether the model becomes a reward model."""
         return self.loss.name == REWARD
@@ -121,10 +126,10 @@ def preference_problems(config: PreferenceConfig) -> list[str]:
         for prefix, is_idle in unused.items()
         for name in (changed_keys(config, prefix) if is_idle else ())
     ]
-    if has_reference and config.model.has_adapters and config.reference.path is None:
+    if has_reference and not config.has_second_model:
         given = changed_keys(config, "reference.param_offload")
         problems += [f"{name} has no effect with adapters, whose base is the reference" for name in given]
-    if has_reference and config.model.random_init and config.reference.path is None and not config.model.has_adapters:
+    if config.has_second_model and config.model.random_init and config.reference.path is None:
         problems.append(
             f"model.random_init=true: loss.name={loss} needs a reference with the same weights: give a folder"
         )

@@ -12,21 +12,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from meshrl.config import Loaded
+    from meshrl.config.preferences import PreferenceConfig
     from meshrl.config.root import PPOConfig
-    from meshrl.config.sft import SFTConfig
+    from meshrl.config.sft import SFTConfig, SupervisedConfig
     from meshrl.plan.hardware import Cluster
     from meshrl.plan.lengths import Lengths
     from meshrl.plan.model import PlannedModel
     from meshrl.plan.planner import Plan
 
 BEST = 10
-Config = TypeVar("Config", "PPOConfig", "SFTConfig")
+Config = TypeVar("Config", "PPOConfig", "SFTConfig", "PreferenceConfig")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.add_argument("words", nargs="*", metavar="RECIPE key=value", help="a recipe, then overrides")
-    parser.add_argument("--sft", action="store_true", help="a recipe of meshrl sft")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--sft", dest="kind", action="store_const", const="sft", help="a recipe of meshrl sft")
+    kind.add_argument("--prefer", dest="kind", action="store_const", const="prefer", help="a recipe of meshrl prefer")
     parser.add_argument("--gpus", required=True, metavar="8xH200", help="so many devices of a kind")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="devices in a machine (default: up to 8)")
     parser.add_argument("--hardware", metavar="FILE", help="YAML with devices of your own, or measured ones")
@@ -85,11 +88,12 @@ def _written(out: str | None, overrides: list[str]) -> list[str]:
 
 def read_and_plan(arguments: argparse.Namespace) -> tuple[Plan, Callable[[Any], Plan], list[str]]:
     """The plan, how to plan another config of the same run quickly, and what the config's own checks say."""
-    from meshrl.config import PPOConfig, SFTConfig, load_config
+    from meshrl.config import PPOConfig, PreferenceConfig, SFTConfig, load_config
+    from meshrl.config.model import ModelConfig
     from meshrl.config.recipe import is_recipe
     from meshrl.plan.hardware import hardware_table, parse_cluster
     from meshrl.plan.model import find_model
-    from meshrl.plan.planner import make_plan, make_sft_plan
+    from meshrl.plan.planner import make_plan, make_supervised_plan
     from meshrl.plan.search import problems_of
 
     cluster = parse_cluster(arguments.gpus, arguments.gpus_per_node, hardware_table(arguments.hardware))
@@ -98,12 +102,24 @@ def read_and_plan(arguments: argparse.Namespace) -> tuple[Plan, Callable[[Any], 
     words += [f"trainer.nnodes={cluster.nodes}", f"trainer.n_gpus_per_node={cluster.per_node}"]
     if cluster.nodes > 1:
         words.append("trainer.backend=ray")
-    if arguments.sft:
-        demonstrations = _with_folders(load_config(recipe, words, SFTConfig))
-        model = find_model(demonstrations.model, arguments.model_config, "model.path")
-        make_one = partial(make_sft_plan, model=model, cluster=cluster, lengths=_sft_lengths(demonstrations, arguments))
-        remarks = problems_of(demonstrations, model) + _eight_bit_remarks(cluster, demonstrations)
-        return make_one(demonstrations), make_one, remarks
+    if arguments.kind is not None:
+        rows: SFTConfig | PreferenceConfig
+        if arguments.kind == "sft":
+            rows, ref_model = _with_folders(load_config(recipe, words, SFTConfig)), None
+        else:
+            rows = _with_folders(load_config(recipe, words, PreferenceConfig))
+            own = rows.reference.path
+            ref_model = None if own is None else find_model(ModelConfig(path=own), key="reference.path")
+        model = find_model(rows.model, arguments.model_config, "model.path")
+        make_one = partial(
+            make_supervised_plan,
+            model=model,
+            cluster=cluster,
+            lengths=_row_lengths(rows, arguments),
+            ref_model=ref_model,
+        )
+        remarks = problems_of(rows, model) + _eight_bit_remarks(cluster, rows)
+        return make_one(rows), make_one, remarks
     config = _with_folders(load_config(recipe, words, PPOConfig))
     model = find_model(config.actor_rollout_ref.model, arguments.model_config)
     remarks = problems_of(config, model) + _eight_bit_remarks(cluster, config)
@@ -127,7 +143,7 @@ def _with_folders(loaded: Loaded[Config]) -> Config:
     return loaded.config
 
 
-def _eight_bit_remarks(cluster: Cluster, config: PPOConfig | SFTConfig) -> list[str]:
+def _eight_bit_remarks(cluster: Cluster, config: PPOConfig | SupervisedConfig) -> list[str]:
     """What of 8 bits a run would refuse on such devices."""
     from meshrl.config.eight_bits import gpu_problems
     from meshrl.config.names import ROLLOUT
@@ -202,19 +218,18 @@ def _lengths(config: PPOConfig, arguments: argparse.Namespace) -> Lengths:
     return drawn_lengths(samples, n, data.max_prompt_length, data.max_response_length, mean)
 
 
-def _sft_lengths(config: SFTConfig, arguments: argparse.Namespace) -> Lengths:
+def _row_lengths(config: SupervisedConfig, arguments: argparse.Namespace) -> Lengths:
     """A quarter of the longest sequence is left to the prompt, unless a file says what there is."""
     from meshrl.plan.lengths import drawn_lengths, read_lengths
 
-    data = config.data
+    data, together = config.data, config.sequences_per_row
+    sequences = data.train_batch_size * together
     if arguments.lengths:
-        return read_lengths(arguments.lengths, data.train_batch_size, data.max_length, data.max_length).cut(
-            data.max_length
-        )
+        return read_lengths(arguments.lengths, sequences, data.max_length, data.max_length).cut(data.max_length)
     prompt = data.max_length // 4
     response = data.max_length - prompt
     mean = _mean(arguments, response, "three quarters of data.max_length")
-    return drawn_lengths(data.train_batch_size, 1, max(prompt, 1), response, mean).cut(data.max_length)
+    return drawn_lengths(sequences, together, max(prompt, 1), response, mean).cut(data.max_length)
 
 
 def _mean(arguments: argparse.Namespace, longest: int, name: str) -> int:

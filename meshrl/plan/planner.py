@@ -9,8 +9,9 @@ from functools import cached_property
 from meshrl.config.algorithm_checks import uses_reference
 from meshrl.config.critic import uses_critic
 from meshrl.config.pools import roles_apart
+from meshrl.config.preferences import PreferenceConfig
 from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
+from meshrl.config.sft import SupervisedConfig
 from meshrl.config.units import BatchUnits, SupervisedBatchUnits
 from meshrl.plan.generation import EXTERNAL, Generation
 from meshrl.plan.hardware import Cluster
@@ -45,9 +46,9 @@ class RolloutPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step of this config will take; `role` is the model that learns. Demonstrations need no rollout."""
+    """What a step of this config will take; `role` is the model that learns. Supervised runs need no rollout."""
 
-    config: PPOConfig | SFTConfig
+    config: PPOConfig | SupervisedConfig
     role: Role
     cluster: Cluster
     lengths: Lengths
@@ -106,21 +107,39 @@ def make_plan(
     return _Planner(config, roles, cluster, lengths, efficiency, quick).plan()
 
 
-def make_sft_plan(
-    config: SFTConfig,
+def make_supervised_plan(
+    config: SupervisedConfig,
     model: PlannedModel,
     cluster: Cluster,
     lengths: Lengths,
     *,
+    ref_model: PlannedModel | None = None,
     efficiency: Efficiency = EFFICIENCY,
 ) -> Plan:
-    """Plans one step on demonstrations, see `make_plan`."""
-    units = SupervisedBatchUnits.from_config(config)
-    role = Role("engine", model, config.model, config.engine, config.trainer.world_size)
-    training = Training({role.name: role}, role.name, lengths, cluster, Clock(cluster, efficiency))
-    cutting = Cutting(units.tokens_per_micro_batch, units.rows_per_micro_batch)
-    phase, bubble = training.update("train", role, cutting, 1, units.rows_per_step, {})
-    return Plan(config, role, cluster, lengths, [phase], bubble)
+    """Plans one step on demonstrations, pairs or judged answers, see `make_plan`."""
+    units, world = SupervisedBatchUnits.from_config(config), config.trainer.world_size
+    preferences = config if isinstance(config, PreferenceConfig) else None
+    head = "value" if preferences and preferences.trains_scores else "lm"
+    role = Role("engine", model, config.model, config.engine, world, head=head)
+    roles = {role.name: role}
+    if preferences and preferences.has_second_model:
+        plain = ref_model or PlannedModel(model.config, model.source)
+        rests = preferences.reference.param_offload
+        second = Role("reference", plain, config.model, config.engine, world, trains=False, offloads=rests)
+        roles[second.name] = second
+    training = Training(roles, role.name, lengths, cluster, Clock(cluster, efficiency))
+    rows = units.rows_per_micro_batch
+    together = config.sequences_per_row
+    cutting = Cutting(units.tokens_per_micro_batch, None if rows is None else rows * together)
+    phases = []
+    if preferences and preferences.has_reference:
+        reference = training.answer("reference", roles.get("reference", role), cutting, {})
+        if preferences.is_judged:  # what policy and reference think of answers to other prompts
+            own = training.answer("baseline", role, cutting, {})
+            phases.append(replace(own, seconds=own.seconds + reference.seconds))
+        phases.append(reference)
+    phase, bubble = training.update("train", role, cutting, 1, units.rows_per_step * together, {})
+    return Plan(config, role, cluster, lengths, [*phases, phase], bubble)
 
 
 def judge_memory(config: PPOConfig, cluster: Cluster) -> Parts:

@@ -16,8 +16,9 @@ from meshrl.config.layout import sequence_ranks
 from meshrl.config.megatron_fields import has_megatron
 from meshrl.config.model_folder import fit_problems
 from meshrl.config.names import REF, ROLLOUT
+from meshrl.config.preferences import PreferenceConfig
 from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig, SFTDataConfig
+from meshrl.config.sft import SupervisedConfig
 from meshrl.config.tree import get_value, leaves, set_value
 from meshrl.config.values import unsupported
 from meshrl.models.loading import torch_dtype
@@ -40,7 +41,7 @@ LAYOUT = "pipeline_model_parallel_layout"
 # A search ends after this long, with what it has.
 SEARCH_SECONDS = 60.0
 Settings = dict[str, Any]
-Config = PPOConfig | SFTConfig
+Config = PPOConfig | SupervisedConfig
 MakePlan = Callable[[Any], Plan]
 
 
@@ -66,30 +67,32 @@ RL = Names(
     "actor_rollout_ref.model.enable_gradient_checkpointing",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
 )
-DEMONSTRATIONS = Names("engine", "model.enable_gradient_checkpointing", "data.max_token_len_per_gpu")
+SUPERVISED = Names("engine", "model.enable_gradient_checkpointing", "data.max_token_len_per_gpu")
 
 
 def names_of(config: Config) -> Names:
     """The names in a config of this kind."""
-    return DEMONSTRATIONS if isinstance(config, SFTConfig) else RL
+    return SUPERVISED if isinstance(config, SupervisedConfig) else RL
 
 
 def engine_of(config: Config) -> EngineConfig:
     """How the model that learns is sharded."""
-    return config.engine if isinstance(config, SFTConfig) else config.actor_rollout_ref.actor
+    return config.engine if isinstance(config, SupervisedConfig) else config.actor_rollout_ref.actor
 
 
 def cuts_by_tokens(config: Config) -> bool:
     """Whether micro-batches of training have a budget of tokens."""
-    if isinstance(config, SFTConfig):
+    if isinstance(config, SupervisedConfig):
         return config.data.micro_batch_size_per_gpu is None
     return config.actor_rollout_ref.actor.use_dynamic_bsz
 
 
 def longest_sample(config: Config) -> int:
-    """Most tokens of one sample."""
-    data = config.data
-    return data.max_length if isinstance(data, SFTDataConfig) else data.max_prompt_length + data.max_response_length
+    """Most tokens that a micro-batch must hold: one sample, or what stays together."""
+    if isinstance(config, SupervisedConfig):
+        scores = isinstance(config, PreferenceConfig) and config.trains_scores  # of one token more
+        return (config.data.max_length + int(scores)) * config.sequences_per_row
+    return config.data.max_prompt_length + config.data.max_response_length
 
 
 @dataclass(frozen=True)

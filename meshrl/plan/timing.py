@@ -144,6 +144,8 @@ class Clock:
         """Seconds in which one rank that does all of this work computes; logits that are not kept come twice."""
         hardware, rates = self.cluster.hardware, self.rates
         flops = model_flops(role.model)
+        if role.head != "lm":
+            flops = replace(flops, target=0.0)  # one number a token costs nothing beside a vocabulary
         products, attention = flops.forward(work.tokens, work.targets, work.squares)
         again = trains and role.model_config.enable_gradient_checkpointing
         forwards = 1.0 + again

@@ -38,7 +38,7 @@ class PreferenceWorker(SFTWorker):
         super().init_model()
         config = self.config
         path = config.reference.path
-        if not config.has_reference or (self.engine.has_adapters and path is None):
+        if not config.has_second_model:
             return
         model = replace(config.model, lora_rank=0, lora_adapter_path=None)
         model = model if path is None else replace(model, path=path, random_init=False)

@@ -1,4 +1,4 @@
-"""Plans of fine-tuning: one phase, no rollout, the keys of `meshrl sft`."""
+"""Plans of fine-tuning and of preferences: no rollout, the keys of `meshrl sft` and `meshrl prefer`."""
 
 import json
 import re
@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from meshrl.cli import main
-from meshrl.config import PPOConfig, SFTConfig, load_config
+from meshrl.config import PPOConfig, PreferenceConfig, SFTConfig, load_config
 from meshrl.config.checks import check_config
 from meshrl.plan.hardware import parse_cluster
 from meshrl.plan.lengths import Lengths, drawn_lengths
 from meshrl.plan.model import find_model
-from meshrl.plan.planner import make_plan, make_sft_plan
+from meshrl.plan.planner import make_plan, make_supervised_plan
 from meshrl.plan.search import nearest_fit, search
 
 
@@ -24,7 +24,7 @@ def load(gpus, *overrides, model="Qwen3-1.7B"):
     found = find_model(config.model)
 
     def make(config):
-        return make_sft_plan(config, found, cluster, lengths)
+        return make_supervised_plan(config, found, cluster, lengths)
 
     return config, make
 
@@ -64,6 +64,45 @@ def test_the_one_phase_is_that_of_an_actor_with_the_same_samples(engine):
     # A control: half the tokens in a micro-batch is another plan.
     config.data.max_token_len_per_gpu //= 2
     assert make(config).fullest.memory != update.memory
+
+
+def preferences(recipe, *overrides):
+    cluster = parse_cluster("2xH200")
+    words = ["model.path=Qwen3-1.7B", *overrides, "trainer.n_gpus_per_node=2"]
+    config = load_config(recipe, words, PreferenceConfig).config
+    samples = config.data.train_batch_size * config.sequences_per_row
+    lengths = drawn_lengths(samples, config.sequences_per_row, 512, 1536, 768)
+    return make_supervised_plan(config, find_model(config.model), cluster, lengths)
+
+
+def test_pairs_have_a_reference_and_two_sequences_each():
+    plan = preferences("dpo")
+    assert [phase.name for phase in plan.phases] == ["reference", "train"]
+    assert len(plan.lengths.totals) == 128
+    reference, train = plan.phases
+    held = train.memory["reference parameters"]
+    assert held == reference.memory["reference parameters"] > 0
+    # Its update is that of as many demonstrations, less what the reference keeps.
+    alone = preferences("dpo", "loss.name=simpo")
+    assert [phase.name for phase in alone.phases] == ["train"]
+    assert alone.fullest.total == train.total - held
+    assert alone.seconds == pytest.approx(plan.seconds - reference.seconds)
+    # Adapters need no second model, and one in host memory is not there while the policy learns.
+    assert not any("reference parameters" in phase.memory for phase in preferences("dpo", "model.lora_rank=8").phases)
+    rested = preferences("dpo", "reference.param_offload=true").phases
+    assert ["reference parameters" in phase.memory for phase in rested] == [True, False]
+
+
+def test_judged_answers_have_a_baseline_and_scores_a_head_of_their_own():
+    plan = preferences("kto")
+    assert [phase.name for phase in plan.phases] == ["baseline", "reference", "train"]
+    assert len(plan.lengths.totals) == 64
+    assert plan.phases[0].seconds == pytest.approx(2 * plan.phases[1].seconds)
+    scorer = preferences("reward_model")
+    assert [phase.name for phase in scorer.phases] == ["train"]
+    # Without the products of a vocabulary it takes less of both.
+    policy = preferences("dpo", "loss.name=simpo")
+    assert scorer.seconds < policy.seconds
 
 
 def test_what_does_not_fit_says_what_would_in_its_own_keys():
@@ -107,6 +146,16 @@ def test_the_command(capsys, tmp_path):
     assert [phase["name"] for phase in plan["phases"]] == ["train"]
     assert main([*words, "--mean-response", "900"]) == 2
     assert "between 1 and three quarters of data.max_length (768)" in capsys.readouterr().err
+
+
+def test_the_command_for_pairs(capsys):
+    words = ["plan", "--prefer", "dpo", "model.path=Qwen3-0.6B", "reference.path=Qwen3-1.7B", "--gpus", "1xH200"]
+    assert main([*words, "data.train_batch_size=8", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [phase["name"] for phase in plan["phases"]] == ["reference", "train"]
+    with pytest.raises(SystemExit):
+        main([*words, "--sft"])
+    assert "not allowed with" in capsys.readouterr().err
 
 
 def test_lengths_are_cut():
