@@ -22,7 +22,7 @@ from meshrl.workers.preferences import PreferenceWorker
 
 sys.path.append(str(Path(__file__).parents[1] / "special_distributed"))
 
-STEPS, BETA, GAMMA = 3, 0.3, 0.4
+STEPS, BETA, GAMMA = 2, 0.3, 0.4
 
 
 def pair(digits, rng):
