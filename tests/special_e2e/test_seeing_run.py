@@ -159,13 +159,15 @@ def test_images_that_come_in_the_middle_of_a_conversation(colours, tmp_path):
     world = f"actor_rollout_ref.rollout.multi_turn.environment={EXAMPLE / 'later.py'}:"
     blind = tmp_path / "blind.py"
     blind.write_text((EXAMPLE / "later.py").read_text().replace(", images=self.sample.images", ""))
-    options = (*SHORT, world + "ShownLater")
+    # Two micro-batches of each mini-batch.
+    short = (*SHORT, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=250")
+    options = (*short, world + "ShownLater")
     one = trained(colours, tmp_path / "one", *options, recipe="later.yaml")
     assert all(row["training/rollout_log_prob_diff_max"] < 1e-5 for row in one.metrics)
     assert any(row["agent/ended_by/environment"] > 0.2 for row in one.metrics)
     two = trained(colours, tmp_path / "two", *options, "trainer.n_gpus_per_node=2", recipe="later.yaml")
     compare(one, two, 1e-4)
-    unseen = (*SHORT, f"actor_rollout_ref.rollout.multi_turn.environment={blind}:ShownLater")
+    unseen = (*short, f"actor_rollout_ref.rollout.multi_turn.environment={blind}:ShownLater")
     with pytest.raises(AssertionError):
         compare(one, trained(colours, tmp_path / "unseen", *unseen, recipe="later.yaml"), 1e-4)
 
