@@ -36,49 +36,47 @@ def own_reward(tmp_path, body):
     ],
 )
 def test_a_failing_reward_stops_with_its_sample(task, tmp_path, body, said):
-    with pytest.raises(RewardError, match="failed on all 128 samples, first on sample 0") as caught:
+    with pytest.raises(RewardError, match="failed on all 64 samples, first on sample 0") as caught:
         task.train(tmp_path / "run", *SHORT, *own_reward(tmp_path, body))
     assert said in str(caught.value)
 
 
 def test_a_reward_that_fails_on_the_whole_first_batch_is_told_at_once(task, tmp_path):
-    """With zero it ends the run, which would learn nothing; with drop the batch is passed over."""
+    """With zero it ends the run, which would learn nothing; with drop eight such batches are passed over first."""
+    small = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
     own = own_reward(tmp_path, "raise KeyError('no such key')")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("of an earlier run")
     with pytest.raises(
-        RewardError, match=r"all 128 samples, first on sample 0 .*KeyError(.|\n)*reward.py:3 in compute_"
+        RewardError, match=r"all 64 samples, first on sample 0 .*KeyError(.|\n)*reward.py:3 in compute_"
     ):
         task.train(tmp_path / "run", *SHORT, *own, "reward.on_error=zero")
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == "of an earlier run"
-    with (tmp_path / "screen.txt").open("w") as out, pytest.raises(RewardError, match="8 batches in a row"):
-        train(task.config(tmp_path / "drop", *SHORT, *own, "reward.on_error=drop"), console=Console(file=out))
+    with (
+        (tmp_path / "screen.txt").open("w") as out,
+        pytest.raises(RewardError, match="no sample of 8 batches in a row is left"),
+    ):
+        train(task.config(tmp_path / "drop", *SHORT, *small, *own, "reward.on_error=drop"), console=Console(file=out))
     said = (tmp_path / "screen.txt").read_text()
-    assert said.count("warning: the reward function failed on all 128 samples, first on sample 0") == 1
+    assert said.count("warning: the reward function failed on all 8 samples, first on sample 0") == 1
 
 
 def test_a_failing_reward_is_counted_where_asked(task, tmp_path):
     body = "return math.nan if extra_info['digits'][0] < '5' else 1.0"
     run = task.train(tmp_path / "run", *SHORT, *own_reward(tmp_path, body), "reward.on_error=zero")
     for row in run.metrics:
-        assert row["reward/errors"] == 128 * (1 - row["critic/score/mean"])
-        assert 0 < row["reward/errors"] < 128
+        assert row["reward/errors"] == 64 * (1 - row["critic/score/mean"])
+        assert 0 < row["reward/errors"] < 64
 
 
-def test_a_batch_of_which_nothing_is_left_is_passed_over_and_eight_of_them_end_the_run(task, tmp_path):
+def test_a_batch_of_which_nothing_is_left_is_passed_over(task, tmp_path):
     count = tmp_path / "count"
     count.write_text("")
-    body = (
-        f"open('{count}', 'a').write('.'); assert len(open('{count}').read()) > 128, 'down'; return len(solution_str)"
-    )
+    body = f"open('{count}', 'a').write('.'); assert len(open('{count}').read()) > 64, 'down'; return len(solution_str)"
     drop = (*own_reward(tmp_path, body), "reward.on_error=drop")
     run = task.train(tmp_path / "run", *SHORT, *drop)
     assert [row["training/empty_batches"] for row in run.metrics] == [1, 0]
-    assert [row["reward/errors"] for row in run.metrics] == [128, 0]
-    small = ("data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "reward.on_error=drop")
-    (tmp_path / "other").mkdir()
-    with pytest.raises(RewardError, match="no sample of 8 batches in a row is left"):
-        task.train(tmp_path / "none", *SHORT, *small, *own_reward(tmp_path / "other", "assert 0, 'down'"))
+    assert [row["reward/errors"] for row in run.metrics] == [64, 0]
 
 
 def test_a_batch_reward_of_the_wrong_length(task, tmp_path):
@@ -86,7 +84,7 @@ def test_a_batch_reward_of_the_wrong_length(task, tmp_path):
     file.write_text(
         "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n    return [1.0] * 5\n"
     )
-    with pytest.raises(RewardError, match="5 scores for 128 samples"):
+    with pytest.raises(RewardError, match="5 scores for 64 samples"):
         task.train(
             tmp_path / "run",
             *SHORT,

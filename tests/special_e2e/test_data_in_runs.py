@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from by_hand import Recorder
+from test_algorithms_by_hand import TWO_MICRO_BATCHES
 from test_layouts import SHORT
 
-OPTIONS = (*[option for option in SHORT if not option.startswith("trainer.total")], "trainer.total_training_steps=3")
+OPTIONS = (*SHORT, *TWO_MICRO_BATCHES, "trainer.total_training_steps=3")
 
 SAMPLER = '''
 class Easiest:
@@ -54,11 +55,12 @@ def test_files_in_the_shares_asked_for(task, tmp_path, monkeypatch, two_files, s
 
 
 def test_a_streamed_run_is_that_of_the_whole_data(task, tmp_path):
-    plain = ("data.shuffle=false",)
-    whole = task.train(tmp_path / "whole", *OPTIONS, *plain)
-    stream = task.train(tmp_path / "stream", *OPTIONS, *plain, "data.streaming=true")
-    two = task.train(tmp_path / "two", *OPTIONS, "data.streaming=true", "trainer.n_gpus_per_node=2")
-    one = task.train(tmp_path / "one", *OPTIONS, "data.streaming=true")
+    options = (*OPTIONS, "trainer.total_training_steps=2")
+    plain = (*options, "data.shuffle=false")
+    whole = task.train(tmp_path / "whole", *plain)
+    stream = task.train(tmp_path / "stream", *plain, "data.streaming=true")
+    two = task.train(tmp_path / "two", *options, "data.streaming=true", "trainer.n_gpus_per_node=2")
+    one = task.train(tmp_path / "one", *options, "data.streaming=true")
     for name, weight in whole.weights.items():
         assert torch.equal(stream.weights[name], weight)
         torch.testing.assert_close(two.weights[name], one.weights[name], rtol=1e-5, atol=1e-5)
@@ -69,7 +71,7 @@ def test_a_streamed_run_is_that_of_the_whole_data(task, tmp_path):
 def test_a_sampler_chooses_and_hears(task, tmp_path, monkeypatch, two_files):
     recorder = Recorder().watch(monkeypatch)
     (tmp_path / "easiest.py").write_text(SAMPLER)
-    files = (f"data.train_files=[{','.join(two_files)}]", "data.filter_overlong_prompts_workers=2")
+    files = (f"data.train_files=[{','.join(two_files)}]",)
     own = (f"data.sampler.class_path={tmp_path / 'easiest.py'}", "data.sampler.class_name=Easiest")
     task.train(tmp_path / "run", *OPTIONS, *files, *own)
     prompts = [list(batch["raw_prompt"])[::4] for batch in recorder.batches]

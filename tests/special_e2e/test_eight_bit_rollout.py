@@ -11,9 +11,7 @@ RUN = (
     "trainer.total_training_steps=3",
     "trainer.test_freq=-1",
     "trainer.val_before_train=false",
-    "data.train_batch_size=32",
-    "actor_rollout_ref.rollout.n=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
     "algorithm.rollout_correction.bypass_mode=false",
     "actor_rollout_ref.actor.optim.lr=0.003",
 )

@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
+from test_algorithms_by_hand import TWO_MICRO_BATCHES
 from test_layouts import UNEVEN
 
 from meshrl.data.proto import DataProto
 from meshrl.trainer.gates import GateError
 from meshrl.trainer.ppo import PPOTrainer
 
-OPTIONS = (*UNEVEN, "trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.save_final_model=true")
+OPTIONS = (*UNEVEN, *TWO_MICRO_BATCHES, "trainer.test_freq=-1", "trainer.val_before_train=false")
 OLD = "algorithm.rollout_correction.bypass_mode=false"
 
 

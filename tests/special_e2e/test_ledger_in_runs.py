@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from slow_reward import SECONDS
+from test_algorithms_by_hand import TWO_MICRO_BATCHES
 from test_layouts import UNEVEN
 
 from meshrl.telemetry.gantt import draw_step
@@ -19,6 +20,7 @@ def run(task, tmp_path_factory):
     return task.train(
         folder / "run",
         *UNEVEN,
+        *TWO_MICRO_BATCHES,
         "trainer.n_gpus_per_node=2",
         "trainer.test_freq=-1",
         "trainer.val_before_train=false",

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_algorithms_by_hand import DENSE, REWARD
+from test_algorithms_by_hand import DENSE, REWARD, TWO_MICRO_BATCHES
 from test_layouts import SHORT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,7 +17,13 @@ from meshrl.rewards.manager import RewardManager
 from meshrl.trainer.overlap import generate_beside_scoring
 from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker, WorkerSettings
 
-OPTIONS = (*SHORT, *DENSE, "actor_rollout_ref.rollout.temperature=1.3", "trainer.total_training_steps=2")
+OPTIONS = (
+    *SHORT,
+    *DENSE,
+    TWO_MICRO_BATCHES[0],
+    "actor_rollout_ref.rollout.temperature=1.3",
+    "trainer.total_training_steps=2",
+)
 PRIME = ("reward_manager.name=prime", "reward_manager.num_processes=2")
 
 
@@ -114,13 +120,11 @@ def judged(task):
 
 @pytest.mark.parametrize("more", [(), PRIME, ("trainer.n_gpus_per_node=2",)])
 def test_a_judge_on_the_workers_grades(task, tmp_path, more):
-    options = [o for o in SHORT if not o.startswith("trainer.total")]
     run = task.train(
         tmp_path / "run",
-        *options,
+        *SHORT,
         *more,
         *judged(task),
-        "trainer.total_training_steps=1",
         f"trainer.rollout_data_dir={tmp_path / 'samples'}",
     )
     samples = [json.loads(line) for line in Path(tmp_path, "samples", "1.jsonl").read_text().splitlines()]

@@ -22,7 +22,7 @@ from meshrl.workers.preferences import PreferenceWorker
 
 sys.path.append(str(Path(__file__).parents[1] / "special_distributed"))
 
-STEPS, BETA, GAMMA = 3, 0.3, 0.4
+STEPS, BETA, GAMMA = 2, 0.3, 0.4
 
 
 def pair(digits, rng):
@@ -36,13 +36,14 @@ def pair(digits, rng):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """1,024 pairs, 64 held-out ones, and the same with the answers exchanged."""
+    """960 pairs, 64 held-out ones, and the same with the answers exchanged."""
     folder, rng = tmp_path_factory.mktemp("pairs"), random.Random(0)
-    rows = [pair("".join(str(rng.randint(0, 9)) for _ in range(6)), rng) for _ in range(1100)]
+    rows = [pair("".join(str(rng.randint(0, 9)) for _ in range(6)), rng) for _ in range(1280)]
     rows = [row for row in rows if row["chosen"] != row["rejected"]]
     turned = [row | {"chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
     made = {}
     for name, part in (("train", rows[:960]), ("val", rows[960:1024]), ("turned", turned[:960])):
+        assert len(part) in (960, 64)
         made[name] = folder / f"{name}.jsonl"
         made[name].write_text("".join(json.dumps(row) + "\n" for row in part))
     return made
@@ -262,9 +263,9 @@ def held_out_leads(task, files, folder):
 
 
 LEARNING = (
-    "data.train_batch_size=64",
+    "data.train_batch_size=32",
     "trainer.total_training_steps=15",
-    "optim.lr=3e-4",
+    "optim.lr=6e-4",
     "data.max_token_len_per_gpu=8192",
 )
 
@@ -285,7 +286,7 @@ def test_it_learns_what_is_preferred_whichever_that_is(task, files, run, tmp_pat
 
 def test_a_reward_model_is_learned_and_trains_a_policy_alone(task, files, run, tmp_path):
     options = ("loss.name=reward", "loss.beta=0.1", f"data.val_files=[{files['val']}]", "trainer.test_freq=15")
-    scorer = run(tmp_path / "scorer", *LEARNING, "optim.lr=1e-3", *options)
+    scorer = run(tmp_path / "scorer", *LEARNING, "data.train_batch_size=64", "optim.lr=1e-3", *options)
     assert scorer.metrics[-1]["val/accuracy"] > 0.8
     # It is a plain token classifier, whose number at the last token is what was validated.
     model = AutoModelForTokenClassification.from_pretrained(scorer.path / "model")

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_algorithms_by_hand import TWO_MICRO_BATCHES
 from test_layouts import SHORT, UNEVEN
 
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 KL = (
+    *TWO_MICRO_BATCHES,
     f"{ACTOR}.use_kl_loss=true",
     f"{ACTOR}.kl_loss_type=kl",
     "algorithm.rollout_correction.bypass_mode=false",
@@ -35,7 +37,7 @@ def test_a_refreshed_reference_is_the_policy(task, tmp_path, processes):
 
 
 def test_without_refreshing_it_stays(task, tmp_path):
-    found = kls(task.train(tmp_path / "frozen", *UNEVEN, *KL))
+    found = kls(task.train(tmp_path / "frozen", *UNEVEN, *KL, "trainer.total_training_steps=3"))
     assert found[0] == pytest.approx(0, abs=1e-6)
     assert all(abs(value) > 1e-5 for value in found[1:])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from test_algorithms_by_hand import TWO_MICRO_BATCHES
 from test_layouts import UNEVEN, WITH_REFERENCE
 from test_resume import assert_equal, without_own
 
@@ -29,6 +30,7 @@ from meshrl.trainer.stopping import RunStoppedError
 
 RUN = (
     *UNEVEN,
+    *TWO_MICRO_BATCHES,
     *WITH_REFERENCE,
     "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
     "trainer.total_training_steps=4",
@@ -74,9 +76,9 @@ def test_another_batch_is_noticed(run, tmp_path, capsys):
     batch.batch["responses"][0, 0] += 1
     batch.batch["input_ids"][0, -batch.batch["responses"].shape[1]] += 1
     batch.save_to_disk(file)
-    assert "actor/grad_norm" in replay(folder, 3).differences
     assert main(["replay", str(folder), "3"]) == 1
-    assert "differs" in capsys.readouterr().out
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "actor/grad_norm " in line]
+    assert "differs" in line
 
 
 def test_a_token_is_explained(run, capsys):
@@ -182,14 +184,14 @@ def broken(monkeypatch):
 
 
 def test_gradients_that_are_not_finite_are_counted_dumped_and_limited(task, broken, tmp_path):
-    plain = (*RUN, "trainer.save_freq=-1", "trainer.keep_batches_megabytes=0")
+    plain = (*RUN, "trainer.total_training_steps=3", "trainer.save_freq=-1", "trainer.keep_batches_megabytes=0")
     # with checkpoints that are written in the background while the first of them is dumped
     background = ("trainer.save_freq=1", "actor_rollout_ref.actor.checkpoint.async_save=true")
     skipped = task.train(tmp_path / "skipped", *plain, *background)
     assert [problems_of(path) for path in sorted((tmp_path / "skipped" / "checkpoints").glob("global_step_*"))] == [
         []
-    ] * 4
-    assert [row["training/nonfinite_steps"] for row in skipped.metrics] == [0, 2, 4, 6]
+    ] * 3
+    assert [row["training/nonfinite_steps"] for row in skipped.metrics] == [0, 2, 4]
     first = task.train(tmp_path / "first", *plain, "trainer.total_training_steps=1")
     assert all(torch.isfinite(weight).all() for weight in skipped.weights.values())
     for name, weight in first.weights.items():

@@ -6,9 +6,6 @@ MODE = "actor_rollout_ref.actor.router_replay.mode"
 RUN = (
     "trainer.total_training_steps=2",
     "trainer.test_freq=-1",
-    "data.train_batch_size=32",
-    "actor_rollout_ref.rollout.n=4",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
     # Nothing that it says is right, so the entropy alone moves its weights.
     "actor_rollout_ref.actor.entropy_coeff=0.1",
     "algorithm.rollout_correction.bypass_mode=false",
@@ -50,12 +47,14 @@ def test_a_rollout_that_rounds_is_followed(task, experts, tmp_path):
 
 def test_two_processes_equal_one_and_so_do_several_ways_to_generate(task, experts, tmp_path):
     """In float32 nobody disagrees before the first step; after it, choices differ and are replayed on every layout."""
-    replayed = task.train(tmp_path / "one", *RUN, experts, f"{MODE}=R3")
+    # So many samples that a small step changes some choices.
+    many = (*RUN, "data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
+    replayed = task.train(tmp_path / "one", *many, experts, f"{MODE}=R3")
     assert steps(replayed)[0][DIFFERENCE] < 1e-4
     assert steps(replayed)[1][CHANGED] > 0
     two = task.train(
         tmp_path / "two",
-        *RUN,
+        *many,
         experts,
         f"{MODE}=R3",
         "trainer.n_gpus_per_node=2",
@@ -64,8 +63,8 @@ def test_two_processes_equal_one_and_so_do_several_ways_to_generate(task, expert
     )
     assert largest_difference(two, replayed) < 1e-5
     assert steps(two)[1][CHANGED] == pytest.approx(steps(replayed)[1][CHANGED], abs=1e-4)
-    plain = task.train(tmp_path / "plain", *RUN, experts)
+    plain = task.train(tmp_path / "plain", *many, experts)
     assert largest_difference(plain, replayed) > 1e-7  # the control: routes made a difference
     # Answers that are rewarded as they end come another way.
-    overlapped = task.train(tmp_path / "overlapped", *RUN, experts, f"{MODE}=R3", "reward_manager.overlap=true")
+    overlapped = task.train(tmp_path / "overlapped", *many, experts, f"{MODE}=R3", "reward_manager.overlap=true")
     assert largest_difference(overlapped, replayed) < 1e-5

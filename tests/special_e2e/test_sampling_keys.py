@@ -1,5 +1,7 @@
 """How a run's config says to draw tokens and to end answers reaches the engine, in training and in validation."""
 
+from functools import cache
+
 import pytest
 import torch
 from test_worker import ROLLOUT, policy, some_prompts
@@ -16,12 +18,14 @@ def letters(text):
     return text.replace("<eos>", "E").replace("<pad>", "P")
 
 
-@pytest.fixture(params=ENGINES)
-def answer(request, task, tmp_path):
+@pytest.fixture(scope="module", params=ENGINES)
+def answer(request, task, tmp_path_factory):
     """Texts of answers, a letter for each token, as a config with these settings gives them; checks their log-probs."""
+    tmp_path = tmp_path_factory.mktemp(request.param)
     tokenizer, prompts = load_tokenizer(task.model), some_prompts(task, tmp_path).repeat(4)
     prompts.batch["seeds"] = torch.arange(len(prompts)) * 31
 
+    @cache
     def generate(*settings, validate=False):
         options = (f"data.max_response_length={LENGTH}", *(f"{ROLLOUT}.{setting}" for setting in settings))
         group = policy(task, tmp_path, 1, f"{ROLLOUT}.name={request.param}", *options)

@@ -22,7 +22,14 @@ from meshrl.data.image_reader import ImageReader, as_png
 from meshrl.trainer.run import train, train_supervised
 
 EXAMPLE = Path(__file__).parents[2] / "examples/images"
-STEPS = 30
+# The recipe with half of its samples and larger steps.
+LEARNING = (
+    "trainer.total_training_steps=24",
+    "trainer.test_freq=8",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.optim.lr=4e-3",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+)
 SHORT = (
     "data.train_batch_size=6",
     "actor_rollout_ref.actor.ppo_mini_batch_size=3",
@@ -69,7 +76,7 @@ def accuracies(run):
 
 @pytest.fixture(scope="module")
 def learnt(colours, tmp_path_factory):
-    return trained(colours, tmp_path_factory.mktemp("learnt"), f"trainer.total_training_steps={STEPS}")
+    return trained(colours, tmp_path_factory.mktemp("learnt"), *LEARNING)
 
 
 def test_it_learns_what_only_its_images_tell(learnt):
@@ -88,7 +95,7 @@ def test_the_control_without_colours_does_not(colours, tmp_path):
         rows["images"] = [[{"bytes": grey, "path": None}]] * len(rows)
         rows.to_parquet(tmp_path / f"{name}.parquet")
     (tmp_path / "model").symlink_to(colours / "model")
-    run = trained(tmp_path, tmp_path / "run", f"trainer.total_training_steps={STEPS}")
+    run = trained(tmp_path, tmp_path / "run", *LEARNING)
     assert max(accuracies(run)) < 0.45
 
 
@@ -152,13 +159,15 @@ def test_images_that_come_in_the_middle_of_a_conversation(colours, tmp_path):
     world = f"actor_rollout_ref.rollout.multi_turn.environment={EXAMPLE / 'later.py'}:"
     blind = tmp_path / "blind.py"
     blind.write_text((EXAMPLE / "later.py").read_text().replace(", images=self.sample.images", ""))
-    options = (*SHORT, world + "ShownLater")
+    # Two micro-batches of each mini-batch.
+    short = (*SHORT, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=250")
+    options = (*short, world + "ShownLater")
     one = trained(colours, tmp_path / "one", *options, recipe="later.yaml")
     assert all(row["training/rollout_log_prob_diff_max"] < 1e-5 for row in one.metrics)
     assert any(row["agent/ended_by/environment"] > 0.2 for row in one.metrics)
     two = trained(colours, tmp_path / "two", *options, "trainer.n_gpus_per_node=2", recipe="later.yaml")
     compare(one, two, 1e-4)
-    unseen = (*SHORT, f"actor_rollout_ref.rollout.multi_turn.environment={blind}:ShownLater")
+    unseen = (*short, f"actor_rollout_ref.rollout.multi_turn.environment={blind}:ShownLater")
     with pytest.raises(AssertionError):
         compare(one, trained(colours, tmp_path / "unseen", *unseen, recipe="later.yaml"), 1e-4)
 
@@ -200,7 +209,8 @@ def fine_tuned(folder, out, *overrides):
 
 
 def test_fine_tuning_on_images(colours, tmp_path):
-    losses, path = fine_tuned(colours, tmp_path / "one", "trainer.total_training_steps=40", "trainer.test_freq=8")
+    options = ("trainer.total_training_steps=24", "trainer.test_freq=4", "optim.lr=4e-3")
+    losses, path = fine_tuned(colours, tmp_path / "one", *options, "model.enable_gradient_checkpointing=false")
     # Two tokens are learned, and the second is always the end: not to know the colour costs log(4) / 2.
     assert losses[-1] < 0.1 < np.log(4) / 2 < losses[0]
     assert (path / "model/preprocessor_config.json").is_file()

@@ -4,7 +4,14 @@ import pytest
 import torch
 from test_layouts import UNEVEN, compare
 
-SHORT = (*UNEVEN, "trainer.total_training_steps=2", "trainer.test_freq=2", "trainer.val_before_train=false")
+SHORT = (
+    *UNEVEN,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=200",
+    "actor_rollout_ref.rollout.max_num_seqs=20",
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=2",
+    "trainer.val_before_train=false",
+)
 TWO, FOUR = "trainer.n_gpus_per_node=2", "trainer.n_gpus_per_node=4"
 SPLIT = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
 
