@@ -93,9 +93,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_small_model(name: str, folder: Path) -> Path:
+def write_small_model(name: str, folder: Path, **overrides: Any) -> Path:
     """A tiny model of the table with random weights."""
-    fields = dict(MODELS[name])
+    fields = MODELS[name] | overrides
     return write_model(AutoConfig.for_model(fields.pop("model_type"), **(SMALL | fields)), folder)
 
 
