@@ -107,7 +107,7 @@ def folders(tmp_path_factory):
     many = small_config("qwen3_moe")
     many.num_experts, many.num_hidden_layers = 260, 1
     small["many_experts"] = write_model(many, root / "many_experts")
-    small |= {family: write_small_model(family, root / family, num_hidden_layers=2) for family in LATENT}
+    small |= {family: write_small_model(family, root / family) for family in LATENT}
     return small | {family: write_seeing_model(family, root / family) for family in SEEING}
 
 
