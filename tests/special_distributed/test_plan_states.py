@@ -34,7 +34,7 @@ FSDP = {
     "one-bf16-lora": (1, {"param_dtype": "bf16", "lora_rank": 3}),
     "one-bf16-sums": (1, {"param_dtype": "bf16", "reduce_dtype": "bf16"}),
     "by-size": (2, {"min_num_params": 3000}),
-    "kept-bf16": (4, {"model_dtype": "bf16", "param_dtype": "bf16"}),
+    "kept-bf16": (2, {"model_dtype": "bf16", "param_dtype": "bf16"}),
 }
 SEEING = {
     "fsdp2": (2, "qwen3_vl", {}),
