@@ -288,8 +288,9 @@ def run_engine(trial: Trial, device: str = "cpu") -> Outcome:
     engine.initialize()
     outcome = Outcome(torch.empty(0), (engine.dp_rank, engine.dp_size))
     routed = engine.hf_model if trial.with_routes else None
-    vocabulary = engine.hf_model.config.get_text_config().vocab_size
-    for step, batch in enumerate(trial.batches(vocabulary, routed, sight_of(trial.model))):
+    config = engine.hf_model.config
+    sight, vocabulary = find_sight(config, trial.model), config.get_text_config().vocab_size
+    for step, batch in enumerate(trial.batches(vocabulary, routed, sight)):
         mine = batch.chunk(engine.dp_size)[engine.dp_rank]
         mine.meta_info = {
             "temperature": TEMPERATURE,

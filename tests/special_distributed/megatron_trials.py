@@ -30,7 +30,6 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 # one is chosen, a first layer without experts.
 LATENT = {
     "model_type": "deepseek_v3",
-    "num_hidden_layers": 4,
     "num_key_value_heads": 8,
     "q_lora_rank": 21,
     "kv_lora_rank": 19,
@@ -47,12 +46,11 @@ LATENT = {
     "initializer_range": 0.1,  # scores of a size at which their scale matters
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", "num_hidden_layers": 4},
-    "qwen2": {"model_type": "qwen2", "num_hidden_layers": 4},
-    "qwen3": {"model_type": "qwen3", "num_hidden_layers": 4, "head_dim": 8, "tie_word_embeddings": True},
-    "qwen3_deep": {"model_type": "qwen3", "num_hidden_layers": 8, "head_dim": 8, "tie_word_embeddings": True},
-    "mistral": {"model_type": "mistral", "num_hidden_layers": 2, "sliding_window": 6},
-    "qwen3_moe": {"model_type": "qwen3_moe", "num_hidden_layers": 4, "head_dim": 8, **EXPERTS},
+    "llama": {"model_type": "llama"},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", "sliding_window": 6},
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 8, **EXPERTS},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "llama3_rope": {
         "model_type": "llama",
@@ -93,10 +91,15 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_small_model(name: str, folder: Path) -> Path:
+def layers_for(axes: dict[str, Any]) -> int:
+    """One for each chunk of a pipeline, and at least two."""
+    return max(2, axes.get("pp", 1) * axes.get("vpp", 1))
+
+
+def write_small_model(name: str, folder: Path, layers: int = 2) -> Path:
     """A tiny model of the table with random weights."""
-    fields = dict(MODELS[name])
-    return write_model(AutoConfig.for_model(fields.pop("model_type"), **(SMALL | fields)), folder)
+    fields = SMALL | MODELS[name] | {"num_hidden_layers": layers}
+    return write_model(AutoConfig.for_model(fields.pop("model_type"), **fields), folder)
 
 
 def megatron_trial(folder: Path, axes: dict[str, Any], **model: Any) -> Trial:

@@ -1,6 +1,7 @@
 """The FSDP engine on every axis, and every pair of axes, against one process running Hugging Face's own model."""
 
 import os
+from itertools import combinations
 from pathlib import Path
 
 import psutil
@@ -26,6 +27,8 @@ LAYOUTS = {
     "fsdp4": (4, {}),
     "ddp2-fsdp2": (4, {"fsdp_size": 2}),
     "ddp2": (2, {"fsdp_size": 1}),
+    "ddp2-sp2": (4, {"fsdp_size": 2, SP: 2}),
+    "ddp2-cp2": (4, {"fsdp_size": 2, CP: 2}),
     "sp2": (2, {SP: 2}),
     "sp4": (4, {SP: 4}),  # with 2 key-value heads
     "cp2": (2, {CP: 2}),
@@ -57,36 +60,41 @@ EXTRAS = {
     "routed-padded": {"routed": True, "use_remove_padding": False},
     "frozen-tower": {"freeze_vision_tower": True},
 }
-# Every layout with some family, every family with several layouts, every extra with shards, copies, sp and cp.
+# A covering set: what it covers is asserted in test_every_axis_and_pair_is_in_the_grid.
+PLAIN = {
+    "llama": ("one", "ddp2", "cp4", "fsdp1"),
+    "qwen2": ("fsdp2", "sp2", "fsdp2-cp2", "fsdp1-hybrid"),
+    "qwen3": ("fsdp4", "sp4", "fsdp2-sp2", "fsdp1-sp2"),
+    "qwen3_moe": ("ddp2-fsdp2", "cp2", "sp2-cp2", "fsdp1-ddp2"),
+}
 GRID = [
-    *[(family, layout, "plain") for layout, family in zip(LAYOUTS, list(FAMILIES) * 4, strict=False)],
-    *[(family, "fsdp2-sp2", "plain") for family in FAMILIES],
-    *[(family, "sp2-cp2", "plain") for family in FAMILIES],
-    *[("qwen3", layout, "checkpointing") for layout in ("fsdp2", "ddp2-fsdp2", "fsdp2-sp2", "fsdp2-cp2", "fsdp1")],
-    *[("llama", layout, "lora") for layout in ("one", "fsdp2", "ddp2-fsdp2", "sp2", "cp2", "fsdp2-sp2", "fsdp1")],
-    *[("qwen3_moe", layout, "offload") for layout in ("one", "fsdp2", "ddp2", "fsdp2-sp2", "cp2")],
-    *[("qwen2", layout, "cpu-policy") for layout in ("fsdp2", "ddp2-fsdp2", "fsdp2-cp2")],
-    *[("llama", "fsdp2", extra) for extra in ("activations", "by-size", "one-unit", "prefetch")],
-    *[("qwen3", layout, "padded") for layout in ("one", "fsdp2", "ddp2-fsdp2", "fsdp1")],
-    ("llama", "fsdp2", "lora-cpu-policy"),
-    ("qwen3_moe", "fsdp2", "lora"),
+    *[(family, layout, "plain") for family, layouts in PLAIN.items() for layout in layouts],
+    *[("qwen3", layout, "checkpointing") for layout in ("ddp2-fsdp2", "fsdp1")],
+    ("qwen3_moe", "sp2-cp2", "checkpointing"),
+    *[("llama", layout, "lora") for layout in ("one", "ddp2-fsdp2", "fsdp1")],
+    ("qwen3_moe", "sp2-cp2", "lora"),
     ("qwen2", "fsdp2", "lora"),  # its biases come between a weight and its adapters
-    ("qwen3_moe", "sp4", "checkpointing"),
+    ("qwen3_moe", "ddp2-sp2", "offload"),
+    ("qwen3", "ddp2-cp2", "offload"),
+    ("qwen2", "ddp2-fsdp2", "cpu-policy"),
+    ("llama", "sp2-cp2", "cpu-policy"),
+    *[("llama", "fsdp2", extra) for extra in ("activations", "by-size", "one-unit", "prefetch", "lora-cpu-policy")],
+    *[("qwen3", layout, "padded") for layout in ("one", "ddp2-fsdp2", "fsdp1")],
     # Weights in buffers, queries and values of unequal sizes.
-    *[("deepseek_v3", layout, "plain") for layout in ("one", "fsdp2", "sp2-cp2")],
+    ("deepseek_v3", "sp2-cp2", "plain"),
     ("deepseek_yarn", "fsdp2", "checkpointing"),
     ("deepseek_v3", "fsdp2", "lora-latent"),
-    *[("qwen3_moe", layout, "routed") for layout in ("one", "fsdp2", "sp2-cp2", "fsdp1-sp2")],
+    *[("qwen3_moe", layout, "routed") for layout in ("sp2-cp2", "fsdp1-sp2")],
     ("deepseek_v3", "fsdp2-sp2", "routed-checkpointing"),
     ("qwen3_moe", "ddp2", "routed-padded"),
     ("many_experts", "sp2", "routed"),  # routes of two bytes, which collectives do not know
-    # Images before some prompts; a rank may have none.
-    *[("qwen3_vl", layout, "plain") for layout in ("one", "fsdp2", "ddp2-fsdp2", "sp2-cp2", "fsdp2-sp2", "fsdp1")],
-    *[("qwen2_5_vl", layout, "plain") for layout in ("one", "fsdp4", "cp2")],
-    *[("qwen2_vl", layout, "plain") for layout in ("fsdp2", "sp2")],
-    *[("qwen3_vl_moe", layout, "plain") for layout in ("fsdp2", "sp2-cp2")],
+    # Images before some prompts; of two ranks with samples of their own one has none.
+    *[("qwen3_vl", layout, "plain") for layout in ("ddp2-fsdp2", "sp2-cp2", "fsdp1")],
     *[("qwen3_vl", "fsdp2", extra) for extra in ("checkpointing", "lora", "offload", "frozen-tower")],
+    *[("qwen2_5_vl", layout, "plain") for layout in ("fsdp2", "cp2")],
     ("qwen2_5_vl", "fsdp1", "frozen-tower"),
+    ("qwen2_vl", "fsdp2-sp2", "plain"),
+    ("qwen3_vl_moe", "fsdp2-cp2", "plain"),
 ]
 LATENT = ("deepseek_v3", "deepseek_yarn")
 SEEING = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe")
@@ -97,7 +105,7 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     small = {family: write_model(small_config(family), root / family) for family in FAMILIES}
     many = small_config("qwen3_moe")
-    many.num_experts = 260
+    many.num_experts, many.num_hidden_layers = 260, 1
     small["many_experts"] = write_model(many, root / "many_experts")
     small |= {family: write_small_model(family, root / family) for family in LATENT}
     return small | {family: write_seeing_model(family, root / family) for family in SEEING}
@@ -143,7 +151,7 @@ def run_here(trial):
     return run_engine(trial, str(own_device()))
 
 
-@pytest.mark.parametrize(("family", "layout", "extra"), list(dict.fromkeys(GRID)), ids=str)
+@pytest.mark.parametrize(("family", "layout", "extra"), GRID, ids=str)
 def test_same_numbers_as_one_process(ranks, folders, references, family, layout, extra):
     world, trial = make_trial(folders[family], layout, extra)
     key = (family, trial.model.lora_rank, trial.with_routes, extra == "frozen-tower")
@@ -157,8 +165,14 @@ def test_same_numbers_as_one_process(ranks, folders, references, family, layout,
     assert min(value for name, value in control.items() if found[name] > 0) > TOLERANCE, control
 
 
-@pytest.mark.parametrize("extra", ["plain", "checkpointing", "lora"])
-@pytest.mark.parametrize("layout", ["fsdp2", "ddp2-fsdp2", "sp2", "cp2", "fsdp1"])
+# Every extra with shards and with FSDP1, every axis with some extra.
+IN_8_BITS = [
+    ("ddp2-fsdp2", "plain"), ("sp2", "checkpointing"), ("cp2", "lora"), ("fsdp2", "lora"),
+    ("fsdp1", "plain"), ("fsdp1", "checkpointing"), ("fsdp1", "lora"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "extra"), IN_8_BITS)
 def test_products_in_8_bits_are_those_of_one_process(ranks, folders, references, layout, extra):
     """To the last digits, as long as these do not decide how a number is rounded: after an update some are."""
     family = "llama" if extra == "lora" else "qwen3"
@@ -198,10 +212,33 @@ def test_products_in_8_bits_are_refused_where_they_gain_nothing(ranks, folders):
     assert "without compiled layers: set use_torch_compile=true" in ranks(1).run(refused_on_gpu, trial)[0]
 
 
+def axes_of(layout):
+    """Of FSDP2: `data` are ranks with samples of their own, `copies` those with the same shard."""
+    world, options = LAYOUTS[layout]
+    sp, cp = options.get(SP, 1), options.get(CP, 1)
+    shards = options.get("fsdp_size", world)
+    sizes = {"data": world // (sp * cp), "shards": shards, "copies": world // shards, "sp": sp, "cp": cp}
+    return set() if "strategy" in options else {name for name, size in sizes.items() if size > 1}
+
+
+AXES = {"data", "shards", "copies", "sp", "cp"}
+
+
 def test_every_axis_and_pair_is_in_the_grid():
     assert {layout for _, layout, _ in GRID} == set(LAYOUTS)
     assert {extra for _, _, extra in GRID} == set(EXTRAS)
     assert {family for family, _, _ in GRID} == {*FAMILIES, *LATENT, *SEEING, "many_experts"}
+    assert len(GRID) == len(set(GRID))
+    together = {pair for _, layout, _ in GRID for pair in combinations(sorted(axes_of(layout)), 2)}
+    assert together == set(combinations(sorted(AXES), 2))
+    for family in FAMILIES:
+        assert set().union(*(axes_of(layout) for own, layout, _ in GRID if own == family)) == AXES
+    for extra in ("plain", "offload", "cpu-policy", "checkpointing", "lora"):
+        assert set().union(*(axes_of(layout) for _, layout, own in GRID if own == extra)) == AXES
+    # Every family, and every extra that it knows, with FSDP1.
+    old = [(family, extra) for family, layout, extra in GRID if "strategy" in LAYOUTS[layout][1]]
+    assert {family for family, _ in old} >= set(FAMILIES)
+    assert {extra for _, extra in old} == {"plain", "checkpointing", "lora", "padded", "routed", "frozen-tower"}
 
 
 def moved_and_used(trial):
@@ -315,19 +352,26 @@ def peak_while_loading(trial):
     return int(peak.split()[1]) * 1024 - before, shard
 
 
-@pytest.mark.parametrize("extra", ["plain", "lora"])
-def test_each_rank_reads_only_its_slices(ranks, tmp_path, extra):
-    """Loading costs a rank about its shard, not the model: the file is mapped and only the rows needed are read."""
+@pytest.fixture(scope="module")
+def large_folder(tmp_path_factory):
+    """A model of more than 200 MiB in float32, and that size in bytes."""
     config = small_config("llama")
-    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 1024, 4096, 6
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 1024, 4096, 3
     config.vocab_size, config.head_dim = 8000, 128
-    folder = write_model(config, tmp_path / "model")
+    folder = write_model(config, tmp_path_factory.mktemp("large"))
     size = 0
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         size += sum(4 * tensor.numel() for tensor in tensors.values())
         # In another type than the model's, whoever loads all of it also has all of it.
         save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, file, {"format": "pt"})
+    return folder, size
+
+
+@pytest.mark.parametrize("extra", ["plain", "lora"])
+def test_each_rank_reads_only_its_slices(ranks, large_folder, extra):
+    """Loading costs a rank about its shard, not the model: the file is mapped and only the rows needed are read."""
+    folder, size = large_folder
     _, trial = make_trial(folder, "fsdp4", extra)
     for grown, shard in ranks(4).run(peak_while_loading, trial):
         assert shard < size / 4 * 1.05

@@ -11,7 +11,8 @@ from megatron_trials import megatron_trial, write_small_model
 from meshrl.algorithms import BatchStats
 from meshrl.workers.verification import TEMPERATURE, _loss_function, relative_difference
 
-STEPS = 4
+STEPS, SAVED_AT = 3, 2
+DEPTH = {"qwen3": 4, "qwen3_moe": 2, "deepseek_v3": 4}  # four chunks of a pipeline; biases in both stages
 LAYOUTS = {
     "tp2": (2, "qwen3", {"tp": 2}),
     "pp2-vpp2": (2, "qwen3", {"pp": 2, "vpp": 2}),
@@ -34,17 +35,19 @@ PAIRS = [
 ]
 
 
-def steps(trial, start, stop, load, save, wreck=False):
-    """Runs steps [start, stop); returns losses and weights."""
+def steps(trial, start, stop, load, save, save_at=0, wreck=False):
+    """Runs steps [start, stop), and saves before the one at `save_at`; returns losses and weights."""
     from meshrl.engines.megatron.engine import MegatronEngine
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
 
-    engine = MegatronEngine(trial.model, trial.engine, trial.optim, device=torch.device("cpu"), total_steps=STEPS)
+    engine = MegatronEngine(trial.model, trial.engine, trial.optim, device=torch.device("cpu"), total_steps=STEPS + 1)
     engine.initialize()
     if load:
         engine.load_checkpoint(Path(load), ("model", "extra") if wreck else ("model", "optimizer", "extra"))
     losses = []
-    for batch in (trial.batches(61) * 2)[start:stop]:
+    if save and save_at == start:
+        engine.save_checkpoint(Path(save))
+    for number, batch in list(enumerate(trial.batches(61) * 2))[start:stop]:
         mine = batch.chunk(engine.dp_size)[engine.dp_rank]
         mine.meta_info = {
             "temperature": TEMPERATURE,
@@ -58,8 +61,8 @@ def steps(trial, start, stop, load, save, wreck=False):
         losses.append(engine.forward_backward_batch(mine, _loss_function(stats)).metrics["loss"])
         engine.optimizer_step()
         engine.lr_scheduler_step()
-    if save:
-        engine.save_checkpoint(Path(save))
+        if save and save_at == number + 1:
+            engine.save_checkpoint(Path(save))
     weights = {name: value.clone() for name, value in engine.per_tensor_params()}
     leave_parallel_state()
     return losses, weights
@@ -68,7 +71,7 @@ def steps(trial, start, stop, load, save, wreck=False):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("megatron-checkpoint-models")
-    return {name: write_small_model(name, root / name) for name in ("qwen3", "qwen3_moe", "deepseek_v3")}
+    return {name: write_small_model(name, root / name, layers) for name, layers in DEPTH.items()}
 
 
 def cosine_trial(folders, layout):
@@ -80,15 +83,15 @@ def cosine_trial(folders, layout):
 @pytest.mark.parametrize(("written_by", "read_by"), PAIRS)
 def test_goes_on_where_it_stopped(megatron_ranks, folders, tmp_path, written_by, read_by):
     world, trial = cosine_trial(folders, written_by)
-    whole = megatron_ranks(world).run(steps, trial, 0, STEPS, None, None)[0]
-    megatron_ranks(world).run(steps, trial, 0, 2, None, str(tmp_path / "at2"))
+    folder = str(tmp_path / "saved")
+    whole = megatron_ranks(world).run(steps, trial, 0, STEPS, None, folder, SAVED_AT)[0]
     other_world, other = cosine_trial(folders, read_by)
-    for losses, weights in megatron_ranks(other_world).run(steps, other, 2, STEPS, str(tmp_path / "at2"), None):
+    for losses, weights in megatron_ranks(other_world).run(steps, other, SAVED_AT, STEPS, folder, None):
         # The loss is a difference of terms of order one.
-        assert losses == pytest.approx(whole[0][2:], rel=1e-5, abs=1e-6)
+        assert losses == pytest.approx(whole[0][SAVED_AT:], rel=1e-5, abs=1e-6)
         assert max(relative_difference(weights[n], whole[1][n]) for n in weights) <= 1e-5
     # Control: without the optimizer's states the same steps end elsewhere.
-    wrecked = megatron_ranks(other_world).run(steps, other, 2, STEPS, str(tmp_path / "at2"), None, True)[0]
+    wrecked = megatron_ranks(other_world).run(steps, other, SAVED_AT, STEPS, folder, None, wreck=True)[0]
     assert max(relative_difference(wrecked[1][n], whole[1][n]) for n in wrecked[1]) > 1e-3
 
 

@@ -15,7 +15,8 @@ from meshrl.data.proto import DataProto
 from meshrl.rollout.base import SamplingParams
 from meshrl.rollout.embedded.engine import EmbeddedRollout
 
-SAMPLING = SamplingParams(max_tokens=9, temperature=0.8)
+LENGTH = 5
+SAMPLING = SamplingParams(max_tokens=LENGTH, temperature=0.8)
 VERSIONS = (1, 2)
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 CASES = {
@@ -34,13 +35,13 @@ CASES = {
 
 
 def prompts_of(number: int) -> DataProto:
-    """Different prompts for every rollout, of unequal lengths, some asked twice."""
+    """Different prompts for every rollout, of unequal lengths, some asked twice, more than run at once."""
     generator = torch.Generator().manual_seed(number)
-    ids, mask = torch.randint(2, 41, (7, 11), generator=generator), torch.ones(7, 11, dtype=torch.long)
-    for row, padding in enumerate((0, 3, 3, 10, 7, 1, 5)):
+    ids, mask = torch.randint(2, 41, (5, 11), generator=generator), torch.ones(5, 11, dtype=torch.long)
+    for row, padding in enumerate((0, 3, 3, 10, 7)):
         ids[row, :padding], mask[row, :padding] = 0, 0
     ids[2] = ids[1]
-    return DataProto.from_dict({"input_ids": ids, "attention_mask": mask, "seeds": torch.arange(7) + 100 * number})
+    return DataProto.from_dict({"input_ids": ids, "attention_mask": mask, "seeds": torch.arange(5) + 100 * number})
 
 
 def trained_and_generated(folder: Path, tp: int, options: dict):
@@ -59,8 +60,8 @@ def trained_and_generated(folder: Path, tp: int, options: dict):
             if ".lora_" in name:
                 param.fill_(0.1)  # the second matrix starts at zero
     rollout = build_rollout(
-        RolloutConfig(dtype="float32", max_num_seqs=4, response_length=9, expert_parallel_size=spread), ModelConfig(),
-        engine.hf_model,
+        RolloutConfig(dtype="float32", max_num_seqs=4, response_length=LENGTH, expert_parallel_size=spread),
+        ModelConfig(), engine.hf_model,
         SimpleNamespace(pad_token_id=0), device=own_device(), can_share=False,
         rank_group=contiguous_group(tp, 60.0),
     )  # fmt: skip
@@ -112,10 +113,11 @@ def test_a_cut_rollout_generates_with_the_trainers_weights(ranks, tmp_path, case
         reference.load_state_dict(weights, strict=False)
         for rank, (versions, _) in enumerate(found):
             batch = versions[at][0]
-            alone = one.generate_sequences(prompts_of(rank // tp), SAMPLING).batch
+            if rank % tp == 0:  # the ranks of a rollout answer alike
+                alone = one.generate_sequences(prompts_of(rank // tp), SAMPLING).batch
+                expected = log_probs_by_hand(reference, batch)
             assert torch.equal(batch["responses"], alone["responses"])
             assert set(batch["versions"].unique().tolist()) <= {-1, VERSIONS[at]}
-            expected = log_probs_by_hand(reference, batch)
             torch.testing.assert_close(batch["rollout_log_probs"], expected, rtol=1e-5, atol=1e-5)
         # The comparison would see one version for the other.
         other = found[0][0][1 - at][0]

@@ -23,7 +23,7 @@ LAYOUTS = {"ep2": {"tp": 2, "ep": 2, "etp": 1}, "pp2": {"pp": 2}}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_small_model("deepseek_v3", tmp_path_factory.mktemp("buffers") / "model")
+    return write_small_model("deepseek_v3", tmp_path_factory.mktemp("buffers") / "model", layers=4)
 
 
 def changed(folder):
