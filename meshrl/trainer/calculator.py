@@ -47,9 +47,7 @@ def main(
     return folder
 
 
-def warm_up(
-    out: Path, files: dict[str, str], seed: int, console: Console, overrides: Sequence[str] = ()
-) -> Path:
+def warm_up(out: Path, files: dict[str, str], seed: int, console: Console, overrides: Sequence[str] = ()) -> Path:
     """The warm-up; returns the folder of the model it wrote."""
     settings = [
         f"data.train_files=[{files['demonstrations']}]",

@@ -123,7 +123,12 @@ def test_the_comparison_can_fail(task, data, whole, tmp_path):
 
 
 def test_two_processes_go_on_to_the_bit_locally_and_on_ray(
-    task, data, stopped, code, tmp_path, monkeypatch  # noqa: F811
+    task,
+    data,
+    stopped,
+    code,
+    tmp_path,
+    monkeypatch,  # noqa: F811
 ):
     """On Ray with copies of the built-in loss and estimator, which a file of the user's registers in every process."""
     pytest.importorskip("ray")
