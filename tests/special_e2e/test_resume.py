@@ -126,9 +126,9 @@ def test_two_processes_go_on_to_the_bit_locally_and_on_ray(
     task,
     data,
     stopped,
-    code,
+    code,  # noqa: F811
     tmp_path,
-    monkeypatch,  # noqa: F811
+    monkeypatch,
 ):
     """On Ray with copies of the built-in loss and estimator, which a file of the user's registers in every process."""
     pytest.importorskip("ray")
