@@ -290,6 +290,12 @@ def differences(out: Path, whole: Path, steps: int) -> list[str]:
     return problems
 
 
+def prepare(folder: Path) -> None:
+    """Writes the model and the data of the runs."""
+    make_tiny_model(folder / "assets" / "model", ALPHABET)
+    write_data(folder / "assets", seed=0)
+
+
 def chaos(
     folder: Path,
     kills: int,
@@ -300,18 +306,19 @@ def chaos(
     limit: float = 1500.0,
     copies: int = -1,
     phases: Sequence[str] = PHASES,
+    unkilled: Outcome | None = None,
 ) -> list[Outcome]:
     """Runs until so many processes were killed; raises if a run does not end as the unkilled one did.
 
-    The first outcome is the unkilled run's.
+    The first outcome is the unkilled run's; whoever passes it has prepared the folder and left the run in its `whole`.
     """
-    make_tiny_model(folder / "assets" / "model", ALPHABET)
-    write_data(folder / "assets", seed=0)
     rng, whole = random.Random(seed), folder / "whole"
     plan = aims(rng, phases)
-    first, _ = run(command(folder, whole, backend, steps, 1), whole, 0, plan, rng, limit)
-    assert first.code == 0, (whole / "output.txt").read_text()[-3000:]
-    outcomes = [first]
+    if unkilled is None:
+        prepare(folder)
+        unkilled, _ = run(command(folder, whole, backend, steps, 1), whole, 0, plan, rng, limit)
+        assert unkilled.code == 0, (whole / "output.txt").read_text()[-3000:]
+    outcomes = [unkilled]
     while (left := kills - sum(len(outcome.kills) for outcome in outcomes)) > 0:
         out = folder / f"run{len(outcomes)}"
         words = command(folder, out, backend, steps, 4 * per_run, copies)

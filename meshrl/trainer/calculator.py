@@ -47,7 +47,7 @@ def main(
     return folder
 
 
-def warm_up(out: Path, files: dict[str, str], seed: int, console: Console) -> Path:
+def warm_up(out: Path, files: dict[str, str], seed: int, console: Console, overrides: Sequence[str] = ()) -> Path:
     """The warm-up; returns the folder of the model it wrote."""
     settings = [
         f"data.train_files=[{files['demonstrations']}]",
@@ -55,6 +55,7 @@ def warm_up(out: Path, files: dict[str, str], seed: int, console: Console) -> Pa
         f"trainer.seed={seed}",
         f"trainer.default_local_dir={out / 'sft'}",
         "trainer.logger=[file]",
+        *overrides,
     ]
     loaded = load_config("calculator_sft", settings, SFTConfig)
     return train_supervised(loaded.config, loaded.sources, console) / "model"

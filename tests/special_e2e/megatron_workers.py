@@ -9,6 +9,8 @@ class OnCpu:
     Not where a run has one process: that is the one of the tests, which must stay as it is.
     """
 
+    preload = ("megatron_cpu_imports",)
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         if self.world_size > 1:

@@ -18,18 +18,22 @@ def steps(run, name):
     return [row[name] for row in run.metrics if name in row]
 
 
-def test_without_staleness_separate_devices_equal_shared_ones(task, tmp_path):
-    together = task.train(tmp_path / "together", *UNEVEN, *WITH_REFERENCE)
+@pytest.fixture(scope="module")
+def together(task, tmp_path_factory):
+    return task.train(tmp_path_factory.mktemp("together") / "run", *UNEVEN, *WITH_REFERENCE)
+
+
+def test_without_staleness_separate_devices_equal_shared_ones(task, together, tmp_path):
     apart = task.train(tmp_path / "apart", *UNEVEN, *WITH_REFERENCE, *ONE)
     compare(together, apart, 0.0)
     assert max(steps(apart, "training/staleness_max")) == 0
     assert not steps(apart, "rollout_corr/rollout_is_mean")
 
 
-def test_ray_runs_separate_devices_as_well(task, tmp_path):
+def test_ray_runs_separate_devices_as_well(task, together, tmp_path):
     pytest.importorskip("ray")
-    together = task.train(tmp_path / "together", *UNEVEN)
-    apart = task.train(tmp_path / "apart", *UNEVEN, *ONE, "trainer.backend=ray", "ray_init.num_cpus=3")
+    ray = ("trainer.backend=ray", "ray_init.num_cpus=2")
+    apart = task.train(tmp_path / "apart", *UNEVEN, *WITH_REFERENCE, *ONE, *ray)
     compare(together, apart, 0.0)
 
 

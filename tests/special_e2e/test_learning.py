@@ -8,7 +8,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ACCURACY = "val-core/sort_digits/acc/mean@1"
 # As many as the demo has.
-SAMPLES = ("data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
+SAMPLES = (
+    "data.train_batch_size=64",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "actor_rollout_ref.rollout.n=8",
+)
+# Fewer steps than the demo has.
+SOON = ("actor_rollout_ref.actor.optim.lr=2.5e-4", "actor_rollout_ref.actor.optim.lr_warmup_steps=5")
 
 
 def accuracies(run):
@@ -17,12 +23,12 @@ def accuracies(run):
 
 def test_grpo_learns_and_coin_tosses_do_not(task, tmp_path):
     data = (f"data.train_files=[{task.files['all_prompts']}]", f"data.val_files=[{task.files['all_held_out']}]")
-    steps = ("trainer.total_training_steps=50", "trainer.test_freq=50", *data, *SAMPLES)
+    steps = ("trainer.total_training_steps=50", "trainer.test_freq=50", *data, *SAMPLES, *SOON)
     learned = task.train(tmp_path / "grpo", *steps)
     before, after = accuracies(learned)
     assert before < 0.45
     assert after > 0.55
-    fewer = ("trainer.total_training_steps=25", "trainer.test_freq=25")
+    fewer = ("trainer.total_training_steps=15", "trainer.test_freq=15")
     control = task.train(tmp_path / "control", *steps, *fewer, "reward.name=coin_toss")
     start, end = accuracies(control)
     assert start == before
@@ -36,9 +42,9 @@ def test_grpo_learns_and_coin_tosses_do_not(task, tmp_path):
         *data,
         "algorithm.adv_estimator=distillation",
         f"actor_rollout_ref.ref.model.path={learned.path / 'model'}",
-        "data.train_batch_size=512",
+        "data.train_batch_size=256",
         "actor_rollout_ref.rollout.n=1",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=128",
         "trainer.total_training_steps=20",
         "trainer.test_freq=20",
     )

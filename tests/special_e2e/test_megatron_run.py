@@ -37,6 +37,8 @@ class WorkerOnCpu(OnCpu, ActorRolloutRefWorker):
 class VerificationOnCpu(VerificationWorker):
     """The same for `meshrl verify`, whose worker has one method."""
 
+    preload = OnCpu.preload
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def run(self) -> Outcome:
         import megatron_cpu

@@ -58,6 +58,9 @@ def options(reward_model):
     return (
         *PPO,
         *REJECTING,
+        # Few samples: processors without bfloat16 take hundreds of times as long for its products.
+        "data.train_batch_size=6",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=3",
         "trainer.test_freq=-1",
         "trainer.val_before_train=false",
         "actor_rollout_ref.actor.use_kl_loss=true",
@@ -140,6 +143,7 @@ def test_a_larger_teacher_has_devices_and_a_layout_of_its_own(task, tmp_path, mo
     teacher.save_pretrained(tmp_path / "teacher")
     options = (
         *UNEVEN,
+        "trainer.total_training_steps=2",
         "trainer.test_freq=-1",
         "trainer.val_before_train=false",
         "algorithm.adv_estimator=distillation",

@@ -1,16 +1,26 @@
 """RL raises tool use and accuracy: the calculator recipe, cut short."""
 
 import json
+from functools import partial
 
 import pytest
 from rich.console import Console
 
-from meshrl.trainer.calculator import ACCURACY, TOOL_USE, main
+from meshrl.trainer.calculator import ACCURACY, TOOL_USE, main, warm_up
 
 
 @pytest.mark.slow
-def test_rl_teaches_a_tiny_model_to_use_the_calculator(tmp_path):
-    short = ["trainer.total_training_steps=12", "trainer.test_freq=12", "trainer.device=cpu", "trainer.logger=[file]"]
+def test_rl_teaches_a_tiny_model_to_use_the_calculator(tmp_path, monkeypatch):
+    half = partial(warm_up, overrides=["data.train_batch_size=32", "trainer.device=cpu"])
+    monkeypatch.setattr("meshrl.trainer.calculator.warm_up", half)
+    short = [
+        "trainer.total_training_steps=10",
+        "trainer.test_freq=10",
+        "trainer.device=cpu",
+        "trainer.logger=[file]",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+    ]
     folder = main(tmp_path, overrides=short, console=Console(quiet=True))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     before, after = (row[ACCURACY] for row in rows if ACCURACY in row)
