@@ -13,8 +13,6 @@ SAMPLES = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=32",
     "actor_rollout_ref.rollout.n=8",
 )
-# Fewer steps than the demo has.
-SOON = ("actor_rollout_ref.actor.optim.lr=2.5e-4", "actor_rollout_ref.actor.optim.lr_warmup_steps=5")
 
 
 def accuracies(run):
@@ -23,12 +21,12 @@ def accuracies(run):
 
 def test_grpo_learns_and_coin_tosses_do_not(task, tmp_path):
     data = (f"data.train_files=[{task.files['all_prompts']}]", f"data.val_files=[{task.files['all_held_out']}]")
-    steps = ("trainer.total_training_steps=50", "trainer.test_freq=50", *data, *SAMPLES, *SOON)
+    steps = ("trainer.total_training_steps=50", "trainer.test_freq=50", *data, *SAMPLES)
     learned = task.train(tmp_path / "grpo", *steps)
     before, after = accuracies(learned)
     assert before < 0.45
     assert after > 0.55
-    fewer = ("trainer.total_training_steps=15", "trainer.test_freq=15")
+    fewer = ("trainer.total_training_steps=25", "trainer.test_freq=25")
     control = task.train(tmp_path / "control", *steps, *fewer, "reward.name=coin_toss")
     start, end = accuracies(control)
     assert start == before

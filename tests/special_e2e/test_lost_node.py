@@ -12,7 +12,7 @@ from test_resume import RUN, assert_equal, data  # noqa: F401
 
 from meshrl.trainer.ppo import PPOTrainer
 
-LONG = ("trainer.total_training_steps=6", "trainer.test_freq=-1", "trainer.save_freq=-1")
+LONG = ("trainer.total_training_steps=7", "trainer.test_freq=-1", "trainer.save_freq=-1")
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_lost_node_is_restored_from_the_next_one(task, data, cluster, tmp_path
 
     def lose_a_node_and_go_on(self, batch):
         # Copies are written beside the steps and may lag by two.
-        if self.step == 5 and not lost:
+        if self.step == 6 and not lost:
             assert len(children(cluster, "Shelf")) == 3
             ranks = children(cluster, "RayWorker")
             assert len(ranks) == 2
