@@ -110,6 +110,7 @@ def page_runner(scene, tmp_path, monkeypatch):
     shorten_demos(monkeypatch)
     families = {"qwen3": meshrl.trainer.verify.FAMILIES["qwen3"]}
     monkeypatch.setattr(meshrl.trainer.verify, "FAMILIES", families)
+    monkeypatch.setattr("meshrl.doctor.measure.MINIMUM_SECONDS", 0.01)
     runner = Runner(ROOT)
     yield runner
     runner.close()
