@@ -347,6 +347,9 @@ ALIASES: tuple[Alias, ...] = (
     *_rewards(),
     *_run(),
 )
+PLACES: dict[str, list[int]] = {}  # of the aliases of a key
+for _place, _alias in enumerate(ALIASES):
+    PLACES.setdefault(_alias.old, []).append(_place)
 
 
 @dataclass(frozen=True)
@@ -366,9 +369,10 @@ def read_setting(name: str, value: Any) -> Reading:
     written, agrees, over_ranks = name, False, False
     if name.rpartition(".")[2] == "_target_":
         return Reading(None, value)  # Hydra's word for a class, where there is none to choose
-    for alias in ALIASES:
-        if not _matches(alias, name):
-            continue
+    place = 0
+    while (place := _next_match(name, place)) < len(ALIASES):
+        alias = ALIASES[place]
+        place += 1
         value = next((ours for theirs, ours in alias.values.items() if value == theirs), value)
         if alias.new is not None:
             name = alias.new + name[len(alias.old) :]
@@ -386,15 +390,29 @@ def read_setting(name: str, value: Any) -> Reading:
 
 def canonical(name: str) -> str:
     """The project's spelling of a dotted key."""
-    for alias in ALIASES:
-        if alias.new is not None and _matches(alias, name):
+    place = 0
+    while (place := _next_match(name, place)) < len(ALIASES):
+        alias = ALIASES[place]
+        place += 1
+        if alias.new is not None:
             name = alias.new + name[len(alias.old) :]
     return name
 
 
 def has_alias(name: str) -> bool:
     """Whether others have this key, or one below it, and it is not simply ours."""
-    return any(_matches(alias, name) or alias.old.startswith(f"{name}.") for alias in ALIASES)
+    return _next_match(name, 0) < len(ALIASES) or any(alias.old.startswith(f"{name}.") for alias in ALIASES)
+
+
+def _next_match(name: str, start: int) -> int:
+    """The place of the first alias from `start` on that a key falls under; the number of aliases if there is none."""
+    found, above = len(ALIASES), name
+    while above:
+        for place in PLACES.get(above, ()):
+            if start <= place < found and _matches(ALIASES[place], name):
+                found = place
+        above = above.rpartition(".")[0]
+    return found
 
 
 def _matches(alias: Alias, name: str) -> bool:

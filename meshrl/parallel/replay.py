@@ -7,8 +7,8 @@ share that remains belongs to the schedule and to unequal micro-batches, not to 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from meshrl.telemetry.timeline import COMPUTE, Span
 
@@ -19,7 +19,7 @@ Work = Callable[[int, Span], float]
 def replay(stages: Sequence[Sequence[Span]], work: Work | None = None) -> list[list[Span]]:
     """The spans of every stage on the virtual clock; `work` says how long each is (by default its own `work`)."""
     duration = work or (lambda stage, span: span.work)
-    todo = [[span for span in spans if span.kind in COMPUTE] for spans in stages]
+    todo = [deque(span for span in spans if span.kind in COMPUTE) for spans in stages]
     chunks = 1 + max((span.chunk for spans in todo for span in spans), default=0)
     last = len(stages) * chunks - 1
     done: list[list[Span]] = [[] for _ in stages]
@@ -36,7 +36,8 @@ def replay(stages: Sequence[Sequence[Span]], work: Work | None = None) -> list[l
                 start = max(ready, done[stage][-1].end if done[stage] else 0.0)
                 length = duration(stage, span)
                 ends[span.kind, place, span.micro_batch] = start + length
-                done[stage].append(replace(spans.pop(0), start=start, end=start + length, work=length))
+                done[stage].append(Span(span.kind, span.chunk, span.micro_batch, start, start + length, length))
+                spans.popleft()
         if waiting == sum(len(spans) for spans in todo):
             stuck = {stage: spans[0] for stage, spans in enumerate(todo) if spans}
             raise ValueError(f"the recorded order cannot be run, every stage waits for another: {stuck}")

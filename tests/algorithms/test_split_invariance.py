@@ -36,7 +36,7 @@ CONFIG = SimpleNamespace(
     ),
 )
 HORIZON = 9.0
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=12, deadline=None)
 
 
 @st.composite

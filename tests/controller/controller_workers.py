@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,10 @@ from meshrl.controller import Dispatch, Execute, Worker, nd_dispatch, register, 
 
 if TYPE_CHECKING:
     from meshrl.data.proto import DataProto
+
+if "pytest" not in sys.modules:
+    # tensordict marks its functions for torch.compile, which nobody uses here: that alone would import all of dynamo.
+    torch.compiler.allow_in_graph = lambda function: function
 
 
 def _reverse_dispatch(group: Any, values: list[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from meshrl.cli import main
+from meshrl.doctor import measure
 from meshrl.doctor.links import LinkRun, judge_clocks, judge_links
 
 
@@ -12,7 +13,10 @@ def pair(gbs=3.0, latency=50.0, offset=0.0, error=1e-4):
     return {"peer": 1, "gbs": gbs, "latency_us": latency, "clock_offset_s": offset, "clock_error_s": error}
 
 
-def test_the_whole_command(capsys, tmp_path):
+def test_the_whole_command(capsys, tmp_path, monkeypatch):
+    product = measure.matmul_tflops
+    monkeypatch.setattr(measure, "MINIMUM_SECONDS", 0.01)
+    monkeypatch.setattr(measure, "matmul_tflops", lambda device, dtype, size: product(device, dtype, 64))
     file = tmp_path / "hardware.yaml"
     code = main(["doctor", "--json", "--disk", str(tmp_path), "--address", "", "--measure", str(file)])
     answer = json.loads(capsys.readouterr().out)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from meshrl.cli import main
 from meshrl.models.tiny import make_tiny_model
 
 NAME, COMMIT = "somebody/tiny-model", "0123456789abcdef0123456789abcdef01234567"
@@ -138,7 +139,7 @@ def test_what_cannot_be_had_is_said(tmp_path, hub):
         assert f"{name} is not a folder, not whole in the hub's cache, and could not be downloaded: " in err
 
 
-def test_a_run_takes_a_name_and_a_dry_run_does_not_download_it(tmp_path, hub, files):
+def test_a_run_takes_a_name_and_a_dry_run_does_not_download_it(tmp_path, hub, files, monkeypatch, capsys):
     endpoint, asked = hub
     rows = "".join(json.dumps({"prompt": f"{n}+1=", "ground_truth": str(n + 1)}) + "\n" for n in range(8))
     (tmp_path / "train.jsonl").write_text(rows)
@@ -166,6 +167,7 @@ def test_a_run_takes_a_name_and_a_dry_run_does_not_download_it(tmp_path, hub, fi
     assert COMMIT in out
     # A folder of that name comes first.
     shutil.copytree(files, tmp_path / NAME, ignore=shutil.ignore_patterns("consolidated*"))
-    code, out, err = run(tmp_path, "http://127.0.0.1:9", MESHRL, *words, "--dry-run")
+    monkeypatch.chdir(tmp_path)
+    code, err = main([*words, "--dry-run"]), capsys.readouterr().err
     assert code == 0, err
     assert "read from" not in err

@@ -18,6 +18,7 @@ import io
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -134,7 +135,7 @@ class Runner:
                 assert any(re.fullmatch(pattern, seen.strip()) for seen in lines), f"no '{line}' in:\n{output}"
 
     def run_command(self, command):
-        """meshrl's own commands are run in this process; what they print is returned.
+        """meshrl's own commands, and scripts, are run in this process; what they print is returned.
 
         Training from data is a dry run, demos take a step or two (see the fixture); a server in the foreground is only
         parsed, one in the background is started; of pip and make it is looked whether they name what is there.
@@ -153,6 +154,8 @@ class Runner:
         if words[:2] == ["python", "-c"]:
             exec(words[2], {})
             return ""
+        if words[0] == "python" and words[1].endswith(".py"):
+            return self._script(words[1:])
         if words[0] != "meshrl":
             command = command.replace(":8000", f":{self.port}") if self.port else command
             path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -172,6 +175,13 @@ class Runner:
             _parse(words[1:])
             return ""
         return self._meshrl(words[1:])
+
+    def _script(self, words):
+        """As a process of its own would run it, without its imports of many seconds."""
+        out, path = io.StringIO(), [str(Path(words[0]).parent), *sys.path]
+        with patch.object(sys, "argv", words), patch.object(sys, "path", path), contextlib.redirect_stdout(out):
+            runpy.run_path(words[0], run_name="__main__")
+        return out.getvalue()
 
     def _meshrl(self, words):
         place = words.index("...") if "..." in words else None

@@ -11,6 +11,7 @@ from docs_runner import LANGUAGES, Runner, blocks_of, commands_of
 from rich.console import Console
 
 import meshrl.agents.calculator_task
+import meshrl.doctor.measure
 import meshrl.trainer.calculator
 import meshrl.trainer.demo
 import meshrl.trainer.verify
@@ -113,9 +114,17 @@ def page_runner(scene, tmp_path, monkeypatch):
     shorten_demos(monkeypatch)
     families = {"qwen3": meshrl.trainer.verify.FAMILIES["qwen3"]}
     monkeypatch.setattr(meshrl.trainer.verify, "FAMILIES", families)
+    measure_briefly(monkeypatch)
     runner = Runner(ROOT)
     yield runner
     runner.close()
+
+
+def measure_briefly(patch):
+    """Small products, few times: tests/doctor looks at the numbers."""
+    product = meshrl.doctor.measure.matmul_tflops
+    patch.setattr(meshrl.doctor.measure, "MINIMUM_SECONDS", 0.01)
+    patch.setattr(meshrl.doctor.measure, "matmul_tflops", lambda device, dtype, size: product(device, dtype, 64))
 
 
 def shorten_demos(patch):

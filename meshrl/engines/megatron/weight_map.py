@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -32,8 +32,7 @@ class ModuleNames:
     experts: str = "sequential"
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """The rectangle `[start, start + size)` of a Hugging Face tensor and where it lies in a local parameter."""
 
     name: str
@@ -59,14 +58,12 @@ class Slice:
         return place.t() if self.transposed else place
 
 
-@dataclass(frozen=True)
-class HfTensor:
+class HfTensor(NamedTuple):
     name: str
     shape: Shape
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """Indices [start, stop) of a tensor along the dim that is cut."""
 
     tensor: HfTensor
@@ -319,20 +316,19 @@ class _RankChunk:
         """Runs laid end to end along `dim` of a parameter, which may be longer than they are together."""
         length = length or sum(run.stop - run.start for run in runs)
         place = 0
-        for run in runs:
-            shape = run.tensor.shape
-            zeros = (0,) * len(shape)
+        for (name, shape), start, stop in runs:
+            before, behind = (0,) * dim, (0,) * (len(shape) - dim - 1)
             yield Slice(
-                name=run.tensor.name,
+                name=name,
                 shape=shape,
-                start=_with(zeros, dim, run.start),
-                size=_with(shape, dim, run.stop - run.start),
+                start=(*before, start, *behind),
+                size=_with(shape, dim, stop - start),
                 chunk=self.chunk,
                 parameter=parameter,
                 parameter_shape=_with(shape, dim, length),
-                offset=_with(zeros, dim, place),
+                offset=(*before, place, *behind),
             )
-            place += run.stop - run.start
+            place += stop - start
 
 
 def _mlp_tensors(
