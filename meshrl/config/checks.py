@@ -5,9 +5,8 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from meshrl.config.adapters import adapter_problems, target_problems
+from meshrl.config.adapters import adapter_problems
 from meshrl.config.algorithm import ESTIMATORS, GROUP_ESTIMATORS
 from meshrl.config.algorithm_checks import (
     bypass_problems,
@@ -30,19 +29,15 @@ from meshrl.config.data_checks import (
     sampler_file_problems,
 )
 from meshrl.config.data_files import data_file_problems
-from meshrl.config.eight_bits import eight_bit_file_problems, eight_bit_problems, training_problems
+from meshrl.config.eight_bits import eight_bit_file_problems, eight_bit_problems
 from meshrl.config.engine import EngineConfig
 from meshrl.config.engine_arguments import engine_argument_problems
 from meshrl.config.errors import ConfigError
 from meshrl.config.gates import gate_problems
 from meshrl.config.layout import engine_problems, rollout_problems, sequence_ranks
 from meshrl.config.model import ModelConfig
+from meshrl.config.model_checks import model_problems
 from meshrl.config.model_folder import (
-    classifier_problem,
-    fit_problems,
-    folder_problems,
-    packing_problems,
-    quantized_problem,
     read_model_config,
     stateful_layers,
 )
@@ -176,7 +171,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
     ]
     if check_files:
         problems += _file_problems(config)
-        problems += _model_problems(
+        problems += model_problems(
             config.actor_rollout_ref.model,
             MODEL,
             actor,
@@ -224,7 +219,7 @@ def _reference_file_problems(config: PPOConfig) -> list[str]:
     model = _read_by_ids(replace(config.actor_rollout_ref.model, path=path, random_init=False, lora_rank=0), config)
     longest = config.data.max_prompt_length + config.data.max_response_length
     words = "data.max_prompt_length + max_response_length"
-    return _model_problems(model, f"{REF}.model", ref.engine(actor), REF if is_apart else ACTOR, longest, words)
+    return model_problems(model, f"{REF}.model", ref.engine(actor), REF if is_apart else ACTOR, longest, words)
 
 
 def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
@@ -259,7 +254,7 @@ def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
         )
     if check_files and critic.model.path is not None:
         words = "data.max_prompt_length + max_response_length"
-        problems += _model_problems(
+        problems += model_problems(
             _read_by_ids(critic.model, config), "critic.model", critic, "critic", longest, words, scores=True
         )
     return problems
@@ -290,7 +285,7 @@ def _reward_model_problems(config: PPOConfig, check_files: bool) -> list[str]:
     if check_files:
         words = "data.max_prompt_length + max_response_length + 1"
         scorer = _read_by_ids(model.model, config)
-        problems += _model_problems(scorer, "reward_model.model", model, "reward_model", longest, words, scores=True)
+        problems += model_problems(scorer, "reward_model.model", model, "reward_model", longest, words, scores=True)
     return problems
 
 
@@ -306,8 +301,7 @@ def _check_supervised(config: SupervisedConfig, check_files: bool) -> list[str]:
         *_idle_problems(config, engine, "engine"),
         *chat_template_problems(config.data.apply_chat_template_kwargs, config.model, check_files),
     ]
-    scores = isinstance(config, PreferenceConfig) and config.trains_scores
-    longest = data.max_length + int(scores)  # a score is that of one token more
+    longest, scores = config.longest_sequence, config.trains_scores
     names = "data.max_length + 1" if scores else "data.max_length"
     budget, together = data.max_token_len_per_gpu * sequence_ranks(engine), config.sequences_per_row
     if data.micro_batch_size_per_gpu is None and budget < longest * together:
@@ -320,11 +314,11 @@ def _check_supervised(config: SupervisedConfig, check_files: bool) -> list[str]:
     if check_files:
         problems += external_lib_problems(config)
         problems += _file_problems(config)
-        problems += _model_problems(config.model, "model", engine, "engine", longest, names, scores=scores)
+        problems += model_problems(config.model, "model", engine, "engine", longest, names, scores=scores)
         problems += seeing_problems(config)
         if isinstance(config, PreferenceConfig) and config.reference.path is not None:
             reference = replace(config.model, path=config.reference.path, random_init=False, lora_rank=0)
-            problems += _model_problems(reference, "reference", engine, "engine", data.max_length, "data.max_length")
+            problems += model_problems(reference, "reference", engine, "engine", data.max_length, "data.max_length")
     return problems
 
 
@@ -579,33 +573,3 @@ def _file_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
     if Path(config.trainer.run_dir).is_file():
         problems.append(f"trainer.default_local_dir={config.trainer.run_dir} is a file: name a folder")
     return problems + ([] if has_own_rows else data_file_problems(config))
-
-
-def _model_problems(
-    model: ModelConfig,
-    prefix: str,
-    engine: EngineConfig,
-    engine_prefix: str,
-    length: int,
-    length_names: str,
-    *,
-    scores: bool = False,
-) -> list[str]:
-    problems = folder_problems(model, prefix)
-    try:
-        shape: dict[str, Any] = read_model_config(model)
-    except ValueError as error:
-        return [*problems, f"{prefix}.path: {error}"]
-    if model.path and (quantized := quantized_problem(Path(model.path))):
-        problems.append(f"{prefix}.path: {quantized}")
-    if not scores and (classifier := classifier_problem(model, shape)):
-        problems.append(f"{prefix}.path: {classifier}")
-    positions = shape.get("max_position_embeddings")
-    if positions is not None and length > positions:
-        problems.append(f"{length_names} ({length}) is over the model's max_position_embeddings ({positions})")
-    if engine.strategy != "megatron":
-        problems += packing_problems(shape, model, prefix)
-        problems += target_problems(model, prefix)
-        # A reference has the actor's.
-        problems += training_problems(shape, engine, ACTOR if engine_prefix == REF else engine_prefix, prefix)
-    return problems + fit_problems(shape, engine, engine_prefix)

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshrl.config.chat_template import template_text
 from meshrl.config.names import MODEL, count
-from meshrl.config.preferences import PreferenceConfig, PreferenceDataConfig
+from meshrl.config.preferences import PreferenceConfig
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTDataConfig, SupervisedConfig
 
@@ -152,8 +152,8 @@ def _column_keys(config: PPOConfig | SupervisedConfig, seen: Glance) -> Sequence
     """The keys that name the columns which the rows must have."""
     if isinstance(config, PPOConfig):
         return ("prompt_key",)
-    if isinstance(config.data, PreferenceDataConfig):
-        if isinstance(config, PreferenceConfig) and config.is_judged:
+    if isinstance(config, PreferenceConfig):
+        if config.is_judged:
             return ("prompt_key", "response_key", "label_key")
         # Conversations may bring their prompt.
         has_texts = config.data.chosen_key not in seen.lists

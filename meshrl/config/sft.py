@@ -68,6 +68,16 @@ class SupervisedConfig:
         """How many sequences a row of the data becomes, which stay together."""
         return 1
 
+    @property
+    def trains_scores(self) -> bool:
+        """Whether the model becomes a reward model."""
+        return False
+
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens of a sequence that the model reads: a score is that of one token more."""
+        return self.data.max_length + int(self.trains_scores)
+
 
 @dataclass
 class SFTConfig(SupervisedConfig):

@@ -96,7 +96,7 @@ class JudgedDataset:
         own, others = ([take(n) for n in numbers] for take in (self.answers.__getitem__, self._other))
         pad = self.tokenizer.pad_token_id
         columns = padded(own, pad) | {f"{OTHER}{name}": column for name, column in padded(others, pad).items()}
-        return DataProto.from_dict(columns | {GOOD: self.good[torch.from_numpy(np.asarray(numbers))]})
+        return DataProto.from_dict(columns | {GOOD: self.good[numbers]})
 
 
 def next_of_another_prompt(prompts: Sequence[bytes]) -> list[int] | None:
@@ -104,8 +104,7 @@ def next_of_another_prompt(prompts: Sequence[bytes]) -> list[int] | None:
     if len(set(prompts)) < 2:
         return None
     found = [0] * len(prompts)
-    first = next(at for at, prompt in enumerate(prompts) if prompt != prompts[-1])
-    found[-1] = first
+    found[-1] = next(at for at, prompt in enumerate(prompts) if prompt != prompts[-1])
     for at in range(len(prompts) - 2, -1, -1):
         found[at] = found[at + 1] if prompts[at] == prompts[at + 1] else at + 1
     return found

@@ -119,7 +119,7 @@ def make_supervised_plan(
     """Plans one step on demonstrations, pairs or judged answers, see `make_plan`."""
     units, world = SupervisedBatchUnits.from_config(config), config.trainer.world_size
     preferences = config if isinstance(config, PreferenceConfig) else None
-    head = "value" if preferences and preferences.trains_scores else "lm"
+    head = "value" if config.trains_scores else "lm"
     role = Role("engine", model, config.model, config.engine, world, head=head)
     roles = {role.name: role}
     if preferences and preferences.has_second_model:
@@ -128,8 +128,7 @@ def make_supervised_plan(
         second = Role("reference", plain, config.model, config.engine, world, trains=False, offloads=rests)
         roles[second.name] = second
     training = Training(roles, role.name, lengths, cluster, Clock(cluster, efficiency))
-    rows = units.rows_per_micro_batch
-    together = config.sequences_per_row
+    rows, together = units.rows_per_micro_batch, config.sequences_per_row
     cutting = Cutting(units.tokens_per_micro_batch, None if rows is None else rows * together)
     phases = []
     if preferences and preferences.has_reference:

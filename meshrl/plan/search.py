@@ -16,7 +16,6 @@ from meshrl.config.layout import sequence_ranks
 from meshrl.config.megatron_fields import has_megatron
 from meshrl.config.model_folder import fit_problems
 from meshrl.config.names import REF, ROLLOUT
-from meshrl.config.preferences import PreferenceConfig
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SupervisedConfig
 from meshrl.config.tree import get_value, leaves, set_value
@@ -90,8 +89,7 @@ def cuts_by_tokens(config: Config) -> bool:
 def longest_sample(config: Config) -> int:
     """Most tokens that a micro-batch must hold: one sample, or what stays together."""
     if isinstance(config, SupervisedConfig):
-        scores = isinstance(config, PreferenceConfig) and config.trains_scores  # of one token more
-        return (config.data.max_length + int(scores)) * config.sequences_per_row
+        return config.longest_sequence * config.sequences_per_row
     return config.data.max_prompt_length + config.data.max_response_length
 
 

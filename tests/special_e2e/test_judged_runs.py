@@ -2,21 +2,14 @@
 
 import json
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
-from safetensors.torch import load_file
 from test_layouts import compare
-from test_preference_runs import log_prob, pair
+from test_preference_runs import BETA, STEPS, log_prob, pair, runs_of, shaken_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from meshrl.config import PreferenceConfig, load_config
-from meshrl.config.checks import ensure_runnable
-from meshrl.trainer.run import train_supervised
-
-STEPS, ROWS, BETA, WEIGHTS = 2, 12, 0.3, (1.5, 0.5)
+ROWS, WEIGHTS = 12, (1.5, 0.5)
 
 
 @pytest.fixture(scope="module")
@@ -39,39 +32,14 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(task, files):
-    def start(out, *overrides):
-        words = [
-            f"data.train_files=[{files['train']}]", "data.shuffle=false", f"data.train_batch_size={ROWS}",
-            "data.max_length=16", "data.max_token_len_per_gpu=60",  # several micro-batches
-            f"model.path={task.model}", "model.enable_gradient_checkpointing=false",
-            "engine.fsdp_config.mixed_precision.param_dtype=fp32", "optim.lr=1e-4", f"loss.beta={BETA}",
-            f"loss.desirable_weight={WEIGHTS[0]}", f"loss.undesirable_weight={WEIGHTS[1]}",
-            "optim.lr_warmup_steps_ratio=0", "optim.lr_scheduler_type=constant",
-            "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.logger=[file]",
-            f"trainer.total_training_steps={STEPS}",
-            f"trainer.default_local_dir={out}", *overrides,
-        ]  # fmt: skip
-        config = load_config("kto", words, PreferenceConfig).config
-        ensure_runnable(config)
-        path = train_supervised(config, console=Console(quiet=True))
-        metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        return SimpleNamespace(path=path, metrics=metrics, weights=load_file(path / "model" / "model.safetensors"))
-
-    return start
+    weights = f"loss.desirable_weight={WEIGHTS[0]}", f"loss.undesirable_weight={WEIGHTS[1]}"
+    return runs_of("kto", task, files["train"], *weights, "data.max_token_len_per_gpu=60")  # several micro-batches
 
 
 @pytest.fixture(scope="module")
 def unsure(task, tmp_path_factory):
     """A model that likes answers to other prompts better than the task's own does: the baseline is above zero."""
-    folder = tmp_path_factory.mktemp("unsure") / "model"
-    model = AutoModelForCausalLM.from_pretrained(task.model)
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(3)
-        for param in model.parameters():
-            param.add_(torch.randn_like(param), alpha=0.02)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(task.model).save_pretrained(folder)
-    return folder
+    return shaken_model(task, tmp_path_factory.mktemp("unsure") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -49,20 +49,20 @@ def files(tmp_path_factory):
     return made
 
 
-@pytest.fixture(scope="module")
-def run(task, files):
+def runs_of(recipe, task, file, *given):
+    """How to start a short run of a recipe on the rows of a file: `start(out, *overrides)`."""
+
     def start(out, *overrides):
         words = [
-            f"data.train_files=[{files['train']}]", "data.shuffle=false", "data.train_batch_size=12",
-            "data.max_length=16", "data.max_token_len_per_gpu=100",  # several micro-batches
+            f"data.train_files=[{file}]", "data.shuffle=false", "data.train_batch_size=12", "data.max_length=16",
             f"model.path={task.model}", "model.enable_gradient_checkpointing=false",
             "engine.fsdp_config.mixed_precision.param_dtype=fp32", "optim.lr=1e-4", f"loss.beta={BETA}",
             "optim.lr_warmup_steps_ratio=0", "optim.lr_scheduler_type=constant",
             "trainer.device=cpu", "trainer.n_gpus_per_node=1", "trainer.logger=[file]",
             f"trainer.total_training_steps={STEPS}",
-            f"trainer.default_local_dir={out}", *overrides,
+            f"trainer.default_local_dir={out}", *given, *overrides,
         ]  # fmt: skip
-        config = load_config("dpo", words, PreferenceConfig).config
+        config = load_config(recipe, words, PreferenceConfig).config
         ensure_runnable(config)
         path = train_supervised(config, console=Console(quiet=True))
         metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
@@ -73,9 +73,17 @@ def run(task, files):
 
 
 @pytest.fixture(scope="module")
+def run(task, files):
+    return runs_of("dpo", task, files["train"], "data.max_token_len_per_gpu=100")  # several micro-batches
+
+
+@pytest.fixture(scope="module")
 def reference(task, tmp_path_factory):
-    """A model that is somewhat another than the one that learns."""
-    folder = tmp_path_factory.mktemp("reference") / "model"
+    return shaken_model(task, tmp_path_factory.mktemp("reference") / "model")
+
+
+def shaken_model(task, folder):
+    """A model that is somewhat another than the task's, and less sure of itself."""
     model = AutoModelForCausalLM.from_pretrained(task.model)
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(3)
