@@ -29,7 +29,7 @@ ESTIMATORS = ("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "remax", "distill
 class KLCtrlConfig:
     type: str = key("fixed", "Keep the coefficient, or steer it to target_kl.", choices=("fixed", "adaptive"))
     kl_coef: float = key(0.001, "Weight of the KL in the reward (at the start).", low=0)
-    horizon: float = key(10000, "Samples over which adaptive control acts.", low=1)
+    horizon: float = key(10000.0, "Samples over which adaptive control acts.", low=1)
     target_kl: float = key(0.1, "KL that adaptive control aims at.", low=0)
 
 

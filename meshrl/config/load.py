@@ -1,10 +1,9 @@
 """From a recipe and `a.b.c=value` overrides to a typed config that knows where each value came from."""
 
 import os
-import pickle
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -69,24 +68,26 @@ def load_config(
         except ConfigError as error:
             problems += error.problems
 
-    tree = _defaults(root)
-    sources = dict.fromkeys(leaves(root), "default")
-    waiting: list[Waiting] = []
-    for setting in settings:
-        reading = read_setting(setting.name, setting.value)
-        problem = reading.problem
-        if reading.note:
-            notes.append(reading.note)
-        if reading.name is not None and (reading.agrees or reading.over_ranks):
-            waiting.append((setting, reading))
-        elif reading.name is not None:
-            notes += _read_as(setting, reading)
-            problem = _apply(tree, root, Setting(reading.name, reading.value, setting.source), setting.name, sources)
-        if problem:
-            problems.append(f"{problem} ({setting.source})")
-    if problems:
-        raise ConfigError(_of_the_other_command(recipe, settings, root) or problems)
-    return Loaded(*_to_object(tree, sources, waiting, notes), list(dict.fromkeys(notes)))
+    with _lent_tree(root) as lent:
+        sources = dict.fromkeys(leaves(root), "default")
+        waiting: list[Waiting] = []
+        for setting in settings:
+            reading = read_setting(setting.name, setting.value)
+            problem = reading.problem
+            if reading.note:
+                notes.append(reading.note)
+            if reading.name is not None and (reading.agrees or reading.over_ranks):
+                waiting.append((setting, reading))
+            elif reading.name is not None:
+                notes += _read_as(setting, reading)
+                meant = Setting(reading.name, reading.value, setting.source)
+                problem = _apply(lent, root, meant, setting.name, sources)
+            if problem:
+                problems.append(f"{problem} ({setting.source})")
+        if problems:
+            raise ConfigError(_of_the_other_command(recipe, settings, root) or problems)
+        config = _to_object(lent, root, sources)
+    return Loaded(*_finished(config, sources, waiting, notes), list(dict.fromkeys(notes)))
 
 
 def _read_as(setting: Setting, reading: Reading) -> list[str]:
@@ -119,25 +120,50 @@ def _of_the_other_command(recipe: str | Path | None, settings: Sequence[Setting]
     return []
 
 
-def _defaults(root: type) -> DictConfig:
-    """The tree before any setting."""
-    return pickle.loads(_pickled_defaults(root))
+@dataclass(frozen=True)
+class _LentTree:
+    """A tree of all keys, which checks and converts what is set, and the names of the keys that were set."""
+
+    tree: DictConfig
+    touched: set[str] = field(default_factory=set)
 
 
-@cache
-def _pickled_defaults(root: type) -> bytes:
-    # To read a pickle is thirty times as fast as to make the tree of its dataclasses.
-    return pickle.dumps(OmegaConf.structured(root))
+# To make a tree of its dataclasses takes a hundred times as long as to set some keys back.
+_idle_trees: dict[type, DictConfig] = {}
 
 
-def _to_object(
-    tree: DictConfig, sources: dict[str, str], waiting: Sequence[Waiting], notes: list[str]
-) -> tuple[Any, dict[str, str]]:
+@contextmanager
+def _lent_tree(root: type) -> Iterator[_LentTree]:
+    """The tree before any setting; it goes back as it was. A second load at the same time makes one of its own."""
+    idle = _idle_trees.pop(root, None)
+    lent = _LentTree(OmegaConf.structured(root) if idle is None else idle)
     try:
-        config = OmegaConf.to_object(tree)
-    except OmegaConfBaseException as error:
-        where = f" ({sources[error.full_key]})" if error.full_key in sources else ""
-        raise ConfigError([f"{error.full_key}: {_first_line(error)}{where}"]) from error
+        yield lent
+    finally:
+        for name in lent.touched:
+            OmegaConf.update(lent.tree, name, leaves(root)[name].default, merge=False)
+        _idle_trees[root] = lent.tree
+
+
+def _to_object(lent: _LentTree, root: type[T], sources: dict[str, str]) -> T:
+    """The config with the values of all keys that were set."""
+    config = root()
+    for name in leaves(root):
+        if name not in lent.touched:
+            continue
+        try:
+            value = OmegaConf.select(lent.tree, name, throw_on_missing=True)
+            set_value(config, name, OmegaConf.to_object(value) if OmegaConf.is_config(value) else value)
+        except OmegaConfBaseException as error:
+            where = f" ({sources[error.full_key]})" if error.full_key in sources else ""
+            raise ConfigError([f"{error.full_key}: {_first_line(error)}{where}"]) from error
+    return config
+
+
+def _finished(
+    config: Any, sources: dict[str, str], waiting: Sequence[Waiting], notes: list[str]
+) -> tuple[Any, dict[str, str]]:
+    """With what can be judged, or follows from other keys, only when all keys are known."""
     problems = _divide_over_ranks(config, sources, waiting, notes)
     problems += [f"{problem} ({sources[name]})" for name, problem in value_problems(config)]
     if problems:
@@ -272,7 +298,7 @@ def _expanded(value: Any) -> Any:
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
-def _apply(tree: DictConfig, root: type, setting: Setting, written: str, sources: dict[str, str]) -> str | None:
+def _apply(lent: _LentTree, root: type, setting: Setting, written: str, sources: dict[str, str]) -> str | None:
     """Set one value; returns what is wrong with it, if anything."""
     leaf = _leaf_of(setting.name, root)
     if setting.value is None and setting.name in sections(root):
@@ -289,8 +315,9 @@ def _apply(tree: DictConfig, root: type, setting: Setting, written: str, sources
             return f"{written} must be {type_name(leaf.type)}, not {value!r}"
         value = [value]
     value = _expanded(value)
+    lent.touched.add(leaf.name)
     try:
-        OmegaConf.update(tree, setting.name, value, merge=True, force_add=setting.name != leaf.name)
+        OmegaConf.update(lent.tree, setting.name, value, merge=True, force_add=setting.name != leaf.name)
     except OmegaConfBaseException:
         shown = "null" if value is None else repr(setting.value)
         return f"{written} must be {type_name(leaf.type)}, not {shown}"

@@ -25,7 +25,7 @@ class ModelConfig:
         False, "Liger kernels.", pending="Liger kernels; use_torch_compile fuses a layer's operations instead"
     )
     lora_rank: int = key(0, "Rank of the LoRA adapter; 0: train all weights.", low=0)
-    lora_alpha: float = key(16, "Scale of the LoRA adapter, over its rank.", low=0)
+    lora_alpha: float = key(16.0, "Scale of the LoRA adapter, over its rank.", low=0)
     target_modules: list[str] = key(["all-linear"], "Modules that get an adapter.")
     lora_adapter_path: str | None = key(None, "Folder of a peft adapter to start from.")
 

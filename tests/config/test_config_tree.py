@@ -40,7 +40,7 @@ actor_rollout_ref.model.enable_activation_offload False
 actor_rollout_ref.model.use_remove_padding True
 actor_rollout_ref.model.use_liger False
 actor_rollout_ref.model.lora_rank 0
-actor_rollout_ref.model.lora_alpha 16
+actor_rollout_ref.model.lora_alpha 16.0
 actor_rollout_ref.model.lora_adapter_path None
 actor_rollout_ref.actor.strategy fsdp2
 actor_rollout_ref.actor.ppo_mini_batch_size 256
@@ -145,7 +145,7 @@ algorithm.use_kl_in_reward False
 algorithm.kl_penalty kl
 algorithm.kl_ctrl.type fixed
 algorithm.kl_ctrl.kl_coef 0.001
-algorithm.kl_ctrl.horizon 10000
+algorithm.kl_ctrl.horizon 10000.0
 algorithm.kl_ctrl.target_kl 0.1
 algorithm.filter_groups.enable False
 algorithm.filter_groups.metric None

@@ -1,12 +1,15 @@
 """Recipes and overrides become a typed config, or one error that says all that is wrong and where."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from meshrl.config import ConfigError, PPOConfig, SFTConfig, load_config
 from meshrl.config.aliases import ALIASES, canonical, nearest
-from meshrl.config.tree import get_value, leaves, sections
+from meshrl.config.load import ROOTS, _idle_trees, _lent_tree
+from meshrl.config.tree import changed_keys, get_value, leaves, sections
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -33,6 +36,37 @@ def test_nothing_asked_gives_the_defaults() -> None:
     assert set(loaded.sources) == set(leaves(PPOConfig))
     assert {source for source in loaded.sources.values() if not source.startswith("follows")} == {"default"}
     assert loaded.notes == []
+
+
+@pytest.mark.parametrize("root", ROOTS.values())
+def test_defaults_have_the_types_that_the_same_values_have_when_they_are_set(root: type) -> None:
+    """A load sets nothing but what somebody asks for, so an `int` in the place of a `float` would stay one."""
+    config, converted = root(), OmegaConf.to_object(OmegaConf.structured(root))
+    for name in leaves(root):
+        default, same = get_value(config, name), get_value(converted, name)
+        assert (default, type(default)) == (same, type(same)), name
+
+
+def test_a_load_leaves_nothing_behind_for_the_next() -> None:
+    """Whatever keys were set to, added below a dict, interpolated or refused."""
+    names = leaves(PPOConfig)
+    for value in ("null", "{a: 1}", "${trainer.project_name}"):
+        with suppress(ConfigError):
+            load_config(None, [f"{name}={value}" for name in names])
+    dicts = [name for name, leaf in names.items() if leaf.base_type is dict]
+    assert dicts
+    config = load_config(None, [f"{name}.b=1" for name in dicts]).config
+    assert all(get_value(config, name) == {"b": 1} for name in dicts)
+    assert changed_keys(load_config().config) == []
+    assert OmegaConf.to_container(_idle_trees[PPOConfig]) == OmegaConf.to_container(OmegaConf.structured(PPOConfig))
+
+
+def test_a_load_inside_of_another_does_not_see_its_settings() -> None:
+    with _lent_tree(PPOConfig) as outer:
+        outer.touched.add("trainer.seed")
+        OmegaConf.update(outer.tree, "trainer.seed", 7)
+        assert load_config().config.trainer.seed == PPOConfig().trainer.seed
+    assert load_config().config.trainer.seed == PPOConfig().trainer.seed
 
 
 def test_values_and_sources_of_recipe_and_command_line(tmp_path: Path) -> None:
