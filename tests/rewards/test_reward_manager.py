@@ -1,10 +1,10 @@
 """Whatever a reward function does, the manager scores the right token, stops with a clear error, or counts."""
 
-import json
 import math
 import threading
 from decimal import Decimal
 
+import failing_functions
 import numpy as np
 import pytest
 import torch
@@ -165,25 +165,18 @@ def test_the_wrong_number_of_scores_is_never_guessed_at(data, tokenizer, answers
     assert metrics == {"reward/errors": 4.0, "reward/errors/length": 4.0}
 
 
-def failing(data_source, solution_str, ground_truth, extra_info):
-    return json.loads("no json")
-
-
 @pytest.mark.parametrize("name", ["naive", "batch", "prime"])
 def test_an_error_shows_where_it_arose_in_the_functions_own_code(data, tokenizer, name):
     """Neither the framework's frames nor those of the libraries that the function calls."""
-    spec = RewardFunctionSpec("own", path=__file__, name="failing_on_all" if name == "batch" else "failing")
+    function = "failing_on_all" if name == "batch" else "failing"
+    spec = RewardFunctionSpec("own", path=failing_functions.__file__, name=function)
     with RewardManager([spec], tokenizer, name=name, num_processes=1) as made, pytest.raises(RewardError) as stopped:
         made(data)
     first, *frames = str(stopped.value).splitlines()
     assert "JSONDecodeError: Expecting value" in first
-    line = failing.__code__.co_firstlineno + 1
-    assert frames[-1] == f'  {__file__}:{line} in failing: return json.loads("no json")'
+    line = failing_functions.failing.__code__.co_firstlineno + 1
+    assert frames[-1] == f'  {failing_functions.__file__}:{line} in failing: return json.loads("no json")'
     assert len(frames) == (2 if name == "batch" else 1)
-
-
-def failing_on_all(**columns):
-    return failing(None, None, None, None)
 
 
 def test_a_function_that_fails_on_the_whole_first_batch(data, tokenizer):

@@ -275,9 +275,9 @@ def test_mistakes_are_found_before_the_model_is_loaded(tmp_path, quiet, rows, fi
 
 
 def test_a_killed_command_goes_on(tiny_model_folder, tmp_path, capsys):
-    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": f"{i}="} for i in range(4000)])
+    prompts = write_rows(tmp_path / "in.jsonl", [{"prompt": f"{i}="} for i in range(1000)])
     words = ["generate", str(tiny_model_folder), "--prompts", str(prompts), "--out", str(tmp_path / "out.jsonl")]
-    words += ["--max-tokens", "3", "--max-num-seqs", "6", "--device", "cpu"]
+    words += ["--max-tokens", "3", "--max-num-seqs", "1", "--device", "cpu"]
     partial = tmp_path / "out.jsonl.partial"
     process = subprocess.Popen([sys.executable, "-m", "meshrl.cli", *words], stderr=subprocess.DEVNULL)
     end = time.monotonic() + 100
@@ -289,10 +289,10 @@ def test_a_killed_command_goes_on(tiny_model_folder, tmp_path, capsys):
     process.wait()
     lines = partial.read_bytes().count(b"\n") - 1
     # The rest at full width: what matters is that the finished rows are not done again.
-    words[words.index("6")] = "512"
+    words[words.index("1")] = "512"
     assert main(words) == 0
     assert f"{lines} were there already, 0 failed" in capsys.readouterr().out
-    assert len(read_rows(tmp_path / "out.jsonl")) == 4000
+    assert len(read_rows(tmp_path / "out.jsonl")) == 1000
 
 
 def test_options_that_do_nothing_are_refused(tiny_model_folder, capsys):
