@@ -111,7 +111,7 @@ def test_products_in_8_bits_are_faster_where_layers_are_compiled():
 )
 def test_what_devices_lack_for_8_bits_is_remarked(capsys, gpus, words, remarks):
     product = "actor_rollout_ref.actor.fsdp_config.mixed_precision.product_dtype=fp8"
-    policy = "actor_rollout_ref.model.path=Qwen3-0.6B"
+    policy = "actor_rollout_ref.model.path=Qwen3-1.7B"
     assert main(["plan", "grpo", policy, *BASE, product, *words, "--gpus", gpus, "--json"]) == 0
     found = [
         remark for remark in json.loads(capsys.readouterr().out)["remarks"] if "8-bit" in remark or "fp8" in remark
