@@ -131,6 +131,8 @@ def cut(runs: Sequence[Run], index: int, parts: int, total: int | None = None) -
             f"'{runs[0].tensor.name}' {list(runs[0].tensor.shape)}: {total} rows or columns (with those packed beside "
             f"them) must be divisible by {parts} tensor-parallel ranks"
         )
+    if parts == 1:
+        return list(runs)
     low, high = total // parts * index, total // parts * (index + 1)
     kept: list[Run] = []
     place = 0
@@ -319,15 +321,9 @@ class _RankChunk:
         for (name, shape), start, stop in runs:
             before, behind = (0,) * dim, (0,) * (len(shape) - dim - 1)
             yield Slice(
-                name=name,
-                shape=shape,
-                start=(*before, start, *behind),
-                size=_with(shape, dim, stop - start),
-                chunk=self.chunk,
-                parameter=parameter,
-                parameter_shape=_with(shape, dim, length),
-                offset=(*before, place, *behind),
-            )
+                name, shape, (*before, start, *behind), _with(shape, dim, stop - start), self.chunk, parameter,
+                _with(shape, dim, length), (*before, place, *behind),
+            )  # fmt: skip
             place += stop - start
 
 
