@@ -120,8 +120,9 @@ class Training:
         copies = dp_size(role.engine, role.world_size)
         notes, key = role.model.notes, ("bubble", str(role.engine.megatron), cutting, copies, samples, id(self.lengths))
         if key not in notes:
-            notes[key] = self._replayed(role, budget, samples, cutting)
-        return notes[key]
+            # With the lengths themselves: once they were gone, others might get their id.
+            notes[key] = self.lengths, self._replayed(role, budget, samples, cutting)
+        return notes[key][1]
 
     def _replayed(self, role: Role, budget: Budget, samples: int, cutting: Cutting) -> Bubble:
         megatron = role.engine.megatron
