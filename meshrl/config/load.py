@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -47,6 +48,8 @@ class Setting:
     value: Any
     source: str
 
+
+NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")  # as YAML and everyone else reads it
 
 # What can be judged only when all keys are known: it counts over ranks, or must say what another key says.
 Waiting = tuple[Setting, Reading]
@@ -244,6 +247,10 @@ def _parse_override(text: str, root: type) -> list[Setting]:
     is_text = leaf is not None and leaf.takes_any_text
     if is_text and _is_plain(value.strip()):
         return [Setting(name, value.strip(), COMMAND_LINE)]
+    if not is_text and value in ("true", "false"):  # most overrides are these or numbers
+        return [Setting(name, value == "true", COMMAND_LINE)]
+    if not is_text and NUMBER.fullmatch(value):
+        return [Setting(name, int(value), COMMAND_LINE)]
     try:
         if is_text:
             return [Setting(name, quick_yaml.texts(value), COMMAND_LINE)]

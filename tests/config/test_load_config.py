@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from meshrl.config import ConfigError, PPOConfig, SFTConfig, load_config
 from meshrl.config.aliases import ALIASES, canonical, nearest
+from meshrl.config.load import _parse_override
 from meshrl.config.tree import get_value, leaves, sections
 
 ACTOR = "actor_rollout_ref.actor"
@@ -353,3 +355,19 @@ def test_a_module_that_exits_is_an_error(tmp_path) -> None:
 
     with pytest.raises(ValueError, match=r"cannot import .*leaves.py: SystemExit: 0"):
         load_function(str(write(tmp_path / "leaves.py", "import sys\nsys.exit(0)\n")), "score")
+
+
+@pytest.mark.parametrize("value", ["0", "7", "12345678901234567890", "010", "1_000", "-3", "1e3", "true", "True", "no"])
+def test_what_is_read_quickly_is_what_yaml_reads(value: str) -> None:
+    (setting,) = _parse_override(f"trainer.total_training_steps={value}", PPOConfig)
+    wanted = OmegaConf.from_dotlist([f"key={value}"]).key
+    assert setting.value == wanted
+    assert type(setting.value) is type(wanted)
+
+
+def test_a_recipe_read_twice_is_the_same(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("defaults: grpo\ntrainer: {logger: [file]}\n")
+    first, second = (load_config(tmp_path / "own.yaml") for _ in range(2))
+    assert first == second
+    first.config.trainer.logger.append("console")
+    assert load_config(tmp_path / "own.yaml") == second
