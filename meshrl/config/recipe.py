@@ -1,7 +1,9 @@
 """Reading recipes: YAML files, shipped or one's own, that may stand on one other recipe."""
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +76,20 @@ def read_recipes(recipe: str | Path) -> list[Recipe]:
 
 def _read(path: Path) -> Recipe:
     try:
-        text = path.read_text(encoding="utf-8")
-        values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-        lines = dict(_key_lines(quick_yaml.composed(text), ""))
+        values, written, lines = pickle.loads(_pickled_content(path.read_text(encoding="utf-8")))
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError([f"{path} is not valid YAML: {' '.join(str(error).split())}"]) from error
     if not isinstance(values, dict):
         raise ConfigError([f"{path} must hold keys and values, not a list"])
-    written = quick_yaml.texts(text) or {}
     return Recipe(path, {str(name): value for name, value in values.items()}, written, lines)
+
+
+@lru_cache(maxsize=64)
+def _pickled_content(text: str) -> bytes:
+    """A text's values, the same as they are written, and the keys' lines; pickled, since readers change them."""
+    values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    lines = dict(_key_lines(quick_yaml.composed(text), ""))
+    return pickle.dumps((values, quick_yaml.texts(text) or {}, lines))
 
 
 def _key_lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:

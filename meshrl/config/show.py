@@ -46,6 +46,18 @@ def to_yaml(config: Any, sources: Mapping[str, str] | None = None, only: str = "
     return "".join(f"{line}\n" for line in _lines(config, chosen, sources, docs))
 
 
+def as_recipe(config: Any) -> dict[str, Any]:
+    """What the whole of that recipe holds, without the long way through its text."""
+    recipe: dict[str, Any] = {}
+    for leaf in leaves(type(config)).values():
+        *path, last = leaf.name.split(".")
+        section = recipe
+        for part in path:
+            section = section.setdefault(part, {})
+        section[last] = _escaped(_value_and_remark(config, leaf, None)[0])
+    return recipe
+
+
 def _lines(config: Any, chosen: list[Leaf], sources: Mapping[str, str] | None, docs: bool) -> Iterator[str]:
     opened: list[str] = []
     for leaf in chosen:

@@ -65,7 +65,9 @@ class LocalAdamW(torch.optim.AdamW):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                # Of an empty tensor like it torch knows how it is sharded, since the weights were read into one.
+                state[name] = torch.empty_like(param)
+                torch._foreach_zero_(own_parts([state[name]]))
         return state
 
 

@@ -18,7 +18,9 @@ def visible(text: Any, limit: int | None = None) -> str:
     """The text with acting characters made visible, cut after `limit` characters with a word on what is missing."""
     full = text if isinstance(text, str) else as_text(text)
     cut = full if limit is None or len(full) <= limit else full[:limit]
-    shown = cut.translate(_VISIBLE).encode("utf-8", errors="backslashreplace").decode("utf-8")
+    shown = cut  # most texts only show, and to look each of their characters up takes long
+    if not cut.isprintable():
+        shown = cut.translate(_VISIBLE).encode("utf-8", errors="backslashreplace").decode("utf-8")
     return shown if cut is full else f"{shown}… ({len(full) - len(cut):,} more characters)"
 
 

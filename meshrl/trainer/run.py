@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.agents.toolbox import tool_schemas
 from meshrl.algorithms import estimator_takes
-from meshrl.config import quick_yaml
 from meshrl.config.algorithm_checks import bypass_loss, uses_reference
 from meshrl.config.correction import correction_of
 from meshrl.config.critic import uses_critic
@@ -29,7 +28,7 @@ from meshrl.config.pools import SECTIONS, places
 from meshrl.config.preferences import PreferenceConfig
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SupervisedConfig
-from meshrl.config.show import to_yaml
+from meshrl.config.show import as_recipe
 from meshrl.config.trainer import RayInitConfig, RunConfig
 from meshrl.config.units import BatchUnits, SupervisedBatchUnits
 from meshrl.controller import (
@@ -479,7 +478,7 @@ def start_run(
     """Writes down what is about to run and says it once on the terminal."""
     run.start_log()
     # As a recipe: keys that follow others stay null, so that the file can be run again with overrides.
-    run.write_config(quick_yaml.parsed(to_yaml(config)), sources)
+    run.write_config(as_recipe(config), sources)
     if run.moved_to is not None:
         screen.message(f"an earlier run's files are now in {run.moved_to}")
     for line in units:

@@ -387,3 +387,11 @@ def test_a_module_that_exits_is_an_error(tmp_path) -> None:
 
     with pytest.raises(ValueError, match=r"cannot import .*leaves.py: SystemExit: 0"):
         load_function(str(write(tmp_path / "leaves.py", "import sys\nsys.exit(0)\n")), "score")
+
+
+def test_a_recipe_read_twice_is_the_same(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("defaults: grpo\ntrainer: {logger: [file]}\n")
+    first, second = (load_config(tmp_path / "own.yaml") for _ in range(2))
+    assert first == second
+    first.config.trainer.logger.append("console")
+    assert load_config(tmp_path / "own.yaml") == second

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.config import ConfigError, PPOConfig, load_config
+from meshrl.config import ConfigError, PPOConfig, load_config, quick_yaml
 from meshrl.config.load import ROOTS
 from meshrl.config.reference import DOCS_FILE, reference
-from meshrl.config.show import to_yaml
+from meshrl.config.show import as_recipe, to_yaml
 from meshrl.config.tree import leaves
 
 ODD_VALUES = [
@@ -31,6 +31,12 @@ def test_printed_config_reads_back(tmp_path: Path, with_sources: bool) -> None:
     (tmp_path / "again.yaml").write_text(text)
     assert load_config(tmp_path / "again.yaml").config == loaded.config
     assert load_config(tmp_path / "again.yaml", ["trainer.seed=4"]).config != loaded.config
+
+
+@pytest.mark.parametrize("root", ROOTS.values())
+def test_the_text_holds_the_recipe(root: type) -> None:
+    config = load_config("grpo", ODD_VALUES).config if root is PPOConfig else root()
+    assert as_recipe(config) == quick_yaml.parsed(to_yaml(config))
 
 
 def test_a_printed_config_still_follows(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from megatron_workers import OnCpu
 from rich.console import Console
 from safetensors.torch import load_file
 from test_layouts import compare
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from meshrl.config import PreferenceConfig, load_config
@@ -109,29 +110,55 @@ def log_prob(model, ids, start):
     return found.sum(), len(found)
 
 
-def steps_by_hand(task, files, name, reference, **more):
-    """The metrics of some steps with plain transformers, one sequence at a time."""
+def side_by_side(model, asked):
+    """What a model says of both sequences of each pair, all of them in one batch: no token sees what follows it."""
+    with torch.no_grad():
+        return model(pad_sequence([ids for both, _ in asked for ids in both], batch_first=True)).logits
+
+
+def frozen_log_probs(folder, asked):
+    """The log-probs of both answers of each pair."""
+    logits = side_by_side(AutoModelForCausalLM.from_pretrained(folder), asked)
+    places = [(ids, start) for both, start in asked for ids in both]
+    sums = [
+        F.log_softmax(row[start - 1 : len(ids) - 1].float(), -1).gather(1, ids[start:, None]).sum()
+        for row, (ids, start) in zip(logits, places, strict=True)
+    ]
+    return torch.stack(sums).view(-1, 2)
+
+
+@pytest.fixture(scope="module")
+def asked(task, files):
+    """The pairs of some steps."""
+    rows = [json.loads(line) for line in files["train"].read_text().splitlines()]
+    return list(answers_of(task, rows[: 12 * STEPS]))
+
+
+@pytest.fixture(scope="module")
+def expected_by_reference(reference, asked):
+    return frozen_log_probs(reference, asked)
+
+
+def steps_by_hand(task, asked, name, frozen, **more):
+    """The metrics of some steps with plain transformers, one sequence of the policy at a time."""
     if name == "reward":
         model = AutoModelForTokenClassification.from_pretrained(task.model, num_labels=1)
         torch.nn.init.zeros_(model.score.weight)
         torch.nn.init.zeros_(model.score.bias)
     else:
         model = AutoModelForCausalLM.from_pretrained(task.model)
-    frozen = AutoModelForCausalLM.from_pretrained(reference)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.999), weight_decay=0.0)
-    rows = [json.loads(line) for line in files["train"].read_text().splitlines()]
     found = []
-    for step in range(STEPS):
+    for step in range(len(asked) // 12):
         leads, losses, likelihood, tokens = [], [], 0.0, 0
-        for both, start in answers_of(task, rows[12 * step : 12 * step + 12]):
+        own = slice(12 * step, 12 * step + 12)
+        for (both, start), (c, r) in zip(asked[own], frozen[own], strict=True):
             if name == "reward":
                 chosen, rejected = (model(ids[None]).logits[0, -1, 0] for ids in both)
             else:
                 (chosen, n), (rejected, m) = (log_prob(model, ids, start) for ids in both)
                 likelihood, tokens = likelihood - chosen, tokens + n
                 if name not in ("simpo", "orpo"):
-                    with torch.no_grad():
-                        (c, _), (r, _) = (log_prob(frozen, ids, start) for ids in both)
                     chosen, rejected = chosen - c, rejected - r
                 if name in ("simpo", "ipo", "orpo"):
                     chosen, rejected = chosen / n, rejected / m
@@ -175,7 +202,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_steps_are_those_of_plain_transformers(task, files, run, reference, tmp_path, case):
+def test_steps_are_those_of_plain_transformers(task, run, reference, asked, expected_by_reference, tmp_path, case):
     name = case.partition("-")[0]
     overrides = [f"loss.name={name}", *(f"loss.{key}={value}" for key, value in CASES[case].items())]
     if name in ("dpo", "ipo", "hinge"):
@@ -185,11 +212,11 @@ def test_steps_are_those_of_plain_transformers(task, files, run, reference, tmp_
     if name == "reward":
         overrides.append("loss.beta=0.1")
     ours = run(tmp_path / "run", *overrides).metrics
-    expected = steps_by_hand(task, files, name, reference, **CASES[case])
+    expected = steps_by_hand(task, asked, name, expected_by_reference, **CASES[case])
     for row, wanted in zip(ours, expected, strict=True):
         assert {key: row[key] for key in wanted} == pytest.approx(wanted, rel=2e-4, abs=2e-5)
     if case == "dpo":  # the control: against itself as the reference it is another run
-        other = steps_by_hand(task, files, name, task.model)
+        other = steps_by_hand(task, asked[:12], name, frozen_log_probs(task.model, asked[:12]))
         assert abs(other[0]["train/loss"] - ours[0]["train/loss"]) > 0.01
 
 
@@ -261,13 +288,14 @@ def test_it_goes_on_to_the_bit(run, tmp_path):
     assert all(weight.equal(whole.weights[name]) for name, weight in resumed.weights.items())
 
 
+def held_out(task, files):
+    return list(answers_of(task, [json.loads(line) for line in files["val"].read_text().splitlines()]))
+
+
 def held_out_leads(task, files, folder):
     """By how much plain transformers find the better answer the more likely one."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    rows = [json.loads(line) for line in files["val"].read_text().splitlines()]
-    with torch.no_grad():
-        pairs = [[log_prob(model, ids, start)[0] for ids in both] for both, start in answers_of(task, rows)]
-    return torch.tensor([chosen - rejected for chosen, rejected in pairs])
+    chosen, rejected = frozen_log_probs(folder, held_out(task, files)).unbind(1)
+    return chosen - rejected
 
 
 LEARNING = (
@@ -298,13 +326,10 @@ def test_a_reward_model_is_learned_and_trains_a_policy_alone(task, files, run, t
     assert scorer.metrics[-1]["val/accuracy"] > 0.8
     # It is a plain token classifier, whose number at the last token is what was validated.
     model = AutoModelForTokenClassification.from_pretrained(scorer.path / "model")
-    rows = [json.loads(line) for line in files["val"].read_text().splitlines()]
-    with torch.no_grad():
-        leads = [
-            float(model(both[0][None]).logits[0, -1, 0] - model(both[1][None]).logits[0, -1, 0])
-            for both, _ in answers_of(task, rows)
-        ]
-    assert sum(leads) / len(leads) == pytest.approx(scorer.metrics[-1]["val/margin"], rel=1e-4)
+    pairs = held_out(task, files)
+    last = torch.tensor([[len(ids) - 1 for ids in both] for both, _ in pairs])
+    chosen, rejected = side_by_side(model, pairs)[..., 0].view(*last.shape, -1).gather(2, last[..., None]).unbind(1)
+    assert float((chosen - rejected).mean()) == pytest.approx(scorer.metrics[-1]["val/margin"], rel=1e-4)
 
     policy = task.train(
         tmp_path / "policy",

@@ -76,7 +76,7 @@ def accuracies(run):
 
 @pytest.fixture(scope="module")
 def learnt(colours, tmp_path_factory):
-    return trained(colours, tmp_path_factory.mktemp("learnt"), *LEARNING)
+    return trained(colours, tmp_path_factory.mktemp("learnt"), *LEARNING, "trainer.test_freq=24")
 
 
 def test_it_learns_what_only_its_images_tell(learnt):
@@ -214,7 +214,8 @@ def test_fine_tuning_on_images(colours, tmp_path):
     # Two tokens are learned, and the second is always the end: not to know the colour costs log(4) / 2.
     assert losses[-1] < 0.1 < np.log(4) / 2 < losses[0]
     assert (path / "model/preprocessor_config.json").is_file()
-    short = ("trainer.total_training_steps=2", "trainer.test_freq=1", "data.max_token_len_per_gpu=90")
+    few = ("data.train_batch_size=12", "trainer.total_training_steps=2")
+    short = (*few, "trainer.test_freq=1", "data.max_token_len_per_gpu=90")
     one, _ = fine_tuned(colours, tmp_path / "short", *short)
     two, _ = fine_tuned(colours, tmp_path / "two", *short, "trainer.n_gpus_per_node=2")
     assert two == pytest.approx(one, rel=1e-4)

@@ -20,14 +20,17 @@ import os
 import re
 import runpy
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
 from meshrl.cli import _parse, main
 from meshrl.config import ConfigError, PPOConfig, SFTConfig, load_config
+from meshrl.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, create_worker_group, register
 
 LANGUAGES = {"python", "bash", "console", "yaml", "json", "text"}
 NOT_RUN = re.compile(r"^\s*# not run here: (.+)")
@@ -68,6 +71,20 @@ def blocks_of(page):
     return found
 
 
+class Serving(Worker):
+    """A warm process for a server in the background; tests/rollout/server starts one as its users do."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def serve(self, words, file):
+        """Runs in the file's folder until SIGTERM; what the command says is in the file. Returns the exit code."""
+        os.chdir(file.parent)
+        with file.open("w", buffering=1) as said, contextlib.redirect_stdout(said):
+            try:
+                return main(words)
+            except SystemExit as end:
+                return end.code
+
+
 class Runner:
     """One page's blocks, in order, in the current folder."""
 
@@ -79,9 +96,8 @@ class Runner:
 
     def close(self):
         for server in self.servers:
-            server.terminate()
-            server.wait(timeout=30)
-            server.stdout.close()
+            os.kill(server.pids()[0], signal.SIGTERM)
+            server.shutdown()
 
     def run(self, block):
         getattr(self, f"run_{block.language}")(block.text)
@@ -207,19 +223,19 @@ class Runner:
         if words[-1] != "&":
             assert Path(_parse(words).model).is_dir()
             return ""
-        server = subprocess.Popen(
-            [sys.executable, "-m", "meshrl.cli", *words[:-1], "--port", "0"],
-            env=os.environ | environment | {"PYTHONPATH": str(self.root), "PYTHONUNBUFFERED": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
+        said = Path("served.txt").absolute()
+        server = create_worker_group(
+            ResourcePool([1], use_gpu=False), ClassWithInitArgs(Serving), env=environment, in_process=False
         )
         self.servers.append(server)
-        for line in server.stdout:
-            if address := re.search(r"127\.0\.0\.1:(\d+)", line):
+        ended = server.serve([*words[:-1], "--port", "0"], said)
+        for _ in range(1200):
+            if said.exists() and (address := re.search(r"127\.0\.0\.1:(\d+)", said.read_text())):
                 self.port = address[1]
-                return line
-        raise AssertionError("the server ended before it said where it listens")
+                return said.read_text()
+            assert not ended.done(), f"the server ended with {ended.get()} before it said where it listens"
+            time.sleep(0.1)
+        raise AssertionError("the server does not say where it listens")
 
     def _check_extras(self, command):
         import tomllib

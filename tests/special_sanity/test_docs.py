@@ -17,6 +17,7 @@ import meshrl.trainer.demo
 import meshrl.trainer.verify
 from meshrl.agents.calculator_task import make_calculator_model
 from meshrl.config import packages
+from meshrl.controller import warm_up
 from meshrl.data.files import write_tables
 from meshrl.models.tiny import make_tiny_model
 
@@ -32,7 +33,13 @@ def brevity(data_source, solution_str, ground_truth, extra_info):
     return -float(len(solution_str))
 """
 THINKING = "{{ messages[-1].content }}={% if enable_thinking is false %} {% endif %}"
-CAPS = ["trainer.total_training_steps=1", "trainer.val_before_train=false"]
+CAPS = [
+    "trainer.total_training_steps=1",
+    "trainer.val_before_train=false",
+    "data.train_batch_size=16",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.rollout.n=4",
+]
 # The shape of Qwen3-1.7B: weight_sync.md plans with the real one.
 QWEN3_1_7B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -62,6 +69,7 @@ def all_packages(monkeypatch):
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory):
     """A folder with a tiny model, data, a reward function and a short run of the demo, under the pages' names."""
+    warm_up("transformers.models.qwen3.modeling_qwen3")  # the model's class: else every worker imports it
     folder = tmp_path_factory.mktemp("docs")
     make_tiny_model(folder / "MODEL", "0123456789abcdefghijklmnopqrstuvwxyz>+= ", max_position_embeddings=32768)
     make_calculator_model(folder / "CHAT_MODEL", max_position_embeddings=32768)
@@ -137,7 +145,8 @@ def shorten_demos(patch):
 
 
 def capped(load):
-    """Shorter demos: one step unless the page says how many, no validation before it, a warm-up of a step."""
+    """Shorter demos: one step unless the page says how many, of few samples, no validation before it, a warm-up of a
+    step."""
 
     def load_capped(name, overrides, kind):
         said = [word for word in overrides if word.startswith("trainer.total_training_steps=")]
