@@ -22,7 +22,7 @@ from meshrl.config.root import PPOConfig
 from meshrl.controller import warm_up
 from meshrl.models.loading import load_model_config
 from meshrl.models.tiny import make_tiny_model
-from meshrl.telemetry.curves_png import write_curves
+from meshrl.telemetry.report import write_report
 from meshrl.trainer.demo import ALPHABET, sft_run, write_data
 from meshrl.trainer.run import train
 
@@ -88,14 +88,14 @@ class Task:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_pictures() -> Iterator[None]:
-    """A run's picture takes longer to draw than a short run to train; who wants it asks for `pictures`."""
-    with patch("meshrl.telemetry.report.write_curves"):
+    """A run's report takes longer to draw than a short run to train; who wants it asks for `pictures`."""
+    with patch("meshrl.trainer.run.write_report"):
         yield
 
 
 @pytest.fixture
 def pictures() -> Iterator[None]:
-    with patch("meshrl.telemetry.report.write_curves", write_curves):
+    with patch("meshrl.trainer.run.write_report", write_report):
         yield
 
 
@@ -120,7 +120,7 @@ def _make_task(folder: Path) -> None:
         whole = Path(files[name]).rename(folder / f"all_{name}.jsonl")
         Path(files[name]).write_text("".join(whole.read_text().splitlines(keepends=True)[:rows]))
         files[f"all_{name}"] = str(whole)
-    with patch("meshrl.telemetry.report.write_curves"):
+    with patch("meshrl.trainer.run.write_report"):
         model = sft_run(folder, files, 0, Console(quiet=True))
     (folder / "files.json").write_text(json.dumps(files | {"model": str(model)}))
 

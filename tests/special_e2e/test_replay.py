@@ -30,6 +30,7 @@ from meshrl.trainer.stopping import RunStoppedError
 
 RUN = (
     *UNEVEN,
+    "actor_rollout_ref.rollout.max_num_seqs=48",  # a batch at once
     *TWO_MICRO_BATCHES,
     *WITH_REFERENCE,
     "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",

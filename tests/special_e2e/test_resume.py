@@ -22,9 +22,11 @@ from meshrl.trainer.batches import batch_files, load_batch
 from meshrl.trainer.checkpoint import CheckpointError, Checkpoints, newest_complete, problems_of
 from meshrl.trainer.run import train, train_supervised
 
-# Three batches of 12 make an epoch, validation at every second step, a learning rate that changes.
+# Three batches of 12 make an epoch, validation at every second step, a learning rate that changes. All of a batch is
+# generated at once: nothing here depends on whose turn it is.
 RUN = (
     *UNEVEN,
+    "actor_rollout_ref.rollout.max_num_seqs=48",
     "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
     "trainer.total_training_steps=5",
     "trainer.test_freq=2",
