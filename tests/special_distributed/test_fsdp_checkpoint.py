@@ -61,7 +61,7 @@ PAIRS = [
 
 def cosine_trial(folder, layout, extra):
     world, trial = make_trial(folder, layout, extra)
-    return world, replace(trial, optim=replace(trial.optim, lr_scheduler_type="cosine"))
+    return world, replace(trial, optim=replace(trial.optim, lr_scheduler_type="cosine"), samples=4)
 
 
 @pytest.fixture(scope="module")

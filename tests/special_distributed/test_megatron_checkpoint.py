@@ -77,14 +77,27 @@ def folders(tmp_path_factory):
 def cosine_trial(folders, layout):
     world, family, axes = LAYOUTS[layout]
     trial = megatron_trial(folders[family], axes)
-    return world, replace(trial, optim=replace(trial.optim, lr_scheduler_type="cosine"))
+    return world, replace(trial, optim=replace(trial.optim, lr_scheduler_type="cosine"), samples=4)
+
+
+@pytest.fixture(scope="module")
+def written(megatron_ranks, folders, tmp_path_factory):
+    """All steps on a layout, and the checkpoint saved on the way, made once."""
+    known = {}
+
+    def find(layout):
+        if layout not in known:
+            world, trial = cosine_trial(folders, layout)
+            path = str(tmp_path_factory.mktemp("checkpoint") / "saved")
+            known[layout] = megatron_ranks(world).run(steps, trial, 0, STEPS, None, path, SAVED_AT)[0], path
+        return known[layout]
+
+    return find
 
 
 @pytest.mark.parametrize(("written_by", "read_by"), PAIRS)
-def test_goes_on_where_it_stopped(megatron_ranks, folders, tmp_path, written_by, read_by):
-    world, trial = cosine_trial(folders, written_by)
-    folder = str(tmp_path / "saved")
-    whole = megatron_ranks(world).run(steps, trial, 0, STEPS, None, folder, SAVED_AT)[0]
+def test_goes_on_where_it_stopped(megatron_ranks, folders, written, written_by, read_by):
+    whole, folder = written(written_by)
     other_world, other = cosine_trial(folders, read_by)
     for losses, weights in megatron_ranks(other_world).run(steps, other, SAVED_AT, STEPS, folder, None):
         # The loss is a difference of terms of order one.

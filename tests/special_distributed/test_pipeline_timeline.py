@@ -89,7 +89,7 @@ def loss(outputs, data):
 
 @pytest.mark.parametrize(("pp", "vpp", "size"), [(1, 1, 2), (2, 1, 2), (2, 1, 1), (2, 2, 2), (4, 1, 1), (4, 2, 1)])
 def test_recorded_order_has_the_known_bubble(megatron_ranks, tmp_path, pp, vpp, size):
-    write_config(tmp_path, 8)
+    write_config(tmp_path, pp * vpp)
     stages = megatron_ranks(pp).run(record, str(tmp_path), pp, vpp, size)
     count = len(LENGTHS) // size
     every = set(itertools.product(("forward", "backward"), range(vpp), range(count)))

@@ -74,7 +74,7 @@ def generated(
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_two_ranks_give_what_one_gives(ranks, name, fields):
-    compare(ranks(2), name, fields)
+    compare(ranks, name, fields)
 
 
 MIXTURES = [
@@ -97,7 +97,7 @@ MIXTURES = [
 
 @pytest.mark.parametrize(("name", "fields"), MIXTURES, ids=lambda x: x if isinstance(x, str) else "")
 def test_two_ranks_with_half_of_the_experts_each_give_what_one_gives(ranks, name, fields):
-    compare(ranks(2), name, fields, True)
+    compare(ranks, name, fields, True)
 
 
 def seen_and_generated(
@@ -134,17 +134,17 @@ def seen_and_generated(
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe"])
 def test_two_ranks_see_what_one_sees(ranks, seeing_folder, image, family):
     given = str(seeing_folder(family)), [image(16, 24, 1), image(8, 8, 2), image(24, 8, 3)]
-    compared(ranks(2), seen_and_generated, *given, spreads=[True] if family.endswith("moe") else [])
+    compared(ranks, seen_and_generated, *given, spreads=[True] if family.endswith("moe") else [])
 
 
-def compare(processes, name, fields, *spreads):
-    compared(processes, generated, name, fields, spreads=spreads)
+def compare(ranks, name, fields, *spreads):
+    compared(ranks, generated, name, fields, spreads=spreads)
 
 
-def compared(processes, generating, *given, spreads):
-    tokens, log_probs, size = processes.run(generating, *given, True)[0]
+def compared(ranks, generating, *given, spreads):
+    ((tokens, log_probs, size),) = ranks(1).run(generating, *given, True)
     assert len({tuple(answer) for answer in tokens}) > len(tokens) // 2
-    for found_tokens, found_log_probs, found_size in processes.run(generating, *given, False, *spreads):
+    for found_tokens, found_log_probs, found_size in ranks(2).run(generating, *given, False, *spreads):
         assert found_tokens == tokens
         for mine, wanted in zip(found_log_probs, log_probs, strict=True):
             assert mine == pytest.approx(wanted, abs=2e-5)
