@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 IS_XDIST_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if IS_XDIST_WORKER:
     gc.disable()  # until all tests are collected: what is imported stays
