@@ -145,6 +145,8 @@ os.register_at_fork(after_in_child=_forget_nursery)
 def serve(control_fd: int, preload: Sequence[str] = ()) -> None:
     """The nursery's side: fork when asked, report who ended, end when the controller does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's business
+    # Many modules ask torch for a GPU when they are imported. Unless it asks NVML, who is forked after that has none.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     control = socket.socket(fileno=control_fd)
     woken, waker = socket.socketpair()
     for end in (woken, waker):

@@ -279,6 +279,7 @@ def _reference_forward(model: nn.Module, batch: DataProto, sight: Sight | None =
 
 def run_engine(trial: Trial, device: str = "cpu") -> Outcome:
     """The engine's side, on this rank of the current process group. Gradients, weights and moments are whole."""
+    torch.backends.cudnn.allow_tf32 = False  # by which convolutions of images would round float32 to ten bits
     engine = engine_class(trial.engine)(
         trial.model,
         trial.engine,

@@ -174,6 +174,17 @@ def test_workers_use_the_gpu_though_the_controller_does_too():
     assert there.tolist() == [1, 1, 1]
 
 
+@pytest.mark.gpu
+def test_workers_use_the_gpu_that_their_module_asks_for():
+    from asking_workers import DEVICE, Asking
+
+    if DEVICE == "cpu":
+        pytest.skip("needs a GPU")
+    pool = ResourcePool([1], use_gpu=True)
+    with create_worker_group(pool, ClassWithInitArgs(Asking), in_process=False) as group:
+        assert group.execute_rank_zero("square", torch.full((2,), 3.0)).tolist() == [9, 9]
+
+
 def test_a_group_that_nobody_holds_ends():
     group = start(2)
     pids = [told["pid"] for told in group.about()]

@@ -221,6 +221,8 @@ def _fork_server() -> Any:
     # Before Python 3.13 the server looks for modules where its environment says, and is silent about what it misses.
     given = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([given] if given else [])])
+    # Megatron-Core's import asks torch for a GPU: unless torch asks NVML, no rank that is forked after it has one.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     forkserver.ensure_running()
     os.environ.pop("PYTHONPATH") if given is None else os.environ.update(PYTHONPATH=given)
     return context

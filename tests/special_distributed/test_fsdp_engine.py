@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 from megatron_trials import write_small_model
-from process_group import own_device
+from process_group import ON_GPU, own_device
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoModelForImageTextToText
@@ -178,6 +178,7 @@ IN_8_BITS = [
 BATCHES_IN_8_BITS = (13, 12, 11)
 
 
+@pytest.mark.skipif(ON_GPU, reason="GPUs round to 8 bits from bfloat16 alone, which hides what a layout changes")
 @pytest.mark.parametrize(("layout", "extra"), IN_8_BITS)
 def test_products_in_8_bits_are_those_of_one_process(ranks, folders, references, layout, extra):
     """To the last digits, as long as these do not decide how a number is rounded: after an update some are."""
