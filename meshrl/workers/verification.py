@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from meshrl.algorithms import BatchStats, agg_loss
@@ -31,14 +31,11 @@ from meshrl.data.seen import Images
 from meshrl.engines.base import Engine, LossFunction
 from meshrl.engines.build import engine_class
 from meshrl.engines.fsdp.engine import WRAPPER_PREFIX, FSDPEngine
-from meshrl.engines.fsdp.sharding import FSDP2
-from meshrl.engines.optim import own_parts
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.loading import load_model_config
 from meshrl.models.lora import adapter_init, adapter_scaling, add_adapters, merged_params
 from meshrl.models.routes import ROUTED_EXPERTS, find_routers, route_dtype, unknown
 from meshrl.models.sight import Sight, find_sight, tower_of
-from meshrl.parallel.collectives import gather_blocks
 from meshrl.parallel.mesh import init_process_group, prepare_device
 
 ENTROPY_WEIGHT = 0.01
@@ -314,7 +311,7 @@ def run_engine(trial: Trial, device: str = "cpu") -> Outcome:
         engine.optimizer_zero_grad()
         metrics = engine.forward_backward_batch(mine, _loss_function(stats)).metrics
         if step == 0 and trial.engine.strategy == "fsdp2":
-            outcome.gradients = _whole({n: p.grad for n, p in _trained(engine).items()}, engine)
+            outcome.gradients = _whole({n: p.grad for n, p in _trained(engine).items()})
         outcome.losses.append(metrics["loss"])
         outcome.grad_norms.append(engine.optimizer_step())
         engine.lr_scheduler_step()
@@ -322,7 +319,7 @@ def run_engine(trial: Trial, device: str = "cpu") -> Outcome:
     outcome.weights = {name: value.clone().cpu() for name, value in engine.per_tensor_params()}
     if isinstance(engine, FSDPEngine) and trial.engine.strategy == "fsdp2":
         states = {n: engine.optimizer.state[p]["exp_avg"] for n, p in _trained(engine).items()}
-        outcome.moments = _whole(states, engine)
+        outcome.moments = _whole(states)
     return outcome
 
 
@@ -348,25 +345,12 @@ def _trained(engine: Engine) -> dict[str, nn.Parameter]:
     return {name.removeprefix(WRAPPER_PREFIX): p for name, p in named if p.requires_grad}
 
 
-def _whole(tensors: dict[str, Tensor | None], engine: Engine) -> dict[str, Tensor]:
-    """Copies on the host; the rows of all tensors travel together, which takes a fraction of one after the other."""
-    present = {name: value for name, value in tensors.items() if value is not None}
-    own = own_parts(present.values())
-    if not present or not isinstance(engine, FSDPEngine) or not isinstance(engine.sharding, FSDP2):
-        return {name: value.clone().cpu() for name, value in zip(present, own, strict=True)}
-    group = engine.sharding.group
-    # As many of every rank, though the last ones may have fewer, or none.
-    counts = [-(-len(value) // dist.get_world_size(group)) for value in present.values()]
-    rows = [
-        torch.cat([part, part.new_zeros(count - len(part), *part.shape[1:])])
-        for part, count in zip(own, counts, strict=True)
-    ]
-    gathered = gather_blocks(torch.cat([part.flatten() for part in rows]), group)
-    parts = gathered.split([part.numel() for part in rows], 1)
-    return {
-        name: part.reshape(-1, *value.shape[1:])[: len(value)].clone().cpu()
-        for (name, value), part in zip(present.items(), parts, strict=True)
-    }
+def _whole(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    whole = {}
+    for name, value in tensors.items():
+        if value is not None:
+            whole[name] = (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone().cpu()
+    return whole
 
 
 def differences(found: list[Outcome], expected: Outcome) -> dict[str, float]:
