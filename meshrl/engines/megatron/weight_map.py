@@ -321,9 +321,15 @@ class _RankChunk:
         for (name, shape), start, stop in runs:
             before, behind = (0,) * dim, (0,) * (len(shape) - dim - 1)
             yield Slice(
-                name, shape, (*before, start, *behind), _with(shape, dim, stop - start), self.chunk, parameter,
-                _with(shape, dim, length), (*before, place, *behind),
-            )  # fmt: skip
+                name=name,
+                shape=shape,
+                start=(*before, start, *behind),
+                size=_with(shape, dim, stop - start),
+                chunk=self.chunk,
+                parameter=parameter,
+                parameter_shape=_with(shape, dim, length),
+                offset=(*before, place, *behind),
+            )
             place += stop - start
 
 
