@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from meshrl.config.trainer import RunConfig
 from meshrl.controller import ControllerError
 from meshrl.controller.shelves import Shelves
 from meshrl.data.proto import DataProto
-from meshrl.engines.stored_reading import Stored
+from meshrl.engines.stored_reading import Stored, read_index
 from meshrl.engines.stored_state import Rectangle, Snapshot, record_file, write_index, write_snapshot
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.trainer.checkpoint import (
@@ -263,6 +264,26 @@ def test_reading_an_index_runs_nothing(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"metadata.os.mkdir is no part of an index"):
         Stored(tmp_path)
     assert not (tmp_path / "here-it-was-run").exists()
+
+
+class ByAttribute:
+    """What a pickle of Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) calls where others name a member of an enum."""
+
+    def __init__(self, owner, name):
+        self.what = owner, name
+
+    def __reduce__(self):
+        return getattr, self.what
+
+
+def test_an_index_of_an_earlier_python_is_read(tmp_path):
+    index = Metadata({}, planner_data={"format": ByAttribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")})
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    assert read_index(tmp_path / ".metadata").planner_data["format"] is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    for owner, name in ((Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "mro")):
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(ByAttribute(owner, name)))
+        with pytest.raises(ValueError, match=f"attribute {name} .* is no part of an index"):
+            read_index(tmp_path / ".metadata")
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
