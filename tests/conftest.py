@@ -57,6 +57,15 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
 }
 WINDOW = 4
+LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2": ("Qwen2Config", {}),
@@ -86,6 +95,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Config",
         {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"]},
     ),
+    # Three layers with a state, then one that attends; fewer heads of keys than of values, an odd number of layers.
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **LINEAR,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", {**LINEAR}),
+    "olmo_hybrid": ("OlmoHybridConfig", {**LINEAR, "linear_allow_neg_eigval": True}),
     "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),

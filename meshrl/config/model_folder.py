@@ -28,6 +28,8 @@ TOKENIZER_FILES = (
     "tekken.json",
 )
 ATTENTION_KINDS = ("attention", "full_attention", "sliding_attention", "chunked_attention")
+# Families whose linear attention we compute ourselves, document by document (meshrl/parallel/recurrence.py).
+GATED_DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid")
 STATE_KEYS = (
     "linear_num_",
     "linear_conv_",
@@ -204,7 +206,9 @@ def has_processor(folder: str | Path) -> bool:
 
 
 def stateful_layers(shape: dict[str, Any]) -> str | None:
-    """What of a config.json tells of layers that carry a state from token to token; None where all is attention."""
+    """What of a config.json tells of layers with a state that we cannot keep; None where there are none."""
+    if shape.get("model_type") in GATED_DELTA:
+        return None
     kinds = shape.get("layer_types") or shape.get("layers_block_type") or shape.get("block_types")
     if kinds is not None:
         others = sorted({str(kind) for kind in kinds} - {*ATTENTION_KINDS, "mlp", "moe"})

@@ -19,6 +19,7 @@ from meshrl.models.sight import Sight
 from meshrl.parallel.attention import AttentionContext
 from meshrl.parallel.packable import check_layers, longest_fixed_rotation
 from meshrl.parallel.prefix_tree import PrefixTree
+from meshrl.parallel.recurrence import enter_recurrences
 from meshrl.parallel.sequence import SequenceShard
 
 # Config fields by which some models change their logits after the output projection.
@@ -49,6 +50,7 @@ class PackedModel(nn.Module):
         self.hf_model, self.sight, self.looks_always = hf_model, sight, looks_always
         # With dropout, equal prefixes get unequal states: each place draws its own.
         self.drops_out = any(isinstance(m, nn.Dropout) and m.p > 0 for m in hf_model.base_model.modules())
+        self.has_states = enter_recurrences(hf_model)
         self.longest = longest_fixed_rotation(hf_model)
         self._is_checked = False
 
@@ -102,7 +104,8 @@ class PackedModel(nn.Module):
         on_host = row.input_ids.device.type == "cpu"
         if not on_host or shard.parallel.size > 1 or len(row.predictors) == 0 or (self.drops_out and self.training):
             return None
-        if self.sight is not None:  # equal tokens may stand for different images
+        # Equal tokens may stand for different images; and a state goes one way, not into several branches.
+        if self.sight is not None or self.has_states:
             return None
         tree = PrefixTree.of(row.input_ids, row.lengths, row.predictors)
         return tree if tree.num_nodes <= MOST_NODES * len(row.input_ids) else None

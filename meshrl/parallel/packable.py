@@ -12,17 +12,18 @@ INSTEAD = "model.use_remove_padding=false pads samples instead, and rollout.name
 
 
 def note_attended(module: nn.Module) -> None:
-    """Remembers that this layer gets the row's borders; `check_layers` looks at it after a first forward."""
+    """Remembers that this layer asks for the row's borders; `check_layers` looks at it after a first forward."""
     if ATTENDED not in module.__dict__:
         module.__dict__[ATTENDED] = True
 
 
 def check_layers(hf_model: PreTrainedModel) -> None:
-    """A `ValueError` if layers of a model that has run on a packed row mix tokens in another way than by attention."""
+    """A `ValueError` if layers of a model that has run on a packed row mix tokens without asking where samples end."""
     config: Any = hf_model.config.get_text_config()
     modules = list(hf_model.base_model.modules())
     attended, layers = sum(ATTENDED in module.__dict__ for module in modules), int(config.num_hidden_layers)
-    mixers = [type(owner).__name__ for owner in modules if any(isinstance(m, nn.Conv1d) for m in owner.children())]
+    convolve = [owner for owner in modules if any(isinstance(m, nn.Conv1d) for m in owner.children())]
+    mixers = [type(owner).__name__ for owner in convolve if ATTENDED not in owner.__dict__]
     if attended >= layers and not mixers:
         return
     found = f"{type(hf_model).__name__} has {layers} layers, of which {attended} go through meshrl's attention"

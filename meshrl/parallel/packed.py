@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshrl.parallel.varlen import attend_varlen
+
+if TYPE_CHECKING:
+    from meshrl.parallel.delta_rule import DeltaRule
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
@@ -89,6 +92,10 @@ class PackedSequences:
         if query.is_cuda and query.dtype in HALF_TYPES and (len(self.runs) > 1 or is_masked):
             return self._attend_varlen(query, key, value, scaling, sliding_window)
         return self._attend_runs(query, key, value, scaling, sliding_window)
+
+    def recur(self, layer_idx: int, rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
+        """A state for each document, which begins with it; see `RecurrentContext`."""
+        return rule.over(channels, decay, rate, self)[0]
 
     def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

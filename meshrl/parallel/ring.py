@@ -22,8 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshrl.parallel.collectives import RingTransfer
+from meshrl.parallel.delta_rule import DeltaRule
 from meshrl.parallel.lse_attention import accumulation_dtype, attend_with_lse, attend_with_lse_backward
 from meshrl.parallel.packed import PackedSequences
+from meshrl.parallel.ulysses import heads_for_tokens, own_heads
 
 KEY_VALUES, GRADIENTS = 0, 1  # the two kinds of transfer
 
@@ -96,6 +98,16 @@ class RingContext:
         """Attention of the own stripe's queries; see `AttentionContext`."""
         steps = self.steps(sliding_window)
         return _RingAttention.apply(query[0], key[0], value[0], steps, scaling, self.group)[None]
+
+    def recur(self, layer_idx: int, rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
+        """A state cannot be passed round stripes: ranks trade tokens for heads instead; see `RecurrentContext`."""
+        size = dist.get_world_size(self.group)
+        rule, *stripes = own_heads(rule, channels, decay, rate, self.group)
+        # Stripe after stripe becomes the row, and the row stripe after stripe.
+        row = (x.unflatten(0, (size, -1)).transpose(0, 1).flatten(0, 1) for x in stripes)
+        out = self.row.recur(layer_idx, rule, *row)
+        striped = out.unflatten(0, (-1, size)).transpose(0, 1).flatten(0, 1)
+        return heads_for_tokens(striped[None], self.group)[0]
 
 
 class _RingAttention(torch.autograd.Function):

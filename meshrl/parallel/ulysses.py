@@ -3,13 +3,14 @@
     [own tokens, all heads] ── all-to-all ──► [all tokens, own heads] ── attention ──► all-to-all back
 
 Attention itself is left to an inner context, which sees the whole row (or a whole stripe of it) with a share of the
-heads.
+heads. Layers that carry a state go the same way (`own_heads`): a state needs every token, but only its own head's.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from meshrl.parallel.attention import AttentionContext
 from meshrl.parallel.collectives import exchange_blocks
+from meshrl.parallel.delta_rule import DeltaRule
+from meshrl.parallel.recurrence import RecurrentContext
 
 
 @dataclass  # not frozen, see AttentionContext
@@ -38,6 +41,50 @@ class UlyssesContext:
         query, key, value = tokens_for_heads([query, key, value], self.group)
         mixed = self.inner.attend(layer_idx, query, key, value, scaling, sliding_window)
         return heads_for_tokens(mixed, self.group)
+
+    def recur(self, layer_idx: int, rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
+        """The states' outputs of the own tokens; see `RecurrentContext`."""
+        inner = cast(RecurrentContext, self.inner)
+        rule, channels, decay, rate = own_heads(rule, channels, decay, rate, self.group)
+        return heads_for_tokens(inner.recur(layer_idx, rule, channels, decay, rate)[None], self.group)[0]
+
+
+def own_heads(
+    rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor, group: dist.ProcessGroup
+) -> tuple[DeltaRule, Tensor, Tensor, Tensor]:
+    """From own tokens of all heads to all tokens of own heads, rank after rank, with the rule of these heads."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    check_value_heads(rule.value_heads, size)
+    copies = kv_copies(rule.key_heads, size)
+    query, key, value = (x.transpose(0, 1)[None] for x in rule.heads_of(channels))
+    if copies > 1:
+        query, key = (x.repeat_interleave(copies, dim=1) for x in (query, key))
+    parts = [x[0].transpose(0, 1).flatten(1) for x in tokens_for_heads([query, key, value], group)]
+    # Float32 whatever the channels are, so they travel by themselves.
+    gates = tokens_for_heads([x.t().float()[None, ..., None] for x in (decay, rate)], group)
+    decay, rate = (x[0, ..., 0].t() for x in gates)
+    filters = [x.unflatten(0, (-1, rows)) for x, rows in _filters(rule)]
+    own = [
+        x.repeat_interleave(n, 0).chunk(size)[rank].flatten(0, 1)
+        for x, n in zip(filters, (copies, copies, 1), strict=True)
+    ]
+    heads = rule.key_heads * copies // size, rule.value_heads // size
+    return DeltaRule(torch.cat(own), *heads, rule.key_dim, rule.value_dim), torch.cat(parts, 1), decay, rate
+
+
+def _filters(rule: DeltaRule) -> list[tuple[Tensor, int]]:
+    """The convolution's rows of queries, keys and values, and how many of them a head has."""
+    dims = rule.key_dim, rule.key_dim, rule.value_dim
+    return list(zip(rule.conv.split(rule.sizes), dims, strict=True))
+
+
+def check_value_heads(heads: int, size: int) -> None:
+    """Refuses a number of heads with a state that cannot be shared equally."""
+    if heads % size:
+        raise ValueError(
+            f"the model's linear attention has {heads} heads, which must be divisible by the ranks that share a "
+            f"sequence ({size}): change ulysses_sequence_parallel_size or context_parallel_size"
+        )
 
 
 def check_heads(heads: int, size: int) -> None:

@@ -12,13 +12,13 @@ from megatron_trials import write_small_model
 from process_group import ON_GPU, own_device
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
 from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.models.tiny import make_tiny_seeing_model
-from meshrl.trainer.verify import FAMILIES, TOLERANCE, small_config, write_model
+from meshrl.trainer.verify import FAMILIES, SMALL, TOLERANCE, small_config, write_model
 from meshrl.workers.verification import Trial, differences, run_engine, run_reference
 
 SP, CP = "ulysses_sequence_parallel_size", "context_parallel_size"
@@ -96,8 +96,32 @@ GRID = [
     ("qwen2_5_vl", "fsdp1", "frozen-tower"),
     ("qwen2_vl", "fsdp2-sp2", "plain"),
     ("qwen3_vl_moe", "fsdp2-cp2", "plain"),
+    # Layers with a state among those that attend.
+    *[("qwen3_5_text", layout, "plain") for layout in ("sp4", "fsdp2-cp2")],
+    *[("qwen3_5_text", "fsdp2", extra) for extra in ("lora", "padded")],
+    ("qwen3_next", "sp2-cp2", "plain"),
+    ("qwen3_next", "ddp2-sp2", "checkpointing"),
+    ("olmo_hybrid", "cp2", "plain"),
+    ("olmo_hybrid", "fsdp1", "plain"),
 ]
 LATENT = ("deepseek_v3", "deepseek_yarn")
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16
+}  # fmt: skip
+STATEFUL = {
+    "qwen3_5_text": {},
+    "qwen3_next": EXPERTS,
+    "olmo_hybrid": {"linear_allow_neg_eigval": True, "pad_token_id": None, "eos_token_id": 1},
+}
 SEEING = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe")
 
 
@@ -109,6 +133,9 @@ def folders(tmp_path_factory):
     many.num_experts, many.num_hidden_layers = 260, 1
     small["many_experts"] = write_model(many, root / "many_experts")
     small |= {family: write_small_model(family, root / family) for family in LATENT}
+    for family, own in STATEFUL.items():
+        config = AutoConfig.for_model(family, **(SMALL | LINEAR | own))
+        small[family] = write_stateful_model(config, root / family)
     return small | {family: write_seeing_model(family, root / family) for family in SEEING}
 
 
@@ -121,6 +148,18 @@ def write_seeing_model(family, folder):
         for name, param in model.named_parameters():
             if name.endswith(".bias"):
                 param.normal_(std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_stateful_model(config, folder):
+    """One whose states last: as Transformers begins, they fade so fast that gradients of fading are but rounding."""
+    model = AutoModelForCausalLM.from_pretrained(write_model(config, folder))
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(1)
+        for layer in (module for module in model.modules() if hasattr(module, "A_log")):
+            layer.A_log.uniform_(-3, 0)
+            layer.dt_bias.normal_(std=0.5)
     model.save_pretrained(folder)
     return folder
 
@@ -239,7 +278,7 @@ AXES = {"data", "shards", "copies", "sp", "cp"}
 def test_every_axis_and_pair_is_in_the_grid():
     assert {layout for _, layout, _ in GRID} == set(LAYOUTS)
     assert {extra for _, _, extra in GRID} == set(EXTRAS)
-    assert {family for family, _, _ in GRID} == {*FAMILIES, *LATENT, *SEEING, "many_experts"}
+    assert {family for family, _, _ in GRID} == {*FAMILIES, *LATENT, *SEEING, *STATEFUL, "many_experts"}
     assert len(GRID) == len(set(GRID))
     together = {pair for _, layout, _ in GRID for pair in combinations(sorted(axes_of(layout)), 2)}
     assert together == set(combinations(sorted(AXES), 2))

@@ -10,12 +10,14 @@ from transformers import PreTrainedModel
 
 from meshrl.models.eight_bits import FP8, lacks_products
 from meshrl.models.sight import Sight, language_model
+from meshrl.parallel.recurrence import recurrences
 from meshrl.rollout.embedded.layers import FAMILIES, SEEING_FAMILIES, is_plain
 from meshrl.rollout.embedded.parts import Parts
 from meshrl.rollout.embedded.route_store import RouteStore
 from meshrl.rollout.embedded.rows import Rows
 from meshrl.rollout.embedded.runner import Runner, SlotRunner
 from meshrl.rollout.embedded.slots import SlotCache
+from meshrl.rollout.embedded.states import bytes_of_states
 
 CPU_BLOCK, CUDA_BLOCK = 16, 32
 # Of a CPU's available memory the cache takes at most this share; a GPU's share is a setting.
@@ -24,15 +26,22 @@ SCALE_BYTES = 4  # of each head of a token in 8 bits
 
 
 def cache_shape(hf_model: PreTrainedModel, parallel: Parts | None) -> tuple[int, int, int, int]:
-    """Layers, key heads of this rank, and the dims of a key and of a value."""
+    """Layers that attend, key heads of this rank, and the dims of a key and of a value."""
     config: Any = hf_model.config.get_text_config()
+    layers = len(attending_layers(hf_model))
     heads = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):  # latent attention: what is cached are keys and values of all heads
         dims = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-        return config.num_hidden_layers, heads, *dims
+        return layers, heads, *dims
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return config.num_hidden_layers, parallel.local_kv_heads if parallel is not None else kv_heads, dim, dim
+    return layers, parallel.local_kv_heads if parallel is not None else kv_heads, dim, dim
+
+
+def attending_layers(hf_model: PreTrainedModel) -> list[int]:
+    """The numbers of the layers that have keys and values; the others carry a state."""
+    stateful = {layer.layer_idx for layer in recurrences(hf_model)}
+    return [layer for layer in range(hf_model.config.get_text_config().num_hidden_layers) if layer not in stateful]
 
 
 def bytes_per_token(hf_model: PreTrainedModel, parallel: Parts | None, dtype: torch.dtype) -> int:
@@ -90,6 +99,13 @@ def default_num_blocks(
         memory = max(0, torch.cuda.mem_get_info(device)[0] - copies) * memory_share
     else:
         memory = psutil.virtual_memory().available * CPU_SHARE
+    if (states := bytes_of_states(hf_model)) * (rows + 1) > memory:
+        raise ValueError(
+            f"the states of {rows} sequences take {rows * states / 1e9:.1f} GB ({states / 1e6:.1f} MB each), of the "
+            f"{memory / 1e9:.1f} GB that the rollout may have: lower rollout.max_num_seqs to "
+            f"{max(0, int(memory // (2 * states)))} or less, or raise rollout.gpu_memory_utilization"
+        )
+    memory -= states * (rows + 1)
     blocks = int(memory // (bytes_per_token(hf_model, parallel, cache_dtype) * block_size))
     if max_model_len is not None:
         blocks = min(blocks, rows * -(-max_model_len // block_size))
@@ -131,6 +147,7 @@ def build_runner(
             )
         device = next(hf_model.parameters()).device
         pages = PagedCache(num_blocks, block_size, layers, kv_heads, dim, cache_dtype, device)
+        pages.place_of = {layer: place for place, layer in enumerate(attending_layers(hf_model))}
         return PagedRunner(hf_model, rows, pages, max_length=max_model_len, **options)
     cache = SlotCache(num_blocks, block_size, max_model_len)
     return SlotRunner(hf_model, rows, cache, **options)

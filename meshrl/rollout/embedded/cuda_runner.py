@@ -87,6 +87,11 @@ class PagedRunner(Runner):
         self._sending = [torch.zeros(NUMBERS, self.capacity, dtype=torch.long).pin_memory() for _ in range(BUFFERS)]
         self._landing = [torch.zeros(2, self.capacity, dtype=torch.long).pin_memory() for _ in range(BUFFERS)]
         self._turn = 0
+        # What a step is sent for places that no row takes.
+        self._host_nobody = np.zeros((NUMBERS, self.capacity), np.int64)
+        self._host_nobody[ORDER], self._host_nobody[POSITION] = rows.capacity, -1
+        self._host_nobody[SLOT], self._host_nobody[HEAT].view(np.float64)[:] = cache.trash, 1
+        self._nobody = torch.from_numpy(self._host_nobody).to(self.device)
 
     def load(self, sequence: Sequence, length: int) -> None:
         """Cached blocks are read where they lie."""
@@ -120,8 +125,7 @@ class PagedRunner(Runner):
     def drop_cache(self) -> None:
         self._forget_graphs()
         self.cache.drop()
-        if self.routes is not None:
-            self.routes.drop()
+        super().drop_cache()
         torch.cuda.empty_cache()
 
     def wanted_hidden(self, ids: Tensor, context: PagedPrefill, wanted: Tensor, seen: Seen | None) -> Tensor:
@@ -144,7 +148,7 @@ class PagedRunner(Runner):
 
     def prefill(self, pieces: Seq[Piece]) -> Launch | None:
         pieces = sorted(pieces, key=lambda piece: len(piece.tokens))
-        context = PagedPrefill(self.cache, pieces, self.device)
+        context = PagedPrefill(self.cache, pieces, self.device, self.piece_states(pieces))
         ids = send(np.concatenate([piece.tokens for piece in pieces]), self.device)
         ends = np.cumsum([len(piece.tokens) for piece in pieces]) - 1
         groups = [(end, piece.sequence) for end, piece in zip(ends, pieces, strict=True) if piece.is_last]
@@ -199,8 +203,7 @@ class PagedRunner(Runner):
         turn = self._turn = (self._turn + 1) % BUFFERS
         sending = self._sending[turn]
         filled = sending.numpy()
-        filled[ORDER], filled[POSITION], filled[SLOT] = rows.capacity, -1, self.cache.trash
-        filled[HEAT].view(np.float64)[:] = 1
+        filled[:] = self._host_nobody
         self._fill(filled[:, : len(order)], sequences, order)
         positions = rows.length[order]
         blocks = self._host_table[order, positions // self.cache.block_size]
@@ -238,7 +241,7 @@ class PagedRunner(Runner):
 
     def _step(self, size: int) -> None:
         order, positions, slots, keys, heat, shift = (row[:size] for row in self.inputs)
-        context = PagedDecode(self.cache, self.table, order, positions, slots)
+        context = PagedDecode(self.cache, self.table, order, positions, slots, self.states)
         with self.routing():
             turned = positions if self.sight is None else positions - shift
             hidden = self.hidden(self.last[order], turned.clamp(min=0), context, one_each=True)
@@ -267,14 +270,17 @@ class PagedRunner(Runner):
 
     def _record(self, size: int) -> None:
         """Records a step. A model may do what cannot be recorded, such as wait for the device: it steps as it did."""
-        # Kernels are compiled and libraries set up outside of a recording; what the step changes is put back.
-        last = self.last.clone()
+        # Kernels are compiled and libraries set up outside of a recording, by steps of nobody: they change no row.
+        kept = self.inputs.clone()
+        self.inputs.copy_(self._nobody)
         self._step(size)
-        if not self.layers_are_ours and not self._graphs:
-            self.last.copy_(last)
-            if (waits := what_waits(lambda: self._step(size))) is not None:
-                self._do_not_record(f"{waits} waits for the device")
-        self.last.copy_(last)
+        if (
+            not self.layers_are_ours
+            and not self._graphs
+            and (waits := what_waits(lambda: self._step(size))) is not None
+        ):
+            self._do_not_record(f"{waits} waits for the device")
+        self.inputs.copy_(kept)
         if not self.records:
             return
         torch.cuda.synchronize()

@@ -26,6 +26,7 @@ from meshrl.data.seen import Images
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.sight import Sight
 from meshrl.parallel.packable import longest_fixed_rotation
+from meshrl.parallel.recurrence import recurrences
 from meshrl.rollout.base import TAGS, SamplingParams, check_no_empty_prompt
 from meshrl.rollout.embedded.answers import AnswerBatch, as_chunk
 from meshrl.rollout.embedded.blocks import BlockManager
@@ -121,7 +122,9 @@ class EmbeddedRollout(SteppingRollout):
         self.max_model_len = min(max_model_len or num_blocks * block_size, num_blocks * block_size)
         self.rows = Rows(max_num_seqs)
         self.blocks = BlockManager(num_blocks, block_size)
-        self.scheduler = Scheduler(self.rows, self.blocks, max_num_batched_tokens, caching=enable_prefix_caching)
+        # Of a prefix, layers with a state would need the state that it left behind, which nobody keeps.
+        caching = enable_prefix_caching and not recurrences(hf_model)
+        self.scheduler = Scheduler(self.rows, self.blocks, max_num_batched_tokens, caching=caching)
         self.runner = build_runner(
             hf_model,
             self.rows,

@@ -9,11 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshrl.parallel.delta_rule import DeltaRule
 from meshrl.parallel.packed import HALF_TYPES, PackedSequences
 from meshrl.parallel.varlen import attend_varlen
+from meshrl.rollout.embedded.delta_kernel import recur_rows
 from meshrl.rollout.embedded.fp8 import FP8
 from meshrl.rollout.embedded.kernels import NO_WINDOW, Pools, Turning, paged_decode, store, stored
 from meshrl.rollout.embedded.scheduler import Piece
+from meshrl.rollout.embedded.states import PieceStates, StateStore
 
 LEAST_BLOCK = 16  # tokens: what the kernels' products take
 
@@ -33,6 +36,7 @@ class PagedCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         self._shape, self._options = (layers, num_blocks + 1, kv_heads, block_size, dim), (dtype, device)
         self._pools: Pools | None = None
+        self.place_of = {layer: layer for layer in range(layers)}  # of a model's layers among those of the pools
 
     @property
     def trash(self) -> int:
@@ -40,8 +44,8 @@ class PagedCache:
         return self.num_blocks * self.block_size
 
     def of(self, layer: int) -> Pools:
-        """Those of a layer."""
-        pools = self.pools()
+        """Those of a layer of the model."""
+        pools, layer = self.pools(), self.place_of[layer]
         scales = None if pools.scales is None else (pools.scales[0][layer], pools.scales[1][layer])
         return Pools(pools.keys[layer], pools.values[layer], scales)
 
@@ -77,10 +81,10 @@ def send(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 class PagedPrefill:
-    """Attention of packed prefill pieces over the blocks of their sequences."""
+    """Packed prefill pieces: attention over the blocks of their sequences, and their states."""
 
-    def __init__(self, cache: PagedCache, pieces: Seq[Piece], device: torch.device):
-        self.cache = cache
+    def __init__(self, cache: PagedCache, pieces: Seq[Piece], device: torch.device, states: PieceStates | None = None):
+        self.cache, self.states = cache, states
         self.packed = PackedSequences.of([len(piece.tokens) for piece in pieces], device).ready()
         self.has_context = any(piece.start for piece in pieces)
         places = [np.arange(piece.start, piece.end) for piece in pieces]
@@ -105,6 +109,11 @@ class PagedPrefill:
         """See `AttentionContext`."""
         store(key[0].transpose(0, 1), value[0].transpose(0, 1), self.cache.of(layer_idx), self.slots)
         return self.attend_stored(layer_idx, query, key, value, scaling, sliding_window)
+
+    def recur(self, layer_idx: int, rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
+        """See `RecurrentContext`."""
+        assert self.states is not None
+        return self.states.recur(layer_idx, rule, channels, decay, rate, self.packed)
 
     def attend_stored(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
@@ -142,10 +151,19 @@ class PagedPrefill:
 
 
 class PagedDecode:
-    """Attention of one token a row; reads only tensors that stay where they are, as a recorded graph needs."""
+    """One token a row; reads only tensors that stay where they are, as a recorded graph needs."""
 
-    def __init__(self, cache: PagedCache, table: Tensor, order: Tensor, positions: Tensor, slots: Tensor):
+    def __init__(
+        self, cache: PagedCache, table: Tensor, order: Tensor, positions: Tensor, slots: Tensor,
+        states: StateStore | None = None,
+    ):  # fmt: skip
         self.cache, self.table, self.order, self.positions, self.slots = cache, table, order, positions, slots
+        self.states = states
+
+    def recur(self, layer_idx: int, rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
+        """See `RecurrentContext`."""
+        assert self.states is not None
+        return recur_rows(rule, channels, decay, rate, self.states.of(layer_idx, rule, channels), self.order)
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None

@@ -17,6 +17,7 @@ from meshrl.data.seen import Seen
 from meshrl.models.sight import Deep, Sight
 from meshrl.parallel.attention import AttentionContext
 from meshrl.parallel.packable import check_layers
+from meshrl.parallel.recurrence import enter_recurrences
 from meshrl.rollout.embedded.adjust import Adjuster
 from meshrl.rollout.embedded.layers import FAMILIES, SEEING_FAMILIES, WITH_EXPERTS, PlainLayers, is_plain
 from meshrl.rollout.embedded.parts import Parts
@@ -25,6 +26,7 @@ from meshrl.rollout.embedded.rows import Rows, Sequence
 from meshrl.rollout.embedded.sampler import Sampled, Settings, sample
 from meshrl.rollout.embedded.scheduler import Piece
 from meshrl.rollout.embedded.slots import SlotCache, SlotDecode, SlotPrefill
+from meshrl.rollout.embedded.states import PieceStates, StateStore
 from meshrl.rollout.embedded.tensor_parallel import TensorParallel
 
 # Gaps among the rows are closed when they are this share of them.
@@ -76,6 +78,7 @@ class Runner(ABC):
         self.in_8_bits = in_8_bits
         self.rows, self.parallel, self.routes = rows, parallel, routes
         self.device = next(hf_model.parameters()).device
+        self.states = StateStore(rows.capacity, self.device) if enter_recurrences(hf_model) else None
         is_known = is_plain(hf_model, FAMILIES + SEEING_FAMILIES + WITH_EXPERTS)
         self.plain = self._plain_layers(owns_weights) if is_known else None
         self.adjuster = Adjuster(rows, vocabulary, self.device)
@@ -98,9 +101,16 @@ class Runner(ABC):
     def decode(self) -> Launch | None:
         """Writes the last token of every running row and samples the next; None where no row wants one."""
 
-    @abstractmethod
     def drop_cache(self) -> None:
-        """Gives the memory of keys and values back."""
+        """Gives the memory of keys, values and states back."""
+        if self.routes is not None:
+            self.routes.drop()
+        if self.states is not None:
+            self.states.drop()
+
+    def piece_states(self, pieces: Seq[Piece]) -> PieceStates | None:
+        """Where the states of prefill pieces come from and go to, in a model that has any."""
+        return None if self.states is None else PieceStates(self.states, pieces)
 
     def refresh(self) -> None:
         """Takes note that weights have changed, perhaps in place."""
@@ -234,7 +244,7 @@ class SlotRunner(Runner):
         self.cache.make_room(rows, max(piece.end for piece in pieces))
         # Neighbours of equal length go through attention together.
         pieces = sorted(pieces, key=lambda piece: len(piece.tokens))
-        context = SlotPrefill(self.cache, pieces)
+        context = SlotPrefill(self.cache, pieces, self.piece_states(pieces))
         ids = torch.from_numpy(np.concatenate([piece.tokens for piece in pieces]))
         with self.routing():
             hidden = self.hidden(ids, context.positions, context, one_each=False, seen=self.look(pieces))
@@ -261,7 +271,7 @@ class SlotRunner(Runner):
         rows = self.rows
         self._close_gaps()
         count = rows.end
-        context = SlotDecode(self.cache, rows, count)
+        context = SlotDecode(self.cache, rows, count, self.states)
         # Rows in the middle of their prefill are written to as well, behind what they hold.
         self.cache.make_room(count, int(rows.length[:count].max()) + 1)
         alive = rows.alive[:count].nonzero()[0]
@@ -301,12 +311,13 @@ class SlotRunner(Runner):
         moves = self.rows.gaps()
         if moves:
             self.cache.move(moves, int(self.rows.length[[source for source, _ in moves]].max()))
+            if self.states is not None:
+                self.states.move(moves)
             for source, target in moves:
                 self.rows.move(source, target)
                 self.last[target] = self.last[source]
                 self.adjuster.move(source, target)
 
     def drop_cache(self) -> None:
-        if self.routes is not None:
-            self.routes.drop()
+        super().drop_cache()
         self.cache = SlotCache(self.cache.num_blocks, self.cache.block_size, self.cache.max_length)

@@ -8,15 +8,20 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshrl.parallel.delta_rule import DeltaRule, States
 from meshrl.parallel.packed import PackedSequences
 from meshrl.rollout.embedded.rows import Rows
 from meshrl.rollout.embedded.scheduler import Piece
+
+if TYPE_CHECKING:
+    from meshrl.rollout.embedded.states import PieceStates, StateStore
 
 GROWTH = 128
 SMALL = 1 << 20  # bytes that are not worth a mapping of their own
@@ -99,10 +104,10 @@ class SlotCache:
 
 
 class SlotPrefill:
-    """Attention of packed prefill pieces: writes their keys and values into the slots of all rows that want them."""
+    """Packed prefill pieces: writes keys, values and states to the slots of all rows that want them."""
 
-    def __init__(self, cache: SlotCache, pieces: Seq[Piece]):
-        self.cache, self.pieces = cache, pieces
+    def __init__(self, cache: SlotCache, pieces: Seq[Piece], states: PieceStates | None = None):
+        self.cache, self.pieces, self.states = cache, pieces, states
         self.packed = PackedSequences.of([len(piece.tokens) for piece in pieces], "cpu")
         starts = np.array([piece.start for piece in pieces])
         lengths = np.array(self.packed.lengths)
@@ -133,6 +138,11 @@ class SlotPrefill:
             return self.packed.attend(layer_idx, query, key, value, scaling, sliding_window)
         return self._attend_slots(query, keys, values, scaling, sliding_window)
 
+    def recur(self, layer_idx: int, rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
+        """See `RecurrentContext`."""
+        assert self.states is not None
+        return self.states.recur(layer_idx, rule, channels, decay, rate, self.packed)
+
     def _attend_slots(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
         """Pieces that go on where others ended: a rectangle of queries over the slots, with a mask."""
         width = self.packed.max_length
@@ -157,10 +167,11 @@ class SlotPrefill:
 
 
 class SlotDecode:
-    """Attention of one new token for each of the first `count` rows over the row's own tokens."""
+    """One new token for each of the first `count` rows: attention over the row's own tokens, and its states."""
 
-    def __init__(self, cache: SlotCache, rows: Rows, count: int):
-        self.cache, self.count = cache, count
+    def __init__(self, cache: SlotCache, rows: Rows, count: int, states: StateStore | None = None):
+        self.cache, self.count, self.states = cache, count, states
+        self.alive = torch.from_numpy(rows.alive[:count].nonzero()[0])
         alive, lengths = rows.alive[:count], rows.length[:count]
         first = int(lengths[0]) if count else 0
         self.is_even = bool((lengths == first).all()) or self._is_even_but_for_gaps(rows, count)
@@ -210,3 +221,13 @@ class SlotDecode:
             scale=scaling,
         )
         return out.reshape(count, 1, heads, out.shape[-1])
+
+    def recur(self, layer_idx: int, rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
+        """See `RecurrentContext`. A row in the middle of its prefill keeps its state, which the next piece needs."""
+        assert self.states is not None
+        kept, rows = self.states.of(layer_idx, rule, channels), self.alive
+        before = States(*(x[rows] for x in kept))
+        out, after = rule.step(channels[rows], decay[rows], rate[rows], before)
+        for own, new in zip(kept, after, strict=True):
+            own[rows] = new
+        return out.new_zeros(self.count, *out.shape[1:]).index_copy_(0, rows, out)
