@@ -40,6 +40,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
 }
+# Shapes of other families, by name: what makes their config.
+OTHERS: dict[str, Callable[[], Any]] = {}
 KV_HEADS = {"tiny": 2, "33M": 4}
 HEAD_DIM = {"tiny": 32, "33M": 64}
 VOCABULARY = {"tiny": 64, "33M": 8192}
@@ -70,19 +72,23 @@ def make_work(name: str, count: int, prompt: tuple[int, int], new: tuple[int, in
 
 
 def make_model(shape: str, attention: str, device: str) -> Any:
-    """A Qwen3 of this shape with random weights."""
+    """A Qwen3 of this shape, or another family's, with random weights."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    config = Qwen3Config(
-        vocab_size=VOCABULARY.get(shape, 151936),
-        num_key_value_heads=KV_HEADS.get(shape, 8),
-        head_dim=HEAD_DIM.get(shape, 128),
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        pad_token_id=0,
-        rope_theta=1e6,
-        **SHAPES[shape],
+    config = (
+        OTHERS[shape]()
+        if shape in OTHERS
+        else Qwen3Config(
+            vocab_size=VOCABULARY.get(shape, 151936),
+            num_key_value_heads=KV_HEADS.get(shape, 8),
+            head_dim=HEAD_DIM.get(shape, 128),
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            eos_token_id=None,
+            pad_token_id=0,
+            rope_theta=1e6,
+            **SHAPES[shape],
+        )
     )
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

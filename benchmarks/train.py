@@ -35,6 +35,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1.7B": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
+# Shapes of other families, by name: what makes their config.
+OTHERS: dict[str, Callable[[], Any]] = {}
 # Tokens of a batch, length of its sequences, and our tokens per micro-batch.
 EVEN = {"0.6B": (65536, 2048, 16384), "1.7B": (65536, 2048, 8192), "4B": (32768, 4096, 4096)}
 # At 4B memory is short: micro-batches add up in bf16, and a part of the activations is computed again.
@@ -42,9 +44,11 @@ OPTIONS: dict[str, dict[str, Any]] = {"4B": {"reduce_dtype": "bf16", "activation
 
 
 def shape_config(name: str) -> Any:
-    """The Qwen3 config of a shape."""
+    """The Qwen3 config of a shape, or another family's."""
     from transformers import Qwen3Config
 
+    if name in OTHERS:
+        return OTHERS[name]()
     tiny = name == "tiny"
     return Qwen3Config(
         vocab_size=1000 if tiny else VOCABULARY,
@@ -73,6 +77,12 @@ def ragged_lengths(tokens: int, cap: int = 8192, mean: float = 800.0) -> np.ndar
 
 def count_flops(config: Any, lengths: np.ndarray, passes: int) -> float:
     """Operations of the model on these documents; `passes` is 3 for training (backward is twice forward), else 1."""
+    if getattr(config, "linear_num_value_heads", None):
+        from meshrl.telemetry.flops import ModelShape
+
+        shape = ModelShape.of(config)
+        assert shape is not None
+        return passes * shape.forward(lengths)
     hidden, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     layer = hidden * (query + 2 * key) + query * hidden + 3 * hidden * inner

@@ -4,7 +4,7 @@ from typing import Any
 
 from meshrl.config.correction import correction_of
 from meshrl.config.engine import EngineConfig
-from meshrl.config.model_folder import EXPERT_COUNTS, read_model_config
+from meshrl.config.model_folder import EXPERT_COUNTS, GATED_DELTA, read_model_config
 from meshrl.config.names import MODEL, ROLLOUT
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SupervisedConfig
@@ -56,6 +56,9 @@ def training_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str, 
     field = next((field for field in EXPERT_COUNTS if shape.get(field)), None)
     if field is not None:
         problems.append(f"{name} takes no experts, and {model_prefix} has {field}={shape[field]}: leave it out")
+    if shape.get("model_type") in GATED_DELTA:
+        kind = shape["model_type"]
+        problems.append(f"{name} has not been tried on linear attention, and {model_prefix} is {kind}: leave it out")
     sizes = {field: shape[field] for field in ("hidden_size", "intermediate_size") if shape.get(field)}
     problems += [
         f"{name} takes matrices whose sizes are multiples of 16, and {model_prefix} has {field}={size}: leave it out"

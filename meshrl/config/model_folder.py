@@ -234,6 +234,13 @@ def fit_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str) -> li
     for name, size in _head_splits(engine).items():
         if heads is not None and heads % size:
             problems.append(f"the model's num_attention_heads ({heads}) must be divisible by {prefix}.{name} ({size})")
+    heads, shared_by = shape.get("linear_num_value_heads"), engine.ulysses_sequence_parallel_size
+    shared_by *= engine.context_parallel_size
+    if heads is not None and engine.strategy != "megatron" and heads % shared_by:
+        problems.append(
+            f"the model's linear_num_value_heads ({heads}) must be divisible by "
+            f"{prefix}.ulysses_sequence_parallel_size * context_parallel_size ({shared_by})"
+        )
     if engine.strategy == "megatron":
         problems += megatron_problems(shape) if "model_type" in shape else []
         if "num_hidden_layers" in shape:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from meshrl.config.model_folder import GATED_DELTA
 from meshrl.telemetry.accounts import Key
 from meshrl.telemetry.ledger import current_ledger, served_method
 
@@ -29,6 +30,7 @@ PHASES = {
     "train_batch": "train",
 }
 GENERATES = ("generate", "prefill")
+LINEAR = "linear_attention"  # what configs call layers with a state
 
 
 @dataclass(frozen=True)
@@ -45,17 +47,25 @@ class ModelShape:
         """Of a Hugging Face config; with `values` the output is one number. None for kinds that are not known."""
         config = getattr(config, "text_config", None) or config
         heads = getattr(config, "num_attention_heads", None)
-        strange = ("kv_lora_rank", "ssm_cfg", "linear_num_value_heads", "mamba_d_state")
+        strange = ("kv_lora_rank", "ssm_cfg", "mamba_d_state")
         if heads is None or any(getattr(config, name, None) for name in strange):
+            return None
+        carries = getattr(config, "linear_num_value_heads", None) is not None
+        if carries and config.model_type not in GATED_DELTA:
             return None
         hidden, layers = config.hidden_size, config.num_hidden_layers
         head_dim = getattr(config, "head_dim", None) or hidden // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        linear = layers * attention + sum(_mlp_weights(config, layer) for layer in range(layers))
-        return cls(
-            linear, hidden * (1 if values else config.vocab_size), heads * head_dim, tuple(_windows(config, layers))
-        )
+        # The families whose other layers carry a state: Qwen's attention has a gate for each of its outputs.
+        gates = heads if carries and config.model_type.startswith("qwen") else 0
+        attention = hidden * head_dim * (2 * heads + gates + 2 * kv_heads)
+        windows = _windows(config, layers)
+        attending = [layer for layer in range(layers) if not carries or config.layer_types[layer] != LINEAR]
+        linear = len(attending) * attention + sum(_mlp_weights(config, layer) for layer in range(layers))
+        if carries:
+            linear += (layers - len(attending)) * _state_weights(config)
+        windows = [windows[layer] for layer in attending]
+        return cls(linear, hidden * (1 if values else config.vocab_size), heads * head_dim, tuple(windows))
 
     def forward(self, lengths: np.ndarray, outputs: int | None = None, starts: np.ndarray | int = 0) -> float:
         """One pass over sequences of these lengths; the output layer for `outputs` of the tokens (None: for all).
@@ -85,6 +95,14 @@ def _mlp_weights(config: Any, layer: int) -> int:
     gate = hidden if shared else 0
     shared = shared or (getattr(config, "n_shared_experts", None) or 0) * width
     return 3 * hidden * (config.num_experts_per_tok * width + shared) + hidden * experts + gate
+
+
+def _state_weights(config: Any) -> int:
+    """Weights that a token meets in a layer with a state, which it fades, reads twice and writes: as three more."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    projections = config.hidden_size * (2 * keys + 3 * values + 2 * config.linear_num_value_heads)
+    return projections + (2 * keys + values) * config.linear_conv_kernel_dim + 3 * values * config.linear_key_head_dim
 
 
 def _is_sparse(config: Any, layer: int) -> bool:

@@ -313,11 +313,28 @@ def test_model_folder_without_config_or_tokenizer(fine: MakePPO, tmp_path: Path)
     assert "has no config.json" in check_config(config)[0]
 
 
+def test_states_are_shared_by_heads_and_not_rounded(fine: MakePPO) -> None:
+    config = fine()
+    actor = config.actor_rollout_ref.actor
+    shape = {"model_type": "qwen3_5_text", "linear_num_value_heads": 6, "num_attention_heads": 8}
+    (Path(config.actor_rollout_ref.model.path or "") / "config.json").write_text(json.dumps(shape))
+    config.trainer.n_gpus_per_node, actor.context_parallel_size, actor.ulysses_sequence_parallel_size = 4, 2, 2
+    (problem,) = check_config(config)
+    assert "linear_num_value_heads (6) must be divisible by" in problem
+    assert "ulysses_sequence_parallel_size * context_parallel_size (4)" in problem
+    config.trainer.n_gpus_per_node, actor.ulysses_sequence_parallel_size = 2, 1
+    assert check_config(config) == []
+    actor.fsdp_config.mixed_precision.product_dtype, actor.use_torch_compile = "fp8", True
+    assert any("has not been tried on linear attention" in problem for problem in check_config(config))
+
+
 @pytest.mark.parametrize(
     ("shape", "found"),
     [
-        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, "kind linear_attention"),
-        ({"model_type": "qwen3_next", "linear_num_key_heads": 16}, "linear_num_key_heads"),
+        ({"model_type": "minimax", "layer_types": ["linear_attention", "full_attention"]}, "kind linear_attention"),
+        ({"model_type": "kimi_linear", "linear_attn_config": {"num_heads": 16}}, "linear_attn_config"),
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, None),
+        ({"model_type": "olmo_hybrid", "linear_num_key_heads": 16}, None),
         ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "kind conv"),
         ({"model_type": "falcon_h1", "mamba_d_ssm": 16}, "mamba_d_ssm"),
         ({"model_type": "qwen3", "layer_types": ["sliding_attention", "full_attention"]}, None),

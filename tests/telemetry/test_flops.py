@@ -6,6 +6,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DeepseekV3Config, Qwen2MoeConfig, Qwen3Config
 
+from meshrl.parallel.delta_rule import DeltaRule
 from meshrl.plan.hardware import known_peak
 from meshrl.telemetry.flops import ModelShape, utilisation, utilisation_metrics
 
@@ -85,6 +86,24 @@ def test_sparse_layers_shared_experts_and_values():
     shape = ModelShape.of(config, values=True)
     assert shape.linear_weights == 3 * attention + 2 * dense + sparse
     assert shape.head_weights == hidden
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo_hybrid"])
+def test_layers_with_a_state(make_lm, family):
+    """Their weights by the model's own modules; the state itself by what torch counts of a token's step."""
+    model = make_lm(family)
+    shape = ModelShape.of(model.config)
+    assert shape.windows == (None,)
+    layers = model.base_model.layers
+    owners = (torch.nn.Linear, torch.nn.Conv1d)
+    weights = sum(m.weight.numel() for layer in layers for m in layer.modules() if isinstance(m, owners))
+    if family == "qwen3_next":  # of four experts a token meets two, and a router of four
+        weights += len(layers) * (2 * 3 * 32 * 16 + 32 * 4)
+    mixers = [m for m in model.modules() if hasattr(m, "A_log")]
+    rule = DeltaRule(mixers[0].conv1d.weight[:, 0], 2, 4, 6, 10)
+    row = torch.randn(1, len(rule.conv)), torch.randn(1, 4), torch.randn(1, 4)
+    read_twice = counted(lambda: rule.step(*row, rule.no_states(1, row[0])))
+    assert 2 * shape.linear_weights == 2 * weights + len(mixers) * read_twice * 3 // 2  # and written once
 
 
 def test_models_of_another_build_are_left_out():
