@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from packaging.version import Version
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from meshrl.parallel.packed import PackedSequences
 
@@ -87,12 +89,16 @@ class DeltaRule:
         Returns values [tokens, value_heads, dim] and, if they are wanted, the documents' states at their ends; they
         begin with those of `before`, or with none.
         """
-        if channels.is_cuda and _fla() is not None:
+        # What is trained and its log-probs come from the same code, prompts of a rollout from the fastest.
+        if channels.is_cuda and _fla() is not None and (wants_after or _fla_trains()):
             return self._over_by_fla(channels, decay, rate, packed, before, wants_after)
         mixed, recent = convolved(channels, self.conv, packed, before.recent if before else None, wants_after)
         query, key, value = self.heads_of(mixed)
         memory = before.memory if before else None
-        out, after = chunked(*self._prepared(query, key), value.float(), decay.float(), rate.float(), packed, memory)
+        row = *self._prepared(query, key), value.float(), decay.float(), rate.float(), packed, memory
+        # On the way back GPUs compute it again: what it makes takes 20 times the memory of what it is given.
+        saves = channels.is_cuda and torch.is_grad_enabled()
+        out, after = checkpoint(chunked, *row, use_reentrant=False) if saves else chunked(*row)
         return out.to(channels.dtype), States(recent, after) if recent is not None else None
 
     def step(self, channels: Tensor, decay: Tensor, rate: Tensor, states: States) -> tuple[Tensor, States]:
@@ -124,7 +130,7 @@ class DeltaRule:
         wants_after: bool,
     ) -> tuple[Tensor, States | None]:
         convolve, rule = _fla()
-        borders = packed.cu_seqlens.long()
+        borders = _borders(packed.lengths, packed.device)  # the same tensor for all layers: theirs are kept by it
         recent = None
         if before is not None:
             # Theirs holds one token more, which is never looked at.
@@ -159,6 +165,27 @@ def _fla() -> Any:
     return causal_conv1d, chunk_gated_delta_rule
 
 
+@cache
+def _fla_trains() -> bool:
+    """Whether its kernels have gradients here: on Hopper GPUs Triton 3.4 to 3.7.0 gets them wrong, and they refuse."""
+    import triton
+
+    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability()[0] == 9
+    if not is_hopper or not (3, 4) <= Version(triton.__version__).release < (3, 7, 1):
+        return True
+    logger.warning(
+        "linear attention trains without kernels, slower: those for Hopper GPUs need Triton 3.7.1 (torch 2.13), and "
+        "this is %s",
+        triton.__version__,
+    )
+    return False
+
+
+@lru_cache(maxsize=8)
+def _borders(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor((0, *lengths)).cumsum(0).to(device)
+
+
 def _of_length_1(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPSILON)
 
@@ -166,7 +193,7 @@ def _of_length_1(x: Tensor) -> Tensor:
 def last_tokens(channels: Tensor, count: int, packed: PackedSequences, before: Tensor | None) -> Tensor:
     """The last `count` tokens [documents, count, channels] of each document; of what was `before`, or zeros, where it
     has fewer."""
-    return _extended(channels, count, packed, before)[0][_ends(packed, count)]
+    return _extended(channels, count, packed, before)[0][_extension(packed.lengths, count, packed.device)[2]]
 
 
 def convolved(
@@ -177,27 +204,28 @@ def convolved(
     row, places = _extended(channels, count, packed, before)
     mixed = sum(row[places - (count - at)] * weight[:, at] for at in range(count + 1))
     assert isinstance(mixed, Tensor)
-    return F.silu(mixed), row[_ends(packed, count)] if wants_after else None
+    ends = _extension(packed.lengths, count, packed.device)[2]
+    return F.silu(mixed), row[ends] if wants_after else None
 
 
 def _extended(channels: Tensor, count: int, packed: PackedSequences, before: Tensor | None) -> tuple[Tensor, Tensor]:
     """The row with `count` tokens more before each document, and where its own tokens are in it."""
-    lengths = torch.tensor(packed.lengths)
-    document = torch.arange(len(lengths)).repeat_interleave(lengths)
-    places = (torch.arange(len(document)) + (document + 1) * count).to(channels.device)
-    row = channels.new_zeros(len(document) + len(lengths) * count, channels.shape[1])
+    heads, places, _ = _extension(packed.lengths, count, packed.device)
+    row = channels.new_zeros(len(places) + heads.numel(), channels.shape[1])
     if before is not None:
-        starts = lengths.cumsum(0) - lengths + torch.arange(len(lengths)) * count
-        heads = (starts[:, None] + torch.arange(count)).to(channels.device)
         row = row.index_put((heads,), before.to(row.dtype))
     return row.index_put((places,), channels), places
 
 
-def _ends(packed: PackedSequences, count: int) -> Tensor:
-    """Where the last tokens of documents are in a row extended by as many before each."""
-    lengths = torch.tensor(packed.lengths)
-    ends = lengths.cumsum(0) + (torch.arange(len(lengths)) + 1) * count
-    return (ends[:, None] - count + torch.arange(count)).to(packed.device)
+@lru_cache(maxsize=8)
+def _extension(lengths: tuple[int, ...], count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a row extended by `count` tokens before each document: where these are, the documents, and their last ones."""
+    sizes, documents = torch.tensor(lengths), torch.arange(len(lengths))
+    document = documents.repeat_interleave(sizes)
+    places = torch.arange(len(document)) + (document + 1) * count
+    heads = (sizes.cumsum(0) - sizes + documents * count)[:, None] + torch.arange(count)
+    ends = heads + sizes[:, None]
+    return heads.to(device), places.to(device), ends.to(device)
 
 
 class Chunks(NamedTuple):
@@ -209,9 +237,10 @@ class Chunks(NamedTuple):
     document: Tensor  # which are the longest, in that order
 
 
-def chunks_of(packed: PackedSequences) -> Chunks:
-    """How a row is cut into chunks."""
-    lengths = torch.tensor(packed.lengths)
+@lru_cache(maxsize=8)
+def chunks_of(sizes_of_documents: tuple[int, ...], device: torch.device) -> Chunks:
+    """How a row of documents is cut into chunks."""
+    lengths = torch.tensor(sizes_of_documents)
     order = lengths.argsort(descending=True, stable=True)
     counts = -(-lengths // CHUNK)
     steps = torch.arange(int(counts.max()))
@@ -222,10 +251,9 @@ def chunks_of(packed: PackedSequences) -> Chunks:
     starts = lengths.cumsum(0) - lengths
     inside = step[:, None] * CHUNK + torch.arange(CHUNK)
     is_there = inside < lengths[document][:, None]
-    tokens = torch.where(is_there, starts[document][:, None] + inside, packed.num_tokens)
-    place = torch.empty(packed.num_tokens, dtype=torch.long)
+    tokens = torch.where(is_there, starts[document][:, None] + inside, sum(sizes_of_documents))
+    place = torch.empty(sum(sizes_of_documents), dtype=torch.long)
     place[tokens[is_there]] = is_there.flatten().nonzero()[:, 0]
-    device = packed.device
     return Chunks(tokens.to(device), sizes.tolist(), place.to(device), order.to(device))
 
 
@@ -239,7 +267,7 @@ def chunked(
     before: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The rule over a row [tokens, heads, dim] in float32: what is read, and the matrices at the documents' ends."""
-    chunks = chunks_of(packed)
+    chunks = chunks_of(packed.lengths, packed.device)
     # A token that is not there leaves the matrix as it is: its rate and its decay are zero.
     query, key, value, decay, rate = (
         F.pad(x, (0, 0) * (x.ndim - 1) + (0, 1))[chunks.tokens].transpose(1, 2)

@@ -126,7 +126,7 @@ def test_gradients_are_those_of_single_tokens() -> None:
 
 
 def test_chunks_have_no_padding_but_at_the_ends_of_documents() -> None:
-    chunks = chunks_of(PackedSequences.of(LENGTHS, "cpu"))
+    chunks = chunks_of(tuple(LENGTHS), torch.device("cpu"))
     assert len(chunks.tokens) == sum(-(-length // CHUNK) for length in LENGTHS) == sum(chunks.sizes)
     assert chunks.sizes == [6, 2, 1]
     assert sorted(chunks.place.tolist()) == (chunks.tokens.flatten() < sum(LENGTHS)).nonzero()[:, 0].tolist()
