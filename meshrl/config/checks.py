@@ -38,6 +38,7 @@ from meshrl.config.layout import engine_problems, rollout_problems, sequence_ran
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_checks import model_problems
 from meshrl.config.model_folder import (
+    GATED_DELTA,
     read_model_config,
     stateful_layers,
 )
@@ -197,11 +198,20 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
 
 def _generation_problems(config: PPOConfig) -> list[str]:
     """The embedded rollout packs rows and has a cache of keys and values only."""
+    model = config.actor_rollout_ref.model
     try:
-        found = stateful_layers(read_model_config(config.actor_rollout_ref.model))
+        shape = read_model_config(model)
     except ValueError:
         return []  # said where the model is checked
-    if found is None or config.actor_rollout_ref.rollout.name != "embedded":
+    if config.actor_rollout_ref.rollout.name != "embedded":
+        return []
+    if shape.get("model_type") in GATED_DELTA and not model.use_remove_padding:
+        return [
+            f"actor_rollout_ref.model.use_remove_padding=false trains {shape['model_type']} with Transformers' own "
+            "attention, by which the embedded rollout cannot generate: leave it true (samples do not leak into one "
+            "another), or set rollout.name to vllm, sglang or hf"
+        ]
+    if (found := stateful_layers(shape)) is None:
         return []
     return [
         f"actor_rollout_ref.rollout.name=embedded has no place for the state of the model's layers ({found}): "

@@ -90,7 +90,8 @@ class DeltaRule:
         begin with those of `before`, or with none.
         """
         # What is trained and its log-probs come from the same code, prompts of a rollout from the fastest.
-        if channels.is_cuda and _fla() is not None and (wants_after or _fla_trains()):
+        is_prompt = wants_after and not torch.is_grad_enabled()
+        if channels.is_cuda and _fla() is not None and (is_prompt or _fla_trains()):
             return self._over_by_fla(channels, decay, rate, packed, before, wants_after)
         mixed, recent = convolved(channels, self.conv, packed, before.recent if before else None, wants_after)
         query, key, value = self.heads_of(mixed)

@@ -324,6 +324,9 @@ def test_states_are_shared_by_heads_and_not_rounded(fine: MakePPO) -> None:
     assert "ulysses_sequence_parallel_size * context_parallel_size (4)" in problem
     config.trainer.n_gpus_per_node, actor.ulysses_sequence_parallel_size = 2, 1
     assert check_config(config) == []
+    config.actor_rollout_ref.model.use_remove_padding = False
+    assert any("the embedded rollout cannot generate: leave it true" in problem for problem in check_config(config))
+    config.actor_rollout_ref.model.use_remove_padding = True
     actor.fsdp_config.mixed_precision.product_dtype, actor.use_torch_compile = "fp8", True
     assert any("has not been tried on linear attention" in problem for problem in check_config(config))
 
