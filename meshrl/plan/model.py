@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from meshrl.config.model import ModelConfig
-from meshrl.config.model_folder import read_json
+from meshrl.config.model_folder import GATED_DELTA, read_json, stateful_layers
 from meshrl.engines.megatron.weight_map import hf_tensors, is_sparse_layer
 from meshrl.models.key_map import is_of_tower
 from meshrl.models.lora import add_adapters
@@ -218,6 +218,12 @@ def _planned(
     fields: dict[str, Any], override: dict[str, Any], file: str, source: str, lora: ModelConfig | None
 ) -> PlannedModel:
     config, seeing = _config(fields, file), None
+    shape = config.get_text_config().to_dict()
+    if shape["model_type"] in GATED_DELTA or stateful_layers(shape):
+        raise ValueError(
+            f"{source}: layers of {config.model_type} carry a state from token to token, whose memory and time are not "
+            "planned yet"
+        )
     if config.model_type in READING:
         seeing, config = config, _reading_part(config)
         source = f"{source}, with the weights of what looks at images and without its work"

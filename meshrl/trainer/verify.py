@@ -21,6 +21,7 @@ from meshrl.config.names import count
 from meshrl.config.sft import SFTConfig
 from meshrl.controller import ClassWithInitArgs, Deadlines, ResourcePool, create_worker_group
 from meshrl.models.buffers import persistent_buffers
+from meshrl.parallel.recurrence import recurrences
 from meshrl.workers.verification import Trial, VerificationWorker, differences, run_reference
 
 TOLERANCE = 1e-5
@@ -78,9 +79,12 @@ def shape_of(path: str, layers: int) -> PretrainedConfig:
     config = AutoConfig.from_pretrained(path)
     if config.model_type in SEEING:
         raise ConfigError([f"--model {path}: not supported yet: the shape of a model that sees ({config.model_type})"])
+    kinds = getattr(config, "layer_types", None)
+    if kinds:  # as many as it takes to have one of each kind
+        layers = max(layers, 1 + max(kinds.index(kind) for kind in set(kinds)))
     config.num_hidden_layers = min(layers, config.num_hidden_layers)
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    if kinds:
+        config.layer_types = kinds[: config.num_hidden_layers]
     return config
 
 
@@ -92,6 +96,9 @@ def write_model(config: PretrainedConfig, folder: Path) -> Path:
         for buffer in persistent_buffers(model).values():
             if buffer.is_floating_point() and buffer.dim():
                 buffer.normal_(std=0.1)  # a fresh router's bias is zero, which would say nothing
+        for layer in recurrences(model):  # fresh states fade so fast that gradients of fading are but rounding
+            torch.nn.init.uniform_(layer.A_log, -3, 0)
+            torch.nn.init.normal_(layer.dt_bias, std=0.5)
         model.save_pretrained(folder)
     return folder
 

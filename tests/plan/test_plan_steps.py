@@ -369,9 +369,11 @@ def test_known_shapes_have_their_names_size():
     [
         ({"model_type": "nonesuch"}, "knows no model_type 'nonesuch'"),
         ({"model_type": "llama", "hidden_size": "wide"}, "is refused by transformers: .*hidden_size"),
+        ({"model_type": "qwen3_5_text"}, "layers of qwen3_5_text carry a state .* not planned yet"),
+        ({"model_type": "falcon_h1"}, "layers of falcon_h1 carry a state"),
     ],
 )
-def test_a_config_file_that_transformers_refuses_is_named(tmp_path, fields, words):
+def test_a_config_file_that_cannot_be_planned_is_named(tmp_path, fields, words):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=f"{file}.* {words}"):

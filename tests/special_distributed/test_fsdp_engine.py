@@ -12,7 +12,7 @@ from megatron_trials import write_small_model
 from process_group import ON_GPU, own_device
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
@@ -135,7 +135,7 @@ def folders(tmp_path_factory):
     small |= {family: write_small_model(family, root / family) for family in LATENT}
     for family, own in STATEFUL.items():
         config = AutoConfig.for_model(family, **(SMALL | LINEAR | own))
-        small[family] = write_stateful_model(config, root / family)
+        small[family] = write_model(config, root / family)
     return small | {family: write_seeing_model(family, root / family) for family in SEEING}
 
 
@@ -148,18 +148,6 @@ def write_seeing_model(family, folder):
         for name, param in model.named_parameters():
             if name.endswith(".bias"):
                 param.normal_(std=0.1)
-    model.save_pretrained(folder)
-    return folder
-
-
-def write_stateful_model(config, folder):
-    """One whose states last: as Transformers begins, they fade so fast that gradients of fading are but rounding."""
-    model = AutoModelForCausalLM.from_pretrained(write_model(config, folder))
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(1)
-        for layer in (module for module in model.modules() if hasattr(module, "A_log")):
-            layer.A_log.uniform_(-3, 0)
-            layer.dt_bias.normal_(std=0.5)
     model.save_pretrained(folder)
     return folder
 
