@@ -29,16 +29,11 @@ def bytes_of_states(hf_model: PreTrainedModel) -> int:
 
 
 class StateStore:
-    """Room for the states of all rows, and of one row more for places that nobody takes; made on first use."""
+    """Room for the states of all rows, and of one more for places that nobody takes; made on first use."""
 
     def __init__(self, capacity: int, device: torch.device):
         self.capacity, self.device = capacity, device
         self._layers: dict[int, States] = {}
-
-    @property
-    def trash(self) -> int:
-        """A row whose states are never looked at."""
-        return self.capacity
 
     def of(self, layer: int, rule: DeltaRule, like: Tensor) -> States:
         """Those of a layer, of all rows."""
