@@ -5,6 +5,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from meshrl.config.adapters import adapter_problems
 from meshrl.config.algorithm import ESTIMATORS, GROUP_ESTIMATORS
@@ -36,7 +37,7 @@ from meshrl.config.errors import ConfigError
 from meshrl.config.gates import gate_problems
 from meshrl.config.layout import engine_problems, rollout_problems, sequence_ranks
 from meshrl.config.model import ModelConfig
-from meshrl.config.model_checks import model_problems
+from meshrl.config.model_checks import model_problems, scoring_problems
 from meshrl.config.model_folder import (
     GATED_DELTA,
     read_model_config,
@@ -196,13 +197,18 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
     return problems
 
 
+def _shape_of(model: ModelConfig) -> dict[str, Any]:
+    """What config.json says; nothing where it cannot be read, which is said where the model is checked."""
+    try:
+        return read_model_config(model)
+    except ValueError:
+        return {}
+
+
 def _generation_problems(config: PPOConfig) -> list[str]:
     """The embedded rollout packs rows and has a cache of keys and values only."""
     model = config.actor_rollout_ref.model
-    try:
-        shape = read_model_config(model)
-    except ValueError:
-        return []  # said where the model is checked
+    shape = _shape_of(model)
     if config.actor_rollout_ref.rollout.name != "embedded":
         return []
     if shape.get("model_type") in GATED_DELTA and not model.use_remove_padding:
@@ -267,6 +273,8 @@ def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
         problems += model_problems(
             _read_by_ids(critic.model, config), "critic.model", critic, "critic", longest, words, scores=True
         )
+    elif check_files:  # it begins as the policy, which is looked at by itself
+        problems += scoring_problems(_shape_of(config.actor_rollout_ref.model), "critic.model")
     return problems
 
 

@@ -8,6 +8,8 @@ from meshrl.config.eight_bits import training_problems
 from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import (
+    GATED_DELTA,
+    SCORING_DELTA,
     classifier_problem,
     fit_problems,
     folder_problems,
@@ -16,6 +18,14 @@ from meshrl.config.model_folder import (
     read_model_config,
 )
 from meshrl.config.names import ACTOR, REF
+
+
+def scoring_problems(shape: dict[str, Any], prefix: str) -> list[str]:
+    """Whether there is a model of this kind with a head of one number a token."""
+    kind = shape.get("model_type")
+    if kind not in GATED_DELTA or kind in SCORING_DELTA:
+        return []
+    return [f"{prefix}.path: Transformers has no {kind} with a head for scores: take another model"]
 
 
 def model_problems(
@@ -38,6 +48,8 @@ def model_problems(
         problems.append(f"{prefix}.path: {quantized}")
     if not scores and (classifier := classifier_problem(model, shape)):
         problems.append(f"{prefix}.path: {classifier}")
+    if scores:
+        problems += scoring_problems(shape, prefix)
     positions = shape.get("max_position_embeddings")
     if positions is not None and length > positions:
         problems.append(f"{length_names} ({length}) is over the model's max_position_embeddings ({positions})")
