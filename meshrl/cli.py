@@ -167,7 +167,11 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", default="fsdp2", help="training engine (default: fsdp2)")
     parser.add_argument("--world", type=int, default=2, help="number of processes (default: 2)")
     parser.add_argument("--model", metavar="DIR", help="take the shape of this model; default: four tiny families")
-    parser.add_argument("--layers", type=int, help="with --model: keep this many layers (default: 2)")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        help="with --model: keep this many layers (default: 2; with linear attention at least one of each kind)",
+    )
 
 
 def _convert_options(parser: argparse.ArgumentParser) -> None:

@@ -32,9 +32,12 @@ def flops_workload(model_config: Any) -> Workload:
     head_dim = getattr(config, "head_dim", None) or hidden // heads
     vocabulary = _required(config, "vocab_size")
     projections = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    per_token = 2.0 * (layers * projections + _mlp_weights(config, hidden, layers) + hidden * vocabulary)
+    # Layers with a state (linear attention) cost the same for every token, and have projections of their own.
+    stateful = (getattr(config, "layer_types", None) or []).count("linear_attention")
+    mixing = (layers - stateful) * projections + stateful * _state_projections(config, hidden, stateful)
+    per_token = 2.0 * (mixing + _mlp_weights(config, hidden, layers) + hidden * vocabulary)
     # Scores and weighted values: 2 products x 2 FLOPs x heads x head_dim for each of length / 2 visible positions.
-    per_square = 2.0 * layers * heads * head_dim
+    per_square = 2.0 * (layers - stateful) * heads * head_dim
 
     def workload(lengths: np.ndarray) -> np.ndarray:
         lengths = np.asarray(lengths, dtype=np.float64)
@@ -55,6 +58,14 @@ def get_workload(name: str, model_config: Any = None) -> Workload:
         return flops_workload(model_config)
     near = difflib.get_close_matches(name, ["tokens", "squared", "flops"], n=1, cutoff=0.0)[0]
     raise ValueError(f"unknown workload {name!r}; did you mean {near!r}? Known: tokens, squared, flops")
+
+
+def _state_projections(config: Any, hidden: int, stateful: int) -> float:
+    """Weights between hidden states and the queries, keys, values, gates and outputs of a layer with a state."""
+    if not stateful or getattr(config, "linear_num_value_heads", None) is None:
+        return 4.0 * hidden * hidden
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    return float(hidden * (2 * keys + 3 * config.linear_num_value_heads * config.linear_value_head_dim))
 
 
 def _mlp_weights(config: Any, hidden: int, layers: int) -> float:

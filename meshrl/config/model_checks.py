@@ -25,7 +25,9 @@ def scoring_problems(shape: dict[str, Any], prefix: str) -> list[str]:
     kind = shape.get("model_type")
     if kind not in GATED_DELTA or kind in SCORING_DELTA:
         return []
-    return [f"{prefix}.path: Transformers has no {kind} with a head for scores: take another model"]
+    return [
+        f"{prefix}.path: Transformers has no language model of the kind {kind} with a head for scores: take another"
+    ]
 
 
 def model_problems(

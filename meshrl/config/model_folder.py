@@ -30,7 +30,7 @@ TOKENIZER_FILES = (
 ATTENTION_KINDS = ("attention", "full_attention", "sliding_attention", "chunked_attention")
 # Families whose linear attention we compute ourselves, document by document (meshrl/parallel/recurrence.py).
 GATED_DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid")
-# Of those, Transformers has a model that scores tokens of this one alone.
+# Of those, Transformers has a model that scores tokens, and does not see, of this one alone.
 SCORING_DELTA = ("qwen3_next",)
 STATE_KEYS = (
     "linear_num_",

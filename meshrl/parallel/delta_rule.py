@@ -203,10 +203,11 @@ def convolved(
     """Each channel's convolution over the tokens of its document, and SiLU; the documents' last tokens, if wanted."""
     count = weight.shape[1] - 1
     row, places = _extended(channels, count, packed, before)
-    mixed = sum(row[places - (count - at)] * weight[:, at] for at in range(count + 1))
+    # In float32, as steps add them up: in fewer bits, what is trained would not be what was sampled.
+    mixed = sum(row[places - (count - at)].float() * weight[:, at].float() for at in range(count + 1))
     assert isinstance(mixed, Tensor)
     ends = _extension(packed.lengths, count, packed.device)[2]
-    return F.silu(mixed), row[ends] if wants_after else None
+    return F.silu(mixed).to(channels.dtype), row[ends] if wants_after else None
 
 
 def _extended(channels: Tensor, count: int, packed: PackedSequences, before: Tensor | None) -> tuple[Tensor, Tensor]:

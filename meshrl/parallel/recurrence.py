@@ -97,7 +97,7 @@ def _asking(known: Any, own: Any) -> type[nn.Module]:
 
 def recurrences(hf_model: nn.Module) -> list[Any]:
     """The layers of a model that carry a state and that we know."""
-    return [module for module in hf_model.modules() if type(module).__name__ in KNOWN]
+    return [m for m in hf_model.modules() if isinstance(m, _GatedDeltaNet) or type(m).__name__ in KNOWN]
 
 
 def enter_recurrences(hf_model: nn.Module) -> bool:

@@ -82,8 +82,8 @@ def check_value_heads(heads: int, size: int) -> None:
     """Refuses a number of heads with a state that cannot be shared equally."""
     if heads % size:
         raise ValueError(
-            f"the model's linear attention has {heads} heads, which must be divisible by the ranks that share a "
-            f"sequence ({size}): change ulysses_sequence_parallel_size or context_parallel_size"
+            f"{heads} heads of the model's linear attention cannot be shared by {size} ranks: linear_num_value_heads "
+            "must be divisible by ulysses_sequence_parallel_size * context_parallel_size"
         )
 
 

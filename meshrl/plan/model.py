@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from meshrl.config.model import ModelConfig
-from meshrl.config.model_folder import GATED_DELTA, read_json, stateful_layers
+from meshrl.config.model_folder import read_json, stateful_layers
 from meshrl.engines.megatron.weight_map import hf_tensors, is_sparse_layer
 from meshrl.models.key_map import is_of_tower
 from meshrl.models.lora import add_adapters
@@ -82,6 +82,8 @@ KNOWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Kinds of layers that carry a state from token to token, as configs call them.
+WITH_STATES = {"linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding"}
 # Models that see, and the language models that they are without.
 READING = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe"}
 
@@ -219,7 +221,8 @@ def _planned(
 ) -> PlannedModel:
     config, seeing = _config(fields, file), None
     shape = config.get_text_config().to_dict()
-    if shape["model_type"] in GATED_DELTA or stateful_layers(shape):
+    kinds = shape.get("layer_types")
+    if stateful_layers(shape) if kinds is None else WITH_STATES & set(kinds):
         raise ValueError(
             f"{source}: layers of {config.model_type} carry a state from token to token, whose memory and time are not "
             "planned yet"

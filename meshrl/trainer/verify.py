@@ -79,8 +79,9 @@ def shape_of(path: str, layers: int) -> PretrainedConfig:
     config = AutoConfig.from_pretrained(path)
     if config.model_type in SEEING:
         raise ConfigError([f"--model {path}: not supported yet: the shape of a model that sees ({config.model_type})"])
+    config = config.get_text_config()
     kinds = getattr(config, "layer_types", None)
-    if kinds:  # as many as it takes to have one of each kind
+    if kinds and "linear_attention" in kinds:  # as many as it takes to have one of each kind
         layers = max(layers, 1 + max(kinds.index(kind) for kind in set(kinds)))
     config.num_hidden_layers = min(layers, config.num_hidden_layers)
     if kinds:

@@ -65,3 +65,14 @@ def test_by_name() -> None:
         get_workload("flops")
     with pytest.raises(ValueError, match="has no num_hidden_layers"):
         get_workload("flops", SimpleNamespace(hidden_size=3))
+
+
+def test_layers_with_a_state_cost_the_same_for_every_token() -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 8, "vocab_size": 10}
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4} | dict.fromkeys(
+        ("linear_key_head_dim", "linear_value_head_dim"), 8
+    )
+    config = SimpleNamespace(**shape, **sizes, intermediate_size=48, layer_types=kinds)
+    once, twice = flops_workload(config)(np.array([100, 200]))
+    assert twice - 2 * once == 2 * (4 * 8) * (200**2 - 2 * 100**2)  # of one layer

@@ -326,7 +326,7 @@ def test_states_are_shared_by_heads_and_not_rounded(fine: MakePPO) -> None:
     assert check_config(config) == []
     for path in (config.actor_rollout_ref.model.path, None):  # None: the critic begins as the policy
         config.algorithm.adv_estimator, config.critic.model.path = "gae", path
-        assert any("has no qwen3_5_text with a head for scores" in problem for problem in check_config(config))
+        assert any("of the kind qwen3_5_text with a head for scores" in problem for problem in check_config(config))
     config.algorithm.adv_estimator, config.critic.model.path = "grpo", None
     config.actor_rollout_ref.model.use_remove_padding = False
     assert any("the embedded rollout cannot generate: leave it true" in problem for problem in check_config(config))

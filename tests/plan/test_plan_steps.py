@@ -364,6 +364,12 @@ def test_known_shapes_have_their_names_size():
     assert "DeepSeek-V3" in KNOWN
 
 
+def test_other_kinds_of_attention_are_no_states(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "deepseek_v32", "num_hidden_layers": 2}))
+    assert find_model(ModelConfig(), str(file)).num_layers == 2
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from meshrl.parallel.packed import PackedSequences
 from meshrl.parallel.recurrence import recurrences
 from meshrl.rollout.base import Completion, Request, SamplingParams
 from meshrl.rollout.embedded.build import attending_layers, default_num_blocks
@@ -139,5 +140,31 @@ def test_memory_counts_states_and_the_layers_that_attend(make_lm: MakeLM) -> Non
         return default_num_blocks(model, 16, rows, 128, 0.5, None, torch.float32, False)
 
     assert blocks(3) == 3 * 8
-    with pytest.raises(ValueError, match=r"the states of 1000000000 sequences take .* lower rollout.max_num_seqs to"):
+    with pytest.raises(
+        ValueError, match=r"the states of 1000000000 sequences take .* lower rollout.max_num_seqs to"
+    ) as e:
         blocks(10**9)
+    fits = int(str(e.value).split("max_num_seqs to ")[1])
+    assert blocks(fits * 99 // 100) >= 8
+    with pytest.raises(ValueError, match="no room for one sequence of 128 tokens"):
+        blocks(fits * 101 // 100)
+    assert "gpu_memory" not in str(e.value)  # of a CPU
+    everywhere = make_lm("qwen3_5", layer_types=["linear_attention"] * 3)
+    assert default_num_blocks(everywhere, 16, 3, 128, 0.5, None, torch.float32, False) == 3 * 8
+
+
+def test_in_bfloat16_steps_and_rows_round_alike(make_lm: MakeLM) -> None:
+    """Convolutions that a row adds up in fewer bits than steps do would be most of the difference."""
+    model = lasting(make_lm("qwen3_5", max_position_embeddings=256)).to(torch.bfloat16)
+    rollout = EmbeddedRollout(model, pad_token_id=0, shares_weights=True)
+    rollout.update_weights((), version=1)
+    asked = requests([(60, 40, 1)] * 4)
+    found = []
+    for answer in rollout.complete(asked):
+        ids = torch.tensor([*asked[int(answer.request_id)].prompt_token_ids, *answer.token_ids])
+        with torch.no_grad():
+            row = PackedSequences.of([len(ids)], "cpu")
+            logits = model(ids[None], use_cache=False, attention_context=row).logits[0, -41:-1].float()
+        log_probs = logits.log_softmax(-1).gather(1, ids[-40:, None])[:, 0]
+        found.append((log_probs - torch.tensor(answer.log_probs)).abs())
+    assert float(torch.cat(found).mean()) < 0.01

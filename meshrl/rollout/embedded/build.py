@@ -99,18 +99,24 @@ def default_num_blocks(
         memory = max(0, torch.cuda.mem_get_info(device)[0] - copies) * memory_share
     else:
         memory = psutil.virtual_memory().available * CPU_SHARE
-    if (states := bytes_of_states(hf_model)) * (rows + 1) > memory:
-        raise ValueError(
-            f"the states of {rows} sequences take {rows * states / 1e9:.1f} GB ({states / 1e6:.1f} MB each), of the "
-            f"{memory / 1e9:.1f} GB that the rollout may have: lower rollout.max_num_seqs to "
-            f"{max(0, int(memory // (2 * states)))} or less, or raise rollout.gpu_memory_utilization"
-        )
-    memory -= states * (rows + 1)
-    blocks = int(memory // (bytes_per_token(hf_model, parallel, cache_dtype) * block_size))
+    states, per_token = bytes_of_states(hf_model), bytes_per_token(hf_model, parallel, cache_dtype)
+    for_cache = max(0, memory - states * (rows + 1))
+    blocks = int(for_cache // max(1, per_token * block_size))
     if max_model_len is not None:
         blocks = min(blocks, rows * -(-max_model_len // block_size))
-    blocks = max(blocks, 1)
-    return blocks if parallel is None else parallel.least(blocks, device)
+    if parallel is not None:  # all ranks hear of it
+        blocks = parallel.least(blocks, device)
+    longest = -(-(max_model_len or 1) // block_size)
+    if states and blocks < longest:
+        fits = int((memory - longest * block_size * per_token) // states) - 1
+        advice = f"lower rollout.max_num_seqs to {fits}" if fits > 0 else "not even one fits beside one long answer"
+        more = ", or raise rollout.gpu_memory_utilization" if device.type == "cuda" else ""
+        raise ValueError(
+            f"the states of {rows} sequences take {rows * states / 1e9:.1f} GB ({states / 1e6:.1f} MB each) of the "
+            f"{memory / 1e9:.1f} GB that the rollout may have, and what is left has no room for one sequence of "
+            f"{max_model_len} tokens: {advice}{more}"
+        )
+    return max(blocks, 1)
 
 
 def build_runner(
