@@ -34,7 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.engines.megatron.weight_map import hf_tensors
-from meshrl.parallel.layout import fsdp_layout
+from meshrl.parallel.layout import shard_layout
 from meshrl.rollout.requests import Request, SamplingParams
 from meshrl.weights.boxes import BOX_FIELDS, numbered
 from meshrl.weights.placement import Placement, fsdp2, megatron, replicas
@@ -74,7 +74,7 @@ def pairs(arguments: argparse.Namespace) -> dict[str, tuple[Placement, Placement
     tensors, experts = hf_tensors(dense), hf_tensors(sparse)
     pipeline = megatron(dense, ParallelRanks(world_size=4, tp=2, pp=2))
     return {
-        "FSDP4 -> TP2xDP2": (fsdp2(tensors, fsdp_layout(4)), rollout(tensors, dense, RolloutLayout(2, 2))),
+        "FSDP4 -> TP2xDP2": (fsdp2(tensors, shard_layout(4)), rollout(tensors, dense, RolloutLayout(2, 2))),
         "TP2xPP2 -> TP2": (pipeline, rollout(tensors, dense, RolloutLayout(2))),
         "TP2xPP2 -> TP4": (pipeline, rollout(tensors, dense, RolloutLayout(4))),
         "EP4 -> TP2": (

@@ -34,7 +34,7 @@ class WrapPolicyConfig:
 class FSDPConfig:
     fsdp_size: int = key(
         -1,
-        "Ranks that share one copy of the weights; -1: all ranks, smaller: copies (hybrid sharding).",
+        "Ranks that one copy of the weights is cut over, also those of one sequence; -1: all, fewer: copies (hybrid).",
         low=-1,
     )
     reshard_after_forward: bool = key(True, "Free the gathered weights after forward and gather again for backward.")

@@ -29,7 +29,7 @@ def dp_size(engine: EngineConfig, world_size: int) -> int:
 
 
 def mesh_axes(engine: EngineConfig, world_size: int) -> dict[str, int]:
-    """The named axes of the engine's mesh with their sizes; their product is the world size."""
+    """The named axes along which ranks share the samples, with their sizes; their product is the world size."""
     if engine.strategy == "megatron":
         megatron = engine.megatron
         return {
@@ -38,14 +38,17 @@ def mesh_axes(engine: EngineConfig, world_size: int) -> dict[str, int]:
             "cp": megatron.context_parallel_size,
             "tp": megatron.tensor_model_parallel_size,
         }
-    data = dp_size(engine, world_size)
-    shards = data if engine.fsdp_config.fsdp_size == -1 else engine.fsdp_config.fsdp_size
     return {
-        "ddp": max(1, data // max(1, shards)),
-        "fsdp": shards,
+        "dp": dp_size(engine, world_size),
         "cp": engine.context_parallel_size,
         "sp": engine.ulysses_sequence_parallel_size,
     }
+
+
+def shard_axes(engine: EngineConfig, world_size: int) -> dict[str, int]:
+    """The axes along which FSDP lays the weights, over the same ranks: copies × shards."""
+    shards = world_size if engine.fsdp_config.fsdp_size == -1 else engine.fsdp_config.fsdp_size
+    return {"ddp": max(1, world_size // max(1, shards)), "fsdp": shards}
 
 
 def engine_problems(engine: EngineConfig, prefix: str, world_size: int, owner: str = "trainer") -> list[str]:
@@ -58,19 +61,16 @@ def engine_problems(engine: EngineConfig, prefix: str, world_size: int, owner: s
         return _megatron_problems(engine, key, world_size, owner) + override
     problems = []
     ulysses, ring = engine.ulysses_sequence_parallel_size, engine.context_parallel_size
-    fsdp_size, data = engine.fsdp_config.fsdp_size, dp_size(engine, world_size)
+    fsdp_size = engine.fsdp_config.fsdp_size
     if world_size % (ulysses * ring):
         if ring == 1:
             return [_indivisible(world_size, f"{prefix}.ulysses_sequence_parallel_size", ulysses, owner)]
         names = f"{prefix}.ulysses_sequence_parallel_size * context_parallel_size"
         return [_indivisible(world_size, names, f"{ulysses} * {ring} = {ulysses * ring}", owner)]
     if fsdp_size == 0:
-        problems.append(f"{prefix}.fsdp_config.fsdp_size=0 must be -1 (all data-parallel ranks) or a number of ranks")
-    elif fsdp_size > data or (fsdp_size > 0 and data % fsdp_size):
-        problems.append(
-            f"the {data} data-parallel ranks (n_gpus {world_size} / {ulysses * ring} that share a sequence) must be "
-            f"divisible by {prefix}.fsdp_config.fsdp_size ({fsdp_size})"
-        )
+        problems.append(f"{prefix}.fsdp_config.fsdp_size=0 must be -1 (all ranks) or a number of ranks")
+    elif fsdp_size > 0 and world_size % fsdp_size:
+        problems.append(_indivisible(world_size, f"{prefix}.fsdp_config.fsdp_size", fsdp_size, owner))
     return problems
 
 
@@ -149,10 +149,10 @@ def layout_lines(name: str, engine: EngineConfig, world_size: int) -> list[str]:
     axes = " * ".join(f"{axis} {size}" for axis, size in mesh_axes(engine, world_size).items())
     line = f"{name}: {engine.strategy} on {count(world_size, 'rank')} = {axes}"
     if engine.strategy != "megatron":
-        shards = mesh_axes(engine, world_size)["fsdp"]
-        line += f"; weights sharded over {shards}"
-        if shards < world_size:
-            line += f", {world_size // shards} copies"
+        shards = shard_axes(engine, world_size)
+        line += f"; weights sharded over {shards['fsdp']}"
+        if shards["ddp"] > 1:
+            line += f", {shards['ddp']} copies"
     elif engine.megatron.virtual_pipeline_model_parallel_size:
         line += f"; {engine.megatron.virtual_pipeline_model_parallel_size} model chunks per stage"
     return [line]

@@ -69,25 +69,27 @@ class Layout:
         return "\n".join(lines)
 
 
-DATA_AXES = ("ddp", "fsdp")
+DATA_AXES = ("dp",)
 SEQUENCE_AXES = ("cp", "sp")
 
 
-def fsdp_layout(world_size: int, fsdp_size: int = -1, cp: int = 1, sp: int = 1) -> Layout:
-    """The FSDP engine's axes: copies of the weights × their shards × ring × Ulysses.
-
-    Ranks that share a sequence are neighbours, ranks that share weights are strided over them.
-    """
+def sample_layout(world_size: int, cp: int = 1, sp: int = 1) -> Layout:
+    """Which ranks of the FSDP engine share samples: data parallel × ring × Ulysses; `sp` ranks are neighbours."""
     if world_size % (cp * sp):
         raise ValueError(
             f"n_gpus ({world_size}) must be divisible by context_parallel_size * ulysses_sequence_parallel_size "
             f"({cp} * {sp} = {cp * sp})"
         )
-    data = world_size // (cp * sp)
-    shards = data if fsdp_size == -1 else fsdp_size
-    if shards < 1 or data % shards:
-        raise ValueError(
-            f"the {data} data-parallel ranks ({world_size} / {cp} cp / {sp} sp) must be divisible by "
-            f"fsdp_size ({fsdp_size})"
-        )
-    return Layout.of({"ddp": data // shards, "fsdp": shards, "cp": cp, "sp": sp})
+    return Layout.of({"dp": world_size // (cp * sp), "cp": cp, "sp": sp})
+
+
+def shard_layout(world_size: int, fsdp_size: int = -1) -> Layout:
+    """Which ranks of the FSDP engine share weights: copies × shards; the shards of a copy are neighbours.
+
+    Ranks of one sequence hold different shards like all others: gradients are added up over all ranks anyway. So
+    shards and sequences need not fit into each other.
+    """
+    shards = world_size if fsdp_size == -1 else fsdp_size
+    if shards < 1 or world_size % shards:
+        raise ValueError(f"n_gpus ({world_size}) must be divisible by fsdp_size ({fsdp_size})")
+    return Layout.of({"ddp": world_size // shards, "fsdp": shards})

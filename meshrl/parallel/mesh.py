@@ -80,9 +80,9 @@ def wait_for_all(group: dist.ProcessGroup) -> None:
     dist.all_gather_object([None] * dist.get_world_size(group), None, group=group)
 
 
-def sharding_mesh(layout: Layout, device_type: str, shards: tuple[str, ...], copies: tuple[str, ...]) -> DeviceMesh:
-    """A mesh of (copies × shards) for FSDP2, which shards along the second dim and adds gradients along both."""
-    table = torch.from_numpy(layout.table(copies, shards))
+def sharding_mesh(shards: Layout, device_type: str) -> DeviceMesh:
+    """A mesh of (copies × shards) for FSDP, which shards along the second dim and adds gradients along both."""
+    table = torch.from_numpy(shards.table(("ddp",), ("fsdp",)))
     if table.shape[0] == 1:
         return DeviceMesh(device_type, table[0], mesh_dim_names=("fsdp",))
     return DeviceMesh(device_type, table, mesh_dim_names=("copies", "fsdp"))

@@ -113,7 +113,7 @@ class Role:
 
     def states(self, stage: int = 0) -> States:
         """The fullest rank's states (of a pipeline stage)."""
-        shape = self.engine.megatron if self.is_megatron else (self.engine.fsdp_config, self._sequence_axes)
+        shape = self.engine.megatron if self.is_megatron else self.engine.fsdp_config
         alike = self._kinds_of(stage)
         frozen = self.engine.freeze_vision_tower
         key = ("states", str(shape), self.engine.strategy, self.world_size, self.trains, frozen, self.head, alike)
@@ -135,10 +135,6 @@ class Role:
         kinds = self.model.layer_kinds
         chunks = tuple(tuple(kinds[layer] for layer in chunk) for chunk in self.stages[stage])
         return chunks, stage == 0, stage == len(self.stages) - 1
-
-    @property
-    def _sequence_axes(self) -> tuple[int, int]:
-        return self.engine.context_parallel_size, self.engine.ulysses_sequence_parallel_size
 
     def _count_states(self, stage: int) -> States:
         if self.is_megatron:

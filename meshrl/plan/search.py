@@ -329,9 +329,8 @@ def layouts(config: Config, model: PlannedModel, cluster: Cluster) -> Iterator[S
     for sp, cp in product(POWERS[:4], POWERS[:3]):
         if world % (sp * cp) or heads % sp or sp * cp > node:
             continue
-        data = world // (sp * cp)
-        for shards in dict.fromkeys((-1, min(node, data))):
-            if shards != -1 and (data % shards or shards in (data, 1)):
+        for shards in dict.fromkeys((-1, min(node, world))):
+            if shards != -1 and (world % shards or shards in (world, 1)):
                 continue
             yield plain | {
                 f"{names.engine}.strategy": "fsdp2",

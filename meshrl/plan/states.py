@@ -22,7 +22,7 @@ from meshrl.engines.megatron.ranks import ParallelRanks, ranks_of
 from meshrl.engines.megatron.weight_map import describe, padded_vocab_size
 from meshrl.models.key_map import is_of_tower
 from meshrl.models.loading import torch_dtype
-from meshrl.parallel.layout import fsdp_layout
+from meshrl.parallel.layout import shard_layout
 
 FLOAT = 4
 # Megatron-Core's paddings of its buffers with a distributed optimizer, in elements.
@@ -117,12 +117,7 @@ def fsdp_states(units: Sequence[Unit], engine: EngineConfig, world_size: int, tr
     if how == "whole":
         every, trained = (sum(unit.numel(only) for unit in units) for only in (False, True))
         return [States(every * size, trained * size, 2 * trained * size)]
-    layout = fsdp_layout(
-        world_size,
-        engine.fsdp_config.fsdp_size,
-        engine.context_parallel_size,
-        engine.ulysses_sequence_parallel_size,
-    )
+    layout = shard_layout(world_size, engine.fsdp_config.fsdp_size)
     shards = layout.size("fsdp")
     by_place = [_sharded(units, place, shards, size, flat=how == "fsdp") for place in range(shards)]
     return [by_place[layout.index(rank, "fsdp")] for rank in range(world_size)]

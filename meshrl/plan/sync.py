@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshrl.config.families import FAMILIES
-from meshrl.config.layout import mesh_axes
+from meshrl.config.layout import shard_axes
 from meshrl.engines.megatron.ranks import ParallelRanks, ranks_of
 from meshrl.engines.megatron.weight_map import describe, padded_vocab_size
 from meshrl.models.buffers import named_weights
@@ -94,7 +94,7 @@ def _source(generation: Generation, most: int) -> Placement | None:
     if actor.placement.startswith("whole"):
         found = replicas(params, 1, config.model_type, "one rank")
     else:
-        found = fsdp2(params, Layout.of(mesh_axes(actor.engine, actor.world_size)), config.model_type)
+        found = fsdp2(params, Layout.of(shard_axes(actor.engine, actor.world_size)), config.model_type)
     return None if len(found.slices) > most else found
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshrl.config.layout import mesh_axes
+from meshrl.config.layout import mesh_axes, shard_axes
 from meshrl.engines.megatron.ranks import ranks_of
 from meshrl.models.loading import torch_dtype
-from meshrl.parallel.layout import Layout
+from meshrl.parallel.layout import SEQUENCE_AXES, Layout
 from meshrl.parallel.ulysses import kv_copies
 from meshrl.plan.hardware import Cluster
 from meshrl.plan.roles import Role
@@ -66,7 +66,8 @@ def _fsdp_pass(role: Role, tokens: int, trains: bool) -> list[AxisTraffic]:
     config = role.engine.fsdp_config
     found = []
     if role.placement in ("fsdp2", "fsdp"):
-        shards, size = axes["fsdp"], role.dtype.itemsize
+        laid = shard_axes(role.engine, role.world_size)
+        shards, copies, size = laid["fsdp"], laid["ddp"], role.dtype.itemsize
         reduce_size = torch_dtype(config.mixed_precision.reduce_dtype).itemsize
         whole = sum(unit.padded(shards) for unit in role.units)
         trained = sum(unit.padded(shards, trained_only=True) for unit in role.units)
@@ -75,7 +76,6 @@ def _fsdp_pass(role: Role, tokens: int, trains: bool) -> list[AxisTraffic]:
         found.append(AxisTraffic("fsdp", shards, gathers * _ring(shards) * whole * size, gathers * units, False, True))
         if trains:
             found.append(AxisTraffic("fsdp grads", shards, _ring(shards) * trained * reduce_size, units, False, True))
-            copies = axes["ddp"] * axes["cp"] * axes["sp"]
             sent = 2 * _ring(copies) * trained / shards * reduce_size
             found.append(AxisTraffic("copies", copies, sent, units, False, True))
     return found + _sequence_pass(role, tokens, trains, axes["cp"], axes["sp"])
@@ -125,13 +125,14 @@ def _megatron_pass(role: Role, tokens: int, trains: bool) -> list[AxisTraffic]:
 
 def _placed(traffic: AxisTraffic, role: Role, cluster: Cluster) -> AxisTraffic:
     """With whether the axis's groups reach over several machines."""
-    layout = Layout.of(mesh_axes(role.engine, role.world_size))
     if role.is_megatron:
         ranks = ranks_of(role.engine.megatron, 0, role.world_size)
         names = {"dp": ("dp", "cp"), "ep": ("ep",)}.get(traffic.axis, (traffic.axis,))
         layout = ranks.expert_layout if traffic.axis == "ep" else ranks.layout
+    elif traffic.axis in SEQUENCE_AXES:
+        layout, names = Layout.of(mesh_axes(role.engine, role.world_size)), (traffic.axis,)
     else:
-        names = {"fsdp grads": ("fsdp",), "copies": ("ddp", "cp", "sp")}.get(traffic.axis, (traffic.axis,))
-    group = layout.groups(*names)[0]
-    crosses = len({rank // cluster.per_node for rank in group}) > 1
+        layout = Layout.of(shard_axes(role.engine, role.world_size))
+        names = ("ddp",) if traffic.axis == "copies" else ("fsdp",)
+    crosses = any(len({rank // cluster.per_node for rank in group}) > 1 for group in layout.groups(*names))
     return AxisTraffic(traffic.axis, traffic.ranks, traffic.sent, traffic.calls, crosses, traffic.hidden)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshrl.weights.placement import Placement
 
-FSDP_AXES = ("fsdp", "ddp", "cp", "sp")
+FSDP_AXES = ("fsdp", "ddp")
 MEGATRON_AXES = ("tp", "pp", "vpp", "cp", "dp", "ep", "etp")
 ROLLOUT_AXES = ("tp", "dp", "ep")
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
@@ -18,7 +18,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.add_argument("model", metavar="DIR", help="folder with the model's config.json; its weights are not read")
     parser.add_argument(
-        "--train", required=True, metavar="AXES", help="training layout: fsdp=4,ddp=2 or tp=2,pp=2,vpp=2,ep=4,dp=2"
+        "--train",
+        required=True,
+        metavar="AXES",
+        help="training layout: fsdp=4,ddp=2 (sequence ranks are among these) or tp=2,pp=2,vpp=2,ep=4,dp=2",
     )
     parser.add_argument("--rollout", required=True, metavar="AXES", help="rollout layout: tp=2,dp=2 or tp=8,ep=8")
     parser.add_argument("--form", default="separate", help="rollout parameters: separate, or packed as in vLLM")
@@ -59,16 +62,15 @@ def planned(arguments: argparse.Namespace) -> list[str]:
 def training_placement(config: Any, text: str) -> Placement:
     """The placement of a training layout given as `axis=size,...`: with an axis `fsdp` FSDP2, else Megatron."""
     from meshrl.engines.megatron.ranks import ParallelRanks
-    from meshrl.parallel.layout import fsdp_layout
+    from meshrl.parallel.layout import shard_layout
     from meshrl.rollout.weight_stream import expected_shapes
     from meshrl.weights.placement import fsdp2, megatron
 
     if "fsdp" in text:
         axes = parse_axes(text, FSDP_AXES)
-        sizes = [axes.get(axis, 1) for axis in FSDP_AXES]
-        world = sizes[0] * sizes[1] * sizes[2] * sizes[3]
+        shards = axes.get("fsdp", 1)
         params = {name: tuple(shape) for name, shape in expected_shapes(config).items()}
-        return fsdp2(params, fsdp_layout(world, sizes[0], sizes[2], sizes[3]), config.model_type)
+        return fsdp2(params, shard_layout(shards * axes.get("ddp", 1), shards), config.model_type)
     axes = parse_axes(text, MEGATRON_AXES)
     dense = axes.get("tp", 1) * axes.get("pp", 1) * axes.get("cp", 1)
     sparse = axes.get("ep", 1) * axes.get("etp", axes.get("tp", 1)) * axes.get("pp", 1)

@@ -135,9 +135,9 @@ def replicas(params: Mapping[str, Shape], world_size: int, model_type: str = "",
 
 
 def fsdp2(params: Mapping[str, Shape], layout: Layout, model_type: str = "") -> Placement:
-    """FSDP2 over the axis `fsdp` of a layout (see `fsdp_layout`): rows of every parameter in equal steps, rounded up.
+    """FSDP2 by a `shard_layout`: rows of every parameter in equal steps, rounded up, over the axis `fsdp`.
 
-    Ranks that differ along other axes (`ddp`, `cp`, `sp`) hold the same rows: HSDP.
+    Ranks that differ along `ddp` hold the same rows: HSDP.
     """
     builder = PlacementBuilder(f"FSDP2 {_sizes(layout)}", layout.world_size)
     place = np.array([layout.index(rank, "fsdp") for rank in range(layout.world_size)])

@@ -94,7 +94,7 @@ class FSDP2Source(Source):
         if isinstance(engine.sharding, Whole):
             self.placement = replicas(shapes, 1, self.model_type, title="one rank")
         else:
-            self.placement = fsdp2(shapes, engine.layout, self.model_type)
+            self.placement = fsdp2(shapes, engine.shards, self.model_type)
 
     def _params(self) -> list[tuple[str, nn.Parameter]]:
         if self._named is not None:
@@ -114,9 +114,9 @@ class FSDP2Source(Source):
 
     def _own_rows(self, buffer: Tensor) -> Tensor:
         """The rows that would be this rank's if the buffer were sharded: what the placement takes from it."""
-        layout, buffer = self.engine.layout, buffer if buffer.dim() else buffer[None]
-        step = -(-len(buffer) // layout.size("fsdp"))
-        place = 0 if isinstance(self.engine.sharding, Whole) else layout.index(self.engine.rank, "fsdp")
+        shards, buffer = self.engine.shards, buffer if buffer.dim() else buffer[None]
+        step = -(-len(buffer) // shards.size("fsdp"))
+        place = 0 if isinstance(self.engine.sharding, Whole) else shards.index(self.engine.rank, "fsdp")
         return buffer[place * step : (place + 1) * step]
 
     def _is_sent(self, name: str) -> bool:
@@ -180,7 +180,7 @@ class FSDP1Source(Source):
             units[name] = dict(zip(names, map(tuple, flat._shapes), strict=True))
             alignment = max(alignment, aligned)
         self.model_type = str(engine.hf_model.config.model_type)
-        self.placement = fsdp1(units, engine.layout, self.model_type, alignment=alignment)
+        self.placement = fsdp1(units, engine.shards, self.model_type, alignment=alignment)
 
     def _flat_params(self) -> Iterator[tuple[str, Any, int]]:
         for path, unit in self.engine.module.named_modules():

@@ -35,8 +35,13 @@ def test_a_config_that_is_fine(fine: MakePPO, fine_sft: MakeSFT) -> None:
 BROKEN = [
     # sizes
     (["trainer.n_gpus_per_node=6", f"{ACTOR}.ulysses_sequence_parallel_size=4"], "n_gpus (6 = ", "(4)"),
-    ([f"{ACTOR}.fsdp_config.fsdp_size=3"], "the 8 data-parallel ranks", "fsdp_config.fsdp_size (3)"),
-    ([f"{ACTOR}.fsdp_config.fsdp_size=16"], "the 8 data-parallel ranks", "fsdp_config.fsdp_size (16)"),
+    ([f"{ACTOR}.fsdp_config.fsdp_size=3"], "n_gpus (8 = ", f"by {ACTOR}.fsdp_config.fsdp_size (3)"),
+    ([f"{ACTOR}.fsdp_config.fsdp_size=16"], "n_gpus (8 = ", f"by {ACTOR}.fsdp_config.fsdp_size (16)"),
+    (
+        [f"{ACTOR}.fsdp_config.fsdp_size=3", f"{ACTOR}.ulysses_sequence_parallel_size=2"],
+        "n_gpus (8 = ",
+        f"by {ACTOR}.fsdp_config.fsdp_size (3)",
+    ),
     ([f"{ACTOR}.fsdp_config.fsdp_size=0"], "fsdp_size=0", "-1"),
     ([*MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=3"], "n_gpus (8 = ", "3 * 1 * 1 = 3"),
     ([*MEGATRON, *EXPERTS, f"{ACTOR}.megatron.expert_model_parallel_size=16"], "expert_model_parallel_size", "= 16"),
@@ -242,7 +247,7 @@ BROKEN_SFT = [
     ),
     (["data.micro_batch_size_per_gpu=5"], "(256 / 8 = 32)", "data.micro_batch_size_per_gpu (5)"),
     (["data.max_token_len_per_gpu=1000"], "data.max_token_len_per_gpu (1000)", "data.max_length (1024)"),
-    (["engine.fsdp_config.fsdp_size=3"], "the 8 data-parallel ranks", "engine.fsdp_config.fsdp_size (3)"),
+    (["engine.fsdp_config.fsdp_size=3"], "n_gpus (8 = ", "by engine.fsdp_config.fsdp_size (3)"),
     (["engine.megatron.tensor_model_parallel_size=2"], "has no effect", "engine.strategy=fsdp2"),
     (["trainer.nnodes=2"], "trainer.nnodes=2", "trainer.backend=ray"),
     (["data.train_files=[]"], "set data.train_files", ""),

@@ -7,7 +7,7 @@ import pytest
 
 from meshrl.config import ConfigError, check_config, load_config, unsupported
 from meshrl.config.checks import check_notes
-from meshrl.config.show import to_yaml
+from meshrl.config.show import summary_lines, to_yaml
 from meshrl.config.tree import get_value
 
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
@@ -136,6 +136,25 @@ DAPO = [
     *trainer("dapo", "backend=ray"),
 ]
 
+# Of 64 GPUs 4 share a sequence and 32 a copy of the weights.
+DAPO_7B = [
+    *(line for line in DAPO if "fsdp_size" not in line and "ulysses" not in line and "length=" not in line
+      and "max_token" not in line and "max_num_batched_tokens" not in line and "filter_groups" not in line
+      and "gen_batch_size" not in line and "pdrop" not in line and "attention_dropout" not in line
+      and "overlong_buffer" not in line and "nnodes" not in line and "clip_ratio" not in line),
+    *under("data", "max_prompt_length=2048 max_response_length=8192"),
+    *under(ACTOR, "ulysses_sequence_parallel_size=4 fsdp_config.fsdp_size=32 ppo_max_token_len_per_gpu=20480"),
+    *under(ACTOR, "use_kl_loss=False kl_loss_coef=0.0 clip_ratio_low=0.4 clip_ratio_high=0.4"),
+    # Here a loss of whole sequences says so; see the page on migration.
+    *under(ACTOR, "policy_loss.loss_mode=geo_mean loss_agg_mode=seq-mean-token-mean"),
+    *under(REF, "ulysses_sequence_parallel_size=4 log_prob_max_token_len_per_gpu=30720"),
+    *under(ROLLOUT, "log_prob_max_token_len_per_gpu=30720 max_num_batched_tokens=10240"),
+    f"+{MODEL}.override_config.max_position_embeddings=32768",
+    *under("+reward_model.reward_kwargs.overlong_buffer_cfg", "enable=True len=4096 penalty_factor=1.0 log=False"),
+    "+reward_model.reward_kwargs.max_resp_len=8192",
+    *under("trainer", "nnodes=8 total_training_steps=200 log_val_generations=10"),
+]  # fmt: skip
+
 QWEN3_MOE = [
     *GRPO_WITH_MEGATRON,
     *(line for line in DAPO if "fsdp_config" not in line and "ulysses" not in line and "filter_groups" not in line
@@ -182,6 +201,7 @@ SCRIPTS = {
     "ppo_fsdp": PPO_FSDP,
     "ppo_megatron": PPO_MEGATRON,
     "dapo": DAPO,
+    "dapo_7b": DAPO_7B,
     "qwen3_moe": QWEN3_MOE,
     "multi_turn": MULTI_TURN,
     "images": IMAGES,
@@ -199,6 +219,21 @@ def problems_of(*overrides: str) -> list[str]:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_loads_and_fits_together(name: str) -> None:
     assert problems_of(*SCRIPTS[name]) == []
+
+
+def test_shards_count_ranks_of_a_sequence_as_they_do_there() -> None:
+    lines = summary_lines(load_config(None, DAPO_7B).config)
+    (actor,) = (line for line in lines if line.startswith("actor: "))
+    assert actor == "actor: fsdp2 on 64 ranks = dp 16 * cp 1 * sp 4; weights sharded over 32, 2 copies"
+    everything = load_config(None, [*DAPO_7B, f"{ACTOR}.fsdp_config.fsdp_size=-1"]).config
+    assert any(line.endswith("sp 4; weights sharded over 64") for line in summary_lines(everything))
+    # Fewer than those of a sequence are as good as any; what does not divide all ranks is refused.
+    assert problems_of(*DAPO_7B, f"{ACTOR}.fsdp_config.fsdp_size=2") == []
+    (problem,) = problems_of(*DAPO_7B, f"{ACTOR}.fsdp_config.fsdp_size=24")
+    assert problem == (
+        "n_gpus (64 = trainer.nnodes * n_gpus_per_node) must be divisible by "
+        f"{ACTOR}.fsdp_config.fsdp_size (24)"
+    )
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

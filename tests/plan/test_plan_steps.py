@@ -238,6 +238,33 @@ def test_more_shards_hold_less_and_offload_takes_it_away():
     assert "optimizer" in phase(make(config), "update_actor").memory
 
 
+def test_ranks_of_a_sequence_hold_shards_of_their_own():
+    """64 devices as in verl's script for a model of 7B: 4 share a sequence, 32 a copy of the weights."""
+    actor = "actor_rollout_ref.actor"
+    words = [f"{actor}.ulysses_sequence_parallel_size=4", "actor_rollout_ref.rollout.tensor_model_parallel_size=4"]
+
+    def planned(*more):
+        config, make = load("64xH100", *words, *more, model="Qwen2.5-7B")
+        update = phase(make(config), "update_actor")
+        return update.memory, {traffic.axis: traffic for traffic in update.traffic}
+
+    whole = find_model(ModelConfig(path="Qwen2.5-7B")).num_params * 4
+    for size, shards in ((-1, 64), (32, 32), (8, 8), (2, 2)):
+        memory, traffic = planned(f"{actor}.fsdp_config.fsdp_size={size}")
+        assert memory["parameters"] == pytest.approx(whole / shards, rel=1e-3)
+        assert memory["optimizer"] == pytest.approx(2 * whole / shards, rel=1e-3)
+        assert traffic["fsdp"].ranks == traffic["fsdp grads"].ranks == shards
+        # Shards are neighbours: 8 of them are those of one machine, and copies lie on others.
+        assert traffic["fsdp"].crosses_nodes == (shards > 8)
+        assert not traffic["sp"].crosses_nodes
+        assert ("copies" in traffic) == (size != -1)
+        if "copies" in traffic:
+            assert (traffic["copies"].ranks, traffic["copies"].crosses_nodes) == (64 // shards, True)
+    # The control: what lies on a rank does not depend on how many share a sequence.
+    words = words[1:]
+    assert planned()[0]["parameters"] == pytest.approx(whole / 64, rel=1e-3)
+
+
 def test_checkpointing_trades_memory_for_time():
     config, make = load("8xH200")
     with_it, without = (

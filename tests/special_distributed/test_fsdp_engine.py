@@ -12,6 +12,7 @@ from megatron_trials import write_small_model
 from process_group import ON_GPU, own_device
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from meshrl.config.engine import EngineConfig
@@ -30,6 +31,11 @@ LAYOUTS = {
     "ddp2": (2, {"fsdp_size": 1}),
     "ddp2-sp2": (4, {"fsdp_size": 2, SP: 2}),
     "ddp2-cp2": (4, {"fsdp_size": 2, CP: 2}),
+    # Copies within a sequence; shards of two sequences; copies of whole sequences.
+    "ddp2-sp4": (4, {"fsdp_size": 2, SP: 4}),
+    "ddp3-cp3": (6, {"fsdp_size": 2, CP: 3}),
+    "ddp2-fsdp4-sp4": (8, {"fsdp_size": 4, SP: 4}),
+    "ddp2-sp2-cp2": (4, {"fsdp_size": 2, SP: 2, CP: 2}),
     "sp2": (2, {SP: 2}),
     "sp4": (4, {SP: 4}),  # with 2 key-value heads
     "cp2": (2, {CP: 2}),
@@ -41,6 +47,8 @@ LAYOUTS = {
     "fsdp1-hybrid": (4, {"strategy": "fsdp", "fsdp_size": 2}),
     "fsdp1-sp2": (4, {"strategy": "fsdp", SP: 2}),
     "fsdp1-ddp2": (2, {"strategy": "fsdp", "fsdp_size": 1}),
+    "fsdp1-ddp2-sp2": (4, {"strategy": "fsdp", "fsdp_size": 2, SP: 2}),
+    "fsdp1-cp2": (2, {"strategy": "fsdp", CP: 2}),
 }
 EXTRAS = {
     "plain": {},
@@ -63,10 +71,10 @@ EXTRAS = {
 }
 # A covering set: what it covers is asserted in test_every_axis_and_pair_is_in_the_grid.
 PLAIN = {
-    "llama": ("one", "ddp2", "cp4", "fsdp1"),
-    "qwen2": ("fsdp2", "sp2", "fsdp2-cp2", "fsdp1-hybrid"),
-    "qwen3": ("fsdp4", "sp4", "fsdp2-sp2", "fsdp1-sp2"),
-    "qwen3_moe": ("ddp2-fsdp2", "cp2", "sp2-cp2", "fsdp1-ddp2"),
+    "llama": ("one", "ddp2", "cp4", "fsdp1", "ddp3-cp3", "ddp2-sp2-cp2"),
+    "qwen2": ("fsdp2", "sp2", "fsdp2-cp2", "fsdp1-hybrid", "ddp2-sp4", "fsdp1-ddp2-sp2"),
+    "qwen3": ("fsdp4", "sp4", "fsdp2-sp2", "fsdp1-sp2", "ddp2-fsdp4-sp4"),
+    "qwen3_moe": ("ddp2-fsdp2", "cp2", "sp2-cp2", "fsdp1-ddp2", "fsdp1-cp2", "ddp2-sp2"),
 }
 GRID = [
     *[(family, layout, "plain") for family, layouts in PLAIN.items() for layout in layouts],
@@ -278,6 +286,45 @@ def test_every_axis_and_pair_is_in_the_grid():
     old = [(family, extra) for family, layout, extra in GRID if "strategy" in LAYOUTS[layout][1]]
     assert {family for family, _ in old} >= set(FAMILIES)
     assert {extra for _, extra in old} == {"plain", "checkpointing", "lora", "padded", "routed", "frozen-tower"}
+
+
+def elements_held(trial):
+    """How many elements of parameters, gradients and moments this rank holds."""
+    engine = FSDPEngine(trial.model, trial.engine, trial.optim, device=torch.device("cpu"))
+    engine.initialize()
+    data = trial.batches(61)[0].chunk(engine.dp_size)[engine.dp_rank]
+    data.meta_info = {"temperature": 1.0, "use_dynamic_bsz": True, "max_token_len": 1000}
+    engine.forward_backward_batch(data, lambda outputs, _: (outputs["log_probs"].sum(), {"one": torch.ones(())}))
+    params = list(engine.module.parameters())
+    grads = [param.grad for param in params]
+    engine.optimizer_step()
+    moments = [engine.optimizer.state[param]["exp_avg"] for param in params]
+
+    def count(tensors):
+        parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+        return sum(part.numel() for part in parts)
+
+    return [count(tensors) for tensors in (params, grads, moments)]
+
+
+HELD = {
+    "sp2": 2, "cp2": 2, "sp2-cp2": 4, "fsdp2-sp2": 4, "fsdp2-cp2": 4, "ddp2-sp2": 2, "ddp2-sp4": 2, "ddp3-cp3": 2,
+    "ddp2-fsdp4-sp4": 4, "fsdp1-sp2": 4, "fsdp1-ddp2-sp2": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", HELD)
+def test_every_rank_holds_its_share_of_the_model(ranks, folders, layout):
+    """Over ranks that share a sequence, too: parameters, gradients and moments are cut by `fsdp_size` alone."""
+    world, trial = make_trial(folders["llama"], layout, "plain")
+    sizes = [t.numel() for file in folders["llama"].glob("*.safetensors") for t in load_file(file).values()]
+    whole, found = sum(sizes), ranks(world).run(elements_held, trial)
+    for kind in range(3):
+        held = [counts[kind] for counts in found]
+        # Whole rows: not every rank has as many. FSDP1 pads each unit to a multiple of its shards.
+        padding = 100 if trial.engine.strategy == "fsdp" else 0
+        assert 0 <= sum(held) - whole * world / HELD[layout] <= padding
+        assert max(held) <= 1.02 * whole / HELD[layout]
 
 
 def moved_and_used(trial):

@@ -9,7 +9,7 @@ import torch
 
 from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.engines.megatron.weight_map import ModuleNames, hf_tensors
-from meshrl.parallel.layout import fsdp_layout
+from meshrl.parallel.layout import shard_layout
 from meshrl.weights import placement
 from meshrl.weights.plan import plan_reshard
 from meshrl.weights.rollout_placement import RolloutLayout, rollout
@@ -63,8 +63,8 @@ def module_params(config):
     return params
 
 
-def fsdp2(config, world, fsdp_size=-1, **axes):
-    return placement.fsdp2(module_params(config), fsdp_layout(world, fsdp_size, **axes), config.model_type)
+def fsdp2(config, world, fsdp_size=-1):
+    return placement.fsdp2(module_params(config), shard_layout(world, fsdp_size), config.model_type)
 
 
 def fsdp1(config, world, fsdp_size=-1, alignment=1):
@@ -72,7 +72,7 @@ def fsdp1(config, world, fsdp_size=-1, alignment=1):
     for name, shape in module_params(config).items():
         unit = name.split(".")[2] if ".layers." in name else "root"
         units.setdefault(f"{unit}._flat_param", {})[name] = shape
-    return placement.fsdp1(units, fsdp_layout(world, fsdp_size), config.model_type, alignment=alignment)
+    return placement.fsdp1(units, shard_layout(world, fsdp_size), config.model_type, alignment=alignment)
 
 
 def megatron(config, world, experts="sequential", **axes):

@@ -206,14 +206,14 @@ def resident(line="VmRSS"):
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's counters of memory")
 def test_two_buckets_are_all_the_memory(tmp_path):
-    from meshrl.parallel.layout import fsdp_layout
+    from meshrl.parallel.layout import shard_layout
     from meshrl.weights.placement import fsdp2 as placed
     from meshrl.weights.placement import replicas
 
     # Large beside what huge pages, libraries and the rows being summed may take.
     shapes = {f"layer{i}.weight": (1024, 2048) for i in range(24)}  # 192 MiB
     bucket = 24 << 20
-    sides = placed(shapes, fsdp_layout(2)), replicas(shapes, 2)
+    sides = placed(shapes, shard_layout(2)), replicas(shapes, 2)
     plan = plan_reshard(*sides, itemsize=4, bucket_bytes=bucket)
     warm = plan_reshard(*sides, itemsize=4, bucket_bytes=1 << 20)
     gathered = 96 << 20  # what a way that gathers first would hold

@@ -11,7 +11,7 @@ PAIRS = {
     "fsdp4-tp2dp2": lambda: (fsdp2(QWEN2, 4), tp(QWEN2, 2, 2)),
     "fsdp3-packed-tp4": lambda: (fsdp2(QWEN3, 3), tp(QWEN3, 4, form="packed")),
     "hsdp2x2-copies": lambda: (fsdp2(QWEN3, 4, 2), copies(QWEN3, 4)),
-    "fsdp2-sp2-tp2": lambda: (fsdp2(QWEN2, 4, sp=2), tp(QWEN2, 2)),
+    "ddp2-fsdp2-tp2": lambda: (fsdp2(QWEN2, 4, fsdp_size=2), tp(QWEN2, 2)),
     "fsdp1-tp2dp2": lambda: (fsdp1(QWEN2, 4), tp(QWEN2, 2, 2, form="packed")),
     "fsdp1-aligned": lambda: (fsdp1(MOE, 3, alignment=4), tp(MOE, 2)),
     "tp2pp2-tp2": lambda: (megatron(QWEN2, 4, tp=2, pp=2), tp(QWEN2, 2)),

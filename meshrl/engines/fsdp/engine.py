@@ -41,7 +41,7 @@ from meshrl.models.lora import adapter_init, adapter_scaling, adapters_off, add_
 from meshrl.models.routes import ROUTED_EXPERTS, Routers, over_ranks, packed_routes, unpacked_routes
 from meshrl.models.sight import Sight, find_sight, language_model, sees, tower_of
 from meshrl.parallel.attention import ATTENTION_NAME
-from meshrl.parallel.layout import DATA_AXES, SEQUENCE_AXES, fsdp_layout
+from meshrl.parallel.layout import DATA_AXES, SEQUENCE_AXES, sample_layout, shard_layout
 from meshrl.parallel.mesh import new_groups
 from meshrl.parallel.packed import PackedSequences
 from meshrl.parallel.sequence import SequenceParallel, SequenceShard
@@ -59,12 +59,10 @@ class FSDPEngine(Engine):
         model, engine = self.model_config, self.engine_config
         self.packs = model.use_remove_padding
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.layout = fsdp_layout(
-            self.world_size,
-            engine.fsdp_config.fsdp_size,
-            engine.context_parallel_size,
-            engine.ulysses_sequence_parallel_size,
+        self.layout = sample_layout(
+            self.world_size, engine.context_parallel_size, engine.ulysses_sequence_parallel_size
         )
+        self.shards = shard_layout(self.world_size, engine.fsdp_config.fsdp_size)
         self.data_group = new_groups(self.layout, *DATA_AXES)
         self.sequence = SequenceParallel(new_groups(self.layout, "sp"), new_groups(self.layout, "cp"))
         if not self.packs and self.sequence.size > 1:
@@ -118,7 +116,7 @@ class FSDPEngine(Engine):
     def _placement(self) -> str:
         """How the parameters lie: `whole` or `whole-bf16` on a single rank, else by `fsdp2` or `fsdp`."""
         config = self.engine_config.fsdp_config
-        if self.engine_config.strategy == "fsdp" and self.layout.size("fsdp") > 1:
+        if self.engine_config.strategy == "fsdp" and self.shards.size("fsdp") > 1:
             return "fsdp"
         # With nothing to cut, FSDP1 would not add the copies' gradients up: what follows is for both strategies.
         if self.world_size > 1 or config.offload_policy:
@@ -182,8 +180,8 @@ class FSDPEngine(Engine):
 
             if self.model_config.random_init:  # FSDP1 flattens parameters that have memory
                 fill_randomly(module, self.device)
-            return FSDP1(module.to(self.device), self.hf_model, self.layout, self.device, config)
-        return FSDP2(module, self.hf_model, self.layout, self.device.type, config)
+            return FSDP1(module.to(self.device), self.hf_model, self.shards, self.device, config)
+        return FSDP2(module, self.hf_model, self.shards, self.device.type, config)
 
     @property
     def is_sharded(self) -> bool:

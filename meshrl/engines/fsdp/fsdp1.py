@@ -14,7 +14,7 @@ from meshrl.config.engine import FSDPConfig
 from meshrl.engines.fsdp.sharding import Sharding
 from meshrl.engines.fsdp.units import units_to_shard
 from meshrl.models.loading import torch_dtype
-from meshrl.parallel.layout import SEQUENCE_AXES, Layout
+from meshrl.parallel.layout import Layout
 from meshrl.parallel.mesh import sharding_mesh
 
 WRAPPER_NAME = "_fsdp_wrapped_module."
@@ -24,11 +24,11 @@ class FSDP1(Sharding):
     """`FullyShardedDataParallel` around every unit and the root; hybrid where there are copies of the weights."""
 
     def __init__(
-        self, module: nn.Module, hf_model: nn.Module, layout: Layout, device: torch.device, config: FSDPConfig
+        self, module: nn.Module, hf_model: nn.Module, shards: Layout, device: torch.device, config: FSDPConfig
     ):
         units = {id(unit) for unit in units_to_shard(hf_model, config.wrap_policy)}
         mixed = config.mixed_precision
-        mesh = sharding_mesh(layout, device.type, shards=("fsdp",), copies=("ddp", *SEQUENCE_AXES))
+        mesh = sharding_mesh(shards, device.type)
         self.module = FullyShardedDataParallel(
             module,
             device_mesh=mesh,

@@ -16,7 +16,7 @@ from meshrl.config.engine import FSDPConfig
 from meshrl.engines.fsdp.units import units_to_shard
 from meshrl.engines.optim import own_parts
 from meshrl.models.loading import torch_dtype
-from meshrl.parallel.layout import SEQUENCE_AXES, Layout
+from meshrl.parallel.layout import Layout
 from meshrl.parallel.mesh import sharding_mesh
 
 CLIP_EPS = 1e-6  # as torch's clip_grad_norm_ has it
@@ -62,11 +62,11 @@ class Whole(Sharding):
 
 
 class FSDP2(Sharding):
-    """`fully_shard` over the data axes: units are split over `fsdp`; copies and sequence ranks add their gradients."""
+    """`fully_shard` by a `shard_layout`: units are cut over `fsdp`, gradients are averaged over all ranks."""
 
-    def __init__(self, module: nn.Module, hf_model: nn.Module, layout: Layout, device_type: str, config: FSDPConfig):
+    def __init__(self, module: nn.Module, hf_model: nn.Module, shards: Layout, device_type: str, config: FSDPConfig):
         self.module = module
-        mesh = sharding_mesh(layout, device_type, shards=("fsdp",), copies=("ddp", *SEQUENCE_AXES))
+        mesh = sharding_mesh(shards, device_type)
         self.group = mesh.get_group("fsdp")  # the ranks that a parameter is cut over
         offload = CPUOffloadPolicy(pin_memory=device_type == "cuda") if config.offload_policy else OffloadPolicy()
         policy = precision_policy(config) or MixedPrecisionPolicy()
