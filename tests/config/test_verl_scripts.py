@@ -231,8 +231,7 @@ def test_shards_count_ranks_of_a_sequence_as_they_do_there() -> None:
     assert problems_of(*DAPO_7B, f"{ACTOR}.fsdp_config.fsdp_size=2") == []
     (problem,) = problems_of(*DAPO_7B, f"{ACTOR}.fsdp_config.fsdp_size=24")
     assert problem == (
-        "n_gpus (64 = trainer.nnodes * n_gpus_per_node) must be divisible by "
-        f"{ACTOR}.fsdp_config.fsdp_size (24)"
+        f"n_gpus (64 = trainer.nnodes * n_gpus_per_node) must be divisible by {ACTOR}.fsdp_config.fsdp_size (24)"
     )
 
 

@@ -56,6 +56,9 @@ PAIRS = [
     ("one", "one", "plain"), ("fsdp2", "fsdp2", "plain"), ("fsdp1", "fsdp1", "plain"), ("fsdp2", "fsdp2", "lora"),
     ("one", "fsdp2", "plain"), ("fsdp4", "one", "plain"), ("fsdp2", "ddp2-fsdp2", "plain"), ("sp2", "fsdp2", "plain"),
     ("fsdp1", "fsdp4", "plain"), ("fsdp2", "one", "lora"),
+    # Ranks of a sequence once held the same shard, as two copies do.
+    ("ddp2-sp2", "fsdp2-sp2", "plain"), ("sp2-cp2", "fsdp1-sp2", "plain"), ("fsdp1-ddp2-sp2", "one", "plain"),
+    ("fsdp2-sp2", "ddp2-sp4", "lora"),
 ]  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from meshrl.plan.states import fsdp_states, fsdp_units, megatron_states
 from meshrl.trainer.verify import SMALL, write_model
 from meshrl.workers.verification import SEED, Trial
 
-SP = "ulysses_sequence_parallel_size"
+SP, CP = "ulysses_sequence_parallel_size", "context_parallel_size"
 # Sizes that no number of ranks divides: 61 rows of vocabulary, 70 wide, 101 inside.
 UNEVEN = SMALL | {"hidden_size": 70, "intermediate_size": 101, "num_attention_heads": 6, "num_key_value_heads": 6}
 FSDP = {
@@ -28,6 +28,10 @@ FSDP = {
     "hybrid": (4, {"fsdp_size": 2}),
     "ddp2": (2, {"fsdp_size": 1}),
     "fsdp2-sp2": (4, {SP: 2}),
+    "sp2": (2, {SP: 2}),
+    "sp2-cp2": (4, {SP: 2, CP: 2}),
+    "hybrid-sp2": (4, {SP: 2, "fsdp_size": 2}),
+    "hybrid-sp2-cp2": (4, {SP: 2, CP: 2, "fsdp_size": 2}),
     "lora": (2, {"lora_rank": 3}),
     "lora-one": (1, {"lora_rank": 3}),
     "one-bf16": (1, {"param_dtype": "bf16"}),

@@ -28,6 +28,9 @@ CASES = {
     "ddp2": (2, {"fsdp_size": 1}),
     "sp2": (2, {SP: 2}),
     "sp4-few-kv-heads": (4, {SP: 4}),
+    "fsdp2-sp2": (4, {SP: 2}),
+    "hybrid-sp2": (4, {SP: 2, "fsdp_size": 2}),
+    "copies-sp2": (2, {SP: 2, "fsdp_size": 1}),
     "sp2-checkpointing": (2, {SP: 2, "enable_gradient_checkpointing": True}),
     "lora": (2, {"lora_rank": 3}),
     "sums-in-bf16": (2, {"reduce_dtype": "bf16", "param_dtype": "bf16"}),
@@ -112,4 +115,5 @@ def test_bytes_on_every_axis(ranks, uneven, case):
         assert sent["swap"] == pytest.approx(by_axis.get("sp", 0), rel=1e-9)
         # Nothing of this may hold because nothing was seen.
         assert (sent["swap"] > 0) == (SP in settings)
-        assert (sent["scatter"] > 0) == (trains and settings.get("fsdp_size", world) > 1 and SP not in settings)
+        assert (sent["scatter"] > 0) == (trains and settings.get("fsdp_size", world) > 1)
+        assert (sent["reduce"] > 0) == (trains and settings.get("fsdp_size", world) < world)

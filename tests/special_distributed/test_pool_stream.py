@@ -177,6 +177,7 @@ CASES = [
     ("qwen3_moe", 2, 2, {"fsdp_size": 2}, {"carrier": "process_group"}),
     ("qwen3", 1, 3, {}, {}),
     ("qwen2", 2, 1, {"strategy": "fsdp"}, {"verify": False}),
+    ("qwen2", 2, 2, {"context_parallel_size": 2}, {}),
 ]
 
 

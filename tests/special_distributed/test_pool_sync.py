@@ -114,6 +114,7 @@ CASES = [
     ("qwen3", 1, 3, {}, {}, True),
     ("qwen2", 1, 3, {}, {"carrier": "process_group", "delta": True}, True),
     ("qwen2", 2, 1, {"strategy": "fsdp"}, {"verify": False}, False),
+    ("qwen3", 2, 2, {"ulysses_sequence_parallel_size": 2}, {}, True),
 ]
 
 

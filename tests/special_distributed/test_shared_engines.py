@@ -73,7 +73,9 @@ def check(folder, found):
                 assert torch.equal(weights[name], param.detach() * (1 + 0.1 * version)), name
 
 
-@pytest.mark.parametrize(("world", "options"), [(4, {}), (2, {"strategy": "fsdp"}), (4, {"fsdp_size": 2})])
+@pytest.mark.parametrize(("world", "options"), [
+    (4, {}), (2, {"strategy": "fsdp"}), (4, {"fsdp_size": 2}), (4, {"ulysses_sequence_parallel_size": 2}),
+])  # fmt: skip
 def test_on_the_same_devices(ranks, sync_folders, world, options):
     folder = sync_folders["qwen3"]
     check(folder, ranks(world).run(colocated, folder, options))

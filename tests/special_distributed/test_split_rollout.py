@@ -31,6 +31,13 @@ CASES = {
     "one key head on two ranks each": ("Qwen2Config", {"num_key_value_heads": 2}, 4, 4, {"fsdp_size": 2}),
     "experts spread over two rollouts": ("Qwen3MoeConfig", EXPERTS, 4, 2, {"spreads": True}),
     "adapters": ("Qwen3Config", {"tie_word_embeddings": True, "num_key_value_heads": 1}, 2, 2, {"lora_rank": 4}),
+    "adapters, shared sequences": (
+        "Qwen3Config",
+        {"tie_word_embeddings": True},
+        2,
+        2,
+        {"lora_rank": 4, "ulysses_sequence_parallel_size": 2},
+    ),
 }
 
 

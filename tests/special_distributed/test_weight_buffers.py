@@ -18,7 +18,8 @@ from meshrl.trainer.verify import SMALL, write_model
 
 BIAS = "gate.e_score_correction_bias"
 CHANGE = 0.25
-LAYOUTS = {"ep2": {"tp": 2, "ep": 2, "etp": 1}, "pp2": {"pp": 2}}
+SP = "ulysses_sequence_parallel_size"
+LAYOUTS = {"ep2": {"tp": 2, "ep": 2, "etp": 1}, "pp2": {"pp": 2}, "sp2": {SP: 2}}
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +47,9 @@ def biases_of(engine):
 
 
 def engine_of(folder, axes):
-    """By FSDP2 where there are no axes, else by Megatron."""
-    if axes is None:
-        return fsdp_engine(folder)
+    """By FSDP2 where there are no axes or those of sequences alone, else by Megatron."""
+    if axes is None or SP in axes:
+        return fsdp_engine(folder, **(axes or {}))
     from meshrl.engines.build import engine_class
 
     trial = megatron_trial(folder, axes, enable_gradient_checkpointing=False)
@@ -58,7 +59,7 @@ def engine_of(folder, axes):
 
 
 def leave(axes):
-    if axes is not None:
+    if axes is not None and SP not in axes:
         from meshrl.engines.megatron.parallel_state import leave_parallel_state
 
         leave_parallel_state()
@@ -99,7 +100,7 @@ def resumed(folder: Path, axes: dict | None, checkpoint: Path):
         leave(axes)
 
 
-@pytest.mark.parametrize(("writer", "reader"), [("ep2", "fsdp2"), ("fsdp2", "pp2")])
+@pytest.mark.parametrize(("writer", "reader"), [("ep2", "fsdp2"), ("fsdp2", "pp2"), ("sp2", "sp2")])
 def test_sync_checkpoint_and_folder_carry_them(megatron_ranks, folder, tmp_path, writer, reader):
     reference = changed(folder)
     expected = named_weights(reference)

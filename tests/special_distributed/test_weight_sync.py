@@ -43,6 +43,9 @@ CASES = [
     ("qwen2", 4, "shared_memory", {}),
     ("qwen3", 4, "process_group", {"fsdp_size": 2}),
     ("qwen3", 2, "auto", {"ulysses_sequence_parallel_size": 2}),
+    ("qwen3_moe", 4, "auto", {"ulysses_sequence_parallel_size": 2, "context_parallel_size": 2}),
+    ("qwen2", 4, "auto", {"ulysses_sequence_parallel_size": 4, "fsdp_size": 2}),
+    ("qwen2", 2, "auto", {"strategy": "fsdp", "ulysses_sequence_parallel_size": 2}),
     ("qwen3_moe", 2, "process_group", {}),
     ("qwen2", 2, "process_group", {"strategy": "fsdp"}),
     ("qwen3", 4, "shared_memory", {"strategy": "fsdp", "fsdp_size": 2}),
@@ -167,6 +170,7 @@ def check_logits(folder, found, tp):
         ("qwen3", {"fsdp_size": 2}, {"tp": 4}),
         ("qwen3_moe", {}, {"tp": 2}),
         ("qwen2", {"strategy": "fsdp"}, {"tp": 2, "dp": 2}),
+        ("qwen3", {"ulysses_sequence_parallel_size": 2}, {"tp": 2, "dp": 2}),
     ],
 )
 def test_fsdp_to_tensor_parallel(ranks, sync_folders, family, options, axes):
