@@ -95,12 +95,12 @@ def draw_batches() -> None:
 
 
 def draw_layout() -> None:
-    """Eight ranks as ddp 2 * fsdp 2 * sp 2, as docs/fsdp.md prints them."""
+    """Eight ranks as dp 4 * sp 2 and as ddp 2 * fsdp 4, as docs/fsdp.md prints them."""
     axes = canvas(8.2, 2.35)
-    colors = {0: BLUE, 1: GREEN}
+    colors = (BLUE, GREEN, ORANGE, VIOLET)
     for rank in range(8):
-        ddp, fsdp, sp = rank // 4, rank // 2 % 2, rank % 2
-        x = 0.3 + ddp * 4.1 + fsdp * 1.95 + sp * 0.9
+        ddp, fsdp = divmod(rank, 4)
+        x = 0.3 + ddp * 4.1 + fsdp // 2 * 1.95 + fsdp % 2 * 0.9
         box(axes, x, 0.9, 0.8, 0.75, f"rank {rank}\nshard {fsdp}", colors[fsdp])
     for pair in range(4):
         x = 0.25 + pair // 2 * 4.1 + pair % 2 * 1.95

@@ -151,7 +151,7 @@ def test_dry_run_shows_units_also_when_something_is_not_supported(run: Run) -> N
     key = "actor_rollout_ref.model.use_liger=true"
     code, out, err = run("train", "qwen2_7b_fsdp_8gpu", "--dry-run", "--skip-files", key)
     assert code == 2
-    assert "actor: fsdp2 on 8 ranks = ddp 1 * fsdp 2 * cp 1 * sp 4" in out
+    assert "actor: fsdp2 on 8 ranks = dp 2 * cp 1 * sp 4; weights sharded over 8" in out
     assert err.splitlines()
     assert all(line.startswith("meshrl: not supported yet: ") for line in err.splitlines())
 
