@@ -68,7 +68,7 @@ def _plan_together(
         try:
             raise error
         finally:
-            # Its traceback holds this frame: without this the group would live, with its threads, until the process ends.
+            # Its traceback holds this frame, and with it the group and its threads until the process ends.
             error = None
     if failed:
         raise ValueError(
