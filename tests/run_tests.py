@@ -1,7 +1,7 @@
 """Run pytest; run once more, alone, what failed; say at the end which tests needed that.
 
-`python tests/run_tests.py RESULTS [pytest arguments]`, with RESULTS a folder for the cache of pytest and for `flaky.txt`. A
-test that fails beside others and passes alone does not fail the run, but it is counted and named at the end.
+`python tests/run_tests.py RESULTS [pytest arguments]`, with RESULTS a folder for pytest's cache and `flaky.txt`. A test
+that fails beside others and passes alone does not fail the run, but it is counted and named at the end.
 """
 
 from __future__ import annotations
