@@ -9,22 +9,27 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: demo test test-gpu test-vllm test-sglang lint types docs check clean
+.PHONY: demo test test-quick test-gpu test-vllm test-sglang lint types docs check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/meshrl demo
 
 # Files of tests run side by side, the slow ones first; `make test TEST_WORKERS=0` runs one after the other. What fails beside others
-# runs once more, alone: it has to pass then. Bytecode is kept, even where the environment forbids it: many tests start processes.
+# runs once more, alone: it has to pass then, and is named at the end. Bytecode is kept, even where the environment forbids it: many tests
+# start processes.
 TEST_WORKERS ?= 2
 RESULTS := $(VENV)/test-results
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -o addopts="-q --strict-markers" -o cache_dir=$(RESULTS)
+ENVIRONMENT := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+PYTEST := $(ENVIRONMENT) $(BIN)/python -m pytest -o addopts="-q --strict-markers"
+MANY_PROCESSES := special_e2e special_distributed special_standalone controller
+SIDE_BY_SIDE := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed-dev
-	@rm -rf $(RESULTS)
-	@$(PYTEST) -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder --durations=20 || { \
-		echo "Once more, alone, what failed:"; \
-		$(PYTEST) --last-failed --last-failed-no-failures none; }
+	@$(ENVIRONMENT) $(BIN)/python tests/run_tests.py $(RESULTS) $(SIDE_BY_SIDE) --durations=20
+
+# About three minutes on two cores: the rooms' own tests, without those that start many processes or train.
+test-quick: $(VENV)/.installed-dev
+	@$(ENVIRONMENT) $(BIN)/python tests/run_tests.py $(RESULTS) $(SIDE_BY_SIDE) -m "not slow" $(MANY_PROCESSES:%=--ignore=tests/%)
 
 # What needs a GPU, and the layouts of weight sync, rollout, FSDP and Megatron over NCCL; ranks share a GPU where there are too few.
 OVER_NCCL := weight_sync pool_sync rollout_tensor_parallel split_rollout fsdp_engine megatron_engine
@@ -34,12 +39,9 @@ test-gpu: $(VENV)/.installed-dev
 		$(PYTEST) -m gpu; first=$$?; \
 		MESHRL_TEST_DEVICE=cuda $(PYTEST) $(OVER_NCCL:%=tests/special_distributed/test_%.py) && exit $$first
 
-# The real engines, each in an environment of its own; SKIPPED where one cannot be installed.
-test-vllm:
-	@PYTHON=$(PYTHON) tests/special_standalone/run.sh vllm
-
-test-sglang:
-	@PYTHON=$(PYTHON) tests/special_standalone/run.sh sglang
+# The real engines, each in an environment of its own; SKIPPED where one cannot be installed, unless REQUIRED=1.
+test-vllm test-sglang: test-%:
+	@PYTHON=$(PYTHON) REQUIRED=$(REQUIRED) tests/special_standalone/run.sh $*
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

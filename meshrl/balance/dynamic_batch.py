@@ -65,7 +65,11 @@ def _plan_together(
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=dp_group)
     count, failed = (int(number) for number in agreed.tolist())
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            # Its traceback holds this frame, and with it the group and its threads until the process ends.
+            error = None
     if failed:
         raise ValueError(
             f"another data-parallel rank cannot keep max_token_len={max_token_len}; its error names the sample"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import os
 import platform
 from datetime import timedelta
@@ -89,8 +90,10 @@ def sharding_mesh(shards: Layout, device_type: str) -> DeviceMesh:
 
 
 def _leave_process_group() -> None:
+    """Destroy all groups and end their threads: a gloo thread that still frees a tensor while Python ends aborts it."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()
 
 
 def prepare_device(name: str, local_rank: int) -> torch.device:

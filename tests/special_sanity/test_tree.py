@@ -3,9 +3,12 @@
 import ast
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 PACKAGE = Path(__file__).parents[2] / "meshrl"
 # From the lowest floor to the highest. A room may import its own floor's rooms and those below.
@@ -97,3 +100,28 @@ def test_no_utils_and_no_prints():
         if "print" in (text := file.read_text()):
             calls = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)]
             assert not [c for c in calls if getattr(c.func, "id", "") == "print"], file
+
+
+def test_what_the_tests_skip_without_is_installed():
+    """`importorskip` must not hide a whole package: all that the dev extra names is here."""
+    assert not [name for name in dev_packages() if not is_installed(name)]
+
+
+def dev_packages():
+    """List the distributions that `meshrl[dev]` asks for, through the extras that it names."""
+    extras = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    waiting, names = ["dev"], set()
+    while waiting:
+        for requirement in map(Requirement, extras[waiting.pop()]):
+            if requirement.name == "meshrl":
+                waiting += requirement.extras
+            else:
+                names.add(requirement.name)
+    return sorted(names)
+
+
+def is_installed(name):
+    try:
+        return bool(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return False
