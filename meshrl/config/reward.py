@@ -25,7 +25,7 @@ REWARD_OPTIONS: dict[str, tuple[str, ...]] = {
     "coin_toss": (),
     "format_match": ("pattern", "whole"),
     "math_verify": ("timeout",),
-    "code": ("partial", "interpreter", "strict", "limits"),
+    "code": ("partial", "interpreter", "strict", "sandbox", "limits"),
     "judge": (*JUDGE_URL_OPTIONS, "template", "pattern", "low", "high"),
     NOTHING: (),
 }

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from meshrl.rewards.sandbox.run import Finished, Limits, run_python
+from meshrl.rewards.sandbox.backends import SandboxError
+from meshrl.rewards.sandbox.checks import Checks, call_checks, read_checks
+from meshrl.rewards.sandbox.run import Limits, chosen_backend, run_checks, run_python
 
 # Fences go in pairs, whatever the language of a block; ```words``` within a line are a pair, too, without a block.
 BLOCK = re.compile(r"```[^`\n]+```|```[ \t]*([^\s`]*)[^`\n]*\n(.*?)```", re.DOTALL)
 PYTHON = ("", "py", "python", "python3")
+
+
+# What the reference of a programming task may hold, if it is no text or list of checks.
+INPUTS, CHECKS = {"inputs", "outputs", "fn_name"}, {"checks", "entry_point"}
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A test of a program that reads and prints."""
+
+    stdin: str
+    wanted: str
 
 
 def code(
@@ -25,37 +38,48 @@ def code(
     partial: bool = False,
     interpreter: str | None = None,
     strict: bool = True,
+    sandbox: str = "auto",
     limits: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """1 if the program in the answer passes all tests of the reference, or with `partial` the share it passes.
 
     The program is the answer's last Python block, or all of it. The reference (or its JSON) is `{"inputs": [...],
-    "outputs": [...]}` for programs that read and print, or checks in Python that run after the program: one text, or a
-    list of texts that count each. `limits` are those of `meshrl.rewards.sandbox.run.Limits`.
+    "outputs": [...]}` for programs that read and print, or for calls of a function with `"fn_name": NAME`; or checks
+    in Python of what the program defines: one text, a list of texts that count each, or `{"checks": ..., "entry_point":
+    NAME}`. `limits` are those of `meshrl.rewards.sandbox.run.Limits`.
 
-    Checks come into the sandbox when the program's code has run, so that it cannot read them. They share its
-    interpreter, though: a program written against them (a result that is equal to everything, a look at its callers,
-    `meshrl.rewards.sandbox.launch` spoken by the program itself) can still pass. Programs that read and print cannot.
+    The program sees its interpreter and a folder of its own. What it prints is compared here; checks run in a second
+    sandbox, to which the program's functions return plain data.
     """
     program, tests = extract_code(solution_str), read_tests(ground_truth)
-    bounds = _limits(limits or {})
+    bounds, chosen = _limits(limits or {}), {"interpreter": interpreter, "strict": strict, "sandbox": sandbox}
     passed, first = 0, ""
-    for checks, stdin, wanted in tests:
-        told = None
-        if checks is not None:
-            # Said after the last check: a program that ends before, even with exit code 0, has not passed.
-            wanted = secrets.token_hex(16)
-            told = (checks, wanted)
-        finished = run_python(program, stdin, bounds, interpreter=interpreter, strict=strict, checks=told)
-        right = _passed(finished, wanted, only_end=checks is not None)
-        passed += right
-        if not right:
-            first = first or ("wrong" if finished.status == "ok" else finished.status)
+    for test in tests:
+        if isinstance(test, Printed):
+            finished = run_python(program, test.stdin, bounds, **chosen)
+            status = finished.status
+            if status == "ok":
+                status = "passed" if _lines(finished.stdout) == _lines(test.wanted) else "wrong"
+        else:
+            status = run_checks(program, test, bounds, **chosen).status
+        passed += status == "passed"
+        if status != "passed":
+            first = first or status
             if not partial:
                 break
     share = passed / len(tests)
     score = share if partial else float(passed == len(tests))
     return {"score": score, "acc": float(passed == len(tests)), "code_status": first or "passed"}
+
+
+def describe_sandbox(kwargs: Mapping[str, Any]) -> str:
+    """The sandbox that `code` with these arguments uses on this machine; a `ValueError` if it has none."""
+    _limits(kwargs.get("limits") or {})
+    wanted = {name: kwargs[name] for name in ("interpreter", "strict", "sandbox") if name in kwargs}
+    try:
+        return chosen_backend(**wanted).describe()
+    except SandboxError as error:
+        raise ValueError(str(error)) from error
 
 
 def extract_code(text: str) -> str:
@@ -64,32 +88,44 @@ def extract_code(text: str) -> str:
     return blocks[-1] if blocks else text
 
 
-def read_tests(ground_truth: Any) -> list[tuple[str | None, str, str]]:
-    """Each test as (checks to append or None, standard input, wanted output)."""
+def read_tests(ground_truth: Any) -> list[Printed | Checks]:
+    """The tests of a reference; a `ValueError` names what is none."""
     tests = ground_truth
     if isinstance(tests, str) and tests.lstrip().startswith(("{", "[")):
         try:
             tests = json.loads(tests)
         except json.JSONDecodeError:
             tests = ground_truth  # Python that begins with a list, say
-    if isinstance(tests, Mapping) and {"inputs", "outputs"} <= set(tests):
-        inputs, outputs = list(tests["inputs"]), list(tests["outputs"])
-        if len(inputs) == len(outputs) > 0:
-            return [(None, str(given), str(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
-        raise ValueError(f"tests need as many outputs as inputs, at least one: got {len(outputs)} and {len(inputs)}")
+    if isinstance(tests, Mapping):
+        return _tests_by_name(tests)
     if isinstance(tests, str) and tests.strip():
-        return [(tests, "", "")]
+        return [read_checks(tests)]
     if isinstance(tests, Sequence) and not isinstance(tests, str) and tests and all(isinstance(t, str) for t in tests):
-        return [(test, "", "") for test in tests]
+        return [read_checks(test) for test in tests]
     raise ValueError(
-        "the ground_truth of a programming task must be {inputs: [...], outputs: [...]}, a text of Python checks or a "
-        f"list of them; got {str(ground_truth)[:80]!r}"
+        "the ground_truth of a programming task must be {inputs: [...], outputs: [...]}, a text of Python checks, a "
+        f"list of them or {{checks: ..., entry_point: ...}}; got {str(ground_truth)[:80]!r}"
     )
 
 
-def _passed(finished: Finished, wanted: str, only_end: bool) -> bool:
-    said = _lines(finished.stdout)
-    return finished.status == "ok" and (said[-1:] if only_end else said) == _lines(wanted)
+def _tests_by_name(tests: Mapping[str, Any]) -> list[Printed | Checks]:
+    given = {name: value for name, value in tests.items() if value is not None}
+    allowed = CHECKS if "checks" in given else INPUTS
+    if unknown := sorted(set(given) - allowed):
+        raise ValueError(
+            f"the ground_truth of a programming task has {', '.join(unknown)}, which means nothing here: it may have "
+            f"{', '.join(sorted(INPUTS))}, or {', '.join(sorted(CHECKS))}"
+        )
+    if "checks" in given:
+        texts = given["checks"]
+        return [read_checks(text, given.get("entry_point")) for text in ([texts] if isinstance(texts, str) else texts)]
+    inputs, outputs = list(given.get("inputs", ())), list(given.get("outputs", ()))
+    if not len(inputs) == len(outputs) > 0:
+        raise ValueError(f"tests need as many outputs as inputs, at least one: got {len(outputs)} and {len(inputs)}")
+    pairs = zip(inputs, outputs, strict=True)
+    if "fn_name" in given:
+        return [call_checks(given["fn_name"], value, wanted) for value, wanted in pairs]
+    return [Printed(str(value), str(wanted)) for value, wanted in pairs]
 
 
 def _lines(text: str) -> list[str]:

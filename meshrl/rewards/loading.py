@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from meshrl.config.reward import MANAGERS, NOTHING, entry_problem
 from meshrl.config.root import PPOConfig
 from meshrl.registry import REWARD_MANAGERS
 from meshrl.rewards.calling import RewardFunction, RewardFunctionSpec
+from meshrl.rewards.code_tests import describe_sandbox
 from meshrl.rewards.functions import BUILT_IN
 from meshrl.rewards.judge import Ask, Judge
 from meshrl.rewards.manager import RewardManager
@@ -38,6 +40,12 @@ def load_reward_manager(config: PPOConfig, tokenizer: Tokenizer, ask: Ask | None
         overlong=overlong_buffer(config),
         log_overlong=manager.overlong_buffer.log,
     )
+
+
+def sandbox_notes(specs: Sequence[RewardFunctionSpec]) -> list[str]:
+    """Which sandbox runs the answers' programs; a `ValueError` before anything starts if this machine has none."""
+    ours = [spec for spec in specs if spec.is_built_in and (spec.name or spec.label) == "code"]
+    return [f"{spec.label}: programs run in the sandbox {describe_sandbox(spec.kwargs)}" for spec in ours]
 
 
 def overlong_buffer(config: PPOConfig) -> OverlongBuffer | None:

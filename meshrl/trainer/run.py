@@ -42,7 +42,7 @@ from meshrl.controller import (
 from meshrl.controller.shelves import start_shelves
 from meshrl.models.loading import load_tokenizer, stop_token_ids
 from meshrl.models.saving import copy_processor
-from meshrl.rewards.loading import load_reward_manager
+from meshrl.rewards.loading import load_reward_manager, sandbox_notes
 from meshrl.telemetry.console import PREFERENCE_COLUMNS, SFT_COLUMNS, Column, StepConsole
 from meshrl.telemetry.report import write_report
 from meshrl.telemetry.run_folder import RunFiles, RunFolder, check_unheld
@@ -140,12 +140,14 @@ def train_once(
         tokenizer = load_tokenizer(model.tokenizer_path or model.path or "", model.trust_remote_code)
     judge = GroupAsk()
     reward = load_reward_manager(config, tokenizer, judge)
+    with told_without_traceback():
+        notes = sandbox_notes(reward.specs)
     tools = tool_schemas(config.actor_rollout_ref.rollout.multi_turn)
     train_data, order, val_data = run_prompts(config, tokenizer, tools, console)
     steps = total_steps(config, len(train_data))
     pools = ppo_pools(config, units, steps)
     check_machine(config, pools)
-    notes = slow_types(config)
+    notes += slow_types(config)
     fetch_shelved(trainer, config.ray_init, notes.append, restarts.opened)
     found = state_to_resume(trainer, notes.append, restarts.opened)
     first_step = found.step if found else 0

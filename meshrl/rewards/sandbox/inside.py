@@ -1,10 +1,11 @@
 """The sandbox's own processes, which import the standard library only.
 
-    outer   makes namespaces; ends and reaps everything; says how it ended
+    outer   makes namespaces; ends and reaps everything; passes on how it ended
       └ init     process 1 of the new PID namespace: when it ends, the kernel ends all that is left in there
-          └ program   limits, another user, no privileges, no writes outside its folder, no network; then the program
+          └ program   a root of its own, limits, another user, no privileges, no network; then the program
 
-Where the kernel grants no namespaces the three are ordinary processes in one group, which the program cannot leave.
+With bubblewrap, the outer process and init are its own, and `start_in_bubblewrap` is the program's first code. With
+Landlock alone, all three are ordinary processes in one group, which the program cannot leave.
 """
 
 from __future__ import annotations
@@ -17,31 +18,34 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from meshrl.rewards.sandbox import kernel
+from meshrl.rewards.sandbox.root import DEVICES, JOB_FOLDER, enter_own_root, mount_job_folder
 
-MEGABYTE = 1 << 20
 # Users that nobody else is, one for each sandbox, so that limits count its processes alone.
 FIRST_UID = 1_000_000
 NOBODY = 65534
 
 
 def main() -> None:
-    """Started with the folder of the job and the number of the pipe for reports as arguments."""
-    folder, status = Path(sys.argv[1]), int(sys.argv[2])
-    os.set_inheritable(status, False)
-    job = json.loads((folder / "job.json").read_text())
+    """Started with the numbers of the file that holds the job and of the pipe for reports as arguments."""
+    status = int(sys.argv[2])
+    job = _read_job(int(sys.argv[1]), status)
     parent = os.getppid()
     kernel.adopt_orphans()
-    uid = choose_user(folder / "work")
-    job["namespaces"] = bool(job["namespaces"]) and enter_namespaces()
+    has_namespaces = job["backend"] == "namespaces"
+    try:
+        if has_namespaces:
+            enter_namespaces()
+    except OSError as error:
+        say(status, error=f"the kernel refuses namespaces ({error})")
+        return
     init = os.fork()
     if init == 0:
         os.setpgid(0, 0)
-        run_init(job, folder, uid, status)
+        run_init(job, status)
     with suppress(OSError):  # it may have done so itself, or have ended
         os.setpgid(init, init)
 
@@ -55,27 +59,40 @@ def main() -> None:
         end(0, None)
     _, how = os.waitpid(init, 0)
     end_group(init)
-    if os.getppid() != parent:
-        shutil.rmtree(folder, ignore_errors=True)  # nobody else is left to do it
-        return
-    say(status, ended=os.waitstatus_to_exitcode(how))
+    if os.getppid() != parent and job["folder"]:
+        shutil.rmtree(job["folder"], ignore_errors=True)  # nobody else is left to do it
+    code = os.waitstatus_to_exitcode(how)
+    os._exit(code if code >= 0 else 128 - code)
 
 
-def enter_namespaces() -> bool:
-    """Own PIDs, network, IPC and host name; False where the kernel refuses them. Mounts are for `init` alone."""
-    wanted = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+def start_in_bubblewrap() -> None:
+    """Started by bubblewrap in its root, with the same arguments as `main`."""
+    status = int(sys.argv[2])
+    job = _read_job(int(sys.argv[1]), status)
     try:
-        if os.getuid() == 0:
-            kernel.unshare(wanted)
-        else:
-            kernel.enter_user_namespace(wanted)
-    except OSError:
-        return False
-    return True
+        start_program(job, status)
+    except BaseException as error:
+        say(status, error=f"{type(error).__name__}: {error}")
+        os._exit(126)
+
+
+def _read_job(number: int, status: int) -> Any:
+    os.set_inheritable(status, False)
+    with os.fdopen(number, "rb") as file:
+        return json.loads(file.read())
+
+
+def enter_namespaces() -> None:
+    """Own PIDs, network, IPC and host name. Mounts are for `init` alone."""
+    wanted = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+    if os.getuid() == 0:
+        kernel.unshare(wanted)
+    else:
+        kernel.enter_user_namespace(wanted)
 
 
 def end_group(group: int) -> None:
-    """Kills what is left of a process group and reaps it."""
+    """Kill what is left of a process group and reap it."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         with suppress(ProcessLookupError, PermissionError):
@@ -88,20 +105,21 @@ def end_group(group: int) -> None:
         time.sleep(0.005)
 
 
-def run_init(job: dict[str, Any], folder: Path, uid: int, status: int) -> None:
-    """Starts the program, reaps what it leaves behind, and never lives much longer than the program may."""
+def run_init(job: dict[str, Any], status: int) -> None:
+    """Start the program, reap what it leaves behind, and never live much longer than the program may."""
     try:
-        mounted = bool(job["namespaces"]) and prepare_mounts(folder / "work", uid, job["limits"])
+        if job["backend"] == "namespaces":
+            enter_own_root(job["visible"])
         program = os.fork()
         if program == 0:
-            start_program(job, folder, uid, mounted, status)
+            start_program(job, status)
     except BaseException as error:
         say(status, error=f"{type(error).__name__}: {error}")
         os._exit(126)
     # Whoever started the sandbox ends it at the limit; this is for the case that they are gone.
     signal.signal(signal.SIGALRM, lambda number, frame: os._exit(124))
     signal.setitimer(signal.ITIMER_REAL, job["limits"]["seconds"] + 5)
-    for number in (0, 1, 2):
+    for number in {0, 1, 2, status, *job["inherited"]}:
         os.close(number)
     while True:
         pid, how = os.wait()
@@ -110,80 +128,71 @@ def run_init(job: dict[str, Any], folder: Path, uid: int, status: int) -> None:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def choose_user(work: Path) -> int:
-    """The user that the program runs as: root makes one up (or takes nobody), others stay who they are."""
+def choose_user(own: int) -> int:
+    """The user that the program runs as: root takes `own` (or nobody), others stay who they are."""
     if os.getuid() != 0:
         return os.getuid()
-    for uid in (FIRST_UID + os.getpid(), NOBODY):
-        try:
-            os.chown(work, uid, uid)
-        except OSError:  # not mapped in this container
-            continue
-        return uid
+    for uid in (own, NOBODY):
+        with suppress(OSError):  # a container may not know the number
+            for saved in (uid, 0):
+                os.setresgid(-1, -1, saved)
+                os.setresuid(-1, -1, saved)
+            return uid
     return 0
 
 
-def prepare_mounts(work: Path, uid: int, limits: dict[str, Any]) -> bool:
-    """Everything read-only but a small file system of its own; False where mounting is refused."""
-    size, entries = int(limits["files_mb"] * MEGABYTE), limits["files"] + 1
-    try:
-        kernel.unshare(kernel.CLONE_NEWNS)
-        kernel.make_all_mounts_read_only()
-        options = f"size={size},nr_inodes={entries},mode=0700,uid={uid},gid={uid if os.getuid() == 0 else os.getgid()}"
-        kernel.mount("tmpfs", str(work), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
-    except OSError:
-        return False
-    with suppress(OSError):  # some containers guard parts of /proc: then the old one stays, without our processes' view
-        kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-    return True
-
-
-def start_program(job: dict[str, Any], folder: Path, uid: int, mounted: bool, status: int) -> None:
-    """Gives up all that the program must not have, says what was achieved, and becomes the program."""
-    work = folder / "work"
-    (work / "main.py").write_text(job["code"])
-    stdin = os.open(folder / "stdin", os.O_RDONLY)
-    os.dup2(stdin, 0)
+def start_program(job: dict[str, Any], status: int) -> None:
+    """Give up all that the program must not have, report what was achieved, and become the program."""
+    has_root = job["backend"] in ("bwrap", "namespaces")
+    uid = choose_user(FIRST_UID + job["number"])
     own_user = os.getuid() == 0 and uid != 0
-    if own_user:
-        os.chown(work / "main.py", uid, uid)
-    set_limits(job["limits"], uid, own_user, bool(job["namespaces"]))
+    work = JOB_FOLDER if has_root else job["folder"] + "/work"
+    if has_root:
+        mount_job_folder(job["limits"], uid)
+    os.chdir(work)
+    with open("main.py", "w", encoding="utf-8", errors="surrogatepass") as file:
+        file.write(job["code"])
+    if own_user and not has_root:
+        os.chown("main.py", uid, uid)
+        os.chown(".", uid, uid)
+    set_limits(job, uid, own_user)
+    kernel.forbid_new_privileges()
+    readable = ["/", *DEVICES] if has_root else sorted(set(job["visible"].values()))
+    landlock = job["backend"] != "none" and kernel.allow_files(work, readable)
     if own_user:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    os.chdir(work)
-    kernel.forbid_new_privileges()
-    landlock = kernel.allow_writes_only_in(str(work))
+    kernel.drop_capabilities()
     tables = [kernel.DENIED]
-    if not job["namespaces"]:
-        tables += [kernel.DENIED_LEAVING] if own_user else [kernel.DENIED_LEAVING, kernel.DENIED_SIGNALS]
-    seccomp = kernel.deny_system_calls(*tables)
-    isolation = {
-        "user": own_user,
-        "namespaces": bool(job["namespaces"]),
-        "mounts": mounted,
-        "landlock": landlock,
-        "seccomp": seccomp,
-    }
-    enough = (own_user or job["namespaces"]) and (job["namespaces"] or seccomp) and (mounted or landlock)
-    if job["strict"] and not enough:
-        raise PermissionError(
-            f"the kernel grants too little for a sandbox ({isolation}): run as root, or where user namespaces are "
-            "allowed, or set strict=false if the programs can be trusted"
-        )
+    shares_user = not has_root and not own_user
+    if not has_root:
+        tables += [kernel.DENIED_LEAVING, kernel.DENIED_SIGNALS] if shares_user else [kernel.DENIED_LEAVING]
+    seccomp = kernel.deny_system_calls(*tables, signals=shares_user)
+    isolation = {"root": has_root, "user": own_user, "landlock": landlock, "seccomp": seccomp}
+    if job["strict"] and not (has_root or (landlock and seccomp)):
+        raise PermissionError(f"too little keeps the program in: {isolation}")
+    if job["quiet"]:
+        nowhere = os.open("/dev/null", os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
     say(status, isolation=isolation)
-    what = ["main.py"] if job["checks_at"] is None else ["-c", job["launcher"], str(job["checks_at"])]
-    os.execve(job["interpreter"], [job["interpreter"], "-B", "-s", *what], environment(work))
+    os.execve(job["command"][0], job["command"], environment(work))
 
 
-def set_limits(limits: dict[str, Any], uid: int, own_user: bool, namespaces: bool) -> None:
+def set_limits(job: dict[str, Any], uid: int, own_user: bool) -> None:
     """What the kernel bounds for each process, and how many of them there may be."""
-    counted = 0 if own_user else 2 if namespaces else kernel.threads_of_user(uid)
+    limits = job["limits"]
+    if own_user:
+        counted = 0
+    elif job["backend"] in ("bwrap", "namespaces") and kernel.counts_by_namespace():
+        counted = {"bwrap": 1, "namespaces": 2}[job["backend"]]
+    else:
+        counted = job["threads_of_user"]
     bounds = {
-        resource.RLIMIT_AS: int(limits["memory_mb"] * MEGABYTE),
+        resource.RLIMIT_AS: int(limits["memory_mb"] * (1 << 20)),
         resource.RLIMIT_CPU: int(limits["seconds"]) + 2,
-        resource.RLIMIT_FSIZE: int(limits["files_mb"] * MEGABYTE),
+        resource.RLIMIT_FSIZE: int(limits["files_mb"] * (1 << 20)),
         resource.RLIMIT_NOFILE: limits["open_files"],
         resource.RLIMIT_NPROC: limits["processes"] + counted,
         resource.RLIMIT_CORE: 0,
@@ -195,12 +204,12 @@ def set_limits(limits: dict[str, Any], uid: int, own_user: bool, namespaces: boo
         resource.setrlimit(kind, (bound, bound))
 
 
-def environment(work: Path) -> dict[str, str]:
+def environment(work: str) -> dict[str, str]:
     """Nothing of the trainer's own."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "HOME": str(work),
-        "TMPDIR": str(work),
+        "HOME": work,
+        "TMPDIR": work,
         "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",

@@ -10,7 +10,9 @@ import ctypes
 import errno
 import os
 import platform
+import stat
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -18,14 +20,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 ANY_NAMESPACE = 0x7E020000
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
-AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = -100, 0x8000, 1
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 0x1000, 0x4000, 0x40000, 2
+AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = -100, 0x8000, 1, 2
+SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SYS_MOUNT_SETATTR, SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 442, 444, 445, 446
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_SECUREBITS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 28, 36, 38
+SECURE_NO_ROOT, CAPABILITY_VERSION = 0x3, 0x20080522
 
-# All that changes a file system (Landlock's ABI 1), then what ABI 2 and 3 added: moving between folders, truncating.
-LANDLOCK_WRITE = 0x2 | 0x1FF0
-LANDLOCK_REFER, LANDLOCK_TRUNCATE, LANDLOCK_WRITE_FILE = 1 << 13, 1 << 14, 0x2
+# Landlock's rights on files and folders by ABI: 1 (execute, write, read, list, remove, make), 2 moves between folders,
+# 3 truncates, 5 controls devices. ABI 6 keeps signals and abstract sockets within the sandbox.
+LANDLOCK_FIRST, LANDLOCK_REFER, LANDLOCK_TRUNCATE, LANDLOCK_IOCTL = 0x1FFF, 1 << 13, 1 << 14, 1 << 15
+LANDLOCK_READ, LANDLOCK_WRITE_FILE, LANDLOCK_SCOPES = 0x1 | 0x4 | 0x8, 0x2, 0x3
+LANDLOCK_OF_FILES = 0x1 | 0x2 | 0x4 | LANDLOCK_TRUNCATE | LANDLOCK_IOCTL
 
 # Numbers on x86_64 and on aarch64 of what no program needs that only computes.
 DENIED = {
@@ -47,13 +53,23 @@ DENIED = {
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
     "semget": (64, 190),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "semctl": (66, 191),
     "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
     "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+    "pidfd_getfd": (438, 438),
 }
 # Without a PID namespace: a program must stay in its process group, so that the whole of it can be ended.
 DENIED_LEAVING = {"setsid": (112, 157), "setpgid": (109, 154)}
-# Where it runs as the trainer's own user too, it must not signal the trainer.
+# Where it runs as the trainer's own user too, it must not signal, slow or limit the trainer.
 DENIED_SIGNALS = {
     "kill": (62, 129),
     "tkill": (200, 130),
@@ -61,7 +77,19 @@ DENIED_SIGNALS = {
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "prlimit64": (302, 261),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
 }
+# For the same case: values of a call's second argument that would make the kernel signal another process for it
+# (F_SETOWN, F_SETSIG and F_SETOWN_EX of fcntl; FIOSETOWN and SIOCSPGRP of ioctl).
+DENIED_SECOND_ARGUMENTS = {(72, 25): (8, 10, 15), (16, 29): (0x8901, 0x8902)}
 CLONE, CLONE3 = (56, 220), (435, 435)
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
@@ -101,10 +129,22 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
     )
 
 
+def unmount(target: str) -> None:
+    """Take a mount, and all mounts below it, out of this process's view."""
+    _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+
+
+def pivot_root(new_root: str, old_root: str) -> None:
+    """Make the mount `new_root` the root of this mount namespace; what was the root is then at `old_root`."""
+    number = SYS_PIVOT_ROOT.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, f"no number of pivot_root is known for {platform.machine()}")
+    _check(_libc.syscall(number, new_root.encode(), old_root.encode()), "pivot_root")
+
+
 def make_all_mounts_read_only() -> None:
-    """In this mount namespace and nowhere else."""
-    mount("none", "/", None, MS_REC | MS_PRIVATE)
-    attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, 0, 0)
+    """All mounts of this mount namespace; set-user-ID programs in them give nothing either."""
+    attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
     _check(
         _libc.syscall(
             SYS_MOUNT_SETATTR, AT_FDCWD, b"/", ctypes.c_uint(AT_RECURSIVE), attributes, ctypes.c_size_t(len(attributes))
@@ -128,18 +168,42 @@ def forbid_new_privileges() -> None:
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(no_new_privs)")
 
 
-def allow_writes_only_in(folder: str) -> bool:
-    """Landlock: nothing outside `folder` (but /dev/null) can be written; False where the kernel has no Landlock."""
+def drop_capabilities() -> None:
+    """Give up all privileges, for good; if this process is root, starting a program gives none back."""
+    if os.getuid() == 0:
+        _check(_libc.prctl(PR_SET_SECUREBITS, SECURE_NO_ROOT, 0, 0, 0), "prctl(securebits)")
+    head, none = struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24)
+    _check(_libc.capset(head, none), "capset")
+
+
+def counts_by_namespace() -> bool:
+    """Whether RLIMIT_NPROC counts within a user namespace (Linux 5.14), not all processes of the user."""
+    major, minor = platform.release().split(".")[:2]
+    return (int(major), int("".join(filter(str.isdigit, minor)))) >= (5, 14)
+
+
+def allow_files(folder: str, readable: Sequence[str]) -> bool:
+    """Landlock: from now on `folder` is all that can be written, it and `readable` all that can be opened.
+
+    Devices among `readable` can be written as well. False if the kernel has no Landlock.
+    """
     abi = _libc.syscall(SYS_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     if abi < 1:
         return False
-    handled = LANDLOCK_WRITE | (LANDLOCK_REFER if abi >= 2 else 0) | (LANDLOCK_TRUNCATE if abi >= 3 else 0)
-    attributes = struct.pack("Q", handled)
+    handled = LANDLOCK_FIRST | (LANDLOCK_REFER if abi >= 2 else 0) | (LANDLOCK_TRUNCATE if abi >= 3 else 0)
+    handled |= LANDLOCK_IOCTL if abi >= 5 else 0
+    attributes = struct.pack("QQQ", handled, 0, LANDLOCK_SCOPES) if abi >= 6 else struct.pack("Q", handled)
     rules = _check(
         _libc.syscall(SYS_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint(0)), "landlock"
     )
-    for path, rights in ((folder, handled), ("/dev/null", handled & (LANDLOCK_WRITE_FILE | LANDLOCK_TRUNCATE))):
+    for path in (folder, *readable):
         opened = os.open(path, os.O_PATH)
+        mode = os.fstat(opened).st_mode
+        rights = handled if path == folder else handled & LANDLOCK_READ
+        if stat.S_ISCHR(mode):
+            rights |= handled & (LANDLOCK_WRITE_FILE | LANDLOCK_TRUNCATE)
+        if not stat.S_ISDIR(mode):
+            rights &= LANDLOCK_OF_FILES
         beneath = struct.pack("=Qi", rights, opened)
         _check(_libc.syscall(SYS_LANDLOCK_ADD, rules, 1, beneath, ctypes.c_uint(0)), f"landlock {path}")
         os.close(opened)
@@ -148,20 +212,26 @@ def allow_writes_only_in(folder: str) -> bool:
     return True
 
 
-def deny_system_calls(*tables: dict[str, tuple[int, int]]) -> bool:
-    """seccomp: the calls of these tables, and new namespaces, fail with EPERM; False where that cannot be had."""
+def deny_system_calls(*tables: dict[str, tuple[int, int]], signals: bool = False) -> bool:
+    """seccomp: the calls of these tables, and new namespaces, fail with EPERM; False if the kernel has no seccomp.
+
+    With `signals`, calls that would make the kernel send a signal to another process fail as well.
+    """
     if platform.machine() not in ARCHITECTURES:
         return False
     column, architecture = ARCHITECTURES[platform.machine()]
     numbers = [pair[column] for table in tables for pair in table.values()]
-    program = _filter(architecture, numbers, CLONE[column], CLONE3[column])
+    arguments = {pair[column]: values for pair, values in DENIED_SECOND_ARGUMENTS.items()} if signals else {}
+    program = _filter(architecture, numbers, arguments, CLONE[column], CLONE3[column])
     code = ctypes.create_string_buffer(b"".join(program))
     head = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(program), ctypes.addressof(code)))
     return _libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(head), 0, 0) == 0
 
 
-def _filter(architecture: int, denied: list[int], clone: int, clone3: int) -> list[bytes]:
-    """Classic BPF over `struct seccomp_data`: number at 0, architecture at 4, low half of the first argument at 16."""
+def _filter(
+    architecture: int, denied: list[int], arguments: dict[int, tuple[int, ...]], clone: int, clone3: int
+) -> list[bytes]:
+    """Classic BPF over `struct seccomp_data`: number at 0, architecture at 4, low halves of arguments at 16, 24, ..."""
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000
 
@@ -172,6 +242,11 @@ def _filter(architecture: int, denied: list[int], clone: int, clone3: int) -> li
     lines += [line(at_least, 0x40000000, 0, 1), line(give, kill)]  # the x32 numbers of x86_64
     for number in denied:
         lines += [line(equal, number, 0, 1), line(give, refuse | errno.EPERM)]
+    for number, values in arguments.items():
+        lines += [line(equal, number, 0, 2 + 2 * len(values)), line(load, 24)]
+        for value in values:
+            lines += [line(equal, value, 0, 1), line(give, refuse | errno.EPERM)]
+        lines += [line(give, allow)]
     # clone3's flags lie in memory, where no filter sees them: C libraries then take clone.
     lines += [line(equal, clone3, 0, 1), line(give, refuse | errno.ENOSYS)]
     lines += [line(equal, clone, 0, 3), line(load, 16), line(any_bit, ANY_NAMESPACE, 0, 1)]

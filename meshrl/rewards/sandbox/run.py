@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import secrets
 import selectors
 import shutil
 import signal
@@ -12,20 +14,30 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-LAUNCHER = Path(__file__).with_name("launch.py")
+from meshrl.rewards.sandbox import kernel
+from meshrl.rewards.sandbox.backends import (
+    Backend,
+    SandboxError,
+    choose_backend,
+    find_bubblewrap,
+    log_backend,
+    reachable_temporary_folder,
+)
+from meshrl.rewards.sandbox.checks import Checks
+from meshrl.rewards.sandbox.root import bubblewrap_command, view_of
+
+HERE, PACKAGE = Path(__file__).parent, "meshrl.rewards.sandbox"
 PACKAGE_ROOT = str(Path(__file__).parents[3])
 INSIDE = f"import sys; sys.path.insert(0, {PACKAGE_ROOT!r}); from meshrl.rewards.sandbox.inside import main; main()"
 # For the sandbox's own start and end, which a busy machine may delay; a program has `Limits.seconds`.
 START_SECONDS, END_SECONDS = 60.0, 30.0
-
-
-class SandboxError(RuntimeError):
-    """The sandbox itself could not be made or ended; the program is not to blame."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,14 @@ class Finished:
     isolation: dict[str, bool] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """How a program did by its checks: `passed`, `wrong`, `failed`, `timeout`, `output` or `not plain`, and why."""
+
+    status: str
+    why: str
+
+
 def run_python(
     code: str,
     stdin: str = "",
@@ -64,107 +84,242 @@ def run_python(
     *,
     interpreter: str | None = None,
     strict: bool = True,
-    namespaces: bool = True,
-    checks: tuple[str, str] | None = None,
+    sandbox: str = "auto",
 ) -> Finished:
-    """Runs a Python program that nobody trusts; all its processes and files are gone when this returns.
+    """Run a Python program that nobody trusts; all its processes and files are gone when this returns.
 
-    With `strict`, a kernel that grants too little isolation is a `SandboxError` instead of a risk.
-    `namespaces=False` does without them, as on a kernel that refuses them. `checks` are Python code that runs in the
-    program's own interpreter when the program's code has run, and a word that is printed after it.
+    With `strict`, a machine on which nothing keeps programs from the trainer's files is a `SandboxError`. `sandbox`
+    is one of `meshrl.rewards.sandbox.backends.BACKENDS`, or `auto` for the first that works here.
     """
-    limits = limits or Limits()
-    ends = socket.socketpair() if checks is not None else None
-    job = {
-        "code": code,
-        "checks_at": None if ends is None else ends[1].fileno(),
-        "launcher": LAUNCHER.read_text(),
-        "limits": asdict(limits),
-        "interpreter": interpreter or default_interpreter(),
-        "strict": strict,
-        "namespaces": namespaces,
-    }
-    folder = Path(tempfile.mkdtemp(prefix="sandbox-", dir=_temp_folder()))
-    try:
-        folder.chmod(0o711)
-        (folder / "work").mkdir(mode=0o700)
-        (folder / "job.json").write_text(json.dumps(job))
-        (folder / "job.json").chmod(0o600)
-        (folder / "stdin").write_text(stdin)
-        (folder / "stdin").chmod(0o600)
-        told = _Told(ends, "\n".join(reversed(checks)).encode()) if ends and checks else None
-        return _run(folder, limits, told)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        for end in ends or ():
+    backend = chosen_backend(sandbox, interpreter, strict)
+    with _Sandbox(backend, limits or Limits(), code, ["main.py"], stdin=stdin, strict=strict) as started:
+        return started.finish()
+
+
+def run_checks(
+    code: str,
+    checks: Checks,
+    limits: Limits | None = None,
+    *,
+    interpreter: str | None = None,
+    strict: bool = True,
+    sandbox: str = "auto",
+) -> Verdict:
+    """Run a program, and checks of its functions in a second sandbox, to which the program hands plain data only.
+
+    A `ValueError` says that the checks themselves cannot be used, whatever the program.
+    """
+    backend, limits = chosen_backend(sandbox, interpreter, strict), limits or Limits()
+    with ExitStack() as opened:
+        ends = [opened.enter_context(end) for end in socket.socketpair()]
+        program = opened.enter_context(
+            _Sandbox(backend, limits, code, _loaded("host", ends[0]), (ends[0],), strict=strict, quiet=True)
+        )
+        checker = opened.enter_context(
+            _Sandbox(backend, limits, "", _loaded("checker", ends[1]), (ends[1],), checks.as_json(), strict=strict)
+        )
+        for end in ends:
             end.close()
+        program.wait_for_start()
+        done = checker.finish()
+        program.stop()
+        program.finish()
+    if done.status in ("timeout", "output"):
+        return Verdict(done.status, f"limit {'seconds' if done.status == 'timeout' else 'output_kb'}")
+    try:
+        status, why = json.loads(done.stdout)
+    except (json.JSONDecodeError, ValueError):
+        return Verdict("failed", f"the checks ended early: {done.stderr[-300:]}")
+    if status == "refused":
+        raise ValueError(f"checks that cannot be used: {why}")
+    return Verdict(status, why)
 
 
-@dataclass
-class _Told:
-    """What the program's launcher is told when it asks: our end of a socket and its end, and what is left to say."""
+@cache
+def chosen_backend(sandbox: str = "auto", interpreter: str | None = None, strict: bool = True) -> Backend:
+    """The backend that this process uses, which the first call finds by a trial and logs."""
 
-    ends: tuple[socket.socket, socket.socket]
-    text: bytes
+    def trial(backend: Backend) -> None:
+        with _Sandbox(backend, Limits(), "print(1)", ["main.py"], strict=strict) as started:
+            done = started.finish()
+        if done.stdout != "1\n":
+            raise SandboxError(f"a trial ended as {done.status}: {done.stderr.strip()[-300:]}")
 
-
-def _run(folder: Path, limits: Limits, told: _Told | None) -> Finished:
-    read_end, write_end = os.pipe()
-    with os.fdopen(read_end, "rb", buffering=0) as status:
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", "-c", INSIDE, str(folder), str(write_end)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd="/",
-                env={},
-                pass_fds=(write_end,) if told is None else (write_end, told.ends[1].fileno()),
-                start_new_session=True,
-            )
-        finally:
-            os.close(write_end)
-            if told is not None:
-                told.ends[1].close()
-        try:
-            return _Watch(process, status, limits, told).finish()
-        finally:
-            _end(process)
+    backend = choose_backend(trial, sandbox, interpreter, strict)
+    log_backend(backend)
+    return backend
 
 
-class _Watch:
-    """Reads the program's output and the sandbox's reports until all are closed or a limit is passed."""
+@cache
+def _first_code() -> str:
+    return _standalone(("kernel", "root", "inside"), "start_in_bubblewrap()")
 
-    def __init__(self, process: subprocess.Popen[bytes], status: IO[bytes], limits: Limits, told: _Told | None):
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self.process, self.limits, self.told = process, limits, told
-        self.said: dict[str, bytes] = {"stdout": b"", "stderr": b"", "status": b""}
-        self.selector = selectors.DefaultSelector()
-        for name, stream in (("stdout", process.stdout), ("stderr", process.stderr), ("status", status)):
-            self.selector.register(stream, selectors.EVENT_READ, name)
-        if told is not None:
-            told.ends[0].setblocking(False)  # a program that asks need not listen
-            self.selector.register(told.ends[0], selectors.EVENT_READ, "checks")
-        self.deadline = time.monotonic() + START_SECONDS
+
+@cache
+def _source(module: str) -> str:
+    return (HERE / f"{module}.py").read_text()
+
+
+def _standalone(modules: Sequence[str], run: str) -> str:
+    """Python code that loads modules of this folder from their text, and then runs a function of the last one.
+
+    A sandbox does not see our package, and what runs in it afterwards does not either.
+    """
+    packages = ("meshrl", "meshrl.rewards", PACKAGE)
+    sources = {name: "" for name in packages} | {f"{PACKAGE}.{name}": _source(name) for name in modules}
+    return (
+        "import sys, types\n"
+        f"sources = {sources!r}\n"
+        "for name, source in sources.items():\n"
+        "    module = sys.modules[name] = types.ModuleType(name)\n"
+        "    exec(compile(source, name, 'exec'), vars(module))\n"
+        "    parent, _, own = name.rpartition('.')\n"
+        "    setattr(sys.modules[parent or name], own, module)\n"
+        "for name in sources:\n"
+        "    del sys.modules[name]\n"
+        f"module.{run}\n"
+    )
+
+
+def _loaded(module: str, channel: socket.socket) -> list[str]:
+    """The interpreter's arguments that start the program's or the checks' side of a channel."""
+    return ["-c", _standalone(("plain", module), f"main({channel.fileno()})")]
+
+
+class _Sandbox:
+    """One program in a sandbox, from its start until nothing of it is left."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        limits: Limits,
+        code: str,
+        arguments: Sequence[str],
+        inherited: Sequence[socket.socket] = (),
+        stdin: str = "",
+        *,
+        strict: bool,
+        quiet: bool = False,
+    ):
+        self.limits, self.folder = limits, ""
+        self.said = {"stdout": b"", "stderr": b"", "status": b""}
         self.started, self.stopped = False, ""
+        self.deadline = time.monotonic() + START_SECONDS
+        view = view_of(backend.interpreter)
+        if backend.name in ("landlock", "none"):
+            self.folder = tempfile.mkdtemp(prefix="sandbox-", dir=reachable_temporary_folder(tempfile.gettempdir()))
+            os.chmod(self.folder, 0o711)
+            os.mkdir(f"{self.folder}/work", 0o700)
+        job = {
+            "backend": backend.name,
+            "code": code,
+            "command": [view.interpreter, "-B", "-s", *arguments],
+            "folder": self.folder,
+            "inherited": [end.fileno() for end in inherited],
+            "limits": asdict(limits),
+            "number": secrets.randbelow(1 << 30),
+            "quiet": quiet,
+            "strict": strict,
+            "threads_of_user": 0 if os.getuid() == 0 else kernel.threads_of_user(os.getuid()),
+            "visible": dict(view.paths),
+        }
+        with ExitStack() as closing:
+            job_file = closing.enter_context(_in_memory(json.dumps(job).encode()))
+            given = closing.enter_context(_in_memory(stdin.encode(errors="surrogatepass")))
+            read_end, write_end = os.pipe()
+            self.status = os.fdopen(read_end, "rb", buffering=0)
+            closing.callback(os.close, write_end)
+            passed = [job_file.fileno(), write_end, *(end.fileno() for end in inherited)]
+            numbers = [str(job_file.fileno()), str(write_end)]
+            if backend.name == "bwrap":
+                its_status = os.dup(write_end)
+                closing.callback(os.close, its_status)
+                passed.append(its_status)
+                bwrap = bubblewrap_command(find_bubblewrap(), view.paths, its_status, os.getuid() == 0)
+                command = [*bwrap, view.interpreter, "-I", "-S", "-B", "-c", _first_code(), *numbers]
+            else:
+                command = [sys.executable, "-I", "-S", "-B", "-c", INSIDE, *numbers]
+            try:
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=given,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    cwd="/",
+                    env={},
+                    pass_fds=passed,
+                    start_new_session=True,
+                )
+            except BaseException:
+                self.status.close()
+                self._remove_folder()
+                raise
+        self.is_bwrap = backend.name == "bwrap"
+        self.selector = selectors.DefaultSelector()
+        for name, stream in (("stdout", self.process.stdout), ("stderr", self.process.stderr), ("status", self.status)):
+            assert stream is not None
+            self.selector.register(stream, selectors.EVENT_READ, name)
+
+    def __enter__(self) -> _Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the sandbox if it still runs. Its own outer process reaps the rest; the kill is for one that is stuck."""
+        try:
+            if self.process.poll() is None:
+                self._signal_end()
+                try:
+                    self.process.wait(END_SECONDS)
+                except subprocess.TimeoutExpired:
+                    os.killpg(self.process.pid, signal.SIGKILL)
+                    self.process.wait(END_SECONDS)
+        finally:
+            self.selector.close()
+            for stream in (self.process.stdout, self.process.stderr, self.status):
+                if stream is not None:
+                    stream.close()
+            self._remove_folder()
+
+    def wait_for_start(self) -> None:
+        """Return when the program has started, or its sandbox has failed to start it."""
+        while not self.started and self.selector.get_map():
+            self._read_some()
+            self._check_deadline()
 
     def finish(self) -> Finished:
-        with self.selector:
-            while self.selector.get_map():
-                self._read_some()
-                if time.monotonic() > self.deadline:
-                    if self.stopped or not self.started:
-                        what = f"end within {END_SECONDS}" if self.stopped else f"start within {START_SECONDS}"
-                        raise SandboxError(f"the sandbox did not {what} s: {self._said('stderr')[-500:]}")
-                    self._stop("timeout")
-        return self._result()
+        """Read all until the program has ended or is ended at a limit."""
+        while self.selector.get_map():
+            self._read_some()
+            self._check_deadline()
+        try:
+            code = self.process.wait(max(END_SECONDS, self.deadline - time.monotonic()))
+        except subprocess.TimeoutExpired as error:
+            raise SandboxError(f"the sandbox did not end within {END_SECONDS} s") from error
+        reports = self._reports()
+        if "error" in reports or "isolation" not in reports:
+            why = reports.get("error") or self._text("stderr").strip()[-500:] or "it ended before the program started"
+            raise SandboxError(f"cannot run a program in a sandbox: {why}")
+        status = self.stopped or ("ok" if code == 0 else "failed")
+        isolation: Any = reports["isolation"]
+        return Finished(
+            status, None if self.stopped else code, self._text("stdout"), self._text("stderr"), isolation
+        )
+
+    def stop(self, why: str = "stopped") -> None:
+        """Begin to end the program."""
+        self.stopped = self.stopped or why
+        self._signal_end()
+        self.deadline = time.monotonic() + END_SECONDS
+
+    def _check_deadline(self) -> None:
+        if time.monotonic() > self.deadline:
+            if self.stopped or not self.started:
+                what = f"end within {END_SECONDS}" if self.stopped else f"start within {START_SECONDS}"
+                raise SandboxError(f"the sandbox did not {what} s: {self._text('stderr')[-500:]}")
+            self.stop("timeout")
 
     def _read_some(self) -> None:
         for key, _ in self.selector.select(max(0.0, self.deadline - time.monotonic())):
-            if key.data == "checks":
-                self._tell(key.events)
-                continue
             piece = os.read(key.fd, 65536)
             if not piece:
                 self.selector.unregister(key.fileobj)
@@ -176,89 +331,39 @@ class _Watch:
             if key.data != "status" and len(self.said[key.data]) > room:
                 self.said[key.data] = self.said[key.data][:room]
                 if not self.stopped:
-                    self._stop("output")
+                    self.stop("output")
 
-    def _tell(self, event: int) -> None:
-        """Answers the launcher piece by piece, and then hangs up."""
-        assert self.told is not None
-        line = self.told.ends[0]
-        try:
-            if event == selectors.EVENT_READ and line.recv(1):
-                self.selector.modify(line, selectors.EVENT_WRITE, "checks")
-                return
-            if event == selectors.EVENT_WRITE:
-                self.told.text = self.told.text[line.send(self.told.text) :]
-                if self.told.text:
-                    return
-        except OSError:  # the program has ended
-            pass
-        self.selector.unregister(line)
-        line.close()
+    def _signal_end(self) -> None:
+        """Kill process 1 of the sandbox, so that whoever waits for it reaps everything, or ask the outer one to."""
+        if self.process.poll() is not None:
+            return
+        first = self._reports().get("child-pid") if self.is_bwrap else None
+        with suppress(ProcessLookupError):
+            if isinstance(first, int):
+                os.kill(first, signal.SIGKILL)
+            else:
+                self.process.send_signal(signal.SIGTERM)
 
-    def _stop(self, why: str) -> None:
-        self.stopped = why
-        self.process.send_signal(signal.SIGTERM)
-        self.deadline = time.monotonic() + END_SECONDS
-
-    def _result(self) -> Finished:
+    def _reports(self) -> dict[str, object]:
         reports: dict[str, object] = {}
-        for line in self._said("status").splitlines():
+        for line in self._text("status").split("\n")[:-1]:
             reports |= json.loads(line)
-        if "error" in reports or "ended" not in reports or "isolation" not in reports:
-            why = reports.get("error") or self._said("stderr")[-500:] or "it ended before the program started"
-            raise SandboxError(f"cannot run a program in a sandbox: {why}")
-        code = reports["ended"]
-        isolation = reports["isolation"]
-        assert isinstance(code, int)
-        assert isinstance(isolation, dict)
-        status = self.stopped or ("ok" if code == 0 else "failed")
-        exit_code = None if self.stopped else code
-        return Finished(status, exit_code, self._said("stdout"), self._said("stderr"), isolation)
+        return reports
 
-    def _said(self, name: str) -> str:
+    def _text(self, name: str) -> str:
         return self.said[name].decode("utf-8", errors="replace")
 
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the sandbox if it still runs. Its own outer process reaps the rest; the kill is for one that is stuck."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(END_SECONDS)
-    for stream in (process.stdout, process.stderr):
-        if stream is not None:
-            stream.close()
+    def _remove_folder(self) -> None:
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
-@cache
-def default_interpreter() -> str:
-    """This interpreter, or the system's where another user could not reach this one."""
-    if os.getuid() != 0:
-        return sys.executable
-    for candidate in (sys.executable, shutil.which("python3", path="/usr/local/bin:/usr/bin:/bin")):
-        if candidate and _others_can_run(Path(candidate)):
-            return candidate
-    raise SandboxError(
-        f"{sys.executable} lies in a folder that only root can enter and there is no /usr/bin/python3: "
-        "name a Python that other users can run (interpreter=...)"
-    )
-
-
-def _temp_folder() -> str:
-    """Where temporary files go, or another such place where a program that runs as another user could not get in."""
-    usual = tempfile.gettempdir()
-    if os.getuid() != 0:
-        return usual
-    for candidate in (usual, "/tmp", "/var/tmp"):
-        if Path(candidate).is_dir() and _others_can_run(Path(candidate)):
-            return candidate
-    raise SandboxError(f"other users cannot enter {usual}, /tmp or /var/tmp: set TMPDIR to a folder that they can")
-
-
-def _others_can_run(path: Path) -> bool:
-    """Whether others may execute a file, or enter a folder, and get there."""
-    real = path.resolve()
-    return all(entry.stat().st_mode & 0o001 for entry in (path, real, *path.parents, *real.parents))
+def _in_memory(content: bytes) -> IO[bytes]:
+    """A file that lies nowhere, open at its beginning, which nobody can change any more."""
+    number = os.memfd_create("job", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    file = os.fdopen(number, "w+b")
+    file.write(content)
+    file.flush()
+    file.seek(0)
+    fcntl.fcntl(number, fcntl.F_ADD_SEALS, 0xF)  # no writing, growing, shrinking, nor other seals
+    return file
