@@ -87,6 +87,31 @@ DENIED_SIGNALS = {
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
 }
+# For the same case: Landlock keeps files from being opened, but not their owner from changing what is known of them.
+DENIED_CHANGES = {
+    "truncate": (76, 45),
+    "chmod": (90, 53),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, 54),
+    "fchown": (93, 55),
+    "lchown": (94, 54),
+    "fchownat": (260, 54),
+    "utime": (132, 88),
+    "utimes": (235, 88),
+    "futimesat": (261, 88),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
+}
 # For the same case: values of a call's second argument that would make the kernel signal another process for it
 # (F_SETOWN, F_SETSIG and F_SETOWN_EX of fcntl; FIOSETOWN and SIOCSPGRP of ioctl).
 DENIED_SECOND_ARGUMENTS = {(72, 25): (8, 10, 15), (16, 29): (0x8901, 0x8902)}
@@ -182,14 +207,14 @@ def counts_by_namespace() -> bool:
     return (int(major), int("".join(filter(str.isdigit, minor)))) >= (5, 14)
 
 
-def allow_files(folder: str, readable: Sequence[str]) -> bool:
+def allow_files(folder: str, readable: Sequence[str]) -> int:
     """Landlock: from now on `folder` is all that can be written, it and `readable` all that can be opened.
 
-    Devices among `readable` can be written as well. False if the kernel has no Landlock.
+    Devices among `readable` can be written as well. Gives the kernel's version of Landlock, 0 if it has none.
     """
     abi = _libc.syscall(SYS_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     if abi < 1:
-        return False
+        return 0
     handled = LANDLOCK_FIRST | (LANDLOCK_REFER if abi >= 2 else 0) | (LANDLOCK_TRUNCATE if abi >= 3 else 0)
     handled |= LANDLOCK_IOCTL if abi >= 5 else 0
     attributes = struct.pack("QQQ", handled, 0, LANDLOCK_SCOPES) if abi >= 6 else struct.pack("Q", handled)
@@ -209,7 +234,7 @@ def allow_files(folder: str, readable: Sequence[str]) -> bool:
         os.close(opened)
     _check(_libc.syscall(SYS_LANDLOCK_RESTRICT, rules, ctypes.c_uint(0)), "landlock")
     os.close(rules)
-    return True
+    return int(abi)
 
 
 def deny_system_calls(*tables: dict[str, tuple[int, int]], signals: bool = False) -> bool:

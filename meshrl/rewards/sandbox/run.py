@@ -206,7 +206,8 @@ class _Sandbox:
         self.started, self.stopped = False, ""
         self.deadline = time.monotonic() + START_SECONDS
         view = view_of(backend.interpreter)
-        if backend.name in ("landlock", "none"):
+        has_root = backend.name in ("bwrap", "namespaces")
+        if not has_root:
             self.folder = tempfile.mkdtemp(prefix="sandbox-", dir=reachable_temporary_folder(tempfile.gettempdir()))
             os.chmod(self.folder, 0o711)
             os.mkdir(f"{self.folder}/work", 0o700)
@@ -220,7 +221,7 @@ class _Sandbox:
             "number": secrets.randbelow(1 << 30),
             "quiet": quiet,
             "strict": strict,
-            "threads_of_user": 0 if os.getuid() == 0 else kernel.threads_of_user(os.getuid()),
+            "threads_of_user": 0 if has_root and kernel.counts_by_namespace() else kernel.threads_of_user(os.getuid()),
             "visible": dict(view.paths),
         }
         with ExitStack() as closing:
