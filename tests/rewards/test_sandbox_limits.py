@@ -1,7 +1,11 @@
-"""Limits and sandboxes that cannot be."""
+"""Limits and sandboxes that cannot be, and how one is chosen."""
 
 import pytest
 
+from meshrl.config.reward import REWARD_OPTIONS
+from meshrl.rewards.code_tests import describe_sandbox
+from meshrl.rewards.sandbox import backends
+from meshrl.rewards.sandbox.backends import Backend, choose_backend
 from meshrl.rewards.sandbox.run import Limits, SandboxError, run_python
 
 
@@ -12,5 +16,54 @@ def test_limits_are_above_nothing(bad):
 
 
 def test_an_interpreter_that_is_not_there():
-    with pytest.raises(SandboxError, match="FileNotFoundError"):
+    with pytest.raises(SandboxError, match="/no/such/python"):
         run_python("print(1)", interpreter="/no/such/python", strict=False)
+
+
+def kernel_with(*works):
+    """A trial on a machine where these backends work, and the names that it was asked for."""
+    tried = []
+
+    def trial(backend: Backend) -> None:
+        tried.append(backend.name)
+        if backend.name not in works:
+            raise SandboxError(f"no {backend.name} here")
+
+    return trial, tried
+
+
+@pytest.mark.parametrize(
+    ("works", "strict", "chosen"),
+    [
+        (("bwrap", "namespaces", "landlock", "none"), True, "bwrap"),
+        (("namespaces", "landlock", "none"), True, "namespaces"),
+        (("landlock", "none"), True, "landlock"),
+        (("landlock", "none"), False, "landlock"),
+        (("none",), False, "none"),
+    ],
+)
+def test_the_strongest_that_works_is_chosen(works, strict, chosen):
+    trial, tried = kernel_with(*works)
+    found = choose_backend(trial, "auto", "/usr/bin/python3", strict)
+    assert found.name == chosen
+    assert tried == list(backends.BACKENDS)[: len(tried)]
+    for name in tried[:-1]:
+        assert f"{name}: no {name} here" in found.describe()
+
+
+def test_nothing_that_keeps_programs_in_is_an_error_by_default():
+    trial, _ = kernel_with("none")
+    with pytest.raises(SandboxError, match=r"bwrap: no bwrap here; namespaces: .*; landlock: .* strict=false"):
+        choose_backend(trial)
+    with pytest.raises(ValueError, match="strict=false"):
+        choose_backend(trial, "none")
+    with pytest.raises(ValueError, match="no sandbox 'bwarp': use auto, bwrap, namespaces, landlock, none"):
+        choose_backend(trial, "bwarp")
+
+
+def test_a_run_is_told_before_it_starts():
+    with pytest.raises(ValueError, match="no limit second"):
+        describe_sandbox({"limits": {"second": 1}})
+    with pytest.raises(ValueError, match="/no/such/python"):
+        describe_sandbox({"interpreter": "/no/such/python"})
+    assert "sandbox" in REWARD_OPTIONS["code"]
