@@ -56,6 +56,7 @@ def _of_machine(arguments: argparse.Namespace) -> list[Finding]:
         machine.check_file_handles(arguments.ranks),
         machine.check_disk(arguments.disk),
         machine.check_host_name(),
+        machine.check_sandbox(),
     ]
 
 

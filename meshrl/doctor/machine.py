@@ -12,6 +12,8 @@ import psutil
 
 from meshrl.config.names import count
 from meshrl.doctor.findings import Finding, judged
+from meshrl.rewards.sandbox.backends import SandboxError
+from meshrl.rewards.sandbox.run import chosen_backend
 
 MIB, GIB = 2**20, 2**30
 SHARED_MEMORY = Path("/dev/shm")
@@ -66,6 +68,17 @@ def check_shared_memory(path: Path = SHARED_MEMORY, ranks: int = 2, is_needed: b
     status = judged(usage.free / GIB, warn=1, fail=0)
     advice = "" if status == "ok" else "with Ray, batches over this size go by way of the disk: --shm-size=16g"
     return Finding("shared memory", status, found, advice, numbers)
+
+
+def check_sandbox() -> Finding:
+    """Which sandbox the reward function `code` would run programs in."""
+    try:
+        backend = chosen_backend()
+    except SandboxError as error:
+        return Finding("sandbox", "warn", str(error).split(". ")[0], "only reward.name=code needs one: docs/rewards.md")
+    has_root = backend.name in ("bwrap", "namespaces")
+    advice = "" if has_root else "install bubblewrap, and allow user namespaces (or CAP_SYS_ADMIN to root)"
+    return Finding("sandbox", "ok" if has_root else "warn", backend.describe(), advice)
 
 
 def check_file_handles(ranks: int = 2) -> Finding:

@@ -52,16 +52,17 @@ def code(
     sandbox, to which the program's functions return plain data.
     """
     program, tests = extract_code(solution_str), read_tests(ground_truth)
-    bounds, chosen = _limits(limits or {}), {"interpreter": interpreter, "strict": strict, "sandbox": sandbox}
+    bounds = _limits(limits or {})
+    backend = chosen_backend(sandbox, interpreter, strict)
     passed, first = 0, ""
     for test in tests:
         if isinstance(test, Printed):
-            finished = run_python(program, test.stdin, bounds, **chosen)
+            finished = run_python(program, test.stdin, bounds, backend=backend)
             status = finished.status
             if status == "ok":
                 status = "passed" if _lines(finished.stdout) == _lines(test.wanted) else "wrong"
         else:
-            status = run_checks(program, test, bounds, **chosen).status
+            status = run_checks(program, test, bounds, backend=backend).status
         passed += status == "passed"
         if status != "passed":
             first = first or status

@@ -48,7 +48,11 @@ def test_programs_that_read_and_print(outputs, partial, wanted):
         ("import os\nos._exit(0)", "assert 1 == 1", (0.0, "failed")),
         ("this is no program", "pass", (0.0, "failed")),
         ("def add(a, b):\n    return object()", "assert add(1, 2) == 3", (0.0, "not plain")),
-        ("def add(a, b):\n    return 1 / 0", "try:\n    add(1, 2)\nexcept ZeroDivisionError:\n    pass", (1.0, "passed")),
+        (
+            "def add(a, b):\n    return 1 / 0",
+            "try:\n    add(1, 2)\nexcept ZeroDivisionError:\n    pass",
+            (1.0, "passed"),
+        ),
     ],
 )
 def test_programs_with_checks(answer, tests, wanted):
@@ -66,10 +70,10 @@ import datetime, decimal, fractions
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 Point = namedtuple("Point", "x y")
 VALUES = [
-    None, True, 3, -(7 ** 90), 0.1, -0.0, float("inf"), 1 + 2j, "a\\ud800\\n", b"\\xff", bytearray(b"x"), [1, [2.0]], (1, (2,)),
-    {1, 2}, frozenset([3]), {1: "a", (2, 3): {4}}, OrderedDict(a=1), defaultdict(None, a=1), Counter("aab"), deque([1], 3),
-    range(2, 9, 3), decimal.Decimal("0.10"), fractions.Fraction(1, 3), datetime.date(2020, 1, 2), datetime.time(3, 4),
-    datetime.datetime(2020, 1, 2, 3, 4, 5, 6), datetime.timedelta(1, 2, 3), Point(1, 2),
+    None, True, 3, -(7 ** 90), 0.1, -0.0, float("inf"), 1 + 2j, "a\\ud800\\n", b"\\xff", bytearray(b"x"), [1, [2.0]],
+    (1, (2,)), {1, 2}, frozenset([3]), {1: "a", (2, 3): {4}}, OrderedDict(a=1), defaultdict(None, a=1), Counter("aab"),
+    deque([1], 3), range(2, 9, 3), decimal.Decimal("0.10"), fractions.Fraction(1, 3), datetime.date(2020, 1, 2),
+    datetime.time(3, 4), datetime.datetime(2020, 1, 2, 3, 4, 5, 6), datetime.timedelta(1, 2, 3), Point(1, 2),
 ]
 """
 
@@ -114,13 +118,15 @@ def count():
 TOTAL = 5
 def sum(a, b): return a + b
 """
+UNITTEST = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n"
 
 
 @pytest.mark.parametrize(
     "checks",
     [
-        "s = Stack([1])\ns.push(3)\nassert s.pop() == 3 and s.items == [1] and len(s) == 1 and list(s) == [1] and s[0] == 1",
-        "assert str(Stack([1])) == 'Stack([1])' and Stack.limit == 3 and 1 in Stack([1]) and isinstance(Stack(), Stack)",
+        "s = Stack([1])\ns.push(3)\nassert s.pop() == 3 and s.items == [1] and len(s) == 1",
+        "assert list(Stack([1])) == [1] and Stack([1])[0] == 1 and 1 in Stack([1])",
+        "assert str(Stack([1])) == 'Stack([1])' and Stack.limit == 3 and isinstance(Stack(), Stack)",
         "try:\n    Stack().pop()\n    assert False\nexcept EmptyError as error:\n    assert str(error) == 'empty'",
         "assert chain().value == 1 and chain().next.value == 2 and chain().next.next is None",
         "assert twice(lambda x: x + 1, 3) == 5",
@@ -133,8 +139,7 @@ def sum(a, b): return a + b
         {"checks": "def check(candidate):\n    assert candidate([2, 1]) is None", "entry_point": "rotate"},
         {"checks": "assert sum(abs(-1), 2) == 3", "entry_point": "sum"},
         "def test_total():\n    assert TOTAL == 5\n\ndef test_sum(a=1):\n    assert Stack([a]).pop() == 1",
-        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        with self.assertRaises(EmptyError):\n"
-        "            Stack().pop()\nunittest.main()",
+        UNITTEST + "        with self.assertRaises(EmptyError):\n            Stack().pop()\nunittest.main()",
         "import sys\nassert TOTAL == 5\nsys.exit()",
     ],
 )
@@ -147,7 +152,7 @@ def test_failing_forms_fail():
     for wrong in (
         {"checks": "def check(candidate):\n    assert candidate([2, 1]) == 1", "entry_point": "rotate"},
         "def test_total():\n    assert TOTAL == 6",
-        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(TOTAL, 6)\nunittest.main()",
+        UNITTEST + "        self.assertEqual(TOTAL, 6)\nunittest.main()",
         "assert sum(1, 2) == 4",
         "import sys\nsys.exit(1)",
     ):
@@ -175,12 +180,18 @@ def test_objects_are_not_compared(checks):
         ("assert eval(str(f(1))) == 1", r"eval \(line 1\)"),
         ("x = 1\nimport pickle\nassert pickle.loads(f(1)) == 1", r"pickle \(line 2\)"),
         ("from unittest import mock\nf(1)", "mock"),
-        ("import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()):\n    f(1)", r"redirect_stdout \(line 2\)"),
+        (
+            "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()):\n    f(1)",
+            r"redirect_stdout \(line 2\)",
+        ),
         ("import inspect\nassert 'for' not in inspect.getsource(f)", "inspect"),
         ("assert globals()['f'](1) == 1", "globals"),
         ("f(1)\nassert open('out.txt').read() == '1'", "open"),
         ("def check(candidate):\n    assert candidate(1) == 1", "never call it"),
-        ("import pytest\n@pytest.mark.parametrize('x', [1])\ndef test_f(x):\n    assert f(x) == 1", r"test_f\(\) \(line 3\)"),
+        (
+            "import pytest\n@pytest.mark.parametrize('x', [1])\ndef test_f(x):\n    assert f(x) == 1",
+            r"test_f\(\) \(line 3\)",
+        ),
         ("class T:\n    def test(self):\n        assert f(1) == 1", "check nothing"),
         ("assert f(1 == 1", "no Python"),
         ("assert sorted(set([1])) == [1]", "set, sorted.*entry_point"),
@@ -232,7 +243,9 @@ def test_keys_that_mean_nothing_are_refused():
 
 def test_programs_run_as_their_own_main_module():
     program = "import dataclasses, pickle, sys\n@dataclasses.dataclass\nclass A:\n    x: int\nexec = print = None\n"
-    program += "def same(): return pickle.loads(pickle.dumps(A(3))).x\ndef argv(): return sys.argv, __name__, __file__\n"
+    program += (
+        "def same(): return pickle.loads(pickle.dumps(A(3))).x\ndef argv(): return sys.argv, __name__, __file__\n"
+    )
     program += "def names(): return sorted(name for name in globals() if not name.startswith('__'))\n"
     checks = "assert same() == 3\nassert argv() == (['main.py'], '__main__', 'main.py')\n"
     checks += "assert names() == ['A', 'argv', 'dataclasses', 'exec', 'names', 'pickle', 'print', 'same', 'sys']"

@@ -34,7 +34,14 @@ def run_driver(uid, backend, reading, checked):
     asked = json.dumps({"root": ROOT, "backend": backend, "secret": secret, "reading": reading, "checked": checked})
     environment = {"PATH": os.environ["PATH"], "MESHRL_HOSTILE": secret}
     done = subprocess.run(
-        [python, "-B", DRIVER], input=asked, capture_output=True, text=True, cwd="/", env=environment, timeout=280, **who
+        [python, "-B", DRIVER],
+        input=asked,
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env=environment,
+        timeout=280,
+        **who,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads(done.stdout.splitlines()[-1])
@@ -58,4 +65,6 @@ def test_no_program_finds_the_answer(backend, user):
 
 
 def test_no_program_passes_checks_without_the_answer():
+    assert len(READING) > 20
+    assert len(CHECKED) > 30
     run_driver(os.getuid(), "auto", [], list(CHECKED))

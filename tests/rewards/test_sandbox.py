@@ -42,7 +42,7 @@ pytestmark = pytest.mark.parametrize("sandbox", KINDS)
 
 def run(program, sandbox, stdin="", **limits):
     bounds = Limits(**({name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__} | limits))
-    return run_python(textwrap.dedent(program), stdin, bounds, sandbox=sandbox)
+    return run_python(textwrap.dedent(program), stdin, bounds, backend=chosen_backend(sandbox))
 
 
 def marked(program, mark):
@@ -83,11 +83,19 @@ def test_an_honest_program(sandbox, monkeypatch):
         stdin="abc\n",
     )
     hashed = subprocess.run(
-        [chosen_backend(sandbox).interpreter, "-c", "print(hash('a'))"], env={"PYTHONHASHSEED": "0"}, capture_output=True, text=True
+        [chosen_backend(sandbox).interpreter, "-c", "print(hash('a'))"],
+        env={"PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
     )
     assert done.stdout == f"cba child 1000 None {hashed.stdout}"
     assert (done.status, done.exit_code, done.stderr) == ("failed", 3, "bad\n")
-    assert done.isolation == {"root": sandbox != "landlock", "user": IS_ROOT, "landlock": done.isolation["landlock"], "seccomp": True}
+    assert done.isolation == {
+        "root": sandbox != "landlock",
+        "user": IS_ROOT,
+        "landlock": done.isolation["landlock"],
+        "seccomp": True,
+    }
 
 
 def test_a_sleep_past_the_limit(sandbox, mark):
@@ -254,7 +262,7 @@ def test_it_ends_with_whoever_started_it(sandbox, open_folder, mark):
     code = (
         f"import sys; sys.path.insert(0, {ROOT!r})\n"
         "from meshrl.rewards.sandbox.run import *\n"
-        f"run_python({program!r}, limits=Limits(seconds=100), sandbox={sandbox!r})\n"
+        f"run_python({program!r}, limits=Limits(seconds=100), backend=chosen_backend({sandbox!r}))\n"
     )
     starter = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(open_folder)})
     deadline = time.monotonic() + 60

@@ -6,7 +6,7 @@ from meshrl.config.reward import REWARD_OPTIONS
 from meshrl.rewards.code_tests import describe_sandbox
 from meshrl.rewards.sandbox import backends
 from meshrl.rewards.sandbox.backends import Backend, choose_backend
-from meshrl.rewards.sandbox.run import Limits, SandboxError, run_python
+from meshrl.rewards.sandbox.run import Limits, SandboxError, chosen_backend
 
 
 @pytest.mark.parametrize("bad", [{"seconds": 0}, {"memory_mb": -1}, {"processes": 0}, {"output_kb": float("nan")}])
@@ -17,7 +17,7 @@ def test_limits_are_above_nothing(bad):
 
 def test_an_interpreter_that_is_not_there():
     with pytest.raises(SandboxError, match="/no/such/python"):
-        run_python("print(1)", interpreter="/no/such/python", strict=False)
+        chosen_backend("auto", "/no/such/python", False)
 
 
 def kernel_with(*works):

@@ -35,6 +35,7 @@ class Backend:
     name: str
     interpreter: str
     refused: tuple[str, ...] = ()
+    strict: bool = True
 
     def describe(self) -> str:
         """One line for logs and `meshrl doctor`."""
@@ -51,10 +52,10 @@ def choose_backend(
     if wanted == "none" and strict:
         raise ValueError("sandbox=none lets programs read the trainer's files: it needs strict=false as well")
     names = (wanted,) if wanted != "auto" else STRICT if strict else STRICT + WEAK
-    refused = []
+    refused: list[str] = []
     for name in names:
         for candidate in [interpreter] if interpreter else _interpreters():
-            backend = Backend(name, candidate, tuple(refused))
+            backend = Backend(name, candidate, tuple(refused), strict)
             try:
                 trial(backend)
             except (SandboxError, OSError) as error:

@@ -231,7 +231,7 @@ class ProgramObject:
     def _refuse_comparison(self, other: object) -> NoReturn:
         self._program.not_plain(f"checks compare an object of type {self._type_name}")
 
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse_comparison  # type: ignore[assignment]
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse_comparison
     __hash__ = object.__hash__
 
 

@@ -12,6 +12,7 @@ import json
 import symtable
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,13 +21,17 @@ DATA_ALONE = "the program hands over plain data alone"
 OTHER_PROCESS = "checks run in another process than the program"
 # What checks may not use, with the reason: it would run the program's text, or look for what is not in this process.
 REFUSED = {
-    **dict.fromkeys(("eval", "exec", "compile", "__import__", "importlib"), "it could run the program's text as code"),
+    **dict.fromkeys(
+        ("eval", "exec", "compile", "__import__", "importlib"), "that could run the program's text as code"
+    ),
     **dict.fromkeys(("pickle", "marshal", "shelve", "inspect", "asyncio"), DATA_ALONE),
-    **dict.fromkeys(("globals", "locals", "vars", "__main__", "mock", "redirect_stdout", "redirect_stderr"), OTHER_PROCESS),
+    **dict.fromkeys(
+        ("globals", "locals", "vars", "__main__", "mock", "redirect_stdout", "redirect_stderr"), OTHER_PROCESS
+    ),
     **dict.fromkeys(("open", "input", "breakpoint"), OTHER_PROCESS),
 }
-# What LiveCodeBench, APPS and TACO mean by a function's name, inputs and outputs: values that went through JSON, in which
-# tuples are lists and keys are text, and outputs that sometimes lie in a list of their own.
+# The calls of LiveCodeBench, APPS and TACO: their values went through JSON, in which tuples are lists and keys are
+# text, and outputs sometimes lie in a list of their own.
 CALL = """
 import json
 def _as_json(value):
@@ -67,10 +72,8 @@ def call_checks(name: str, given: Any, wanted: Any) -> Checks:
     if not isinstance(arguments, list | tuple):
         raise ValueError(f"with fn_name, each of the inputs must be a list of arguments, got {str(given)[:80]!r}")
     if isinstance(wanted, str):
-        try:
+        with suppress(json.JSONDecodeError):  # else it is the text itself
             wanted = json.loads(wanted)
-        except json.JSONDecodeError:
-            pass  # the text itself
     return Checks(CALL.format(values=json.dumps([list(arguments), wanted]), name=name), (name, "Solution"))
 
 
@@ -84,7 +87,7 @@ def read_checks(text: str, entry_point: str | None = None) -> Checks:
         raise ValueError(f"checks that are no Python: {error}") from error
     _refuse_by_name(tree)
     text += "".join(f"\n{call}" for call in _missing_calls(tree, entry_point))
-    free = _free_names(table) - {name for name in _bound(table)}
+    free = _free_names(table) - _bound(table)
     free = {name for name in free if not name.startswith("__")}
     bases = _only_before_a_dot(tree)
     modules = {name for name in free if name in sys.stdlib_module_names and name in bases and name != entry_point}
@@ -126,8 +129,8 @@ def _missing_calls(tree: ast.Module, entry_point: str | None) -> list[str]:
                 calls.append(f"{node.name}()")
             elif node.name == "check" or node.name.startswith("test"):
                 raise ValueError(
-                    f"checks define {node.name}() (line {node.lineno}) and never call it: call it, or name the function "
-                    "under test as entry_point for check(candidate)"
+                    f"checks define {node.name}() (line {node.lineno}) and never call it: call it, or for "
+                    "check(candidate) name the function under test as entry_point"
                 )
     if not calls and all(_does_nothing(node) for node in tree.body):
         raise ValueError("checks that only define something check nothing: call it")
@@ -183,7 +186,7 @@ def _builtin_under_test(tree: ast.Module) -> set[str]:
     }
     if len(called) > 1:
         raise ValueError(
-            f"checks that call built-in functions alone ({', '.join(sorted(called))}): say which one the program defines, "
-            "as {'checks': ..., 'entry_point': NAME}"
+            f"checks that call built-in functions alone ({', '.join(sorted(called))}): say which one the program "
+            "defines, as {'checks': ..., 'entry_point': NAME}"
         )
     return called

@@ -50,20 +50,21 @@ class Host:
         try:
             while True:
                 message = self.channel.receive()
-                if "names" in message:
-                    known = {name: names[name] for name in message["names"] if name in names}
-                    self._reply(lambda known=known: {"names": {name: self._named(known[name]) for name in known}})
-                else:
-                    self._reply(lambda message=message: self._answer(message))
+                self._reply(message, names)
         except (EOFError, OSError):
             return
 
-    def _reply(self, answer: Callable[[], dict[str, Any]]) -> None:
+    def _reply(self, message: dict[str, Any], names: dict[str, Any]) -> None:
         try:
-            self.channel.send(answer())
-        except (EOFError, OSError):
-            raise
+            if "names" in message:
+                answer = {"names": {name: self._named(names[name]) for name in message["names"] if name in names}}
+            else:
+                answer = self._answer(message)
         except BaseException as error:  # SystemExit as well: the checks decide what an error means
+            answer = self._raised(error)
+        try:
+            self.channel.send(answer)
+        except ValueError as error:
             self.channel.send(self._raised(error))
 
     def _raised(self, error: BaseException) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class Host:
         if result is None and message["question"] == "call":  # a function that changes what it is given
             reply["changed"] = {
                 str(index): now
-                for index, (before, value) in enumerate(zip(given["tuple"], values))
+                for index, (before, value) in enumerate(zip(given["tuple"], values, strict=True))
                 if (now := self._encode(value)) != before
             }
         return reply
@@ -116,5 +117,5 @@ class _Callback:
         while "result" not in (message := host.channel.receive()):
             if "raised" in message:
                 raise RuntimeError(f"a function of the checks raised {message['raised']}")
-            host._reply(lambda: host._answer(message))
+            host._reply(message, {})
         return host._decode(message["result"])

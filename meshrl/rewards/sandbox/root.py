@@ -30,7 +30,8 @@ ASK_SECONDS = 60.0
 ASK = """
 import ctypes, json, site, sys, sysconfig
 prefixes = [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix]
-folders = [*site.getsitepackages(), *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))]
+names = ("stdlib", "platstdlib", "purelib", "platlib")
+folders = [*site.getsitepackages(), *(sysconfig.get_path(name) for name in names)]
 with open("/proc/self/maps") as maps:
     mapped = sorted({line.split(None, 5)[5].strip() for line in maps if line.count("/")})
 print(json.dumps([sys.executable, prefixes, folders, mapped]))
@@ -125,7 +126,11 @@ def bubblewrap_command(bwrap: str, visible: Mapping[str, str], status: int, as_r
     The sandbox's own first code inside keeps the privileges to mount the job's folder and to become another user.
     """
     namespaces = ["pid", "net", "ipc", "uts"] if as_root else ["user", "pid", "net", "ipc", "uts"]
-    kept = ["CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_DAC_OVERRIDE"] if as_root else ["CAP_SYS_ADMIN"]
+    kept = (
+        ["CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_DAC_OVERRIDE"]
+        if as_root
+        else ["CAP_SYS_ADMIN"]
+    )
     command = [bwrap, *(f"--unshare-{name}" for name in namespaces), "--unshare-cgroup-try"]
     command += ["--die-with-parent", "--new-session", "--json-status-fd", str(status), "--cap-drop", "ALL"]
     for name in kept:

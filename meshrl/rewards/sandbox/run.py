@@ -77,46 +77,28 @@ class Verdict:
     why: str
 
 
-def run_python(
-    code: str,
-    stdin: str = "",
-    limits: Limits | None = None,
-    *,
-    interpreter: str | None = None,
-    strict: bool = True,
-    sandbox: str = "auto",
-) -> Finished:
+def run_python(code: str, stdin: str = "", limits: Limits | None = None, *, backend: Backend | None = None) -> Finished:
     """Run a Python program that nobody trusts; all its processes and files are gone when this returns.
 
-    With `strict`, a machine on which nothing keeps programs from the trainer's files is a `SandboxError`. `sandbox`
-    is one of `meshrl.rewards.sandbox.backends.BACKENDS`, or `auto` for the first that works here.
+    Without a `backend`, it is the strongest one that works here; a `SandboxError` if there is none.
     """
-    backend = chosen_backend(sandbox, interpreter, strict)
-    with _Sandbox(backend, limits or Limits(), code, ["main.py"], stdin=stdin, strict=strict) as started:
+    with _Sandbox(backend or chosen_backend(), limits or Limits(), code, ["main.py"], stdin=stdin) as started:
         return started.finish()
 
 
-def run_checks(
-    code: str,
-    checks: Checks,
-    limits: Limits | None = None,
-    *,
-    interpreter: str | None = None,
-    strict: bool = True,
-    sandbox: str = "auto",
-) -> Verdict:
+def run_checks(code: str, checks: Checks, limits: Limits | None = None, *, backend: Backend | None = None) -> Verdict:
     """Run a program, and checks of its functions in a second sandbox, to which the program hands plain data only.
 
     A `ValueError` says that the checks themselves cannot be used, whatever the program.
     """
-    backend, limits = chosen_backend(sandbox, interpreter, strict), limits or Limits()
+    backend, limits = backend or chosen_backend(), limits or Limits()
     with ExitStack() as opened:
         ends = [opened.enter_context(end) for end in socket.socketpair()]
         program = opened.enter_context(
-            _Sandbox(backend, limits, code, _loaded("host", ends[0]), (ends[0],), strict=strict, quiet=True)
+            _Sandbox(backend, limits, code, _loaded("host", ends[0]), (ends[0],), quiet=True)
         )
         checker = opened.enter_context(
-            _Sandbox(backend, limits, "", _loaded("checker", ends[1]), (ends[1],), checks.as_json(), strict=strict)
+            _Sandbox(backend, limits, "", _loaded("checker", ends[1]), (ends[1],), checks.as_json())
         )
         for end in ends:
             end.close()
@@ -137,10 +119,14 @@ def run_checks(
 
 @cache
 def chosen_backend(sandbox: str = "auto", interpreter: str | None = None, strict: bool = True) -> Backend:
-    """The backend that this process uses, which the first call finds by a trial and logs."""
+    """The backend that this process uses, which the first call finds by a trial and logs.
+
+    `sandbox` is one of `BACKENDS`, or `auto` for the strongest that works. With `strict`, a machine on which nothing
+    keeps programs from the trainer's files is a `SandboxError`.
+    """
 
     def trial(backend: Backend) -> None:
-        with _Sandbox(backend, Limits(), "print(1)", ["main.py"], strict=strict) as started:
+        with _Sandbox(backend, Limits(), "print(1)", ["main.py"]) as started:
             done = started.finish()
         if done.stdout != "1\n":
             raise SandboxError(f"a trial ended as {done.status}: {done.stderr.strip()[-300:]}")
@@ -166,7 +152,7 @@ def _standalone(modules: Sequence[str], run: str) -> str:
     A sandbox does not see our package, and what runs in it afterwards does not either.
     """
     packages = ("meshrl", "meshrl.rewards", PACKAGE)
-    sources = {name: "" for name in packages} | {f"{PACKAGE}.{name}": _source(name) for name in modules}
+    sources = dict.fromkeys(packages, "") | {f"{PACKAGE}.{name}": _source(name) for name in modules}
     return (
         "import sys, types\n"
         f"sources = {sources!r}\n"
@@ -198,7 +184,6 @@ class _Sandbox:
         inherited: Sequence[socket.socket] = (),
         stdin: str = "",
         *,
-        strict: bool,
         quiet: bool = False,
     ):
         self.limits, self.folder = limits, ""
@@ -220,7 +205,7 @@ class _Sandbox:
             "limits": asdict(limits),
             "number": secrets.randbelow(1 << 30),
             "quiet": quiet,
-            "strict": strict,
+            "strict": backend.strict,
             "threads_of_user": 0 if has_root and kernel.counts_by_namespace() else kernel.threads_of_user(os.getuid()),
             "visible": dict(view.paths),
         }
@@ -302,9 +287,7 @@ class _Sandbox:
             raise SandboxError(f"cannot run a program in a sandbox: {why}")
         status = self.stopped or ("ok" if code == 0 else "failed")
         isolation: Any = reports["isolation"]
-        return Finished(
-            status, None if self.stopped else code, self._text("stdout"), self._text("stderr"), isolation
-        )
+        return Finished(status, None if self.stopped else code, self._text("stdout"), self._text("stderr"), isolation)
 
     def stop(self, why: str = "stopped") -> None:
         """Begin to end the program."""
