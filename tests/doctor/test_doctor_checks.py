@@ -16,6 +16,7 @@ from meshrl.doctor import machine
 from meshrl.doctor.findings import Finding, as_json, as_lines, judged, worst
 from meshrl.doctor.measure import Entry, _short_name, matmul_tflops, measure, write_entry
 from meshrl.doctor.versions import CONFLICTS, Conflict, check_python, check_versions, is_within
+from meshrl.rewards.sandbox.backends import Backend, SandboxError
 
 LINKS = ["intra_node_gbs", "inter_node_gbs", "host_gbs", "latency_us"]
 KEYS = ["memory_gib", "bf16_tflops", "fp32_tflops", "memory_gbs", *LINKS, "measured"]
@@ -229,3 +230,20 @@ def test_names_of_devices():
         "A100",
         "T4",
     ]
+
+
+def test_the_sandbox_is_named(monkeypatch):
+    def refuse():
+        raise SandboxError("nothing here can keep a program in (bwrap: no). Install bubblewrap")
+
+    for name, status in (("bwrap", "ok"), ("namespaces", "ok"), ("landlock", "warn")):
+        monkeypatch.setattr(
+            machine, "chosen_backend", lambda name=name: Backend(name, "/usr/bin/python3", ("bwrap: no",))
+        )
+        found = machine.check_sandbox()
+        assert (found.status, bool(found.advice)) == (status, status == "warn")
+        assert found.found.startswith(f"{name}, ")
+        assert found.found.endswith("(not bwrap: no)")
+    monkeypatch.setattr(machine, "chosen_backend", refuse)
+    assert machine.check_sandbox().status == "warn"
+    assert machine.check_sandbox().found == "nothing here can keep a program in (bwrap: no)"
