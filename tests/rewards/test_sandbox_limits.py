@@ -3,10 +3,13 @@
 import pytest
 
 from meshrl.config.reward import REWARD_OPTIONS
+from meshrl.rewards import code_tests
+from meshrl.rewards.calling import RewardFunctionSpec
 from meshrl.rewards.code_tests import describe_sandbox
+from meshrl.rewards.loading import sandbox_notes
 from meshrl.rewards.sandbox import backends
 from meshrl.rewards.sandbox.backends import Backend, choose_backend
-from meshrl.rewards.sandbox.run import Limits, SandboxError, chosen_backend
+from meshrl.rewards.sandbox.run import Limits, SandboxError, chosen_backend, run_python
 
 
 @pytest.mark.parametrize("bad", [{"seconds": 0}, {"memory_mb": -1}, {"processes": 0}, {"output_kb": float("nan")}])
@@ -67,3 +70,24 @@ def test_a_run_is_told_before_it_starts():
     with pytest.raises(ValueError, match="/no/such/python"):
         describe_sandbox({"interpreter": "/no/such/python"})
     assert "sandbox" in REWARD_OPTIONS["code"]
+
+
+def test_the_run_says_which_sandbox_it_uses(monkeypatch):
+    monkeypatch.setattr(code_tests, "chosen_backend", lambda **wanted: Backend("landlock", str(wanted), ("bwrap: no",)))
+    specs = [
+        RewardFunctionSpec("tests", name="code", kwargs={"sandbox": "landlock", "limits": {"seconds": 1}}),
+        RewardFunctionSpec("exact_match"),
+    ]
+    (note,) = sandbox_notes(specs)
+    assert note.startswith("tests: programs run in the sandbox landlock")
+    assert "{'sandbox': 'landlock'}" in note
+    assert note.endswith("(not bwrap: no)")
+    assert sandbox_notes(specs[1:]) == []
+
+
+def test_what_is_accepted_without_strict():
+    """The control of all tests that look for files: with limits alone, a program reads what its user can."""
+    done = run_python("print(open('/proc/self/status').readline())", backend=chosen_backend("none", strict=False))
+    assert done.stdout.startswith("Name:")
+    assert done.isolation["root"] is False
+    assert done.isolation["landlock"] is False
