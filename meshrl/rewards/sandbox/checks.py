@@ -77,7 +77,7 @@ def call_checks(name: str, given: Any, wanted: Any) -> Checks:
     return Checks(CALL.format(values=json.dumps([list(arguments), wanted]), name=name), (name, "Solution"))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def read_checks(text: str, entry_point: str | None = None) -> Checks:
     """Checks from their text; a `ValueError` names what cannot be used. `entry_point` is the function under test."""
     try:
