@@ -165,7 +165,8 @@ class Runner:
             return self._check_extras(command)
         if words[0] == "make":
             makefile = (self.root / "Makefile").read_text()
-            assert all(re.search(rf"^{word}:", makefile, re.M) for word in words[1:] if "=" not in word), command
+            targets = [word for word in words[1:] if "=" not in word]
+            assert all(re.search(rf"^([\w-]+ )*{word}( [\w-]+)*:", makefile, re.M) for word in targets), command
             return ""
         if words[:2] == ["python", "-c"]:
             exec(words[2], {})
