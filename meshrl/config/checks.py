@@ -169,6 +169,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         ),
     ]
     if check_files:
+        libraries = external_lib_problems(config)  # first: they may add families, losses and functions
         problems += _file_problems(config)
         problems += model_problems(
             config.actor_rollout_ref.model,
@@ -190,7 +191,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
             config.reward, config.custom_reward_function, config.reward_manager, config.reward_model.enable
         )
         problems += multi_turn_file_problems(config)
-        problems += external_lib_problems(config) or own_function_problems(config)
+        problems += libraries or own_function_problems(config)
     return problems
 
 

@@ -283,11 +283,72 @@ def test_an_unknown_family_is_refused(write: Callable[..., Any], dry_run: Callab
     assert "rollout.name=embedded cannot generate with a newest model" in generating
 
 
+REFUSED = [
+    ("gemma2", {}, "it soft-caps attention scores"),
+    ("gpt_oss", {}, "its attention has sinks"),
+    ("llama4", {}, "its layers attend within chunks"),
+    ("llama4_text", {}, "its layers attend within chunks"),
+    ("lfm2", {"layer_types": ["conv", "full_attention"]}, "carry a state"),
+    ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, "layers of the kind mamba"),
+    ("qwen3", {"layer_types": ["chunked_attention", "full_attention"]}, "layers of the kind chunked_attention"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "in both directions (use_bidirectional_attention)"),
+    ("diffllama", {}, "rollout.name=embedded cannot generate with a diffllama model (its layers attend twice"),
+    ("gpt2", {}, "attn_pdrop=0.1, which samples that share a row are not trained with"),
+    ("jetmoe", {}, "enable_gradient_checkpointing=false"),
+    (
+        "phi3",
+        {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 16}},
+        "is over 16 tokens",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "words"), REFUSED, ids=[family for family, _, _ in REFUSED])
+def test_config_json_is_enough(
+    family: str, fields: dict[str, Any], words: str, write: Callable[..., Any], dry_run: Callable[..., list[str]]
+) -> None:
+    _, folder = write(tiny_config("llama"))
+    shape = json.loads((folder / "config.json").read_text()) | {"model_type": family} | fields
+    (folder / "config.json").write_text(json.dumps(shape))
+    assert any(words in problem for problem in dry_run(folder))
+
+
+def test_a_cache_on_a_gpu(write: Callable[..., Any], dry_run: Callable[..., list[str]]) -> None:
+    """Keys and values of unequal size have a place on a CPU only; the dry run knows it where the device is named."""
+    _, folder = write(tiny_config("deepseek_v3"))
+    assert dry_run(folder, "trainer.device=cpu") == []
+    (problem,) = dry_run(folder, "trainer.device=cuda")
+    assert "cannot generate with a deepseek_v3 model on a GPU (its keys have 12 numbers and its values 8" in problem
+    assert dry_run(folder, "trainer.device=cuda", "actor_rollout_ref.rollout.name=vllm") == []
+
+
+def test_the_judge_is_asked_too(tmp_path: Path, write: Callable[..., Any], dry_run: Callable[..., list[str]]) -> None:
+    _, folder = write(tiny_config("llama"))
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge" / "config.json").write_text('{"model_type": "gpt_oss"}')
+    problems = dry_run(folder, "reward.name=judge", f"reward.judge.path={tmp_path / 'judge'}")
+    assert any("reward.judge.engine=embedded cannot generate with a gpt_oss model" in problem for problem in problems)
+
+
+def test_a_library_may_add_a_family(
+    tmp_path: Path, write: Callable[..., Any], dry_run: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, folder = write(tiny_config("llama"))
+    shape = json.loads((folder / "config.json").read_text()) | {"model_type": "newest"}
+    (folder / "config.json").write_text(json.dumps(shape))
+    monkeypatch.delitem(FAMILIES, "newest", raising=False)
+    library = tmp_path / "newest_family.py"
+    library.write_text("from meshrl.config.families import FAMILIES, Family\nFAMILIES['newest'] = Family()\n")
+    assert dry_run(folder, f"actor_rollout_ref.model.external_lib={library}") == []
+    del FAMILIES["newest"]
+
+
 def test_the_table_is_that_of_the_installed_transformers() -> None:
     """A new version's families need rows; most of them can be built here."""
     assert sorted(FAMILIES) == sorted({*families(), *SEEING})
     assert len(families()) - len(UNBUILT) >= 150
     computed = [family for family, row in FAMILIES.items() if not row.reasons]
+    assert {"cohere", "cohere2", "granite", "stablelm", "nemotron", "minicpm3", "gemma3"} <= set(computed)
     assert len(computed) >= 45
     assert set(UNBUILT) <= {family for family, row in FAMILIES.items() if row.packed and row.padded}
 
