@@ -34,15 +34,12 @@ from meshrl.config.eight_bits import eight_bit_file_problems, eight_bit_problems
 from meshrl.config.engine import EngineConfig
 from meshrl.config.engine_arguments import engine_argument_problems
 from meshrl.config.errors import ConfigError
+from meshrl.config.families import GATED_DELTA, engine_problem, gpu_problem
 from meshrl.config.gates import gate_problems
 from meshrl.config.layout import engine_problems, rollout_problems, sequence_ranks
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_checks import model_problems, scoring_problems
-from meshrl.config.model_folder import (
-    GATED_DELTA,
-    read_model_config,
-    stateful_layers,
-)
+from meshrl.config.model_folder import read_model_config
 from meshrl.config.multi_turn import multi_turn_file_problems, multi_turn_problems
 from meshrl.config.names import ACTOR, COMMAND_LINE, MODEL, REF, ROLLOUT
 from meshrl.config.optim import OptimConfig
@@ -172,6 +169,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         ),
     ]
     if check_files:
+        libraries = external_lib_problems(config)  # first: they may add families, losses and functions
         problems += _file_problems(config)
         problems += model_problems(
             config.actor_rollout_ref.model,
@@ -193,7 +191,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
             config.reward, config.custom_reward_function, config.reward_manager, config.reward_model.enable
         )
         problems += multi_turn_file_problems(config)
-        problems += external_lib_problems(config) or own_function_problems(config)
+        problems += libraries or own_function_problems(config)
     return problems
 
 
@@ -206,23 +204,43 @@ def _shape_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _generation_problems(config: PPOConfig) -> list[str]:
-    """The embedded rollout packs rows and has a cache of keys and values only."""
-    model = config.actor_rollout_ref.model
-    shape = _shape_of(model)
-    if config.actor_rollout_ref.rollout.name != "embedded":
-        return []
+    """What the engines of the rollout and of the judge would compute otherwise than the model's own forward."""
+    model, name, judge = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.name, config.reward.judge
+    problems = _engine_problems(name, _shape_of(model), f"{ROLLOUT}.name")
+    if judge.path is not None:
+        problems += _engine_problems(judge.engine, _shape_of(ModelConfig(path=judge.path)), "reward.judge.engine")
+    if config.trainer.device == "cuda":
+        problems += gpu_generation_problems(config)
+    shape = _shape_of(model) if name == "embedded" and not problems else {}
     if shape.get("model_type") in GATED_DELTA and not model.use_remove_padding:
         return [
             f"actor_rollout_ref.model.use_remove_padding=false trains {shape['model_type']} with Transformers' own "
             "attention, by which the embedded rollout cannot generate: leave it true (samples do not leak into one "
             "another), or set rollout.name to vllm, sglang or hf"
         ]
-    if (found := stateful_layers(shape)) is None:
-        return []
+    return problems
+
+
+def gpu_generation_problems(config: PPOConfig) -> list[str]:
+    """Models that the embedded rollout, or the judge, generates with on a CPU only."""
+    policy, judge = config.actor_rollout_ref, config.reward.judge
+    asked = {f"{ROLLOUT}.name": (policy.rollout.name, policy.model)}
+    if judge.path is not None:
+        asked["reward.judge.engine"] = (judge.engine, ModelConfig(path=judge.path))
+    found = {key: (_shape_of(model), engine) for key, (engine, model) in asked.items()}
     return [
-        f"actor_rollout_ref.rollout.name=embedded has no place for the state of the model's layers ({found}): "
-        "use vllm, sglang or hf"
+        f"{key}=embedded cannot generate with a {shape['model_type']} model on a GPU ({why}): use hf, vllm or sglang"
+        for key, (shape, engine) in found.items()
+        if engine == "embedded" and "model_type" in shape and (why := gpu_problem(shape)) is not None
     ]
+
+
+def _engine_problems(engine: str, shape: dict[str, Any], key: str) -> list[str]:
+    """By the table of families, what an engine cannot generate with."""
+    if "model_type" not in shape or (why := engine_problem(engine, shape)) is None:
+        return []
+    others = [name for name in ("hf", "vllm", "sglang") if engine_problem(name, shape) is None]
+    return [f"{key}={engine} cannot generate with a {shape['model_type']} model ({why}): use {' or '.join(others)}"]
 
 
 def _reference_file_problems(config: PPOConfig) -> list[str]:
@@ -235,7 +253,8 @@ def _reference_file_problems(config: PPOConfig) -> list[str]:
     model = _read_by_ids(replace(config.actor_rollout_ref.model, path=path, random_init=False, lora_rank=0), config)
     longest = config.data.max_prompt_length + config.data.max_response_length
     words = "data.max_prompt_length + max_response_length"
-    return model_problems(model, f"{REF}.model", ref.engine(actor), REF if is_apart else ACTOR, longest, words)
+    engine, name = ref.engine(actor), REF if is_apart else ACTOR
+    return model_problems(model, f"{REF}.model", engine, name, longest, words, trained=False)
 
 
 def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
@@ -303,7 +322,9 @@ def _reward_model_problems(config: PPOConfig, check_files: bool) -> list[str]:
     if check_files:
         words = "data.max_prompt_length + max_response_length + 1"
         scorer = _read_by_ids(model.model, config)
-        problems += model_problems(scorer, "reward_model.model", model, "reward_model", longest, words, scores=True)
+        problems += model_problems(
+            scorer, "reward_model.model", model, "reward_model", longest, words, scores=True, trained=False
+        )
     return problems
 
 
@@ -336,7 +357,8 @@ def _check_supervised(config: SupervisedConfig, check_files: bool) -> list[str]:
         problems += seeing_problems(config)
         if isinstance(config, PreferenceConfig) and config.reference.path is not None:
             reference = replace(config.model, path=config.reference.path, random_init=False, lora_rank=0)
-            problems += model_problems(reference, "reference", engine, "engine", data.max_length, "data.max_length")
+            words = "data.max_length"
+            problems += model_problems(reference, "reference", engine, "engine", data.max_length, words, trained=False)
     return problems
 
 

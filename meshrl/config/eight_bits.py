@@ -4,11 +4,11 @@ from typing import Any
 
 from meshrl.config.correction import correction_of
 from meshrl.config.engine import EngineConfig
-from meshrl.config.model_folder import EXPERT_COUNTS, GATED_DELTA, read_model_config
+from meshrl.config.families import CUT_FAMILIES, GATED_DELTA
+from meshrl.config.model_folder import EXPERT_COUNTS, read_model_config
 from meshrl.config.names import MODEL, ROLLOUT
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SupervisedConfig
-from meshrl.config.split_rollout import MODEL_TYPES
 from meshrl.config.used_engines import used_engines
 
 
@@ -39,10 +39,10 @@ def eight_bit_file_problems(config: PPOConfig) -> list[str]:
     policy = config.actor_rollout_ref
     if policy.rollout.quantization is None or not (found := read_model_config(policy.model)):
         return []
-    if (kind := found.get("model_type")) in MODEL_TYPES:
+    if (kind := found.get("model_type")) in CUT_FAMILIES:
         return []
     return [
-        f"{ROLLOUT}.quantization={policy.rollout.quantization} is for models of type {', '.join(MODEL_TYPES)}, and "
+        f"{ROLLOUT}.quantization={policy.rollout.quantization} is for models of type {', '.join(CUT_FAMILIES)}, and "
         f"{MODEL}.path={policy.model.path} is {kind}: leave it out"
     ]
 

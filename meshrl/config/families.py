@@ -1,10 +1,317 @@
-"""Which models Megatron-Core's GPT model, as we build it, would compute differently: by what their config.json says."""
+"""The table of model families: what the rollout and the training engines can compute of a config.json.
+
+One row for each `model_type`. The dry run, `generate`, `serve`, the judge, the rollout and the training engines ask the
+same functions, and refuse what a row does not cover by its name and with the reason. A row says what is true of the
+whole family; what depends on a field of config.json (kinds of layers, dropout, soft caps) is looked up there.
+`tests/models/test_every_family.py` compares each row with Transformers' own model, and docs/families.md is made of it.
+"""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v3")
-# Keys that are looked at, and what a config.json without them means.
+
+@dataclass(frozen=True)
+class LogitScaling:
+    """What a family does to the product of its head: `cap * tanh(factor * product / cap)`, without a cap a factor."""
+
+    factor: float = 1.0
+    cap: float | None = None
+
+
+UNSCALED = LogitScaling()
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is computed of a model type; a reason says why something is not.
+
+    `packed`: training on samples that share a row, `padded`: training on a padded batch, `rollout`: the embedded
+    rollout (None: the reason of `packed`).
+    """
+
+    packed: str = ""
+    padded: str = ""
+    rollout: str | None = None
+    # Why the embedded rollout has no place for its keys and values on a GPU, where a cache is laid out by config.json.
+    on_gpu: str = ""
+    # Transformers' attention for padded batches and for engines that call the model as it is.
+    attention: str = "sdpa"
+    # Fields by which logits are multiplied and divided, and the field of their soft cap with its default.
+    multiplied_by: tuple[str, float] = ("", 1.0)
+    divided_by: tuple[str, float] = ("", 1.0)
+    capped_by: tuple[str, float | None] = ("", None)
+    # The field and the default of the dropout of attention's weights.
+    dropout: tuple[str, float] = ("attention_dropout", 0.0)
+    # Kinds of layers besides those that attend, and the kind of layers that config.json says nothing of.
+    other_layers: tuple[str, ...] = ()
+    default_layers: str = ""
+    # Layers tell the width of their window to Transformers' mask alone.
+    window_in_mask: bool = False
+    # Transformers has a token classifier with a head named `score`: a critic or reward model.
+    scores: bool = False
+    # Transformers can compute its activations again in the backward pass.
+    checkpoints: bool = True
+    # Takes images.
+    sees: bool = False
+    # Linear attention that we compute ourselves, document by document (meshrl/parallel/recurrence.py).
+    gated_delta: bool = False
+    # The embedded rollout cuts it over tensor-parallel ranks, and computes it in 8 bits.
+    is_cut: bool = False
+    # Megatron-Core has a place for all of its weights.
+    megatron: bool = False
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why something is not computed, by what it is."""
+        found = {
+            "rollout": self.packed if self.rollout is None else self.rollout,
+            "packed": self.packed,
+            "padded": self.padded,
+        }
+        return {what: why for what, why in found.items() if why}
+
+
+STATE = "its layers carry a state from token to token, for which only Transformers' own forward has a place"
+OWN_ATTENTION = "its layers compute attention themselves, past the interface through which samples are kept apart"
+SOFT_CAP = "it soft-caps attention scores (attn_logit_softcapping), which our attention kernels do not"
+SINKS = "its attention has sinks, which our attention kernels do not compute"
+CHUNKS = "its layers attend within chunks (attention_chunk_size), which our attention kernels do not compute"
+SPARSE = "an indexer chooses the tokens that its layers attend to, which our attention kernels do not compute"
+DECODER = "it is the decoder of an encoder-decoder model and counts positions over the whole row"
+ENCODER = "it is an encoder, which attends in both directions"
+OTHER_HEAD = "its head is more than one projection of the hidden states"
+TWICE = "its layers attend twice for each token, and the cache has one place for each layer and token"
+LAYER_SHAPES = "its layers differ in the size of heads or share keys, and the cache has one size for all layers"
+MULTIMODAL = "it is a model of images, audio or several streams of tokens, of which the language model is not taken out"
+REUSED = "its layers run several times for each token, and the cache has one place for each layer and token"
+LEFT_PADDING = "its state takes up the padding on the left of a prompt"
+NO_POSITIONS = "it counts positions over the padding"
+DRAWN = "its routers draw experts at random while it is trained, so that the same weights give other log-probs"
+KEY_HEADS = "its layers have other numbers of key heads than its config.json says"
+MERGED = "its files hold merged matrices that its modules hold apart, which are not written tensor by tensor"
+RANDOM = "its attention hashes tokens at random"
+UNKNOWN = (
+    "its model_type has no row in meshrl's table of families (meshrl/config/families.py), so that nobody has compared "
+    "its log-probs with Transformers' own"
+)
+
+
+def _rows(names: str, row: Family) -> dict[str, Family]:
+    return dict.fromkeys(names.split(), row)
+
+
+def _nothing(why: str) -> Family:
+    return Family(packed=why, padded=why)
+
+
+def _divides(field: str) -> Family:
+    return Family(divided_by=(field, 1.0))
+
+
+def _multiplies(default: float) -> Family:
+    return Family(multiplied_by=("logit_scale", default))
+
+
+def _caps(default: float | None) -> Family:
+    return Family(capped_by=("final_logit_softcapping", default))
+
+
+SCORED = Family(scores=True)
+IMAGES = Family(padded="a model that sees images takes packed rows only", sees=True, is_cut=True)
+FAMILIES: dict[str, Family] = {
+    # Decoders in which attention through Transformers' interface is all that mixes tokens.
+    **_rows(
+        """afmoe aria_text bitnet cwm dbrx deepseek_v2 dots1 ernie4_5 ernie4_5_moe exaone_moe flex_olmo
+        fuyu glm4_moe glm4_moe_lite gpt_neox hunyuan_v1_dense hunyuan_v1_moe hy_v3 jais2 laguna longcat_flash
+        mellum minimax_m2 minimax_m3_vl_text olmo olmo2 olmo3 olmoe opt solar_open youtu""",
+        Family(),
+    ),
+    **_rows(
+        """apertus arcee axk1 exaone4 gemma glm glm4 helium ministral ministral3 nemotron persimmon phi phi3 seed_oss
+        smollm3 stablelm starcoder2""",
+        SCORED,
+    ),
+    **_rows("llama mistral qwen2 qwen3", Family(scores=True, is_cut=True, megatron=True)),
+    **_rows("mixtral qwen2_moe qwen3_moe deepseek_v3", Family(scores=True, megatron=True)),
+    **_rows("qwen2_vl qwen2_5_vl qwen3_vl", IMAGES),
+    "qwen3_vl_moe": replace(IMAGES, is_cut=False),
+    **_rows("qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text olmo_hybrid", Family(gated_delta=True)),
+    "qwen3_next": Family(gated_delta=True, scores=True),
+    "ctrl": Family(checkpoints=False),
+    "jetmoe": Family(checkpoints=False, on_gpu=KEY_HEADS),
+    "biogpt": Family(dropout=("attention_probs_dropout_prob", 0.1)),
+    **_rows("gpt2 gpt-sw3", Family(dropout=("attn_pdrop", 0.1))),
+    "gpt_bigcode": Family(dropout=("attn_pdrop", 0.1), on_gpu=KEY_HEADS),
+    "got_ocr2": Family(attention="eager"),
+    "phimoe": Family(packed=DRAWN, padded=DRAWN, rollout="", window_in_mask=True),
+    "diffllama": Family(rollout=TWICE, scores=True),
+    # Decoders that scale or soft-cap their logits.
+    **_rows("cohere cohere2 cohere2_moe", _multiplies(0.0625)),
+    "cohere_compass_text": _multiplies(1.0),
+    "hyperclovax": Family(multiplied_by=("logits_scaling", 1.0)),
+    **_rows("granite granitemoe granitemoeshared", _divides("logits_scaling")),
+    "granitemoehybrid": replace(_divides("logits_scaling"), default_layers="mamba"),
+    "minicpm3": Family(divided_by=("hidden_size / dim_model_base", 1.0)),
+    "gemma3_text": _caps(None),
+    "gemma3": Family(),  # around the same model, but without the cap
+    "nanochat": _caps(15.0),
+    **_rows("gemma4 gemma4_text gemma4_unified gemma4_unified_text", replace(_caps(None), rollout=LAYER_SHAPES)),
+    "gemma3n_text": replace(_caps(30.0), rollout=LAYER_SHAPES),
+    # Attention that our kernels do not compute yet.
+    "gemma2": replace(_caps(30.0), packed=SOFT_CAP, attention="eager", scores=True),
+    "vaultgemma": replace(_caps(30.0), packed=SOFT_CAP, attention="eager"),
+    "gpt_oss": Family(SINKS, attention="eager", scores=True),
+    "mimo_v2_flash": Family(SINKS, attention="eager"),
+    **_rows("granite_swa granitemoe_swa", replace(_divides("logits_scaling"), packed=SINKS, attention="eager")),
+    **_rows("llama4 llama4_text", Family(CHUNKS)),
+    "axk2": Family(SPARSE, scores=True),
+    **_rows("deepseek_v32 glm_moe_dsa qwen4_exp qwen4_exp_text", Family(SPARSE)),
+    "hy_v4": Family(SPARSE, attention="eager"),
+    "deepseek_v4": Family(SPARSE, padded=LEFT_PADDING, attention="eager"),
+    # Layers that mix tokens past the interface.
+    **_rows("doge falcon", Family(OWN_ATTENTION)),
+    **_rows("bloom codegen gpt_neo gptj mpt xglm", Family(OWN_ATTENTION, attention="eager")),
+    **_rows("gpt_neox_japanese openai-gpt", Family(OWN_ATTENTION, attention="eager", checkpoints=False)),
+    "falcon_h1": Family(STATE, multiplied_by=("lm_head_multiplier", 1.0)),
+    **_rows("bamba jamba kimi_linear lfm2 lfm2_moe nemotron_h zamba zamba2 zaya", Family(STATE)),
+    "minimax": Family(STATE, scores=True),
+    **_rows("falcon_mamba mamba mamba2", Family(STATE, attention="eager")),
+    **_rows("recurrent_gemma rwkv xlstm", Family(STATE, padded=LEFT_PADDING)),
+    "hrm_text": Family(REUSED, padded=MERGED),
+    # Models of other things than a row of tokens.
+    **_rows("moshi phi4_multimodal", Family(MULTIMODAL)),
+    "git": Family(MULTIMODAL, attention="eager"),
+    **_rows(
+        "blt emu3 gemma3n gemma4_assistant gemma4_unified_assistant mllama musicgen musicgen_melody whisper",
+        _nothing(MULTIMODAL),
+    ),
+    **_rows(
+        "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr",
+        _nothing(DECODER),
+    ),
+    **_rows(
+        """bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta
+        roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod""",
+        _nothing(ENCODER),
+    ),
+    **_rows("inkling_text modernbert-decoder", _nothing(OTHER_HEAD)),
+    "cpmant": _nothing(NO_POSITIONS),
+    "reformer": _nothing(RANDOM),
+}
+# Families of which something in the table stands for a choice between a few.
+MEGATRON_FAMILIES = tuple(name for name, row in FAMILIES.items() if row.megatron)
+CUT_FAMILIES = tuple(name for name, row in FAMILIES.items() if row.is_cut)
+GATED_DELTA = tuple(name for name, row in FAMILIES.items() if row.gated_delta)
+SEEING = tuple(name for name, row in FAMILIES.items() if row.sees)
+
+# Kinds of layers that attend over all of a document, or over a window of it.
+ATTENTION_KINDS = ("attention", "full_attention", "sliding_attention")
+LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
+
+
+def family_of(shape: Mapping[str, Any]) -> Family | None:
+    """The row of a config.json; None for a model type without one."""
+    return FAMILIES.get(str(shape.get("model_type")))
+
+
+def packing_problem(shape: Mapping[str, Any]) -> str | None:
+    """Why samples cannot share a row of this model, if so."""
+    row = family_of(shape)
+    return UNKNOWN if row is None else row.packed or _layer_problem(shape, row) or None
+
+
+def rollout_problem(shape: Mapping[str, Any]) -> str | None:
+    """Why the embedded rollout cannot generate with this model, if so."""
+    row = family_of(shape)
+    if row is None or row.rollout is None:
+        return packing_problem(shape)
+    return row.rollout or _layer_problem(shape, row) or None
+
+
+def padding_problem(shape: Mapping[str, Any]) -> str | None:
+    """Why a padded batch of this model would have other log-probs than its samples have alone, if so."""
+    row = family_of(shape)
+    return UNKNOWN if row is None else row.padded or _two_way_problem(shape) or None
+
+
+def gpu_problem(shape: Mapping[str, Any]) -> str | None:
+    """Why the embedded rollout cannot generate with this model on a GPU, if it can on a CPU."""
+    row = family_of(shape)
+    if shape.get("kv_lora_rank"):
+        keys = sum(int(shape.get(f"qk_{kind}_head_dim") or 0) for kind in ("nope", "rope"))
+        if keys != shape.get("v_head_dim"):
+            return (
+                f"its keys have {keys} numbers and its values {shape.get('v_head_dim')}: there the cache has one size"
+            )
+    return row.on_gpu or None if row is not None else None
+
+
+def engine_problem(engine: str, shape: Mapping[str, Any]) -> str | None:
+    """Why a rollout engine would generate with other log-probs than the model's; vLLM and SGLang know their own."""
+    asked = {"embedded": rollout_problem, "hf": padding_problem}.get(engine)
+    return None if asked is None else asked(shape)
+
+
+def logit_scaling(shape: Mapping[str, Any]) -> LogitScaling:
+    """What the model does to the product of its head."""
+    row = family_of(shape) or Family()
+    factor = _number(shape, *row.multiplied_by) / _number(shape, *row.divided_by)
+    if not factor > 0:
+        raise ValueError(f"{shape.get('model_type')} multiplies its logits by {factor}: it must be above 0")
+    field, default = row.capped_by
+    cap = shape.get(field, default) if field else None
+    return LogitScaling(factor, None if cap is None else float(cap))
+
+
+def window_of_mask(shape: Mapping[str, Any]) -> int | None:
+    """The sliding window of a model whose layers tell it to Transformers' mask alone."""
+    row = family_of(shape)
+    return shape.get("sliding_window") if row is not None and row.window_in_mask else None
+
+
+def _number(shape: Mapping[str, Any], field: str, default: float) -> float:
+    """A field, or a quotient of two; the default where config.json leaves it open."""
+    if not field:
+        return default
+    values = [shape.get(name) for name in field.split(" / ")]
+    if any(value is None for value in values):
+        return default
+    return float(values[0]) / float(values[1]) if len(values) == 2 else float(values[0])
+
+
+def _layer_problem(shape: Mapping[str, Any], row: Family) -> str:
+    """What config.json says of layers that our attention does not compute."""
+    kinds = next((shape[name] for name in LAYER_KINDS if shape.get(name)), [row.default_layers or "attention"])
+    known = {*ATTENTION_KINDS, "mlp", "moe", *(("linear_attention",) if row.gated_delta else ())}
+    if others := sorted({str(kind) for kind in kinds} - known):
+        return f"it has layers of the kind {others[0]}, which our attention does not compute"
+    return _two_way_problem(shape)
+
+
+def _two_way_problem(shape: Mapping[str, Any]) -> str:
+    if shape.get("use_bidirectional_attention") in (True, "all"):
+        return "it attends in both directions (use_bidirectional_attention)"
+    return ""
+
+
+def longest_rotation(shape: Mapping[str, Any]) -> int | None:
+    """Up to how many tokens the angles of a position do not depend on the other samples; None: for any number."""
+    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    if (rope.get("rope_type") or rope.get("type")) != "longrope":
+        return None
+    field = "original_max_position_embeddings"
+    return rope.get(field) or shape.get(field) or shape.get("max_position_embeddings")
+
+
+def dropout_problem(shape: Mapping[str, Any]) -> str | None:
+    """Which dropout of attention's weights is on, which our attention does not compute."""
+    field, default = (family_of(shape) or Family()).dropout
+    rate = shape.get(field, default)
+    return f"{field}={rate}" if rate else None
+
+
+# Keys that Megatron's checks look at, and what a config.json without them means.
 DEFAULTS: dict[str, Any] = {
     "model_type": "",
     "attention_bias": False,
@@ -30,8 +337,8 @@ def unmapped(facts: Mapping[str, Any]) -> list[str]:
     """Whether Megatron has a place for every weight of the model."""
     known = {**DEFAULTS, **facts}
     family = known["model_type"]
-    if family not in FAMILIES:
-        return [f"no Megatron weights for model_type '{family}': use one of {', '.join(FAMILIES)}"]
+    if family not in MEGATRON_FAMILIES:
+        return [f"no Megatron weights for model_type '{family}': use one of {', '.join(MEGATRON_FAMILIES)}"]
     # Qwen2 has biases on queries, keys and values only; this flag also puts one on the output projection.
     if known["attention_bias"] or known["mlp_bias"]:
         return [f"{family} with attention_bias or mlp_bias has biases megatron-core cannot place one by one"]

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.config.engine import EngineConfig
-from meshrl.config.families import megatron_problems
+from meshrl.config.families import ATTENTION_KINDS, GATED_DELTA, LAYER_KINDS, megatron_problems
 from meshrl.config.model import ModelConfig
 from meshrl.config.names import count
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-# Families that take images, and the files of which one says how.
-SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+# Of these files one says how images are read.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 TOKENIZER_FILES = (
@@ -27,11 +26,6 @@ TOKENIZER_FILES = (
     "spiece.model",
     "tekken.json",
 )
-ATTENTION_KINDS = ("attention", "full_attention", "sliding_attention", "chunked_attention")
-# Families whose linear attention we compute ourselves, document by document (meshrl/parallel/recurrence.py).
-GATED_DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid")
-# Of those, Transformers has a model that scores tokens, and does not see, of this one alone.
-SCORING_DELTA = ("qwen3_next",)
 STATE_KEYS = (
     "linear_num_",
     "linear_conv_",
@@ -211,22 +205,11 @@ def stateful_layers(shape: dict[str, Any]) -> str | None:
     """What of a config.json tells of layers with a state that we cannot keep; None where there are none."""
     if shape.get("model_type") in GATED_DELTA:
         return None
-    kinds = shape.get("layer_types") or shape.get("layers_block_type") or shape.get("block_types")
+    kinds = next((shape[name] for name in LAYER_KINDS if shape.get(name)), None)
     if kinds is not None:
-        others = sorted({str(kind) for kind in kinds} - {*ATTENTION_KINDS, "mlp", "moe"})
+        others = sorted({str(kind) for kind in kinds} - {*ATTENTION_KINDS, "chunked_attention", "mlp", "moe"})
         return f"layers of the kind {others[0]}" if others else None
     return next((name for name in shape if name.startswith(STATE_KEYS)), None)
-
-
-def packing_problems(shape: dict[str, Any], model: ModelConfig, prefix: str) -> list[str]:
-    """Samples that share a row would leak into one another through such layers."""
-    found = stateful_layers(shape)
-    if found is None or not model.use_remove_padding:
-        return []
-    return [
-        f"{prefix}.path: {shape.get('model_type', 'the model')} carries a state from token to token ({found}), so that "
-        f"samples cannot share a row: set {prefix}.use_remove_padding=false"
-    ]
 
 
 def fit_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str) -> list[str]:

@@ -1,13 +1,14 @@
-"""`python -m meshrl.config.reference [FILE]`: writes the table of all keys to docs/config_reference.md."""
+"""`python -m meshrl.config.reference [FOLDER]`: writes docs/config_reference.md (all keys) and docs/families.md."""
 
 import sys
 from pathlib import Path
 
+from meshrl.config.families import FAMILIES, Family
 from meshrl.config.load import ROOTS
 from meshrl.config.show import yaml_value
 from meshrl.config.tree import Leaf, leaves, sections, type_name
 
-DOCS_FILE = Path(__file__).parents[2] / "docs" / "config_reference.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 HEAD = """# Config reference
 
@@ -59,5 +60,47 @@ def _meaning(leaf: Leaf) -> str:
     return text.replace("|", "\\|")
 
 
+FAMILIES_HEAD = """# Model families
+
+Written by `python -m meshrl.config.reference`; don't edit it by hand. `tests/models/test_every_family.py` holds each
+row against Transformers: it builds a tiny model of every causal language family of the installed version, and compares
+log-probs and entropies with those of Transformers' own forward over each sample alone, to 1e-5 in float32. Samples have
+unequal lengths, beyond windows and chunks.
+
+- **generate**: `meshrl generate`, `serve`, the judge and the rollout with the embedded engine.
+- **packed**: training on samples that share a row (`model.use_remove_padding=true`, the default) with FSDP.
+- **padded**: training on a padded batch (`model.use_remove_padding=false`) with FSDP, and the engine `hf`.
+- **Megatron**: training with `strategy=megatron`; what it asks of a model beside its family is in
+  [engines/megatron.md](engines/megatron.md).
+
+What is not computed is refused by its name and with the reason, before a worker starts and where a model is opened.
+So is a model type without a row: a module that `model.external_lib` names may add one to
+`meshrl.config.families.FAMILIES` when its log-probs have been compared. Rows are for the whole family; what depends on
+a field of config.json is looked up there: layers of another kind (`layer_types`), attention in both directions, dropout
+of attention's weights, and rotary angles that depend on the longest sample. Latent attention (`kv_lora_rank`) with
+keys and values of unequal size generates on a CPU only.
+
+| family | generate | packed | padded | Megatron | why not |
+|---|---|---|---|---|---|
+"""
+
+
+def families_page() -> str:
+    """The table as a page of the docs."""
+    return FAMILIES_HEAD + "".join(f"{_family(name, FAMILIES[name])}\n" for name in sorted(FAMILIES))
+
+
+def _family(name: str, row: Family) -> str:
+    marks = ["–" if what in row.reasons else "✔" for what in ("rollout", "packed", "padded")]
+    why = "; ".join(dict.fromkeys(row.reasons.values()))
+    if row.on_gpu:
+        why = f"generates on a CPU only: {row.on_gpu}"
+    return f"| {' | '.join([f'`{name}`', *marks, '✔' if row.megatron else '–', why])} |"
+
+
+# The generated pages.
+PAGES = {"config_reference.md": reference, "families.md": families_page}
+
 if __name__ == "__main__":
-    Path(sys.argv[1] if len(sys.argv) > 1 else DOCS_FILE).write_text(reference(), encoding="utf-8")
+    for name, page in PAGES.items():
+        (Path(sys.argv[1] if len(sys.argv) > 1 else DOCS) / name).write_text(page(), encoding="utf-8")

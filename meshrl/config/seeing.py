@@ -5,8 +5,9 @@ from typing import Any
 
 from meshrl.config.critic import uses_critic
 from meshrl.config.engine import EngineConfig
+from meshrl.config.families import SEEING
 from meshrl.config.model import ModelConfig
-from meshrl.config.model_folder import PROCESSOR_FILES, SEEING, has_processor, read_model_config
+from meshrl.config.model_folder import PROCESSOR_FILES, has_processor, read_model_config
 from meshrl.config.names import ACTOR, MODEL, REF, ROLLOUT
 from meshrl.config.rollout import SEEING_ROLLOUTS
 from meshrl.config.root import PPOConfig

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from meshrl.config.families import CUT_FAMILIES
 from meshrl.config.model_folder import EXPERT_COUNTS, read_model_config
 from meshrl.config.names import ROLLOUT
 from meshrl.config.rollout import RolloutConfig
@@ -12,8 +13,6 @@ SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
 SPREAD = f"{ROLLOUT}.expert_parallel_size"
 # Rollouts that can be cut over the trainer's ranks.
 SPLIT = ("embedded", "vllm", "sglang")
-# Decoders whose layers the embedded rollout can cut.
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def split_engine_problems(config: PPOConfig) -> list[str]:
@@ -112,8 +111,8 @@ def _cut_problems(rollout: RolloutConfig, shape: Mapping[str, Any]) -> list[str]
     size, kind, problems = rollout.tensor_model_parallel_size, shape.get("model_type"), []
     if size == 1:
         return []
-    if rollout.name == "embedded" and kind is not None and kind not in MODEL_TYPES:
-        problems.append(f"{SIZE}={size}: a {kind} model cannot be cut, only {', '.join(MODEL_TYPES)}; set it to 1")
+    if rollout.name == "embedded" and kind is not None and kind not in CUT_FAMILIES:
+        problems.append(f"{SIZE}={size}: a {kind} model cannot be cut, only {', '.join(CUT_FAMILIES)}; set it to 1")
     for name in ("num_attention_heads", "intermediate_size"):
         count = shape.get(name)
         if count is not None and count % size:

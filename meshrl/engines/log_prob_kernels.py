@@ -16,9 +16,18 @@ NUM_WARPS = 8
 
 
 @triton.jit
+def _tempered(logits, inverse_temperature, limit, with_limit: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Logits in float32 at the temperature, soft-capped if there is a limit."""
+    x = logits.to(tl.float32) * inverse_temperature
+    if with_limit:
+        x = limit * (2.0 * tl.sigmoid(2.0 * x / limit) - 1.0)
+    return x
+
+
+@triton.jit
 def _forward(  # type: ignore[no-untyped-def]
-    logits, targets, log_sums, log_probs, entropies, vocab, inverse_temperature,
-    with_entropy: tl.constexpr, block: tl.constexpr,
+    logits, targets, log_sums, log_probs, entropies, vocab, inverse_temperature, limit,
+    with_entropy: tl.constexpr, with_limit: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """One row a program: running maximum, sum of exponentials and, for the entropy, their mean logit."""
     row = tl.program_id(0).to(tl.int64)
@@ -29,7 +38,8 @@ def _forward(  # type: ignore[no-untyped-def]
     for first in range(0, vocab, block):
         columns = first + tl.arange(0, block)
         inside = columns < vocab
-        x = tl.load(start + columns, mask=inside, other=-float("inf")).to(tl.float32) * inverse_temperature
+        x = _tempered(tl.load(start + columns, mask=inside, other=0.0), inverse_temperature, limit, with_limit)
+        x = tl.where(inside, x, -float("inf"))
         new_largest = tl.maximum(largest, tl.max(x, 0))
         shift = tl.where(largest == -float("inf"), 0.0, largest - new_largest)
         scale = tl.exp(shift)
@@ -40,7 +50,7 @@ def _forward(  # type: ignore[no-untyped-def]
         total = scale * total + tl.sum(e, 0)
         largest = new_largest
     log_sum = largest + tl.log(total)
-    chosen = tl.load(start + tl.load(targets + row)).to(tl.float32) * inverse_temperature
+    chosen = _tempered(tl.load(start + tl.load(targets + row)), inverse_temperature, limit, with_limit)
     tl.store(log_sums + row, log_sum)
     tl.store(log_probs + row, chosen - log_sum)
     if with_entropy:
@@ -49,15 +59,16 @@ def _forward(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
-    logits, targets, log_sums, entropies, grad_log_probs, grad_entropies, vocab, inverse_temperature,
-    with_log_prob: tl.constexpr, with_entropy: tl.constexpr, block: tl.constexpr,
+    logits, targets, log_sums, entropies, grad_log_probs, grad_entropies, vocab, inverse_temperature, limit,
+    with_log_prob: tl.constexpr, with_entropy: tl.constexpr, with_limit: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """d loss / d logit, written over the logit."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < vocab
     place = logits + row * vocab + columns
-    log_p = tl.load(place, mask=inside, other=0.0).to(tl.float32) * inverse_temperature - tl.load(log_sums + row)
+    x = _tempered(tl.load(place, mask=inside, other=0.0), inverse_temperature, limit, with_limit)
+    log_p = x - tl.load(log_sums + row)
     p = tl.exp(log_p)
     grad = tl.zeros([block], tl.float32)
     if with_log_prob:
@@ -65,11 +76,13 @@ def _backward(  # type: ignore[no-untyped-def]
         grad += tl.load(grad_log_probs + row) * (hit - p)
     if with_entropy:
         grad -= tl.load(grad_entropies + row) * p * (log_p + tl.load(entropies + row))
+    if with_limit:
+        grad *= 1.0 - (x / limit) * (x / limit)
     tl.store(place, (grad * inverse_temperature).to(logits.dtype.element_ty), mask=inside)
 
 
 def chunk_outputs(
-    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, limit: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-sum, log-prob of the target, and entropy (or nothing) of each row of logits."""
     rows, vocab = logits.shape
@@ -77,8 +90,8 @@ def chunk_outputs(
     entropy = torch.empty(rows if with_entropy else 0, device=logits.device)
     if rows:
         _forward[(rows,)](
-            logits, targets, log_sums, log_probs, entropy, vocab, 1.0 / temperature, with_entropy,
-            FORWARD_BLOCK, num_warps=NUM_WARPS,
+            logits, targets, log_sums, log_probs, entropy, vocab, 1.0 / temperature, limit or 1.0, with_entropy,
+            limit is not None, FORWARD_BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
     return log_sums, log_probs, entropy
 
@@ -91,6 +104,7 @@ def chunk_gradient(
     grad_log_prob: Tensor | None,
     grad_entropy: Tensor | None,
     temperature: float,
+    limit: float | None = None,
 ) -> Tensor:
     """The gradient with respect to the logits, in their own memory."""
     rows, vocab = logits.shape
@@ -98,6 +112,7 @@ def chunk_gradient(
     if rows:
         _backward[(rows, triton.cdiv(vocab, BACKWARD_BLOCK))](
             logits, targets, log_sum, entropy, *(log_sum if g is None else g for g in grads), vocab, 1.0 / temperature,
-            grads[0] is not None, grads[1] is not None, BACKWARD_BLOCK, num_warps=NUM_WARPS,
+            limit or 1.0, grads[0] is not None, grads[1] is not None, limit is not None, BACKWARD_BLOCK,
+            num_warps=NUM_WARPS,
         )  # fmt: skip
     return logits

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshrl.config.families import UNSCALED, LogitScaling
+
 # How many logits a chunk holds at most. On a GPU a chunk must be large enough to keep the matrix units busy.
 CHUNK_ELEMENTS = 1 << 25
 CHUNK_ELEMENTS_ON_GPU = 1 << 29
@@ -33,11 +35,13 @@ def linear_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     keep_bytes: int = 0,
+    scaling: LogitScaling = UNSCALED,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `targets` [tokens] and entropies, for logits `(hidden @ weight.T + bias) / temperature`.
+    """Log-probs of `targets` [tokens] and entropies, for logits `scaled(hidden @ weight.T + bias) / temperature`.
 
-    Both results are float32 [tokens] and differentiable in hidden, weight and bias. Logits of a 16-bit type that take
-    at most `keep_bytes` wait for the backward pass instead of being computed twice.
+    `scaling` is what the model's family does to the product of its head. Both results are float32 [tokens] and
+    differentiable in hidden, weight and bias. Logits of a 16-bit type that take at most `keep_bytes` wait for the
+    backward pass instead of being computed twice.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(
@@ -45,28 +49,46 @@ def linear_log_probs(
         )
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0 to compute log-probs, got {temperature}")
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, keep_bytes)
+    divisor, limit = _divisor_and_limit(temperature, scaling)
+    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, bias, targets, divisor, limit, with_entropy, keep_bytes)
     return log_probs, entropy if with_entropy else None
 
 
 @torch.no_grad()
 def linear_sum_pi_squared(
-    hidden: Tensor, weight: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scaling: LogitScaling = UNSCALED,
 ) -> Tensor:
-    """The sum over the vocabulary of p^2, float32 [tokens], for logits `(hidden @ weight.T + bias) / temperature`."""
+    """The sum over the vocabulary of p^2, float32 [tokens], for the logits of `linear_log_probs`."""
+    divisor, limit = _divisor_and_limit(temperature, scaling)
     sums = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
     step = tokens_per_chunk(weight.shape[0], hidden.is_cuda)
     for i in range(0, hidden.shape[0], step):
-        logits = F.linear(hidden[i : i + step], weight, bias).float() / temperature
+        logits = tempered(F.linear(hidden[i : i + step], weight, bias), divisor, limit)
         sums[i : i + step] = logits.log_softmax(-1).mul_(2).exp_().sum(-1)
     return sums
 
 
+def _divisor_and_limit(temperature: float, scaling: LogitScaling) -> tuple[float, float | None]:
+    """What the head's product is divided by, and the soft cap behind the division: both with the temperature."""
+    return temperature / scaling.factor, None if scaling.cap is None else scaling.cap / temperature
+
+
+def tempered(logits: Tensor, divisor: float, limit: float | None) -> Tensor:
+    """Logits in float32, divided and then soft-capped: a new tensor."""
+    logits = logits.float() / divisor
+    return logits if limit is None else logits.div_(limit).tanh_().mul_(limit)
+
+
 def chunk_outputs(
-    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool
+    logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, limit: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-sum, log-prob of the target, and entropy (or nothing) of each row of logits."""
-    logits = logits.float() / temperature
+    logits = tempered(logits, temperature, limit)
     log_sum = logits.logsumexp(-1)
     log_prob = logits.gather(-1, targets[:, None])[:, 0] - log_sum
     if not with_entropy:
@@ -84,9 +106,11 @@ def chunk_gradient(
     grad_log_prob: Tensor | None,
     grad_entropy: Tensor | None,
     temperature: float,
+    limit: float | None = None,
 ) -> Tensor:
     """The gradient with respect to the logits, in their own type; a target may lie outside of a rank's own columns."""
-    log_p = logits.float() / temperature - log_sum[:, None]
+    scaled = tempered(logits, temperature, limit)
+    log_p = scaled - log_sum[:, None]
     probs = log_p.exp()
     grad = torch.zeros_like(probs)
     if grad_log_prob is not None:
@@ -96,6 +120,8 @@ def chunk_gradient(
     if grad_entropy is not None:
         # d entropy / d logit = -p (log p + entropy)
         grad = grad - probs * (log_p + entropy[:, None]) * grad_entropy[:, None]
+    if limit is not None:
+        grad = grad * (1 - (scaled / limit).square())
     return (grad / temperature).to(logits.dtype)
 
 
@@ -124,6 +150,7 @@ class _LinearLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
+        limit: float | None,
         with_entropy: bool,
         keep_bytes: int,
     ) -> tuple[Tensor, Tensor]:
@@ -140,14 +167,14 @@ class _LinearLogProbs(torch.autograd.Function):
         for i in range(0, n, step):
             part = slice(i, i + step)
             logits = F.linear(hidden[part], weight, bias)
-            outputs = outputs_of(logits, targets[part], temperature, with_entropy)
+            outputs = outputs_of(logits, targets[part], temperature, with_entropy, limit)
             log_sums[part], log_probs[part] = outputs[:2]
             if keeps:
                 ctx.kept[i] = logits
             if with_entropy:
                 entropy[part] = outputs[2]
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropy)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.limit = temperature, limit
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
@@ -166,7 +193,7 @@ class _LinearLogProbs(torch.autograd.Function):
             logits = ctx.kept.pop(i, None)
             if logits is None:
                 logits = F.linear(hidden[part], weight, bias)
-            grad = gradient_of(logits, targets[part], log_sums[part], entropy[part], *grads, ctx.temperature)
+            grad = gradient_of(logits, targets[part], log_sums[part], entropy[part], *grads, ctx.temperature, ctx.limit)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[part])
             if ctx.needs_input_grad[1]:
@@ -178,5 +205,5 @@ class _LinearLogProbs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-            *([None] * 4),
+            *([None] * 5),
         )

@@ -14,16 +14,14 @@ from transformers import PreTrainedModel
 from meshrl.data.packing import PackedRow
 from meshrl.data.seen import Seen
 from meshrl.engines.log_probs import linear_log_probs, linear_sum_pi_squared
+from meshrl.models.families import body_of, logit_scaling_of
 from meshrl.models.loading import VALUE_HEAD
 from meshrl.models.sight import Sight
-from meshrl.parallel.attention import AttentionContext
+from meshrl.parallel.attention import AttentionContext, hand_contexts_down
 from meshrl.parallel.packable import check_layers, longest_fixed_rotation
 from meshrl.parallel.prefix_tree import PrefixTree
 from meshrl.parallel.recurrence import enter_recurrences
 from meshrl.parallel.sequence import SequenceShard
-
-# Config fields by which some models change their logits after the output projection.
-LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "final_logits_soft_cap")
 
 # A row runs as a tree of its prefixes where that leaves at most this share of its tokens.
 MOST_NODES = 0.9
@@ -51,6 +49,7 @@ class PackedModel(nn.Module):
         # With dropout, equal prefixes get unequal states: each place draws its own.
         self.drops_out = any(isinstance(m, nn.Dropout) and m.p > 0 for m in hf_model.base_model.modules())
         self.has_states = enter_recurrences(hf_model)
+        hand_contexts_down(hf_model)
         self.longest = longest_fixed_rotation(hf_model)
         self._is_checked = False
 
@@ -114,7 +113,7 @@ class PackedModel(nn.Module):
         self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext, seen: Seen | None = None
     ) -> Tensor:
         """The hidden states [tokens, dim] of a row of tokens."""
-        model: Any = self.hf_model.base_model
+        model: Any = body_of(self.hf_model)
         inputs: dict[str, Any] = {"input_ids": input_ids[None]}
         if self.sight is not None:
             inputs = self.sight.inputs(self.hf_model, input_ids, seen, always=self.looks_always)
@@ -137,7 +136,7 @@ class PackedModel(nn.Module):
     def _padded(self, row: PackedRow) -> Tensor:
         """The hidden states of a padded rectangle, by the model's own attention."""
         assert row.attention_mask is not None
-        hidden = self.hf_model.base_model(
+        hidden = body_of(self.hf_model)(
             input_ids=row.input_ids.view(row.attention_mask.shape),
             attention_mask=row.attention_mask,
             position_ids=(row.attention_mask.cumsum(1) - 1).clamp_(min=0),
@@ -160,15 +159,11 @@ class PackedCausalLM(PackedModel):
         sight: Sight | None = None,
         looks_always: bool = False,
     ):
-        changed = [f for f in LOGIT_CHANGES if getattr(hf_model.config, f, None) not in (None, 1, 1.0)]
-        if changed:
-            raise ValueError(
-                f"{type(hf_model).__name__} transforms its logits ({', '.join(changed)}): not supported yet"
-            )
         if hf_model.get_output_embeddings() is None:
             raise ValueError(f"{type(hf_model).__name__} has no output projection to compute log-probs with")
         super().__init__(hf_model, sight, looks_always)
         self.keep_logits_bytes = keep_logits_bytes
+        self.scaling = logit_scaling_of(hf_model.config)
 
     def answer(self, hidden: Tensor, targets: Tensor, wanted: Wanted) -> dict[str, Tensor]:
         head: Any = self.hf_model.get_output_embeddings()
@@ -181,11 +176,12 @@ class PackedCausalLM(PackedModel):
             temperature=wanted.temperature,
             with_entropy=wanted.entropy,
             keep_bytes=self.keep_logits_bytes,
+            scaling=self.scaling,
         )
         answers = {"log_probs": log_probs} | ({} if entropy is None else {"entropys": entropy})
         if wanted.sum_pi_squared:
             answers["sum_pi_squared"] = linear_sum_pi_squared(
-                hidden, head.weight, bias=bias, temperature=wanted.temperature
+                hidden, head.weight, bias=bias, temperature=wanted.temperature, scaling=self.scaling
             )
         return answers
 

@@ -27,6 +27,7 @@ from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, quantized_pro
 from meshrl.config.names import count
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.empty import without_memory
+from meshrl.models.families import attention_name
 from meshrl.models.sight import sees
 
 # What Transformers calls the head of its token classifiers.
@@ -198,6 +199,7 @@ def causal_lm_class(config: PretrainedConfig) -> Any:
 
 def _attention_of(config: PretrainedConfig, attention: str) -> str | dict[str, str]:
     """The same for all layers, but for those that look at images: they see all of an image at once."""
+    attention = attention_name(config, attention)
     return {"": attention, "text_config": attention, "vision_config": "sdpa"} if sees(config) else attention
 
 

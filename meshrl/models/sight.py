@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from meshrl.config.families import SEEING
 from meshrl.config.model import ModelConfig
-from meshrl.config.model_folder import SEEING
 from meshrl.config.names import count
 from meshrl.data.image_reader import Head, ImageReader, reader_of
 from meshrl.data.seen import NOT_AN_IMAGE, Images, Seen

@@ -7,12 +7,14 @@ so there is no attention mask anywhere and none of Transformers' guesses about p
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from meshrl.config.families import FAMILIES
 from meshrl.parallel.packable import note_attended
 
 ATTENTION_NAME = "meshrl"
@@ -62,6 +64,8 @@ def attention(
         raise ValueError(f"attention dropout must be 0 in RL training, got {dropout}: set attention_dropout to 0")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer_idx: int = module.layer_idx  # type: ignore[assignment]
+    if sliding_window is None:
+        sliding_window = _window_in_mask(module)
     check_layer(module, layer_idx, sliding_window)
     note_attended(module)
     return attention_context.attend(layer_idx, query, key, value, scale, sliding_window), None
@@ -80,6 +84,53 @@ def check_layer(module: torch.nn.Module, layer_idx: int, sliding_window: int | N
         raise ValueError(f"layer {layer_idx} has a sliding window, but its model does not say how wide it is")
     if not getattr(module, "is_causal", True):
         raise ValueError(f"layer {layer_idx} looks ahead (is_causal is False): meshrl's attention is causal")
+
+
+def _window_in_mask(module: nn.Module) -> int | None:
+    """The window of a layer whose family tells it to Transformers' mask alone."""
+    config: Any = getattr(module, "config", None)
+    row = FAMILIES.get(getattr(config, "model_type", ""))
+    return config.sliding_window if row is not None and row.window_in_mask else None
+
+
+class _ContextInLayer:
+    """A decoder layer that leaves its attention the context that it is called with."""
+
+    def forward(self, *args: Any, attention_context: AttentionContext | None = None, **kwargs: Any) -> Tensor:
+        own: Any = self
+        own.self_attn.context_of_layer = attention_context
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            own.self_attn.context_of_layer = None
+
+
+class _ContextFromLayer:
+    """Attention that takes the context from its layer."""
+
+    context_of_layer: AttentionContext | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.context_of_layer is not None:
+            kwargs["attention_context"] = self.context_of_layer
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
+# Layers that call their attention without the keywords that they were called with.
+SILENT_LAYERS = ("NemotronDecoderLayer", "StableLmDecoderLayer")
+
+
+def hand_contexts_down(hf_model: nn.Module) -> None:
+    """Have layers that swallow their keywords give their attention the context; the others need nothing."""
+    for layer in [module for module in hf_model.modules() if type(module).__name__ in SILENT_LAYERS]:
+        for module, addition in ((layer, _ContextInLayer), (layer.self_attn, _ContextFromLayer)):
+            if not isinstance(module, addition):
+                module.__class__ = _with(addition, type(module))  # type: ignore[assignment]
+
+
+@cache
+def _with(addition: type, own: type) -> type:
+    return type(own.__name__, (addition, own), {})
 
 
 AttentionInterface.register(ATTENTION_NAME, attention)

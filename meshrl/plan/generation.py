@@ -9,10 +9,9 @@ from functools import cached_property
 
 import numpy as np
 
-from meshrl.config.families import FAMILIES
+from meshrl.config.families import CUT_FAMILIES, MEGATRON_FAMILIES
 from meshrl.config.rollout import RolloutConfig
 from meshrl.config.root import PPOConfig
-from meshrl.config.split_rollout import MODEL_TYPES
 from meshrl.models.loading import torch_dtype
 from meshrl.models.sizes import expert_count
 from meshrl.plan.hardware import Cluster
@@ -81,7 +80,7 @@ class Generation:
             and not actor.rests[0]
             and actor.dtype == torch_dtype(self.rollout.dtype)
             and self.ranks == 1
-            and not (actor.engine.rounds and self.model.config.model_type not in MODEL_TYPES)
+            and not (actor.engine.rounds and self.model.config.model_type not in CUT_FAMILIES)
         )
 
     @cached_property
@@ -108,7 +107,7 @@ class Generation:
             return 0
         if self.ranks == 1:
             return self.model.num_params * self.itemsize
-        if self.model.config.model_type not in FAMILIES:
+        if self.model.config.model_type not in MEGATRON_FAMILIES:
             return int(self._on_one_rank(self.model.num_params, self.model.expert_params)) * self.itemsize
         one = RolloutLayout(self.layout.tp, max(1, self.ranks // self.layout.tp), self.layout.ep)
         if one not in self.model.notes:

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshrl.config.checks import check_config
 from meshrl.config.engine import EngineConfig
-from meshrl.config.families import FAMILIES
+from meshrl.config.families import MEGATRON_FAMILIES
 from meshrl.config.layout import sequence_ranks
 from meshrl.config.megatron_fields import has_megatron
 from meshrl.config.model_folder import fit_problems
@@ -338,7 +338,7 @@ def layouts(config: Config, model: PlannedModel, cluster: Cluster) -> Iterator[S
                 f"{names.engine}.ulysses_sequence_parallel_size": sp,
                 f"{names.engine}.context_parallel_size": cp,
             }
-    if model.lora is not None or model.config.model_type not in FAMILIES or not has_megatron():
+    if model.lora is not None or model.config.model_type not in MEGATRON_FAMILIES or not has_megatron():
         return
     experts = expert_count(model.config)
     for tp, pp, cp in product(POWERS[:4], POWERS, POWERS[:2]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from meshrl.config.families import FAMILIES
+from meshrl.config.families import MEGATRON_FAMILIES
 from meshrl.config.layout import shard_axes
 from meshrl.engines.megatron.ranks import ParallelRanks, ranks_of
 from meshrl.engines.megatron.weight_map import describe, padded_vocab_size
@@ -41,7 +41,7 @@ def plan_sync(generation: Generation, clock: Clock, quick: bool = False) -> Sync
         return Sync("none: the rollout generates with the trainer's own weights", 0, 0, 0, 0, 0.0)
     whole = model.num_params * generation.itemsize
     is_external = generation.rollout.name in EXTERNAL
-    has_no_plan = model.config.model_type not in FAMILIES or actor.placement == "fsdp"
+    has_no_plan = model.config.model_type not in MEGATRON_FAMILIES or actor.placement == "fsdp"
     if not generation.is_apart and has_no_plan:
         received = whole * (actor.world_size - 1) // actor.world_size
         return _timed("a stream of whole tensors", received, received, whole, 2 * bucket, generation, clock)

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from meshrl.config.engine_arguments import engine_gpus
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
+from meshrl.models.families import PLAIN_ATTENTION
 from meshrl.models.loading import empty_causal_lm, new_causal_lm, torch_dtype
 from meshrl.models.sight import find_sight, sees
 from meshrl.parallel.attention import ATTENTION_NAME
@@ -62,7 +63,7 @@ def build_rollout(
     if config.name == "hf":
         from meshrl.rollout.hf import HFRollout
 
-        own: Any = new_causal_lm(hf_model.config, "sdpa", dtype)
+        own: Any = new_causal_lm(hf_model.config, PLAIN_ATTENTION, dtype)
         return HFRollout(
             own.to(device),
             pad_token_id=pad,
@@ -72,9 +73,10 @@ def build_rollout(
             records_routes=records_routes,
         )
     from meshrl.rollout.embedded.engine import EmbeddedRollout
-    from meshrl.rollout.embedded.layers import rounds_in_forward
+    from meshrl.rollout.embedded.layers import rounds_in_forward, takes_contexts
 
-    shares = can_share and hf_model.dtype == dtype and rank_group is None and not rounds_in_forward(hf_model)
+    shares = can_share and hf_model.dtype == dtype and rank_group is None
+    shares = shares and takes_contexts(hf_model) and not rounds_in_forward(hf_model)
     if rank_group is not None:
         module: Any = empty_causal_lm(hf_model.config, ATTENTION_NAME, dtype)
     else:

@@ -17,14 +17,13 @@ from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import READERS, ROLLOUTS, SEEING_ROLLOUTS, EngineKwargs, RolloutConfig
 from meshrl.data.images import PromptImages
 from meshrl.models.buffers import named_weights
+from meshrl.models.families import PLAIN_ATTENTION, check_engine
 from meshrl.models.loading import load_model, load_model_config, load_tokenizer, stop_token_ids, torch_dtype
 from meshrl.models.sight import sees
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.build import build_rollout
 from meshrl.rollout.weight_stream import model_without_memory
 
-# The attention function of a model that only lends its weights.
-PLAIN_ATTENTION = "sdpa"
 # The engines that have arguments of their own.
 EXTERNAL = ("vllm", "sglang")
 
@@ -72,6 +71,7 @@ def open_rollout(path: str | Path, options: EngineOptions, image_key: str | None
     transformers_logging.disable_progress_bar()
     device = check_options(options)
     config = load_model_config(path, trust_remote_code=options.trust_remote_code)
+    check_engine(options.engine, config, device.type == "cuda")
     text = config.get_text_config()
     length = getattr(text, "max_position_embeddings", None)
     if options.max_model_len is not None and length is not None and options.max_model_len > length:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from meshrl.config.model_folder import GATED_DELTA
+from meshrl.config.families import GATED_DELTA
 from meshrl.telemetry.accounts import Key
 from meshrl.telemetry.ledger import current_ledger, served_method
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from meshrl.agents.toolbox import tool_schemas
 from meshrl.algorithms import estimator_takes
 from meshrl.config.algorithm_checks import bypass_loss, uses_reference
+from meshrl.config.checks import gpu_generation_problems
 from meshrl.config.correction import correction_of
 from meshrl.config.critic import uses_critic
 from meshrl.config.eight_bits import gpu_problems
@@ -549,6 +550,8 @@ def check_machine(config: PPOConfig, pools: Sequence[Pool]) -> None:
     """What a run needs of this machine, before an earlier run's files are moved aside."""
     check_devices(pools, config.trainer)
     check_rounding(config)
+    if uses_gpu(config.trainer) and (problems := gpu_generation_problems(config)):
+        raise ConfigError(problems)
     kind = config.actor_rollout_ref.rollout.kv_cache_dtype
     if kind != "auto" and config.trainer.backend == "local" and not uses_gpu(config.trainer):
         raise ConfigError(

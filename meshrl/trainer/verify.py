@@ -15,8 +15,9 @@ from transformers.utils import logging as transformers_logging
 
 from meshrl.config.checks import ensure_runnable
 from meshrl.config.errors import ConfigError
+from meshrl.config.families import SEEING
 from meshrl.config.load import load_config
-from meshrl.config.model_folder import SEEING, fit_problems
+from meshrl.config.model_folder import fit_problems
 from meshrl.config.names import count
 from meshrl.config.sft import SFTConfig
 from meshrl.controller import ClassWithInitArgs, Deadlines, ResourcePool, create_worker_group

@@ -24,6 +24,7 @@ from torch import Tensor
 from meshrl.engines.base import Engine
 from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.engines.fsdp.sharding import Whole
+from meshrl.models.families import PLAIN_ATTENTION
 from meshrl.models.key_map import matrix
 from meshrl.models.loading import empty_causal_lm
 from meshrl.rollout.base import Rollout
@@ -76,7 +77,7 @@ def policy_sync(
 
     def make() -> PolicySync:
         if hf_model is None:
-            model = empty_causal_lm(engine.hf_model.config, "sdpa", dtype)
+            model = empty_causal_lm(engine.hf_model.config, PLAIN_ATTENTION, dtype)
             cut = None if parallel is None else RolloutLayout.of(parallel, rank_and_world()[1], "packed")
             ranks = getattr(rollout, "replica_ranks", 1)
             stream = partial(connect_stream, engine, model, layout=cut, replica_ranks=ranks, **options)

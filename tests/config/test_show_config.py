@@ -6,7 +6,7 @@ import pytest
 
 from meshrl.config import ConfigError, PPOConfig, load_config, quick_yaml
 from meshrl.config.load import ROOTS
-from meshrl.config.reference import DOCS_FILE, reference
+from meshrl.config.reference import DOCS, PAGES, reference
 from meshrl.config.show import as_recipe, to_yaml
 from meshrl.config.tree import leaves
 
@@ -69,8 +69,9 @@ def test_only_a_part_and_documentation() -> None:
         to_yaml(PPOConfig(), only="trainer.deadline")
 
 
-def test_reference_is_current() -> None:
-    assert DOCS_FILE.read_text(encoding="utf-8") == reference(), "run: python -m meshrl.config.reference"
+def test_generated_pages_are_current() -> None:
+    for name, page in PAGES.items():
+        assert (DOCS / name).read_text(encoding="utf-8") == page(), "run: python -m meshrl.config.reference"
 
 
 def test_reference_has_every_key() -> None:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshrl.config.families import UNSCALED, LogitScaling
 from meshrl.engines import log_probs as module
 from meshrl.engines.log_probs import linear_log_probs, linear_sum_pi_squared, tokens_per_chunk
 
@@ -27,8 +28,18 @@ def inputs(tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> dict[str
     }
 
 
-def reference(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: float):
+def reference(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    scaling: LogitScaling = UNSCALED,
+):
     logits = hidden @ weight.T if bias is None else hidden @ weight.T + bias
+    logits = logits * scaling.factor
+    if scaling.cap is not None:
+        logits = (logits / scaling.cap).tanh() * scaling.cap
     log_p = (logits / temperature).log_softmax(-1)
     return log_p[torch.arange(len(targets)), targets], -(log_p.exp() * log_p).sum(-1)
 
@@ -68,6 +79,42 @@ def test_values_and_gradients(temperature, with_bias, uses):
     loss_of(*want, uses).backward()
     for name, leaf in ours.items():
         assert (leaf.grad.double() - exact[name].grad).abs().max() < 1e-5 * exact[name].grad.abs().max(), name
+
+
+SCALINGS = [LogitScaling(0.125), LogitScaling(1.0, 2.0), LogitScaling(3.0, 1.5)]
+
+
+@pytest.mark.usefixtures("chunk")
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("scaling", SCALINGS, ids=str)
+@pytest.mark.parametrize("uses", ["log_probs", "entropy", "both"])
+def test_scaled_and_capped_logits(temperature: float, scaling: LogitScaling, uses: str) -> None:
+    given = inputs()
+    ours, exact = leaves(given, True, torch.float32), leaves(given, True, torch.float64)
+    names = ("hidden", "weight", "bias")
+    got = linear_log_probs(
+        ours["hidden"],
+        ours["weight"],
+        given["targets"],
+        bias=ours["bias"],
+        temperature=temperature,
+        with_entropy=True,
+        scaling=scaling,
+    )
+    hidden, weight, bias = (exact[name] for name in names)
+    want = reference(hidden, weight, given["targets"], bias, temperature, scaling)
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
+    loss_of(*got, uses).backward()
+    loss_of(*want, uses).backward()
+    for name, leaf in ours.items():
+        assert (leaf.grad.double() - exact[name].grad).abs().max() < 1e-5 * exact[name].grad.abs().max(), name
+    logits = (hidden @ weight.T + bias) * scaling.factor
+    logits = logits if scaling.cap is None else (logits / scaling.cap).tanh() * scaling.cap
+    sums = linear_sum_pi_squared(
+        given["hidden"], given["weight"], bias=given["bias"], temperature=temperature, scaling=scaling
+    )
+    torch.testing.assert_close(sums.double(), (logits / temperature).softmax(-1).square().sum(-1), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("chunk")
@@ -266,7 +313,8 @@ class CountProducts(TorchDispatchMode):
 @pytest.mark.parametrize("uses", ["log_probs", "entropy", "both"])
 @pytest.mark.parametrize(("tokens", "vocabulary", "keep"), [(37, 9001, 0), (37, 9001, 1 << 30), (5, 151936, 0)])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_the_gpu_kernels_equal_log_softmax(monkeypatch, uses, tokens, vocabulary, keep, temperature):
+@pytest.mark.parametrize("scaling", [UNSCALED, LogitScaling(0.5, 2.0)], ids=["unscaled", "capped"])
+def test_the_gpu_kernels_equal_log_softmax(monkeypatch, uses, tokens, vocabulary, keep, temperature, scaling):
     monkeypatch.setattr(module, "CHUNK_ELEMENTS_ON_GPU", 16 * vocabulary)
     generator = torch.Generator().manual_seed(0)
     # Values whose products are exact in bfloat16: what differs is the kernels' own doing.
@@ -277,8 +325,8 @@ def test_the_gpu_kernels_equal_log_softmax(monkeypatch, uses, tokens, vocabulary
         [x.clone().requires_grad_() for x in (hidden, weight)],
         [x.double().requires_grad_() for x in (hidden, weight)],
     )
-    got = linear_log_probs(*ours, targets, temperature=temperature, with_entropy=True, keep_bytes=keep)
-    want = reference(*exact, targets, None, temperature)
+    got = linear_log_probs(*ours, targets, temperature=temperature, with_entropy=True, keep_bytes=keep, scaling=scaling)
+    want = reference(*exact, targets, None, temperature, scaling)
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=2e-3, atol=2e-3)
     loss_of(*(x.cpu() for x in got), uses).backward()

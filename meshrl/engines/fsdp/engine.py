@@ -36,7 +36,8 @@ from meshrl.engines.packed_lm import PackedCausalLM, PackedModel, PackedValueMod
 from meshrl.engines.stored_state import Snapshot
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.eight_bits import compute_in_8_bits
-from meshrl.models.loading import empty_model, load_model, refuse_quantized, torch_dtype
+from meshrl.models.families import PLAIN_ATTENTION, check_training
+from meshrl.models.loading import empty_model, load_model, load_model_config, refuse_quantized, torch_dtype
 from meshrl.models.lora import adapter_init, adapter_scaling, adapters_off, add_adapters, merged_params
 from meshrl.models.routes import ROUTED_EXPERTS, Routers, over_ranks, packed_routes, unpacked_routes
 from meshrl.models.sight import Sight, find_sight, language_model, sees, tower_of
@@ -75,6 +76,8 @@ class FSDPEngine(Engine):
 
     def initialize(self) -> None:
         model = self.model_config
+        hf_config = load_model_config(model.path or "", dict(model.override_config), model.trust_remote_code)
+        check_training(hf_config, self.packs)
         how = self._placement()
         # FSDP2 shards a model without memory and fills it afterwards; adapters are small and made with their values.
         fills_later = how == "fsdp2" or model.random_init
@@ -142,7 +145,7 @@ class FSDPEngine(Engine):
         refuse_quantized(model.path or "")
         return make(
             model.path or "",
-            ATTENTION_NAME if self.packs else "sdpa",
+            ATTENTION_NAME if self.packs else PLAIN_ATTENTION,
             self.head,
             dtype=torch_dtype(self.engine_config.fsdp_config.model_dtype),
             override=dict(model.override_config),

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from meshrl.data.seen import Seen
+from meshrl.models.families import scale_logits_
 from meshrl.parallel.attention import AttentionContext
 from meshrl.rollout.embedded.fused import can_fuse, fused_hidden
 from meshrl.rollout.embedded.kernels import sample_rows
@@ -255,6 +256,7 @@ class PagedRunner(Runner):
             torch.mm(hidden, head.weight.t(), out=logits)
         else:
             torch.addmm(head.bias, hidden, head.weight.t(), out=logits)
+        scale_logits_(logits, self.scaling)
         sample_rows(
             logits, keys, heat.view(torch.float64), self.outputs[0, :size], self.outputs[1, :size].view(torch.float64)
         )

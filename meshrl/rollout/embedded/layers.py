@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from meshrl.models.eight_bits import Linear8
 from meshrl.models.sight import language_model, sees
-from meshrl.parallel.attention import AttentionContext
+from meshrl.parallel.attention import ATTENTION_NAME, AttentionContext
 from meshrl.rollout.embedded.fp8 import Fp8Projection
 
 if TYPE_CHECKING:
@@ -44,6 +44,12 @@ def is_plain(hf_model: PreTrainedModel, families: tuple[str, ...] = FAMILIES) ->
     return all(
         type(m) in (torch.nn.Linear, Linear8) for m in language_model(hf_model).modules() if hasattr(m, "in_features")
     )
+
+
+def takes_contexts(hf_model: PreTrainedModel) -> bool:
+    """Whether the engine can generate with this very module; one that trains padded batches attends in its own way."""
+    ours = hf_model.config.get_text_config()._attn_implementation == ATTENTION_NAME
+    return ours or is_plain(hf_model, FAMILIES + SEEING_FAMILIES + WITH_EXPERTS)
 
 
 def rounds_in_forward(hf_model: PreTrainedModel) -> bool:

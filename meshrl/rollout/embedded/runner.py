@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from meshrl.data.seen import Seen
+from meshrl.models.families import body_of, logit_scaling_of, scale_logits_
 from meshrl.models.sight import Deep, Sight
-from meshrl.parallel.attention import AttentionContext
+from meshrl.parallel.attention import AttentionContext, hand_contexts_down
 from meshrl.parallel.packable import check_layers
 from meshrl.parallel.recurrence import enter_recurrences
 from meshrl.rollout.embedded.adjust import Adjuster
@@ -75,10 +76,11 @@ class Runner(ABC):
     ):
         self.hf_model: Any = hf_model
         self.sight = sight
-        self.in_8_bits = in_8_bits
+        self.in_8_bits, self.scaling = in_8_bits, logit_scaling_of(hf_model.config)
         self.rows, self.parallel, self.routes = rows, parallel, routes
         self.device = next(hf_model.parameters()).device
         self.states = StateStore(rows.capacity, self.device) if enter_recurrences(hf_model) else None
+        hand_contexts_down(hf_model)
         is_known = is_plain(hf_model, FAMILIES + SEEING_FAMILIES + WITH_EXPERTS)
         self.plain = self._plain_layers(owns_weights) if is_known else None
         self.adjuster = Adjuster(rows, vocabulary, self.device)
@@ -153,7 +155,8 @@ class Runner(ABC):
         if self.plain is not None:
             x, positions, deep = self.vectors(self.plain, ids, positions, seen)
             return self.plain(x, positions, context, one_each, deep)
-        model, inputs = self.hf_model.base_model, {"input_ids": ids[:, None] if one_each else ids[None]}
+        model: Any = body_of(self.hf_model)
+        inputs: dict[str, Any] = {"input_ids": ids[:, None] if one_each else ids[None]}
         positions = positions[:, None] if one_each else positions[None]
         if seen is not None:
             assert self.sight is not None
@@ -207,9 +210,10 @@ class Runner(ABC):
                     self.routes.copy_to_followers(piece.sequence)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What the head makes of hidden states."""
+        """The logits of the whole vocabulary for hidden states, scaled as the model's family does."""
         head = self.hf_model.get_output_embeddings()
-        return head(hidden) if self.parallel is None else self.parallel.logits(hidden, head)
+        product = head(hidden) if self.parallel is None else self.parallel.logits(hidden, head)
+        return scale_logits_(product, self.scaling)
 
     def settings(self, count: int) -> tuple[Settings, bool]:
         """The sampling settings of the first `count` rows, and whether any of them wants its logits adjusted."""
