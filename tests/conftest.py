@@ -108,6 +108,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5": ("Qwen3_5TextConfig", {**LINEAR}),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        {
+            **LINEAR,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
     "olmo_hybrid": ("OlmoHybridConfig", {**LINEAR, "linear_allow_neg_eigval": True}),
     "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),

@@ -215,7 +215,6 @@ class FSDPEngine(Engine):
     ) -> BatchOutput:
         if loss_function is None and not forward_only:
             raise ValueError("forward_backward_batch needs a loss_function unless forward_only is set")
-        self.count_flops(data, forward_only)
         outputs: list[dict[str, Tensor]] = []
         metrics_of: list[dict[str, Tensor]] = []
         routes_of: list[list[np.ndarray]] = []
@@ -247,6 +246,7 @@ class FSDPEngine(Engine):
                         loss.backward()
         if getattr(self, "optimizer", None) is None:
             self.sharding.reshard()  # no backward pass will: what a forward leaves gathered would stay
+        self.count_flops(data, forward_only)
         tensors = in_batch_order(places, outputs) if forward_only else {}
         reduced = add_metrics(metrics_of, self.data_group) if metrics_of else {}
         if ROUTED_EXPERTS in data.non_tensor_batch and self.routers is not None:
