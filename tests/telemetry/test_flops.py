@@ -1,6 +1,7 @@
 """Operations from the modules of a config, against what torch counts while models run."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from meshrl.balance import flops_workload
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import SEEING
 from meshrl.data.image_reader import IMAGES, as_png
@@ -119,6 +121,25 @@ def test_a_forward_of_every_family_is_what_torch_counts(pairs_counted, family):
     assert shape.forward(np.array([LENGTH])) == pytest.approx(products + sum(pairs_counted), rel=1e-6)
     values = ModelShape.of(config, values=True)
     assert values.head_weights == config.hidden_size and values.linear_weights == shape.linear_weights
+
+
+# Their configs have other names for the sizes.
+OTHER_NAMES = {"gpt2", "gpt_bigcode", "opt"}
+
+
+@pytest.mark.parametrize("family", sorted({*PLAIN} | WITH_STATES))
+def test_the_workload_of_balancing_is_that_of_the_modules(family):
+    """It is computed from fields of a config alone, and takes all layers for ones that look all the way back."""
+    config = CONFIG_MAPPING[family](num_hidden_layers=4) if family in WITH_STATES else tiny_config(family)
+    if family in OTHER_NAMES:
+        with pytest.raises(ValueError, match="has no intermediate_size, which workload 'flops' needs"):
+            flops_workload(config)
+        return
+    shape = ModelShape.of(config)
+    shape = replace(shape, windows=(None,) * len(shape.windows))
+    for length in (4, 60, 4000):
+        lengths = np.array([length])
+        assert flops_workload(config)(lengths)[0] == pytest.approx(shape.forward(lengths), rel=0.1)
 
 
 @pytest.mark.parametrize("family", sorted(COMPOSITE))
