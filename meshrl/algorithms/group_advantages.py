@@ -49,7 +49,8 @@ def compute_grpo_outcome_advantage(
     """GRPO (arXiv:2402.03300): (score - group mean) / (group std + epsilon); without the std it is Dr.GRPO's."""
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
-    advantages = to_tokens(_normalised(scores, groups, epsilon, _by_std(norm_adv_by_std_in_grpo, config)), response_mask)
+    by_std = _by_std(norm_adv_by_std_in_grpo, config)
+    advantages = to_tokens(_normalised(scores, groups, epsilon, by_std), response_mask)
     return advantages, advantages
 
 

@@ -56,7 +56,7 @@ class RunConfig:
     )
     max_nan_steps_in_a_row: int | None = key(
         10,
-        "Stop when all optimizer steps of so many steps in a row were skipped for gradients that are not finite; 0: never.",
+        "Stop when so many steps in a row changed nothing, because no gradient was finite; 0 or null: never.",
         low=0,
     )
     max_restarts: int = key(

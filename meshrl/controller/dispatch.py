@@ -348,7 +348,7 @@ def _plan_of(dispatch_mode: str | dict[str, Callable[..., Any]] | PlanFn) -> Pla
         return _plan_from_functions(dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"])
     if callable(dispatch_mode):
         if next(iter(inspect.signature(dispatch_mode).parameters), None) == "self":
-            raise TypeError(f"write @register(...) above {dispatch_mode.__qualname__}: without arguments as @register()")
+            raise TypeError(f"write @register(...) above {dispatch_mode.__qualname__}, if only as @register()")
         return dispatch_mode
     if dispatch_mode not in _modes:
         raise ValueError(f"unknown dispatch mode {dispatch_mode!r}; known: {', '.join(sorted(_modes))}")

@@ -240,7 +240,8 @@ def create_worker_group(
     """Start one worker on each slot of the pool and return the group of them.
 
     `backend` is "local" (this machine; a single rank is an object in this process unless `in_process=False`) or "ray".
-    `env` adds environment variables, other than those that the group sets itself (RANK, WORLD_SIZE, ...). With Ray, `name` names the actors, and `detached` lets them outlive this process.
+    `env` adds environment variables, other than those that the group sets itself (RANK, WORLD_SIZE, ...). With Ray,
+    `name` names the actors, and `detached` lets them outlive this process.
     """
     deadlines = deadlines or Deadlines()
     env = {key: str(value) for key, value in (env or {}).items()}

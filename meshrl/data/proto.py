@@ -54,8 +54,8 @@ class DataProto:
     def __post_init__(self) -> None:
         if self.batch is not None and not is_tensor_collection(self.batch):
             raise ValueError(
-                f"batch is a {type(self.batch).__name__}, but must be a TensorDict or None: make a DataProto of tensors "
-                "with DataProto.from_dict"
+                f"batch is a {type(self.batch).__name__}, but must be a TensorDict or None: make a DataProto of "
+                "tensors with DataProto.from_dict"
             )
         self.non_tensor_batch = _mapping("non_tensor_batch", self.non_tensor_batch)
         self.meta_info = _mapping("meta_info", self.meta_info)

@@ -41,21 +41,22 @@ LINEAR = "linear_attention"  # what configs call layers with a state
 EXPERTS = re.compile(r"(^|\.)experts\.")
 VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 # Families whose operations are counted right, as torch counts them (tests/telemetry/test_flops.py).
-COUNTED = frozenset(
-    """
-    afmoe apertus arcee bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4
-    exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss granite
-    granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 jais2 llama mellum minicpm3 minimax_m2
-    ministral ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmo_hybrid olmoe opt persimmon phi phi3 phimoe
-    qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
-    qwen3_vl qwen3_vl_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
-    """.split()
-)
+COUNTED = frozenset({
+    "afmoe", "apertus", "arcee", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3",
+    "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma2", "gemma3_text",
+    "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite",
+    "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "jais2", "llama",
+    "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron",
+    "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2",
+    "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
+    "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
+    "starcoder2", "vaultgemma", "youtu",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TowerShape:
-    """What the operations of a vision tower depend on. A patch is a piece of an image, a square the patches of a token."""
+    """What the operations of a vision tower depend on. A square is the patches of an image that become one token."""
 
     patch_weights: int  # of all layers, those that every patch meets
     square_weights: int  # of what makes vectors for the language model of squares

@@ -85,8 +85,8 @@ class NonFiniteSteps:
         longest = max(self.rows, key=self.rows.__getitem__, default=None)
         if longest is not None and self.in_a_row and (number := self.rows[longest]) >= self.in_a_row:
             raise NonFiniteError(
-                f"{number} steps in a row changed nothing: every gradient of {TRAINED[longest]} was NaN or infinite, so "
-                f"all its optimizer steps were skipped (trainer.max_nan_steps_in_a_row={self.in_a_row}; 0: go on). "
+                f"{number} steps in a row changed nothing: every gradient of {TRAINED[longest]} was NaN or infinite, "
+                f"so all its optimizer steps were skipped (trainer.max_nan_steps_in_a_row={self.in_a_row}; 0: go on). "
                 "Likely causes: weights that are NaN, in the model's folder or since an optimizer step with too high a "
                 "learning rate; a reward, advantage or loss of your own that is not finite; float16, which overflows. "
                 f"Look at step {step - number + 1} ({longest}/grad_norm, and meshrl replay); checkpoints of step "

@@ -1,4 +1,4 @@
-"""Every field that a public function takes from its `config` changes its result, or is refused, in each form a config has.
+"""Every field that a public function takes from its `config` changes its result or is refused, in all forms of configs.
 
 The fields are those that verl's functions of the same names read. The expected numbers come from the same setting given
 as an argument, or from closed forms in the functions' own tests.

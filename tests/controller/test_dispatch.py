@@ -250,7 +250,7 @@ def test_what_cannot_answer_a_call_is_refused(method, why):
 
 
 def test_a_decorator_without_its_brackets_is_refused():
-    with pytest.raises(TypeError, match=r"write @register\(\.\.\.\) above .*forgotten"):
+    with pytest.raises(TypeError, match=r"write @register\(...\) above .*forgotten"):
 
         class Forgetful:
             @register

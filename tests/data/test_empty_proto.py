@@ -109,18 +109,22 @@ def test_what_needs_rows_or_fields_says_so(made: str, done: str) -> None:
 @pytest.mark.parametrize("made", EMPTY)
 def test_looking_and_files(made: str, tmp_path: Path) -> None:
     data = EMPTY[made]()
-    assert len(data) == 0 and not data and "0 rows" in repr(data)
+    assert len(data) == 0
+    assert not data
+    assert "0 rows" in repr(data)
     data.check_consistency()
     assert set(data.print_size()) == {"batch", "non_tensor_batch"}
     loaded = on_disk(data, tmp_path)
-    assert len(loaded) == 0 and loaded.meta_info == data.meta_info == EMPTY[made]().meta_info
+    assert len(loaded) == 0
+    assert loaded.meta_info == data.meta_info == EMPTY[made]().meta_info
     assert data.is_padding_enabled() == (made == "tensors that pad themselves")
 
 
 def test_an_empty_batch_takes_on_what_it_is_joined_with() -> None:
     full = DataProto.from_dict({"x": torch.arange(3)}, {"name": ["a", "b", "c"]})
     for joined in (DataProto(None, None).union(full), full.union(DataProto(None, None))):
-        assert joined.batch["x"].tolist() == [0, 1, 2] and joined.non_tensor_batch["name"].tolist() == ["a", "b", "c"]
+        assert joined.batch["x"].tolist() == [0, 1, 2]
+        assert joined.non_tensor_batch["name"].tolist() == ["a", "b", "c"]
     one, other = DataProto(None, None), DataProto(None, None)
     one.meta_info["only here"] = 1
     assert other.meta_info == {}

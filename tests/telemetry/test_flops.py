@@ -120,7 +120,8 @@ def test_a_forward_of_every_family_is_what_torch_counts(pairs_counted, family):
     assert len(pairs_counted) == config.num_hidden_layers
     assert shape.forward(np.array([LENGTH])) == pytest.approx(products + sum(pairs_counted), rel=1e-6)
     values = ModelShape.of(config, values=True)
-    assert values.head_weights == config.hidden_size and values.linear_weights == shape.linear_weights
+    assert values.head_weights == config.hidden_size
+    assert values.linear_weights == shape.linear_weights
 
 
 # Their configs have other names for the sizes.

@@ -48,9 +48,14 @@ def test_an_actor_that_is_nan_is_seen_beside_a_critic_that_learns(make):
     both = [a | c for a, c in zip(steps("actor", 2, 2, 2), steps("critic", 0, 0, 0), strict=True)]
     number, message = ends_after(make(), both)
     assert number == 3
-    for words in ("3 steps in a row changed nothing", "every gradient of the actor was NaN", "max_nan_steps_in_a_row=3"):
+    for words in (
+        "3 steps in a row changed nothing",
+        "every gradient of the actor was NaN",
+        "max_nan_steps_in_a_row=3",
+    ):
         assert words in message
-    assert "Look at step 1 (actor/grad_norm" in message and "checkpoints of step 0 and earlier" in message
+    assert "Look at step 1 (actor/grad_norm" in message
+    assert "checkpoints of step 0 and earlier" in message
 
 
 def test_steps_without_an_update_neither_count_nor_forgive(make):
@@ -64,13 +69,15 @@ def test_the_count_goes_on_after_a_restart(make):
     assert ends_after(first, found) is None
     second = make()
     second.load_state_dict(first.state_dict())
-    assert second.count == 4 and ends_after(second, steps("actor", 2))[0] == 1
+    assert second.count == 4
+    assert ends_after(second, steps("actor", 2))[0] == 1
     forgiven = make()
     forgiven.load_state_dict(first.state_dict())
     assert ends_after(forgiven, steps("actor", 1, 2, 2)) is None
     old = make()
     old.load_state_dict({"nonfinite_steps": 4})  # as written by earlier versions
-    assert old.count == 4 and old.rows == {}
+    assert old.count == 4
+    assert old.rows == {}
 
 
 def test_the_limit_over_the_whole_run_is_still_there(make):

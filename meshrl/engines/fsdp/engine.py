@@ -36,7 +36,14 @@ from meshrl.engines.packed_lm import PackedCausalLM, PackedModel, PackedValueMod
 from meshrl.engines.stored_state import Snapshot
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.eight_bits import compute_in_8_bits
-from meshrl.models.loading import empty_model, load_model, refuse_quantized, torch_dtype
+from meshrl.models.loading import (
+    empty_model,
+    load_model,
+    refuse_misfit,
+    refuse_quantized,
+    refuse_unread,
+    torch_dtype,
+)
 from meshrl.models.lora import adapter_init, adapter_scaling, adapters_off, add_adapters, merged_params
 from meshrl.models.routes import ROUTED_EXPERTS, Routers, over_ranks, packed_routes, unpacked_routes
 from meshrl.models.sight import Sight, find_sight, language_model, sees, tower_of
@@ -107,7 +114,10 @@ class FSDPEngine(Engine):
         if model.random_init and how != "fsdp":
             fill_randomly(self.module, home)
         elif fills_later and not model.random_init:
-            fill(self.module, WRAPPER_PREFIX, Path(model.path or ""), lambda: self._model(load_model), home)
+            folder, override = Path(model.path or ""), dict(model.override_config)
+            refuse_misfit(folder, override)
+            check = partial(refuse_unread, folder, model=self.hf_model, override=override)
+            fill(self.module, WRAPPER_PREFIX, folder, lambda: self._model(load_model), home, check)
         move_buffers(self.module, self.device, torch_dtype(self.engine_config.fsdp_config.mixed_precision.buffer_dtype))
         if self.optim_config is not None:
             self.optimizer = self._build_optimizer(self.optim_config, how, {} if model.random_init else masters)

@@ -7,7 +7,7 @@ does and the others get their parts of one tensor after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,17 @@ class SliceReader:
 
 
 def fill(
-    module: nn.Module, prefix: str, folder: Path, load_whole: Callable[[], PreTrainedModel], device: torch.device
+    module: nn.Module,
+    prefix: str,
+    folder: Path,
+    load_whole: Callable[[], PreTrainedModel],
+    device: torch.device,
+    refuse_unread: Callable[[Collection[str]], None],
 ) -> None:
     """Gives a sharded module's parameters without memory their values, on a device, and every buffer of its state.
 
-    `prefix` comes before the files' names. Adapters have their values already.
+    `prefix` comes before the files' names. Adapters have their values already. `refuse_unread` gets the tensors of the
+    files that the module does not have.
     """
     files = tensor_files(folder)
     buffers = persistent_buffers(module)
@@ -67,6 +73,7 @@ def fill(
 
     known = {name: shape for name, shape in shapes.items() if name in files or not is_value_head(name)}
     if all(name in files and reader.shape(name) == shape for name, shape in known.items()):
+        refuse_unread(files.keys() - shapes.keys())
         read: ReadRows = rows
     else:
         read = _rows_from_rank_zero(shapes, load_whole)
