@@ -118,13 +118,12 @@ def layer_number(name: str) -> int | None:
     return int(found["number"]) if (found := LAYER.match(name)) else None
 
 
-def is_of_further_layer(name: str, shape: Mapping[str, Any]) -> bool:
-    """Whether a tensor is of a layer behind the model's own that predicts further tokens."""
-    number, layers = layer_number(name), _first(shape, LAYER_COUNTS)
-    if number is None or not layers or number < layers:
-        return False
-    further = max((int(shape.get(name) or 0) for name in FURTHER_LAYERS), default=0)
-    return number < layers + further or FURTHER_PARTS.search(name) is not None
+def further_layers(names: Collection[str], shape: Mapping[str, Any]) -> set[int]:
+    """The numbers of layers behind the model's own that predict further tokens, by the config or by their parts."""
+    layers = _first(shape, LAYER_COUNTS)
+    counted = max(int(shape.get(field) or 0) for field in FURTHER_LAYERS)
+    parts = {layer_number(name) for name in names if FURTHER_PARTS.search(name)}
+    return {*range(layers, layers + counted), *(number for number in parts if number is not None and number >= layers)}
 
 
 def _layer_problem(tensors: Collection[str], shape: Mapping[str, Any]) -> str | None:
@@ -133,7 +132,7 @@ def _layer_problem(tensors: Collection[str], shape: Mapping[str, Any]) -> str | 
     if not layers or not numbers:
         return None
     field = next(field for field in LAYER_COUNTS if shape.get(field))
-    further = {numbers[name] for name in numbers if is_of_further_layer(name, shape)}
+    further = further_layers(tensors, shape)
     held = f"config.json has {field}={layers}, and the files hold {count(len({*numbers.values()} - further), 'layer')}"
     if lost := sorted(set(range(layers)) - {*numbers.values()}):
         return f"{held}: there is no tensor of layer {lost[0]}. Take the config.json that belongs to the files"
@@ -184,12 +183,12 @@ def unread_tensors(
     """
     left_out = [re.compile(pattern) for pattern in ignored]
     cuts_layers = bool(override.keys() & set(LAYER_COUNTS))
-    layers = _first(shape, LAYER_COUNTS)
+    layers, further = _first(shape, LAYER_COUNTS), further_layers(names, shape)
     return [
         name
         for name in sorted(names)
         if not any(pattern.search(name) for pattern in (*left_out, HEADS, BUFFERS, OTHER_PARTS))
-        and not is_of_further_layer(name, shape)
+        and layer_number(name) not in further
         and not (cuts_layers and (layer_number(name) or 0) >= layers)
     ]
 

@@ -166,7 +166,7 @@ def test_variables_of_the_group_are_refused(kind, name):
 
 def test_visible_gpus_are_the_pools():
     spec, env = ClassWithInitArgs(Probe), {"CUDA_VISIBLE_DEVICES": "1", "RANK": "0"}
-    with pytest.raises(ValueError, match="must not have CUDA_VISIBLE_DEVICES, RANK: .* of the controller"):
+    with pytest.raises(ValueError, match=r"must not have CUDA_VISIBLE_DEVICES, RANK: .* of the controller"):
         create_worker_group(ResourcePool([2], use_gpu=True), spec, env=env)
     del env["RANK"]
     with create_worker_group(ResourcePool([1], use_gpu=False), spec, env=env, in_process=False) as group:

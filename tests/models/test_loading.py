@@ -131,11 +131,12 @@ def test_a_new_value_head_is_not_reported_and_what_else_does_not_match_is(folder
         assert not head.any()
         assert heard == []
         tensors = load_file(folder / "model.safetensors")
-        save_file(tensors | {"model.stray.weight": torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})
+        stray = "model.vision_tower.stray.weight"
+        save_file(tensors | {stray: torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})
         load_model(folder, "sdpa", head="value")
-        assert "model.stray.weight" in heard.pop()
+        assert stray in heard.pop()
         load_model(folder, "sdpa")
-        assert "model.stray.weight" in heard.pop()
+        assert stray in heard.pop()
     finally:
         source.removeHandler(handler)
 

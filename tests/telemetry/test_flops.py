@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -264,8 +265,7 @@ def test_an_engine_counts_its_images_once(seeing_folder, monkeypatch, trained, a
     assert grids == [(1, 8, 12), (1, 16, 4)] == [sight.reader.pixels(image).grid for image in images]
     looks = shape.tower.forward(grids)
     for forward_only, times in ((True, 1), (False, 1 if not trained else 2 if adapters else 3)):
-        text = share_of(lambda: Engine.count_flops(engine, bare, forward_only))
-        both = share_of(lambda: Engine.count_flops(engine, data, forward_only))
+        text, both = (share_of(partial(Engine.count_flops, engine, batch, forward_only)) for batch in (bare, data))
         assert both - text == pytest.approx(times * looks)
 
 

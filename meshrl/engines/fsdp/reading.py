@@ -104,9 +104,21 @@ def fill_randomly(module: nn.Module, device: torch.device) -> None:
 
 
 def _rows_from_rank_zero(shapes: dict[str, tuple[int, ...]], load_whole: Callable[[], PreTrainedModel]) -> ReadRows:
-    whole = named_weights(load_whole()) if dist.get_rank() == 0 else {}
-    if whole and (missing := shapes.keys() - whole.keys()):
-        raise ValueError(f"the loaded model lacks {len(missing)} parameters, first of all '{min(missing)}'")
+    whole: dict[str, Tensor] = {}
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            whole = named_weights(load_whole())
+            if missing := shapes.keys() - whole.keys():
+                raise ValueError(f"the loaded model lacks {len(missing)} parameters, first of all '{min(missing)}'")
+        except Exception as error:  # the others would wait for its weights
+            failure = error
+    told = [None if failure is None else f"{type(failure).__name__}: {failure}"]
+    dist.broadcast_object_list(told, src=0)
+    if failure is not None:
+        raise failure
+    if told[0] is not None:
+        raise ValueError(f"rank 0 could not load the model: {told[0]}")
 
     def rows(name: str, start: int, stop: int) -> Tensor:
         tensor = whole[name].detach().float().contiguous() if whole else torch.empty(shapes[name])

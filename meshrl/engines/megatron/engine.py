@@ -38,7 +38,7 @@ from meshrl.engines.micro_batches import split_by_units
 from meshrl.engines.offload import HostMemory
 from meshrl.engines.optim import LearningRate
 from meshrl.engines.stored_state import Snapshot
-from meshrl.models.loading import empty_model, refuse_misfit, torch_dtype
+from meshrl.models.loading import empty_model, torch_dtype
 from meshrl.models.routes import ROUTED_EXPERTS
 from meshrl.models.sizes import expert_count
 from meshrl.parallel.attention import ATTENTION_NAME
@@ -87,10 +87,8 @@ class MegatronEngine(Engine):
         )
         self.routers = MegatronRouters(chunks, self.transformer, ranks) if self.replays_routes else None
         if not model.random_init:
-            folder, override = Path(model.path or ""), dict(model.override_config)
-            refuse_misfit(folder, override)
-            is_value = self.head == "value"
-            load_hf_weights(chunks, self.hf_config, folder, ranks, value_head=is_value, override=override)
+            folder, is_value = Path(model.path or ""), self.head == "value"
+            load_hf_weights(chunks, self.hf_config, folder, ranks, value_head=is_value, override=model.override_config)
         self.schedule = choose_schedule(self.transformer, self.megatron.schedule_type)
         self.sharing = RowSharing(
             cp=ranks.cp,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from meshrl.config.model_files import unread_tensors
 from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.engines.megatron.weight_map import ModuleNames, Shape, Slice, describe, hf_tensors
-from meshrl.models.loading import is_value_head
+from meshrl.models.loading import is_value_head, refuse_misfit
 from meshrl.models.tensor_files import tensor_files
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ def load_hf_weights(
 
     `override` is what `hf_config` has other than the folder's config.json.
     """
+    refuse_misfit(folder, override)
     files = TensorFiles(folder)
     expected = hf_tensors(hf_config, value_head)
     new = {name for name in expected if is_value_head(name) and not files.has(name)}
