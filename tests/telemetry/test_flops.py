@@ -30,52 +30,6 @@ LENGTH = 40
 WITH_STATES = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"}
 COMPOSITE = {"qwen3_5", "qwen3_5_moe"}  # their language model is a type of its own
 PLAIN = sorted(COUNTED - WITH_STATES - COMPOSITE - {*SEEING})
-# Every size another, so that none can stand for another; a config takes those of the fields that it has.
-TINY = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 44,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-    "sliding_window": 7,
-    "num_experts": 6,
-    "num_local_experts": 6,
-    "n_routed_experts": 6,
-    "moe_num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "moe_topk": 2,
-    "moe_intermediate_size": 26,
-    "shared_expert_intermediate_size": 18,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
-LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 12,
-    "kv_lora_rank": 14,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 7,
-    "head_dim": 4,
-}
-
-
-def tiny_config(family):
-    make = CONFIG_MAPPING[family]
-    default = make()
-    wanted = TINY | (LATENT if hasattr(default, "kv_lora_rank") else {})
-    if family == "helium":  # whose heads must be as wide together as its hidden states
-        wanted["head_dim"] = 8
-    return make(**{name: value for name, value in wanted.items() if hasattr(default, name)})
 
 
 @pytest.fixture
@@ -110,7 +64,7 @@ def all_pairs(shape):
 
 
 @pytest.mark.parametrize("family", PLAIN)
-def test_a_forward_of_every_family_is_what_torch_counts(pairs_counted, family):
+def test_a_forward_of_every_family_is_what_torch_counts(pairs_counted, tiny_config, family):
     """Feed-forwards with a gate and without, grouped and latent attention, windows, routed and shared experts."""
     config = tiny_config(family)
     shape = ModelShape.of(config)
@@ -130,7 +84,7 @@ OTHER_NAMES = {"gpt2", "gpt_bigcode", "opt"}
 
 
 @pytest.mark.parametrize("family", sorted({*PLAIN} | WITH_STATES))
-def test_the_workload_of_balancing_is_that_of_the_modules(family):
+def test_the_workload_of_balancing_is_that_of_the_modules(tiny_config, family):
     """It is computed from fields of a config alone, and takes all layers for ones that look all the way back."""
     config = CONFIG_MAPPING[family](num_hidden_layers=4) if family in WITH_STATES else tiny_config(family)
     if family in OTHER_NAMES:
