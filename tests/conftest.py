@@ -108,6 +108,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_5": ("Qwen3_5TextConfig", {**LINEAR}),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        {
+            **LINEAR,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
     "olmo_hybrid": ("OlmoHybridConfig", {**LINEAR, "linear_allow_neg_eigval": True}),
     "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
@@ -117,6 +127,60 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
     ),
 }
+
+# Sizes for a config of any family, which takes those of the fields that it has; every one another, so that none can
+# stand for another.
+TINY: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "sliding_window": 7,
+    "num_experts": 6,
+    "num_local_experts": 6,
+    "n_routed_experts": 6,
+    "moe_num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "moe_intermediate_size": 26,
+    "shared_expert_intermediate_size": 18,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+    "head_dim": 4,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> Callable[[str], Any]:
+    """A config of three layers of any family of Transformers: `tiny_config("gemma2")`."""
+    from transformers import CONFIG_MAPPING
+
+    def make(family: str) -> Any:
+        default = CONFIG_MAPPING[family]()
+        wanted = TINY | (LATENT if hasattr(default, "kv_lora_rank") else {})
+        if family == "helium":  # whose heads must be as wide together as its hidden states
+            wanted["head_dim"] = 8
+        return CONFIG_MAPPING[family](**{name: value for name, value in wanted.items() if hasattr(default, name)})
+
+    return make
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

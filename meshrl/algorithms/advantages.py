@@ -14,6 +14,7 @@ import torch
 
 from meshrl.algorithms.checks import check_finite, check_length, check_matrix, check_not_empty
 from meshrl.algorithms.masked import Moments, mask_bytes, masked_whiten, row_blocks, whiten_
+from meshrl.algorithms.policy_config import field_of
 from meshrl.algorithms.recurrence import TokenCompaction, discounted_suffix_sum, has_gaps
 from meshrl.registry import ADVANTAGE_ESTIMATORS
 
@@ -43,14 +44,15 @@ def compute_advantage(
     response_mask: torch.Tensor,
     index: GroupIndex | None = None,
     values: torch.Tensor | None = None,
-    gamma: float = 1.0,
-    lam: float = 1.0,
+    gamma: float | None = None,
+    lam: float | None = None,
     config: Any = None,
     **extra: Any,
 ) -> Advantages:
     """Run an estimator by name with those of the arguments it takes; one it needs and does not get is an error.
 
-    `extra` holds what only some estimators need, such as `reward_baselines` (remax) or `sum_pi_squared`.
+    `gamma` and `lam` that are not given are those of `config`, else 1. `extra` holds what only some estimators need,
+    such as `reward_baselines` (remax) or `sum_pi_squared`.
     """
     function = get_adv_estimator_fn(name)
     offered = {
@@ -58,10 +60,10 @@ def compute_advantage(
         "response_mask": response_mask,
         "index": index,
         "values": values,
-        "gamma": gamma,
-        "lam": lam,
+        "gamma": _discount(gamma, config, "gamma"),
+        "lam": _discount(lam, config, "lam"),
         "config": config,
-        "norm_adv_by_std_in_grpo": getattr(config, "norm_adv_by_std_in_grpo", None),
+        "norm_adv_by_std_in_grpo": field_of(config, "norm_adv_by_std_in_grpo"),
         **extra,
     }
     parameters = inspect.signature(function).parameters
@@ -80,6 +82,13 @@ def compute_advantage(
             f"{list(response_mask.shape)}, not {type(found).__name__ if shapes is None else shapes}"
         )
     return found
+
+
+def _discount(given: float | None, config: Any, name: str) -> float:
+    """`gamma` or `lam` as given, else as `config` has it, else 1."""
+    if given is None:
+        given = field_of(config, name)
+    return 1.0 if given is None else float(given)
 
 
 def outcome_scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -158,8 +167,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> Advantages:
     """REINFORCE++ (arXiv:2501.03262): discounted rewards to go, whitened over the batch's tokens."""
     outcome_scores(token_level_rewards, response_mask)
-    if gamma is None:
-        gamma = float(getattr(config, "gamma", 1.0))
+    gamma = _discount(gamma, config, "gamma")
     tokens = TokenCompaction(response_mask)
     returns = tokens.spread(discounted_suffix_sum(tokens.compact_rewards(token_level_rewards.float()), gamma))
     return masked_whiten(returns, response_mask), returns

@@ -1,6 +1,7 @@
 """Outcome estimators that compare the samples of one prompt: GRPO and its kin.
 
 A group of one sample has no baseline, so its advantage is 0 in all of them; `group_metrics` counts such groups.
+An argument that is given goes before the field of the same name in `config`, which has attributes or keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,11 +13,19 @@ from meshrl.algorithms.advantages import Advantages, GroupIndex, outcome_scores,
 from meshrl.algorithms.checks import check_finite, check_length
 from meshrl.algorithms.groups import Groups
 from meshrl.algorithms.masked import mask_bytes, masked_whiten, row_blocks
+from meshrl.algorithms.policy_config import field_of
 
 
 def _normalised(scores: torch.Tensor, groups: Groups, epsilon: float, by_std: bool) -> torch.Tensor:
     centered = groups.centered(scores)
     return centered / (groups.std(centered) + epsilon) if by_std else centered
+
+
+def _by_std(given: bool | None, config: Any) -> bool:
+    """Whether advantages are divided by the group's std: as given, else as `config` has it, else true."""
+    if given is None:
+        given = field_of(config, "norm_adv_by_std_in_grpo")
+    return True if given is None else bool(given)
 
 
 def _whitened(scores: torch.Tensor, response_mask: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -34,13 +43,14 @@ def compute_grpo_outcome_advantage(
     response_mask: torch.Tensor,
     index: GroupIndex,
     epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
+    norm_adv_by_std_in_grpo: bool | None = None,
     config: Any = None,
 ) -> Advantages:
     """GRPO (arXiv:2402.03300): (score - group mean) / (group std + epsilon); without the std it is Dr.GRPO's."""
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
-    advantages = to_tokens(_normalised(scores, groups, epsilon, norm_adv_by_std_in_grpo), response_mask)
+    by_std = _by_std(norm_adv_by_std_in_grpo, config)
+    advantages = to_tokens(_normalised(scores, groups, epsilon, by_std), response_mask)
     return advantages, advantages
 
 
@@ -51,7 +61,7 @@ def compute_grpo_passk_outcome_advantage(
     response_mask: torch.Tensor,
     index: GroupIndex,
     epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
+    norm_adv_by_std_in_grpo: bool | None = None,
     config: Any = None,
 ) -> Advantages:
     """Pass@k (arXiv:2503.19595): only the best of a group has an advantage, its lead over the second best."""
@@ -65,7 +75,7 @@ def compute_grpo_passk_outcome_advantage(
     lead = torch.where(groups.sizes > 1, scores[best] - scores[second], torch.zeros_like(scores[best]))
     advantages = torch.zeros_like(scores)
     advantages[best] = lead
-    if norm_adv_by_std_in_grpo:
+    if _by_std(norm_adv_by_std_in_grpo, config):
         advantages = advantages / (groups.std(groups.centered(scores)) + epsilon)
     tokens = to_tokens(advantages, response_mask)
     return tokens, tokens
@@ -78,7 +88,7 @@ def compute_gdpo_outcome_advantage(
     response_mask: torch.Tensor,
     index: GroupIndex,
     epsilon: float = 1e-6,
-    norm_adv_by_std_in_grpo: bool = True,
+    norm_adv_by_std_in_grpo: bool | None = None,
     config: Any = None,
     non_tensor_batch: Mapping[str, Any] | None = None,
     reward_components: Mapping[str, Any] | None = None,
@@ -93,11 +103,11 @@ def compute_gdpo_outcome_advantage(
     groups = Groups.of(index, len(scores), scores.device)
     components = _reward_components(scores, config, non_tensor_batch, reward_components)
     if reward_weights is None:
-        reward_weights = getattr(config, "gdpo_reward_weights", None) or [1.0] * len(components)
+        reward_weights = field_of(config, "gdpo_reward_weights") or [1.0] * len(components)
     check_length("reward_weights", len(reward_weights), len(components))
-    total = torch.zeros_like(scores)
+    total, by_std = torch.zeros_like(scores), _by_std(norm_adv_by_std_in_grpo, config)
     for weight, component in zip(reward_weights, components, strict=True):
-        total += float(weight) * _normalised(component, groups, epsilon, norm_adv_by_std_in_grpo)
+        total += float(weight) * _normalised(component, groups, epsilon, by_std)
     advantages = _whitened(total, response_mask, groups)
     return advantages, advantages
 
@@ -108,7 +118,7 @@ def _reward_components(
     non_tensor_batch: Mapping[str, Any] | None,
     reward_components: Mapping[str, Any] | None,
 ) -> list[torch.Tensor]:
-    keys = getattr(config, "gdpo_reward_keys", None)
+    keys = field_of(config, "gdpo_reward_keys")
     if reward_components is None:
         if not keys:
             return [scores]

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from meshrl.algorithms.policy_config import PolicyLossConfig
+from meshrl.algorithms.policy_config import PolicyLossConfig, field_of
 from meshrl.algorithms.policy_losses import (
     Metrics,
     behaviour_weights,
@@ -104,6 +104,7 @@ def compute_policy_loss_topr(
     tokens') cut at 1, as a constant. The paper's objective is the mode seq-mean-token-sum.
     """
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
+    PolicyLossConfig.read(config)  # refuses a config that the loss cannot follow
     log_r = log_ratio(log_prob, old_log_prob, response_mask)
     sequence_log_r = log_r.detach().sum(-1, keepdim=True)
     tapered = advantages < 0
@@ -194,8 +195,8 @@ def compute_policy_loss_bypass_mode(
 
 
 def _find_correction(config: Any) -> RolloutCorrectionConfig:
-    for source in (getattr(config, "policy_loss", None), config):
-        found = getattr(source, "rollout_correction", None)
+    for source in (field_of(config, "policy_loss"), config):
+        found = field_of(source, "rollout_correction")
         if found is not None:
             correction = RolloutCorrectionConfig.read(found)
             break

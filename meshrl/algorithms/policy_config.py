@@ -57,18 +57,24 @@ class PolicyLossConfig:
             return cls()
         if isinstance(config, cls):
             return config
-        nested = _lookup(config, "policy_loss")
+        if given := field_of(config, "global_batch_info"):
+            raise ValueError(
+                f"config.global_batch_info ({', '.join(sorted(given))}) is not read: give the mini-batch's counts over "
+                "all ranks as stats=BatchStats(dp_size, num_tokens, num_sequences, loss_scale_factor)"
+            )
+        nested = field_of(config, "policy_loss")
         found: dict[str, Any] = {}
         for field in fields(cls):
             for source in (nested, config):
-                value = None if source is None else _lookup(source, field.name)
+                value = None if source is None else field_of(source, field.name)
                 if value is not None:
                     found[field.name] = float(value)
                     break
         return cls(**found)
 
 
-def _lookup(source: Any, name: str) -> Any:
+def field_of(source: Any, name: str) -> Any:
+    """Read one field of a config, which has attributes or keys or is None; None if the field is missing."""
     if isinstance(source, Mapping):
         return source.get(name)
     return getattr(source, name, None)

@@ -14,6 +14,7 @@ import torch
 from meshrl.algorithms.checks import check_finite, check_matrix, check_not_empty
 from meshrl.algorithms.kl import LOG_RATIO_BOUND
 from meshrl.algorithms.masked import masked_mean, masked_sum
+from meshrl.algorithms.policy_config import field_of
 from meshrl.algorithms.policy_losses import log_ratio as bounded_log_ratio
 from meshrl.registry import unknown_name
 
@@ -41,8 +42,7 @@ class RolloutCorrectionConfig:
         """Take each option from an object with attributes or keys, where it is there and set."""
         if config is None or isinstance(config, cls):
             return config or cls()
-        lookup = config.get if hasattr(config, "get") else lambda name: getattr(config, name, None)
-        found = {name: lookup(name) for name in cls.__dataclass_fields__}
+        found = {name: field_of(config, name) for name in cls.__dataclass_fields__}
         return cls(**{name: value for name, value in found.items() if value is not None})
 
 

@@ -17,15 +17,16 @@ def compute_optimal_token_baseline_advantage(
     old_log_probs: torch.Tensor,
     sum_pi_squared: torch.Tensor,
     rollout_is_weights: torch.Tensor | None = None,
-    handle_zero_tail: bool = True,
+    handle_zero_tail: bool = False,
     epsilon: float = 1e-8,
 ) -> Advantages:
     """Reward to go minus the group's baseline at the same position of the response.
 
     The baseline at a step is the mean of the group's rewards to go, weighted by W = the sum over the steps so far of
     1 - 2 p + sum of p'^2 over the vocabulary (`sum_pi_squared`), the squared length of the logits' gradient, times the
-    squared importance weight. `handle_zero_tail`: a step that only one sample of the group reaches has baseline 0
-    instead of its own reward. A group of one sample has advantage 0.
+    squared importance weight. A step that only one sample of the group reaches is its own baseline and has advantage
+    0; with `handle_zero_tail` its baseline is 0 and its advantage its reward to go. A group of one sample has
+    advantage 0.
     """
     check_matrix(
         token_level_rewards=token_level_rewards,
@@ -54,7 +55,10 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> Advantages:
-    """The optimal token baseline where a step is the n-th token of the policy, whatever tool output lies between."""
+    """The optimal token baseline where a step is the n-th token of the policy, whatever tool output lies between.
+
+    `handle_zero_tail` is on: a step that only one sample of the group reaches has baseline 0.
+    """
     check_matrix(
         token_level_rewards=token_level_rewards,
         response_mask=response_mask,

@@ -216,6 +216,7 @@ def compute_policy_loss_gpg(
 ) -> tuple[torch.Tensor, Metrics]:
     """GPG (arXiv:2504.02546): the plain policy gradient -A * log-prob."""
     check_loss_inputs(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights)
+    PolicyLossConfig.read(config)  # refuses a config that the loss cannot follow
     metrics = _unclipped_metrics(log_ratio(log_prob, old_log_prob, response_mask))
     return reduce_policy_loss(-advantages * log_prob, response_mask, loss_agg_mode, rollout_is_weights, stats, metrics)
 

@@ -550,6 +550,14 @@ def _run_problems(trainer: RunConfig) -> list[str]:
         problems.append(
             f"trainer.max_nan_steps={trainer.max_nan_steps} has no effect with trainer.nan_gradient=stop: set skip"
         )
+    in_a_row = trainer.max_nan_steps_in_a_row or 0
+    if in_a_row not in (0, RunConfig.max_nan_steps_in_a_row):
+        earlier = "nan_gradient=stop" if trainer.nan_gradient == "stop" else f"max_nan_steps={trainer.max_nan_steps}"
+        if earlier == "nan_gradient=stop" or (trainer.max_nan_steps is not None and trainer.max_nan_steps < in_a_row):
+            problems.append(
+                f"trainer.max_nan_steps_in_a_row={in_a_row} has no effect with trainer.{earlier}, which ends the run "
+                "before: leave one of them out"
+            )
     for name in ("test_freq", "save_freq", "memory_copy_freq"):
         if getattr(trainer, name) == 0:
             problems.append(f"trainer.{name}=0 must be -1 (never) or a number of steps")

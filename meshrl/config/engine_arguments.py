@@ -1,6 +1,8 @@
 """Checks of vLLM's and SGLang's own arguments (`engine_kwargs`): what has a key of ours, and what a run cannot take."""
 
+import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,6 +34,40 @@ def engine_gpus(name: str, arguments: Mapping[str, Any]) -> int:
     return math.prod(sizes.values())
 
 
+def server_words(name: str, arguments: Mapping[str, Any]) -> list[str]:
+    """The words that give a server these arguments on its command line; a `ValueError` for what has no such form.
+
+    None leaves the argument to the engine. vLLM has `--no-x` for a flag that is false; SGLang's flags are false if
+    they are left out.
+    """
+    return [word for field, value in arguments.items() for word in _argument_words(name, field, value)]
+
+
+def _argument_words(name: str, field: str, value: Any) -> list[str]:
+    option = field.replace("_", "-")
+    if value is None or (value is False and name == "sglang"):
+        return []
+    if isinstance(value, bool):
+        return [f"--{option}" if value else f"--no-{option}"]
+    if isinstance(value, list | tuple):
+        if not value:
+            raise ValueError(f"{field} is an empty list, which has no form on a server's command line: leave it out")
+        return [f"--{option}", *(_one_word(field, item, is_apart=True) for item in value)]
+    return [f"--{option}={_one_word(field, value, is_apart=False)}"]
+
+
+def _one_word(field: str, value: Any, is_apart: bool) -> str:
+    """A value that is no flag; `is_apart`: a word of its own, which must not be read as the name of an option."""
+    if isinstance(value, Mapping | list | tuple):
+        return json.dumps(value)
+    if isinstance(value, bool) or not isinstance(value, str | int | float | os.PathLike):
+        raise ValueError(f"{field} holds {value!r}, which has no form on a server's command line")
+    word = str(value)
+    if is_apart and word.startswith("-") and isinstance(value, str):
+        raise ValueError(f"{field} holds {value!r}, which a server takes for the name of another argument")
+    return word
+
+
 def quantization_problem(name: str, arguments: Mapping[str, Any], prefix: str) -> str | None:
     """Why an engine that turns weights into another form is refused, or None."""
     given = next((field for field in QUANTIZED.get(name, ()) if arguments.get(field)), None)
@@ -53,13 +89,24 @@ def engine_argument_problems(config: PPOConfig) -> list[str]:
         if field in getattr(rollout.engine_kwargs, name)
     ]
     problems += _size_problems(config)
-    for name, given, prefix in (
-        (rollout.name, _given(rollout), f"{ROLLOUT}.engine_kwargs.{rollout.name}."),
-        (judge.engine, judge.engine_kwargs, "reward.judge.engine_kwargs."),
+    is_server = rollout.as_server is not False if rollout.name == "sglang" else bool(rollout.as_server)
+    for name, given, prefix, takes_words in (
+        (rollout.name, _given(rollout), f"{ROLLOUT}.engine_kwargs.{rollout.name}.", is_server),
+        (judge.engine, judge.engine_kwargs, "reward.judge.engine_kwargs.", judge.engine == "sglang"),
     ):
         problem = quantization_problem(name, given, prefix)
         problems += [problem] if problem else []
+        # An engine in a worker's process takes its arguments as they are.
+        problems += [f"{prefix}{problem}" for problem in _word_problems(name, given)] if takes_words else []
     return problems
+
+
+def _word_problems(name: str, given: Mapping[str, Any]) -> Iterator[str]:
+    for field, value in given.items():
+        try:
+            server_words(name, {field: value})
+        except ValueError as error:
+            yield str(error)
 
 
 def _why(key: str) -> str:

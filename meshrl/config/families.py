@@ -274,10 +274,10 @@ def _number(shape: Mapping[str, Any], field: str, default: float) -> float:
     """A field, or a quotient of two; the default where config.json leaves it open."""
     if not field:
         return default
-    values = [shape.get(name) for name in field.split(" / ")]
-    if any(value is None for value in values):
+    values = [float(shape[name]) for name in field.split(" / ") if shape.get(name) is not None]
+    if len(values) < len(field.split(" / ")):
         return default
-    return float(values[0]) / float(values[1]) if len(values) == 2 else float(values[0])
+    return values[0] / values[1] if len(values) == 2 else values[0]
 
 
 def _layer_problem(shape: Mapping[str, Any], row: Family) -> str:

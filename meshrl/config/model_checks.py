@@ -14,6 +14,7 @@ from meshrl.config.families import (
     padding_problem,
 )
 from meshrl.config.model import ModelConfig
+from meshrl.config.model_files import misfit_problems
 from meshrl.config.model_folder import (
     classifier_problem,
     fit_problems,
@@ -94,6 +95,9 @@ def model_problems(
 ) -> list[str]:
     """What is wrong with a model for samples of `length` tokens; one that `scores` may be a classifier."""
     problems = folder_problems(model, prefix)
+    if model.path and not model.random_init:
+        misfits = misfit_problems(Path(model.path), model.override_config)
+        problems += [f"{prefix}.path: {problem}" for problem in misfits]
     try:
         shape: dict[str, Any] = read_model_config(model)
     except ValueError as error:

@@ -54,6 +54,11 @@ class RunConfig:
     max_nan_steps: int | None = key(
         None, "Stop when more optimizer steps than this were skipped for a gradient that is not finite.", low=0
     )
+    max_nan_steps_in_a_row: int | None = key(
+        10,
+        "Stop when so many steps in a row changed nothing, because no gradient was finite; 0 or null: never.",
+        low=0,
+    )
     max_restarts: int = key(
         0, "How often a run that infrastructure has ended (a dead worker, a deadline) begins again by itself.", low=0
     )

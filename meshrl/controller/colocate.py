@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from meshrl.controller.worker import ClassWithInitArgs, Worker, at_role
+from meshrl.controller.worker import ClassWithInitArgs, Worker, at_role, close_worker
 
 
 class ColocatedWorker(Worker):
@@ -14,8 +14,7 @@ class ColocatedWorker(Worker):
     def close(self) -> None:
         """Close the roles' workers."""
         for worker in self.workers.values():
-            if hasattr(worker, "close"):
-                worker.close()
+            close_worker(worker)
 
     @staticmethod
     def role_classes(spec: ClassWithInitArgs) -> dict[str, type]:

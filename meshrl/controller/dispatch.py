@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -105,7 +106,8 @@ def register(
     `dispatch_mode` is a `Dispatch` name, `nd_dispatch(mesh)`, or `{"dispatch_fn": f, "collect_fn": g}` with
     `f(group, *args, **kwargs) -> (lists, dict of lists)`, one entry per rank, and `g(group, answers) -> result`.
     With `blocking=False` the call returns a `Future`. Futures among the arguments are replaced by their results before
-    `dispatch_fn` sees them, unless `materialize_futures=False`.
+    `dispatch_fn` sees them, unless `materialize_futures=False`. An `async def` method runs to its end in the worker, in
+    an event loop of that call.
     """
     plan = _plan_of(dispatch_mode)
     mesh = getattr(dispatch_mode, _MESH_ATTRIBUTE, None)
@@ -114,10 +116,22 @@ def register(
         raise ValueError(f"{name} shards its data over the ranks: with Execute.RANK_ZERO the rest would be lost")
 
     def mark(method: F) -> F:
+        _check_method(method)
         setattr(method, _SPEC_ATTRIBUTE, CallSpec(plan, execute_mode, blocking, materialize_futures))
         return method
 
     return mark
+
+
+def _check_method(method: Any) -> None:
+    """Refuse what cannot answer a call, or would not be found on the class: a `TypeError` that says why."""
+    name = getattr(method, "__qualname__", None) or getattr(method, "__name__", None) or repr(method)
+    if isinstance(method, staticmethod | classmethod | property) or not callable(method):
+        raise TypeError(f"@register needs a method, and got a {type(method).__name__} ({name}): leave the other out")
+    if isinstance(method, type):
+        raise TypeError(f"@register is for methods, and {name} is a class: mark its methods")
+    if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+        raise TypeError(f"@register cannot take {name}, a generator: what it yields stays in the worker; return a list")
 
 
 def call_spec(method: Any) -> CallSpec | None:
@@ -333,6 +347,8 @@ def _plan_of(dispatch_mode: str | dict[str, Callable[..., Any]] | PlanFn) -> Pla
             raise ValueError(f"a dispatch mode needs the keys dispatch_fn and collect_fn, got {sorted(dispatch_mode)}")
         return _plan_from_functions(dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"])
     if callable(dispatch_mode):
+        if next(iter(inspect.signature(dispatch_mode).parameters), None) == "self":
+            raise TypeError(f"write @register(...) above {dispatch_mode.__qualname__}, if only as @register()")
         return dispatch_mode
     if dispatch_mode not in _modes:
         raise ValueError(f"unknown dispatch mode {dispatch_mode!r}; known: {', '.join(sorted(_modes))}")

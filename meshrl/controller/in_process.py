@@ -18,6 +18,7 @@ from meshrl.controller.worker import (
     Failure,
     apply_environment,
     call_worker,
+    close_worker,
     host_rendezvous,
     loopback_interface,
     place_ranks,
@@ -124,8 +125,8 @@ class InProcessBackend:
         # the turn as well: another thread may be in a call of its own
         if queued_ones_done.wait(limit) and self._turn.acquire(timeout=limit):
             try:
-                if hasattr(self._worker, "close"):
-                    self._worker.close()
+                if self._worker is not None:
+                    close_worker(self._worker)
             finally:
                 self._turn.release()
 

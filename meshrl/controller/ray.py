@@ -25,6 +25,7 @@ from meshrl.controller.worker import (
     WorkerInfo,
     apply_environment,
     call_worker,
+    close_worker,
     host_rendezvous,
     limit_threads,
     loopback_interface,
@@ -201,8 +202,8 @@ class RayWorker:
 
     def close(self) -> None:
         """Let the worker free what outlives a process."""
-        if self._worker is not None and hasattr(self._worker, "close"):
-            self._worker.close()
+        if self._worker is not None:
+            close_worker(self._worker)
 
 
 class RayBackend:

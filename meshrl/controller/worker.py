@@ -1,10 +1,11 @@
 """What runs in a worker's process: the base class of workers, and who each of them is."""
 
+import inspect
 import os
 import socket
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -17,6 +18,8 @@ _current_info: ContextVar["WorkerInfo | None"] = ContextVar("meshrl_worker_info"
 _hosted_store: Any = None
 # Questions about a worker are no work of its.
 _UNBOOKED = frozenset({"take_ledger", "_mesh_entry"})
+# What makes each rank the GPU that its local rank says; the pool decides it.
+GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
 
 
 @dataclass(frozen=True)
@@ -176,9 +179,34 @@ def call_worker(worker: Any, path: str, args: tuple[Any, ...], kwargs: dict[str,
     target = worker.workers[role] if role else worker
     ledger = getattr(target, "ledger", None)
     if ledger is None or method in _UNBOOKED:
-        return getattr(target, method)(*args, **kwargs)
+        return _awaited(method, getattr(target, method)(*args, **kwargs))
     with ledger.serving(method):
-        return getattr(target, method)(*args, **kwargs)
+        return _awaited(method, getattr(target, method)(*args, **kwargs))
+
+
+def close_worker(worker: Any) -> None:
+    """Call the worker's own `close`, if it has one."""
+    if hasattr(worker, "close"):
+        _awaited("close", worker.close())
+
+
+def _awaited(method: str, answer: Any) -> Any:
+    """A method's answer; a coroutine is run to its end, in an event loop of its own. A `TypeError` for a generator."""
+    if inspect.iscoroutine(answer):
+        import asyncio  # few workers need it
+
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(answer)
+        answer.close()
+        raise RuntimeError(
+            f"{method} is async, and its worker lives in this process, whose thread runs an event loop already: "
+            "start its group with in_process=False, or call it from another thread"
+        )
+    if inspect.isgenerator(answer) or inspect.isasyncgen(answer):
+        raise TypeError(f"{method} is a generator, which cannot leave the worker's process: return a list")
+    return answer
 
 
 def host_rendezvous(address: str) -> int:
@@ -197,8 +225,21 @@ def host_rendezvous(address: str) -> int:
     return int(_hosted_store.port)
 
 
-def apply_environment(info: WorkerInfo, env: dict[str, str]) -> None:
-    """Set the variables of this rank; `env` (the caller's own) wins."""
+def check_environment(env: Mapping[str, str], use_gpu: bool) -> None:
+    """Refuse variables that the group itself sets on each rank: with others the ranks would not find each other."""
+    owned = {*WorkerInfo().environment(), *(GPU_VARIABLES if use_gpu else ())}
+    if taken := sorted(owned & set(env)):
+        hint = ""
+        if set(taken) & set(GPU_VARIABLES):
+            hint = "; to choose GPUs, set CUDA_VISIBLE_DEVICES of the controller"
+        raise ValueError(
+            f"env of a worker group must not have {', '.join(taken)}: the group sets them on each rank from its pool "
+            f"({', '.join(sorted(owned))}){hint}"
+        )
+
+
+def apply_environment(info: WorkerInfo, env: Mapping[str, str]) -> None:
+    """Set the variables of this rank and those of `env`, which `check_environment` has seen."""
     os.environ.update(info.environment())
     os.environ.update(env)
 

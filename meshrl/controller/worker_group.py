@@ -12,7 +12,7 @@ from meshrl.controller.errors import GroupBrokenError
 from meshrl.controller.flight_recorder import Collective
 from meshrl.controller.futures import Future, SerialThread, has_pending, materialize
 from meshrl.controller.resource_pool import ResourcePool, Role
-from meshrl.controller.worker import ClassWithInitArgs, MeshEntry
+from meshrl.controller.worker import ClassWithInitArgs, MeshEntry, check_environment
 
 _numbers = itertools.count()
 
@@ -240,7 +240,8 @@ def create_worker_group(
     """Start one worker on each slot of the pool and return the group of them.
 
     `backend` is "local" (this machine; a single rank is an object in this process unless `in_process=False`) or "ray".
-    `env` adds environment variables. With Ray, `name` names the actors, and `detached` lets them outlive this process.
+    `env` adds environment variables, other than those that the group sets itself (RANK, WORLD_SIZE, ...). With Ray,
+    `name` names the actors, and `detached` lets them outlive this process.
     """
     deadlines = deadlines or Deadlines()
     env = {key: str(value) for key, value in (env or {}).items()}
@@ -250,6 +251,7 @@ def create_worker_group(
         raise ValueError("detached worker groups need backend='ray': local workers end with the controller")
     if backend == "ray" and in_process:
         raise ValueError("in_process=True needs backend='local'")
+    check_environment(env, pool.use_gpu)
 
     def start() -> Backend:
         pool.check_room()

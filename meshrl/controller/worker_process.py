@@ -27,6 +27,7 @@ from meshrl.controller.worker import (
     WorkerInfo,
     apply_environment,
     call_worker,
+    close_worker,
     host_rendezvous,
     limit_threads,
 )
@@ -162,8 +163,8 @@ def run_worker(sock: socket.socket) -> int:
     while (item := process.requests.get()) is not None:
         process.serve(*item)
         del item  # its arguments must not live until the next call
-    if process.worker is not None and hasattr(process.worker, "close"):
-        process.worker.close()
+    if process.worker is not None:
+        close_worker(process.worker)
     return 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import io
 import itertools
+import math
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -95,6 +96,21 @@ class ImageReader:
         """How many tokens of a prompt an image takes, whichever way up. Only its head is read."""
         width, height = open_image(image).size
         return int(self.processor.get_number_of_image_patches(height, width, {})) // self.processor.merge_size**2
+
+    def grid(self, image: bytes) -> tuple[int, int, int]:
+        """Pictures in time, rows and columns of patches, without reading more than the head of the image.
+
+        Of an image that was not read yet, rows and columns are those next to its proportions.
+        """
+        if (known := self._heads.get(image)) is not None:
+            return known.grid
+        width, height = open_image(image).size
+        merge, squares = self.processor.merge_size, self.num_tokens(image)
+        rows = min(
+            (rows for rows in range(1, squares + 1) if squares % rows == 0),
+            key=lambda rows: abs(math.log(rows * rows / squares * width / height)),
+        )
+        return 1, rows * merge, squares // rows * merge
 
     def pixels(self, image: bytes) -> Pixels:
         """The image's patches; those of the last images are kept."""

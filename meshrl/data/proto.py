@@ -17,7 +17,7 @@ from typing import Any, overload
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, is_tensor_collection
 from torch.utils.data import DataLoader
 
 from meshrl.data.merge import brief, concat_meta, union_of
@@ -45,13 +45,20 @@ class DataProtoItem:
 
 @dataclass(eq=False, repr=False)
 class DataProto:
-    """A batch of samples; see the module's first lines for what its three parts hold."""
+    """A batch of samples; see the module's first lines for what its three parts hold. None is an empty part."""
 
     batch: Any = None  # a TensorDict, or None where there are no tensors; Any, since indexing one has no useful type
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.batch is not None and not is_tensor_collection(self.batch):
+            raise ValueError(
+                f"batch is a {type(self.batch).__name__}, but must be a TensorDict or None: make a DataProto of "
+                "tensors with DataProto.from_dict"
+            )
+        self.non_tensor_batch = _mapping("non_tensor_batch", self.non_tensor_batch)
+        self.meta_info = _mapping("meta_info", self.meta_info)
         self.check_consistency()
 
     # --- making ---
@@ -72,11 +79,11 @@ class DataProto:
         """
         if num_batch_dims < 1 or (num_batch_dims > 1 and non_tensors):
             raise ValueError(f"num_batch_dims is {num_batch_dims}: it must be 1, or more if there are no non_tensors")
-        meta_info = {} if meta_info is None else meta_info
+        tensors, meta_info = _mapping("tensors", tensors), _mapping("meta_info", meta_info)
         if auto_padding:
             meta_info = {**meta_info, AUTO_PADDING_KEY: True}
         batch = _tensordict(tensors, num_batch_dims) if tensors else None
-        arrays = {key: _as_array(key, value) for key, value in (non_tensors or {}).items()}
+        arrays = {key: _as_array(key, value) for key, value in _mapping("non_tensors", non_tensors).items()}
         return cls(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
 
     @classmethod
@@ -84,7 +91,7 @@ class DataProto:
         cls, data: Mapping[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
     ) -> "DataProto":
         """Build from one dict, as a collate function returns it: tensors to `batch`, arrays to `non_tensor_batch`."""
-        for key, value in data.items():
+        for key, value in _mapping("data", data).items():
             if not isinstance(value, torch.Tensor | np.ndarray):
                 raise ValueError(
                     f"field {key!r} is a {type(value).__name__}, but must be a torch.Tensor or numpy array"
@@ -264,6 +271,8 @@ class DataProto:
             raise ValueError(
                 f"make_iterator: {len(self)} rows are not divisible by mini_batch_size ({mini_batch_size})"
             )
+        if not len(self):
+            return iter(())
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         numbers: Any = range(len(self))
         loader = DataLoader(numbers, mini_batch_size, collate_fn=list, generator=generator, **(dataloader_kwargs or {}))
@@ -420,6 +429,15 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     if not 0 <= pad_size <= len(data):
         raise ValueError(f"cannot drop {pad_size} rows of padding from {len(data)} rows")
     return data.slice(0, len(data) - pad_size) if pad_size else data
+
+
+def _mapping(name: str, value: Any) -> Any:
+    """The same mapping, or an empty dict for None; a ValueError for anything else."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is a {type(value).__name__}, but must be a dict or None")
+    return value
 
 
 def _rebuild(cls: type[DataProto], batch: Any, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]) -> DataProto:

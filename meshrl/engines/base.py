@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,12 +18,16 @@ from transformers import PreTrainedModel
 from meshrl.config.engine import EngineConfig
 from meshrl.config.model import ModelConfig
 from meshrl.config.optim import OptimConfig
+from meshrl.data.image_reader import IMAGES
 from meshrl.data.proto import DataProto
 from meshrl.engines.stored_state import Entry, Snapshot, write_index, write_snapshot
 from meshrl.models.buffers import named_weights
 from meshrl.models.routes import ROUTED_EXPERTS
+from meshrl.models.sight import Sight, tower_of
 from meshrl.telemetry.flops import ModelShape, count_flops
 from meshrl.telemetry.ledger import current_ledger
+
+logger = logging.getLogger(__name__)
 
 # (model output, micro-batch) -> (loss to back-propagate, metrics). Metrics add up over micro-batches and ranks (see
 # meshrl.algorithms.BatchStats), but for those whose name ends in `_max`.
@@ -61,7 +66,9 @@ class Engine(ABC):
     # The Hugging Face model whose config, class and parameter names this is; its parameters may be without memory.
     hf_model: PreTrainedModel
     has_adapters: bool = False
+    sight: Sight | None = None  # how the model takes images, if it does
     _shape: ModelShape | None = None
+    _is_measured: bool = False
 
     def __init__(
         self,
@@ -160,16 +167,27 @@ class Engine(ABC):
         """Counts this rank's share of what a batch takes; peers that share its samples take theirs."""
         if current_ledger() is None:
             return
+        if not self._is_measured:
+            self._is_measured, config = True, self.hf_model.config
+            self._shape = ModelShape.of(config, values=self.head == "value")
+            if self._shape is None and dist.get_rank() == 0:
+                logger.warning(
+                    "the operations of model_type '%s' are not counted: perf/tflops/* and mfu/* are left out",
+                    config.model_type,
+                )
         if self._shape is None:
-            self._shape = ModelShape.of(self.hf_model.config, values=self.head == "value")
-            if self._shape is None:
-                return
+            return
         targets = data.batch["response_mask"]
         lengths = data.batch["attention_mask"].sum(1)[targets.any(1)].numpy()
         flops = self._shape.forward(lengths, int(targets.sum()))
         if not forward_only:
             # Frozen weights get no gradient, only what they were given does.
             flops *= 2 if self.has_adapters else 3
+        if self.sight is not None and self._shape.tower is not None and IMAGES in data.non_tensor_batch:
+            tower = tower_of(self.hf_model)
+            trains = not forward_only and any(param.requires_grad for param in tower.parameters())
+            looks = (2 if self.has_adapters else 3) if trains else 1
+            flops += looks * self._shape.tower.forward(self.sight.grids(data.non_tensor_batch[IMAGES]))
         count_flops(flops * self.dp_size / dist.get_world_size())
 
     def forward(self, data: DataProto) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from meshrl.config.model_files import misfit_problems, unread_problem, unread_tensors
 from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, quantized_problem, read_json
 from meshrl.config.names import count
 from meshrl.models.buffers import persistent_buffers
@@ -95,8 +96,10 @@ def load_model(
 ) -> PreTrainedModel:
     """Loads a model on the CPU with this attention function and head; every weight must be in the folder.
 
-    A value head that the folder does not have starts at zero: so do the values.
+    A value head that the folder does not have starts at zero: so do the values. What of the folder does not fit the
+    model is a `ValueError` that names it.
     """
+    refuse_misfit(path, override)
     config = _config_for(head, path, override, trust_remote_code)
     with naming_what_is_damaged(path), holding_load_reports() as reports:
         loaded: Any = _auto_class(config, head).from_pretrained(
@@ -106,18 +109,42 @@ def load_model(
             attn_implementation=_attention_of(config, attention),
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     model, info = loaded
     new_head = [name for name in info["missing_keys"] if is_value_head(name)]
     missing = sorted(set(info["missing_keys"]) - set(new_head))
     if missing:
         raise ValueError(f"the model at '{path}' lacks {count(len(missing), 'weight')}, first of all '{missing[0]}'")
+    if mismatched := sorted(tuple(entry) for entry in info["mismatched_keys"]):
+        name, found, wanted = mismatched[0]
+        raise ValueError(
+            f"the model at '{path}' has {count(len(mismatched), 'weight')} of another shape, first of all '{name}': it "
+            f"is {list(found)} in the files, and the model needs {list(wanted)}"
+        )
+    refuse_unread(path, info["unexpected_keys"], model, override)
     for name in new_head:
         torch.nn.init.zeros_(model.get_parameter(name))
     if not new_head or not all(name.startswith("lm_head.") for name in info["unexpected_keys"]):
         for report in reports:
             logging.getLogger(report.name).handle(report)
     return model
+
+
+def refuse_misfit(path: str | Path, override: Mapping[str, Any] | None = None) -> None:
+    """A `ValueError` for a folder whose tensors are not those of its config.json, as far as their headers tell."""
+    if problem := next(iter(misfit_problems(Path(path), override or {})), None):
+        raise ValueError(problem)
+
+
+def refuse_unread(
+    path: str | Path, names: Collection[str], model: PreTrainedModel, override: Mapping[str, Any] | None = None
+) -> None:
+    """A `ValueError` for tensors of a folder that a model has no place for, but for those left out on purpose."""
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    shape = model.config.get_text_config().to_dict()
+    if problem := unread_problem(unread_tensors(names, shape, ignored, override or {})):
+        raise ValueError(f"{path}: {problem}")
 
 
 @contextmanager

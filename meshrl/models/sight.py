@@ -9,7 +9,7 @@ ends at an earlier position (`shifts`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +134,10 @@ class Sight:
         values = torch.cat([one.values for one in pixels]) if pixels else torch.empty(0, self.patch_numbers)
         grids = torch.tensor([one.grid for one in pixels], dtype=torch.long).reshape(-1, 3)
         return Seen(positions, square_of, values, grids, shifts)
+
+    def grids(self, column: Iterable[Images | None]) -> list[tuple[int, int, int]]:
+        """The distinct images of some samples, as pictures in time, rows and columns of patches."""
+        return [self.reader.grid(image) for image in dict.fromkeys(image for own in column for image in own or ())]
 
     def names(self, ids: np.ndarray, images: Images) -> np.ndarray:
         """Tokens by names that tell images apart: the tokens of an image have a number of its own, below zero."""

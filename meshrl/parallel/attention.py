@@ -125,7 +125,8 @@ def hand_contexts_down(hf_model: nn.Module) -> None:
     for layer in [module for module in hf_model.modules() if type(module).__name__ in SILENT_LAYERS]:
         for module, addition in ((layer, _ContextInLayer), (layer.self_attn, _ContextFromLayer)):
             if not isinstance(module, addition):
-                module.__class__ = _with(addition, type(module))  # type: ignore[assignment]
+                own: Any = type(module)
+                module.__class__ = _with(addition, own)
 
 
 @cache

@@ -1,18 +1,24 @@
-"""How many floating-point operations a model needs, from its config and the lengths of its sequences.
+"""How many floating-point operations a model needs, from its modules and the lengths of its sequences.
 
-What counts is what the model needs, not what was run: nothing twice (recomputation, padding), of attention only the
-pairs that the causal mask (and a window) leaves. A multiplication and an addition are two operations.
+What counts is what the model needs, not what was run: nothing twice (recomputation, padding, an image of several
+samples), of attention only the pairs that the causal mask (and a window) leaves. A multiplication and an addition are
+two operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
-from meshrl.config.families import GATED_DELTA
+from meshrl.models.loading import empty_causal_lm
+from meshrl.models.sight import language_model, sees, tower_of
+from meshrl.models.sizes import expert_count, head_dim, of_text
 from meshrl.telemetry.accounts import Key
 from meshrl.telemetry.ledger import current_ledger, served_method
 
@@ -31,41 +37,99 @@ PHASES = {
 }
 GENERATES = ("generate", "prefill")
 LINEAR = "linear_attention"  # what configs call layers with a state
+# Weights of one expert among others, of which a token meets some.
+EXPERTS = re.compile(r"(^|\.)experts\.")
+VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+# Families whose operations are counted right, as torch counts them (tests/telemetry/test_flops.py).
+COUNTED = frozenset({
+    "afmoe", "apertus", "arcee", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3",
+    "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma2", "gemma3_text",
+    "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite",
+    "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "jais2", "llama",
+    "mellum", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron",
+    "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2",
+    "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
+    "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "smollm3", "solar_open", "stablelm",
+    "starcoder2", "vaultgemma", "youtu",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """What the operations of a vision tower depend on. A square is the patches of an image that become one token."""
+
+    patch_weights: int  # of all layers, those that every patch meets
+    square_weights: int  # of what makes vectors for the language model of squares
+    width: int  # heads * head_dim
+    layers: int
+    squares_of_window: int | None  # to a side of the windows that most layers see; None: all layers see the whole image
+    full_layers: int  # those that see the whole image
+    merge: int  # patches to a side of a square
+
+    @classmethod
+    def of(cls, tower: nn.Module, config: Any) -> TowerShape:
+        """Of the modules of a tower and the config of its model's vision part."""
+        merge, mergers = config.spatial_merge_size, ("merger", "deepstack_merger_list")
+        weights = {name: weight.numel() for name, weight in _products(tower)}
+        squares = sum(size for name, size in weights.items() if name.split(".")[0] in mergers)
+        layers, width = config.depth, getattr(config, "embed_dim", None) or config.hidden_size
+        window, full = None, layers
+        if getattr(config, "window_size", None):
+            window, full = config.window_size // merge // config.patch_size, len(set(config.fullatt_block_indexes))
+        return cls(sum(weights.values()) - squares, squares, width, layers, window, full, merge)
+
+    def forward(self, grids: Iterable[tuple[int, int, int]]) -> float:
+        """One look at images, given as pictures in time, rows and columns of patches."""
+        total = 0.0
+        for times, rows, columns in grids:
+            patches = rows * columns
+            pairs = self.full_layers * patches**2
+            if self.squares_of_window is not None:
+                side = self.squares_of_window * self.merge
+                of_rows, of_columns = _cut(rows, side), _cut(columns, side)
+                pairs += (self.layers - self.full_layers) * sum((r * c) ** 2 for r in of_rows for c in of_columns)
+            linear = self.patch_weights * patches + self.square_weights * (patches // self.merge**2)
+            total += times * (2 * linear + 4 * self.width * pairs)
+        return total
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """What the operations of a decoder depend on. `windows`: how far each layer looks back, None for all the way."""
 
-    linear_weights: int  # of all layers, those that every token meets
+    linear_weights: float  # of all layers, those that every token meets
     head_weights: int  # of the output layer
-    attention_width: int  # query heads * head_dim
+    attention_width: float  # query heads * head_dim; with other values than keys their mean
     windows: tuple[int | None, ...]
+    tower: TowerShape | None = None  # of what looks at images
 
     @classmethod
     def of(cls, config: Any, values: bool = False) -> ModelShape | None:
-        """Of a Hugging Face config; with `values` the output is one number. None for kinds that are not known."""
-        config = getattr(config, "text_config", None) or config
-        heads = getattr(config, "num_attention_heads", None)
-        strange = ("kv_lora_rank", "ssm_cfg", "mamba_d_state")
-        if heads is None or any(getattr(config, name, None) for name in strange):
+        """Of a Hugging Face config, by its modules; with `values` the output is one number.
+
+        None for families whose operations are not known to be counted right.
+        """
+        if config.model_type not in COUNTED:
             return None
-        carries = getattr(config, "linear_num_value_heads", None) is not None
-        if carries and config.model_type not in GATED_DELTA:
-            return None
-        hidden, layers = config.hidden_size, config.num_hidden_layers
-        head_dim = getattr(config, "head_dim", None) or hidden // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        # The families whose other layers carry a state: Qwen's attention has a gate for each of its outputs.
-        gates = heads if carries and config.model_type.startswith("qwen") else 0
-        attention = hidden * head_dim * (2 * heads + gates + 2 * kv_heads)
-        windows = _windows(config, layers)
-        attending = [layer for layer in range(layers) if not carries or config.layer_types[layer] != LINEAR]
-        linear = len(attending) * attention + sum(_mlp_weights(config, layer) for layer in range(layers))
-        if carries:
-            linear += (layers - len(attending)) * _state_weights(config)
-        windows = [windows[layer] for layer in attending]
-        return cls(linear, hidden * (1 if values else config.vocab_size), heads * head_dim, tuple(windows))
+        model = empty_causal_lm(config, "eager")
+        decoder, text = language_model(model), of_text(config)
+        experts, visited = expert_count(text), _visited_experts(text)
+        linear = 0.0
+        for name, weight in _products(decoder):
+            linear += weight.numel() * (visited / experts if EXPERTS.search(name) else 1)
+        heads, keys = text.num_attention_heads, head_dim(text)
+        queries = getattr(text, "qk_nope_head_dim", 0) + getattr(text, "qk_rope_head_dim", 0) or keys
+        kinds = getattr(text, "layer_types", None) or []
+        windows = _windows(text, text.num_hidden_layers)
+        if states := kinds.count(LINEAR):
+            # A token fades a state, reads it twice and writes it: as three more weights each.
+            values_width = text.linear_num_value_heads * text.linear_value_head_dim
+            linear += states * 3 * values_width * text.linear_key_head_dim
+            windows = [window for window, kind in zip(windows, kinds, strict=True) if kind != LINEAR]
+        head = text.hidden_size if values else model.get_output_embeddings().weight.numel()
+        width = heads * (queries + (getattr(text, "v_head_dim", None) or keys)) / 2
+        tower = TowerShape.of(tower_of(model), config.vision_config) if sees(config) else None
+        return cls(linear, head, width, tuple(windows), tower)
 
     def forward(self, lengths: np.ndarray, outputs: int | None = None, starts: np.ndarray | int = 0) -> float:
         """One pass over sequences of these lengths; the output layer for `outputs` of the tokens (None: for all).
@@ -83,34 +147,26 @@ class ModelShape:
         return 3 * self.forward(lengths, outputs)
 
 
-def _mlp_weights(config: Any, layer: int) -> int:
-    """Weights that one token meets in the feed-forward part of a layer."""
-    hidden = config.hidden_size
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    experts = experts or getattr(config, "n_routed_experts", None)
-    if not experts or not _is_sparse(config, layer):
-        return 3 * hidden * config.intermediate_size
-    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
-    gate = hidden if shared else 0
-    shared = shared or (getattr(config, "n_shared_experts", None) or 0) * width
-    return 3 * hidden * (config.num_experts_per_tok * width + shared) + hidden * experts + gate
+def _products(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that inputs are multiplied with: all that have two dims or more, but for tables of embeddings."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for name, weight in module.named_parameters(recurse=False):
+            # Stacks of experts keep biases in two dims.
+            if weight.dim() > 1 and not name.endswith("bias"):
+                yield f"{path}.{name}" if path else name, weight
 
 
-def _state_weights(config: Any) -> int:
-    """Weights that a token meets in a layer with a state, which it fades, reads twice and writes: as three more."""
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    values = config.linear_num_value_heads * config.linear_value_head_dim
-    projections = config.hidden_size * (2 * keys + 3 * values + 2 * config.linear_num_value_heads)
-    return projections + (2 * keys + values) * config.linear_conv_kernel_dim + 3 * values * config.linear_key_head_dim
+def _visited_experts(config: Any) -> int:
+    """How many of its routed experts a token meets."""
+    found = next((getattr(config, name) for name in VISITED if getattr(config, name, None)), 0)
+    return int(found[0] if isinstance(found, list) else found)
 
 
-def _is_sparse(config: Any, layer: int) -> bool:
-    if layer in (getattr(config, "mlp_only_layers", None) or ()):
-        return False
-    if layer < (getattr(config, "first_k_dense_replace", None) or 0):
-        return False
-    return (layer + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0
+def _cut(size: int, part: int) -> list[int]:
+    """A length in parts, of which the last may be shorter."""
+    return [min(part, size - start) for start in range(0, size, part)]
 
 
 def _windows(config: Any, layers: int) -> list[int | None]:

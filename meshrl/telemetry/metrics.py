@@ -26,6 +26,12 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     return reduced
 
 
+def count_steps(role: str, collected: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """How many optimizer steps an update had, and how many of them were skipped; `collected` has an entry for each."""
+    skipped = collected[f"{role}/skipped_steps"]
+    return {f"{role}/optimizer_steps": float(len(skipped)), f"{role}/skipped_steps": sum(skipped)}
+
+
 def compute_data_metrics(
     token_level_scores: "torch.Tensor",
     token_level_rewards: "torch.Tensor",

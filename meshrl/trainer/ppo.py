@@ -100,7 +100,7 @@ class PPOTrainer(SampleSource):
             "data": place,
             "kl_controller": self.kl_controller.state_dict(),
             "best": self.best,
-            "nonfinite_steps": self.keeper.nonfinite.count,
+            **self.keeper.nonfinite.state_dict(),
             "gates": self.gates.state_dict() if self.gates else None,
             **waiting,
             **(self.updates.state_dict() if self.begun else {}),
@@ -115,7 +115,8 @@ class PPOTrainer(SampleSource):
         self.updates.load_state_dict(state)
         self.batches_begun = self.place["batches"]
         self.kl_controller.load_state_dict(state["kl_controller"])
-        self.best, self.keeper.nonfinite.count = state["best"], state["nonfinite_steps"]
+        self.best = state["best"]
+        self.keeper.nonfinite.load_state_dict(state)
         if self.gates and state["gates"]:
             self.gates.load_state_dict(state["gates"])
         if self.dynamic_sampling and "rounds" in state:

@@ -128,6 +128,7 @@ def replay_config(run: RunFiles, start: Found | None, folder: str, words: Sequen
             "trainer.logger=[file]",
             "trainer.save_freq=-1",
             "trainer.max_nan_steps=null",
+            "trainer.max_nan_steps_in_a_row=0",
             "trainer.nan_gradient=skip",
             "trainer.max_ckpt_to_keep=null",
             "trainer.max_actor_ckpt_to_keep=null",

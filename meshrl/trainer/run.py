@@ -437,6 +437,7 @@ def make_keeper(
     contents = ("model", "optimizer", "extra")
     dumped = {role: replace(part, save_contents=contents, background=False) for role, part in parts.items()}
     dumps = Checkpoints(run.nonfinite, dumped, every=-1, **how)
+    limit = 0 if trainer.nan_gradient == "stop" else trainer.max_nan_steps
     megabytes = getattr(trainer, "keep_batches_megabytes", 0)
     memory = copies_folder(run.path) if trainer.memory_copy_freq > 0 else None
     copied = {role: replace(part, save_contents=contents) for role, part in parts.items()}
@@ -445,7 +446,7 @@ def make_keeper(
     return Keeper(
         checkpoints,
         KeptBatches(run.batches, megabytes),
-        NonFiniteSteps(0 if trainer.nan_gradient == "stop" else trainer.max_nan_steps, dumps, screen.message),
+        NonFiniteSteps(limit, trainer.max_nan_steps_in_a_row, dumps, screen.message),
         StopRequest(trainer.deadlines.stop),
         MemoryCopies(copies, screen.message, shelves),
     )

@@ -48,12 +48,12 @@ class SFTTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """All that the future of the run depends on beside the workers' state."""
-        count = self.keeper.nonfinite.count
-        return {"step": self.step, "data": self.order.state_dict(), "nonfinite_steps": count}
+        return {"step": self.step, "data": self.order.state_dict(), **self.keeper.nonfinite.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from where `state_dict` was taken."""
-        self.step, self.keeper.nonfinite.count = state["step"], state["nonfinite_steps"]
+        self.step = state["step"]
+        self.keeper.nonfinite.load_state_dict(state)
         self.order.load_state_dict(state["data"])
 
     def fit(self) -> None:

@@ -26,7 +26,7 @@ from meshrl.models.saving import save_hf_folder
 from meshrl.parallel.mesh import contiguous_group, wait_for_all
 from meshrl.telemetry.ledger import booked
 from meshrl.telemetry.memory import MemoryLog, PeakMemory
-from meshrl.telemetry.metrics import reduce_metrics
+from meshrl.telemetry.metrics import count_steps, reduce_metrics
 from meshrl.weights.colocated import policy_sync, sends_adapters
 from meshrl.weights.hybrid import ROLLOUT, TRAIN, HybridEngine
 from meshrl.weights.pools import PoolGroup, PoolSync, connect_trainer
@@ -309,8 +309,8 @@ class ActorRolloutRefWorker(CheckpointedWorker):
                     for name, value in metrics.items():
                         collected.setdefault(name, []).append(value)
             self.actor.optimizer_zero_grad()
-        skipped = {"actor/skipped_steps": sum(collected["actor/skipped_steps"])}
-        return reduce_metrics(collected) | skipped | memory.metrics("update_actor")
+        counts = count_steps("actor", collected)
+        return reduce_metrics(collected) | counts | memory.metrics("update_actor")
 
     def _update_on(
         self, data: DataProto, compare_with: str | None, covariance: CovarianceStats | None

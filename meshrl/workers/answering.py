@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 from meshrl.agents.batch import make_agent_rollout
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import RolloutConfig
+from meshrl.data.image_reader import IMAGES
 from meshrl.data.images import PromptImages
 from meshrl.data.proto import DataProto
 from meshrl.models.loading import load_tokenizer, stop_token_ids
 from meshrl.models.routes import ROUTED_EXPERTS
-from meshrl.models.sight import sees
+from meshrl.models.sight import find_sight, sees
 from meshrl.rollout.base import SamplingParams
 from meshrl.rollout.build import build_rollout
 from meshrl.rollout.remote.bystander import Bystander
@@ -64,6 +65,7 @@ class Answering:
             records_routes=records_routes,
         )
         self.shape = ModelShape.of(hf_model.config)
+        self.sight = find_sight(hf_model.config, model)
         self.agents = None
         self.answers = not isinstance(self.rollout, Bystander)
         if config.multi_turn.enable and self.answers:
@@ -83,7 +85,7 @@ class Answering:
             return DataProto()
         with self._log_memory():
             answers = (self.agents or self.rollout).generate_sequences(prompts, self._sampling(prompts))
-            return self._kept(answers, prompts.meta_info)
+            return self._kept(answers, prompts.meta_info, prompts.non_tensor_batch.get(IMAGES))
 
     def start(self, prompts: DataProto) -> None:
         """The same beside other calls: `take` gives the answers as they end."""
@@ -91,7 +93,7 @@ class Answering:
             return
         self.memory = self._log_memory().start()
         self.running = start_generation(self.rollout, self.agents, prompts, self._sampling(prompts))
-        self.asked = prompts.meta_info
+        self.asked, self.shown = prompts.meta_info, prompts.non_tensor_batch.get(IMAGES)
 
     def take(self, seconds: float) -> tuple[np.ndarray, DataProto] | None:
         """Rows that have ended and their answers, or None if none did within `seconds`."""
@@ -99,10 +101,15 @@ class Answering:
             return None
         found = self.running.take(seconds)
         self.memory.note()
-        return None if found is None else (found[0], self._kept(found[1], self.asked))
+        if found is None:
+            return None
+        rows, answers = found
+        return rows, self._kept(answers, self.asked, None if self.shown is None else self.shown[rows])
 
-    def _kept(self, output: DataProto, asked: Mapping[str, Any]) -> DataProto:
-        self._count(output)
+    def _kept(self, output: DataProto, asked: Mapping[str, Any], shown: np.ndarray | None) -> DataProto:
+        """What of the answers to prompts with these images is given away; counts their operations."""
+        # Rows that only filled up the prompts have no answers.
+        self._count(output, output.non_tensor_batch.get(IMAGES, None if shown is None else shown[: len(output)]))
         if asked.get("validate") or asked.get("greedy"):
             output.non_tensor_batch.pop(ROUTED_EXPERTS, None)  # nobody trains on these
         elif self.records_routes and len(output):
@@ -112,7 +119,7 @@ class Answering:
             output.pop(batch_keys=["rollout_log_probs"])
         return output
 
-    def _count(self, output: DataProto) -> None:
+    def _count(self, output: DataProto, images: np.ndarray | None) -> None:
         """Counts what the answers took: a prompt once for neighbours that share it, of an answer all but its end."""
         if self.shape is None or not len(output):
             return
@@ -120,8 +127,12 @@ class Answering:
         prompts, mask = tensors["input_ids"][:, :-width], tensors["attention_mask"]
         starts, lengths = mask[:, :-width].sum(1).numpy(), mask.sum(1).numpy()
         is_new = torch.cat([torch.ones(1, dtype=torch.bool), (prompts[1:] != prompts[:-1]).any(1)]).numpy()
+        if images is not None:
+            is_new[1:] |= np.array([own != before for own, before in zip(images[1:], images[:-1], strict=True)], bool)
         flops = self.shape.forward(starts[is_new], 0)
         flops += self.shape.forward(lengths - (lengths > starts), int(tensors["response_mask"].sum()), starts)
+        if images is not None and self.sight is not None and self.shape.tower is not None:
+            flops += self.shape.tower.forward(self.sight.grids(images))
         # Ranks that take the same steps count a share each.
         count_flops(flops if self.config.is_elsewhere else flops / self.config.replica_size)
 

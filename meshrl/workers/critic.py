@@ -17,7 +17,7 @@ from meshrl.engines.base import Engine, LossFunction
 from meshrl.engines.build import engine_class
 from meshrl.telemetry.ledger import booked
 from meshrl.telemetry.memory import MemoryLog, PeakMemory
-from meshrl.telemetry.metrics import reduce_metrics
+from meshrl.telemetry.metrics import count_steps, reduce_metrics
 from meshrl.workers.checkpointing import CheckpointedWorker
 from meshrl.workers.joining import import_external_lib, join_ranks
 from meshrl.workers.resting import awake, rests, send_to_rest
@@ -78,8 +78,8 @@ class CriticWorker(CheckpointedWorker):
                     for name, value in self._update_on(mini_batch).items():
                         collected.setdefault(name, []).append(value)
             self.engine.optimizer_zero_grad()
-        skipped = {"critic/skipped_steps": sum(collected["critic/skipped_steps"])}
-        return reduce_metrics(collected) | skipped | memory.metrics("update_critic")
+        counts = count_steps("critic", collected)
+        return reduce_metrics(collected) | counts | memory.metrics("update_critic")
 
     def _update_on(self, data: DataProto) -> dict[str, float]:
         """One optimizer step on this rank's part of a mini-batch."""

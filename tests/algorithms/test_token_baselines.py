@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from meshrl.algorithms import (
+    compute_advantage,
     compute_multi_turn_optimal_token_baseline_advantage,
     compute_optimal_token_baseline_advantage,
+    get_adv_estimator_fn,
 )
 
 INDEX = np.array([0, 1, 0, 0, 1, 2])
@@ -72,9 +74,19 @@ def test_equals_a_loop(gaps: bool, zero_tail: bool, weighted: bool) -> None:
         assert bool((advantages[5] == 0).all()), "a group of one has advantage 0"
 
 
+@pytest.mark.parametrize("gaps", [False, True])
+def test_the_tail_of_the_longest_sample_by_default(gaps: bool) -> None:
+    """Only the kind for several turns gives it baseline 0, as in verl; by name and by function."""
+    data = example(gaps)
+    for name, by_step in (("optimal_token_baseline", False), ("tir_optimal_token_baseline", True)):
+        for found in (compute_advantage(name, **data, index=INDEX), get_adv_estimator_fn(name)(**data, index=INDEX)):
+            torch.testing.assert_close(found[0], slow(data, by_step, by_step, True), rtol=1e-4, atol=1e-4)
+            assert not torch.allclose(found[0], slow(data, by_step, not by_step, True), atol=1e-2)
+
+
 def test_the_two_alignments_differ_only_with_gaps() -> None:
     for gaps in (False, True):
         data = example(gaps)
-        by_column, _ = compute_optimal_token_baseline_advantage(**data, index=INDEX)
-        by_step, _ = compute_multi_turn_optimal_token_baseline_advantage(**data, index=INDEX)
+        by_column, _ = compute_optimal_token_baseline_advantage(**data, index=INDEX, handle_zero_tail=True)
+        by_step, _ = compute_multi_turn_optimal_token_baseline_advantage(**data, index=INDEX, handle_zero_tail=True)
         assert torch.allclose(by_column, by_step) != gaps

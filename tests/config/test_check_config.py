@@ -134,6 +134,12 @@ BROKEN = [
     ([f"{ACTOR}.optim.min_lr_ratio=0.1"], "min_lr_ratio=0.1 has no effect", "lr_scheduler_type=constant"),
     (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.horizon=9"], "kl_ctrl.horizon has no effect", "fixed"),
     (["trainer.nan_gradient=stop", "trainer.max_nan_steps=3"], "max_nan_steps=3 has no effect", "nan_gradient=stop"),
+    (
+        ["trainer.nan_gradient=stop", "trainer.max_nan_steps_in_a_row=3"],
+        "in_a_row=3 has no effect",
+        "nan_gradient=stop",
+    ),
+    (["trainer.max_nan_steps=2", "trainer.max_nan_steps_in_a_row=3"], "in_a_row=3 has no effect", "max_nan_steps=2"),
     ([f"{ROLLOUT}.val_kwargs.temperature=0.6"], "val_kwargs.temperature has no effect", "do_sample=false"),
     ([f"{ROLLOUT}.val_kwargs.top_p=0.9"], "val_kwargs.top_p has no effect", "do_sample=false"),
     # contradictions

@@ -1,9 +1,12 @@
 """What vLLM's and SGLang's own arguments may say in a run, and what is told before it starts."""
 
+import argparse
+import json
+
 import pytest
 
 from meshrl.config import check_config
-from meshrl.config.engine_arguments import engine_gpus
+from meshrl.config.engine_arguments import engine_gpus, server_words
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SIZE = f"{ROLLOUT}.tensor_model_parallel_size"
@@ -98,3 +101,74 @@ def test_vllm_has_no_room_for_adapters_of_any_rank(fine):
     assert "lora_rank (600) is above 512" in problem
     assert f"{ROLLOUT}.update_weights_adapters=merged" in problem
     assert check_config(fine(*wide, f"{ROLLOUT}.update_weights_adapters=merged")) == []
+
+
+# Every kind of value that YAML has, and how a server's parser is told of it: how it is read, and what is found.
+VALUES = {
+    "true": (True, {"flag": True}, True),
+    "false": (False, {"flag": True}, False),
+    "null": (None, {}, "the default"),
+    "whole": (7, {"type": int}, 7),
+    "negative": (-1, {"type": int}, -1),
+    "real": (0.5, {"type": float}, 0.5),
+    "text": ("fcfs", {}, "fcfs"),
+    "words": ("two words 'and' a \"quote\"", {}, "two words 'and' a \"quote\""),
+    "dashes": ("--enforce-eager", {}, "--enforce-eager"),
+    "nothing": ("", {}, ""),
+    "equals": ("a=b", {}, "a=b"),
+    "mapping": ({"a": {"b": [1, None, True]}}, {"type": json.loads}, {"a": {"b": [1, None, True]}}),
+    "no_entries": ({}, {"type": json.loads}, {}),
+    "numbers": ([1, 2, -3], {"type": int, "nargs": "+"}, [1, 2, -3]),
+    "texts": (["one name", "another"], {"nargs": "+"}, ["one name", "another"]),
+    "pair": ((1, 2), {"type": int, "nargs": "+"}, [1, 2]),
+    "mappings": ([{"name": "a b"}], {"type": json.loads, "nargs": "+"}, [{"name": "a b"}]),
+}
+VALUES_ALONE = {"whole": 7}
+REFUSED = {
+    "empty": ([], "empty is an empty list, which has no form on a server's command line: leave it out"),
+    "nothing_in_it": ((), "nothing_in_it is an empty list"),
+    "options": (["a", "--tp"], "options holds '--tp', which a server takes for the name of another argument"),
+    "flags": ([True], "flags holds True, which has no form on a server's command line"),
+    "holes": ([1, None], "holes holds None"),
+    "a_set": ({1}, r"a_set holds \{1\}"),
+}
+
+
+@engines
+def test_every_kind_of_value_reaches_a_server_as_it_is(name):
+    """All in one command line, so that none may swallow a part of its neighbour."""
+    parser = argparse.ArgumentParser()
+    for field, (_, how, _) in VALUES.items():
+        option = f"--{field.replace('_', '-')}"
+        if "flag" not in how:
+            parser.add_argument(option, default="the default", **how)
+        elif name == "vllm":
+            parser.add_argument(option, action=argparse.BooleanOptionalAction)
+        else:
+            parser.add_argument(option, action="store_true")
+    words = server_words(name, {field: value for field, (value, _, _) in VALUES.items()})
+    assert vars(parser.parse_args(words)) == {field: found for field, (_, _, found) in VALUES.items()}
+
+
+@engines
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_a_server_cannot_be_told_is_refused(name, field):
+    value, why = REFUSED[field]
+    with pytest.raises(ValueError, match=why):
+        server_words(name, VALUES_ALONE | {field: value})
+    assert server_words(name, VALUES_ALONE) == ["--whole=7"]
+
+
+@engines
+def test_a_config_is_told_before_a_server_starts(fine, name):
+    server = f"{ROLLOUT}.as_server=true"
+    (problem,) = check_config(fine(*given(name, allowed_origins="[]"), server))
+    assert problem.startswith(f"{ROLLOUT}.engine_kwargs.{name}.allowed_origins is an empty list")
+    assert check_config(fine(*given(name, allowed_origins="[]"), f"{ROLLOUT}.as_server=false")) == []
+    # Left to itself only SGLang is a server.
+    assert len(check_config(fine(*given(name, allowed_origins="[]")))) == (name == "sglang")
+
+
+def test_a_judge_is_told_as_well(fine):
+    judge = ["reward.judge.path=/judge", "reward.judge.engine=sglang", "reward.judge.engine_kwargs={a: []}"]
+    assert any("reward.judge.engine_kwargs.a is an empty list" in problem for problem in check_config(fine(*judge)))

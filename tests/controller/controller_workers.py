@@ -255,6 +255,33 @@ class Probe(Worker):
     def first_field(self, data: DataProto) -> DataProto:
         return data.select(batch_keys=["x"])
 
+    @register(Dispatch.ONE_TO_ALL)
+    async def in_a_while(self, x: int, then_fail: bool = False) -> tuple[int, int, bool]:
+        thread = threading.get_ident()
+        found = await asyncio.gather(*(self._later(x + i) for i in range(3)))
+        if then_fail and self.rank == 0:
+            raise ValueError("after the wait")
+        return self.rank, sum(found), threading.get_ident() == thread
+
+    async def _later(self, x: int) -> int:
+        await asyncio.sleep(0.01)
+        return x
+
+    @register(nd_dispatch("grid"))
+    async def on_grid_in_a_while(self, data: DataProto) -> DataProto:
+        return _proto().from_dict({"x": await self._later(1) + data.batch["x"]})
+
+    @register(Dispatch.DIRECT_ROLLOUT_METHOD)
+    async def asked_in_a_while(self) -> int:
+        return await self._later(self.rank)
+
+    async def unregistered_in_a_while(self, x: int) -> int:
+        return await self._later(x)
+
+    @register(Dispatch.ONE_TO_ALL)
+    def numbers(self) -> Any:
+        return (number for number in range(3))
+
 
 class Counter(Worker):
     """A second role, for colocation."""

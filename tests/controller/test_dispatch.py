@@ -222,3 +222,37 @@ def test_mistakes_in_registering():
         update_dispatch_mode("NONE", print, print)
     with pytest.raises(ValueError, match="both dispatch_fn and collect_fn"):
         register_dispatch_mode("TEST_HALF", dispatch_fn=print)
+
+
+def generator(self):
+    yield 1
+
+
+async def async_generator(self):
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        (generator, "generator, a generator: what it yields stays in the worker"),
+        (async_generator, "async_generator, a generator"),
+        (staticmethod(generator), "staticmethod"),
+        (classmethod(generator), "classmethod"),
+        (property(generator), "property"),
+        (dict, "dict is a class"),
+        (3, "needs a method, and got a int"),
+    ],
+)
+def test_what_cannot_answer_a_call_is_refused(method, why):
+    with pytest.raises(TypeError, match=why):
+        register(Dispatch.ONE_TO_ALL)(method)
+
+
+def test_a_decorator_without_its_brackets_is_refused():
+    with pytest.raises(TypeError, match=r"write @register\(...\) above .*forgotten"):
+
+        class Forgetful:
+            @register
+            def forgotten(self):
+                return 1

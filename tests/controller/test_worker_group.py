@@ -1,5 +1,6 @@
 """The same suite on both backends, with real workers."""
 
+import asyncio
 import os
 import signal
 import time
@@ -14,6 +15,7 @@ from meshrl.controller import (
     GroupBrokenError,
     ResourcePool,
     WorkerError,
+    WorkerInfo,
     create_colocated_worker_cls,
     create_worker_group,
 )
@@ -115,6 +117,60 @@ def test_nd_dispatch_with_tensor_parallel_peers(group):
     group.lay_out("grid", {"dp": dp, "tp": group.world_size // dp})
     with pytest.raises(WorkerError, match="is registered on rank"):
         group.lay_out("grid", {"dp": 1, "tp": 4} if dp > 1 else {"tp": 1, "dp": 2})
+
+
+def test_methods_that_are_coroutines_run_to_their_end(group):
+    """On every backend, in every way to call: the answer is what they return, their errors are the workers'."""
+    n = group.world_size
+    assert group.in_a_while(5) == [(rank, 18, True) for rank in range(n)]
+    assert group.begin("in_a_while", 5).get(30) == group.in_a_while(5)
+    dp = n // 2 or 1
+    group.lay_out("grid", {"dp": dp, "tp": n // dp})
+    assert group.on_grid_in_a_while(batch(7)).batch["x"].tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert group.asked_in_a_while() == list(range(n))
+    assert group.asked_in_a_while(rank=n - 1) == n - 1
+    assert group.execute_all("unregistered_in_a_while", 3) == [3] * n
+    with pytest.raises(WorkerError, match=r"in_a_while failed on rank 0 .*ValueError: after the wait") as error:
+        group.in_a_while(5, then_fail=True)
+    assert "controller_workers.py" in error.value.traceback_text
+    with pytest.raises(WorkerError, match="numbers is a generator, which cannot leave the worker's process"):
+        group.numbers()
+    assert group.broadcast("still whole")[0] == (0, "still whole")
+
+
+def test_coroutines_inside_an_event_loop(group):
+    async def call():
+        return group.asked_in_a_while() and group.in_a_while(1)
+
+    if group.pids() != [os.getpid()]:
+        assert asyncio.run(call())[0] == (0, 6, True)
+        return
+
+    async def call_here():
+        return group.in_a_while(1)
+
+    with pytest.raises(WorkerError, match="runs an event loop already: start its group with in_process=False"):
+        asyncio.run(call_here())
+
+
+@pytest.mark.parametrize("kind", ["in_process", "local", "ray"])
+@pytest.mark.parametrize("name", sorted(WorkerInfo().environment()))
+def test_variables_of_the_group_are_refused(kind, name):
+    """Before anything starts: with another WORLD_SIZE the ranks would wait for others, or each be alone."""
+    pool = ResourcePool([1 if kind == "in_process" else 2], use_gpu=False)
+    with pytest.raises(ValueError, match=rf"env of a worker group must not have {name}: "):
+        create_worker_group(
+            pool, ClassWithInitArgs(Probe), backend="ray" if kind == "ray" else "local", env={"OWN": "1", name: "7"}
+        )
+
+
+def test_visible_gpus_are_the_pools():
+    spec, env = ClassWithInitArgs(Probe), {"CUDA_VISIBLE_DEVICES": "1", "RANK": "0"}
+    with pytest.raises(ValueError, match=r"must not have CUDA_VISIBLE_DEVICES, RANK: .* of the controller"):
+        create_worker_group(ResourcePool([2], use_gpu=True), spec, env=env)
+    del env["RANK"]
+    with create_worker_group(ResourcePool([1], use_gpu=False), spec, env=env, in_process=False) as group:
+        assert group.execute_all("variable", "CUDA_VISIBLE_DEVICES") == ["1"]
 
 
 def test_short_form_of_registering_a_mesh(group):

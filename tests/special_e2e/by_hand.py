@@ -169,7 +169,10 @@ def token_baseline(batch: dict[str, Any]) -> Rows:
         for t in range(mask.shape[1]):
             there = [row for row in rows if mask[row, t]]
             weight = sum(energy[row][t] for row in there)
-            baseline = sum(energy[row][t] * returns[row][t] for row in there) / weight if len(there) > 1 else 0.0
+            if not there:
+                continue
+            # A sample that is alone there is its own baseline.
+            baseline = sum(energy[row][t] * returns[row][t] for row in there) / weight
             for row in there:
                 found[row][t] = returns[row][t] - baseline
     return found

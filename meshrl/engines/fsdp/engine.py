@@ -37,7 +37,15 @@ from meshrl.engines.stored_state import Snapshot
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.eight_bits import compute_in_8_bits
 from meshrl.models.families import PLAIN_ATTENTION, check_training
-from meshrl.models.loading import empty_model, load_model, load_model_config, refuse_quantized, torch_dtype
+from meshrl.models.loading import (
+    empty_model,
+    load_model,
+    load_model_config,
+    refuse_misfit,
+    refuse_quantized,
+    refuse_unread,
+    torch_dtype,
+)
 from meshrl.models.lora import adapter_init, adapter_scaling, adapters_off, add_adapters, merged_params
 from meshrl.models.routes import ROUTED_EXPERTS, Routers, over_ranks, packed_routes, unpacked_routes
 from meshrl.models.sight import Sight, find_sight, language_model, sees, tower_of
@@ -110,7 +118,10 @@ class FSDPEngine(Engine):
         if model.random_init and how != "fsdp":
             fill_randomly(self.module, home)
         elif fills_later and not model.random_init:
-            fill(self.module, WRAPPER_PREFIX, Path(model.path or ""), lambda: self._model(load_model), home)
+            folder, override = Path(model.path or ""), dict(model.override_config)
+            refuse_misfit(folder, override)
+            check = partial(refuse_unread, folder, model=self.hf_model, override=override)
+            fill(self.module, WRAPPER_PREFIX, folder, lambda: self._model(load_model), home, check)
         move_buffers(self.module, self.device, torch_dtype(self.engine_config.fsdp_config.mixed_precision.buffer_dtype))
         if self.optim_config is not None:
             self.optimizer = self._build_optimizer(self.optim_config, how, {} if model.random_init else masters)
@@ -218,7 +229,6 @@ class FSDPEngine(Engine):
     ) -> BatchOutput:
         if loss_function is None and not forward_only:
             raise ValueError("forward_backward_batch needs a loss_function unless forward_only is set")
-        self.count_flops(data, forward_only)
         outputs: list[dict[str, Tensor]] = []
         metrics_of: list[dict[str, Tensor]] = []
         routes_of: list[list[np.ndarray]] = []
@@ -250,6 +260,7 @@ class FSDPEngine(Engine):
                         loss.backward()
         if getattr(self, "optimizer", None) is None:
             self.sharding.reshard()  # no backward pass will: what a forward leaves gathered would stay
+        self.count_flops(data, forward_only)
         tensors = in_batch_order(places, outputs) if forward_only else {}
         reduced = add_metrics(metrics_of, self.data_group) if metrics_of else {}
         if ROUTED_EXPERTS in data.non_tensor_batch and self.routers is not None:

@@ -7,7 +7,7 @@ does and the others get their parts of one tensor after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,17 @@ class SliceReader:
 
 
 def fill(
-    module: nn.Module, prefix: str, folder: Path, load_whole: Callable[[], PreTrainedModel], device: torch.device
+    module: nn.Module,
+    prefix: str,
+    folder: Path,
+    load_whole: Callable[[], PreTrainedModel],
+    device: torch.device,
+    refuse_unread: Callable[[Collection[str]], None],
 ) -> None:
     """Gives a sharded module's parameters without memory their values, on a device, and every buffer of its state.
 
-    `prefix` comes before the files' names. Adapters have their values already.
+    `prefix` comes before the files' names. Adapters have their values already. `refuse_unread` gets the tensors of the
+    files that the module does not have.
     """
     files = tensor_files(folder)
     buffers = persistent_buffers(module)
@@ -67,6 +73,7 @@ def fill(
 
     known = {name: shape for name, shape in shapes.items() if name in files or not is_value_head(name)}
     if all(name in files and reader.shape(name) == shape for name, shape in known.items()):
+        refuse_unread(files.keys() - shapes.keys())
         read: ReadRows = rows
     else:
         read = _rows_from_rank_zero(shapes, load_whole)
@@ -97,9 +104,21 @@ def fill_randomly(module: nn.Module, device: torch.device) -> None:
 
 
 def _rows_from_rank_zero(shapes: dict[str, tuple[int, ...]], load_whole: Callable[[], PreTrainedModel]) -> ReadRows:
-    whole = named_weights(load_whole()) if dist.get_rank() == 0 else {}
-    if whole and (missing := shapes.keys() - whole.keys()):
-        raise ValueError(f"the loaded model lacks {len(missing)} parameters, first of all '{min(missing)}'")
+    whole: dict[str, Tensor] = {}
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            whole = named_weights(load_whole())
+            if missing := shapes.keys() - whole.keys():
+                raise ValueError(f"the loaded model lacks {len(missing)} parameters, first of all '{min(missing)}'")
+        except Exception as error:  # the others would wait for its weights
+            failure = error
+    told = [None if failure is None else f"{type(failure).__name__}: {failure}"]
+    dist.broadcast_object_list(told, src=0)
+    if failure is not None:
+        raise failure
+    if told[0] is not None:
+        raise ValueError(f"rank 0 could not load the model: {told[0]}")
 
     def rows(name: str, start: int, stop: int) -> Tensor:
         tensor = whole[name].detach().float().contiguous() if whole else torch.empty(shapes[name])

@@ -87,7 +87,8 @@ class MegatronEngine(Engine):
         )
         self.routers = MegatronRouters(chunks, self.transformer, ranks) if self.replays_routes else None
         if not model.random_init:
-            load_hf_weights(chunks, self.hf_config, Path(model.path or ""), ranks, value_head=self.head == "value")
+            folder, is_value = Path(model.path or ""), self.head == "value"
+            load_hf_weights(chunks, self.hf_config, folder, ranks, value_head=is_value, override=model.override_config)
         self.schedule = choose_schedule(self.transformer, self.megatron.schedule_type)
         self.sharing = RowSharing(
             cp=ranks.cp,

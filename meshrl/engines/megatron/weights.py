@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from meshrl.config.model_files import unread_tensors
 from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.engines.megatron.weight_map import ModuleNames, Shape, Slice, describe, hf_tensors
-from meshrl.models.loading import is_value_head
+from meshrl.models.loading import is_value_head, refuse_misfit
 from meshrl.models.tensor_files import tensor_files
 
 logger = logging.getLogger(__name__)
@@ -33,15 +34,26 @@ VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def load_hf_weights(
-    chunks: Sequence[nn.Module], hf_config: Any, folder: Path, ranks: ParallelRanks, *, value_head: bool = False
+    chunks: Sequence[nn.Module],
+    hf_config: Any,
+    folder: Path,
+    ranks: ParallelRanks,
+    *,
+    value_head: bool = False,
+    override: Mapping[str, Any] | None = None,
 ) -> None:
-    """Fills this rank's chunks from a model folder; what does not fit is a `ValueError` that names it."""
+    """Fills this rank's chunks from a model folder; what does not fit is a `ValueError` that names it.
+
+    `override` is what `hf_config` has other than the folder's config.json.
+    """
+    refuse_misfit(folder, override)
     files = TensorFiles(folder)
     expected = hf_tensors(hf_config, value_head)
     new = {name for name in expected if is_value_head(name) and not files.has(name)}
     if new:
         logger.info("%s has no %s: the value head starts at zero there", folder, " and no ".join(sorted(new)))
-    _check_names(folder, files, {name: expected[name] for name in expected if name not in new}, hf_config)
+    needed = {name: expected[name] for name in expected if name not in new}
+    _check_names(folder, files, needed, hf_config, override or {})
     pieces = describe(
         hf_config, ranks, module_names(chunks), vocab_size=_padded_vocab(chunks, ranks), value_head=value_head
     )
@@ -179,28 +191,18 @@ class TensorFiles:
         return self._open[file].get_slice(name)
 
 
-def _check_names(folder: Path, files: TensorFiles, expected: dict[str, Shape], hf_config: Any) -> None:
+def _check_names(
+    folder: Path, files: TensorFiles, expected: dict[str, Shape], hf_config: Any, override: Mapping[str, Any]
+) -> None:
     if missing := [name for name in expected if not files.has(name)]:
         raise ValueError(
             f"'{folder}' lacks {len(missing)} tensors, first of all '{missing[0]}' {list(expected[missing[0]])}"
         )
-    extra = sorted(name for name in files.names - expected.keys() - files.fused if not _is_ignored(name, hf_config))
-    if extra:
+    if extra := unread_tensors(files.names - expected.keys() - files.fused, hf_config.to_dict(), (), override):
         raise ValueError(
             f"'{folder}' has {len(extra)} tensors that the model does not know, first of all '{extra[0]}' "
             f"{list(files.shape(extra[0]))}"
         )
-
-
-def _is_ignored(name: str, hf_config: Any) -> bool:
-    """Tensors that a folder may hold beside the model's own."""
-    # The other kind of head, or a tied one: a head that is needed is among the expected names.
-    if name == "lm_head.weight" or is_value_head(name):
-        return True
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    # DeepSeek-V3 stores its multi-token-prediction layers behind the model's own.
-    beyond = layer is not None and int(layer[1]) >= hf_config.num_hidden_layers
-    return name.endswith("rotary_emb.inv_freq") or (beyond and bool(getattr(hf_config, "num_nextn_predict_layers", 0)))
 
 
 def _check_parameters(tensors: dict[tuple[int, str], Tensor], pieces: Sequence[Slice]) -> None:

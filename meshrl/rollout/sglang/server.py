@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import json
 import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshrl.config.engine_arguments import server_words
 from meshrl.rollout.remote.http import Http
 from meshrl.rollout.remote.process import ServerProcess, free_port
 from meshrl.rollout.sglang.client import SglangClient
@@ -21,18 +21,7 @@ HANDLES = "serialized_named_tensors"
 
 def command_line(path: str | Path, wanted: Mapping[str, Any]) -> list[str]:
     """Arguments of SGLang's server, from the names of its `ServerArgs`."""
-    words = ["--model-path", str(path)]
-    for name, value in wanted.items():
-        option = f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(option)
-        elif isinstance(value, (list, tuple)):
-            words += [option, *map(str, value)]
-        elif isinstance(value, Mapping):
-            words += [option, json.dumps(dict(value))]
-        elif value is not False and value is not None:
-            words += [option, str(value)]
-    return words
+    return ["--model-path", str(path), *server_words("sglang", wanted)]
 
 
 class SglangServer(SglangClient):

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshrl.config.engine_arguments import server_words
+
 FIXED: dict[str, Any] = {
     # See `log_probs`.
     "logprobs_mode": "processed_logits",
@@ -34,12 +36,4 @@ def engine_arguments(path: str | Path, wanted: Mapping[str, Any]) -> dict[str, A
 def command_line(path: str | Path, wanted: Mapping[str, Any]) -> list[str]:
     """The same as arguments of vLLM's server."""
     words = ["--enable-scale-out", "--weight-transfer-config", json.dumps({"backend": BACKEND})]
-    for name, value in engine_arguments(path, wanted).items():
-        option = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{option}" if value else f"--no-{option}")
-        elif isinstance(value, list):
-            words += [f"--{option}", *map(str, value)]
-        elif value is not None:
-            words.append(f"--{option}={json.dumps(value) if isinstance(value, dict) else value}")
-    return words
+    return words + server_words("vllm", engine_arguments(path, wanted))
