@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, quantized_problem, read_json
+from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, pickle_problem, quantized_problem, read_json
 from meshrl.config.names import count
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.empty import without_memory
@@ -97,6 +97,8 @@ def load_model(
 
     A value head that the folder does not have starts at zero: so do the values.
     """
+    if problem := pickle_problem(Path(path)):
+        raise ValueError(problem)
     config = _config_for(head, path, override, trust_remote_code)
     with naming_what_is_damaged(path), holding_load_reports() as reports:
         loaded: Any = _auto_class(config, head).from_pretrained(
@@ -105,6 +107,7 @@ def load_model(
             dtype=dtype,
             attn_implementation=_attention_of(config, attention),
             trust_remote_code=trust_remote_code,
+            use_safetensors=True,
             output_loading_info=True,
         )
     model, info = loaded
@@ -117,6 +120,15 @@ def load_model(
     if not new_head or not all(name.startswith("lm_head.") for name in info["unexpected_keys"]):
         for report in reports:
             logging.getLogger(report.name).handle(report)
+    return model
+
+
+def load_pickled_model(path: str | Path) -> PreTrainedModel:
+    """Loads a model whose weights are pickles alone, which torch reads as `weights_only`, in the type they have."""
+    config = load_model_config(path)
+    scores = any("Classification" in kind for kind in config.architectures or [])
+    auto_class = _auto_class(config, "value" if scores else "lm")
+    model: PreTrainedModel = auto_class.from_pretrained(path, config=config, dtype="auto", use_safetensors=False)
     return model
 
 
