@@ -366,7 +366,7 @@ _READERS: dict[str, Callable[[_Reader, Tree], Any]] = {
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    return torch.from_numpy(byte_view(tensor)) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    return torch.from_numpy(byte_view(tensor))
 
 
 def _name_of(dtype: torch.dtype) -> str:

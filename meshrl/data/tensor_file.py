@@ -12,6 +12,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from meshrl.data.serialize import byte_view
+
 # What safetensors calls torch's types.
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -73,9 +75,8 @@ def write_tensors(tensors: Mapping[str, Tensor], stream: Sink, about: Mapping[st
     stream.write(struct.pack("<Q", len(text)))
     stream.write(text)
     for _, tensor in ordered:
-        dense = tensor.detach().to("cpu").contiguous()
-        if dense.numel():
-            stream.write(dense.reshape(-1).view(torch.uint8).numpy().data)
+        if tensor.numel():
+            stream.write(byte_view(tensor).data)
 
 
 def inside(folder: Path, name: str, links_out: bool = False) -> Path:
