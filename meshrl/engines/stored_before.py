@@ -41,7 +41,10 @@ STRANGERS = (
     ("builtins", "getattr"),
     ("pathlib", "PosixPath"),
     ("pathlib", "PurePosixPath"),
+    ("collections", "OrderedDict"),
 )
+# Megatron-Core's index also has the plans by which it was written.
+PLANS = ("torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.")
 
 
 def is_before(folder: Path) -> bool:
@@ -142,10 +145,22 @@ def _data_offset(memory: mmap.mmap, info: Place) -> int:
 
 
 class _Word:
-    """Stands for what an index also names and nobody asks for: enums, layouts, paths."""
+    """Stands for what an index also names and nobody asks for: enums, layouts, paths, plans. It takes anything."""
 
     def __init__(self, *values: Any):
         self.values = values
+
+    def __setstate__(self, state: Any) -> None:
+        """Forgets it."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Forgets it."""
+
+    def append(self, value: Any) -> None:
+        """Forgets it."""
+
+    def extend(self, values: Any) -> None:
+        """Forgets them."""
 
 
 class _Properties:
@@ -185,7 +200,7 @@ class _IndexUnpickler(pickle.Unpickler):
             return type(name, (_Word,) if isinstance(known, EnumMeta) else (known,), {})
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
-        if (module, name) in STRANGERS:
+        if (module, name) in STRANGERS or module.startswith(PLANS):
             return type(name, (_Word,), {})
         raise pickle.UnpicklingError(f"{module}.{name} is no part of an index of tensors")
 

@@ -2,7 +2,7 @@
 
     tensors.json                  the index: names, whole shapes, and in which file each rectangle lies
     tensors-<rank>.safetensors    the rectangles a rank wrote (-<rank>-1: a second one of the same tensor, and so on)
-    extra-<rank>.safetensors      schedule and random states, beside it, as plain data
+    extra-<rank>.plain            schedule and random states, beside it, as plain data
 
 Tensors are `model.<name>` (float32 masters where there are any) and `optimizer.state.<name>.<kind>` (AdamW's moments
 and `step`) under the modules' names. A rank writes the rectangles that no rank before it holds, and nobody waits for
@@ -131,7 +131,7 @@ def write_snapshot(snapshot: Snapshot, folder: Path, rank: int) -> Part:
             for r in rectangles.values()
         )
     if snapshot.extra is not None:
-        part.files.append(folder / f"extra-{rank}.safetensors")
+        part.files.append(folder / f"extra-{rank}.plain")
         plain.save(snapshot.extra, part.files[-1], "the state beside the tensors")
     return part
 

@@ -145,8 +145,8 @@ def _convert_checkpoint(source: Path, out: Path) -> None:
         for file in folder.iterdir():
             if file.is_file() and (match := EXTRA.fullmatch(file.name)):
                 extra = torch.load(file, weights_only=True)
-                plain.save(extra, target / f"extra-{match[1]}.safetensors", f"{file.name}: ")
-                records.append(record_file(target / f"extra-{match[1]}.safetensors", out))
+                plain.save(extra, target / f"extra-{match[1]}.plain", f"{file.name}: ")
+                records.append(record_file(target / f"extra-{match[1]}.plain", out))
             tensors = file.name.startswith(("tensors-", "__", ".metadata", "extra-"))
             taken |= {str(file.relative_to(source))} if file.is_file() and tensors else set()
     state = content["state"]
