@@ -1,8 +1,8 @@
 """Which HTTP requests a server of this machine answers, so that no web page in a browser can ask it anything.
 
 A page of any site may send requests to this machine's addresses. It can take a name of its own for the address (DNS
-rebinding), which shows in `Host`, and it can post what needs no permission (a "simple" request), which shows in `Origin`
-and in a `Content-Type` other than JSON's. Pure functions over texts: every server of this package asks them.
+rebinding), which shows in `Host`, and it can post what needs no permission (a "simple" request), which shows in
+`Origin` and in a `Content-Type` other than JSON's. Pure functions over texts: every server of this package asks them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def own_names(host: str, more: Sequence[str] = ()) -> frozenset[str]:
     return frozenset(_plain(name) for name in names)
 
 
-def refusal(hosts: Sequence[str], origins: Sequence[str], names: Collection[str]) -> str | None:
-    """Why a request with these headers `Host` and `Origin` is not answered; None if it is."""
+def refusal(hosts: Sequence[str], origins: Sequence[str], names: Collection[str], hint: str = "") -> str | None:
+    """Why a request with these headers `Host` and `Origin` is not answered, and how to add a name; None if it is."""
     if ANY in names:
         return None
     found = HOST.fullmatch(hosts[0].strip()) if len(hosts) == 1 else None
@@ -51,10 +51,7 @@ def refusal(hosts: Sequence[str], origins: Sequence[str], names: Collection[str]
             f": {hosts[0][:100]!r}" if hosts else ""
         )
     if _plain(found[1]) not in names:
-        return (
-            f"this server does not answer to {found[1][:100]!r}, only to {', '.join(sorted(names))}: other names can be "
-            "those of a web page (--allowed-host adds one)"
-        )
+        return f"this server does not answer to {found[1][:100]!r}, only to {', '.join(sorted(names))}{hint}"
     for origin in origins:
         scheme, _, place = origin.partition("://")
         if scheme not in ("http", "https") or place.lower() != hosts[0].strip().lower():

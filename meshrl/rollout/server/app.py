@@ -228,7 +228,7 @@ def _for_programs(app: ASGIApp, settings: Settings) -> ASGIApp:
             headers = Headers(scope=scope)
             hosts, local = headers.getlist("host"), scope.get("server")
             here = {local[0]} if local else set()  # the address that the connection came to
-            problem = refusal(hosts, headers.getlist("origin"), settings.names | here)
+            problem = refusal(hosts, headers.getlist("origin"), settings.names | here, "; --allowed-host adds a name")
             if problem and (hosts or scope["http_version"] != "1.0"):  # browsers always have a Host, and HTTP 1.1
                 await ApiError(403, problem).response()(scope, receive, send)
                 return

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from meshrl.config.web_access import HEADER_SECONDS, MOST_HEADER_BYTES, MOST_HEADERS
 
-# How long a refused client may go on sending, unread, so that it finds the answer: closing at once would reset it.
+# How long a refused client has to read the answer: closing at once, with bytes of its own unread, would reset it.
 LINGER_SECONDS = 1.0
 
 
@@ -114,4 +114,5 @@ class BoundedProtocol(HttpToolsProtocol):
         body = json.dumps({"error": error}).encode()
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
+        self.flow.pause_reading()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)

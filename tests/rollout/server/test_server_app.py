@@ -121,7 +121,7 @@ def serve(tiny_model_folder, tokenizer):
         )
         service = Service(opened, Settings("tiny", **settings))
         transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
-        return rollout, httpx.AsyncClient(transport=transport, base_url="http://test")
+        return rollout, httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     return make
 
