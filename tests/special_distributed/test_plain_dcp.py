@@ -22,7 +22,8 @@ for folder in sys.argv[1:]:
     held = reader.read_metadata().state_dict_metadata
     found = {name: torch.full(tensor.size, torch.nan).to(tensor.properties.dtype) for name, tensor in held.items()}
     dcp.load(found, storage_reader=reader)
-    model = {n.removeprefix("model."): torch.full_like(t, torch.nan) for n, t in found.items() if n.startswith("model.")}
+    names = [name.removeprefix("model.") for name in found if name.startswith("model.")]
+    model = {name: torch.full_like(found["model." + name], torch.nan) for name in names}
     dcp.load({"model": model}, storage_reader=HuggingFaceStorageReader(folder))
     assert all(torch.equal(tensor, found["model." + name]) for name, tensor in model.items())
     state = {}

@@ -229,7 +229,7 @@ def _for_programs(app: ASGIApp, settings: Settings) -> ASGIApp:
             hosts, local = headers.getlist("host"), scope.get("server")
             here = {local[0]} if local else set()  # the address that the connection came to
             problem = refusal(hosts, headers.getlist("origin"), settings.names | here, "; --allowed-host adds a name")
-            if problem and (hosts or scope["http_version"] != "1.0"):  # browsers always have a Host, and HTTP 1.1
+            if problem and (hosts or scope.get("http_version") != "1.0"):  # browsers always have a Host, and HTTP 1.1
                 await ApiError(403, problem).response()(scope, receive, send)
                 return
         await app(scope, receive, send)

@@ -280,7 +280,7 @@ def test_a_body_that_trickles_in_is_not_waited_for(serve):
         yield b'"tiny"}'
 
     async def call():
-        return await client.post("/v1/completions", content=trickle())
+        return await client.post("/v1/completions", content=trickle(), headers={"content-type": "application/json"})
 
     assert asyncio.run(call()).status_code == 408
 

@@ -69,7 +69,7 @@ def test_endless_heads_are_refused_while_others_are_served(server, kind):
         except (ConnectionError, TimeoutError):
             pass
         assert other.result().status_code == 200
-        assert sent < 100 << 20  # the server has hung up
+        assert sent < 32 << 20  # what fits between them: the server reads no more of it, and hangs up
     with connect(server) as raw:
         raw.sendall(start + more * (2 * MOST_HEADER_BYTES // len(more)))
         status, found = answer_of(raw)
@@ -198,7 +198,8 @@ def test_the_servers_own_names_are_answered(server, name, port):
     "host",
     [
         "evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "10.0.0.1", "",
-        "evil@127.0.0.1", "127.0.0.1/x", "localhost:8000:1", "localhost:x", "[::2]", "127.0.0.1 evil.example", "0.0.0.0",
+        "evil@127.0.0.1", "127.0.0.1/x", "localhost:8000:1", "localhost:x", "[::2]",
+        "127.0.0.1 evil.example", "0.0.0.0",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(("method", "path"), [("POST", "/v1/completions"), ("GET", "/metrics"), ("GET", "/health")])
@@ -219,7 +220,7 @@ SIMPLE = (
     "text/plain",
     "application/x-www-form-urlencoded",
     "multipart/form-data; boundary=x",
-    "text/plain;application/json",
+    "text/plain;a/json",
 )
 
 
