@@ -242,7 +242,7 @@ def test_a_client_that_stops_reading_is_not_waited_for(serve, monkeypatch):
     _, client = serve(two_tokens, request_seconds=0.1)
     app, read = client._transport.app, []
     body = json.dumps(BODY | {"stream": True}).encode()
-    headers = [(b"content-type", b"application/json")]
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
 
     async def send(message):
