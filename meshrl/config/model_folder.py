@@ -135,6 +135,8 @@ def _missing_parts(index: Path) -> list[str]:
         named = sorted({str(name) for name in read_json(index)["weight_map"].values()})
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         return [f"{index} names no files of weights: {error}"]
+    if outside := [name for name in named if Path(name).is_absolute() or ".." in Path(name).parts]:
+        return [f"{index} names {outside[0]}, which does not lie in its folder"]
     missing = [name for name in named if not (index.parent / name).is_file()]
     if not missing:
         return []

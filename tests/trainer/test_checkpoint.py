@@ -416,6 +416,22 @@ def test_a_mirror_gets_every_checkpoint_and_gives_the_newest_back(tmp_path):
     assert names(tmp_path / "new" / "checkpoints") == ["global_step_4"]
 
 
+def test_a_mirror_writes_nothing_outside_of_the_checkpoint(tmp_path):
+    """Object stores have keys with `..` in them."""
+    saver = checkpoints(tmp_path / "here", mirror=Mirror(f"file://{tmp_path / 'there'}"))
+    take(saver, PretendTrainer(), 2)
+    saver.finish()
+    mirror = Mirror(f"file://{tmp_path / 'there'}")
+    (tmp_path / "there" / "evil").write_text("x")
+    mirror.files.find = lambda source: [f"{source}/manifest.json", f"{source}/../evil"]
+    try:
+        with pytest.raises(ValueError, match="which does not lie in it"):
+            list(mirror.fetched(tmp_path / "new"))
+    finally:
+        del mirror.files.find
+    assert [file for file in tmp_path.rglob("*evil*") if "there" not in file.parts] == []
+
+
 def test_a_copy_over_an_older_one_is_whole_or_absent(tmp_path):
     """A run that takes a step again copies over what is at the mirror: cut short, that must not look like one."""
     here, there = tmp_path / "here", tmp_path / "there"
