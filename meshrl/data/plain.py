@@ -6,9 +6,9 @@ A value becomes a tree of what JSON knows; what it does not know is an object wi
 
 The bytes of tensors and arrays lie beside the tree: in a file (`save`, `load`), which is safetensors with the tree as
 one more tensor, or as base64 within it (`to_json`, `from_json`). What is known: None, booleans, numbers, texts, bytes,
-lists, tuples, dicts, sets, dates, decimals, numpy's scalars and arrays (also of objects) and torch's tensors (dense and
-jagged). Anything else is refused, with its type and where it stands; subclasses too, for they would come back as
-something else. Tensors come back on the CPU, without gradient history.
+lists, tuples, dicts, sets, dates, decimals, UUIDs, numpy's scalars and arrays (also of objects) and torch's tensors
+(dense and jagged). Anything else is refused, with its type and where it stands; subclasses too, for they would come
+back as something else. Tensors come back on the CPU, without gradient history.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import json
 import math
 import os
 import struct
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import torch
@@ -201,11 +203,17 @@ class _Writer:
         return {KIND: "ordered", "of": self._pairs(value, where), "versions": self.tree(versions, where)}
 
     def _moment(self, value: Any, where: str) -> Tree:
-        if value.tzinfo is not None and type(value.tzinfo) is not datetime.timezone:
-            raise NotPlainError(f"{where} has the time zone {value.tzinfo!r}: use one of datetime.timezone")
-        if value.fold or (value.tzinfo is not None and value.tzinfo.tzname(None) != _plain_name(value)):
-            raise NotPlainError(f"{where} is {value!r}, whose fold or name of its time zone would be lost")
-        return {KIND: type(value).__name__, "iso": value.isoformat()}
+        zone = value.tzinfo
+        bare = value.replace(tzinfo=None, fold=0).isoformat()
+        if isinstance(zone, ZoneInfo) and zone.key:
+            return {KIND: type(value).__name__, "iso": bare, "fold": value.fold, "zone": zone.key}
+        if type(zone) is datetime.timezone and repr(zone) == repr(datetime.timezone(offset := zone.utcoffset(None))):
+            return {KIND: type(value).__name__, "iso": bare, "fold": value.fold, "offset": offset.total_seconds()}
+        if zone is not None:
+            raise NotPlainError(
+                f"{where or 'the value'} has the time zone {zone!r}: use zoneinfo, or datetime.timezone"
+            )
+        return {KIND: type(value).__name__, "iso": bare, "fold": value.fold}
 
     def _date(self, value: datetime.date, where: str) -> Tree:
         return {KIND: "date", "iso": value.isoformat()}
@@ -215,6 +223,9 @@ class _Writer:
 
     def _decimal(self, value: decimal.Decimal, where: str) -> Tree:
         return {KIND: "decimal", "text": str(value)}
+
+    def _uuid(self, value: uuid.UUID, where: str) -> Tree:
+        return {KIND: "uuid", "hex": value.hex}
 
     def _complex(self, value: complex, where: str) -> Tree:
         return {KIND: "complex", "bits": struct.pack(">dd", value.real, value.imag).hex()}
@@ -272,6 +283,7 @@ _WRITERS: dict[type, Callable[[_Writer, Any, str], Tree]] = {
     datetime.date: _Writer._date,
     datetime.timedelta: _Writer._duration,
     decimal.Decimal: _Writer._decimal,
+    uuid.UUID: _Writer._uuid,
     complex: _Writer._complex,
     torch.dtype: _Writer._dtype,
     np.ndarray: _Writer._array,
@@ -308,6 +320,14 @@ class _Reader:
 
     def _bytes(self, tree: Tree) -> bytes:
         return self._fetch(tree["at"]).numpy().tobytes()
+
+    def _moment(self, kind: Any, tree: Tree) -> Any:
+        zone: datetime.tzinfo | None = None
+        if "zone" in tree:
+            zone = ZoneInfo(tree["zone"])
+        elif "offset" in tree:
+            zone = datetime.timezone(datetime.timedelta(seconds=tree["offset"]))
+        return kind.fromisoformat(tree["iso"]).replace(tzinfo=zone, fold=tree["fold"])
 
     def _scalar(self, tree: Tree) -> Any:
         dtype, content = _array_type(tree["dtype"]), bytes.fromhex(tree["bytes"])
@@ -351,8 +371,9 @@ _READERS: dict[str, Callable[[_Reader, Tree], Any]] = {
     "frozenset": lambda reader, tree: frozenset(reader.read(tree["of"])),
     "dict": lambda reader, tree: dict(reader._pairs(tree)),
     "ordered": _Reader._ordered,
-    "datetime": lambda reader, tree: datetime.datetime.fromisoformat(tree["iso"]),
-    "time": lambda reader, tree: datetime.time.fromisoformat(tree["iso"]),
+    "datetime": lambda reader, tree: reader._moment(datetime.datetime, tree),
+    "time": lambda reader, tree: reader._moment(datetime.time, tree),
+    "uuid": lambda reader, tree: uuid.UUID(hex=tree["hex"]),
     "date": lambda reader, tree: datetime.date.fromisoformat(tree["iso"]),
     "timedelta": lambda reader, tree: datetime.timedelta(*tree["of"]),
     "decimal": lambda reader, tree: decimal.Decimal(tree["text"]),
@@ -385,9 +406,3 @@ def _array_type(name: str) -> np.dtype[Any]:
     if dtype.kind not in ARRAY_KINDS:
         raise ValueError(f"{name!r} is no type of plain arrays")
     return dtype
-
-
-def _plain_name(value: Any) -> str:
-    """What the time zone of a moment is called that is read back from its text."""
-    read: Any = type(value).fromisoformat(value.isoformat())
-    return str(read.tzinfo.tzname(None))

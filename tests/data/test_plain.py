@@ -8,9 +8,11 @@ import math
 import pickle
 import random
 import struct
+import uuid
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -69,6 +71,11 @@ PLAIN = [
     datetime.date(1, 1, 1),
     datetime.datetime(2026, 7, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=-3, minutes=-30))),
     datetime.time(23, 59),
+    datetime.time(23, 59, tzinfo=UTC),
+    datetime.datetime(2026, 7, 1, fold=1),
+    datetime.datetime(2026, 10, 25, 2, 30, tzinfo=ZoneInfo("Europe/Berlin"), fold=1),
+    datetime.datetime(2026, 7, 1, tzinfo=datetime.timezone(datetime.timedelta(microseconds=-7))),
+    uuid.UUID(int=5),
     datetime.timedelta(days=-3, microseconds=7),
     decimal.Decimal("1.10"),
     decimal.Decimal("sNaN"),
@@ -152,6 +159,8 @@ def assert_same(got, sent, where="value"):
             assert got.flags.writeable
     elif isinstance(sent, np.generic):
         assert (got.dtype, got.tobytes()) == (sent.dtype, sent.tobytes()), where
+    elif isinstance(sent, datetime.datetime | datetime.time):
+        assert pickle.dumps(got) == pickle.dumps(sent), where
     elif isinstance(sent, decimal.Decimal):
         assert got.as_tuple() == sent.as_tuple(), where
     else:
@@ -211,6 +220,10 @@ class Sample:
     x: int
 
 
+class Zone(datetime.tzinfo):
+    """One of somebody's own."""
+
+
 Pair = namedtuple("Pair", "a b")
 RING = []
 RING.append(RING)
@@ -226,7 +239,7 @@ REFUSED = {
     "is a Parameter": torch.nn.Parameter(torch.zeros(1)),
     "torch.sparse_coo": torch.zeros(2).to_sparse(),
     "numpy.record": np.rec.array([(1,)], dtype=[("a", int)])[0],
-    "fold": datetime.datetime(2026, 7, 1, fold=1),
+    "the time zone <": datetime.datetime(2026, 7, 1, tzinfo=Zone()),
     "time zone": datetime.datetime(2026, 7, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=1), "CET")),
 }
 
