@@ -176,9 +176,12 @@ class _Writer:
         return {KIND: type(value).__name__, "at": self._store(own)}
 
     def _list(self, value: list[Any], where: str) -> Tree:
-        if not set(map(type, value)) <= {int, bool} or (value and not -LARGE < min(value) <= max(value) < LARGE):
-            return [self.tree(part, f"{where}[{number}]") for number, part in enumerate(value)]
-        return list(value)  # many tokens
+        kinds = set(map(type, value))
+        if kinds <= {int, bool}:  # many tokens
+            is_plain = not value or -LARGE < min(value) <= max(value) < LARGE
+        else:  # many log-probs
+            is_plain = kinds == {float} and all(map(math.isfinite, value))
+        return list(value) if is_plain else [self.tree(part, f"{where}[{n}]") for n, part in enumerate(value)]
 
     def _many(self, value: Any, where: str) -> Tree:
         return {KIND: type(value).__name__, "of": self._list(list(value), where)}
