@@ -41,6 +41,8 @@ TREE = "tree"
 KIND = "$"
 # Larger integers are written in base 16: Python reads no more than 4,300 digits of base 10.
 LARGE = 1 << 4096
+# From so many numbers of one type on, a list is stored as a tensor: of tokens and log-probs there are many.
+MANY = 64
 # What numpy calls the types whose arrays are nothing but bytes: no objects, no records.
 ARRAY_KINDS = "biufcSUmM"
 # What a pickle of Python 3 begins with.
@@ -176,12 +178,12 @@ class _Writer:
         return {KIND: type(value).__name__, "at": self._store(own)}
 
     def _list(self, value: list[Any], where: str) -> Tree:
-        kinds = set(map(type, value))
-        if kinds <= {int, bool}:  # many tokens
-            is_plain = not value or -LARGE < min(value) <= max(value) < LARGE
-        else:  # many log-probs
-            is_plain = kinds == {float} and all(map(math.isfinite, value))
-        return list(value) if is_plain else [self.tree(part, f"{where}[{n}]") for n, part in enumerate(value)]
+        kinds = set(map(type, value)) if len(value) >= MANY else set()
+        if kinds == {float}:
+            return {KIND: "numbers", "dtype": "float64", "at": self._store(torch.tensor(value, dtype=torch.float64))}
+        if kinds == {int} and -(2**63) <= min(value) <= max(value) < 2**63:
+            return {KIND: "numbers", "dtype": "int64", "at": self._store(torch.tensor(value, dtype=torch.int64))}
+        return [self.tree(part, f"{where}[{number}]") for number, part in enumerate(value)]
 
     def _many(self, value: Any, where: str) -> Tree:
         return {KIND: type(value).__name__, "of": self._list(list(value), where)}
@@ -324,6 +326,10 @@ class _Reader:
     def _bytes(self, tree: Tree) -> bytes:
         return self._fetch(tree["at"]).numpy().tobytes()
 
+    def _numbers(self, tree: Tree) -> list[Any]:
+        found = self._fetch(tree["at"])
+        return found.view(_type_named(tree["dtype"])).tolist()
+
     def _moment(self, kind: Any, tree: Tree) -> Any:
         zone: datetime.tzinfo | None = None
         if "zone" in tree:
@@ -370,6 +376,7 @@ _READERS: dict[str, Callable[[_Reader, Tree], Any]] = {
     "bytes": _Reader._bytes,
     "bytearray": lambda reader, tree: bytearray(reader._bytes(tree)),
     "tuple": lambda reader, tree: tuple(reader.read(tree["of"])),
+    "numbers": lambda reader, tree: reader._numbers(tree),
     "set": lambda reader, tree: set(reader.read(tree["of"])),
     "frozenset": lambda reader, tree: frozenset(reader.read(tree["of"])),
     "dict": lambda reader, tree: dict(reader._pairs(tree)),
