@@ -184,6 +184,12 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", action="store_true", help="LoRA: peft's folder instead of merged weights")
     parser.add_argument("--like", metavar="DIR", help="for Megatron's: a Hugging Face folder of the same model")
     parser.add_argument("--shard-mb", type=int, help="largest file (default: 4096)")
+    parser.add_argument(
+        "--trust-pickle",
+        action="store_true",
+        help="make plain data of a run's folder, checkpoint, batch or weights that are pickles, which run what they "
+        "say when they are read",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
 
 

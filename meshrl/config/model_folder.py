@@ -37,7 +37,9 @@ STATE_KEYS = (
     "lru_width",
 )
 TOKENIZER_JSON = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
-WEIGHT_FILES = ("*.safetensors", "*.bin", "*.index.json")
+WEIGHT_FILES = ("*.safetensors", "*.index.json")
+# Weights and adapters as pickles, which are not read: reading one runs what it says.
+PICKLED_WEIGHTS = "*.bin"
 # Bytes of a JSON file, beyond which only its ends are looked at: a check of a config must be quick.
 MOST_PARSED = 2**24
 LONGEST_HEADER = 100_000_000  # safetensors' own limit
@@ -63,7 +65,9 @@ def folder_problems(model: ModelConfig, prefix: str) -> list[str]:
     problems = []
     if not (folder / "config.json").is_file():
         problems.append(f"{prefix}.path={model.path} has no config.json")
-    if not model.random_init and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+    if not model.random_init and (pickled := pickle_problem(folder)):
+        problems.append(f"{prefix}.path: {pickled}")
+    elif not model.random_init and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
         problems.append(f"{prefix}.path={model.path} has no weights (none of {', '.join(WEIGHT_FILES)})")
     if not model.random_init:
         problems += [f"{prefix}.path: {problem}" for problem in tensor_file_problems(folder)]
@@ -74,7 +78,20 @@ def folder_problems(model: ModelConfig, prefix: str) -> list[str]:
     problems += [f"{prefix}.path: {problem}" for problem in _json_problems(folder, ("generation_config.json",))]
     if model.lora_adapter_path and not (Path(model.lora_adapter_path) / "adapter_config.json").is_file():
         problems.append(f"{prefix}.lora_adapter_path={model.lora_adapter_path} has no adapter_config.json")
+    elif model.lora_adapter_path and (pickled := pickle_problem(Path(model.lora_adapter_path))):
+        problems.append(f"{prefix}.lora_adapter_path: {pickled}")
     return problems
+
+
+def pickle_problem(folder: Path) -> str | None:
+    """What is wrong with a folder whose weights are pickles alone, in words."""
+    if any(folder.glob("*.safetensors")):
+        return None
+    found = next((file.name for file in sorted(folder.glob(PICKLED_WEIGHTS))), None)
+    return found and (
+        f"{folder} has no safetensors, only pickles ({found}), which run what they say when they are read: take it in "
+        f"safetensors or, if you trust it, make them with 'meshrl convert {folder} NEW --trust-pickle'"
+    )
 
 
 def _json_problems(folder: Path, names: Sequence[str]) -> list[str]:
@@ -118,6 +135,8 @@ def _missing_parts(index: Path) -> list[str]:
         named = sorted({str(name) for name in read_json(index)["weight_map"].values()})
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         return [f"{index} names no files of weights: {error}"]
+    if outside := [name for name in named if Path(name).is_absolute() or ".." in Path(name).parts]:
+        return [f"{index} names {outside[0]}, which does not lie in its folder"]
     missing = [name for name in named if not (index.parent / name).is_file()]
     if not missing:
         return []

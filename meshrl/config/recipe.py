@@ -1,6 +1,6 @@
 """Reading recipes: YAML files, shipped or one's own, that may stand on one other recipe."""
 
-import pickle
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -76,7 +76,7 @@ def read_recipes(recipe: str | Path) -> list[Recipe]:
 
 def _read(path: Path) -> Recipe:
     try:
-        values, written, lines = pickle.loads(_pickled_content(path.read_text(encoding="utf-8")))
+        values, written, lines = copy.deepcopy(_content(path.read_text(encoding="utf-8")))  # readers change them
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError([f"{path} is not valid YAML: {' '.join(str(error).split())}"]) from error
     if not isinstance(values, dict):
@@ -85,11 +85,11 @@ def _read(path: Path) -> Recipe:
 
 
 @lru_cache(maxsize=64)
-def _pickled_content(text: str) -> bytes:
-    """A text's values, the same as they are written, and the keys' lines; pickled, since readers change them."""
+def _content(text: str) -> tuple[Any, dict[str, Any], dict[str, int]]:
+    """A text's values, the same as they are written, and the keys' lines."""
     values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     lines = dict(_key_lines(quick_yaml.composed(text), ""))
-    return pickle.dumps((values, quick_yaml.texts(text) or {}, lines))
+    return values, quick_yaml.texts(text) or {}, lines
 
 
 def _key_lines(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:

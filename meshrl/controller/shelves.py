@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshrl.data.tensor_file import inside
+
 logger = logging.getLogger(__name__)
 
 BLOCK = 32 << 20
@@ -63,7 +65,7 @@ class Shelf:
     def write(self, step: int, names: list[str], folder: str) -> None:
         """Writes files into a folder, which all nodes share."""
         for name in names:
-            file = Path(folder) / name
+            file = inside(Path(folder), name)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(self._files[step][name])
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +10,13 @@ import numpy as np
 from meshrl.config.data import DataConfig
 from meshrl.config.functions import load_function
 from meshrl.config.names import count
+from meshrl.data import plain
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.proto import DataProto
 from meshrl.data.sampling import RowOrder, check_enough_rows
+
+# Under this name the sampler's own state lies in that of its order.
+STATE = "sampler_state"
 
 
 class SamplerOrder(RowOrder):
@@ -81,23 +83,21 @@ class SamplerOrder(RowOrder):
     def state_dict(self) -> dict[str, Any]:
         if not self._has_state:
             return super().state_dict()
-        own = self.sampler.state_dict()
+        return super().state_dict() | {STATE: self._own_state()}
+
+    def _own_state(self) -> Any:
+        """The sampler's state as plain data for JSON, which alone would change a dict's keys and has no tensors."""
         try:
-            # a checkpoint keeps this in JSON, which would change the keys of a dict and has no tensors
-            pickled = base64.b64encode(pickle.dumps(own)).decode()
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"data.sampler: what {self.name}.state_dict() returns cannot be pickled ({error}): "
-                "return numbers, texts, arrays, tensors and containers of these"
-            ) from error
-        return super().state_dict() | {"pickled_sampler": pickled}
+            return plain.to_json(self.sampler.state_dict(), f"{self.name}.state_dict()")
+        except plain.NotPlainError as error:
+            raise ValueError(f"data.sampler: {error}; checkpoints hold plain data only") from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if not self._has_state:
             return
-        if "pickled_sampler" in state:
-            self.sampler.load_state_dict(pickle.loads(base64.b64decode(state["pickled_sampler"])))
+        if STATE in state:
+            self.sampler.load_state_dict(plain.from_json(state[STATE]))
         elif "sampler" in state:  # of an older version
             self.sampler.load_state_dict(state["sampler"])
 

@@ -9,7 +9,6 @@ import copy
 import itertools
 import logging
 import os
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +19,15 @@ import torch
 from tensordict import TensorDict, is_tensor_collection
 from torch.utils.data import DataLoader
 
+from meshrl.data import plain
 from meshrl.data.merge import brief, concat_meta, union_of
 from meshrl.data.rows import concat_rows, move_rows, repeat_rows, row, size_in_bytes, slice_rows, take_rows
 from meshrl.data.serialize import dumps, is_jagged, seal
 
 logger = logging.getLogger(__name__)
 
+# What a file says that it holds, and in which format.
+STORED_KEY, STORED_FORMAT = "dataproto", 1
 # In meta_info: chunks may be of unequal size, because whoever dispatches them pads.
 AUTO_PADDING_KEY = "_auto_padding"
 
@@ -355,27 +357,27 @@ class DataProto:
         return self
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
-        """Write to one file, which is complete or absent. Tensors are stored, and come back, as CPU tensors."""
-        path = Path(filepath)
-        aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            with aside.open("wb") as file:
-                pickle.dump(self, file, protocol=5)
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+        """Write to one file of plain data, which is complete or absent; what is none is refused, with its place.
+
+        Tensors are stored, and come back, as CPU tensors; a subclass comes back as a DataProto.
+        """
+        batch = None if self.batch is None else _plain_batch(self.batch)
+        parts = {"batch": batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
+        plain.save({STORED_KEY: STORED_FORMAT, **parts}, Path(filepath), type(self).__name__)
 
     @staticmethod
     def load_from_disk(filepath: str | os.PathLike[str]) -> "DataProto":
-        """Read what `save_to_disk` wrote; it is a pickle, so only from a source you trust."""
-        with Path(filepath).open("rb") as file:
-            try:
-                loaded = pickle.load(file)
-            except (pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, ImportError) as error:
-                raise ValueError(f"{filepath} is no whole file of DataProto.save_to_disk: {error}") from error
-        if not isinstance(loaded, DataProto):
-            raise ValueError(f"{filepath} holds a {type(loaded).__name__}, not a DataProto")
-        return loaded
+        """Read what `save_to_disk` wrote; nothing in the file is run."""
+        try:
+            found = plain.load(Path(filepath))
+        except FileNotFoundError:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{filepath} is no whole file of DataProto.save_to_disk: {error}") from error
+        if not isinstance(found, dict) or found.get(STORED_KEY) != STORED_FORMAT:
+            raise ValueError(f"{filepath} holds a {type(found).__name__}, not a DataProto of format {STORED_FORMAT}")
+        batch = None if found["batch"] is None else _stored_batch(found["batch"])
+        return DataProto(batch, found["non_tensor_batch"], found["meta_info"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # envelopes let every pickler with out-of-band buffers (plain, Ray's) move the tensors' memory as it lies
@@ -438,6 +440,19 @@ def _mapping(name: str, value: Any) -> Any:
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} is a {type(value).__name__}, but must be a dict or None")
     return value
+
+
+def _plain_batch(batch: TensorDict) -> dict[str, Any]:
+    """A TensorDict, and those in it, in types that `plain` knows."""
+    fields = {key: _plain_batch(value) if isinstance(value, TensorDict) else value for key, value in batch.items()}
+    return {"batch_size": list(batch.batch_size), "fields": fields}
+
+
+def _stored_batch(stored: Mapping[str, Any]) -> TensorDict:
+    fields = {
+        key: _stored_batch(value) if isinstance(value, dict) else value for key, value in stored["fields"].items()
+    }
+    return TensorDict(fields, stored["batch_size"])
 
 
 def _rebuild(cls: type[DataProto], batch: Any, arrays: dict[str, np.ndarray], meta_info: dict[str, Any]) -> DataProto:

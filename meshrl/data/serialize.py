@@ -117,7 +117,8 @@ def byte_view(tensor: torch.Tensor) -> np.ndarray:
     """The elements of a dense tensor as a flat uint8 array: a view if it is contiguous on the CPU, else one copy."""
     # gradients and lazy conjugation do not travel
     dense = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return dense.reshape(-1).view(torch.uint8).numpy()
+    # a single element counts as contiguous whatever its stride, which `view` minds
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def jagged_dim(tensor: Jagged) -> int:

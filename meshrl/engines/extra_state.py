@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshrl.data import plain
 from meshrl.engines.optim import LearningRate
 
 
@@ -28,8 +29,8 @@ def extra_state(device: torch.device, schedule: LearningRate | None) -> dict[str
 
 def load_extra(folder: Path, rank: int, device: torch.device, schedule: LearningRate | None) -> dict[str, Any]:
     """Reads it back; on a larger world new ranks take the schedule of rank 0 and keep their own random states."""
-    own = folder / f"extra-{rank}.pt"
-    extra: dict[str, Any] = torch.load(own if own.is_file() else folder / "extra-0.pt", weights_only=True)
+    own = folder / f"extra-{rank}.plain"
+    extra: dict[str, Any] = plain.load(own if own.is_file() else folder / "extra-0.plain")
     if schedule is not None and extra["schedule_steps"] is not None:
         schedule.set_steps(extra["schedule_steps"])
     if not own.is_file():

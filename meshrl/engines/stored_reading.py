@@ -1,18 +1,11 @@
-"""Reading what `stored_state` describes: of all files only the bytes that overlap what is asked for.
-
-The index is a pickle, as torch writes it; only the classes it is made of are let in, so that reading runs nothing.
-"""
+"""Reading what `stored_state` describes: of all files only the bytes that overlap what is asked for."""
 
 from __future__ import annotations
 
-import io
+import json
 import mmap
-import pickle
-import struct
-import zipfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from enum import EnumMeta
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -20,17 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as torch_metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from meshrl.config.model_folder import read_header
 from meshrl.config.names import count
-from meshrl.engines import stored_listings
-from meshrl.engines.stored_state import INDEX, PARAM, STEP, Shape
+from meshrl.data.tensor_file import DTYPE_NAMES, inside
+from meshrl.engines import stored_before
+from meshrl.engines.stored_state import INDEX, PARAM, STEP, VERSION, Rectangle, Shape, key_of
 
 Key = tuple[str, str]
-# The lengths of a name and of what follows it stand here in a zip entry's header, which ends with these two.
-ZIP_LENGTHS, ZIP_HEADER = 26, 30
+TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 
 
 @dataclass(frozen=True)
@@ -42,38 +33,57 @@ class Chunk:
     view: Callable[[], Any]
 
 
-class Stored:
-    """All rectangles of a role's checkpoint, wherever they lie."""
+@dataclass(frozen=True)
+class _File:
+    """A file of tensors where it lies: its pages are read when they are looked at."""
 
-    def __init__(self, folder: Path):
+    memory: mmap.mmap
+    begin: int
+    entries: dict[str, Any]
+
+
+class Stored:
+    """All rectangles of a role's checkpoint, wherever they lie; those `before` this format are for `meshrl convert`."""
+
+    def __init__(self, folder: Path, before: bool = False):
         self.folder = Path(folder)
         self.shapes: dict[Key, Shape] = {}
         self._where: dict[Key, list[Chunk]] = {}
-        self._mapped: dict[str, mmap.mmap] = {}
+        self._opened: dict[str, _File] = {}
         if not self.folder.is_dir():
             raise FileNotFoundError(f"no checkpoint at '{folder}'")
         if (self.folder / INDEX).is_file():
-            self._take(read_index(self.folder / INDEX))
-        elif listings := stored_listings.entries(self.folder):
-            for kind, name, shape, start, size, view in listings:
+            self._take_index()
+        elif before and (listed := stored_before.entries(self.folder)):
+            for kind, name, shape, start, size, view in listed:
                 self._add((kind, name), shape, Chunk(start, size, view))
         else:
             raise FileNotFoundError(f"'{folder}' is no checkpoint: it has no {INDEX}")
 
-    def _take(self, index: Metadata) -> None:
-        for key, path in index.planner_data.items():
-            held = index.state_dict_metadata[key]
-            assert isinstance(held, TensorStorageMetadata)
-            name, kind = (path[1], PARAM) if path[0] == "model" else path[2:]
-            for number, chunk in enumerate(held.chunks):
-                info = index.storage_data[MetadataIndex(key, chunk.offsets, number)]
-                start, size = tuple(chunk.offsets), tuple(chunk.sizes)
-                view = partial(self._tensor, info, size, held.properties.dtype, name)
-                self._add((kind, name), tuple(held.size), Chunk(start, size, view))
+    def _take_index(self) -> None:
+        try:
+            content = json.loads((self.folder / INDEX).read_text())
+            if content["format"] != VERSION:
+                raise ValueError(f"its format is {content['format']}, not {VERSION}")
+            for kind, name, shape, start, size, dtype, file in content["tensors"]:
+                place = tuple(map(int, start)), tuple(map(int, size))
+                inside(self.folder, file)
+                view = partial(self._tensor, file, key_of(kind, name), place[1], TYPES[dtype])
+                self._add((str(kind), str(name)), tuple(map(int, shape)), Chunk(*place, view))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"'{self.folder / INDEX}' cannot be read ({error}): it is damaged, or none of ours"
+            ) from error
 
     def _add(self, key: Key, shape: Shape, chunk: Chunk) -> None:
         self.shapes[key] = shape
         self._where.setdefault(key, []).append(chunk)
+
+    def rectangles(self) -> Iterator[Rectangle]:
+        """All that is stored, as it was written."""
+        for (kind, name), chunks in self._where.items():
+            for chunk in chunks:
+                yield Rectangle(kind, name, self.shapes[kind, name], chunk.start, chunk.view())
 
     def steps_of(self, name: str | None = None) -> int:
         """How many optimizer steps a parameter has had; as many as any other where it has no number of its own."""
@@ -136,89 +146,31 @@ class Stored:
                 f"({kind}, from {list(start)} on): it is of another model, or incomplete"
             )
 
-    def _tensor(self, info: _StorageInfo, size: Shape, dtype: torch.dtype, name: str) -> Tensor:
-        """A stored tensor where it lies: its pages are read when they are looked at."""
-        path, end = self.folder / info.relative_path, info.offset + info.length
-        if not path.is_file():
-            raise FileNotFoundError(f"the checkpoint lacks '{path}', which holds '{name}'")
-        if info.relative_path not in self._mapped:
-            with path.open("rb") as stream:
-                self._mapped[info.relative_path] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        memory = self._mapped[info.relative_path]
-        if end > len(memory):
-            raise ValueError(f"'{path}' has {len(memory)} bytes and '{name}' ends at {end}: it is truncated or damaged")
-        begin = info.offset + _data_offset(memory, info)
-        return torch.frombuffer(memory, dtype=dtype, count=prod(size), offset=begin).view(size)
+    def _tensor(self, name: str, key: str, size: Shape, dtype: torch.dtype) -> Tensor:
+        """A stored tensor where it lies."""
+        path = self.folder / name
+        if name not in self._opened:
+            self._opened[name] = _open(path, key)
+        file = self._opened[name]
+        held = file.entries.get(key)
+        if held is None or held["dtype"] != DTYPE_NAMES[dtype] or tuple(held["shape"]) != size:
+            raise ValueError(f"'{path}' does not hold '{key}' as {list(size)} of {dtype}: it is of another checkpoint")
+        begin, end = file.begin + held["data_offsets"][0], file.begin + held["data_offsets"][1]
+        if end > len(file.memory) or end - begin != prod(size) * dtype.itemsize or held["data_offsets"][0] < 0:
+            raise ValueError(
+                f"'{path}' has {len(file.memory)} bytes and '{key}' ends at {end}: it is truncated or damaged"
+            )
+        if begin == end:
+            return torch.empty(size, dtype=dtype)
+        return torch.frombuffer(file.memory, dtype=dtype, count=prod(size), offset=begin).view(size)
 
 
-class _Window(io.RawIOBase):
-    """A stretch of memory as a file."""
-
-    def __init__(self, memory: mmap.mmap, offset: int, length: int):
-        self._memory, self._begin, self._end, self._at = memory, offset, offset + length, offset
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        found = self._memory[self._at : min(self._at + len(buffer), self._end)]
-        buffer[: len(found)] = found
-        self._at += len(found)
-        return len(found)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: self._begin, io.SEEK_CUR: self._at, io.SEEK_END: self._end}[whence]
-        return self._at - self._begin
-
-
-def _data_offset(memory: mmap.mmap, info: _StorageInfo) -> int:
-    """Where a tensor's bytes begin in what `torch.save` wrote: a zip archive in which they are not compressed."""
+def _open(path: Path, key: str) -> _File:
+    if not path.is_file():
+        raise FileNotFoundError(f"the checkpoint lacks '{path}', which holds '{key}'")
     try:
-        with zipfile.ZipFile(_Window(memory, info.offset, info.length)) as archive:
-            entry = next(entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-    except (zipfile.BadZipFile, StopIteration) as error:
-        raise ValueError(f"{info.relative_path} holds no tensor at byte {info.offset}: it is damaged") from error
-    at = entry.header_offset
-    lengths: tuple[int, int] = struct.unpack_from("<HH", memory, info.offset + at + ZIP_LENGTHS)
-    return at + ZIP_HEADER + sum(lengths)
-
-
-def _enum_member(kind: Any, name: str) -> Any:
-    """Stands for `getattr`, by which Python 3.11 up to 3.11.3 writes members of enums: it reaches those alone."""
-    if not isinstance(kind, EnumMeta) or name not in kind.__members__:
-        raise pickle.UnpicklingError(f"attribute {name} of {kind} is no part of an index of tensors")
-    return kind[name]
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Lets in what torch's index is made of, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        # Not whatever the module can reach: it has imports of its own, and a name may have dots.
-        known = getattr(torch_metadata, name, None) if module == torch_metadata.__name__ else None
-        if isinstance(known, type) and known.__module__ == module:
-            return known
-        if (module, name) == (_StorageInfo.__module__, _StorageInfo.__name__):
-            return super().find_class(module, name)
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return super().find_class(module, name)
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of an index of tensors")
-
-
-def read_index(file: Path) -> Metadata:
-    """The index of a folder; a `ValueError` where it is not one that `write_index` wrote."""
-    try:
-        with file.open("rb") as stream:
-            index = _IndexUnpickler(stream).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError) as error:
-        raise ValueError(f"'{file}' cannot be read ({error}): it is damaged, or none of ours") from error
-    if not isinstance(index, Metadata) or not isinstance(index.planner_data, dict):
-        raise ValueError(f"'{file}' is no index of ours: it names no tensors")
-    return index
+        length, entries = read_header(path)
+    except Exception as error:
+        raise ValueError(f"'{path}' has no header of safetensors: it is truncated or damaged") from error
+    with path.open("rb") as stream:
+        return _File(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY), 8 + length, entries)

@@ -1,19 +1,21 @@
-"""An engine's state in a folder of torch's distributed checkpoints (DCP), which any layout and either engine can read.
+"""An engine's state in a folder of safetensors, which any layout and either engine can read.
 
-    .metadata               the index: names, shapes, and where each rectangle lies
-    __<rank>_0.distcp       the rectangles a rank wrote, one after the other, each as `torch.save` writes it
-    extra-<rank>.pt         schedule and random states, beside it
+    tensors.json                  the index: names, whole shapes, and in which file each rectangle lies
+    tensors-<rank>.safetensors    the rectangles a rank wrote (-<rank>-1: a second one of the same tensor, and so on)
+    extra-<rank>.plain            schedule and random states, beside it, as plain data
 
 Tensors are `model.<name>` (float32 masters where there are any) and `optimizer.state.<name>.<kind>` (AdamW's moments
 and `step`) under the modules' names. A rank writes the rectangles that no rank before it holds, and nobody waits for
-anybody: what each rank says of its file (`Part`) makes the index. torch's own planners are not used: they know
-DTensors, not parts of Megatron's packed parameters, and agree over collectives.
+anybody: what each rank says of its file (`Part`) makes the index. Where a rectangle begins also stands in the file's
+header as torch's distributed checkpoints (DCP) have it, whose `HuggingFaceStorageReader` reads such a folder. torch's
+own planners are not used: they know DTensors, not parts of Megatron's packed parameters, and agree over collectives;
+nor are its files, whose index is a pickle.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -22,25 +24,19 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+
+from meshrl.data import plain
+from meshrl.data.tensor_file import write_tensors
 
 Shape = tuple[int, ...]
-INDEX = ".metadata"
-# Of the index, as torch numbers it.
-VERSION = "1.0.0"
+INDEX = "tensors.json"
+# Of the index and the files that it names.
+VERSION = 3
+# What torch's reader looks for in the header of a file.
+DCP_PLACES = "DCP_SHARDING_INFO"
 PARAM = "param"
 STEP = "step"
 READ_BYTES = 8 << 20
-# Every tensor's bytes begin at a multiple of this, so that they can be used where they lie.
-ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a rectangle lies: `length` bytes of a file of its folder."""
+    """In which file of its folder a rectangle lies, under the name that `key_of` gives it."""
 
     kind: str
     name: str
@@ -78,8 +74,6 @@ class Entry:
     size: Shape
     dtype: torch.dtype
     file: str
-    offset: int
-    length: int
 
 
 @dataclass(frozen=True)
@@ -107,32 +101,38 @@ class FileRecord:
     crc32: int
 
 
-def path_in_state(kind: str, name: str) -> tuple[str, ...]:
-    """Where a tensor is in the nested dict that the folder stands for."""
-    return ("model", name) if kind == PARAM else ("optimizer", "state", name, kind)
+def key_of(kind: str, name: str) -> str:
+    """What a tensor is called in a file, and in the state that torch makes of the folder."""
+    return f"model.{name}" if kind == PARAM else f"optimizer.state.{name}.{kind}"
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path, rank: int) -> Part:
-    """Writes a rank's files; of rectangles that come as a stream, one is in memory at a time."""
+    """Writes a rank's files; one tensor at a time is copied to host memory."""
     folder.mkdir(parents=True, exist_ok=True)
-    part, file = Part(), folder / f"__{rank}_0.distcp"
-    with file.open("wb") as plain:
-        stream = _Summed(plain)
-        for rectangle in snapshot.rectangles:
-            stream.write(bytes(-stream.written % ALIGNMENT))
-            offset = stream.written
-            stream.save(_alone(rectangle.tensor))
-            size, dtype = tuple(rectangle.tensor.shape), rectangle.tensor.dtype
-            place = rectangle.kind, rectangle.name, rectangle.shape, rectangle.start, size
-            part.entries.append(Entry(*place, dtype, file.name, offset, stream.written - offset))
-    if part.entries:
+    part = Part()
+    files: list[dict[str, Rectangle]] = []
+    seen: dict[str, int] = {}
+    for rectangle in snapshot.rectangles:
+        key = key_of(rectangle.kind, rectangle.name)
+        number = seen[key] = seen.get(key, -1) + 1  # a name occurs once in a file
+        files += [{}] if number == len(files) else []
+        files[number][key] = rectangle
+    for number, rectangles in enumerate(files):
+        file = folder / f"tensors-{rank}{f'-{number}' if number else ''}.safetensors"
+        places = {key: {"saved_offsets": list(rectangle.start)} for key, rectangle in rectangles.items()}
+        with file.open("wb") as plain_stream:
+            stream = _Summed(plain_stream)
+            tensors = {key: rectangle.tensor for key, rectangle in rectangles.items()}
+            write_tensors(tensors, stream, {DCP_PLACES: json.dumps(places, separators=(",", ":"))})
         part.files.append(file)
         part.sums[file] = stream.sum
-    else:
-        file.unlink()
+        part.entries.extend(
+            Entry(r.kind, r.name, r.shape, r.start, tuple(r.tensor.shape), r.tensor.dtype, file.name)
+            for r in rectangles.values()
+        )
     if snapshot.extra is not None:
-        part.files.append(folder / f"extra-{rank}.pt")
-        torch.save(snapshot.extra, part.files[-1])
+        part.files.append(folder / f"extra-{rank}.plain")
+        plain.save(snapshot.extra, part.files[-1], "the state beside the tensors")
     return part
 
 
@@ -140,54 +140,25 @@ class _Summed:
     """A file that takes its checksum while it is written: reading it again would cost as much as writing it."""
 
     def __init__(self, stream: BinaryIO):
-        self._stream, self.written, self.sum = stream, 0, 0
-        self._problem: OSError | None = None
-
-    def save(self, tensor: Tensor) -> None:
-        """Appends a tensor; where the file cannot be written, the error says why."""
-        try:
-            torch.save(tensor, self)  # type: ignore[arg-type]
-        except RuntimeError:
-            if self._problem is None:
-                raise
-            raise self._problem from None  # torch tells only of a place that it did not expect
+        self._stream, self.sum = stream, 0
 
     def write(self, data: bytes) -> int:
         self.sum = zlib.crc32(data, self.sum)
-        self.written += len(data)
         try:
             return self._stream.write(data)
         except OSError as error:
-            self._problem = OSError(error.errno, error.strerror, self._stream.name)
-            raise self._problem from error
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """The tensor in host memory that holds nothing else: `torch.save` writes all of the memory a view is of."""
-    dense = tensor.detach().to("cpu").contiguous()
-    is_alone = dense.untyped_storage().nbytes() == dense.numel() * dense.element_size()
-    return dense if is_alone else dense.clone()
+            raise OSError(error.errno, error.strerror, self._stream.name) from error
 
 
 def write_index(folder: Path, parts: Iterable[Iterable[Entry]]) -> Path:
-    """Completes a folder: what all ranks have written, as torch's index of it."""
-    tensors: dict[str, Any] = {}
-    paths: dict[str, tuple[str, ...]] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    for entry in (entry for part in parts for entry in part):
-        path = path_in_state(entry.kind, entry.name)
-        key = ".".join(path)
-        whole = TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), [])
-        chunks = tensors.setdefault(key, whole).chunks
-        where = MetadataIndex(key, entry.start, len(chunks))
-        places[where] = _StorageInfo(entry.file, entry.offset, entry.length)
-        chunks.append(ChunkStorageMetadata(torch.Size(entry.start), torch.Size(entry.size)))
-        paths[key] = path
-    with (folder / INDEX).open("wb") as stream:
-        pickle.dump(Metadata(tensors, paths, places, StorageMeta(), VERSION), stream)
+    """Completes a folder: what all ranks have written."""
+    listed = [
+        [e.kind, e.name, e.shape, e.start, e.size, str(e.dtype).removeprefix("torch."), e.file]
+        for part in parts
+        for e in part
+    ]
+    lines = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in listed)
+    (folder / INDEX).write_text(f'{{"format": {VERSION}, "tensors": [\n{lines}\n]}}\n')
     return folder / INDEX
 
 

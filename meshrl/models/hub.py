@@ -20,8 +20,7 @@ MODEL_KEYS = re.compile(r"(.*\.)?(model\.path|judge\.path|reference\.path|tokeni
 TOKENIZER_KEY = "tokenizer_path"
 FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja", "*.py")
 # The same weights in other formats.
-LEFT_OUT = ("original/*", "consolidated*", "*/*.safetensors")
-OLD_WEIGHTS = ("*.bin", "*.bin.index.json")
+LEFT_OUT = ("original/*", "consolidated*", "*/*.safetensors", "*.bin.index.json")
 
 
 def cached_folder(name: str, weights: bool = True) -> Path | None:
@@ -29,14 +28,11 @@ def cached_folder(name: str, weights: bool = True) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    for patterns in _ways(weights):
-        try:
-            folder = Path(snapshot_download(name, local_files_only=True, **patterns))
-        except LocalEntryNotFoundError:
-            continue
-        if _is_whole(folder, weights):
-            return folder
-    return None
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True, **_patterns(weights)))
+    except LocalEntryNotFoundError:
+        return None
+    return folder if _is_whole(folder, weights) else None
 
 
 def downloaded_folder(name: str, weights: bool = True) -> Path:
@@ -45,25 +41,28 @@ def downloaded_folder(name: str, weights: bool = True) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        for patterns in _ways(weights):
-            folder = Path(snapshot_download(name, **patterns))
-            if _is_whole(folder, weights):
-                return folder
+        folder = Path(snapshot_download(name, **_patterns(weights)))
     except (HfHubHTTPError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{name} is not a folder, not whole in the hub's cache, and could not be downloaded: {reason}. Is it spelt "
             "right? Models that must be asked for need a token (HF_TOKEN); without a network, give a folder"
         ) from error
-    raise ValueError(f"{name} on the hub has no {'weights' if weights else 'tokenizer'} that can be read")
+    if _is_whole(folder, weights):
+        return folder
+    raise ValueError(
+        f"{name} on the hub has no weights in safetensors; those in other formats are pickles, which run what they say "
+        f"when they are read: if you trust it, 'hf download {name}' and 'meshrl convert FOLDER NEW --trust-pickle'"
+        if weights
+        else f"{name} on the hub has no tokenizer that can be read"
+    )
 
 
-def _ways(weights: bool) -> list[dict[str, Any]]:
-    """Which of its files a model needs, the newer format of weights first."""
+def _patterns(weights: bool) -> dict[str, Any]:
+    """Which of its files a model needs."""
     if not weights:
-        return [{"allow_patterns": [pattern for pattern in FILES if pattern != "*.safetensors"]}]
-    newer = {"allow_patterns": list(FILES), "ignore_patterns": list(LEFT_OUT)}
-    return [newer, {"allow_patterns": [*FILES, *OLD_WEIGHTS], "ignore_patterns": list(LEFT_OUT)}]
+        return {"allow_patterns": [pattern for pattern in FILES if pattern != "*.safetensors"]}
+    return {"allow_patterns": list(FILES), "ignore_patterns": list(LEFT_OUT)}
 
 
 def _is_whole(folder: Path, weights: bool) -> bool:
@@ -74,8 +73,9 @@ def _is_whole(folder: Path, weights: bool) -> bool:
         return False
     listings = [json.loads(index.read_text()) for index in folder.glob("*.index.json")]
     if not listings:
-        return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
-    return any(all((folder / name).is_file() for name in set(found["weight_map"].values())) for found in listings)
+        return any(folder.glob("*.safetensors"))
+    named = (set(found["weight_map"].values()) for found in listings)
+    return any(all(n.endswith(".safetensors") and (folder / n).is_file() for n in names) for names in named)
 
 
 def folder_of(path: str, say: Callable[[str], None], may_download: bool = True, weights: bool = True) -> str:

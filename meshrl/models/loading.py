@@ -24,7 +24,7 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.model_files import misfit_problems, unread_problem, unread_tensors
-from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, quantized_problem, read_json
+from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, pickle_problem, quantized_problem, read_json
 from meshrl.config.names import count
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.empty import without_memory
@@ -99,6 +99,8 @@ def load_model(
     A value head that the folder does not have starts at zero: so do the values. What of the folder does not fit the
     model is a `ValueError` that names it.
     """
+    if problem := pickle_problem(Path(path)):
+        raise ValueError(problem)
     refuse_misfit(path, override)
     config = _config_for(head, path, override, trust_remote_code)
     with naming_what_is_damaged(path), holding_load_reports() as reports:
@@ -108,6 +110,7 @@ def load_model(
             dtype=dtype,
             attn_implementation=_attention_of(config, attention),
             trust_remote_code=trust_remote_code,
+            use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
         )
@@ -145,6 +148,15 @@ def refuse_unread(
     shape = model.config.get_text_config().to_dict()
     if problem := unread_problem(unread_tensors(names, shape, ignored, override or {})):
         raise ValueError(f"{path}: {problem}")
+
+
+def load_pickled_model(path: str | Path) -> PreTrainedModel:
+    """Loads a model whose weights are pickles alone, which torch reads as `weights_only`, in the type they have."""
+    config = load_model_config(path)
+    scores = any("Classification" in kind for kind in config.architectures or [])
+    auto_class = _auto_class(config, "value" if scores else "lm")
+    model: PreTrainedModel = auto_class.from_pretrained(path, config=config, dtype="auto", use_safetensors=False)
+    return model
 
 
 @contextmanager

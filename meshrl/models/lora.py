@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshrl.config.model import ModelConfig
+from meshrl.config.model_folder import pickle_problem
 from meshrl.models.loading import is_value_head
 
 ADAPTER = "default"
@@ -120,6 +121,8 @@ def _load_adapters(hf_model: PreTrainedModel, folder: str) -> None:
     from peft import set_peft_model_state_dict
     from peft.utils import load_peft_weights
 
+    if problem := pickle_problem(Path(folder)):
+        raise ValueError(f"model.lora_adapter_path: {problem}")
     found = load_peft_weights(folder, device="cpu")
     result: Any = set_peft_model_state_dict(hf_model, found, adapter_name=ADAPTER)
     missing = [name for name in result.missing_keys if ".lora_" in name]

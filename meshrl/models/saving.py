@@ -17,9 +17,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from meshrl.config.model_folder import PROCESSOR_FILES
+from meshrl.data.tensor_file import save_tensors
 from meshrl.models.buffers import named_weights
 from meshrl.models.key_map import STACK, parts_of
-from meshrl.models.tensor_files import INDEX_NAME, SINGLE_NAME, save_tensors
+from meshrl.models.tensor_files import INDEX_NAME, SINGLE_NAME
 
 SHARD_BYTES = 4 << 30
 TURNED_EXPERTS = ("qwen3_vl_moe",)

@@ -92,6 +92,13 @@ def add_serve_options(parser: argparse.ArgumentParser) -> None:
         "--token", help=f"opens /update_weights, /pause and /resume to its bearer (or {TOKEN_VARIABLE})"
     )
     server.add_argument("--api-key", help=f"only its bearer may generate (or {KEY_VARIABLE})")
+    server.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="without a key: also answer requests whose Host is this name, or any with '*'; may be given several times",
+    )
     server.add_argument("--max-concurrency", type=int, default=256, metavar="N", help="most requests answered at once")
     server.add_argument("--max-queue", type=int, default=1024, metavar="N", help="most requests that wait")
     server.add_argument("--max-answers", type=int, default=128, metavar="N", help="most answers to one request")
@@ -104,6 +111,7 @@ def server_settings(arguments: argparse.Namespace) -> Settings:
     """The server's settings from the command line and the environment."""
     from pathlib import Path
 
+    from meshrl.config.web_access import own_names
     from meshrl.rollout.server.settings import Settings
 
     return Settings(
@@ -116,6 +124,7 @@ def server_settings(arguments: argparse.Namespace) -> Settings:
         max_request_bytes=arguments.max_request_bytes,
         max_upload_bytes=arguments.max_upload_bytes,
         request_seconds=arguments.request_seconds,
+        names=own_names(arguments.host, arguments.allowed_host),
     )
 
 

@@ -6,15 +6,18 @@ and the samples it has seen. The answer has the new mark, and only what came aft
 
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from meshrl.config.web_access import HEADER_SECONDS, MOST_HEADER_BYTES, own_names, refusal
 from meshrl.telemetry.following import FollowedFile
 from meshrl.telemetry.page import render_page
 from meshrl.telemetry.panels import merge_steps
@@ -168,18 +171,64 @@ def watch(run_dir: str | Path, port: int, say: Callable[[str], None]) -> None:
             say("ended")
 
 
+class _TooLongError(Exception):
+    """A request's head has more bytes than it may have."""
+
+
+class _Bounded:
+    """A connection's incoming bytes, up to a number of them."""
+
+    def __init__(self, stream: Any, most: int):
+        self._stream, self._left = stream, most
+
+    def readline(self, size: int = -1) -> bytes:
+        """The next line; at most one byte more than is left is looked at."""
+        most = self._left + 1 if size < 0 else min(size, self._left + 1)
+        line: bytes = self._stream.readline(most)
+        self._left -= len(line)
+        if self._left < 0:
+            raise _TooLongError
+        return line
+
+    def close(self) -> None:
+        """Closes the connection's side."""
+        self._stream.close()
+
+
 class _Handler(BaseHTTPRequestHandler):
     """Answers for the page and its news; to this machine's own names only, so that no web page can ask through a
     browser under a name of its own."""
 
     watched: WatchedRun
     server_version = "meshrl"
-    timeout = 30
+    timeout = HEADER_SECONDS
+    head_timer: threading.Timer
+
+    def handle_one_request(self) -> None:
+        """A request whose head has a limited size, which the library bounds by lines alone, and time."""
+        self.head_timer = threading.Timer(self.timeout, self._hang_up)
+        self.head_timer.daemon = True
+        self.head_timer.start()
+        self.rfile = _Bounded(self.rfile, MOST_HEADER_BYTES)  # type: ignore[assignment]
+        try:
+            super().handle_one_request()
+        except _TooLongError:
+            self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
+            self.send_error(431, f"more than {MOST_HEADER_BYTES} bytes of headers")
+            self.close_connection = True
+        finally:
+            self.head_timer.cancel()
+
+    def _hang_up(self) -> None:
+        with suppress(OSError):  # the client has gone already
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def do_GET(self) -> None:
         address = urlsplit(self.path)
-        if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (LOOPBACK, "localhost"):
-            self._answer(403, "text/plain", "this server answers to 127.0.0.1 and localhost only")
+        self.head_timer.cancel()
+        hosts, origins = (self.headers.get_all(name, []) for name in ("Host", "Origin"))
+        if problem := refusal(hosts, origins, own_names(LOOPBACK)):
+            self._answer(403, "text/plain", problem)
             return
         try:
             if address.path == "/":

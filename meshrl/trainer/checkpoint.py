@@ -28,6 +28,7 @@ from meshrl.config.trainer import RunConfig
 from meshrl.controller import ControllerError, WorkerGroup
 from meshrl.controller.shelves import Shelves
 from meshrl.data.proto import DataProto
+from meshrl.data.tensor_file import inside
 from meshrl.engines.stored_state import FileRecord, checksum, record_file, write_index
 from meshrl.telemetry.run_folder import flatten_config
 from meshrl.telemetry.timers import PhaseTimer
@@ -39,9 +40,10 @@ logger = logging.getLogger(__name__)
 FOLDER = "checkpoints"
 STATE = "trainer.json"
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
-FORMAT = 2
-# Format 1 had safetensors and listings of its own for the sharded state.
-READABLE = (1, FORMAT)
+FORMAT = 3
+# Format 1 had safetensors with listings and format 2 torch's distributed checkpoints for the sharded state; both had
+# batches, random states and samplers' states as pickles.
+BEFORE = (1, 2)
 
 
 class CheckpointError(RuntimeError):
@@ -140,7 +142,7 @@ class Checkpoints:
         state, files = trainer.state_dict(), []
         for name, value in list(state.items()):
             if isinstance(value, DataProto):
-                files.append(aside / f"{name}.dataproto")
+                files.append(aside / batch_file(name))
                 value.save_to_disk(files[-1])
                 state[name] = {"file": files[-1].name}
         content = {
@@ -251,11 +253,23 @@ class Checkpoints:
         state = dict(found.content["state"])
         for name, value in state.items():
             if isinstance(value, dict) and set(value) == {"file"}:
-                state[name] = DataProto.load_from_disk(found.path / value["file"])
+                state[name] = DataProto.load_from_disk(_checked_file(found.path, name, value["file"]))
         trainer.load_state_dict(state)
         self.say(f"goes on after step {found.step} ({found.path})")
         for line in changed_keys(found.content["config"], self.config):
             self.say(f"  changed since: {line}")
+
+
+def batch_file(name: str) -> str:
+    """The file of a batch that is part of the state under this name."""
+    return f"{name}.dataproto"
+
+
+def _checked_file(folder: Path, name: str, file: Any) -> Path:
+    """The file that the state names, which can only be the one that it was written to."""
+    if file != batch_file(name):
+        raise CheckpointError(f"{folder / STATE} names {file!r} as the file of {name}: it is {batch_file(name)!r}")
+    return inside(folder, file)
 
 
 def step_folders(folder: Path) -> list[Path]:
@@ -266,7 +280,7 @@ def step_folders(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def problems_of(path: Path, checksums: bool = True) -> list[str]:
+def problems_of(path: Path, checksums: bool = True, formats: Sequence[int] = (FORMAT,)) -> list[str]:
     """Why a checkpoint cannot be used: files that are missing, of another size or, on request, of other content."""
     manifest = path / MANIFEST
     if not manifest.is_file():
@@ -279,8 +293,18 @@ def problems_of(path: Path, checksums: bool = True) -> list[str]:
         records = [FileRecord(**record) for record in content["files"]]
     except (ValueError, TypeError, KeyError) as error:
         return [f"its {MANIFEST} cannot be read: {error}"]
-    if content.get("format") not in READABLE:
-        return [f"it has format {content.get('format')}, this version reads {' and '.join(map(str, READABLE))}"]
+    if content.get("format") in formats:
+        return _file_problems(path, records, checksums)
+    if content.get("format") in BEFORE:
+        return [
+            f"it has format {content['format']}, with pickles, which run what they say when they are read: if you "
+            f"trust it, 'meshrl convert {path} NEW --trust-pickle' makes one of plain data of it (of a run's "
+            "folder it converts all)"
+        ]
+    return [f"it has format {content.get('format')}, this version reads {FORMAT}"]
+
+
+def _file_problems(path: Path, records: Sequence[FileRecord], checksums: bool) -> list[str]:
     problems = [problem for record in records if (problem := _size_problem(path, record))]
     if problems or not checksums:
         return problems
@@ -290,7 +314,10 @@ def problems_of(path: Path, checksums: bool = True) -> list[str]:
 
 
 def _size_problem(path: Path, record: FileRecord) -> str | None:
-    file = path / record.name
+    try:
+        file = inside(path, record.name)
+    except (ValueError, TypeError) as error:
+        return str(error)
     if not file.is_file():
         return f"{record.name} is missing"
     size = file.stat().st_size
@@ -326,7 +353,8 @@ def newest_complete(folder: Path, say: Callable[[str], None] = logger.warning) -
             return _found(path)
     if paths:
         raise CheckpointError(
-            f"no checkpoint of {len(paths)} in {folder} is whole; trainer.resume_mode=disable begins anew"
+            f"no checkpoint of {len(paths)} in {folder} is whole; trainer.resume_mode=disable begins anew; the newest: "
+            f"{'; '.join(problems_of(paths[0])[:1])}"
         )
     return None
 

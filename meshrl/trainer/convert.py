@@ -15,17 +15,20 @@ from transformers import PreTrainedModel
 
 import meshrl
 from meshrl.config.names import count
+from meshrl.data.tensor_file import open_tensors, save_tensors
 from meshrl.engines.megatron.dist_checkpoint import read_hf_tensors
 from meshrl.engines.megatron.module_names import module_place
 from meshrl.engines.megatron.weight_map import hf_tensors
+from meshrl.engines.stored_before import DCP_INDEX, is_before
 from meshrl.engines.stored_reading import Stored
 from meshrl.engines.stored_state import INDEX, Rectangle, Snapshot, record_file, write_index, write_snapshot
 from meshrl.models.loading import empty_model, is_value_head, load_model_config, load_tokenizer, torch_dtype
 from meshrl.models.lora import ADAPTER, ADAPTER_CONFIG, SCALING_FILE, merged_params
 from meshrl.models.saving import SHARD_BYTES, as_file_tensors, copy_processor, new_folder, save_configs, write_shards
 from meshrl.models.sizes import expert_count
-from meshrl.models.tensor_files import open_tensors, save_tensors, tensor_files
+from meshrl.models.tensor_files import tensor_files
 from meshrl.trainer.checkpoint import FOLDER, FORMAT, STATE, CheckpointError, newest_complete, problems_of
+from meshrl.trainer.convert_pickles import from_pickles, refuse_pickles
 from meshrl.trainer.mirror import MANIFEST
 from meshrl.workers.checkpointing import HF_FOLDER
 
@@ -47,8 +50,10 @@ def convert(arguments: Namespace) -> str:
     source, out = Path(arguments.source), Path(arguments.out)
     if arguments.shard_mb is not None and arguments.shard_mb < 1:
         raise ValueError(f"--shard-mb ({arguments.shard_mb}) must be at least 1")
+    if arguments.trust_pickle:
+        return _without_pickles(arguments, source, out)
     shard_bytes = SHARD_BYTES if arguments.shard_mb is None else arguments.shard_mb << 20
-    if arguments.like or ((source / INDEX).is_file() and not (source.parent / MANIFEST).is_file()):
+    if arguments.like or ((source / DCP_INDEX).is_file() and not (source.parent / MANIFEST).is_file()):
         if arguments.like is None:
             raise ValueError(
                 f"{source} is a distributed checkpoint: name a Hugging Face folder of its model with --like"
@@ -63,11 +68,14 @@ def convert(arguments: Namespace) -> str:
             overwrite=arguments.overwrite,
         )
     elif (source / "config.json").is_file():
+        refuse_pickles(source)
         for name in ("dtype", "adapter", "shard_mb"):
             if getattr(arguments, name):
                 raise ValueError(f"--{name.replace('_', '-')} is for checkpoints; {source} is a Hugging Face folder")
         made = from_hf(source, out, role=arguments.role or "actor", overwrite=arguments.overwrite)
     else:
+        if source.is_file():
+            refuse_pickles(source)
         made = to_hf(
             source,
             out,
@@ -78,6 +86,20 @@ def convert(arguments: Namespace) -> str:
             overwrite=arguments.overwrite,
         )
     return f"wrote {made.path}: {count(made.tensors, 'tensor')}, {made.bytes / 1e6:.1f} MB"
+
+
+def _without_pickles(arguments: Namespace, source: Path, out: Path) -> str:
+    for name in ("role", "dtype", "adapter", "like", "shard_mb"):
+        if getattr(arguments, name):
+            raise ValueError(
+                f"--{name.replace('_', '-')} is for another conversion: make plain data of {source} with "
+                "--trust-pickle alone, and convert that then"
+            )
+    if not source.exists():
+        raise ValueError(f"there is no {source}")
+    place = out if source.is_file() and not out.exists() else _free_place(out, arguments.overwrite, source)
+    made, size = from_pickles(source, place)
+    return f"wrote {out}, without pickles: {count(made, 'place')} made new, {size / 1e6:.1f} MB in all"
 
 
 def to_hf(
@@ -120,7 +142,7 @@ def _role_folder(path: Path, role: str | None) -> Path:
         path = found.path
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
-    if (path / INDEX).is_file() or list(path.glob("tensors-*.json")):
+    if (path / INDEX).is_file() or is_before(path):
         path, role = path.parent, path.name
     if problems := problems_of(path):
         raise CheckpointError(f"the checkpoint {path} cannot be used: {'; '.join(problems[:3])}")

@@ -226,7 +226,7 @@ class Gates:
         folder = self.folder / "dumps" / f"step_{step}"
         folder.mkdir(parents=True, exist_ok=True)
         if self._batch is not None:
-            self._batch.save_to_disk(folder / "batch.pkl")
+            self._batch.save_to_disk(folder / "batch.dataproto")
         numbers = {name: float(value) for name, value in metrics.items()}
         said = {"step": step, "gate": finding.gate, "message": finding.message, "metrics": numbers}
         (folder / "finding.json").write_text(json.dumps(said, indent=1))

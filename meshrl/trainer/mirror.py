@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fsspec
 
+from meshrl.data.tensor_file import inside
 from meshrl.models.saving import new_folder
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,6 @@ class Mirror:
 
     def _fetch(self, source: str, folder: Path) -> None:
         for path in self.files.find(source):
-            target = folder / str(path)[len(source) :].lstrip("/")
+            target = inside(folder, str(path)[len(source) :].lstrip("/"))
             target.parent.mkdir(parents=True, exist_ok=True)
             self.files.get_file(path, str(target))

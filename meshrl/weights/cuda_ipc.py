@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import reduce_tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from meshrl.data import plain
 from meshrl.rollout.shared_file import aligned
 from meshrl.weights.shared_memory import SharedMemoryCarrier
 
@@ -23,7 +23,7 @@ class CudaIpcCarrier(SharedMemoryCarrier):
         self.cuda_slots = torch.empty(2 * aligned(slot_bytes), dtype=torch.uint8, device=device)
         self.stream = torch.cuda.current_stream(device)
         handle, draft = Path(folder) / f"rank{rank}.handle", Path(folder) / f"rank{rank}.handle.new"
-        draft.write_bytes(pickle.dumps(reduce_tensor(self.cuda_slots)))
+        draft.write_text(json.dumps(_handle_of(self.cuda_slots)))
         draft.rename(handle)
         super().__init__(folder, rank, slot_bytes)
 
@@ -37,10 +37,7 @@ class CudaIpcCarrier(SharedMemoryCarrier):
         """The GPU's is there from the beginning."""
 
     def _peer_slots(self, rank: int, memory: np.ndarray) -> list[Tensor]:
-        rebuild: Callable[..., Tensor]
-        arguments: tuple[Any, ...]
-        rebuild, arguments = pickle.loads((self.folder / f"rank{rank}.handle").read_bytes())
-        both = rebuild(*arguments)
+        both = _opened(json.loads((self.folder / f"rank{rank}.handle").read_text()))
         return list(both.split(len(both) // 2))
 
     def _written(self) -> None:
@@ -50,3 +47,16 @@ class CudaIpcCarrier(SharedMemoryCarrier):
     def unlink(self) -> None:
         super().unlink()
         (self.folder / f"rank{self.rank}.handle").unlink(missing_ok=True)
+
+
+def _handle_of(slots: Tensor) -> Any:
+    """What another process opens flat bytes of this GPU by, as plain data."""
+    _, (_, size, _, _, _, _, *handles) = reduce_tensor(slots)
+    return plain.to_json([int(size[0]), *handles])
+
+
+def _opened(handle: Any) -> Tensor:
+    size, *handles = plain.from_json(handle)
+    kinds = torch.storage.TypedStorage, torch.uint8
+    found: Tensor = rebuild_cuda_tensor(Tensor, torch.Size([size]), (1,), 0, *kinds, *handles)
+    return found

@@ -206,7 +206,9 @@ def run_reference(trial: Trial, perturb: float = 0.0) -> Outcome:
     """One process, padded, by Hugging Face and torch alone; `perturb` moves the weights: a control that must fail."""
     sight = sight_of(trial.model)
     auto_class = AutoModelForCausalLM if sight is None else AutoModelForImageTextToText
-    model = auto_class.from_pretrained(trial.model.path or "", dtype=torch.float32, attn_implementation="eager")
+    model = auto_class.from_pretrained(
+        trial.model.path or "", dtype=torch.float32, attn_implementation="eager", use_safetensors=True
+    )
     if sight is not None and trial.engine.freeze_vision_tower:
         tower_of(model).requires_grad_(False)
     if trial.model.lora_rank:

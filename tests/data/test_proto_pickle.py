@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
+from meshrl.data import plain
 from meshrl.data.proto import DataProto
 from meshrl.data.serialize import dumps, loads
 
@@ -142,22 +144,35 @@ def test_there_and_back_through_another_process() -> None:
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    path = tmp_path / "batch.pkl"
+    path = tmp_path / "batch.dataproto"
     make().save_to_disk(path)
     assert_equal(DataProto.load_from_disk(str(path)), make())
-    assert [entry.name for entry in tmp_path.iterdir()] == ["batch.pkl"]
-    other = tmp_path / "other.pkl"
-    other.write_bytes(pickle.dumps({"not": "a proto"}))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["batch.dataproto"]
+    plain.save({"not": "a proto"}, tmp_path / "other")
     with pytest.raises(ValueError, match="holds a dict, not a DataProto"):
-        DataProto.load_from_disk(other)
+        DataProto.load_from_disk(tmp_path / "other")
+    inner = DataProto.from_dict({"x": torch.arange(2), "nested": TensorDict({"y": torch.ones(2, 3)}, [2])})
+    inner.save_to_disk(path)
+    assert torch.equal(DataProto.load_from_disk(path).batch["nested", "y"], torch.ones(2, 3))
+
+
+def test_a_pickle_is_not_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "batch.dataproto"
+    for protocol in range(2, 6):
+        path.write_bytes(pickle.dumps(make(), protocol))
+        with pytest.raises(ValueError, match=r"is a pickle, .*'meshrl convert .*batch.dataproto NEW --trust-pickle'"):
+            DataProto.load_from_disk(path)
+    path.write_bytes(pickle.dumps(make(), 0))
+    with pytest.raises(ValueError, match=r"no whole file of DataProto.save_to_disk: .* cannot be read"):
+        DataProto.load_from_disk(path)
 
 
 def test_a_failed_save_leaves_the_old_file_and_no_rest(tmp_path: Path) -> None:
-    path = tmp_path / "batch.pkl"
+    path = tmp_path / "batch.dataproto"
     make().save_to_disk(path)
     broken = make()
-    broken.meta_info["unpicklable"] = lambda: None
-    with pytest.raises((pickle.PicklingError, AttributeError)):
+    broken.meta_info["calls"] = [1, {"back": lambda: None}]
+    with pytest.raises(ValueError, match=r"DataProto\['meta_info'\]\['calls'\]\[1\]\['back'\] is a builtins.function"):
         broken.save_to_disk(path)
     assert_equal(DataProto.load_from_disk(path), make())
     assert len(list(tmp_path.iterdir())) == 1

@@ -123,7 +123,7 @@ def ask(opened, content, **fields):
 
     async def post():
         transport = httpx.ASGITransport(app=build_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.post("/v1/chat/completions", json=body | fields)
 
     return asyncio.run(post())

@@ -1,4 +1,4 @@
-"""What either engine saves is torch's own distributed checkpoint: plain torch reads it, to the bit, without meshrl."""
+"""What either engine saves, plain torch's distributed checkpoints read, to the bit, without meshrl or a pickle."""
 
 import subprocess
 import sys
@@ -13,15 +13,25 @@ from meshrl.algorithms import BatchStats
 from meshrl.workers.verification import TEMPERATURE, _loss_function
 
 READER = """
-import sys, torch
+import pickle, sys, torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+pickle.load = pickle.loads = pickle.Unpickler = None
 for folder in sys.argv[1:]:
-    dcp_to_torch_save(folder, folder + "/all.pt")
-    found = torch.load(folder + "/all.pt")
-    model = {name: torch.full_like(tensor, torch.nan) for name, tensor in found["model"].items()}
-    dcp.load({"model": model}, checkpoint_id=folder)
-    assert all(torch.equal(model[name], tensor) for name, tensor in found["model"].items())
+    reader = HuggingFaceStorageReader(folder)
+    held = reader.read_metadata().state_dict_metadata
+    found = {name: torch.full(tensor.size, torch.nan).to(tensor.properties.dtype) for name, tensor in held.items()}
+    dcp.load(found, storage_reader=reader)
+    names = [name.removeprefix("model.") for name in found if name.startswith("model.")]
+    model = {name: torch.full_like(found["model." + name], torch.nan) for name in names}
+    dcp.load({"model": model}, storage_reader=HuggingFaceStorageReader(folder))
+    assert all(torch.equal(tensor, found["model." + name]) for name, tensor in model.items())
+    state = {}
+    for name, tensor in found.items():
+        if name.startswith("optimizer.state."):
+            parameter, _, kind = name.removeprefix("optimizer.state.").rpartition(".")
+            state.setdefault(parameter, {})[kind] = tensor
+    torch.save({"model": model, "optimizer": {"state": state}}, folder + ".pt")
 assert not [name for name in sys.modules if name.startswith("meshrl")]
 """
 
@@ -66,7 +76,7 @@ def test_plain_torch_reads_what_both_engines_save(ranks, megatron_ranks, tmp_pat
     folders = [str(tmp_path / name) for name in ("fsdp2", "megatron")]
     done = subprocess.run([sys.executable, "-I", "-c", READER, *folders], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    fsdp, megatron = (torch.load(Path(name) / "all.pt") for name in folders)
+    fsdp, megatron = (torch.load(f"{name}.pt") for name in folders)
     for (weights, _), found in ((by_fsdp, fsdp), (by_megatron, megatron)):
         assert found["model"].keys() == weights.keys()
         assert all(torch.equal(found["model"][name], tensor) for name, tensor in weights.items())

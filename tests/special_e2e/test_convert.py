@@ -159,12 +159,12 @@ def copied(run, tmp_path):
 
 
 def damage_shard(checkpoint):
-    file = next((checkpoint / "model").glob("*.distcp"))
+    file = next((checkpoint / "model").glob("tensors-*.safetensors"))
     file.write_bytes(file.read_bytes()[:-100])
 
 
 def remove_shard(checkpoint):
-    next((checkpoint / "model").glob("*.distcp")).unlink()
+    next((checkpoint / "model").glob("tensors-*.safetensors")).unlink()
 
 
 def change_config(checkpoint, manifest=True, **fields):

@@ -61,7 +61,7 @@ def test_nan_among_the_rewards_leaves_a_dump(task, tmp_path, monkeypatch):
     monkeypatch.setattr(PPOTrainer, "score", broken)
     with pytest.raises(GateError, match="token_level_scores: 1 values, first in sample 5"):
         task.train(tmp_path, *OPTIONS)
-    kept = DataProto.load_from_disk(tmp_path / "dumps" / "step_2" / "batch.pkl")
+    kept = DataProto.load_from_disk(tmp_path / "dumps" / "step_2" / "batch.dataproto")
     assert torch.isnan(kept.batch["token_level_scores"]).nonzero().tolist() == [[5, 0]]
 
 

@@ -190,7 +190,7 @@ def flip_a_bit(file):
 )
 def test_damage_is_seen(whole, tmp_path, damage, said):
     folder = copy_until(whole, 4, tmp_path / "run") / "checkpoints"
-    damage(next((folder / "global_step_4" / "actor").glob("__0_0.distcp")))
+    damage(next((folder / "global_step_4" / "actor").glob("tensors-0.safetensors")))
     words = []
     assert newest_complete(folder, words.append).step == 3
     assert said in words[0]

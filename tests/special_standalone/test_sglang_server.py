@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 pytest.importorskip("sglang", reason="SGLang has an environment of its own: make test-sglang")
@@ -39,6 +40,11 @@ class TestSglangServer(RolloutContract):
         # with an error where something is resumed that was not released, or where it is not idle.
         client._arguments["enable_memory_saver"] = True
         return made
+
+    def test_it_serves_its_own_run_alone(self, engine):
+        for route in ("/update_weights_from_tensor", "/generate", "/pause_generation"):
+            answer = httpx.post(engine.client._url + route, json={}, timeout=60)
+            assert answer.status_code == 401
 
     def test_streams_are_labelled_as_the_engine_says_in_the_end(self, engine):
         """Runs last: over all tests no token of a stream was handed out under a version that it did not have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import httpx
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM has an environment of its own: make test-vllm")
@@ -34,6 +35,11 @@ class TestVllmServer(RolloutContract):
     def make(self, folder, hf_model):
         client = VllmServer(folder, arguments=ARGUMENTS, start_seconds=280)
         return RemoteRollout(client, pad_token_id=0, bucket_bytes=100_000, deadline=60)
+
+    def test_it_serves_its_own_run_alone(self, engine):
+        for route in ("/collective_rpc", "/v1/completions", "/pause", "/health"):
+            answer = httpx.post(engine.client._url + route, json={}, timeout=60)
+            assert answer.status_code == 401
 
     def test_streams_are_labelled_as_the_engine_says_in_the_end(self, engine):
         """Runs last: over all tests no token of a stream was handed out under a version that it did not have."""

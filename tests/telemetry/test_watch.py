@@ -5,12 +5,15 @@ import json
 import random
 import re
 import shutil
+import socket
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
 from test_report import HOSTILE, Page
 
+from meshrl.telemetry import watch
 from meshrl.telemetry.following import FollowedFile
 from meshrl.telemetry.panels import merge_steps
 from meshrl.telemetry.run_folder import RunFiles, RunFolder
@@ -251,6 +254,48 @@ def test_other_names_are_refused(tmp_path):
         assert get(port, "/", host=f"localhost:{port}")[0] == 200
         assert get(port, "/api/run", host="evil.example:80")[0] == 403
         assert get(port, "/", host="evil.example")[0] == 403
+
+
+def raw(port, *parts, pause=0.0):
+    """What comes back for these bytes, until the server closes."""
+    found = b""
+    with socket.create_connection((LOOPBACK, port), timeout=20) as connection:
+        try:
+            for part in parts:
+                connection.sendall(part)
+                time.sleep(pause)
+            while part := connection.recv(65536):
+                found += part
+        except ConnectionError:
+            pass
+    return found.split(b"\r\n")[0]
+
+
+def test_pages_of_other_sites_are_refused(tmp_path):
+    with serving(tmp_path) as port:
+        head = f"GET /api/run HTTP/1.1\r\nHost: localhost:{port}\r\nOrigin: ".encode()
+        assert b" 403 " in raw(port, head + b"https://evil.example\r\n\r\n")
+        assert b" 403 " in raw(port, head + b"null\r\n\r\n")
+        assert b" 200 " in raw(port, head + f"http://localhost:{port}\r\n\r\n".encode())
+        assert b" 403 " in raw(port, b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+        assert b" 403 " in raw(port, b"GET / HTTP/1.1\r\n\r\n")
+
+
+def test_heads_are_bounded_in_bytes_number_and_time(tmp_path, monkeypatch):
+    with serving(tmp_path) as port:
+        start = f"GET /api/run HTTP/1.1\r\nHost: localhost:{port}\r\n".encode()
+        assert b" 200 " in raw(port, start + b"X: " + b"y" * 60_000 + b"\r\n\r\n")
+        assert b" 431 " in raw(port, start + b"X: " + b"y" * 40_000 + b"\r\nY: " + b"y" * 40_000 + b"\r\n\r\n")
+        assert b" 431 " in raw(port, start + b"X: y\r\n" * 101 + b"\r\n")
+        assert b" 431 " in raw(port, b"GET /" + b"y" * 70_000)
+    monkeypatch.setattr(watch._Handler, "timeout", 0.3)
+    with serving(tmp_path) as port:
+        started = time.monotonic()
+        assert (
+            raw(port, *(bytes([b]) for b in start + b"X: " + b"y" * 900), pause=0.01) == b""
+        )  # never silent, and late
+        assert time.monotonic() - started < 8
+        assert get(port, "/api/run")[0] == 200
 
 
 def test_it_listens_on_the_loopback_address_only_and_says_when_it_cannot(tmp_path):

@@ -13,13 +13,23 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from meshrl.config.trainer import RunConfig
 from meshrl.controller import ControllerError
 from meshrl.controller.shelves import Shelves
 from meshrl.data.proto import DataProto
-from meshrl.engines.stored_reading import Stored, read_index
+from meshrl.engines.stored_before import Place, StoredTensor, read_index
+from meshrl.engines.stored_reading import Stored
 from meshrl.engines.stored_state import Rectangle, Snapshot, record_file, write_index, write_snapshot
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.trainer.checkpoint import (
@@ -189,7 +199,7 @@ def test_a_checkpoint_of_another_format_is_named(tmp_path):
     take(checkpoints(tmp_path), PretendTrainer(), 2)
     manifest = tmp_path / "global_step_2" / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
-    assert problems_of(tmp_path / "global_step_2") == ["it has format 99, this version reads 1 and 2"]
+    assert problems_of(tmp_path / "global_step_2") == ["it has format 99, this version reads 3"]
 
 
 def test_rectangles_are_put_together_from_other_cuts(tmp_path):
@@ -215,11 +225,12 @@ def test_rectangles_are_put_together_from_other_cuts(tmp_path):
     with pytest.raises(ValueError, match="holds 23 of 35 elements of 'w'"):
         Stored(tmp_path).whole("w")
     write_index(tmp_path, written)
-    (tmp_path / "__2_0.distcp").write_bytes((tmp_path / "__2_0.distcp").read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"'w' ends at \d+: it is truncated"):
+    third = tmp_path / "tensors-2.safetensors"
+    third.write_bytes(third.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"'model.w' ends at \d+: it is truncated"):
         Stored(tmp_path).whole("w")
-    (tmp_path / "__2_0.distcp").unlink()
-    with pytest.raises(FileNotFoundError, match=r"lacks '.*__2_0.distcp', which holds 'w'"):
+    third.unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks '.*tensors-2.safetensors', which holds 'model.w'"):
         Stored(tmp_path).whole("w")
 
 
@@ -237,7 +248,9 @@ def test_files_of_format_1_are_read(tmp_path):
         ]
         entries = [entry | place | {"entry": str(n)} for n, entry in enumerate(listed[: 1 + rank])]
         (tmp_path / f"tensors-{rank}.json").write_text(json.dumps({"steps": {"*": 7 + rank}, "tensors": entries}))
-    stored = Stored(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"it has no tensors\.json"):
+        Stored(tmp_path)
+    stored = Stored(tmp_path, before=True)
     assert stored.names() == ["w"]
     assert torch.equal(stored.whole("w"), whole)
     assert torch.equal(stored.whole("b", "exp_avg"), moment)
@@ -254,16 +267,52 @@ class Runs:
         return os.mkdir, ("here-it-was-run",)
 
 
-def test_reading_an_index_runs_nothing(tmp_path, monkeypatch):
+class Calls:
+    """A pickle of it calls this with these."""
+
+    def __init__(self, what, *given):
+        self.call = what, given
+
+    def __reduce__(self):
+        return self.call
+
+
+def changing(owner, name):
+    """A pickle by hand: the class, then a state (None, {name: 1}) that is built into it."""
+    module = b"torch.distributed.checkpoint.metadata"
+    start = b"\x80\x02c" + module + b"\n" + owner.encode() + b"\n"
+    return start + b"(N}X" + len(name).to_bytes(4, "little") + name.encode() + b"K\x01stb."
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_reading_an_index_runs_nothing(tmp_path, monkeypatch, before):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Runs()))
-    with pytest.raises(ValueError, match="mkdir is no part of an index"):
-        Stored(tmp_path)
     by_way_of_its_imports = b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08os.mkdir\x93"
-    (tmp_path / ".metadata").write_bytes(by_way_of_its_imports + b"\x8c\x0fhere-it-was-run\x85R.")
-    with pytest.raises(ValueError, match=r"metadata.os.mkdir is no part of an index"):
-        Stored(tmp_path)
+    attacks = {
+        "mkdir is no part of an index": pickle.dumps(Runs()),
+        "metadata.os.mkdir is no part of an index": by_way_of_its_imports + b"\x8c\x0fhere-it-was-run\x85R.",
+        "eval is no part of an index": pickle.dumps(Calls(eval, "__import__('os').mkdir('here-it-was-run')")),
+        "_read_text is no part": pickle.dumps(Calls(_read_text)),
+    }
+    for said, content in attacks.items():
+        (tmp_path / ".metadata").write_bytes(content)
+        with pytest.raises((ValueError, FileNotFoundError), match=said if before else r"it has no tensors\.json"):
+            Stored(tmp_path, before)
     assert not (tmp_path / "here-it-was-run").exists()
+
+
+def _read_text():
+    """A function that no index names."""
+
+
+def test_an_index_changes_no_class_of_torch(tmp_path):
+    (tmp_path / ".metadata").write_bytes(changing("MetadataIndex", "changed"))
+    with pytest.raises(ValueError, match="it holds a type"):
+        read_index(tmp_path / ".metadata")
+    assert not hasattr(MetadataIndex, "changed")
+    pickle.loads((tmp_path / ".metadata").read_bytes())  # the control: plain unpickling does change it
+    assert MetadataIndex.changed == 1
+    del MetadataIndex.changed
 
 
 class ByAttribute:
@@ -276,14 +325,66 @@ class ByAttribute:
         return getattr, self.what
 
 
-def test_an_index_of_an_earlier_python_is_read(tmp_path):
-    index = Metadata({}, planner_data={"format": ByAttribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")})
+def test_torchs_own_index_is_read(tmp_path):
+    """Also one that an earlier Python wrote, in which `getattr` names a member of an enum."""
+    tensor = TensorStorageMetadata(
+        TensorProperties(dtype=torch.bfloat16),
+        torch.Size([4, 2]),
+        [ChunkStorageMetadata(torch.Size([2, 0]), torch.Size([2, 2]))],
+    )
+    where = MetadataIndex("model.w", torch.Size([2, 0]), 0)
+    meta = StorageMeta(checkpoint_id=Path("somewhere"))
+    paths = {"model.w": ("model", "w"), "format": ByAttribute(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")}
+    index = Metadata({"model.w": tensor}, paths, {where: _StorageInfo("f", 3, 5)}, meta)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
-    assert read_index(tmp_path / ".metadata").planner_data["format"] is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
-    for owner, name in ((Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "mro")):
-        (tmp_path / ".metadata").write_bytes(pickle.dumps(ByAttribute(owner, name)))
-        with pytest.raises(ValueError, match=f"attribute {name} .* is no part of an index"):
-            read_index(tmp_path / ".metadata")
+    found = read_index(tmp_path / ".metadata")
+    assert found.tensors["model.w"] == StoredTensor((4, 2), torch.bfloat16, [((2, 0), (2, 2))])
+    assert found.places == {("model.w", (2, 0)): Place("f", 3, 5)}
+    assert found.paths == {"model.w": ("model", "w")}
+
+
+NAMES_OUT = ("../out.safetensors", "/tmp/out.safetensors", "a/../../out.safetensors", "link.safetensors", "")
+
+
+@pytest.mark.parametrize("name", NAMES_OUT)
+def test_names_stay_in_their_folder(tmp_path, name):
+    """Whatever a checkpoint's files name, nothing outside of it is read."""
+    folder = tmp_path / "checkpoints"
+    take(checkpoints(folder), PretendTrainer(), 2)
+    whole, role = folder / "global_step_2", folder / "global_step_2" / "actor"
+    save_file({"model.w": torch.ones(2)}, tmp_path / "out.safetensors")
+    (role / "link.safetensors").symlink_to(tmp_path / "out.safetensors")
+    (whole / "link.safetensors").symlink_to(tmp_path / "out.safetensors")
+    entry = ["param", "w", [2], [0], [2], "float32"]
+    (role / "tensors.json").write_text(json.dumps({"format": 3, "tensors": [[*entry, name]]}))
+    with pytest.raises(ValueError, match=r"does not lie in it|a link out of its folder"):
+        Stored(role)
+    listed = json.loads((whole / "manifest.json").read_text())
+    record = {"name": name, "size": (tmp_path / "out.safetensors").stat().st_size, "crc32": 0}
+    (whole / "manifest.json").write_text(json.dumps(listed | {"files": [*listed["files"], record]}))
+    (problem,) = problems_of(whole)
+    assert "does not lie in it" in problem or "a link out of its folder" in problem
+
+
+@pytest.mark.parametrize("file", ["../batch.dataproto", "/tmp/batch.dataproto", "other.dataproto", 3])
+def test_the_state_names_its_own_batches_alone(tmp_path, file):
+    trainer = PretendTrainer()
+    trainer.state = {"pending": DataProto.from_dict({"x": torch.arange(6)})}
+    saver = checkpoints(tmp_path)
+    take(saver, trainer, 2)
+    found = newest_complete(tmp_path)
+    found.content["state"]["pending"]["file"] = file
+    with pytest.raises(CheckpointError, match=r"as the file of pending: it is 'pending.dataproto'"):
+        saver.restore(PretendTrainer(), found)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_one_of_before_is_refused_with_what_to_do(tmp_path, number):
+    take(checkpoints(tmp_path), PretendTrainer(), 2)
+    manifest = tmp_path / "global_step_2" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": number}))
+    with pytest.raises(CheckpointError, match=rf"has format {number}, .*'meshrl convert .*_2 NEW --trust-pickle'"):
+        newest_complete(tmp_path)
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
@@ -294,7 +395,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
             return 0
 
     monkeypatch.setattr(Path, "open", lambda file, mode: Disk(file, "w"))
-    with pytest.raises(OSError, match=r"No space left on device: .*__0_0.distcp"):
+    with pytest.raises(OSError, match=r"No space left on device: .*tensors-0.safetensors"):
         write_snapshot(Snapshot([Rectangle("param", "w", (3,), (0,), torch.zeros(3))]), tmp_path, 0)
 
 
@@ -313,6 +414,22 @@ def test_a_mirror_gets_every_checkpoint_and_gives_the_newest_back(tmp_path):
     assert checkpoint_to_resume(trainer, said.append).step == 4
     assert "was fetched from file://" in said[0]
     assert names(tmp_path / "new" / "checkpoints") == ["global_step_4"]
+
+
+def test_a_mirror_writes_nothing_outside_of_the_checkpoint(tmp_path):
+    """Object stores have keys with `..` in them."""
+    saver = checkpoints(tmp_path / "here", mirror=Mirror(f"file://{tmp_path / 'there'}"))
+    take(saver, PretendTrainer(), 2)
+    saver.finish()
+    mirror = Mirror(f"file://{tmp_path / 'there'}")
+    (tmp_path / "there" / "evil").write_text("x")
+    mirror.files.find = lambda source: [f"{source}/manifest.json", f"{source}/../evil"]
+    try:
+        with pytest.raises(ValueError, match="which does not lie in it"):
+            list(mirror.fetched(tmp_path / "new"))
+    finally:
+        del mirror.files.find
+    assert [file for file in tmp_path.rglob("*evil*") if "there" not in file.parts] == []
 
 
 def test_a_copy_over_an_older_one_is_whole_or_absent(tmp_path):

@@ -178,7 +178,7 @@ def test_nan_where_it_counts_stops_with_the_batch(tmp_path):
     assert non_finite(batch) == {"token_level_scores": (1, 0), "advantages": (1, 1)}
     with pytest.raises(GateError, match="advantages: 1 values, first in sample 1"):
         gates.check_batch(batch, 4)
-    kept = DataProto.load_from_disk(tmp_path / "dumps" / "step_4" / "batch.pkl")
+    kept = DataProto.load_from_disk(tmp_path / "dumps" / "step_4" / "batch.dataproto")
     assert math.isinf(kept.batch["advantages"][1, 0])
 
 

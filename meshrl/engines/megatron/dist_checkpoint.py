@@ -1,7 +1,8 @@
 """Reading Megatron-Core's distributed checkpoints (`torch_dist`), whatever layout wrote them, as Hugging Face tensors.
 
 They hold every parameter as the model of one rank has it, in chunks; layers that are all alike, and experts, lie
-stacked along leading dims. Only chunks that are needed are read. Their index is a pickle: read only what you trust.
+stacked along leading dims. Only chunks that are needed are read. Their index is a pickle,
+of which only values are let in (`meshrl.engines.stored_before`), and tensors are read as `weights_only`.
 """
 
 from __future__ import annotations
@@ -11,16 +12,15 @@ import re
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from transformers import PretrainedConfig
 
+from meshrl.data.tensor_file import inside
 from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.engines.megatron.weight_map import ModuleNames, describe
+from meshrl.engines.stored_before import DCP_INDEX, StoredTensor, read_index
 
 EMBEDDING = "embedding.word_embeddings.weight"
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -37,28 +37,26 @@ class DistCheckpoint:
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
-        if not (self.folder / ".metadata").is_file():
-            raise ValueError(f"'{folder}' is no distributed checkpoint: it has no .metadata")
-        self.metadata: Any = FileSystemReader(self.folder).read_metadata()
+        if not (self.folder / DCP_INDEX).is_file():
+            raise ValueError(f"'{folder}' is no distributed checkpoint: it has no {DCP_INDEX}")
+        self.index = read_index(self.folder / DCP_INDEX)
 
     def parameter(self, name: str) -> Tensor:
         """A parameter by the name it has in the model of one rank."""
         for key, place in _places(name):
-            held = self.metadata.state_dict_metadata.get(key)
-            if isinstance(held, TensorStorageMetadata):
+            if held := self.index.tensors.get(key):
                 return self._read(key, held, place)
         raise ValueError(f"'{self.folder}' has no parameter '{name}'")
 
-    def _read(self, key: str, held: TensorStorageMetadata, place: tuple[int, ...]) -> Tensor:
+    def _read(self, key: str, held: StoredTensor, place: tuple[int, ...]) -> Tensor:
         """`place` is where the parameter lies along the leading dims."""
-        whole = torch.empty(held.size[len(place) :], dtype=held.properties.dtype)
+        whole = torch.empty(held.size[len(place) :], dtype=held.dtype)
         filled = 0
-        for number, chunk in enumerate(held.chunks):
-            begins, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            inside = [at - begin for at, begin in zip(place, begins, strict=False)]
-            if any(not 0 <= at < size for at, size in zip(inside, sizes, strict=False)):
+        for begins, sizes in held.chunks:
+            within = [at - begin for at, begin in zip(place, begins, strict=False)]
+            if any(not 0 <= at < size for at, size in zip(within, sizes, strict=False)):
                 continue
-            part = self._chunk(key, begins, number)[tuple(inside)]
+            part = self._chunk(key, begins)[tuple(within)]
             box = tuple(slice(b, b + n) for b, n in zip(begins[len(place) :], sizes[len(place) :], strict=True))
             whole[box] = part
             filled += part.numel()
@@ -66,11 +64,11 @@ class DistCheckpoint:
             raise ValueError(f"'{self.folder}' holds {filled} of {whole.numel()} elements of '{key}'")
         return whole
 
-    def _chunk(self, key: str, offsets: tuple[int, ...], number: int) -> Tensor:
-        info = self.metadata.storage_data[MetadataIndex(key, torch.Size(offsets), number)]
-        file = self.folder / info.relative_path
+    def _chunk(self, key: str, offsets: tuple[int, ...]) -> Tensor:
+        info = self.index.places[key, offsets]
+        file = inside(self.folder, info.file)
         if not file.is_file():
-            raise ValueError(f"'{self.folder}' lacks {info.relative_path}, which holds '{key}'")
+            raise ValueError(f"'{self.folder}' lacks {info.file}, which holds '{key}'")
         with file.open("rb") as stream:
             stream.seek(info.offset)
             content = stream.read(info.length)

@@ -9,12 +9,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from meshrl.config.web_access import is_json, refusal
 from meshrl.data.seen import Images
-from meshrl.rollout.admission import refusal
+from meshrl.rollout.admission import refusal as request_refusal
 from meshrl.rollout.requests import Request as RolloutRequest
 from meshrl.rollout.server.answers import ChatShape, CompletionShape, Shape
 from meshrl.rollout.server.chat import chat_prompt
@@ -33,6 +35,7 @@ from meshrl.rollout.server.protocol import (
     prompts_of,
 )
 from meshrl.rollout.server.service import Service
+from meshrl.rollout.server.settings import Settings
 from meshrl.rollout.server.streaming import Answering
 from meshrl.rollout.server.uploads import from_file, from_folder
 
@@ -61,7 +64,7 @@ def build_app(service: Service) -> ASGIApp:
     async def on_failure(_: Request, error: Exception) -> Response:
         return ApiError(500, f"internal error: {type(error).__name__}").response()
 
-    return _counted(app, service)
+    return _counted(app, service, _for_programs(app, service.settings))
 
 
 def _add_generation(app: FastAPI, service: Service, may_ask: Any) -> None:
@@ -115,8 +118,7 @@ def _add_information(app: FastAPI, service: Service, may_ask: Any) -> None:
 
 def _add_changes(app: FastAPI, service: Service, may_change: Any) -> None:
     async def body_of(request: Request, kind: type[AnyBody]) -> AnyBody:
-        settings = service.settings
-        return parse(kind, await read_body(request, settings.max_request_bytes, settings.body_seconds))
+        return parse(kind, await _json_body(service, request))
 
     @app.post("/update_weights", dependencies=[may_change], openapi_extra=_schema(UpdateBody))
     async def update_weights(request: Request) -> Any:
@@ -152,11 +154,22 @@ async def _update_from_upload(service: Service, request: Request) -> int:
 async def _asked(service: Service, request: Request, kind: type[AnyBody]) -> AnyBody:
     """The body of a generation request, if there is any chance to serve it."""
     service.slots.check()
-    settings = service.settings
-    body = parse(kind, await read_body(request, settings.max_request_bytes, settings.body_seconds))
+    body = parse(kind, await _json_body(service, request))
     assert isinstance(body, GenerationBody)
     _check_model(service, body.model)
     return body
+
+
+async def _json_body(service: Service, request: Request) -> bytes:
+    """The body, if it says that it is JSON: of other types, a web page may send it anywhere without being asked."""
+    kinds, settings = request.headers.getlist("content-type"), service.settings
+    if not is_json(kinds) and (kinds or not _has_no_body(request)):
+        raise ApiError(415, f"the body must be JSON: send Content-Type: application/json, not {kinds or 'none'}")
+    return await read_body(request, settings.max_request_bytes, settings.body_seconds)
+
+
+def _has_no_body(request: Request) -> bool:
+    return request.headers.get("content-length", "0") == "0" and "transfer-encoding" not in request.headers
 
 
 def _answering(
@@ -168,7 +181,7 @@ def _answering(
     for number, (prompt, seed) in enumerate(zip(prompts, body.seeds(len(prompts)), strict=True)):
         params = body.sampling(len(prompt), opened.context, opened.stop_token_ids)
         request = RolloutRequest(f"{shape.id}-{number}", tuple(prompt), params, seed, images)
-        problem = refusal(request, opened.vocabulary, opened.context, sees=opened.images is not None)
+        problem = request_refusal(request, opened.vocabulary, opened.context, sees=opened.images is not None)
         if problem is not None:
             raise ApiError(400, problem)
         requests.append(request)
@@ -207,7 +220,24 @@ def _schema(kind: type[Strict]) -> dict[str, Any]:
     return {"requestBody": {"content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
 
-def _counted(app: FastAPI, service: Service) -> ASGIApp:
+def _for_programs(app: ASGIApp, settings: Settings) -> ASGIApp:
+    """Refuses what a web page asks through a browser. With a key nobody needs to be told from the others."""
+
+    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and settings.api_key is None:
+            headers = Headers(scope=scope)
+            hosts, local = headers.getlist("host"), scope.get("server")
+            here = {local[0]} if local else set()  # the address that the connection came to
+            problem = refusal(hosts, headers.getlist("origin"), settings.names | here, "; --allowed-host adds a name")
+            if problem and (hosts or scope.get("http_version") != "1.0"):  # browsers always have a Host, and HTTP 1.1
+                await ApiError(403, problem).response()(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return answered
+
+
+def _counted(app: FastAPI, service: Service, answers: ASGIApp) -> ASGIApp:
     """Counts responses by route and status; unknown paths share one name, since anyone can invent them."""
     routes = {getattr(route, "path", "") for route in app.routes}
 
@@ -218,6 +248,6 @@ def _counted(app: FastAPI, service: Service) -> ASGIApp:
                 service.metrics.responses[path, message["status"]] += 1
             await send(message)
 
-        await app(scope, receive, send_counted if scope["type"] == "http" else send)
+        await answers(scope, receive, send_counted if scope["type"] == "http" else send)
 
     return counted

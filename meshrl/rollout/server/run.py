@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import resource
 import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
 
+from meshrl.config.web_access import is_loopback
 from meshrl.rollout.opened import Opened
 from meshrl.rollout.server.settings import Settings
 
@@ -26,14 +26,17 @@ def serve(opened: Opened, settings: Settings, host: str, port: int, say: Callabl
         import uvicorn
 
         from meshrl.rollout.server.app import build_app
+        from meshrl.rollout.server.heads import BoundedProtocol
         from meshrl.rollout.server.service import Service
     except ImportError as error:
-        raise ImportError("serving needs fastapi and uvicorn: pip install 'meshrl[serve]'") from error
+        raise ImportError("serving needs fastapi, uvicorn and httptools: pip install 'meshrl[serve]'") from error
     _raise_file_limit()
     listening = _listen(host, port, settings.request_seconds)
     service = Service(opened, settings)
     config = uvicorn.Config(
         build_app(service),
+        http=BoundedProtocol,
+        ws="none",
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=GRACE_SECONDS,
@@ -43,7 +46,7 @@ def serve(opened: Opened, settings: Settings, host: str, port: int, say: Callabl
     )
     shown = f"[{host}]" if ":" in host else host
     say(f"serving {settings.name} on http://{shown}:{listening.getsockname()[1]} (ctrl-c ends)")
-    if not _is_loopback(host) and settings.api_key is None:
+    if not is_loopback(host) and settings.api_key is None:
         say("note: anyone who can reach this address may generate; --api-key sets a key")
     # uvicorn ends in order and then raises the signal again: this lets it arrive as an exception.
     before = signal.signal(signal.SIGTERM, _end)
@@ -75,13 +78,6 @@ def _listen(host: str, port: int, patience: float) -> socket.socket:
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # else closing waits until all is read
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(min(patience * 1000, 2**31 - 1)))
     return listening
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _raise_file_limit() -> None:

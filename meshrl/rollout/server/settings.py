@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshrl.config.web_access import own_names
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -19,6 +21,8 @@ class Settings:
     max_answers: int = 128
     request_seconds: float = 600.0
     body_seconds: float = 30.0
+    # The names this server answers to where no key is asked for; "*": any.
+    names: frozenset[str] = own_names("127.0.0.1")
 
     def __post_init__(self) -> None:
         for name in ("max_concurrency", "max_request_bytes", "max_answers", "request_seconds", "body_seconds"):

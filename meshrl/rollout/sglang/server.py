@@ -11,6 +11,7 @@ from typing import Any
 
 from meshrl.config.engine_arguments import server_words
 from meshrl.rollout.remote.http import Http
+from meshrl.rollout.remote.owner import new_token
 from meshrl.rollout.remote.process import ServerProcess, free_port
 from meshrl.rollout.sglang.client import SglangClient
 from meshrl.rollout.shared_file import memory_folder
@@ -22,6 +23,14 @@ HANDLES = "serialized_named_tensors"
 def command_line(path: str | Path, wanted: Mapping[str, Any]) -> list[str]:
     """Arguments of SGLang's server, from the names of its `ServerArgs`."""
     return ["--model-path", str(path), *server_words("sglang", wanted)]
+
+
+def _key_file(folder: Path, token: str) -> Path:
+    """A file of arguments with the server's key, in a folder that others cannot read, as they can a command line."""
+    file = folder / "key.yaml"
+    file.touch(0o600)
+    file.write_text(json.dumps({"api-key": token}) + "\n")
+    return file
 
 
 class SglangServer(SglangClient):
@@ -43,13 +52,14 @@ class SglangServer(SglangClient):
 
     async def start(self) -> None:
         self._folder = Path(memory_folder())
+        token = None
         if self._url is None:
-            port = free_port()
+            port, token = free_port(), self._arguments.pop("api_key", None) or new_token()
             self._url = f"http://127.0.0.1:{port}"
             command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)]
-            command += command_line(self._path, self._arguments)
+            command += ["--config", str(_key_file(self._folder, token)), *command_line(self._path, self._arguments)]
             self._process = ServerProcess(command, self._environment, self._folder / "server.log")
-        self._http = Http(self._url)
+        self._http = Http(self._url, token)
         if self._process is not None:
             await self._process.until(lambda: self._http.is_up("/health"), self.start_seconds)
 

@@ -22,6 +22,7 @@ from meshrl.models.sight import find_sight
 from meshrl.rollout.base import TAGS
 from meshrl.rollout.remote.client import EngineClient, ModelFacts, Piece, span_versions
 from meshrl.rollout.remote.http import Http
+from meshrl.rollout.remote.owner import MIDDLEWARE, VARIABLE, new_token
 from meshrl.rollout.remote.process import ServerProcess, free_port
 from meshrl.rollout.requests import Request
 from meshrl.rollout.shared_file import SharedFile, memory_folder
@@ -74,13 +75,16 @@ class VllmServer(EngineClient):
     async def start(self) -> None:
         self._folder = Path(self._exchange or memory_folder())
         self._file = SharedFile(self._folder / "weights")
+        token = None
         if self._url is None:
-            port = free_port()
+            port, token = free_port(), new_token()
             self._url = f"http://127.0.0.1:{port}"
             command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-            command += ["--host", "127.0.0.1", "--port", str(port), *command_line(self._path, self._arguments)]
-            self._process = ServerProcess(command, self._environment, self._folder / "server.log")
-        self._http = Http(self._url)
+            command += ["--host", "127.0.0.1", "--port", str(port), "--middleware", MIDDLEWARE]
+            command += command_line(self._path, self._arguments)
+            environment = self._environment | {VARIABLE: token}
+            self._process = ServerProcess(command, environment, self._folder / "server.log")
+        self._http = Http(self._url, token)
         if self._process is not None:
             await self._process.until(lambda: self._http.is_up("/health"), self.start_seconds)
         await self._http.post("/init_weight_transfer_engine", {"init_info": {}})

@@ -121,7 +121,7 @@ def serve(tiny_model_folder, tokenizer):
         )
         service = Service(opened, Settings("tiny", **settings))
         transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
-        return rollout, httpx.AsyncClient(transport=transport, base_url="http://test")
+        return rollout, httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     return make
 
@@ -242,7 +242,7 @@ def test_a_client_that_stops_reading_is_not_waited_for(serve, monkeypatch):
     _, client = serve(two_tokens, request_seconds=0.1)
     app, read = client._transport.app, []
     body = json.dumps(BODY | {"stream": True}).encode()
-    headers = [(b"content-type", b"application/json")]
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
 
     async def send(message):
@@ -280,7 +280,7 @@ def test_a_body_that_trickles_in_is_not_waited_for(serve):
         yield b'"tiny"}'
 
     async def call():
-        return await client.post("/v1/completions", content=trickle())
+        return await client.post("/v1/completions", content=trickle(), headers={"content-type": "application/json"})
 
     assert asyncio.run(call()).status_code == 408
 

@@ -115,7 +115,7 @@ def test_wrong_requests_are_refused_in_words(plain, fields, words):
 )
 def test_bodies_that_are_no_requests(plain, raw):
     for route in ("/v1/completions", "/v1/chat/completions"):
-        answer = plain.post(route, content=raw)
+        answer = plain.post(route, content=raw, headers={"content-type": "application/json"})
         assert answer.status_code == 400
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
@@ -163,7 +163,10 @@ def test_large_bodies_are_refused_unread_and_unending_ones_cut(http, server):
     assert completion(http, prompt="a" * MOST_BYTES).status_code == 413
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as raw:
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
+        )
         for _ in range(MOST_BYTES // 4096 + 2):
             raw.sendall(b"1000\r\n" + b"a" * 4096 + b"\r\n")
         assert b" 413 " in raw.recv(4096).split(b"\r\n")[0]
@@ -192,7 +195,8 @@ async def one_of_many(host, port, number):
     """A request by hand: 1,000 real clients would be slower than the server."""
     reader, writer = await asyncio.open_connection(host, port)
     body = json.dumps({"model": "tiny", "prompt": f"{number}=", "max_tokens": 8, "ignore_eos": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     answer = await reader.read()
     writer.close()
