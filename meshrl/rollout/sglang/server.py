@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping
