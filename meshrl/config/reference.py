@@ -6,6 +6,7 @@ from pathlib import Path
 from meshrl.config.load import ROOTS
 from meshrl.config.show import yaml_value
 from meshrl.config.tree import Leaf, leaves, sections, type_name
+from meshrl.files import write_whole
 
 DOCS_FILE = Path(__file__).parents[2] / "docs" / "config_reference.md"
 
@@ -60,4 +61,4 @@ def _meaning(leaf: Leaf) -> str:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1] if len(sys.argv) > 1 else DOCS_FILE).write_text(reference(), encoding="utf-8")
+    write_whole(sys.argv[1] if len(sys.argv) > 1 else DOCS_FILE, reference())

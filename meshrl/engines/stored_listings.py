@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from meshrl.engines.stored_state import STEP, Shape
+from meshrl.files import read_json
 from meshrl.models.tensor_files import open_tensors
 
 # Kind, name, shape of the whole, start and size of the rectangle, and how it is looked at.
@@ -23,7 +23,7 @@ def entries(folder: Path) -> list[Listed]:
     steps: dict[str, int] = {}
     found: list[Listed] = []
     for listing in sorted(folder.glob("tensors-*.json")):
-        content = json.loads(listing.read_text())
+        content = read_json(listing)
         for name, count in content["steps"].items():
             steps[name] = max(count, steps.get(name, 0))
         for entry in content["tensors"]:

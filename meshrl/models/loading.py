@@ -23,8 +23,9 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, quantized_problem, read_json
+from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, quantized_problem
 from meshrl.config.names import count
+from meshrl.files import read_json
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.empty import without_memory
 from meshrl.models.sight import sees

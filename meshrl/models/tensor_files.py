@@ -12,6 +12,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from meshrl.files import read_json
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 # What safetensors calls torch's types.
@@ -35,7 +37,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor of a model folder; empty where there are no safetensors."""
     index = folder / INDEX_NAME
     if index.is_file():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        return {name: folder / file for name, file in read_json(index)["weight_map"].items()}
     single = folder / SINGLE_NAME
     if not single.is_file():
         return {}

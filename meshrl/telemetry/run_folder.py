@@ -15,6 +15,7 @@ from typing import IO, Any
 import yaml
 
 from meshrl.config import quick_yaml
+from meshrl.files import write_json, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,6 @@ class RunFolder(RunFiles):
         self._lock = held(self.path)
         if resume:
             for file in (self.metrics, self.generations, self.distributions):
-                _end_last_line(file)
                 if last_step is not None:
                     _cut_after(file, last_step)
         else:
@@ -99,30 +99,30 @@ class RunFolder(RunFiles):
     def write_config(self, config: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> None:
         """Writes the resolved config and, if given, where each dotted key came from ("default", a recipe, ...)."""
         text = quick_yaml.as_text(_plain(config), sort_keys=False, width=120)
-        _write_whole(self.config, text)
+        write_whole(self.config, text)
         if sources is not None:
-            _write_whole(self.config_sources, json.dumps(dict(sources), indent=1) + "\n")
+            write_json(self.config_sources, dict(sources))
 
     def keep_tracker_id(self, service: str, name: str) -> None:
         """Remembers the name that a tracking service has for this run: what goes on with it goes on there too."""
-        _write_whole(self.tracker_ids, json.dumps(self.read_tracker_ids() | {service: name}, indent=1) + "\n")
+        write_json(self.tracker_ids, self.read_tracker_ids() | {service: name})
 
     def append_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Adds one line to metrics.jsonl: the metrics with `step` and the time."""
         if taken := _RESERVED & metrics.keys():
             raise ValueError(f"metrics cannot be named {sorted(taken)}: the record itself has these fields")
         record = {"step": step, "time": round(time.time(), 3), **{k: _json_number(v) for k, v in metrics.items()}}
-        _append_line(self.metrics, record)
+        append_line(self.metrics, record)
 
     def append_generations(self, rows: Iterable[Mapping[str, Any]], step: int) -> None:
         """Adds sampled generations to generations.jsonl; rows have `prompt`, `response`, `score`, ..."""
         for row in rows:
             record = {"step": step, **{key: _plain(value) for key, value in row.items()}}
-            _append_line(self.generations, record)
+            append_line(self.generations, record)
 
     def append_distributions(self, found: Mapping[str, Any], step: int) -> None:
         """Adds one line to distributions.jsonl: how the samples of a step are spread."""
-        _append_line(self.distributions, {"step": step, **_plain(found)})
+        append_line(self.distributions, {"step": step, **_plain(found)})
 
     def start_log(self, source: str = "meshrl", level: int = logging.INFO) -> None:
         """From now on, what `source` logs is also written to log.txt."""
@@ -261,11 +261,15 @@ def _new_numbered_folder(parent: Path) -> Path:
             return folder
 
 
-def _append_line(file: Path, record: Mapping[str, Any]) -> None:
+def append_line(file: Path, record: Mapping[str, Any]) -> None:
+    """Add a record to a journal, on a line of its own also behind one that a kill or a full disk has cut off."""
     line = json.dumps(record, ensure_ascii=False) + "\n"
     # A lone surrogate has no UTF-8 form; backslashreplace turns it into the escape that JSON has for it.
     data = line.encode("utf-8", errors="backslashreplace")
-    with open(file, "ab") as stream:
+    with open(file, "ab+") as stream:
+        if stream.tell():
+            stream.seek(-1, os.SEEK_END)
+            data = data if stream.read(1) == b"\n" else b"\n" + data
         stream.write(data)
 
 
@@ -298,16 +302,6 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _end_last_line(file: Path) -> None:
-    """Puts the newline a killed run did not write, so that the next record starts on a line of its own."""
-    if not file.exists() or file.stat().st_size == 0:
-        return
-    with open(file, "rb+") as stream:
-        stream.seek(-1, os.SEEK_END)
-        if stream.read(1) != b"\n":
-            stream.write(b"\n")
-
-
 def _cut_after(file: Path, step: int) -> None:
     """Takes the records of later steps out of a .jsonl file; the rest stays to the byte."""
     if not file.exists():
@@ -315,9 +309,7 @@ def _cut_after(file: Path, step: int) -> None:
     lines = file.read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if _step_of(line) <= step]
     if len(kept) < len(lines):
-        aside = file.with_name(file.name + ".part")
-        aside.write_bytes(b"".join(kept))
-        aside.replace(file)
+        write_whole(file, b"".join(kept))
 
 
 def _step_of(line: bytes) -> float:
@@ -326,13 +318,6 @@ def _step_of(line: bytes) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
-
-
-def _write_whole(file: Path, text: str) -> None:
-    """The file is there complete or not at all."""
-    aside = file.with_name(file.name + ".part")
-    aside.write_bytes(text.encode("utf-8", errors="backslashreplace"))
-    aside.replace(file)
 
 
 def _json_number(value: float) -> float | str:

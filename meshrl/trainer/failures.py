@@ -63,6 +63,7 @@ _DATA_NAMES = {
     "ArrowInvalid",
     "SafetensorError",
     "CheckpointError",
+    "DamagedFileError",
     "OSError",
 }
 # Whatever a reward function met, such as a service that does not answer, is its own; ranks that differ stay different.
