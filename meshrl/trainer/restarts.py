@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshrl.config.trainer import RunConfig
+from meshrl.environment import SUPERVISED_SINCE
 from meshrl.telemetry.run_folder import append_line, parse_line
 from meshrl.trainer.failures import kind_of
 
 logger = logging.getLogger(__name__)
 
 FILE = "restarts.jsonl"
-# When the command that supervises this run began, in unix seconds.
-SINCE = "MESHRL_SUPERVISED_SINCE"
 LONGEST_WAIT = 300.0
 T = TypeVar("T")
 
@@ -38,7 +37,7 @@ class Restarts:
     folder: Path
     limit: int
     first_wait: float
-    since: float = field(default_factory=lambda: float(os.environ.get(SINCE, time.time())))
+    since: float = field(default_factory=lambda: float(os.environ.get(SUPERVISED_SINCE, time.time())))
     say: Callable[[str], None] = logger.warning
     # Whether an attempt has made the run's folder this run's own: the next one goes on with what is there.
     opened: bool = False

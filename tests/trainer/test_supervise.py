@@ -11,10 +11,11 @@ import pytest
 
 from meshrl.config.errors import ConfigError
 from meshrl.config.trainer import RunConfig
+from meshrl.environment import SUPERVISED_SINCE
 from meshrl.telemetry.samples import SampleLog
 from meshrl.trainer import supervise as module
 from meshrl.trainer.failures import INFRASTRUCTURE_EXIT
-from meshrl.trainer.restarts import SINCE, Restarts
+from meshrl.trainer.restarts import Restarts
 from meshrl.trainer.run import open_run
 from meshrl.trainer.supervise import supervise
 
@@ -31,7 +32,7 @@ def script(monkeypatch, tmp_path):
 
         def popen(command, **options):
             assert command[1:] == ["-m", "meshrl.cli", "train", "grpo"]
-            assert SINCE in options["env"]
+            assert SUPERVISED_SINCE in options["env"]
             return real([sys.executable, "-c", head + code], **options)
 
         monkeypatch.setattr(module.subprocess, "Popen", popen)
