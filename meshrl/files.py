@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 PART = ".part"
+STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
 
 
 class DamagedFileError(ValueError):
@@ -29,9 +30,9 @@ def writing_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     A link stays one, and what is no file (`/dev/stdout`) is written to as it is.
     """
-    path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file():
-        yield path
+    named, path = Path(path), Path(os.path.realpath(path))
+    if str(named).startswith(STREAMS) or (path.exists() and not path.is_file()):
+        yield named
         return
     aside = path.with_name(path.name + PART)
     try:
