@@ -48,7 +48,7 @@ def writing_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     sync_folder(path.parent)
 
 
-def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+def write_whole(path: str | os.PathLike[str], content: str | bytes | bytearray) -> None:
     """Write a file that is complete or as it was before; half of a surrogate pair becomes its escape."""
     with writing_whole(path) as aside:
         aside.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)

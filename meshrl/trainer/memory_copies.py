@@ -171,7 +171,9 @@ def held_copies(trainer: RunConfig) -> Iterator[None]:
     # Where the warden of an earlier attempt still watches, this one ends at once. It is there before the folder is, so
     # that no kill leaves a folder that nobody removes.
     words = [sys.executable, "-I", str(Path(memory_warden.__file__)), str(folder), str(HOLD_SECONDS)]
-    warden = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+    # It has none of our files: who reads the output of a run that was killed would wait for its end.
+    nothing = subprocess.DEVNULL
+    warden = subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     with open(folder / memory_warden.LOCK, "wb+") as stream:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
