@@ -53,9 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A service that did not answer may do so another time; what else is refused stays so.
             tried = _exit_code_of(error)
             return CONFIG_PROBLEM if tried == RUN_ERROR else tried
-        if not getattr(error, "needs_no_traceback", False) or with_traceback:
+        tip = _advice(error)
+        if with_traceback or not (tip or getattr(error, "needs_no_traceback", False)):
             sys.stderr.write(traceback.format_exc())
         _complain(f"the run failed: {type(error).__name__}: {error}")
+        if tip:
+            _complain(tip)
         return _exit_code_of(error)
     except BaseException as error:
         if (code := getattr(error, "exit_code", None)) is None:
@@ -82,6 +85,15 @@ def _exit_code_of(error: Exception) -> int:
     from meshrl.trainer.failures import INFRASTRUCTURE_EXIT, kind_of
 
     return INFRASTRUCTURE_EXIT if kind_of(error).may_be_tried_again else RUN_ERROR
+
+
+def _advice(error: Exception) -> str | None:
+    """What to do where a machine ran out of room or memory."""
+    if "meshrl.trainer.run" not in sys.modules:
+        return None
+    from meshrl.trainer.failures import advice
+
+    return advice(error)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -20,6 +20,7 @@ import time
 VARIABLE = "MESHRL_AIMS"
 WRITING = re.compile(r"[wax+]")
 # What is random in the names of folders in memory.
+OF_A_SYNC = ("begin sync", "send", "receive", "end of sync")
 RANDOM = re.compile(r"(meshrl(-copies)?-)\w+")
 
 
@@ -73,6 +74,8 @@ class Aims:
             self.quiet.on = False
 
     def _event(self, text):
+        if text == "begin sync":  # the parts of each sync are counted anew
+            self.counts = {key: count for key, count in self.counts.items() if key not in OF_A_SYNC}
         self.counts[text] = self.counts.get(text, 0) + 1
         if self.records:
             self.note("events.jsonl", json.dumps([self.who, text, self.counts[text]]))

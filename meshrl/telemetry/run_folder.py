@@ -1,11 +1,13 @@
 """The folder of one run: which files it has, and how they are written and read."""
 
+import contextlib
 import json
 import logging
 import math
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -73,6 +75,15 @@ class RunFiles:
         return _mapping_in(self.config_sources, json.loads)
 
 
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written, as on a full disk, does not hide what else there is to say."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Leave the record out if its file takes nothing."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 class RunFolder(RunFiles):
     """The folder a run writes, alone. The files of an earlier run there move into `previous-N/` first.
 
@@ -126,7 +137,7 @@ class RunFolder(RunFiles):
 
     def start_log(self, source: str = "meshrl", level: int = logging.INFO) -> None:
         """From now on, what `source` logs is also written to log.txt."""
-        handler = logging.FileHandler(self.log, encoding="utf-8", errors="backslashreplace")
+        handler = _LogFile(self.log, encoding="utf-8", errors="backslashreplace")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handler.setLevel(level)
         log_source = logging.getLogger(source)
@@ -140,7 +151,8 @@ class RunFolder(RunFiles):
         for log_source, handler, level_before in self._log_handlers:
             log_source.removeHandler(handler)
             log_source.setLevel(level_before)
-            handler.close()
+            with contextlib.suppress(OSError):
+                handler.close()
         self._log_handlers.clear()
         if self._lock is not None:
             self._lock.close()
@@ -203,9 +215,9 @@ def held(folder: Path) -> IO[str] | None:
     except OSError:
         stream.close()
         return None
-    stream.truncate(0)
-    stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    stream.flush()
+    with contextlib.suppress(OSError):  # a full disk: the lock is held, only its words are missing
+        stream.truncate(0)
+        os.write(stream.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return stream
 
 
@@ -270,7 +282,11 @@ def append_line(file: Path, record: Mapping[str, Any]) -> None:
         if stream.tell():
             stream.seek(-1, os.SEEK_END)
             data = data if stream.read(1) == b"\n" else b"\n" + data
-        stream.write(data)
+        try:
+            stream.write(data)
+            stream.flush()
+        except OSError as error:  # of a full disk, which tells no name
+            raise type(error)(error.errno, error.strerror, str(file)) from error
 
 
 def _mapping_in(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
