@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +37,7 @@ PROBE = ROOT / "benchmarks" / "phase_probe"
 MARK = "MESHRL_FAULTS"
 # Seconds within which all processes of an attempt are gone, and an attempt is over.
 END_SECONDS, ATTEMPT_SECONDS = 20.0, 240.0
+SINGLE = "model.safetensors"
 ACTIONS = ("kill", "full disk", "no memory", "oom kill")
 # What the end of an attempt must say, by what happened.
 SAYS = {
@@ -88,6 +90,8 @@ COMMON = (
     "trainer.test_freq=-1",
     "trainer.val_before_train=false",
     "trainer.restart_wait=0",
+    "reward.name=null",
+    f"reward.functions.own={{weight: 0.5, name: compute_score, path: {Path(__file__).resolve()}}}",
     "data.train_batch_size=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=8",
     "actor_rollout_ref.rollout.n=2",
@@ -109,9 +113,7 @@ ROLES = (
     "actor_rollout_ref.ref.n_gpus_per_node=1",
     "reward_manager.name=prime",
     "reward_manager.num_processes=1",
-    "reward.name=null",
     "reward.functions.judge={weight: 0.5, kwargs: {template: '{solution_str}>', pattern: '^([0-9])', high: 9}}",
-    "reward.functions.sort={weight: 0.5, name: sort_digits}",
     "reward.judge.nnodes=1",
     "reward.judge.n_gpus_per_node=1",
     "reward.judge.max_tokens=2",
@@ -125,16 +127,21 @@ KINDS = {
         Kind("roles", ROLES, (), ("call", "phase", "sample"), 40, ("oom kill", "no memory")),
     )
 }
-# Where each role is hit in a run of `ROLES`.
+# Where each role is hit in a run of `ROLES`, in the order of a step.
 AT_WORK = {
-    "controller": "phase update_actor",
-    "actor_rollout_ref": "call update_actor",
-    "rollout": "call generate_sequences",
-    "critic": "call update_critic",
-    "ref": "call compute_ref_log_prob",
+    "rollout": "call begin_sequences",
     "reward": "sample",
-    "judge": "call generate",
+    "judge": "call reply",
+    "ref": "call compute_ref_log_prob",
+    "critic": "call update_critic",
+    "actor_rollout_ref": "call update_actor",
+    "controller": "phase save_checkpoint",
 }
+
+
+def compute_score(data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """A reward that tells the answers of an untrained model apart, so that every step moves the weights."""
+    return sum(map(ord, solution_str)) % 7 / 7
 
 
 class Server:
@@ -168,6 +175,28 @@ class Server:
         self.process.wait(30)
 
 
+class ForkedNursery:
+    """The nursery of an attempt, in the place of the process that would have to import everything again."""
+
+    def __init__(self, words: Sequence[str], pass_fds: Sequence[int], **options: Any):
+        self.pid = os.fork()
+        if self.pid == 0:
+            import aims
+
+            from meshrl.controller import nursery
+
+            with contextlib.suppress(BaseException):
+                (control,) = pass_fds
+                os.closerange(3, control)
+                os.closerange(control + 1, 4096)
+                aims.arm("nursery")
+                nursery.serve(control)
+            os._exit(1)
+
+    def wait(self, timeout: float | None = None) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
 def serve() -> None:
     """Reads orders, forks a process for each that runs the command line, and tells how it ended."""
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
@@ -192,7 +221,10 @@ def serve() -> None:
             sys.orig_argv = [sys.executable, "-m", "meshrl.cli", *order["words"]]
             import aims
 
+            from meshrl.controller import nursery
+
             aims.arm("controller")
+            nursery.subprocess = SimpleNamespace(Popen=ForkedNursery, DEVNULL=subprocess.DEVNULL)
             code = 1
             try:
                 code = main(order["words"])
@@ -265,9 +297,19 @@ class Bench:
                 ends = [self.attempt(kind, out, plan, record=True).code for _ in range(1 + len(plan))]
                 assert ends == [-9] * len(plan) + [0], ends
                 lines += (out.with_name(out.name + "-notes") / "events.jsonl").read_text().splitlines()
+            self._check_moved(self.folder / f"{kind.name}-whole")
             met = dict.fromkeys((who, event, number) for who, event, number in map(json.loads, lines))
             self.whole[kind.name] = list(met)
         return self.whole[kind.name]
+
+    def _check_moved(self, out: Path) -> None:
+        """The control: two steps fewer are other weights, so that what is compared can differ."""
+        from safetensors.torch import load_file
+
+        from meshrl.engines.stored_reading import Stored
+
+        stored, final = Stored(out / "checkpoints" / "global_step_4" / "actor"), load_file(out / "model" / SINGLE)
+        assert any(not stored.whole(name).equal(final[name]) for name in stored.names() if name in final)
 
     def chain(self, kind: Kind, name: str, plan: Sequence[Aim]) -> tuple[list[Attempt], list[Aim]]:
         """Attempts at one run until it is whole; they, and the aims that none of them came to."""
@@ -288,7 +330,7 @@ class Bench:
         from safetensors.torch import load_file
 
         whole = self.folder / f"{kind.name}-whole"
-        ours, theirs = (load_file(path / "model" / "model.safetensors") for path in (out, whole))
+        ours, theirs = (load_file(path / "model" / SINGLE) for path in (out, whole))
         problems = [f"weight {name} differs" for name in theirs if not ours[name].equal(theirs[name])]
         steps = [[json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()]
                  for path in (out, whole)]  # fmt: skip

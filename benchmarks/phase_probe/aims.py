@@ -8,6 +8,7 @@ and every sample of a reward process. Numbers in names are left out: `open-w out
 their order, each once, however many processes the run has had since.
 """
 
+import ctypes
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import time
 VARIABLE = "MESHRL_AIMS"
 WRITING = re.compile(r"[wax+]")
 # What is random in the names of folders in memory.
+MMAP_THRESHOLD = -3  # of mallopt
 OF_A_SYNC = ("begin sync", "send", "receive", "end of sync")
 RANDOM = re.compile(r"(meshrl(-copies)?-)\w+")
 
@@ -103,7 +105,9 @@ class Aims:
         elif action == "no memory":
             with open("/proc/self/statm") as file:
                 pages = int(file.read().split()[0])
-            resource.setrlimit(resource.RLIMIT_AS, ((pages + 64) * os.sysconf("SC_PAGESIZE"),) * 2)
+            # What is free inside the process is not used: every tensor asks the system.
+            ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 2048)
+            resource.setrlimit(resource.RLIMIT_AS, ((pages + 16) * os.sysconf("SC_PAGESIZE"),) * 2)
         elif action == "oom kill":
             with open(f"{self.cgroup}/cgroup.procs", "w") as file:
                 file.write(str(os.getpid()))
@@ -116,18 +120,23 @@ class Aims:
         os.close(descriptor)
 
 
+armed = None
+
+
 def arm(who=None):
     """Watches this process; where it forks workers, they take their role's name when they are built."""
-    words = " ".join(sys.orig_argv)
+    global armed
     if who is None:
+        words = " ".join(sys.orig_argv)
         kinds = {"controller.nursery": "nursery", "rewards.worker": "reward"}
         who = next((kind for name, kind in kinds.items() if name in words), None)
     if who is None:
         return
-    aims = Aims(os.environ[VARIABLE], who)
-    hooks = {"controller": watch_controller, "nursery": watch_workers, "reward": watch_rewards}
-    hooks[who](aims)
-    sys.addaudithook(aims.audit)
+    if armed is None:
+        armed = Aims(os.environ[VARIABLE], who)
+        sys.addaudithook(armed.audit)
+    armed.who, armed.counts = who, {}
+    {"controller": watch_controller, "nursery": watch_workers, "reward": watch_rewards}[who](armed)
 
 
 def around(owner, name, before):

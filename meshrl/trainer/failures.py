@@ -126,8 +126,8 @@ _MEMORY = (
     f"(reward_manager.num_processes); see Out of memory in docs/troubleshooting.md; {_GOES_ON}"
 )
 _KILLED = (
-    "whoever is killed (SIGKILL) was mostly chosen by the kernel because the machine had no memory left (see dmesg, and "
-    " Out of memory in docs/troubleshooting.md). "
+    "whoever is killed (SIGKILL) was mostly chosen by the kernel because the machine had no memory left (dmesg, and "
+    "Out of memory in docs/troubleshooting.md). "
     f"{_GOES_ON[0].upper()}{_GOES_ON[1:]}; with --supervise and trainer.max_restarts it does so by itself"
 )
 
