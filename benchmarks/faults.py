@@ -42,7 +42,7 @@ ACTIONS = ("kill", "full disk", "no memory", "oom kill")
 # What the end of an attempt must say, by what happened.
 SAYS = {
     "full disk": ("File too large", "could not be written"),
-    "no memory": ("memory", "Memory"),
+    "no memory": ("memory ran out in", "died"),
     "oom kill": ("SIGKILL",),
     "kill": ("SIGKILL",),
 }
@@ -292,7 +292,8 @@ class Bench:
         """(who, event, which time) of an undisturbed run, in order, and of one that goes on in the middle."""
         if kind.name not in self.whole:
             lines = list[str]()
-            for name, plan in (("whole", []), ("goes-on", [Aim("controller", "phase update_actor", 3)])):
+            both = (("whole", []), ("goes-on", [Aim("controller", "phase update_actor", 3)]))
+            for name, plan in both if "open-r" in kind.events else both[:1]:
                 out = self.folder / f"{kind.name}-{name}"
                 ends = [self.attempt(kind, out, plan, record=True).code for _ in range(1 + len(plan))]
                 assert ends == [-9] * len(plan) + [0], ends
@@ -386,7 +387,8 @@ def check_end(attempt: Attempt) -> None:
 def all_aims(bench: Bench, kind: Kind, rng: random.Random, every: int = 1) -> list[Aim]:
     """One aim for every event that the undisturbed run came to, in its order, or for each `every`-th of them."""
     if kind.name == "roles":
-        actions = [action for action in kind.actions if action != "oom kill" or bench.cgroup]
+        # Without a cgroup what the kernel would do.
+        actions = ["kill" if action == "oom kill" and not bench.cgroup else action for action in kind.actions]
         return [Aim(who, event, 1, action) for action in actions for who, event in AT_WORK.items()]
     chosen = [(who, event, number) for who, event, number in bench.events(kind)
               if who.partition(":")[0] in kind.whom and event.startswith(tuple(kind.events))]  # fmt: skip

@@ -21,7 +21,6 @@ import time
 VARIABLE = "MESHRL_AIMS"
 WRITING = re.compile(r"[wax+]")
 # What is random in the names of folders in memory.
-MMAP_THRESHOLD = -3  # of mallopt
 OF_A_SYNC = ("begin sync", "send", "receive", "end of sync")
 RANDOM = re.compile(r"(meshrl(-copies)?-)\w+")
 
@@ -105,9 +104,13 @@ class Aims:
         elif action == "no memory":
             with open("/proc/self/statm") as file:
                 pages = int(file.read().split()[0])
-            # What is free inside the process is not used: every tensor asks the system.
-            ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 2048)
-            resource.setrlimit(resource.RLIMIT_AS, ((pages + 16) * os.sysconf("SC_PAGESIZE"),) * 2)
+            resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGESIZE"),) * 2)
+            # What the process has free of its own is taken, but for what small things need.
+            malloc = ctypes.CDLL(None).malloc
+            malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+            for bits in range(24, 11, -1):
+                while malloc(1 << bits):
+                    pass
         elif action == "oom kill":
             with open(f"{self.cgroup}/cgroup.procs", "w") as file:
                 file.write(str(os.getpid()))

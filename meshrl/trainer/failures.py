@@ -121,9 +121,9 @@ _DISK = (
     f"(trainer.default_local_dir); {_GOES_ON}"
 )
 _MEMORY = (
-    "memory ran out in the process that is named above: smaller micro-batches (ppo_max_token_len_per_gpu of its role), "
+    "memory ran out in {where}: smaller micro-batches (ppo_max_token_len_per_gpu of its role), "
     "fewer answers at once (actor_rollout_ref.rollout.max_num_seqs), fewer processes on the machine "
-    f"(reward_manager.num_processes); see Out of memory in docs/troubleshooting.md; {_GOES_ON}"
+    "(reward_manager.num_processes); see Out of memory in docs/troubleshooting.md; {goes_on}"
 )
 _KILLED = (
     "whoever is killed (SIGKILL) was mostly chosen by the kernel because the machine had no memory left (dmesg, and "
@@ -142,7 +142,9 @@ def advice(error: BaseException) -> str | None:
         if getattr(at, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or _NO_ROOM.search(text):
             return None if "--shm-size" in text else _DISK  # which says itself what to do
         if isinstance(at, MemoryError) or getattr(at, "errno", None) == errno.ENOMEM or _NO_MEMORY.search(text):
-            return _MEMORY
+            is_workers = any(kind.__name__ == "ControllerError" for kind in type(error).__mro__)
+            where = "the worker that is named above" if is_workers else "the controller, the process of this command"
+            return _MEMORY.format(where=where, goes_on=_GOES_ON)
         if getattr(at, "exitcode", None) == -signal.SIGKILL:
             return _KILLED
         at = at.__cause__ or at.__context__
