@@ -73,6 +73,18 @@ def test_kills_in_a_weight_sync_and_of_every_role(faults, bench):
     assert ("memory ran out in the worker that is named above" in said) == (len(codes) == 3)
 
 
+def test_without_restarts_the_end_says_who_and_what_to_do(faults, bench):
+    kind = faults.KINDS["roles"]
+    alone = faults.Kind(kind.name, kind.overrides, kind.whom, kind.events, restarts=0)
+    found = bench.attempt(alone, bench.folder / "alone", [faults.Aim("critic", "call update_critic")])
+    assert found.code == 75
+    said = found.said.partition("the run failed: ")[2]
+    assert "rank 0 of 'critic'" in said
+    assert "while it ran update_critic: ended by signal 9 (SIGKILL)" in said
+    assert "the machine had no memory left (dmesg, and Out of memory in docs/troubleshooting.md)" in said
+    assert "Traceback" not in found.said
+
+
 def test_what_is_compared_can_differ(faults, bench):
     """The control: a run that was disturbed is told from one with another seed, and from one that left something."""
     kind = faults.KINDS["files"]
