@@ -1,6 +1,6 @@
 """Faults aimed at moments: each file of a checkpoint, each part of a weight sync, a run that goes on, each role.
 
-    python benchmarks/faults.py [--kinds files sync roles] [--every 1] [--seed 0]
+    python benchmarks/faults.py [--kinds files resume-disk resume-memory sync roles] [--every 1] [--seed 0]
 
 An undisturbed run of each kind writes down all its events (`phase_probe/aims.py`). Then processes die at them, by
 SIGKILL, by the kernel's out-of-memory killer (where a memory cgroup can be made) or because the disk is full or memory
@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,6 +79,11 @@ class Kind:
     events: Sequence[str]
     restarts: int = 0
     actions: Sequence[str] = ("kill",)
+    # The update before which a kill opens each chain: the attempts that meet the faults go on from there.
+    opener: int = 0
+
+    def opening(self) -> list[Aim]:
+        return [Aim("controller", "phase update_actor", self.opener)] if self.opener else []
 
 
 COMMON = (
@@ -119,10 +124,14 @@ ROLES = (
     "reward.judge.max_tokens=2",
     "reward.on_error=zero",
 )
+FILES = ("open-w", "open-r", "rename", "mkdir", "remove", "rmtree")
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("files", (), ("controller",), ("open-w", "open-r", "rename", "mkdir", "remove"), actions=ACTIONS[:2]),
+        Kind("files", (), ("controller",), FILES, actions=ACTIONS[:2]),
+        # The newest state is a checkpoint after step 2, or a copy in memory after step 3.
+        Kind("resume-disk", (), ("controller",), FILES, actions=ACTIONS[:2], opener=3),
+        Kind("resume-memory", (), ("controller",), FILES, actions=ACTIONS[:2], opener=4),
         Kind("sync", APART, ("actor_rollout_ref", "rollout"), ("send", "receive", "begin sync", "end of sync"), 40),
         Kind("roles", ROLES, (), ("call", "phase", "sample"), 40, ("oom kill", "no memory")),
     )
@@ -289,19 +298,25 @@ class Bench:
         return Attempt(code, output.read_text(errors="replace"), hit, time.monotonic() - began)
 
     def events(self, kind: Kind) -> list[tuple[str, str, int]]:
-        """(who, event, which time) of an undisturbed run, in order, and of one that goes on in the middle."""
+        """(who, event, which time) of an undisturbed run, in order, or of one that goes on until its first phase."""
         if kind.name not in self.whole:
-            lines = list[str]()
-            both = (("whole", []), ("goes-on", [Aim("controller", "phase update_actor", 3)]))
-            for name, plan in both if "open-r" in kind.events else both[:1]:
-                out = self.folder / f"{kind.name}-{name}"
-                ends = [self.attempt(kind, out, plan, record=True).code for _ in range(1 + len(plan))]
-                assert ends == [-9] * len(plan) + [0], ends
-                lines += (out.with_name(out.name + "-notes") / "events.jsonl").read_text().splitlines()
-            self._check_moved(self.folder / f"{kind.name}-whole")
-            met = dict.fromkeys((who, event, number) for who, event, number in map(json.loads, lines))
-            self.whole[kind.name] = list(met)
+            out = self.folder / f"{kind.name}-whole"
+            found = self._recorded(kind, out, [])
+            self._check_moved(out)
+            if opening := kind.opening():
+                found = self._recorded(kind, self.folder / f"{kind.name}-goes-on", opening)
+                found = found[: next(at for at, (_, event, _) in enumerate(found) if event.startswith("phase"))]
+            self.whole[kind.name] = list(dict.fromkeys(found))
         return self.whole[kind.name]
+
+    def _recorded(self, kind: Kind, out: Path, plan: Sequence[Aim]) -> list[tuple[str, str, int]]:
+        """The events of the last attempt at a run, which meets no fault."""
+        written = out.with_name(out.name + "-notes") / "events.jsonl"
+        for code in [-signal.SIGKILL] * len(plan) + [0]:
+            written.unlink(missing_ok=True)
+            found = self.attempt(kind, out, plan, record=True)
+            assert found.code == code, found.said[-3000:]
+        return [(who, event, number) for who, event, number in map(json.loads, written.read_text().splitlines())]
 
     def _check_moved(self, out: Path) -> None:
         """The control: two steps fewer are other weights, so that what is compared can differ."""
@@ -315,6 +330,7 @@ class Bench:
     def chain(self, kind: Kind, name: str, plan: Sequence[Aim]) -> tuple[list[Attempt], list[Aim]]:
         """Attempts at one run until it is whole; they, and the aims that none of them came to."""
         self.events(kind)
+        aims, plan = plan, [*kind.opening(), *plan]
         out, attempts = self.folder / name, list[Attempt]()
         while not attempts or attempts[-1].code != 0:
             if len(attempts) > len(plan):
@@ -324,7 +340,7 @@ class Bench:
         if problems := self.problems(kind, out):
             raise RuntimeError(f"{out}, after {plan}: {problems}")
         hit = [aim for attempt in attempts for aim in attempt.hit]
-        return attempts, [aim for aim in plan if aim not in hit]
+        return attempts, [aim for aim in aims if aim not in hit]
 
     def problems(self, kind: Kind, out: Path) -> list[str]:
         """In what a run that was disturbed differs from the one that was not, and what it has left."""
@@ -393,7 +409,7 @@ def all_aims(bench: Bench, kind: Kind, rng: random.Random, every: int = 1) -> li
     chosen = [(who, event, number) for who, event, number in bench.events(kind)
               if who.partition(":")[0] in kind.whom and event.startswith(tuple(kind.events))]  # fmt: skip
     # A file's name comes again with every step: its first two times say all there is.
-    few = [aim for aim in chosen if aim[2] <= 2 or kind.name != "files"]
+    few = [aim for aim in chosen if aim[2] <= 2 or kind.events != FILES]
     offset = rng.randrange(every)
     return [
         Aim(who, event, number, rng.choice(list(kind.actions)), rng.choice((0.0, 0.0, 0.001, 0.005)))
@@ -402,13 +418,13 @@ def all_aims(bench: Bench, kind: Kind, rng: random.Random, every: int = 1) -> li
 
 
 def sweep(bench: Bench, kind: Kind, aims: Sequence[Aim], per_chain: int) -> Iterator[tuple[list[Attempt], list[Aim]]]:
-    """Chains until every aim was met, or a chain meets none of those that are left."""
+    """Chains until every aim was met; one that a chain waited for in vain is left out."""
     left, number = list(aims), 0
     while left:
         plan, number = left[:per_chain], number + 1
         attempts, missed = bench.chain(kind, f"{kind.name}-{number}", plan)
         yield attempts, missed
-        left = left[per_chain:] if len(missed) == len(plan) else missed + left[per_chain:]
+        left = (missed[1:] if len(missed) == len(plan) else missed) + left[per_chain:]
 
 
 @contextlib.contextmanager
@@ -433,22 +449,17 @@ def memory_cgroup(megabytes: int = 1) -> Iterator[str | None]:
     yield None
 
 
-def table(kind: Kind, chains: Iterable[tuple[list[Attempt], list[Aim]]]) -> str:
+def table(kind: Kind, aims: Sequence[Aim], chains: Sequence[Sequence[Attempt]]) -> str:
     """The faults of a kind as Markdown, by what was done to whom."""
-    met: Counter[tuple[str, str]] = Counter()
-    attempts, missed = list[Attempt](), 0
-    for found, left in chains:
-        attempts += found
-        missed += len(left)
-    for aim in (aim for attempt in attempts for aim in attempt.hit):
-        met[aim.who.partition(":")[0], aim.action] += 1
-    seconds = sum(attempt.seconds for attempt in attempts)
+    attempts = [attempt for found in chains for attempt in found]
+    hit = {aim for attempt in attempts for aim in attempt.hit} & set(aims)
+    met = Counter((aim.who.partition(":")[0], aim.action) for aim in hit)
     rows = [f"| {kind.name} | {who} | {action} | {count} |" for (who, action), count in sorted(met.items())]
-    ends = Counter(attempt.code for attempt in attempts)
+    ends = dict(Counter(attempt.code for attempt in attempts))
     text = (
-        f"{len(attempts)} attempts in {seconds:.0f} s, ends {dict(ends)}; all weights equal; {missed} moments not met"
+        f"{len(hit)} of {len(aims)} faults met by {len(chains)} runs, {len(attempts)} attempts that ended with {ends}"
     )
-    return "\n".join([*rows, text])
+    return "\n".join([*rows, f"{text}, in {sum(attempt.seconds for attempt in attempts):.0f} s; all weights equal"])
 
 
 def main() -> None:
@@ -481,10 +492,10 @@ def main() -> None:
             aims = all_aims(bench, kind, rng, arguments.every)
             say(f"{name}: {len(aims)} faults", markup=False)
             chains = []
-            for found in sweep(bench, kind, aims, arguments.per_chain):
-                chains.append(found)
-                say(f"  {' '.join(f'{a.code}:{len(a.hit)}' for a in found[0])}", markup=False)
-            say(table(kind, chains), markup=False)
+            for attempts, missed in sweep(bench, kind, aims, arguments.per_chain):
+                chains.append(attempts)
+                say(f"  {' '.join(f'{a.code}:{len(a.hit)}' for a in attempts)}, {len(missed)} missed", markup=False)
+            say(table(kind, aims, chains), markup=False)
 
 
 if __name__ == "__main__":
