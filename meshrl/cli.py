@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import meshrl
 from meshrl.doctor.command_line import add_doctor_options
+from meshrl.environment import SUPERVISED_PIPE, TRACEBACK, switch
 from meshrl.imports import importing
 from meshrl.plan.command_line import add_options as add_planner_options
 from meshrl.rollout.command_line import add_generate_options, add_serve_options
@@ -28,6 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 (the run failed), 2 (config or usage), 75 (infrastructure failed),
     130 (interrupted), 143 (stopped by SIGTERM)."""
     arguments = _parse(argv)
+    try:
+        with_traceback = switch(TRACEBACK)
+    except ValueError as error:
+        _complain(str(error))
+        return CONFIG_PROBLEM
     command: Callable[[argparse.Namespace], int | None] = arguments.command
     try:
         return command(arguments) or 0
@@ -40,16 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         problems = getattr(error, "problems", None)  # ConfigError, without importing the config for it
         if problems is not None:
-            if os.environ.get("MESHRL_TRACEBACK"):
+            if with_traceback:
                 sys.stderr.write(traceback.format_exc())
             for problem in problems:
                 _complain(problem)
             # A service that did not answer may do so another time; what else is refused stays so.
             tried = _exit_code_of(error)
             return CONFIG_PROBLEM if tried == RUN_ERROR else tried
-        if not getattr(error, "needs_no_traceback", False) or os.environ.get("MESHRL_TRACEBACK"):
+        tip = _advice(error)
+        if with_traceback or not (tip or getattr(error, "needs_no_traceback", False)):
             sys.stderr.write(traceback.format_exc())
         _complain(f"the run failed: {type(error).__name__}: {error}")
+        if tip:
+            _complain(tip)
         return _exit_code_of(error)
     except BaseException as error:
         if (code := getattr(error, "exit_code", None)) is None:
@@ -76,6 +85,15 @@ def _exit_code_of(error: Exception) -> int:
     from meshrl.trainer.failures import INFRASTRUCTURE_EXIT, kind_of
 
     return INFRASTRUCTURE_EXIT if kind_of(error).may_be_tried_again else RUN_ERROR
+
+
+def _advice(error: Exception) -> str | None:
+    """What to do where a machine ran out of room or memory."""
+    if "meshrl.trainer.run" not in sys.modules:
+        return None
+    from meshrl.trainer.failures import advice
+
+    return advice(error)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -203,6 +221,7 @@ def _replay_options(parser: argparse.ArgumentParser) -> None:
 def _train(arguments: argparse.Namespace) -> int | None:
     from meshrl.config.pools import num_devices
 
+    _end_with_parent()
     loaded = _load(arguments.words, "train")
     if _ready(loaded, arguments):
         if arguments.supervise:
@@ -230,6 +249,14 @@ def _warm_up(trainer: "RunConfig", processes: int, *modules: str) -> None:
         warm_up(*modules)
 
 
+def _end_with_parent() -> None:
+    """A run that `--supervise` has started ends with that command."""
+    if SUPERVISED_PIPE in os.environ:
+        from meshrl.trainer.supervise import end_with_parent
+
+        end_with_parent()
+
+
 def _supervised(command: str, arguments: argparse.Namespace, loaded: "Loaded[Any]") -> int:
     """Leaves the run to a child; the options that are left say that this is the whole of it."""
     if getattr(arguments, "rollout_only", False) or getattr(arguments, "train_only", None):
@@ -250,6 +277,7 @@ def _prefer(arguments: argparse.Namespace) -> int | None:
 
 
 def _train_supervised(command: str, worker: str, arguments: argparse.Namespace) -> int | None:
+    _end_with_parent()
     loaded = _load(arguments.words, command)
     if _ready(loaded, arguments):
         if arguments.supervise:

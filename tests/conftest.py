@@ -34,7 +34,14 @@ if IS_XDIST_WORKER:
 
 # Most of a whole run goes into these: whoever shares it begins with them, and all end at about the same time.
 SLOW_FIRST = ("special_e2e", "controller", "special_distributed", "special_sanity")
-SLOWEST = ("test_chaos.py", "test_resume.py", "test_learning.py", "test_tool_learning.py", "test_layouts.py")
+SLOWEST = (
+    "test_chaos.py",
+    "test_faults.py",
+    "test_resume.py",
+    "test_learning.py",
+    "test_tool_learning.py",
+    "test_layouts.py",
+)
 
 ALPHABET = "0123456789abc>+= \n"
 CHAT_TEMPLATE = (

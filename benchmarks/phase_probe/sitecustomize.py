@@ -1,7 +1,8 @@
 """Lets others see from outside in which phase a run's controller is: Python imports this module before all else.
 
 Put this folder on `PYTHONPATH` and a file's name into `MESHRL_PHASE_FILE`: that file holds `pid number phase`, where
-the number grows with every change of the phase; "start" until the loop begins, "between" outside of all phases.
+the number grows with every change of the phase; "start" until the loop begins, "between" outside of all phases. With
+`MESHRL_AIMS` its processes die at moments that were chosen before (`aims`).
 """
 
 import os
@@ -30,3 +31,8 @@ def _report(file: str) -> None:
 _FILE = os.environ.get("MESHRL_PHASE_FILE")
 if _FILE and "meshrl.cli" in sys.orig_argv and "--supervise" not in sys.orig_argv:
     _report(_FILE)
+
+if os.environ.get("MESHRL_AIMS"):
+    import aims
+
+    aims.arm()

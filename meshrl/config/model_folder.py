@@ -12,6 +12,7 @@ from meshrl.config.engine import EngineConfig
 from meshrl.config.families import ATTENTION_KINDS, GATED_DELTA, LAYER_KINDS, megatron_problems
 from meshrl.config.model import ModelConfig
 from meshrl.config.names import count
+from meshrl.files import read_json
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # Of these files one says how images are read.
@@ -112,14 +113,6 @@ def _json_problem(file: Path, changed: int) -> str | None:
         return None if isinstance(read_json(file), dict) else f"{file} must hold a JSON object"
     except ValueError as error:
         return str(error)
-
-
-def read_json(file: Path) -> Any:
-    """What a JSON file holds; a `ValueError` that names it if it is none."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
 
 
 def tensor_file_problems(folder: Path) -> list[str]:

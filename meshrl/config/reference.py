@@ -7,6 +7,7 @@ from meshrl.config.families import FAMILIES, Family
 from meshrl.config.load import ROOTS
 from meshrl.config.show import yaml_value
 from meshrl.config.tree import Leaf, leaves, sections, type_name
+from meshrl.files import write_whole
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -103,4 +104,4 @@ PAGES = {"config_reference.md": reference, "families.md": families_page}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():
-        (Path(sys.argv[1] if len(sys.argv) > 1 else DOCS) / name).write_text(page(), encoding="utf-8")
+        write_whole((Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS) / name, page())

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrl.data.tensor_file import inside
+from meshrl.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class Shelf:
         for name in names:
             file = inside(Path(folder), name)
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(self._files[step][name])
+            write_whole(file, self._files[step][name])
 
     def _end_unused(self) -> None:
         while time.monotonic() - self._used_at < self._unused_seconds:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from meshrl.environment import number
 from meshrl.telemetry.ledger import Ledger, Page
 from meshrl.telemetry.profiler import ProcessProfiler
 
@@ -51,9 +52,6 @@ class WorkerInfo:
     @staticmethod
     def from_environment() -> "WorkerInfo":
         """The place this process was given by its environment; rank 0 of 1 if nothing is set."""
-
-        def number(name: str, default: int) -> int:
-            return int(os.environ.get(name, default))
 
         return WorkerInfo(
             rank=number("RANK", 0),
@@ -249,7 +247,7 @@ def limit_threads(local_world_size: int) -> None:
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // local_world_size)))
+    torch.set_num_threads(number("OMP_NUM_THREADS", 0) or max(1, cores // local_world_size))
 
 
 def loopback_interface() -> str | None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshrl.files import write_whole
+
 Row = dict[str, Any]
 
 
@@ -119,6 +121,6 @@ def write_tables(folder: Path, tables: Mapping[str, Sequence[Row]]) -> dict[str,
     files = {}
     for name, rows in tables.items():
         path = folder / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
         files[name] = str(path)
     return files

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from meshrl.config.model_folder import read_json
 from meshrl.config.names import count
 from meshrl.data.encoding import RowError, is_chat, shown
 from meshrl.data.files import Row
 from meshrl.data.image_reader import IMAGES, reader_of
 from meshrl.data.proto import object_array
 from meshrl.data.seen import Images
+from meshrl.files import read_json
 
 PLACE = "<image>"
 DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(;[\w.=+-]+)*;base64,")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from meshrl.doctor.findings import Finding
+from meshrl.files import write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -61,13 +62,16 @@ def write_entry(entry: Entry, file: str | Path) -> None:
     import yaml
 
     path = Path(file)
-    others = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        others = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if others is not None and not isinstance(others, dict):
         raise ValueError(f"{path} is no hardware file: it must map names of devices to their numbers")
     kept = {name: numbers for name, numbers in (others or {}).items() if name != entry.name}
     text = "# Written by `meshrl doctor --measure`; read by `meshrl plan --hardware`. GB are 10^9 bytes, GiB 2^30.\n"
     text += entry.to_yaml() + (yaml.safe_dump(kept, sort_keys=False) if kept else "")
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, text)
 
 
 def matmul_tflops(device: "torch.device", dtype: str, size: int) -> float:

@@ -5,7 +5,6 @@ Everything else reads folders: names become folders before a run is checked.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from meshrl.config.errors import ConfigError
 from meshrl.config.model_folder import is_hub_name
 from meshrl.config.tree import get_value, leaves, set_value
+from meshrl.files import read_json
 
 # The keys that name a model, and those of them that need no weights.
 MODEL_KEYS = re.compile(r"(.*\.)?(model\.path|judge\.path|reference\.path|tokenizer_path)")
@@ -71,7 +71,7 @@ def _is_whole(folder: Path, weights: bool) -> bool:
         return any(folder.glob("tokenizer*"))
     if not (folder / "config.json").is_file():
         return False
-    listings = [json.loads(index.read_text()) for index in folder.glob("*.index.json")]
+    listings = [read_json(index) for index in folder.glob("*.index.json")]
     if not listings:
         return any(folder.glob("*.safetensors"))
     named = (set(found["weight_map"].values()) for found in listings)

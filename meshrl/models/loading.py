@@ -24,8 +24,9 @@ from transformers import (
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.config.model_files import misfit_problems, unread_problem, unread_tensors
-from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, pickle_problem, quantized_problem, read_json
+from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, pickle_problem, quantized_problem
 from meshrl.config.names import count
+from meshrl.files import read_json
 from meshrl.models.buffers import persistent_buffers
 from meshrl.models.empty import without_memory
 from meshrl.models.families import attention_name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 
 from meshrl.config.model import ModelConfig
 from meshrl.config.model_folder import pickle_problem
+from meshrl.files import write_json
 from meshrl.models.loading import is_value_head
 
 ADAPTER = "default"
@@ -178,7 +178,7 @@ def save_adapter_config(folder: Path, hf_model: PreTrainedModel, scaling: dict[s
     config = copy.deepcopy(hf_model.peft_config[ADAPTER])
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(folder)
-    (folder / SCALING_FILE).write_text(json.dumps(scaling, indent=1) + "\n")
+    write_json(folder / SCALING_FILE, scaling)
     return [folder / ADAPTER_CONFIG, folder / SCALING_FILE]
 
 

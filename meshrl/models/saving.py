@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from meshrl.config.model_folder import PROCESSOR_FILES
 from meshrl.data.tensor_file import save_tensors
+from meshrl.files import sync_file, write_json
 from meshrl.models.buffers import named_weights
 from meshrl.models.key_map import STACK, parts_of
 from meshrl.models.tensor_files import INDEX_NAME, SINGLE_NAME
@@ -58,6 +58,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+    for file in aside.rglob("*"):
+        if file.is_file():
+            sync_file(file)
     _put_in_place(aside, folder)
 
 
@@ -172,7 +175,7 @@ def _name_shards(folder: Path, parts: list[list[str]], total: int) -> None:
         (folder / f"part-{number}.safetensors").rename(folder / file)
         names |= dict.fromkeys(tensors, file)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
-    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+    write_json(folder / INDEX_NAME, index, indent=2)
 
 
 def _put_in_place(aside: Path, folder: Path) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from meshrl.data.tensor_file import inside, open_tensors
+from meshrl.files import read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -15,7 +15,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """Which file holds each tensor of a model folder; empty where there are no safetensors."""
     index = folder / INDEX_NAME
     if index.is_file():
-        files = json.loads(index.read_text())["weight_map"]
+        files = read_json(index)["weight_map"]
         paths = {file: inside(folder, file, links_out=True) for file in set(files.values())}
         return {name: paths[file] for name, file in files.items()}
     single = folder / SINGLE_NAME

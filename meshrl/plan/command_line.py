@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from meshrl.files import write_whole
+
 if TYPE_CHECKING:
     from meshrl.config import Loaded
     from meshrl.config.preferences import PreferenceConfig
@@ -62,7 +64,7 @@ def planned(arguments: argparse.Namespace, say: Callable[[str], None] = lambda l
         say("looking through other layouts")
         found = search(plan, again, BEST)
         if arguments.out and found.best:
-            Path(arguments.out).write_text("".join(f"{word}\n" for word in found.best[0].overrides), encoding="utf-8")
+            write_whole(arguments.out, "".join(f"{word}\n" for word in found.best[0].overrides))
     if arguments.json:
         answer: dict[str, Any] = plan_json(plan) | {"remarks": remarks}
         answer |= {} if plan.fits else {"nearest": candidate_json(nearest)}

@@ -20,8 +20,9 @@ from transformers import (
 )
 
 from meshrl.config.model import ModelConfig
-from meshrl.config.model_folder import read_json, stateful_layers
+from meshrl.config.model_folder import stateful_layers
 from meshrl.engines.megatron.weight_map import hf_tensors, is_sparse_layer
+from meshrl.files import read_json
 from meshrl.models.key_map import is_of_tower
 from meshrl.models.lora import add_adapters
 from meshrl.models.sight import tower_of

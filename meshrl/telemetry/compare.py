@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshrl.files import write_whole
 from meshrl.telemetry.page import render_page, render_sections
 from meshrl.telemetry.panels import TIME, WORKING, Panel, Record, Series, build_panels, series_of, spans_decades
-from meshrl.telemetry.report import HEADINGS, RunData, figure, read_run, write_whole
+from meshrl.telemetry.report import HEADINGS, RunData, figure, read_run
 from meshrl.telemetry.report_tables import best_of, recent_of, summary_series
 from meshrl.telemetry.report_text import as_text, visible
 from meshrl.telemetry.run_folder import flatten_config

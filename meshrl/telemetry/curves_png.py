@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from meshrl.files import writing_whole
 from meshrl.telemetry.panels import Panel, Series, smooth, smoothing_window, starts_at_zero, thin
 from meshrl.telemetry.report_text import visible
 
@@ -21,12 +22,10 @@ _LEFT, _RIGHT, _ABOVE, _BELOW = 0.95, 0.2, 0.55, 0.6
 def write_curves(panels: list[Panel], title: str, path: Path) -> None:
     """Draws the panels into a PNG."""
     figure = curves_figure(panels, title)
-    aside = path.with_name(path.name + ".part")
-    with warnings.catch_warnings():
+    with writing_whole(path) as aside, warnings.catch_warnings():
         # A name in a script that the built-in font lacks is drawn with boxes; that is no concern of the run.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.savefig(aside, format="png")
-    aside.replace(path)
 
 
 def curves_figure(panels: list[Panel], title: str) -> Any:

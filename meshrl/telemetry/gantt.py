@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshrl.files import writing_whole
 from meshrl.telemetry.trace import LEDGER, STEPS, Event, read_timeline, step_of
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ def _draw(events: Sequence[Event], step: int, out: Path) -> None:
     axes.tick_params(left=False, labelsize=9)
     patches = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=7, fontsize=8, frameon=False)
-    figure.savefig(out, format=out.suffix[1:])
+    with writing_whole(out) as aside:
+        figure.savefig(aside, format=out.suffix[1:])
 
 
 def _rows(events: Sequence[Event], processes: dict[int, str]) -> list[tuple[str, list[Event]]]:

@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from meshrl.files import writing_whole
+
 TOOLS = ("torch", "torch_memory", "nsys")
 # Allocations that a memory snapshot looks back on.
 MOST_ALLOCATIONS = 200_000
@@ -58,7 +60,11 @@ class ProcessProfiler:
         self._profile.stop()
         plain, path = stem.with_name(stem.name + ".json"), stem.with_name(stem.name + ".trace.json.gz")
         self._profile.export_chrome_trace(str(plain))
-        with open(plain, "rb") as source, gzip.open(path, "wb", compresslevel=3) as target:
+        with (
+            open(plain, "rb") as source,
+            writing_whole(path) as aside,
+            gzip.open(aside, "wb", compresslevel=3) as target,
+        ):
             shutil.copyfileobj(source, target)
         plain.unlink()
         return path

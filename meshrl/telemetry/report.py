@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshrl.files import write_whole
 from meshrl.telemetry.curves_png import write_curves
 from meshrl.telemetry.curves_svg import draw_panel
 from meshrl.telemetry.distributions import Spread, finish_shares, spread_of
@@ -102,13 +103,6 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 def run_page(run: RunData) -> str:
     """The report of a run as one HTML file's text."""
     return render_page(visible(run.title, 120), run_sections(run), {"samples": page_samples(run.generations)})
-
-
-def write_whole(file: Path, page: str) -> None:
-    """Writes a page aside and puts it in its place: a reader never sees half of it."""
-    aside = file.with_name(file.name + ".part")
-    aside.write_text(page, encoding="utf-8")
-    aside.replace(file)
 
 
 def run_sections(run: RunData) -> dict[str, str]:

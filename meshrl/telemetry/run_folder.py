@@ -1,11 +1,13 @@
 """The folder of one run: which files it has, and how they are written and read."""
 
+import contextlib
 import json
 import logging
 import math
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import IO, Any
 import yaml
 
 from meshrl.config import quick_yaml
+from meshrl.files import write_json, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,15 @@ class RunFiles:
         return _mapping_in(self.config_sources, json.loads)
 
 
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written, as on a full disk, does not hide what else there is to say."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Leave the record out if its file takes nothing."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 class RunFolder(RunFiles):
     """The folder a run writes, alone. The files of an earlier run there move into `previous-N/` first.
 
@@ -90,7 +102,6 @@ class RunFolder(RunFiles):
         self._lock = held(self.path)
         if resume:
             for file in (self.metrics, self.generations, self.distributions):
-                _end_last_line(file)
                 if last_step is not None:
                     _cut_after(file, last_step)
         else:
@@ -99,34 +110,34 @@ class RunFolder(RunFiles):
     def write_config(self, config: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> None:
         """Writes the resolved config and, if given, where each dotted key came from ("default", a recipe, ...)."""
         text = quick_yaml.as_text(_plain(config), sort_keys=False, width=120)
-        _write_whole(self.config, text)
+        write_whole(self.config, text)
         if sources is not None:
-            _write_whole(self.config_sources, json.dumps(dict(sources), indent=1) + "\n")
+            write_json(self.config_sources, dict(sources))
 
     def keep_tracker_id(self, service: str, name: str) -> None:
         """Remembers the name that a tracking service has for this run: what goes on with it goes on there too."""
-        _write_whole(self.tracker_ids, json.dumps(self.read_tracker_ids() | {service: name}, indent=1) + "\n")
+        write_json(self.tracker_ids, self.read_tracker_ids() | {service: name})
 
     def append_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Adds one line to metrics.jsonl: the metrics with `step` and the time."""
         if taken := _RESERVED & metrics.keys():
             raise ValueError(f"metrics cannot be named {sorted(taken)}: the record itself has these fields")
         record = {"step": step, "time": round(time.time(), 3), **{k: _json_number(v) for k, v in metrics.items()}}
-        _append_line(self.metrics, record)
+        append_line(self.metrics, record)
 
     def append_generations(self, rows: Iterable[Mapping[str, Any]], step: int) -> None:
         """Adds sampled generations to generations.jsonl; rows have `prompt`, `response`, `score`, ..."""
         for row in rows:
             record = {"step": step, **{key: _plain(value) for key, value in row.items()}}
-            _append_line(self.generations, record)
+            append_line(self.generations, record)
 
     def append_distributions(self, found: Mapping[str, Any], step: int) -> None:
         """Adds one line to distributions.jsonl: how the samples of a step are spread."""
-        _append_line(self.distributions, {"step": step, **_plain(found)})
+        append_line(self.distributions, {"step": step, **_plain(found)})
 
     def start_log(self, source: str = "meshrl", level: int = logging.INFO) -> None:
         """From now on, what `source` logs is also written to log.txt."""
-        handler = logging.FileHandler(self.log, encoding="utf-8", errors="backslashreplace")
+        handler = _LogFile(self.log, encoding="utf-8", errors="backslashreplace")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         handler.setLevel(level)
         log_source = logging.getLogger(source)
@@ -140,7 +151,8 @@ class RunFolder(RunFiles):
         for log_source, handler, level_before in self._log_handlers:
             log_source.removeHandler(handler)
             log_source.setLevel(level_before)
-            handler.close()
+            with contextlib.suppress(OSError):
+                handler.close()
         self._log_handlers.clear()
         if self._lock is not None:
             self._lock.close()
@@ -203,9 +215,9 @@ def held(folder: Path) -> IO[str] | None:
     except OSError:
         stream.close()
         return None
-    stream.truncate(0)
-    stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    stream.flush()
+    with contextlib.suppress(OSError):  # a full disk: the lock is held, only its words are missing
+        stream.truncate(0)
+        os.write(stream.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return stream
 
 
@@ -261,12 +273,20 @@ def _new_numbered_folder(parent: Path) -> Path:
             return folder
 
 
-def _append_line(file: Path, record: Mapping[str, Any]) -> None:
+def append_line(file: Path, record: Mapping[str, Any]) -> None:
+    """Add a record to a journal, on a line of its own also behind one that a kill or a full disk has cut off."""
     line = json.dumps(record, ensure_ascii=False) + "\n"
     # A lone surrogate has no UTF-8 form; backslashreplace turns it into the escape that JSON has for it.
     data = line.encode("utf-8", errors="backslashreplace")
-    with open(file, "ab") as stream:
-        stream.write(data)
+    with open(file, "ab+") as stream:
+        if stream.tell():
+            stream.seek(-1, os.SEEK_END)
+            data = data if stream.read(1) == b"\n" else b"\n" + data
+        try:
+            stream.write(data)
+            stream.flush()
+        except OSError as error:  # of a full disk, which tells no name
+            raise type(error)(error.errno, error.strerror, str(file)) from error
 
 
 def _mapping_in(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
@@ -298,16 +318,6 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _end_last_line(file: Path) -> None:
-    """Puts the newline a killed run did not write, so that the next record starts on a line of its own."""
-    if not file.exists() or file.stat().st_size == 0:
-        return
-    with open(file, "rb+") as stream:
-        stream.seek(-1, os.SEEK_END)
-        if stream.read(1) != b"\n":
-            stream.write(b"\n")
-
-
 def _cut_after(file: Path, step: int) -> None:
     """Takes the records of later steps out of a .jsonl file; the rest stays to the byte."""
     if not file.exists():
@@ -315,9 +325,7 @@ def _cut_after(file: Path, step: int) -> None:
     lines = file.read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if _step_of(line) <= step]
     if len(kept) < len(lines):
-        aside = file.with_name(file.name + ".part")
-        aside.write_bytes(b"".join(kept))
-        aside.replace(file)
+        write_whole(file, b"".join(kept))
 
 
 def _step_of(line: bytes) -> float:
@@ -326,13 +334,6 @@ def _step_of(line: bytes) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
-
-
-def _write_whole(file: Path, text: str) -> None:
-    """The file is there complete or not at all."""
-    aside = file.with_name(file.name + ".part")
-    aside.write_bytes(text.encode("utf-8", errors="backslashreplace"))
-    aside.replace(file)
 
 
 def _json_number(value: float) -> float | str:

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from meshrl.files import write_json, writing_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -154,7 +155,7 @@ def write_chrome_trace(stages: Sequence[Sequence[Span]], path: Path) -> None:
                     "args": {"chunk": span.chunk, "micro_batch": span.micro_batch, "work_ms": span.work * 1e3},
                 }
             )
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+    write_json(path, {"traceEvents": events, "displayTimeUnit": "ms"}, indent=None)
 
 
 def draw_gantt(panels: Mapping[str, Sequence[Sequence[Span]]], path: Path) -> None:
@@ -171,7 +172,8 @@ def draw_gantt(panels: Mapping[str, Sequence[Sequence[Span]]], path: Path) -> No
         _draw_stages(axis, stages)
         axis.set_title(title, loc="left", fontsize=10)
     axes[-1].set_xlabel("seconds; blue forward, green backward, other shades for further chunks", fontsize=8)
-    figure.savefig(path, dpi=110)
+    with writing_whole(path) as aside:
+        figure.savefig(aside, format=path.suffix[1:], dpi=110)
 
 
 def _draw_stages(axis: Axes, stages: Sequence[Sequence[Span]]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshrl.files import writing_whole
 from meshrl.telemetry.accounts import Key, Segment
 from meshrl.telemetry.ledger import Span
 
@@ -40,10 +41,8 @@ class TimelineFile:
         self._tids: dict[tuple[int, str, int], int] = {}
         kept = [event for event in read_timeline(path) if step_of(event) <= last_step] if path.exists() else []
         self._go_on_from(kept)
-        aside = path.with_name(path.name + ".part")
-        with gzip.open(aside, "wt", encoding="utf-8") as file:
+        with writing_whole(path) as aside, gzip.open(aside, "wt", encoding="utf-8") as file:
             file.write("[\n" + _lines(kept))
-        aside.replace(path)
 
     def _go_on_from(self, kept: Sequence[Event]) -> None:
         """Takes the numbers of processes and tracks from what is kept, or two tracks would become one."""

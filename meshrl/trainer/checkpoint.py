@@ -30,6 +30,7 @@ from meshrl.controller.shelves import Shelves
 from meshrl.data.proto import DataProto
 from meshrl.data.tensor_file import inside
 from meshrl.engines.stored_state import FileRecord, checksum, record_file, write_index
+from meshrl.files import read_json, sync_folder, write_json
 from meshrl.telemetry.run_folder import flatten_config
 from meshrl.telemetry.timers import PhaseTimer
 from meshrl.trainer.mirror import MANIFEST, Mirror
@@ -154,7 +155,7 @@ class Checkpoints:
             "config": self.config,
         }
         files.append(aside / STATE)
-        files[-1].write_text(json.dumps(content, indent=1) + "\n")
+        write_json(files[-1], content)
         return [record_file(file, aside) for file in files]
 
     def commit(self, wait: bool = False) -> Path | None:
@@ -204,17 +205,12 @@ class Checkpoints:
     def _put_in_place(self, pending: _Pending, files: list[FileRecord]) -> Path:
         listed = [asdict(record) for record in sorted(files, key=lambda record: record.name)]
         manifest = pending.aside / MANIFEST
-        manifest.write_text(
-            json.dumps(
-                {"format": FORMAT, "meshrl": meshrl.__version__, "step": pending.step, "files": listed}, indent=1
-            )
-        )
-        record_file(manifest, pending.aside)
+        write_json(manifest, {"format": FORMAT, "meshrl": meshrl.__version__, "step": pending.step, "files": listed})
         path = self.folder / f"global_step_{pending.step}"
         if path.exists():
             path.rename(self.folder / f".global_step_{pending.step}.old")
         pending.aside.rename(path)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         shutil.rmtree(self.folder / f".global_step_{pending.step}.old", ignore_errors=True)
         return path
 
@@ -289,7 +285,7 @@ def problems_of(path: Path, checksums: bool = True, formats: Sequence[int] = (FO
             return [f"it is the folder of a run without checkpoints (trainer.save_freq){model}"]
         return [f"it has no {MANIFEST}: it was not written to its end"]
     try:
-        content = json.loads(manifest.read_text())
+        content = read_json(manifest)
         records = [FileRecord(**record) for record in content["files"]]
     except (ValueError, TypeError, KeyError) as error:
         return [f"its {MANIFEST} cannot be read: {error}"]
@@ -334,7 +330,7 @@ def open_checkpoint(path: Path) -> Found:
 
 
 def _found(path: Path) -> Found:
-    content = json.loads((path / STATE).read_text())
+    content = read_json(path / STATE)
     return Found(path, int(content["step"]), content)
 
 
@@ -412,12 +408,3 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             yield f"{name}: {old.get(name)} -> {new.get(name)}"
-
-
-def _sync_folder(folder: Path) -> None:
-    """Puts a rename on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

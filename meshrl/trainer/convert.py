@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from meshrl.engines.megatron.weight_map import hf_tensors
 from meshrl.engines.stored_before import DCP_INDEX, is_before
 from meshrl.engines.stored_reading import Stored
 from meshrl.engines.stored_state import INDEX, Rectangle, Snapshot, record_file, write_index, write_snapshot
+from meshrl.files import read_json, write_json
 from meshrl.models.loading import empty_model, is_value_head, load_model_config, load_tokenizer, torch_dtype
 from meshrl.models.lora import ADAPTER, ADAPTER_CONFIG, SCALING_FILE, merged_params
 from meshrl.models.saving import SHARD_BYTES, as_file_tensors, copy_processor, new_folder, save_configs, write_shards
@@ -174,7 +174,7 @@ def _free_place(
 
 def _model_of(folder: Path) -> PreTrainedModel:
     """The role's model without memory, for its names and shapes."""
-    config = json.loads((folder / HF_FOLDER / "config.json").read_text())
+    config = read_json(folder / HF_FOLDER / "config.json")
     is_value = any("Classification" in name for name in config.get("architectures") or [])
     return empty_model(folder / HF_FOLDER, "eager", "value" if is_value else "lm")
 
@@ -225,7 +225,7 @@ def _plain_tensors(folder: Path, stored: Stored, names: dict[str, tuple[int, ...
                 if leaf == "weight" and matrix in held:
                     yield matrix, stored.whole(matrix)
 
-    yield from merged_params(with_adapters(), json.loads(scaling_file.read_text()))
+    yield from merged_params(with_adapters(), read_json(scaling_file))
 
 
 def _to_peft(folder: Path, stored: Stored, out: Path, dtype: torch.dtype | None) -> Converted:
@@ -244,10 +244,10 @@ def _to_peft(folder: Path, stored: Stored, out: Path, dtype: torch.dtype | None)
 
 
 def _set_dtype(config: Path, dtype: torch.dtype) -> None:
-    content = json.loads(config.read_text())
+    content = read_json(config)
     content.pop("torch_dtype", None)
     content["dtype"] = str(dtype).removeprefix("torch.")
-    config.write_text(json.dumps(content, indent=2) + "\n")
+    write_json(config, content, indent=2)
 
 
 def _measured(out: Path) -> Converted:
@@ -326,11 +326,11 @@ def from_hf(folder: str | Path, out: str | Path, *, role: str = "actor", overwri
         files += [file for file in (aside / role / HF_FOLDER).iterdir() if file.is_file()]
         state = aside / STATE
         content = {"step": 0, "state": None, "contents": {role: ["model"]}, "ranks": {role: 1}, "config": {}}
-        state.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(state, content)
         records = [asdict(record) for record in part.records(aside)]
         records += [asdict(record_file(file, aside)) for file in (*files, state)]
         manifest = {"format": FORMAT, "meshrl": meshrl.__version__, "step": 0, "files": records}
-        (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        write_json(aside / MANIFEST, manifest)
     return Converted(out, len(expected), sum(record["size"] for record in records))
 
 

@@ -5,7 +5,9 @@ Errors are known by their names: those of workers arrive as such, and libraries 
 
 from __future__ import annotations
 
+import errno
 import re
+import signal
 from enum import StrEnum
 
 # Exit code of a run that infrastructure has ended (EX_TEMPFAIL): the same command may work another time.
@@ -63,6 +65,7 @@ _DATA_NAMES = {
     "ArrowInvalid",
     "SafetensorError",
     "CheckpointError",
+    "DamagedFileError",
     "OSError",
 }
 # Whatever a reward function met, such as a service that does not answer, is its own; ranks that differ stay different.
@@ -105,3 +108,44 @@ def _own_kind(error: BaseException) -> Failure:
     if names & _DATA_NAMES:
         return Failure.DATA
     return Failure.USER_CODE
+
+
+_NO_ROOM = re.compile(r"No space left on device|Disk quota exceeded|File too large")
+_NO_MEMORY = re.compile(
+    r"(can't|cannot|could not|unable to) allocate memory|not enough memory|out of memory|bad_alloc|MemoryError",
+    re.IGNORECASE,
+)
+_GOES_ON = "the same command goes on from the newest checkpoint"
+_DISK = (
+    f"no room to write: free some, keep fewer checkpoints (trainer.max_ckpt_to_keep) or choose another disk "
+    f"(trainer.default_local_dir); {_GOES_ON}"
+)
+_MEMORY = (
+    "memory ran out in {where}: smaller micro-batches (ppo_max_token_len_per_gpu of its role), "
+    "fewer answers at once (actor_rollout_ref.rollout.max_num_seqs), fewer processes on the machine "
+    "(reward_manager.num_processes); see Out of memory in docs/troubleshooting.md; {goes_on}"
+)
+_KILLED = (
+    "whoever is killed (SIGKILL) was mostly chosen by the kernel because the machine had no memory left (dmesg, and "
+    "Out of memory in docs/troubleshooting.md). "
+    f"{_GOES_ON[0].upper()}{_GOES_ON[1:]}; with --supervise and trainer.max_restarts it does so by itself"
+)
+
+
+def advice(error: BaseException) -> str | None:
+    """Return what to do about a machine that ran out of room or memory; None for all other errors."""
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        text = str(at)
+        if getattr(at, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or _NO_ROOM.search(text):
+            return None if "--shm-size" in text else _DISK  # which says itself what to do
+        if isinstance(at, MemoryError) or getattr(at, "errno", None) == errno.ENOMEM or _NO_MEMORY.search(text):
+            is_workers = any(kind.__name__ == "ControllerError" for kind in type(error).__mro__)
+            where = "the worker that is named above" if is_workers else "the controller, the process of this command"
+            return _MEMORY.format(where=where, goes_on=_GOES_ON)
+        if getattr(at, "exitcode", None) == -signal.SIGKILL:
+            return _KILLED
+        at = at.__cause__ or at.__context__
+    return None

@@ -6,7 +6,6 @@ after each step     first step on-policy? rollout and trainer agreed? entropy th
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from torch import Tensor
 from meshrl.config.gates import GatesConfig
 from meshrl.config.names import count
 from meshrl.data.proto import DataProto
+from meshrl.files import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ class Gates:
             self._batch.save_to_disk(folder / "batch.dataproto")
         numbers = {name: float(value) for name, value in metrics.items()}
         said = {"step": step, "gate": finding.gate, "message": finding.message, "metrics": numbers}
-        (folder / "finding.json").write_text(json.dumps(said, indent=1))
+        write_json(folder / "finding.json", said)
         return folder
 
 

@@ -1,7 +1,8 @@
 """Copies of a run's whole state in memory: a restart goes on from them where they are the newest.
 
     /dev/shm/meshrl-copies-XXXX/global_step_17/    the files of a checkpoint, checksums included
-    RUN/memory_copies.json                         where they are
+    RUN/memory_copies.json                         where they are, and which folder RUN is: one that was copied from it
+                                                   has copies of its own
 
 No process of the run holds them, so any of them may be killed, the controller included; a small one of their own
 (`memory_warden`) removes them when the run has ended or was not taken up again. On one machine they do not survive it.
@@ -13,19 +14,21 @@ that a node may be lost. What the living nodes hold together is then written to 
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
+import os
+import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from meshrl.config.trainer import RayInitConfig, RunConfig
 from meshrl.controller.shelves import Shelves, end_shelves, write_newest
+from meshrl.files import read_json, write_json
 from meshrl.trainer import memory_warden
 from meshrl.trainer.checkpoint import (
     FOLDER,
@@ -44,17 +47,48 @@ logger = logging.getLogger(__name__)
 
 LINK = "memory_copies.json"
 MEMORY = Path("/dev/shm")
+PREFIX = "meshrl-copies-"
 # How long copies that no process works with are kept: longer than the longest wait before a restart.
 HOLD_SECONDS = 900.0
 
 
 def copies_folder(run_dir: str | Path) -> Path | None:
-    """Where the copies of a run are; None where it has none."""
-    link = Path(run_dir) / LINK
-    if not link.is_file():
-        return None
-    folder = Path(json.loads(link.read_text())["folder"])
-    return folder if folder.is_dir() else None
+    """Return where the copies of a run are; None if it has none."""
+    folder = linked_folder(Path(run_dir)) if (Path(run_dir) / LINK).is_file() else None
+    return folder if isinstance(folder, Path) and folder.is_dir() else None
+
+
+def linked_folder(run_dir: Path) -> Path | str:
+    """Return the folder that a run's link names, or why it is not this run's."""
+    try:
+        said = read_json(run_dir / LINK)
+        folder, of = Path(said["folder"]), said["run"]
+        own = identity(run_dir)
+        # A folder that was renamed stays what it is, and other machines have other numbers for the same disk.
+        is_near = of["device"] == own["device"] or of["path"] == own["path"]
+        is_own = of["inode"] == own["inode"] and is_near
+    except (ValueError, TypeError, KeyError) as error:
+        return f"it cannot be read ({error})"
+    if not is_own:
+        return f"it is of {of['path']}, from which this folder was copied"
+    if folder.parent != MEMORY or not folder.name.startswith(PREFIX):
+        return f"it names {folder}, which is no folder of copies"
+    if folder.is_dir() and folder.stat().st_uid != os.geteuid():
+        return f"it names {folder}, which another user owns"
+    return folder
+
+
+def identity(run_dir: Path) -> dict[str, Any]:
+    """Return what tells a folder from its copies."""
+    found = run_dir.stat()
+    return {"path": os.path.realpath(run_dir), "device": found.st_dev, "inode": found.st_ino}
+
+
+def drop_foreign_link(run_dir: Path) -> None:
+    """Remove a link to copies that are not this run's; the copies themselves stay."""
+    if (run_dir / LINK).is_file() and isinstance(why := linked_folder(run_dir), str):
+        logger.warning("%s is passed over, no copies in memory are gone on from: %s", run_dir / LINK, why)
+        (run_dir / LINK).unlink()
 
 
 def newest_copy(run_dir: str | Path, say: Callable[[str], None] = logger.warning) -> Found | None:
@@ -114,7 +148,7 @@ def remove_copies(run_dir: str | Path) -> None:
         if "ray" in sys.modules:
             end_shelves(folder.name)
         # Under another name first: a warden that only just starts may be about to make a file in it.
-        shutil.rmtree(folder.rename(folder.with_name(f"{folder.name}.gone")), ignore_errors=True)
+        shutil.rmtree(folder.rename(memory_warden.half_removed(folder)), ignore_errors=True)
     (Path(run_dir) / LINK).unlink(missing_ok=True)
 
 
@@ -124,20 +158,25 @@ def held_copies(trainer: RunConfig) -> Iterator[None]:
 
     They are removed at the end, unless infrastructure has ended the run: then the same command may go on from them.
     """
+    run_dir = Path(trainer.run_dir)
+    drop_foreign_link(run_dir)
     if trainer.resume_mode != "auto":
-        remove_copies(trainer.run_dir)  # of another run, which this one does not go on with
+        remove_copies(run_dir)  # of another run, which this one does not go on with
     if trainer.memory_copy_freq < 0:
         yield
         return
-    if trainer.nnodes > 1 and (link := Path(trainer.run_dir) / LINK).is_file():
-        # Its name leads to the shelves, also from another machine, and after the warden's time.
-        Path(json.loads(link.read_text())["folder"]).mkdir(exist_ok=True)
-    folder = copies_folder(trainer.run_dir) or _new_folder(Path(trainer.run_dir))
+    # With several nodes the name leads to the shelves, also from another machine, and after the warden's time.
+    folder = linked_folder(run_dir) if (run_dir / LINK).is_file() else _new_name(run_dir)
+    assert isinstance(folder, Path)
+    # Where the warden of an earlier attempt still watches, this one ends at once. It is there before the folder is, so
+    # that no kill leaves a folder that nobody removes.
+    words = [sys.executable, "-I", str(Path(memory_warden.__file__)), str(folder), str(HOLD_SECONDS)]
+    # It has none of our files: who reads the output of a run that was killed would wait for its end.
+    nothing = subprocess.DEVNULL
+    warden = subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     with open(folder / memory_warden.LOCK, "wb+") as stream:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Where the one of an earlier attempt still watches, this one ends at once.
-        words = [sys.executable, "-I", str(Path(memory_warden.__file__)), str(folder), str(HOLD_SECONDS)]
-        warden = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
         try:
             yield
         except BaseException as error:
@@ -148,12 +187,13 @@ def held_copies(trainer: RunConfig) -> Iterator[None]:
         _end(trainer, warden)
 
 
-def _new_folder(run_dir: Path) -> Path:
+def _new_name(run_dir: Path) -> Path:
+    """Name a new folder for copies, and write down that it is this run's."""
     if not MEMORY.is_dir():
         raise ValueError(f"trainer.memory_copy_freq needs {MEMORY}, which this machine does not have: set it to -1")
     run_dir.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="meshrl-copies-", dir=MEMORY))
-    (run_dir / LINK).write_text(json.dumps({"folder": str(folder)}) + "\n")
+    folder = MEMORY / f"{PREFIX}{secrets.token_hex(8)}"
+    write_json(run_dir / LINK, {"folder": str(folder), "run": identity(run_dir)})
     return folder
 
 

@@ -2,7 +2,8 @@
 
     python memory_warden.py FOLDER SECONDS
 
-It ends when the folder is gone, and removes it once nobody has held its lock for so many seconds. It is run as a
+It ends when the folder is gone, and removes it once nobody has held its lock for so many seconds. What a run that was
+killed while it removed the folder has left goes as well. It is run as a
 script, with the standard library alone, so that it costs a few MB.
 """
 
@@ -17,6 +18,8 @@ from pathlib import Path
 LOCK = "in-use"
 OWN_LOCK = "watched"
 LOOK_SECONDS = 0.5
+# The folder is made right after this process was started, unless whoever did it was killed in between.
+APPEAR_SECONDS = 30.0
 
 
 def is_held(folder: Path) -> bool:
@@ -31,8 +34,16 @@ def is_held(folder: Path) -> bool:
     return False
 
 
+def half_removed(folder: Path) -> Path:
+    """Return the name that a folder has while it is removed."""
+    return folder.with_name(f"{folder.name}.gone")
+
+
 def watch(folder: Path, seconds: float) -> None:
     """Waits until the folder is gone or has not been in use for so long; one such process is enough."""
+    until = time.monotonic() + APPEAR_SECONDS
+    while not folder.is_dir() and time.monotonic() < until:
+        time.sleep(LOOK_SECONDS / 10)
     try:
         with open(folder / OWN_LOCK, "wb") as stream:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -49,6 +60,7 @@ def _watch(folder: Path, seconds: float) -> None:
         elif time.monotonic() - used_at > seconds:
             shutil.rmtree(folder, ignore_errors=True)
         time.sleep(LOOK_SECONDS)
+    shutil.rmtree(half_removed(folder), ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from rich.table import Table
 from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import load_config
 from meshrl.config.root import PPOConfig
+from meshrl.config.tree import leaves
 from meshrl.data.proto import DataProto
 from meshrl.models.loading import load_tokenizer
 from meshrl.telemetry.run_folder import RunFiles
@@ -114,8 +115,16 @@ def checkpoint_before(run: Path, step: int) -> Found | None:
     return None
 
 
+def check_whole(run: RunFiles) -> None:
+    """Refuse a config whose last section is missing: cut off, it would still be YAML, of another run."""
+    last = list(leaves(PPOConfig))[-1].partition(".")[0]
+    if last not in run.read_config():
+        raise ValueError(f"{run.config} cannot be used: it has no section '{last}', as if it was cut off")
+
+
 def replay_config(run: RunFiles, start: Found | None, folder: str, words: Sequence[str]) -> PPOConfig:
     """The run's own config, without all that does not belong to the step."""
+    check_whole(run)
     resume = ["trainer.resume_mode=disable"]
     if start is None and load_config(run.config, []).config.trainer.resume_mode == "resume_path":
         resume = []  # the run's first weights are those it was told to begin with

@@ -10,7 +10,6 @@ that supervises the run (`meshrl train --supervise`) and the run itself count to
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -20,13 +19,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshrl.config.trainer import RunConfig
+from meshrl.environment import SUPERVISED_SINCE
+from meshrl.telemetry.run_folder import append_line, parse_line
 from meshrl.trainer.failures import kind_of
 
 logger = logging.getLogger(__name__)
 
 FILE = "restarts.jsonl"
-# When the command that supervises this run began, in unix seconds.
-SINCE = "MESHRL_SUPERVISED_SINCE"
 LONGEST_WAIT = 300.0
 T = TypeVar("T")
 
@@ -38,7 +37,7 @@ class Restarts:
     folder: Path
     limit: int
     first_wait: float
-    since: float = field(default_factory=lambda: float(os.environ.get(SINCE, time.time())))
+    since: float = field(default_factory=lambda: float(os.environ.get(SUPERVISED_SINCE, time.time())))
     say: Callable[[str], None] = logger.warning
     # Whether an attempt has made the run's folder this run's own: the next one goes on with what is there.
     opened: bool = False
@@ -53,8 +52,9 @@ class Restarts:
     def records(self) -> list[dict[str, Any]]:
         """What this command has written down, the oldest first."""
         file = self.folder / FILE
-        lines = file.read_text().splitlines() if file.exists() else []
-        return [record for line in lines if line and (record := json.loads(line))["time"] >= self.since]
+        lines = file.read_bytes().splitlines() if file.exists() else []
+        records = [record for line in lines if (record := parse_line(line)) is not None]  # not one that was cut off
+        return [record for record in records if record.get("time", 0.0) >= self.since]
 
     @property
     def used(self) -> int:
@@ -108,8 +108,7 @@ class Restarts:
 
     def _write(self, record: dict[str, Any]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / FILE, "a") as stream:
-            stream.write(json.dumps({"time": time.time(), **record}) + "\n")
+        append_line(self.folder / FILE, {"time": time.time(), **record})
 
 
 def seconds_outside(begin: float, end: float, spans: Sequence[tuple[float, float]]) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -42,7 +41,7 @@ from meshrl.controller import (
 )
 from meshrl.controller.shelves import start_shelves
 from meshrl.models.loading import load_tokenizer, stop_token_ids
-from meshrl.models.saving import copy_processor
+from meshrl.models.saving import copy_processor, new_folder
 from meshrl.rewards.loading import load_reward_manager, sandbox_notes
 from meshrl.telemetry.console import PREFERENCE_COLUMNS, SFT_COLUMNS, Column, StepConsole
 from meshrl.telemetry.report import write_report
@@ -461,15 +460,11 @@ def tracking(config: PPOConfig | SupervisedConfig, run: RunFolder, screen: StepC
 
 def save_model(group: WorkerGroup, run: RunFolder, tokenizer: Tokenizer, source: str | None) -> Path:
     """Writes the trained model with its tokenizer, and how it reads images, to `model/` in the run's folder."""
-    folder, aside = run.model, run.path / ".model.partial"
-    shutil.rmtree(aside, ignore_errors=True)
-    group.save_model(str(aside.absolute()))
-    tokenizer.save_pretrained(aside)
-    copy_processor(source or "", aside)
-    if folder.exists():
-        shutil.rmtree(folder)
-    aside.rename(folder)
-    return folder
+    with new_folder(run.model) as aside:
+        group.save_model(str(aside.absolute()))
+        tokenizer.save_pretrained(aside)
+        copy_processor(source or "", aside)
+    return run.model
 
 
 def start_run(

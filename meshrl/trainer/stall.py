@@ -11,6 +11,7 @@ from types import TracebackType
 
 from meshrl.controller import WorkerGroup
 from meshrl.controller.flight_recorder import Collective, disagreements
+from meshrl.files import write_whole
 from meshrl.telemetry.run_folder import RunFolder
 
 LOG_LINES = 20
@@ -57,7 +58,7 @@ class StallWatch:
         self._reports += 1
         file = self.run.path / f"stall-{self._reports}.txt"
         page = self.page(waited)
-        file.write_text(page)
+        write_whole(file, page)
         self.say(f"nothing has moved for {waited:.0f} s: {page.splitlines()[0]}; see {file}")
 
     def page(self, waited: float) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from meshrl.data import plain
+from meshrl.files import write_whole
 from meshrl.rollout.shared_file import aligned
 from meshrl.weights.shared_memory import SharedMemoryCarrier
 
@@ -22,9 +23,7 @@ class CudaIpcCarrier(SharedMemoryCarrier):
     def __init__(self, folder: str | Path, rank: int, slot_bytes: int, device: torch.device):
         self.cuda_slots = torch.empty(2 * aligned(slot_bytes), dtype=torch.uint8, device=device)
         self.stream = torch.cuda.current_stream(device)
-        handle, draft = Path(folder) / f"rank{rank}.handle", Path(folder) / f"rank{rank}.handle.new"
-        draft.write_text(json.dumps(_handle_of(self.cuda_slots)))
-        draft.rename(handle)
+        write_whole(Path(folder) / f"rank{rank}.handle", json.dumps(_handle_of(self.cuda_slots)))
         super().__init__(folder, rank, slot_bytes)
 
     def _own(self, rank: int, slot_bytes: int) -> tuple[np.ndarray, np.ndarray]:

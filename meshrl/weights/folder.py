@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshrl.files import write_whole
 from meshrl.weights.transport import Carrier, Incoming, Naps, SyncError, new_slots
 
 
@@ -32,7 +33,7 @@ class FolderCarrier(Carrier):
 
     def abort(self, reason: str) -> None:
         super().abort(reason)
-        (self.folder / f"{self.rank}-gave-up").write_text(reason)
+        write_whole(self.folder / f"{self.rank}-gave-up", reason)
 
 
 class _FromFolder(Incoming):

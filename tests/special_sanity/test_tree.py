@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 PACKAGE = Path(__file__).parents[2] / "meshrl"
 # From the lowest floor to the highest. A room may import its own floor's rooms and those below.
 FLOORS = [
-    {"config", "recipes", "imports", "registry", "threads"},
+    {"config", "recipes", "imports", "registry", "threads", "files", "environment"},
     {"data", "algorithms", "balance"},
     {"models", "telemetry"},
     {"parallel"},

@@ -9,12 +9,13 @@ import pytest
 
 from meshrl.config.errors import ConfigError
 from meshrl.controller.errors import DeadlineError, GroupBrokenError, RayStartError, WorkerDied, WorkerError
+from meshrl.environment import SUPERVISED_SINCE
 from meshrl.rewards.results import RewardError
 from meshrl.trainer.checkpoint import CheckpointError
 from meshrl.trainer.failures import Failure, kind_of
 from meshrl.trainer.gates import GateError
 from meshrl.trainer.nonfinite import NonFiniteError
-from meshrl.trainer.restarts import SINCE, Restarts, surviving
+from meshrl.trainer.restarts import Restarts, surviving
 from meshrl.weights.transport import SyncError, SyncRefusedError
 
 
@@ -98,7 +99,7 @@ def test_waits_double_and_a_new_command_has_its_own_budget(tmp_path, monkeypatch
     assert (last["event"], last["step"]) == ("resumed", 3)
     assert Restarts(tmp_path, 12, 1.0).used == 0
     # A supervised run counts together with the command that supervises it.
-    monkeypatch.setenv(SINCE, str(restarts.since))
+    monkeypatch.setenv(SUPERVISED_SINCE, str(restarts.since))
     assert Restarts(tmp_path, 12, 1.0).used == 12
 
 

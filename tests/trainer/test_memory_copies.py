@@ -1,6 +1,7 @@
 """Copies of the state in memory: the newest of them and the checkpoints is taken, and none outlives its use."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,3 +170,73 @@ def test_the_warden_waits_while_the_folder_is_in_use_and_then_removes_it(tmp_pat
     holder.wait(30)
     wait_for(lambda: not folder.exists())
     assert warden.wait(30) == 0
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"folder": "/dev/shm/meshrl-copies-1"}', '{"run": 3, "folder": 4}']
+)
+def test_a_damaged_link_costs_the_copies_and_nothing_else(tmp_path, memory, caplog, content):
+    """As a disk that is full left it: the next start says so and goes on from the disk."""
+    trainer = settings(tmp_path)
+    run_dir = Path(trainer.run_dir)
+    take_steps(MemoryCopies(None, print), writer(run_dir / FOLDER, 1), 1)
+    (run_dir / memory_copies.LINK).write_text(content)
+    assert copies_folder(run_dir) is None
+    assert state_to_resume(trainer).step == 1
+    with held_copies(trainer):
+        assert "is passed over" in caplog.text
+        assert copies_folder(run_dir).parent == memory
+    assert not list(memory.iterdir())
+
+
+@pytest.mark.parametrize("way", ["copied", "copied before its original was moved", "named by hand"])
+def test_a_copied_run_folder_has_copies_of_its_own(tmp_path, memory, caplog, way):
+    """It neither goes on from its original's copies nor removes them."""
+    trainer = settings(tmp_path)
+    run_dir, other_dir = Path(trainer.run_dir), tmp_path / "copied"
+
+    def run():
+        with held_copies(trainer):
+            take_steps(MemoryCopies(writer(copies_folder(run_dir), 1), print), writer(run_dir / FOLDER, -1), 1, 2)
+            raise GroupBrokenError("gone")
+
+    with pytest.raises(GroupBrokenError):
+        run()
+    folder = copies_folder(run_dir)
+    if way == "named by hand":  # a link to something that is no folder of copies: it would be removed
+        folder = tmp_path / "precious" / "global_step_2"
+        folder.mkdir(parents=True)
+        other_dir.mkdir()
+        said = {"folder": str(folder), "run": memory_copies.identity(other_dir)}
+        memory_copies.write_json(other_dir / memory_copies.LINK, said)
+    else:
+        shutil.copytree(run_dir, other_dir)
+    if way == "copied before its original was moved":
+        run_dir.rename(tmp_path / "moved")
+        other_dir.rename(run_dir)
+        run_dir, other_dir = tmp_path / "moved", run_dir
+        assert copies_folder(run_dir) == folder  # which goes on to have them
+    for mode in ("auto", "disable"):
+        other = RunConfig(default_local_dir=str(other_dir), memory_copy_freq=1, resume_mode=mode)
+        assert state_to_resume(other) is None
+        with held_copies(other):
+            assert copies_folder(other_dir) not in (None, folder)
+    assert "is passed over" in caplog.text
+    assert folder.is_dir()
+    if way != "named by hand":
+        own = RunConfig(default_local_dir=str(run_dir), memory_copy_freq=1)
+        with held_copies(own):
+            assert state_to_resume(own).path == folder / "global_step_2"
+        assert not folder.exists()
+
+
+def test_the_warden_removes_what_a_killed_run_was_removing(tmp_path):
+    folder = tmp_path / "copies"
+    words = [sys.executable, "-I", str(Path(memory_warden.__file__)), str(folder), "60"]
+    warden = subprocess.Popen(words)  # before the folder is there, as a run starts it
+    folder.mkdir()
+    wait_for((folder / memory_warden.OWN_LOCK).exists)
+    (folder / "big").write_bytes(b"x")
+    folder.rename(memory_warden.half_removed(folder))
+    assert warden.wait(30) == 0
+    assert not list(tmp_path.iterdir())

@@ -11,10 +11,11 @@ import pytest
 
 from meshrl.config.errors import ConfigError
 from meshrl.config.trainer import RunConfig
+from meshrl.environment import SUPERVISED_PIPE, SUPERVISED_SINCE
 from meshrl.telemetry.samples import SampleLog
 from meshrl.trainer import supervise as module
 from meshrl.trainer.failures import INFRASTRUCTURE_EXIT
-from meshrl.trainer.restarts import SINCE, Restarts
+from meshrl.trainer.restarts import Restarts
 from meshrl.trainer.run import open_run
 from meshrl.trainer.supervise import supervise
 
@@ -31,7 +32,7 @@ def script(monkeypatch, tmp_path):
 
         def popen(command, **options):
             assert command[1:] == ["-m", "meshrl.cli", "train", "grpo"]
-            assert SINCE in options["env"]
+            assert SUPERVISED_SINCE in options["env"]
             return real([sys.executable, "-c", head + code], **options)
 
         monkeypatch.setattr(module.subprocess, "Popen", popen)
@@ -107,3 +108,55 @@ def test_what_a_killed_attempt_of_the_same_command_wrote_is_written_anew(tmp_pat
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
     os.utime(tmp_path / "run" / "config.yaml", (began, began))
     assert attempt(time.time()) is not None
+
+
+PARENT = """
+import sys, time
+from meshrl.config.trainer import RunConfig
+from meshrl.trainer import supervise as module
+real = module.subprocess.Popen
+code = sys.argv[1]
+module.GRACE_SECONDS = 1.0
+module.subprocess.Popen = lambda words, **options: real([sys.executable, "-c", code], **options)
+trainer = RunConfig(default_local_dir=sys.argv[2], max_restarts=3)
+trainer.deadlines.stop = 1.0
+sys.exit(module.supervise(["train"], trainer, print))
+"""
+RUN = """
+import os, signal, time
+from meshrl.trainer.supervise import end_with_parent
+{handler}
+end_with_parent()
+print("began", os.getpid(), "pipe" if "MESHRL_SUPERVISED_PIPE" in os.environ else "", flush=True)
+time.sleep(600)
+"""
+HANDLERS = {
+    "while it starts": "",
+    "within a step": "signal.signal(15, lambda *_: (print('saved', flush=True), os._exit(143)))",
+    "and the run does not end": "signal.signal(15, lambda *_: print('saved', flush=True))",
+}
+
+
+@pytest.mark.parametrize("when", HANDLERS)
+def test_a_run_ends_with_the_command_that_is_killed(tmp_path, when):
+    """SIGKILL, which no handler hears: the run hears SIGTERM, and is killed after its time."""
+    words = [sys.executable, "-c", PARENT, RUN.format(handler=HANDLERS[when]), str(tmp_path)]
+    parent = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    began, pid, *inherited = parent.stdout.readline().split()
+    assert (began, inherited) == (b"began", [])
+    parent.kill()
+    parent.wait(10)
+    told = parent.stdout.read()  # to its end: nobody has the pipe any more
+    assert b"the command that supervised this run has ended" in told
+    assert (b"saved" in told) == (when != "while it starts")
+    until = time.monotonic() + 20
+    while os.path.exists(f"/proc/{pid.decode()}") and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not os.path.exists(f"/proc/{pid.decode()}")
+
+
+def test_a_run_that_nobody_supervises_ends_with_nobody(monkeypatch):
+    monkeypatch.delenv(SUPERVISED_PIPE, raising=False)
+    before = threading.active_count()
+    module.end_with_parent()
+    assert threading.active_count() == before

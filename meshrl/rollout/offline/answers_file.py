@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshrl.data.files import Row
+from meshrl.files import writing_whole
 from meshrl.rollout.offline.journal import Result
 
 if TYPE_CHECKING:
@@ -40,15 +40,14 @@ def check_output(out: Path, prompts: Path, rows: Sequence[Row], token_ids: bool,
 
 def write_output(out: Path, prompts: Path, rows: Sequence[Row], results: Sequence[Result]) -> None:
     """Writes all rows with their results; the file appears when it is complete."""
-    aside = out.with_name(f".{out.name}.writing")
-    if out.suffix == ".parquet":
-        _write_parquet(aside, prompts, rows, results)
-    else:
+    with writing_whole(out) as aside:
+        if out.suffix == ".parquet":
+            _write_parquet(aside, prompts, rows, results)
+            return
         # A lone surrogate, which JSON may hold and UTF-8 may not, becomes the escape that it came from.
         with aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for row, result in zip(rows, results, strict=True):
                 file.write(json.dumps(row | result, ensure_ascii=False, default=_as_text) + "\n")
-    os.replace(aside, out)
 
 
 def _as_text(value: Any) -> str:
