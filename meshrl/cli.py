@@ -107,7 +107,23 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(stray)}{hint}")
     if rest:
         arguments.words += rest
+    if getattr(arguments, "config_name", None):
+        arguments.words = _named_config(parser, arguments)
+    elif getattr(arguments, "config_path", None):
+        parser.error("--config-path needs --config-name")
     return arguments
+
+
+def _named_config(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[str]:
+    """The words of a command with the recipe before them that Hydra's options name."""
+    from meshrl.config.recipe import is_recipe
+
+    words: list[str] = arguments.words
+    if words and is_recipe(words[0]):
+        parser.error(f"--config-name={arguments.config_name} and the recipe {words[0]}: name one of them")
+    name = arguments.config_name.removesuffix(".yaml")
+    file = os.path.join(arguments.config_path or "", f"{name}.yaml")
+    return [file if os.path.isfile(file) else name, *words]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -122,8 +138,8 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(command=command)
         return added
 
-    _run_options(add("train", _train, "train a policy with reinforcement learning"), halves=True)
-    _run_options(add("sft", _sft, "fine-tune a model on demonstrations"), halves=False)
+    _hydra_options(_run_options(add("train", _train, "train a policy with reinforcement learning"), halves=True))
+    _hydra_options(_run_options(add("sft", _sft, "fine-tune a model on demonstrations"), halves=False))
     _run_options(
         add("prefer", _prefer, "learn from compared or judged answers: DPO, KTO, reward models"),
         halves=False,
@@ -139,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     _convert_options(
         add("convert", _convert, "turn a checkpoint into a Hugging Face folder, or such a folder into a checkpoint")
     )
+    _migrate_options(add("migrate", _migrate, "turn a script or config of verl into a command for this package"))
     _replay_options(add("replay", _replay, "take a past step of a run again and compare its numbers; explain a token"))
     add_timeline_options(add("timeline", _timeline, "draw what every process did in a step"))
     add_report_options(add("report", _report, "draw the curves and the report of a run, or compare several runs"))
@@ -146,7 +163,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run_options(parser: argparse.ArgumentParser, halves: bool) -> None:
+def _hydra_options(parser: argparse.ArgumentParser) -> None:
+    """The words by which verl's scripts name a config."""
+    parser.add_argument("--config-name", "-cn", metavar="NAME", help="a recipe, by the words of verl's scripts")
+    parser.add_argument("--config-path", "-cp", metavar="DIR", help="the folder of that recipe")
+
+
+def _run_options(parser: argparse.ArgumentParser, halves: bool) -> argparse.ArgumentParser:
     parser.add_argument("words", nargs="*", metavar="RECIPE key=value", help=OVERRIDES_HELP)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print layout and batch units, end")
     parser.add_argument(
@@ -159,6 +182,7 @@ def _run_options(parser: argparse.ArgumentParser, halves: bool) -> None:
         half = parser.add_mutually_exclusive_group()
         half.add_argument("--rollout-only", action="store_true", help="generate and score batches, train nothing")
         half.add_argument("--train-only", metavar="BATCH", help="train on a kept batch (or a folder of them)")
+    return parser
 
 
 def _demo_options(parser: argparse.ArgumentParser) -> None:
@@ -209,6 +233,15 @@ def _convert_options(parser: argparse.ArgumentParser) -> None:
         "say when they are read",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
+
+
+def _migrate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="SCRIPT.sh|CONFIG.yaml", help="it is read, and nothing in it is run")
+    parser.add_argument(
+        "words", nargs="*", metavar="NAME=value key.of.verl=value", help="the script's variables, and further overrides"
+    )
+    parser.add_argument("--args", nargs="+", metavar="ARG", help="the script's own arguments, $1 and so on")
+    parser.add_argument("--yaml", action="store_true", help="print a recipe instead of a command")
 
 
 def _replay_options(parser: argparse.ArgumentParser) -> None:
@@ -415,6 +448,25 @@ def _convert(arguments: argparse.Namespace) -> int | None:
         _complain(f"nothing was converted: {error}")
         return RUN_ERROR
     return None
+
+
+def _migrate(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from meshrl.config.errors import ConfigError
+    from meshrl.config.migrate import migrate_file, script_text, yaml_text
+
+    named = [word.partition("=") for word in arguments.words]
+    variables = {name: value for name, equals, value in named if equals and name.isidentifier()}
+    overrides = [word for word in arguments.words if word.partition("=")[0] not in variables]
+    try:
+        migrations, remarks = migrate_file(Path(arguments.file), variables, overrides, arguments.args)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([str(error)]) from error
+    _say("\n".join(f"# not known: {remark}" for remark in remarks) or f"# from {arguments.file}")
+    for migration in migrations:
+        _say(yaml_text(migration) if arguments.yaml else script_text(migration))
+    return 0 if all(migration.loads for migration in migrations) else CONFIG_PROBLEM
 
 
 def _replay(arguments: argparse.Namespace) -> int:

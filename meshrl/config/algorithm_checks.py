@@ -5,6 +5,7 @@ import math
 from meshrl.config.actor import POLICY_LOSSES
 from meshrl.config.algorithm import ESTIMATORS, TOKEN_BASELINES, WHOLE_SCORE
 from meshrl.config.correction import RATIO_LOSSES, correction_of
+from meshrl.config.errors import Note
 from meshrl.config.names import ACTOR, REF, ROLLOUT
 from meshrl.config.reward import MANAGERS, reward_numbers
 from meshrl.config.root import PPOConfig
@@ -26,6 +27,10 @@ ESTIMATOR_KEYS = {
     "algorithm.gdpo_reward_keys": ("gdpo",),
     "algorithm.gdpo_reward_weights": ("gdpo",),
 }
+# It weighs the values of a critic, which is not there.
+HARMLESS_ESTIMATOR_KEYS = ("algorithm.lam",)
+# A bound beyond the one that the loss has: without it nothing is unbounded.
+HARMLESS_LOSS_KEYS = ("clip_ratio_c",)
 LOSS_KEYS = {
     "clip_ratio": CLIPPED,
     "clip_ratio_low": CLIPPED,
@@ -111,8 +116,10 @@ def estimator_problems(config: PPOConfig) -> list[str]:
 def idle_key_problems(config: PPOConfig) -> list[str]:
     """Keys that the chosen estimator and the chosen loss do not read; those of your own may read any."""
     changed, estimator, loss = changed_keys(config), config.algorithm.adv_estimator, effective_loss(config)
-    problems = [
-        f"{key} has no effect with algorithm.adv_estimator={estimator}: it is for {', '.join(readers)}"
+    problems: list[str] = [
+        (Note if key in HARMLESS_ESTIMATOR_KEYS else str)(
+            f"{key} has no effect with algorithm.adv_estimator={estimator}: it is for {', '.join(readers)}"
+        )
         for key, readers in ESTIMATOR_KEYS.items()
         if key in changed and estimator in ESTIMATORS and estimator not in readers
     ]
@@ -120,7 +127,9 @@ def idle_key_problems(config: PPOConfig) -> list[str]:
     if bypass_loss(config):
         chosen = f"{CORRECTION}.loss_type={config.algorithm.rollout_correction.loss_type}"
     problems += [
-        f"{ACTOR}.{key} has no effect with {chosen}: it is for {', '.join(readers)}"
+        (Note if key in HARMLESS_LOSS_KEYS else str)(
+            f"{ACTOR}.{key} has no effect with {chosen}: it is for {', '.join(readers)}"
+        )
         for key, readers in LOSS_KEYS.items()
         if f"{ACTOR}.{key}" in changed and loss in POLICY_LOSSES and loss not in readers
     ]
@@ -129,11 +138,11 @@ def idle_key_problems(config: PPOConfig) -> list[str]:
     if loss in POLICY_LOSSES and config.actor_rollout_ref.actor.policy_loss.loss_kwargs:
         problems.append(f"{ACTOR}.policy_loss.loss_kwargs is for a loss of your own, not for {loss}")
     if not config.actor_rollout_ref.actor.use_kl_loss:
-        names = ["kl_loss_type"]
-        if config.actor_rollout_ref.actor.kl_loss_coef != 0:  # 0 says the same
-            names.insert(0, "kl_loss_coef")
-        idle = [key for name in names if (key := f"{ACTOR}.{name}") in changed]
-        problems += [f"{key} has no effect without {ACTOR}.use_kl_loss=true" for key in idle]
+        why = f"has no effect without {ACTOR}.use_kl_loss=true"
+        if config.actor_rollout_ref.actor.kl_loss_coef != 0 and f"{ACTOR}.kl_loss_coef" in changed:  # 0 says the same
+            problems.append(f"{ACTOR}.kl_loss_coef {why}")
+        if f"{ACTOR}.kl_loss_type" in changed:
+            problems.append(Note(f"{ACTOR}.kl_loss_type {why}"))
     return problems
 
 

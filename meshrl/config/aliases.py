@@ -1,60 +1,25 @@
 """Keys as other scripts and documents spell them: what each is read as here, or why it need not be set."""
 
 import difflib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from meshrl.config.actor import RefMegatronConfig
+from meshrl.config.alias_rules import Alias, agree, fixed, gone, idle, read, same, unset
+from meshrl.config.async_aliases import ASYNC
 from meshrl.config.names import ACTOR, MODEL, REF, ROLLOUT
+from meshrl.config.sft_aliases import SFT
 
 TURNS = f"{ROLLOUT}.multi_turn"
 ENGINES = (ACTOR, "critic", "reward_model", "engine")  # the last is that of sft
 OVERRIDE = "override_transformer_config"
 
 
-@dataclass(frozen=True)
-class Alias:
-    """A key of others and everything below it; null always means that it is not set."""
-
-    old: str
-    new: str | None = None  # our key
-    values: Mapping[Any, Any] = field(default_factory=dict)  # their words for a value, and ours
-    agrees: bool = False  # it sets nothing: our key must say the same
-    over_ranks: bool = False  # it counts over all data-parallel ranks, ours on one
-    why: str = ""  # where there is no key of ours: why none is needed ...
-    only: tuple[Any, ...] = ()  # ... and for which values (empty: all) ...
-    instead: str = ""  # ... and what to do about the others (empty: see the rows below)
-    besides: tuple[str, ...] = ()  # names below it that are ours
-
-
-def read(old: str, new: str, values: Mapping[Any, Any] | None = None) -> Alias:
-    """It is our key under another name."""
-    return Alias(old, new, values or {})
-
-
-def agree(old: str, new: str, values: Mapping[Any, Any] | None = None) -> Alias:
-    """It may say what our key says: nothing else can be had."""
-    return Alias(old, new, values or {}, agrees=True)
-
-
-def idle(old: str, why: str, *only: Any, instead: str = "") -> Alias:
-    """What it asks for, with these values or with any, is so anyway."""
-    return Alias(old, why=why, only=only, instead=instead)
-
-
-def fixed(old: str, why: str, *only: Any) -> Alias:
-    """So it is, and nothing else can be had."""
-    return Alias(old, why=why, only=only, instead=f"{why}; leave it out")
-
-
-def gone(old: str, instead: str) -> Alias:
-    """It may be null only."""
-    return Alias(old, instead=instead)
-
-
 CHUNKS = "log-probs and entropies are always computed in chunks"
 SAVED = "weights are read from Hugging Face files, which meshrl convert makes of others; leave it out"
+BUCKET = "update_weights_bucket_megabytes"
+NO_WSD = ("constant", "linear", "cosine")
 FORWARD = "values are computed in the micro-batches of the update"
 
 
@@ -62,8 +27,7 @@ def _reference() -> list[Alias]:
     """The reference is a second model in the actor's engine; where it rests and how it lies may be its own."""
     shared = (
         "reshard_after_forward", "forward_prefetch", "model_dtype", "mixed_precision", "wrap_policy",
-        "offload_policy", "use_orig_params", "use_torch_compile",
-        "entropy_checkpointing", "entropy_from_logits_with_chunking",
+        "offload_policy", "use_orig_params", "entropy_checkpointing", "entropy_from_logits_with_chunking",
     )  # fmt: skip
     return [
         read(f"{REF}.megatron.param_offload", f"{REF}.fsdp_config.param_offload"),
@@ -79,8 +43,18 @@ def _reference() -> list[Alias]:
         ),
         Alias(f"{REF}.megatron", f"{ACTOR}.megatron", agrees=True, besides=tuple(vars(RefMegatronConfig()))),
         *(agree(f"{REF}.fsdp_config.{name}", f"{ACTOR}.fsdp_config.{name}") for name in shared),
-        agree(f"{REF}.use_torch_compile", f"{ACTOR}.use_torch_compile"),
-        agree(f"{REF}.fsdp_config.strategy", f"{REF}.strategy"),
+        *(
+            idle(
+                f"{REF}.{place}use_torch_compile", f"{ACTOR}.use_torch_compile compiles the reference's layers as well"
+            )
+            for place in ("", "fsdp_config.")
+        ),
+        idle(f"{REF}.fsdp_config.strategy", f"{REF}.strategy says it", "fsdp", "fsdp2"),
+        agree(f"{REF}.fsdp_config.dtype", f"{ACTOR}.fsdp_config.mixed_precision.param_dtype"),
+        idle(f"{REF}.rollout_n", f"{ROLLOUT}.n says it"),
+        idle(f"{REF}.router_replay", f"{ACTOR}.router_replay says it", "disabled"),
+        idle(f"{REF}.fsdp_config.seed", "trainer.seed is the seed of everything", 42, instead="set trainer.seed"),
+        fixed(f"{REF}.fsdp_config.full_determinism", "kernels are chosen for speed", False),
         read(f"{REF}.fsdp_config.ulysses_sequence_parallel_size", f"{REF}.ulysses_sequence_parallel_size"),
         idle(f"{REF}.entropy_checkpointing", CHUNKS),
         idle(f"{REF}.entropy_from_logits_with_chunking", CHUNKS),
@@ -101,7 +75,9 @@ def _engine(role: str) -> list[Alias]:
         *(read(f"{fsdp}.{name}", f"{role}.{name}") for name in ("ulysses_sequence_parallel_size", "use_torch_compile")),
         read(f"{role}.ulysses_sp_size", f"{role}.ulysses_sequence_parallel_size"),
         read(f"{fsdp}.dtype", f"{fsdp}.mixed_precision.param_dtype"),
-        agree(f"{fsdp}.strategy", f"{role}.strategy"),
+        idle(f"{fsdp}.strategy", f"{role}.strategy says it", "fsdp", "fsdp2"),
+        idle(f"{fsdp}.seed", "trainer.seed is the seed of everything", 42, instead="set trainer.seed"),
+        fixed(f"{fsdp}.full_determinism", "kernels are chosen for speed", False),
         idle(f"{fsdp}.grad_offload", "gradients are given up after every update"),
         fixed(f"{fsdp}.forward_only", "it follows from the role", False),
         *(
@@ -111,8 +87,10 @@ def _engine(role: str) -> list[Alias]:
         ),
         *(idle(f"{megatron}.{name}", "weights go from and to Hugging Face files directly")
           for name in ("use_mbridge", "vanilla_mbridge")),
-        gone(f"{megatron}.dist_checkpointing_path", SAVED),
-        idle(f"{megatron}.dist_checkpointing_prefix", "nothing is read from such checkpoints", "", instead=SAVED),
+        *(idle(f"{megatron}.dist_checkpointing_{name}", "weights are read from the model's Hugging Face folder",
+               needs=(f"{megatron}.use_dist_checkpointing", (False,)), instead=SAVED) for name in ("path", "prefix")),
+        idle(f"{megatron}.use_remove_padding", "micro-batches are packed", True, instead="micro-batches are packed"),
+        unset(f"{megatron}.override_transformer_config", {}),
         fixed(f"{megatron}.forward_only", "it follows from the role", False),
         idle(f"{megatron}.seed", "trainer.seed is the seed of everything", 42, instead="set trainer.seed"),
         *(read(f"{megatron}.override_ddp_config.{name}", f"{megatron}.{name}")
@@ -130,28 +108,47 @@ def _engine(role: str) -> list[Alias]:
         idle(f"{megatron}.{OVERRIDE}.moe_grouped_gemm", "experts are modules of their own, one after the other"),
         read(f"{role}.nccl_timeout", "trainer.deadlines.collective"),
         idle(f"{role}.load_weight", "models always start from their weights", True, instead=f"see {MODEL}.random_init"),
-        gone(f"{role}.data_loader_seed", "set data.seed"),
+        idle(f"{role}.data_loader_seed", "data.seed is the seed of all orders", 42, instead="set data.seed"),
     ]  # fmt: skip
 
 
 def _optimizer(optim: str, role: str) -> list[Alias]:
     return [
         *(read(f"{optim}.{name}", f"{role}.grad_clip") for name in ("clip_grad", "grad_clip")),
-        *(read(f"{optim}.{name}", f"{optim}.lr_scheduler_type") for name in ("warmup_style", "lr_decay_style")),
+        *(read(f"{optim}.{name}", f"{optim}.lr_scheduler_type")
+          for name in ("warmup_style", "lr_decay_style", "lr_scheduler")),
+        unset(f"{optim}.lr_warmup_steps", -1),
         read(f"{optim}.optimizer", f"{optim}.optimizer", {"adam": "AdamW"}),  # Megatron's adam decays as AdamW does
         fixed(f"{optim}.optimizer_impl", "it is the only one", "torch.optim"),
         idle(f"{optim}.total_training_steps", "the run counts its optimizer steps itself"),
-        gone(f"{optim}.lr_decay_steps", "schedules end with the run"),
+        idle(
+            f"{optim}.lr_decay_steps", "a constant schedule does not decay",
+            needs=(f"{optim}.lr_scheduler_type", ("constant",)), instead="schedules end with the run; leave it out",
+        ),
         idle(f"{optim}.num_cycles", "a cosine falls once", 0.5, instead="a cosine falls once, as with 0.5"),
         fixed(f"{optim}.lr_warmup_init", "warm-up begins near 0", 0),
         idle(f"{optim}.min_lr", "it is 0 anyway", 0, instead=f"set {optim}.min_lr_ratio, a share of lr"),
         fixed(f"{optim}.weight_decay_incr_style", "it is the only one", "constant"),
-        fixed(f"{optim}.lr_wsd_decay_style", "the decay of wsd is linear", "linear"),
+        idle(f"{optim}.lr_wsd_decay_style", "the decay of wsd is linear", "linear"),
+        idle(
+            f"{optim}.lr_wsd_decay_style", "it is for wsd", needs=(f"{optim}.lr_scheduler_type", NO_WSD),
+            instead="the decay of wsd is linear; leave it out",
+        ),
         gone(f"{optim}.lr_wsd_decay_steps", f"set {optim}.lr_decay_steps_ratio, a share of all steps"),
         idle(f"{optim}.use_checkpoint_opt_param_scheduler", "a resumed run goes on in its schedule"),
-        *(
-            idle(f"{optim}.override_optimizer_config.{name}", "the optimizer works where the weights are", False)
-            for name in ("optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d", "use_precision_aware_optimizer")
+        idle(f"{optim}.override_optimizer_config.optimizer_cpu_offload", "optimizer states stay on the GPUs", False),
+        read(f"{optim}.override_optimizer_config.optimizer_cpu_offload", f"{role}.megatron.optimizer_offload"),
+        idle(
+            f"{optim}.override_optimizer_config.optimizer_offload_fraction",
+            f"{role}.megatron.optimizer_offload takes all states to host memory between updates", 0, 1,
+        ),
+        idle(
+            f"{optim}.override_optimizer_config.overlap_cpu_optimizer_d2h_h2d",
+            f"the update runs on the GPUs, and {role}.megatron.optimizer_offload is for the time between",
+        ),
+        idle(
+            f"{optim}.override_optimizer_config.use_precision_aware_optimizer",
+            "optimizer states are float32, as with its defaults",
         ),
         idle(
             f"{optim}.override_optimizer_config", "there is nothing in it", {},
@@ -169,8 +166,14 @@ def _model(model: str) -> list[Alias]:
             f"{model}.use_flash_attention_2", "packed sequences always use flash attention where there is one", True,
             instead=f"{model}.use_remove_padding=false takes the model's own attention",
         ),
-        gone(f"{model}.exclude_modules", f"name those that get an adapter in {model}.target_modules"),
-        gone(f"{model}.custom_chat_template", f"put it into the tokenizer's folder ({model}.tokenizer_path)"),
+        unset(f"{model}.exclude_modules", []),
+        *_adapters(model),
+        gone(f"{model}.hf_config_path", f"put config.json into {model}.path"),
+        fixed(f"{model}.tiled_mlp.enabled", "feed-forwards are computed whole", False),
+        idle(f"{model}.tiled_mlp", "feed-forwards are computed whole"),
+        *(fixed(f"{model}.mtp.{name}", "heads for several tokens are not trained or used", False)
+          for name in ("enable", "enable_train", "enable_rollout")),
+        idle(f"{model}.mtp", "heads for several tokens are not trained or used"),
         idle(
             f"{model}.override_config.moe_config.freeze_moe_router", "routers are trained", False,
             instead="routers are trained with the rest",
@@ -179,16 +182,61 @@ def _model(model: str) -> list[Alias]:
     ]  # fmt: skip
 
 
+# What Megatron calls the linear layers of a decoder, and what Hugging Face's models do.
+MEGATRON_LAYERS = {
+    "linear_qkv": ["q_proj", "k_proj", "v_proj"],
+    "linear_proj": ["o_proj"],
+    "linear_fc1": ["gate_proj", "up_proj"],
+    "linear_fc2": ["down_proj"],
+}
+
+
+def _layer_names(modules: Any) -> Any:
+    """Names of layers as Hugging Face's models have them; all four of Megatron's are all linear layers."""
+    if not isinstance(modules, list):
+        return modules
+    if set(modules) == set(MEGATRON_LAYERS):
+        return ["all-linear"]
+    return [name for module in modules for name in MEGATRON_LAYERS.get(str(module), [module])]
+
+
+def _adapters(model: str) -> list[Alias]:
+    """`lora.*`, as Megatron's configs have it."""
+    lora = f"{model}.lora"
+    return [
+        read(f"{lora}.rank", f"{model}.lora_rank"),
+        read(f"{lora}.alpha", f"{model}.lora_alpha"),
+        read(f"{lora}.target_modules", f"{model}.target_modules", convert=_layer_names),
+        read(f"{lora}.exclude_modules", f"{model}.exclude_modules", convert=_layer_names),
+        read(f"{lora}.adapter_path", f"{model}.lora_adapter_path"),
+        fixed(f"{lora}.type", "adapters are plain LoRA", "lora"),
+        fixed(f"{lora}.dropout", "adapters have no dropout", 0),
+        idle(f"{lora}.dropout_position", "adapters have no dropout"),
+        idle(f"{lora}.lora_A_init_method", "adapters begin as peft's do: A as Kaiming's", "kaiming", "xavier"),
+        fixed(f"{lora}.lora_B_init_method", "adapters begin as peft's do: B at zero", "zero"),
+        fixed(f"{lora}.a2a_experimental", "adapters are exchanged as weights are", False),
+        gone(f"{lora}.dtype", "adapters are float32"),
+        *(fixed(f"{lora}.freeze_{name}", "all but adapters is frozen", True)
+          for name in ("vision_model", "vision_projection", "language_model")),
+        read(f"{lora}.merge", f"{ROLLOUT}.update_weights_adapters", {True: "merged", False: "alone"}, weak=1),
+    ]  # fmt: skip
+
+
 def _profiler(role: str) -> list[Alias]:
-    how = read if role == ACTOR else agree  # there is one set of ranks
+    if role != ACTOR:  # there is one set of ranks, which the actor's keys say
+        ranks = [idle(f"{role}.profiler.{name}", "global_profiler.ranks says which") for name in ("all_ranks", "ranks")]
+    else:
+        ranks = [
+            idle(f"{role}.profiler.all_ranks", "global_profiler.ranks says which", False),
+            read(f"{role}.profiler.all_ranks", "global_profiler.ranks", {True: []}),
+            idle(f"{role}.profiler.ranks", "global_profiler.ranks says which", []),
+            read(f"{role}.profiler.ranks", "global_profiler.ranks"),
+        ]
     return [
         idle(f"{role}.profiler.enable", "global_profiler.steps says whether and when"),
         read(f"{role}.profiler.tool", "global_profiler.tool"),
         read(f"{role}.profiler.save_path", "global_profiler.save_path"),
-        idle(f"{role}.profiler.all_ranks", "global_profiler.ranks says which", False),
-        how(f"{role}.profiler.all_ranks", "global_profiler.ranks", {True: []}),
-        idle(f"{role}.profiler.ranks", "global_profiler.ranks says which", []),
-        how(f"{role}.profiler.ranks", "global_profiler.ranks"),
+        *ranks,
         idle(f"{role}.profiler", "profilers have no further settings"),
     ]
 
@@ -213,10 +261,25 @@ def _rollout() -> list[Alias]:
         idle(f"{ROLLOUT}.skip_tokenizer_init", "rollouts take and give token ids"),
         idle(
             f"{ROLLOUT}.disable_log_stats", "the run has statistics of its own", True,
-            instead=f"set {ROLLOUT}.engine_kwargs.vllm.disable_log_stats=false",
         ),
+        read(f"{ROLLOUT}.disable_log_stats", f"{ROLLOUT}.engine_kwargs.vllm.disable_log_stats"),
+        read(f"{ROLLOUT}.checkpoint_engine.{BUCKET}", f"{ROLLOUT}.{BUCKET}"),
+        idle(f"{ROLLOUT}.checkpoint_engine.backend", "weights go by the quickest way that the two sides have"),
+        idle(f"{ROLLOUT}.checkpoint_engine.engine_kwargs", "there is nothing in it", {}, instead="leave it out"),
+        read(f"{ROLLOUT}.enable_sleep_mode", f"{ROLLOUT}.free_cache_engine", weak=1),
+        fixed(f"{ROLLOUT}.logprobs_mode", "log-probs are those of the distribution that was sampled from",
+              "processed_logprobs"),
+        fixed(f"{ROLLOUT}.scheduling_policy", "requests are served as they come", "fcfs"),
+        idle(f"{ROLLOUT}.sglang_rollout_mode", "SGLang is a server beside each rank", "server"),
+        idle(f"{ROLLOUT}.server", "trainer.deadlines and the rollout's own retries say how long it is waited for"),
+        gone(f"{ROLLOUT}.quantization_config_file", f"see {ROLLOUT}.quantization"),
+        gone(f"{ROLLOUT}.mtp", "rollouts do not speculate"),
+        idle(f"{ROLLOUT}.layer_name_map", "weights are matched by the families' own names"),
+        idle(f"{ROLLOUT}.engine_kwargs.trtllm", "there is nothing in it", {},
+             instead=f"there is no TensorRT-LLM: {ROLLOUT}.name is embedded, vllm, sglang or hf"),
+        idle(f"{ROLLOUT}.trace.max_samples_per_step_per_worker", "nothing is traced"),
         gone(f"{ROLLOUT}.cudagraph_capture_sizes", f"set it in {ROLLOUT}.engine_kwargs.vllm.compilation_config"),
-        fixed(f"{ROLLOUT}.over_sample_rate", "all answers are waited for", 0),
+        idle(f"{ROLLOUT}.over_sample_rate", "no prompt is begun to be given up: all answers are waited for"),
         idle(f"{ROLLOUT}.agent.num_workers", "turns run inside the rollout's processes"),
         agree(
             f"{ROLLOUT}.agent.default_agent_loop", f"{TURNS}.enable",
@@ -233,6 +296,7 @@ def _rollout() -> list[Alias]:
         idle(f"{ROLLOUT}.skip_dump_dir", "samples are always generated"),
         idle(f"{ROLLOUT}.prometheus.enable", "there is none", False, instead="see trainer.logger"),
         idle(f"{ROLLOUT}.prometheus", "there is none"),
+        gone(f"{TURNS}.num_repeat_rollouts", f"set {ROLLOUT}.n"),
         read(f"{TURNS}.max_turns", f"{TURNS}.max_assistant_turns"),
         idle(
             f"{TURNS}.use_inference_chat_template", "turns go on from the tokens that were sampled", False,
@@ -258,6 +322,9 @@ def _data() -> list[Alias]:
         read("data.pack_sequences", f"{MODEL}.use_remove_padding"),
         gone("data.max_packed_seq_len", f"set {ACTOR}.use_dynamic_bsz=true and ppo_max_token_len_per_gpu"),
         fixed("data.validation_shuffle", "validation keeps the files' order", False),
+        idle("data.image_patch_size", "the model's own processor says it"),
+        idle("data.return_multi_modal_inputs", "images travel with their prompts"),
+        idle("data.video_key", "there are no videos", "videos", instead="videos are not read: leave it out"),
         gone("data.datagen.path", "write a file, and order its rows with data.sampler"),
         gone("data.datagen.name", "write a file, and order its rows with data.sampler"),
     ]  # fmt: skip
@@ -282,6 +349,7 @@ def _rewards() -> list[Alias]:
         read("reward_model.launch_reward_fn_async", "reward_manager.overlap"),
         gone("reward_model.sandbox_fusion.url", "the reward function code has a sandbox of its own"),
         idle("reward_model.sandbox_fusion", "the reward function code has a sandbox of its own"),
+        *_reward_service(),
         idle("reward_model.enable_resource_pool", "reward_model.nnodes says whether it has devices of its own"),
         gone("reward_model.max_length", "samples are scored whole"),
         agree("reward_model.model.input_tokenizer", f"{MODEL}.path"),
@@ -289,8 +357,37 @@ def _rewards() -> list[Alias]:
     ]
 
 
+def _reward_service() -> list[Alias]:
+    """A reward model that verl serves by a rollout engine: here it runs in a training engine, forward only."""
+    return [
+        idle("reward_model.use_reward_loop", "functions and models score in one way"),
+        idle("reward_model.num_workers", "functions run in the controller, or in reward_manager.num_processes"),
+        idle("reward_model.rollout", "a reward model scores whole samples in the engine of reward_model.strategy"),
+        unset("reward_model.forward_max_token_len_per_gpu", 32768),
+        unset("reward_manager.name", "naive"),
+        *(fixed(f"{place}source", "managers are named, or file.py:name", "register")
+          for place in ("reward_model.reward_loop_", "reward_manager.")),
+        *(gone(f"reward_model.reward_loop_{name}", "set reward_manager.name=file.py:name")
+          for name in ("module_path", "class_name")),
+        gone("reward_manager.module.path", "set reward_manager.name=file.py:name"),
+        idle("reward_manager.module.name", "no file is named", "custom_reward_manager",
+             instead="set reward_manager.name=file.py:name"),
+        unset("custom_reward_function.name", "compute_score"),
+    ]  # fmt: skip
+
+
 def _run() -> list[Alias]:
     return [
+        *(read(f"trainer.{name}", f"trainer.{name}", {False: -1, None: -1}, itself=True)
+          for name in ("test_freq", "save_freq")),
+        *(read(f"trainer.{name}_freq", f"trainer.{name}_after_epoch", {"after_each_epoch": True}, "after_each_epoch")
+          for name in ("test", "save")),
+        unset("data.val_files", []),
+        unset("critic.model.trust_remote_code", False),
+        unset("algorithm.rollout_correction.rollout_is_threshold", 2.0),
+        fixed("transfer_queue.enable", "batches go from the controller to the workers", False),
+        idle("transfer_queue", "batches go from the controller to the workers"),
+        idle("algorithm.pf_ppo", "algorithm.use_pf_ppo is off"),
         read("actor_rollout_ref.nccl_timeout", "trainer.deadlines.collective"),
         read("trainer.default_hdfs_dir", "trainer.remote_dir"),
         read("trainer.ray_wait_register_center_timeout", "trainer.deadlines.start"),
@@ -316,6 +413,7 @@ def _run() -> list[Alias]:
 
 # Tried in order, each on the result of those before.
 ALIASES: tuple[Alias, ...] = (
+    *SFT,
     *_reference(),
     *(alias for role in (ACTOR, REF, ROLLOUT, "critic", "reward_model") for alias in _profiler(role)),
     read(f"{ACTOR}.fsdp_config.gradient_checkpointing", f"{MODEL}.enable_gradient_checkpointing"),
@@ -327,6 +425,12 @@ ALIASES: tuple[Alias, ...] = (
     *(alias for model in (MODEL, "critic.model", "reward_model.model", "model") for alias in _model(model)),
     agree(f"{ACTOR}.use_remove_padding", f"{MODEL}.use_remove_padding"),
     idle(f"{ACTOR}.use_fused_kernels", "log-probs always run in the engine's own kernels"),
+    *(read(f"{ACTOR}.{name}", f"{ACTOR}.policy_loss.{name}") for name in ("tau_pos", "tau_neg")),
+    idle(f"{ACTOR}.use_prefix_grouper", "each sample is computed with its own prompt: the same numbers, more slowly"),
+    idle(f"{ACTOR}.calculate_entropy", "the entropy is always in the metrics"),
+    idle(f"{ACTOR}.calculate_sum_pi_squared", "it follows from algorithm.adv_estimator"),
+    idle(f"{ACTOR}.sum_pi_squared_checkpointing", CHUNKS),
+    *(gone(f"{ACTOR}.router_replay.{name}_file", "routes stay in memory") for name in ("record", "replay")),
     agree(f"{ACTOR}.rollout_n", f"{ROLLOUT}.n"),
     read(f"{ACTOR}.use_token_level_loss", f"{ACTOR}.loss_agg_mode", {True: "token-mean", False: "seq-mean-token-mean"}),
     idle(f"{ACTOR}.tis_imp_ratio_cap", "it is off", -1, instead="set algorithm.rollout_correction.rollout_is=token"),
@@ -346,6 +450,7 @@ ALIASES: tuple[Alias, ...] = (
     *_data(),
     *_rewards(),
     *_run(),
+    *ASYNC,
 )
 PLACES: dict[str, list[int]] = {}  # of the aliases of a key
 for _place, _alias in enumerate(ALIASES):
@@ -360,32 +465,43 @@ class Reading:
     value: Any
     agrees: bool = False
     over_ranks: bool = False
+    weak: int = 0
+    needs: tuple[str, tuple[Any, ...]] | None = None  # a key of ours without such a value in the end: `problem` holds
     note: str | None = None
     problem: str | None = None
 
 
 def read_setting(name: str, value: Any) -> Reading:
     """How a key and its value are understood here."""
-    written, agrees, over_ranks = name, False, False
-    if name.rpartition(".")[2] == "_target_":
-        return Reading(None, value)  # Hydra's word for a class, where there is none to choose
+    written, agrees, over_ranks, weak = name, False, False, 0
+    if name.rpartition(".")[2] == "_target_" or name.partition(".")[0] == "hydra":
+        return Reading(None, value)  # Hydra's own words: a class, where there is none to choose, and its settings
     place = 0
     while (place := _next_match(name, place)) < len(ALIASES):
         alias = ALIASES[place]
         place += 1
-        value = next((ours for theirs, ours in alias.values.items() if value == theirs), value)
+        fits = not alias.only or any(same(value, known) for known in alias.only)
+        if alias.new is not None and not fits:
+            continue
+        if alias.new is not None and value is None and not alias.values:
+            return Reading(None, value)  # another name for a key of ours: null always means that it is not set
+        value = next((ours for theirs, ours in alias.values.items() if same(value, theirs)), value)
+        if alias.new is not None and alias.convert is not None:
+            value = alias.convert(value)
         if alias.new is not None:
             name = alias.new + name[len(alias.old) :]
-            agrees, over_ranks = agrees or alias.agrees, over_ranks or alias.over_ranks
+            agrees, over_ranks, weak = agrees or alias.agrees, over_ranks or alias.over_ranks, weak or alias.weak
         elif value is None:
             return Reading(None, value)
-        elif alias.why and (not alias.only or value in alias.only):
-            return Reading(None, value, note=f"{alias.old} is not needed: {alias.why}")
+        elif alias.why and fits:
+            problem = f"{written}={value} is not supported: {alias.instead}" if alias.needs else None
+            note = f"{alias.old} is not needed: {alias.why}"
+            return Reading(None, value, needs=alias.needs, note=note, problem=problem)
         elif alias.instead:
             return Reading(None, value, problem=f"{written}={value} is not supported: {alias.instead}")
     if value is None and (agrees or over_ranks):
         return Reading(None, value)
-    return Reading(name, value, agrees, over_ranks)
+    return Reading(name, value, agrees, over_ranks, weak)
 
 
 def canonical(name: str) -> str:
@@ -394,7 +510,7 @@ def canonical(name: str) -> str:
     while (place := _next_match(name, place)) < len(ALIASES):
         alias = ALIASES[place]
         place += 1
-        if alias.new is not None:
+        if alias.new is not None and not alias.only:
             name = alias.new + name[len(alias.old) :]
     return name
 
@@ -419,24 +535,31 @@ def _matches(alias: Alias, name: str) -> bool:
     if name == alias.old:
         return not alias.besides
     below = name.removeprefix(f"{alias.old}.")
-    return below != name and below.split(".")[0] not in alias.besides
+    return below != name and not alias.itself and below.split(".")[0] not in alias.besides
+
+
+# How alike names must be to be taken for one another: the last components, and what stands before them.
+NEAR, NEAR_PARENTS = 0.66, 0.6
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name most like a misspelt one: the first that ends so, or alike as a whole and in the last component."""
+    """The name that a misspelt one is likely to mean: the first that ends so, else the one most alike if it is near."""
     names = list(names)
     if (longer := next((candidate for candidate in names if candidate.endswith(f".{name}")), None)) is not None:
         return longer
     parent, _, last = name.rpartition(".")
 
-    def likeness(candidate: str) -> float:
+    def likeness(candidate: str) -> tuple[float, float]:
         candidate_parent, _, candidate_last = candidate.rpartition(".")
-        return (
-            difflib.SequenceMatcher(None, name, candidate).ratio()
-            + difflib.SequenceMatcher(None, last, candidate_last).ratio()
-            + (candidate_last == last)
-            + 0.5 * bool(parent and candidate_parent == parent)
-        )
+        return _alike(last, candidate_last), _alike(parent, candidate_parent)
 
-    best = max(names, key=likeness, default=None)
-    return best if best is not None and likeness(best) > 1.1 else None
+    near = [(sum(likeness(candidate)), candidate) for candidate in names if _is_near(*likeness(candidate))]
+    return max(near, key=lambda pair: pair[0])[1] if near else None
+
+
+def _is_near(last: float, parent: float) -> bool:
+    return last >= NEAR and parent >= NEAR_PARENTS
+
+
+def _alike(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()

@@ -29,9 +29,27 @@ def chat_template_problems(kwargs: dict[str, Any], model: ModelConfig, check_fil
     key, folder = "data.apply_chat_template_kwargs", model.tokenizer_path or model.path
     problems = template_name_problems(kwargs, key)
     # A tokenizer's own code may bring a template that no file shows.
+    if (template := model.custom_chat_template) is not None:
+        return problems or template_syntax_problems(template) or unmentioned(kwargs, key, template, "the given one")
     if problems or not check_files or folder is None or model.trust_remote_code:
         return problems
     return template_file_problems(kwargs, key, folder)
+
+
+def template_syntax_problems(template: str) -> list[str]:
+    """What is wrong with a template that the config gives."""
+    from jinja2 import Environment, TemplateError  # most runs have none
+
+    key = "model.custom_chat_template"
+    if template.strip().count("{{") + template.strip().count("{%") == 0:
+        return [f"{key} must be a Jinja template, the text itself and no file: {template[:60]!r} inserts nothing"]
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
+            template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+        )
+    except TemplateError as error:
+        return [f"{key} is no Jinja template: {error}"]
+    return []
 
 
 def template_name_problems(names: Iterable[Any], key: str) -> list[str]:
@@ -51,8 +69,13 @@ def template_file_problems(names: Iterable[str], key: str, folder: str | Path) -
     text = template_text(Path(folder))
     if text is None:
         return [f"{key} has no effect: {folder} has no chat template"]
-    idle = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", text)]
-    return [f"{key}: the chat template in {folder} does not mention '{name}': it would change nothing" for name in idle]
+    return unmentioned(names, key, text, str(folder))
+
+
+def unmentioned(names: Iterable[str], key: str, template: str, where: str) -> list[str]:
+    """Names that a chat template does not mention."""
+    idle = [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
+    return [f"{key}: the chat template in {where} does not mention '{name}': it would change nothing" for name in idle]
 
 
 def template_text(folder: Path) -> str | None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from meshrl.config.critic import uses_critic
+from meshrl.config.errors import Note
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SupervisedConfig
 from meshrl.config.trainer import TrainerConfig
@@ -33,7 +34,10 @@ def checkpoint_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
         idle = ["trainer.remote_dir"] if trainer.remote_dir and trainer.resume_mode != "auto" else []
         for role in roles:
             idle += [name for key in ("save_contents", "async_save") for name in changed_keys(config, f"{role}.{key}")]
-        return problems + [f"{name} has no effect without trainer.save_freq" for name in idle]
+        return problems + [
+            (Note if name.endswith(".save_contents") else str)(f"{name} has no effect without trainer.save_freq")
+            for name in idle
+        ]
     for role in roles:
         contents = get_value(config, f"{role}.save_contents")
         if "model" not in contents:

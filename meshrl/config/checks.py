@@ -33,7 +33,7 @@ from meshrl.config.data_files import data_file_problems
 from meshrl.config.eight_bits import eight_bit_file_problems, eight_bit_problems
 from meshrl.config.engine import EngineConfig
 from meshrl.config.engine_arguments import engine_argument_problems
-from meshrl.config.errors import ConfigError
+from meshrl.config.errors import ConfigError, Note
 from meshrl.config.families import GATED_DELTA, engine_problem, gpu_problem
 from meshrl.config.gates import gate_problems
 from meshrl.config.layout import engine_problems, rollout_problems, sequence_ranks
@@ -47,14 +47,15 @@ from meshrl.config.own_code import external_lib_problems, own_function_problems
 from meshrl.config.packages import package_problems
 from meshrl.config.pools import pool_problems, ranks_of, whose
 from meshrl.config.preferences import PreferenceConfig, preference_problems
+from meshrl.config.recipe import VERL_CONFIGS
 from meshrl.config.reference_layout import reads_the_other_engine, reference_layout_problems
 from meshrl.config.reward import reward_file_problems, reward_problems
-from meshrl.config.rollout import READERS, UNNEEDED
+from meshrl.config.rollout import READERS, SPEED_KEYS, UNNEEDED
 from meshrl.config.root import PPOConfig
 from meshrl.config.router_replay import replay_file_problems, replay_problems
 from meshrl.config.sampling import sampling_problems
 from meshrl.config.seeing import seeing_problems
-from meshrl.config.sft import SupervisedConfig
+from meshrl.config.sft import SFTDataConfig, SupervisedConfig
 from meshrl.config.split_rollout import split_file_problems, split_problems
 from meshrl.config.telemetry_checks import profiler_problems, timeline_problems
 from meshrl.config.trainer import RunConfig
@@ -71,6 +72,11 @@ FSDP_ONLY_KEYS = (
     "keep_logits_megabytes",
 )
 FSDP_ONLY_MODEL_KEYS = ("lora_rank", "lora_adapter_path", "enable_activation_offload", "use_remove_padding")
+# Where and in which pieces a critic would run, which is nothing to miss where there is none.
+CRITIC_PLACES = (
+    "critic.strategy", "critic.fsdp_config.", "critic.megatron.", "critic.ulysses_sequence_parallel_size",
+    "critic.ppo_micro_batch_size_per_gpu", "critic.use_dynamic_bsz", "critic.ppo_max_token_len_per_gpu",
+)  # fmt: skip
 # Policy losses whose objective is a mean of sequences.
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
 IDLE_FSDP_KEYS = {"fsdp2": "use_orig_params", "fsdp": "reshard_after_forward"}
@@ -86,6 +92,11 @@ def ensure_runnable(config: PPOConfig | SupervisedConfig, check_files: bool = Tr
 
 def check_config(config: PPOConfig | SupervisedConfig, check_files: bool = True) -> list[str]:
     """All problems of a config, a line each; `check_files` also looks at data, model folder and reward function."""
+    return [line for line in _checked(config, check_files) if not isinstance(line, Note)]
+
+
+def _checked(config: PPOConfig | SupervisedConfig, check_files: bool) -> list[str]:
+    """Problems, and notes on keys without effect that do no harm."""
     config = copy.deepcopy(config)
     fill_followers(config)
     problems = [problem for _, problem in value_problems(config)]
@@ -118,10 +129,14 @@ def check_notes(config: PPOConfig | SupervisedConfig, sources: Mapping[str, str]
         notes.append(
             f"{ACTOR}.clip_ratio has no effect beside clip_ratio_low and clip_ratio_high, which say both sides"
         )
-    known = check_config(config, check_files=False)
+    known = _checked(config, check_files=False)
     with counted_as_changed(written):
-        more = check_config(config, check_files=False)
-    return [*notes, *(line for line in more if line not in known)]
+        more = _checked(config, check_files=False)
+    problems = [line for line in known if not isinstance(line, Note)]
+    found = [line for line in [*known, *more] if line not in problems]
+    # What a file of verl chooses for all of its scripts is nothing that somebody wrote.
+    chosen = tuple(f"{name} has no effect" for name, source in sources.items() if source in VERL_CONFIGS)
+    return [str(line) for line in dict.fromkeys([*notes, *found]) if not line.startswith(chosen)]
 
 
 def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
@@ -267,7 +282,12 @@ def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
         ]
     if not uses_critic(critic, estimator):
         changed = [*changed_keys(config, "critic."), *changed_keys(config, "trainer.critic_warmup")]
-        return [f"{name} has no effect with algorithm.adv_estimator={estimator}: it has no critic" for name in changed]
+        return [
+            (Note if name.startswith(CRITIC_PLACES) else str)(
+                f"{name} has no effect with algorithm.adv_estimator={estimator}: it has no critic"
+            )
+            for name in changed
+        ]
     problems = [
         *engine_problems(critic, "critic", ranks_of(config, critic), whose(critic, "critic")),
         *_idle_engine_problems(config, critic, "critic", "critic.model"),
@@ -328,9 +348,22 @@ def _reward_model_problems(config: PPOConfig, check_files: bool) -> list[str]:
     return problems
 
 
+def _epoch_problems(config: SupervisedConfig) -> list[str]:
+    """Validations and checkpoints after every pass stand for their numbers of steps, also in the checks after this."""
+    trainer, problems = config.trainer, []
+    for what in ("test", "save"):
+        if not getattr(trainer, f"{what}_after_epoch"):
+            continue
+        if (steps := getattr(trainer, f"{what}_freq")) > 0:
+            problems.append(f"trainer.{what}_freq={steps} and {what}_after_epoch=true both say when: choose one")
+        setattr(trainer, f"{what}_freq", 1)
+    return problems
+
+
 def _check_supervised(config: SupervisedConfig, check_files: bool) -> list[str]:
     data, engine = config.data, config.engine
     problems = [
+        *_epoch_problems(config),
         *engine_problems(engine, "engine", config.trainer.world_size),
         *batch_problems(config),
         *sample_problems(config),
@@ -348,6 +381,10 @@ def _check_supervised(config: SupervisedConfig, check_files: bool) -> list[str]:
             f"data.max_token_len_per_gpu ({_times(data.max_token_len_per_gpu, engine)}) must hold the longest "
             f"{config.noun}: {names if together == 1 else f'{together} * ({names})'} ({longest * together})"
         )
+    if isinstance(data, SFTDataConfig) and data.messages_key is not None:
+        names = ("prompt_as_message", "prompt_dict_keys", "response_dict_keys")
+        idle = [name for key in names for name in changed_keys(config, f"data.{key}")]
+        problems += [f"{name} has no effect with data.messages_key={data.messages_key}" for name in idle]
     if isinstance(config, PreferenceConfig):
         problems += preference_problems(config)
     if check_files:
@@ -417,13 +454,17 @@ def _rollout_size_problems(config: PPOConfig) -> list[str]:
 def _reader_problems(config: PPOConfig) -> list[str]:
     """Keys of the rollout, and of the judge, that are set, but that their engine does not read."""
     name, judge, memory = config.actor_rollout_ref.rollout.name, config.reward.judge, "gpu_memory_utilization"
+    # What one engine's scripts carry for another: none of it changes an answer.
+    others = {"engine_kwargs.vllm": name == "sglang", "engine_kwargs.sglang": name == "vllm"}
     of_judge = [
         f"{changed} is only read by reward.judge.engine={' or '.join(READERS[memory])}, but it is {judge.engine}"
         for changed in changed_keys(config, f"reward.judge.{memory}")
         if judge.engine not in READERS[memory]
     ]
     return of_judge + [
-        f"{changed} is only read by {ROLLOUT}.name={' or '.join(engines)}, but it is {name}"
+        (Note if others.get(key, key in SPEED_KEYS) else str)(
+            f"{changed} is only read by {ROLLOUT}.name={' or '.join(engines)}, but it is {name}"
+        )
         for key, engines in READERS.items()
         if name not in engines and key not in UNNEEDED.get(name, {})
         for changed in changed_keys(config, f"{ROLLOUT}.{key}")
@@ -467,9 +508,11 @@ def _algorithm_problems(config: PPOConfig) -> list[str]:
         idle = changed_keys(config, "algorithm.rollout_correction.rollout_is")
         problems += [f"{name} has no effect with {asked[-1]}, which weighs by the plain ratio" for name in idle]
     if not algorithm.use_kl_in_reward:
+        why, weight = "has no effect with algorithm.use_kl_in_reward=false", "algorithm.kl_ctrl.kl_coef"
         idle = [*changed_keys(config, "algorithm.kl_ctrl."), *changed_keys(config, "algorithm.kl_penalty")]
-        off = "algorithm.kl_ctrl.kl_coef" if algorithm.kl_ctrl.kl_coef == 0 else None  # 0 says the same
-        problems += [f"{name} has no effect with algorithm.use_kl_in_reward=false" for name in idle if name != off]
+        if weight in idle and algorithm.kl_ctrl.kl_coef != 0:  # 0 says the same
+            problems.append(f"{weight} {why}")
+        problems += [Note(f"{name} {why}") for name in idle if name != weight]
     if asked and (correction.bypass_mode or not rollout.calculate_log_probs):
         problems.append(
             f"{asked[0]} compares the trainer's log-probs with the rollout's: rollout_correction.bypass_mode must be "
@@ -577,13 +620,27 @@ def _idle_engine_problems(
         changed += [name for key in FSDP_ONLY_MODEL_KEYS for name in changed_keys(config, f"{model_prefix}.{key}")]
     else:
         changed += changed_keys(config, f"{prefix}.fsdp_config.{IDLE_FSDP_KEYS[engine.strategy]}")
-    problems = [f"{name} has no effect with {prefix}.strategy={engine.strategy}" for name in changed]
+    problems = [
+        (Note if name.endswith(".fsdp_config.use_orig_params") else str)(
+            f"{name} has no effect with {prefix}.strategy={engine.strategy}"
+        )
+        for name in changed
+    ]
     model: ModelConfig = get_value(config, model_prefix)
+    if prefix in ("critic", "reward_model") and model.custom_chat_template is not None:
+        problems.append(f"{model_prefix}.custom_chat_template has no effect: it gets the policy's token ids")
     if not model.has_adapters:
         idle_keys = [
             n for key in ("lora_alpha", "target_modules") for n in changed_keys(config, f"{model_prefix}.{key}")
         ]
+        idle_keys = [] if model.lora_alpha == 0 else idle_keys  # a scale of 0 says that no adapter is meant
         problems += [f"{name} has no effect without {model_prefix}.lora_rank" for name in idle_keys]
+        problems += [
+            Note(f"{name} has no effect without {model_prefix}.lora_rank")
+            for name in changed_keys(config, f"{model_prefix}.exclude_modules")
+        ]
+    elif model.lora_adapter_path is not None and model.exclude_modules:
+        problems.append(f"{model_prefix}.exclude_modules has no effect with lora_adapter_path, which says its modules")
     needs = {"activation_memory_budget": "use_torch_compile", "megatron.grad_offload": "megatron.optimizer_offload"}
     for name, needed in needs.items():
         given = changed_keys(config, f"{prefix}.{name}")

@@ -135,10 +135,12 @@ def _template_problems(config: PPOConfig | SupervisedConfig, seen: Glance) -> li
     model = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
     folder = Path(model.tokenizer_path or model.path or "nowhere")
     # A tokenizer's own code may bring a template that no file shows.
-    if model.trust_remote_code or not folder.is_dir() or template_text(folder) is not None:
+    if model.trust_remote_code or not folder.is_dir() or (model.custom_chat_template or template_text(folder)):
         return []
     # A demonstration's response is always a text, and a label no text at all.
     others = ("label_key",) if isinstance(config, PreferenceConfig) else ("response_key",)
+    if isinstance(config.data, SFTDataConfig) and config.data.prompt_dict_keys:
+        others += ("prompt_key",)  # the prompt is somewhere inside
     keys = [key for key in _column_keys(config, seen) if key not in others]
     return [
         f"has chat messages in {getattr(config.data, key)!r} (data.{key}), but {folder} has no chat template: put one "

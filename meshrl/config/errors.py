@@ -15,6 +15,12 @@ class ConfigError(ValueError):
         return ConfigError, (self.problems,)
 
 
+class Note(str):
+    """A line about a key that does nothing here and costs the user nothing: printed, and no reason to refuse."""
+
+    __slots__ = ()
+
+
 @contextmanager
 def told_without_traceback(key: str = "") -> Iterator[None]:
     """What is refused inside (data, a package, a folder) is the user's to change: it becomes a `ConfigError`."""

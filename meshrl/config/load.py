@@ -18,7 +18,7 @@ from meshrl.config.layout import dp_size
 from meshrl.config.names import ACTOR, COMMAND_LINE, REF
 from meshrl.config.pools import OwnDevices, ranks_of
 from meshrl.config.preferences import PreferenceConfig
-from meshrl.config.recipe import Recipe, read_recipes
+from meshrl.config.recipe import Recipe, group_settings, read_recipes
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
 from meshrl.config.tree import Leaf, fill_followers, get_value, leaves, sections, set_value, type_name
@@ -61,22 +61,26 @@ def load_config(
     notes: list[str] = []
     settings: list[Setting] = []
     for file in read_recipes(recipe) if recipe is not None else []:
-        settings += _settings_of(file, root)
+        settings += settings_of(file, root)
     for override in overrides:
         try:
-            settings += _parse_override(override, root)
+            if override.startswith("~"):
+                settings = _without(settings, override, root)
+            else:
+                settings += parse_override(override, root)
         except ConfigError as error:
             problems += error.problems
 
     with _lent_tree(root) as lent:
         sources = dict.fromkeys(leaves(root), "default")
         waiting: list[Waiting] = []
-        for setting in settings:
-            reading = read_setting(setting.name, setting.value)
-            problem = reading.problem
+        readings = [(setting, read_setting(setting.name, setting.value)) for setting in settings]
+        # What only stands in for a key comes before all that sets it.
+        for setting, reading in sorted(readings, key=lambda pair: -pair[1].weak):
+            problem = None if reading.needs else reading.problem
             if reading.note:
                 notes.append(reading.note)
-            if reading.name is not None and (reading.agrees or reading.over_ranks):
+            if reading.needs or (reading.name is not None and (reading.agrees or reading.over_ranks)):
                 waiting.append((setting, reading))
             elif reading.name is not None:
                 notes += _read_as(setting, reading)
@@ -99,7 +103,7 @@ def _read_as(setting: Setting, reading: Reading) -> list[str]:
     return [f"{setting.name} is read as {reading.name} ({setting.source})"] if reading.name != setting.name else []
 
 
-def _settings_of(file: Recipe, root: type) -> Iterator[Setting]:
+def settings_of(file: Recipe, root: type) -> Iterator[Setting]:
     """What a recipe asks for: keys that hold texts take them as they are written, not as YAML types them."""
     written = dict(_flatten(file.written, "", root))
     for name, value in _flatten(file.values, "", root):
@@ -206,9 +210,11 @@ def _divide_over_ranks(config: Any, sources: dict[str, str], waiting: Sequence[W
 
 
 def _disagreements(config: Any, waiting: Sequence[Waiting]) -> list[str]:
-    """Keys that may only repeat what another key says, and say something else."""
+    """Keys that may only repeat what another key says, or that do nothing beside it, where it says something else."""
     problems = []
     for setting, reading in waiting:
+        if reading.needs and _value_at(config, reading.needs[0]) not in reading.needs[1]:
+            problems.append(f"{reading.problem} ({setting.source})")
         if not reading.agrees:
             continue
         assert reading.name is not None
@@ -261,14 +267,34 @@ def _flatten(values: dict[str, Any], prefix: str, root: type) -> Iterator[tuple[
             yield name, value
 
 
-def _parse_override(text: str, root: type) -> list[Setting]:
+def _without(settings: list[Setting], override: str, root: type) -> list[Setting]:
+    """The settings but for those of a key that Hydra's `~key` takes away, so that it has its default again."""
+    name = override[1:].partition("=")[0].strip()
+    meant = canonical(name)
+    if not has_alias(name) and _leaf_of(meant, root) is None and meant not in sections(root):
+        raise ConfigError([f"{_unknown(meant, override, root)} ({COMMAND_LINE})"])
+    return [
+        setting
+        for setting in settings
+        if f"{setting.name}.".partition(f"{name}.")[0] and f"{canonical(setting.name)}.".partition(f"{meant}.")[0]
+    ]
+
+
+def parse_override(text: str, root: type) -> list[Setting]:
     name, equals, value = text.partition("=")
     name = name.lstrip("+").strip()
     if not equals or not name or name.startswith(("-", "~")):
         raise ConfigError([f"cannot read the override {text!r}: write it as a.b.c=value"])
+    if "@" in name:
+        if (chosen := group_settings(value.strip())) is None:
+            raise ConfigError([f"cannot read {text!r}: {value} is no file of verl's that is known here; set its keys"])
+        return [Setting(key, given, COMMAND_LINE) for key, given in chosen.items()]
     leaf = _leaf_of(canonical(name), root)
+    if not value.strip() and (leaf is None or not leaf.takes_any_text or leaf.base_type is list):
+        raise ConfigError([f"{text} has no value: is a variable of the shell empty? Write null to leave a key unset"])
     is_text = leaf is not None and leaf.takes_any_text
-    if is_text and _is_plain(value.strip()):
+    is_one_text = leaf is not None and is_text and leaf.base_type is str
+    if is_text and (_is_plain(value.strip()) or (is_one_text and value.strip().startswith(("[", "{")))):
         return [Setting(name, value.strip(), COMMAND_LINE)]
     try:
         if is_text:

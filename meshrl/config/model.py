@@ -12,6 +12,9 @@ class ModelConfig:
         None, "Folder with the Hugging Face model (config.json, weights, tokenizer), or its name on the hub."
     )
     tokenizer_path: str | None = key(None, "Folder with the tokenizer; null: the model's folder.")
+    custom_chat_template: str | None = key(
+        None, "Chat template (Jinja) of the run instead of the tokenizer's; it is saved with the trained model."
+    )
     trust_remote_code: bool = key(False, "Run model or tokenizer code found in the folder.")
     external_lib: str | None = key(
         None, "Python module (or file) imported first, here and in every worker: it may register losses and models."
@@ -27,6 +30,9 @@ class ModelConfig:
     lora_rank: int = key(0, "Rank of the LoRA adapter; 0: train all weights.", low=0)
     lora_alpha: float = key(16.0, "Scale of the LoRA adapter, over its rank.", low=0)
     target_modules: list[str] = key(["all-linear"], "Modules that get an adapter.")
+    exclude_modules: list[str] = key(
+        [], "Modules that get none: last parts of names, or patterns of whole names such as .*visual.*."
+    )
     lora_adapter_path: str | None = key(None, "Folder of a peft adapter to start from.")
 
     @property

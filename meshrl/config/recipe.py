@@ -1,7 +1,7 @@
 """Reading recipes: YAML files, shipped or one's own, that may stand on one other recipe."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +16,31 @@ from meshrl.config import quick_yaml
 from meshrl.config.errors import ConfigError
 
 SHIPPED = Path(meshrl.recipes.__file__).parent
+# verl's own files, as a `defaults` list or --config-name names them: what they choose beyond the defaults here.
+_MEGATRON = {"actor_rollout_ref.actor.strategy": "megatron", "critic.strategy": "megatron"}
+VERL_CONFIGS: dict[str, dict[str, Any]] = {
+    "ppo_trainer": {},
+    "ppo_megatron_trainer": _MEGATRON,
+    "_generated_ppo_trainer": {},
+    "_generated_ppo_megatron_trainer": _MEGATRON,
+    "sft_trainer": {},
+    "sft_trainer_engine": {},
+    "fully_async_ppo_trainer": {},
+    "fully_async_ppo_megatron_trainer": _MEGATRON,
+    "one_step_off_ppo_trainer": {},
+    "one_step_off_ppo_megatron_trainer": _MEGATRON,
+}
+# Entries `section@place: file` of such lists, and of overrides: the files of verl that choose an engine.
+VERL_GROUPS: dict[str, dict[str, str]] = {
+    "megatron_actor": {"actor_rollout_ref.actor.strategy": "megatron"},
+    "megatron_critic": {"critic.strategy": "megatron"},
+    "megatron_reward_model": {"reward_model.strategy": "megatron"},
+    "megatron_reward_loop": {"reward_model.strategy": "megatron"},
+}
+VERL_PARTS = (
+    "dp_actor", "dp_critic", "dp_ref", "dp_reward_model", "dp_reward_loop", "megatron_ref", "legacy_data", "rollout",
+    "hf_model", "rollout_correction", "reward_manager", "profiler", "fsdp", "megatron",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,14 +64,14 @@ def shipped_recipes() -> list[str]:
 
 def is_recipe(word: str) -> bool:
     """Whether a word of the command line names a recipe, and does not set a key."""
-    return "=" not in word or (word.endswith((".yaml", ".yml")) and Path(word).is_file())
+    return ("=" not in word and not word.startswith("~")) or (word.endswith((".yaml", ".yml")) and Path(word).is_file())
 
 
 def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:
     """The file of a recipe given by path (also relative to `beside`) or by shipped name."""
     given = Path(recipe)
     folders = [Path(), *([beside] if beside else [])]
-    for candidate in (folder / given for folder in folders):
+    for candidate in (folder / name for folder in folders for name in (given, Path(f"{given}.yaml"))):
         if candidate.is_file():
             return candidate
     shipped = SHIPPED / f"{given}.yaml"
@@ -58,6 +83,8 @@ def find_recipe(recipe: str | Path, beside: Path | None = None) -> Path:
 def read_recipes(recipe: str | Path) -> list[Recipe]:
     """A recipe and those it stands on, the outermost ancestor first."""
     chain: list[Recipe] = []
+    if (name := _verl_name(recipe)) is not None:
+        return [_chosen(name, VERL_CONFIGS[name])]
     path = find_recipe(recipe)
     while True:
         if any(path.samefile(known.path) for known in chain):
@@ -65,13 +92,52 @@ def read_recipes(recipe: str | Path) -> list[Recipe]:
             raise ConfigError([f"recipes stand on each other in a circle: {names}"])
         read = _read(path)
         read.values.pop("defaults", None)
-        parent = read.written.pop("defaults", None)
+        named = read.written.pop("defaults", None)
         chain.append(read)
+        parent, chosen = _parent(path, named)
+        chain += chosen
         if parent is None:
             return chain[::-1]
-        if not isinstance(parent, str):
-            raise ConfigError([f"{path}: defaults must be the name or path of one other recipe, not {parent!r}"])
         path = find_recipe(parent, beside=path.parent)
+
+
+def _parent(path: Path, named: Any) -> tuple[str | None, list[Recipe]]:
+    """The one recipe that `defaults` (a name, or Hydra's list) stands on, and what the files of verl in it choose."""
+    entries = named if isinstance(named, list) else [] if named is None else [named]
+    parents, chosen = [], []
+    for entry in entries:
+        if isinstance(entry, dict) and len(entry) == 1:
+            part = str(next(iter(entry.values())))
+            if (group := group_settings(part)) is None:
+                raise ConfigError([f"{path}: defaults names {part}, which is none of verl's: write its keys out"])
+            chosen.append(_chosen(part, group))
+        elif not isinstance(entry, str):
+            raise ConfigError([f"{path}: defaults must be the name or path of one other recipe, not {named!r}"])
+        elif (name := _verl_name(entry)) is not None and not (path.parent / f"{name}.yaml").is_file():
+            chosen.append(_chosen(name, VERL_CONFIGS[name]))
+        elif entry != "_self_":
+            parents.append(entry)
+    if isinstance(named, list) and "_self_" in named[:-1]:
+        raise ConfigError([f"{path}: defaults has _self_ before others, which would overrule it: put it last"])
+    if len(parents) > 1:
+        raise ConfigError([f"{path}: defaults names {' and '.join(parents)}: a recipe stands on one other"])
+    return (parents[0] if parents else None), [recipe for recipe in chosen if recipe.values]
+
+
+def group_settings(part: str) -> dict[str, str] | None:
+    """What a file of verl that a section is taken from chooses here; None if verl has none of this name."""
+    known = part.removesuffix(".yaml")
+    return VERL_GROUPS.get(known, {} if known in VERL_PARTS else None)
+
+
+def _verl_name(recipe: str | Path) -> str | None:
+    name = str(recipe).removesuffix(".yaml")
+    return name if name in VERL_CONFIGS and not Path(recipe).is_file() else None
+
+
+def _chosen(name: str, settings: Mapping[str, Any]) -> Recipe:
+    """A recipe of dotted keys that a name stands for."""
+    return Recipe(Path(name), dict(settings), dict(settings), {})
 
 
 def _read(path: Path) -> Recipe:

@@ -31,6 +31,10 @@ READERS = {
     "engine_kwargs.vllm": ("vllm",),
     "engine_kwargs.sglang": ("sglang",),
 }
+# Those of them that change how fast answers come, and no answer.
+SPEED_KEYS = (
+    "gpu_memory_utilization", "enforce_eager", "enable_chunked_prefill", "max_num_batched_tokens", "load_format",
+)  # fmt: skip
 # The ranks of adapters that vLLM has room for.
 VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # What some of them do without being told: what else was asked for there would change nothing.

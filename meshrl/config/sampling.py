@@ -1,5 +1,6 @@
 """How tokens are drawn and where answers end, in training and in validation: what the keys ask of each other."""
 
+from meshrl.config.errors import Note
 from meshrl.config.names import ROLLOUT
 from meshrl.config.rollout import RolloutConfig, ValKwargs
 from meshrl.config.root import PPOConfig
@@ -25,7 +26,7 @@ def sampling_problems(config: PPOConfig) -> list[str]:
     if not rollout.val_kwargs.do_sample:
         names = [f"{ROLLOUT}.val_kwargs.{name}" for name in ("temperature", "top_k", "top_p", "min_p")]
         problems += [
-            f"{name} has no effect with {ROLLOUT}.val_kwargs.do_sample=false, which takes the likeliest token: set true"
+            Note(f"{name} has no effect with {ROLLOUT}.val_kwargs.do_sample=false, which takes the likeliest token")
             for name in names
             if name in changed_keys(config, name) and get_value(config, name)
         ]

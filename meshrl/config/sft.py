@@ -39,11 +39,26 @@ class SequenceDataConfig:
 
 @dataclass
 class SFTDataConfig(SequenceDataConfig):
+    prompt_dict_keys: list[str] = key([], "Where the prompt is inside its column: keys, one below the other.")
+    prompt_as_message: bool = key(False, "Put a prompt that is a text into the chat template, as the user's message.")
     response_key: str = key("response", "Column with the response to learn.")
+    response_dict_keys: list[str] = key([], "Where the response is inside its column, in the same way.")
     messages_key: str | None = key(None, "Column with whole conversations, instead of prompt and response.")
+    tools_key: str | None = key(
+        "tools", "Column with the schemas of a conversation's tools, told to the chat template, if a row has it."
+    )
+    enable_thinking_key: str | None = key(
+        "enable_thinking", "Column with the chat template's variable of this name, if a row has it."
+    )
     image_key: str | None = key(
         "images", "Column with a demonstration's images, in their order: bytes or paths; null: there are none."
     )
+
+
+@dataclass
+class SupervisedRunConfig(RunConfig):
+    test_after_epoch: bool = key(False, "Validate after every pass over the data, instead of test_freq.")
+    save_after_epoch: bool = key(False, "Save a checkpoint after every pass over the data, instead of save_freq.")
 
 
 @dataclass
@@ -55,7 +70,9 @@ class SupervisedConfig:
     optim: OptimConfig = section(OptimConfig, "The optimizer.", lr=1e-5)
     engine: EngineConfig = section(EngineConfig, "How the model is sharded.")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "What checkpoints hold.")
-    trainer: RunConfig = section(RunConfig, "Processes, lengths of the run, logging.", total_epochs=4)
+    trainer: SupervisedRunConfig = section(
+        SupervisedRunConfig, "Processes, lengths of the run, logging.", total_epochs=4
+    )
     ray_init: RayInitConfig = section(RayInitConfig, "How Ray is started, with trainer.backend=ray.")
 
     @property

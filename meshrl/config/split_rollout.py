@@ -39,10 +39,14 @@ def split_problems(config: PPOConfig) -> list[str]:
         return problems
     if rollout.is_elsewhere:
         return problems + _node_problems(config)
+    server = (
+        f"set {ROLLOUT}.as_server=true" if rollout.name == "vllm" else f"use {ROLLOUT}.name=vllm and as_server=true"
+    )
     if rollout.multi_turn.enable:
         problems.append(
-            f"{name} does not go with {ROLLOUT}.multi_turn.enable=true: turns arrive at their own time on every "
-            "rank, and the ranks of one rollout must get the same requests; set one of them back"
+            f"{name} does not go with {ROLLOUT}.multi_turn.enable=true inside the workers' processes: turns arrive at "
+            "their own time on every rank, and the ranks of one rollout must get the same requests; "
+            f"{server}, or {name.partition('=')[0]}=1"
         )
     if policy.model.has_adapters and rollout.name == "embedded" and rollout.update_weights_adapters != "merged":
         problems.append(
@@ -53,7 +57,8 @@ def split_problems(config: PPOConfig) -> list[str]:
     if how.max_staleness or how.batches_ahead:
         problems.append(
             f"{name} does not go with async_training (max_staleness {how.max_staleness}, batches_ahead "
-            f"{how.batches_ahead}): weights would change at another step on each rank of a rollout; set one back"
+            f"{how.batches_ahead}) inside the workers' processes: weights would change at another step on each rank "
+            f"of a rollout; {server}, or {name.partition('=')[0]}=1"
         )
     return problems
 

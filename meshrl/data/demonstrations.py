@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,13 +70,17 @@ class DemonstrationDataset:
         return text if self.images is None else self.images.with_places(text)
 
     def _encode(self, row: Row, number: int) -> tuple[np.ndarray, np.ndarray]:
-        kwargs = self.config.apply_chat_template_kwargs
-        if self.config.messages_key:
-            messages = self._with_places(row[self.config.messages_key])
-            return encode_conversation(self.tokenizer, messages, number, kwargs)
-        asked = self._with_places(row[self.config.prompt_key])
-        prompt = encode_prompt(self.tokenizer, asked, number, template_kwargs=kwargs)
-        return with_answer(self.tokenizer, prompt, row[self.config.response_key], number)
+        config = self.config
+        kwargs, tools = template_variables(row, config, number), row_tools(row, config, number)
+        if config.messages_key:
+            messages = self._with_places(row[config.messages_key])
+            return encode_conversation(self.tokenizer, messages, number, kwargs, tools=tools)
+        asked = self._with_places(inside(row[config.prompt_key], config.prompt_dict_keys, number, config.prompt_key))
+        if config.prompt_as_message and isinstance(asked, str):
+            asked = [{"role": "user", "content": asked}]
+        prompt = encode_prompt(self.tokenizer, asked, number, tools, template_kwargs=kwargs)
+        answer = inside(row[config.response_key], config.response_dict_keys, number, config.response_key)
+        return with_answer(self.tokenizer, prompt, answer, number)
 
     def _fit(self, ids: np.ndarray, learn: np.ndarray, number: int) -> tuple[np.ndarray, np.ndarray]:
         limit = self.config.max_length
@@ -94,6 +99,45 @@ class DemonstrationDataset:
         made = padded([self.sequences[i] for i in numbers], self.tokenizer.pad_token_id)
         seen = {} if self.images is None else self.images.column(self.images_of[i] for i in numbers)
         return DataProto.from_dict(made, seen)
+
+
+def inside(value: Any, keys: Sequence[str], number: int, column: str) -> Any:
+    """A column's value, or what lies in it under one key after the other; a value of one entry stands for it."""
+    for at, key in enumerate(keys):
+        while isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if not isinstance(value, Mapping) or key not in value:
+            where, has = ".".join([column, *keys[:at]]), sorted(value) if isinstance(value, Mapping) else shown(value)
+            raise RowError(number, f"there is no {key!r} in {where!r}: it has {has}")
+        value = value[key]
+    return value
+
+
+def row_tools(row: Row, config: SFTDataConfig, number: int) -> list[dict[str, Any]] | None:
+    """The schemas of tools that a row names (a list, or one as JSON); None without any."""
+    found = None if config.tools_key is None else row.get(config.tools_key)
+    if isinstance(found, str) and found.strip():
+        try:
+            found = json.loads(found)
+        except ValueError as error:
+            raise RowError(number, f"data.tools_key={config.tools_key}: not JSON ({error}): {shown(found)}") from error
+    if not found:
+        return None
+    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+        raise RowError(number, f"data.tools_key={config.tools_key}: it must be a list of schemas, got {shown(found)}")
+    return [dict(tool) for tool in found]
+
+
+def template_variables(row: Row, config: SFTDataConfig, number: int) -> dict[str, Any]:
+    """Variables of the chat template: those of the config and what the row says of thinking."""
+    thinks = None if config.enable_thinking_key is None else row.get(config.enable_thinking_key)
+    if thinks is None:
+        return config.apply_chat_template_kwargs
+    if not isinstance(thinks, bool):
+        raise RowError(
+            number, f"data.enable_thinking_key={config.enable_thinking_key}: not true or false: {shown(thinks)}"
+        )
+    return {**config.apply_chat_template_kwargs, "enable_thinking": thinks}
 
 
 def with_answer(
@@ -151,6 +195,7 @@ def encode_conversation(
     number: int,
     template_kwargs: Mapping[str, Any] | None = None,
     first: int = 0,
+    tools: list[dict[str, Any]] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids of a conversation and the mask of its assistant turns, found by rendering it turn by turn.
 
@@ -163,16 +208,21 @@ def encode_conversation(
     if messages[0]["role"] == "assistant":
         raise RowError(number, "the demonstration begins with the assistant: it needs a turn to answer to")
     try:
-        return _assistant_turns(tokenizer, messages, number, template_kwargs, first)
+        return _assistant_turns(tokenizer, messages, number, template_kwargs, first, tools)
     except (TypeError, TemplateError) as error:
         raise RowError(number, f"the demonstration cannot be tokenized: {error}") from error
 
 
 def _assistant_turns(
-    tokenizer: Tokenizer, messages: list[Any], number: int, template_kwargs: Mapping[str, Any] | None, first: int
+    tokenizer: Tokenizer,
+    messages: list[Any],
+    number: int,
+    template_kwargs: Mapping[str, Any] | None,
+    first: int,
+    tools: list[dict[str, Any]] | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     def render(turns: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
-        return render_chat(tokenizer, turns, add_generation_prompt, template_kwargs=template_kwargs)
+        return render_chat(tokenizer, turns, add_generation_prompt, tools, template_kwargs=template_kwargs)
 
     whole = render(messages, add_generation_prompt=False)
     learn = np.zeros(len(whole), dtype=bool)

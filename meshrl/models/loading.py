@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from meshrl.config.model import ModelConfig
 from meshrl.config.model_files import misfit_problems, unread_problem, unread_tensors
 from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, pickle_problem, quantized_problem
 from meshrl.config.names import count
@@ -280,6 +281,14 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokeniz
         raise ValueError(f"the tokenizer at '{path}' has no eos_token: RL needs one to know where an answer ends")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def run_tokenizer(model: ModelConfig) -> Tokenizer:
+    """Load the tokenizer of a run's model, with the chat template that the config gives it."""
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path or "", model.trust_remote_code)
+    if model.custom_chat_template is not None:
+        tokenizer.chat_template = model.custom_chat_template
     return tokenizer
 
 

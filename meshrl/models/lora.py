@@ -50,6 +50,7 @@ def add_adapters(hf_model: PreTrainedModel, config: ModelConfig) -> None:
             r=config.lora_rank,
             lora_alpha=config.lora_alpha,  # type: ignore[arg-type]
             target_modules=target_names(hf_model, list(config.target_modules)),
+            exclude_modules=excluded(config.exclude_modules),
             bias="none",
             task_type="CAUSAL_LM",
         )
@@ -132,6 +133,11 @@ def _load_adapters(hf_model: PreTrainedModel, folder: str) -> None:
             f"adapter tensors are missing and {len(result.unexpected_keys)} of its {len(found)} are unexpected (first: "
             f"'{[*missing, *result.unexpected_keys][0]}'); it must be of a model with the same modules and layers"
         )
+
+
+def excluded(names: list[str]) -> str | None:
+    """The pattern of dotted names that get no adapter: each given name matches as a whole or as the last part."""
+    return "|".join(rf"(?:.*\.)?(?:{name})" for name in names) or None
 
 
 def target_names(hf_model: PreTrainedModel, wanted: list[str]) -> list[str]:

@@ -17,7 +17,7 @@ from meshrl.config.load import load_config
 from meshrl.config.root import PPOConfig
 from meshrl.config.tree import leaves
 from meshrl.data.proto import DataProto
-from meshrl.models.loading import load_tokenizer
+from meshrl.models.loading import run_tokenizer
 from meshrl.telemetry.run_folder import RunFiles
 from meshrl.trainer.batches import batch_files, load_batch
 from meshrl.trainer.checkpoint import FOLDER, Found, open_checkpoint, problems_of, step_folders
@@ -187,7 +187,7 @@ def explain_token(replayed: Replayed, token: tuple[int, int]) -> Iterator[str]:
         yield f"token {row},{column} is padding, a tool's output or was dropped: it trains nothing"
         return
     model = replayed.config.actor_rollout_ref.model
-    tokenizer = load_tokenizer(model.tokenizer_path or model.path or "", model.trust_remote_code)
+    tokenizer = run_tokenizer(model)
     number = int(tensors["responses"][row, column])
     yield f"sample {row}, token {column} of its answer: {tokenizer.decode([number])!r} (id {number})"
     yield f"  sampled with version   {int(tensors['versions'][row, column])}"

@@ -40,7 +40,7 @@ from meshrl.controller import (
     create_worker_group,
 )
 from meshrl.controller.shelves import start_shelves
-from meshrl.models.loading import load_tokenizer, stop_token_ids
+from meshrl.models.loading import run_tokenizer, stop_token_ids
 from meshrl.models.saving import copy_processor, new_folder
 from meshrl.rewards.loading import load_reward_manager, sandbox_notes
 from meshrl.telemetry.console import PREFERENCE_COLUMNS, SFT_COLUMNS, Column, StepConsole
@@ -74,7 +74,7 @@ from meshrl.trainer.restarts import Restarts, surviving
 from meshrl.trainer.rollout_care import RolloutCare
 from meshrl.trainer.run_data import run_prompts, run_rows
 from meshrl.trainer.sample_source import total_steps
-from meshrl.trainer.sft import SFTTrainer, total_supervised_steps
+from meshrl.trainer.sft import SFTTrainer, epochs_in_steps, total_supervised_steps
 from meshrl.trainer.slow_types import slow_types
 from meshrl.trainer.stall import StallWatch
 from meshrl.trainer.stopping import StopRequest
@@ -137,7 +137,7 @@ def train_once(
     units = BatchUnits.from_config(config)
     with told_without_traceback():
         import_external_libs(config)
-        tokenizer = load_tokenizer(model.tokenizer_path or model.path or "", model.trust_remote_code)
+        tokenizer = run_tokenizer(model)
     judge = GroupAsk()
     reward = load_reward_manager(config, tokenizer, judge)
     with told_without_traceback():
@@ -277,8 +277,9 @@ def train_supervised_once(
     path = config.model.path or ""
     with told_without_traceback():
         import_external_libs(config)
-        tokenizer = load_tokenizer(config.model.tokenizer_path or path, config.model.trust_remote_code)
+        tokenizer = run_tokenizer(config.model)
     train_data, order, val_data = run_rows(config, tokenizer)
+    epochs_in_steps(trainer, len(train_data) // config.data.train_batch_size)
     steps = total_supervised_steps(config, len(train_data))
     role, worker_class, trainer_class, columns = supervised_parts(config)
     worker = ClassWithInitArgs(worker_class, with_absolute_files(config), steps)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from meshrl.balance import order_for_data_parallel
-from meshrl.config.sft import SupervisedConfig
+from meshrl.config.sft import SupervisedConfig, SupervisedRunConfig
 from meshrl.config.units import SupervisedBatchUnits
 from meshrl.controller import WorkerGroup
 from meshrl.data.demonstrations import DemonstrationDataset
@@ -100,6 +100,14 @@ class SFTTrainer:
         size = self.config.data.train_batch_size
         for start in range(0, len(data), size):
             yield data.batch(np.arange(start, min(start + size, len(data))))
+
+
+def epochs_in_steps(trainer: SupervisedRunConfig, steps_per_epoch: int) -> None:
+    """Say in steps what is to be done after every pass over the data."""
+    if trainer.test_after_epoch:
+        trainer.test_freq = steps_per_epoch
+    if trainer.save_after_epoch:
+        trainer.save_freq = steps_per_epoch
 
 
 def total_supervised_steps(config: SupervisedConfig, rows: int) -> int:

@@ -16,7 +16,7 @@ from meshrl.config.rollout import RolloutConfig
 from meshrl.data.image_reader import IMAGES
 from meshrl.data.images import PromptImages
 from meshrl.data.proto import DataProto
-from meshrl.models.loading import load_tokenizer, stop_token_ids
+from meshrl.models.loading import run_tokenizer, stop_token_ids
 from meshrl.models.routes import ROUTED_EXPERTS
 from meshrl.models.sight import find_sight, sees
 from meshrl.rollout.base import SamplingParams
@@ -51,7 +51,7 @@ class Answering:
         self.config, self.records_routes = config, records_routes
         self._log_memory = lambda: MemoryLog("gen", device, memory_budget)
         path = model.path or ""
-        tokenizer = load_tokenizer(model.tokenizer_path or path, model.trust_remote_code)
+        tokenizer = run_tokenizer(model)
         self.stop_token_ids = tuple(stop_token_ids(path, tokenizer))
         self.rollout = build_rollout(
             config,

@@ -23,7 +23,7 @@ from meshrl.controller.shelves import Shelves
 from meshrl.engines.base import CONTENTS, Engine
 from meshrl.engines.fsdp.engine import FSDPEngine
 from meshrl.engines.stored_state import Entry, FileRecord, Part, Snapshot, record_file, write_snapshot
-from meshrl.models.loading import load_tokenizer
+from meshrl.models.loading import run_tokenizer
 from meshrl.models.lora import save_adapter_config
 from meshrl.models.saving import copy_processor, save_configs, save_hf_folder
 from meshrl.telemetry.ledger import booked
@@ -142,7 +142,7 @@ class CheckpointedWorker(Worker):
         save_configs(target, engine.hf_model)
         tokenizer = Path(model.tokenizer_path or model.path or "")
         if (tokenizer / "tokenizer_config.json").is_file():
-            load_tokenizer(tokenizer, model.trust_remote_code).save_pretrained(target)
+            run_tokenizer(model).save_pretrained(target)
         copy_processor(model.path or "", target)
         files = [file for file in target.rglob("*") if file.is_file()]
         if isinstance(engine, FSDPEngine) and engine.has_adapters:

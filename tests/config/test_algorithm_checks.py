@@ -195,10 +195,8 @@ def test_the_keys_of_an_estimator_are_those_that_change_it(name):
         (["algorithm.gamma=0.9"], "algorithm.gamma has no effect with algorithm.adv_estimator=grpo: it is for gae"),
         (["algorithm.adv_estimator=rloo", "algorithm.norm_adv_by_std_in_grpo=false"], "it is for grpo, grpo_vec"),
         ([f"{ACTOR}.kl_loss_coef=0.5"], f"without {ACTOR}.use_kl_loss=true"),
-        ([f"{ACTOR}.kl_loss_type=k1"], f"without {ACTOR}.use_kl_loss=true"),
         ([f"{ACTOR}.policy_loss.tau_pos=3"], "policy_loss.loss_mode=vanilla: it is for sapo"),
         ([f"{ACTOR}.policy_loss.loss_mode=gpg", f"{ACTOR}.clip_ratio=0.1"], "loss_mode=gpg: it is for vanilla"),
-        ([f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_c=5"], "loss_mode=cispo: it is for vanilla"),
         ([BYPASS, f"{CORRECTION}.loss_type=reinforce", f"{ACTOR}.clip_ratio=0.1"], "with algorithm.rollout_correction"),
     ],
 )

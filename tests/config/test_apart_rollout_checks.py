@@ -40,7 +40,7 @@ def test_every_engine_may_have_devices_of_its_own(fine, overrides):
         ),
         (
             [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2", AHEAD],
-            ["does not go with async_training (max_staleness 2", "set one back"],
+            ["does not go with async_training (max_staleness 2", f"set {ROLLOUT}.as_server=true"],
         ),
         ([f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.update_weights_delta=true"], ["delta", "embedded or hf"]),
         (

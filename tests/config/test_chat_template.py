@@ -62,3 +62,38 @@ def test_without_a_template_they_would_do_nothing(fine, make_model, tmp_path):
     assert (
         check_config(fine(given("{enable_thinking: false}"), f"actor_rollout_ref.model.tokenizer_path={other}")) == []
     )
+
+
+CUSTOM = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %}!{% endif %}"
+
+
+def test_a_template_of_the_configs_own(fine, fine_sft, make_model):
+    for config, model in ((fine, "actor_rollout_ref.model"), (fine_sft, "model")):
+        key = f"{model}.custom_chat_template"
+        assert check_config(config(f"{key}={CUSTOM}", given("{enable_thinking: true}"))) == []
+        (problem,) = check_config(config(f"{key}={CUSTOM}", given("{thinking: true}")))
+        assert "the given one does not mention 'thinking'" in problem
+        (problem,) = check_config(config(f"{key}=template.jinja"))
+        assert "must be a Jinja template, the text itself and no file" in problem
+        (problem,) = check_config(config(f"{key}={CUSTOM} {{% endfor %}}"))
+        assert "is no Jinja template" in problem
+
+
+def test_a_template_makes_chats_readable(fine, make_model, tmp_path):
+    rows = tmp_path / "chats.jsonl"
+    rows.write_text('{"prompt": [{"role": "user", "content": "6 * 7"}]}\n' * 1024)
+    (problem,) = check_config(fine(f"data.train_files={rows}"))
+    assert "has no chat template" in problem
+    assert (
+        check_config(fine(f"data.train_files={rows}", f"actor_rollout_ref.model.custom_chat_template={CUSTOM}")) == []
+    )
+
+
+@pytest.mark.parametrize(("role", "switch"), [("critic", "algorithm.adv_estimator=gae"),
+                                              ("reward_model", "reward_model.enable=true")])  # fmt: skip
+def test_models_that_get_token_ids_have_no_template(fine, make_model, role, switch):
+    options = [switch, f"{role}.model.path={make_model()}", f"{role}.model.custom_chat_template={CUSTOM}"]
+    problems = check_config(fine(*options), check_files=False)
+    assert [line for line in problems if "custom_chat_template" in line] == [
+        f"{role}.model.custom_chat_template has no effect: it gets the policy's token ids"
+    ]

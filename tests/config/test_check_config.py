@@ -140,8 +140,6 @@ BROKEN = [
         "nan_gradient=stop",
     ),
     (["trainer.max_nan_steps=2", "trainer.max_nan_steps_in_a_row=3"], "in_a_row=3 has no effect", "max_nan_steps=2"),
-    ([f"{ROLLOUT}.val_kwargs.temperature=0.6"], "val_kwargs.temperature has no effect", "do_sample=false"),
-    ([f"{ROLLOUT}.val_kwargs.top_p=0.9"], "val_kwargs.top_p has no effect", "do_sample=false"),
     # contradictions
     (["algorithm.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=true"], "use_kl_in_reward", "choose one"),
     ([f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature=0", "n=8"),

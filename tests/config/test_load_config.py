@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from meshrl.config import ConfigError, PPOConfig, SFTConfig, load_config
-from meshrl.config.aliases import ALIASES, canonical, nearest
+from meshrl.config import ConfigError, PPOConfig, SFTConfig, check_config, load_config
+from meshrl.config.aliases import ALIASES, canonical, has_alias, nearest
+from meshrl.config.checks import check_notes
 from meshrl.config.load import ROOTS, _idle_trees, _lent_tree
 from meshrl.config.tree import changed_keys, get_value, leaves, sections
 
@@ -190,7 +191,7 @@ def test_wrong_type_names_key_value_and_type(override: str, problem: str) -> Non
     assert problems_of(override) == [f"{problem} (command line)"]
 
 
-@pytest.mark.parametrize("text", ["trainer.seed", "=3", "~trainer.seed=1", "--seed=1"])
+@pytest.mark.parametrize("text", ["trainer.seed", "=3", "--seed=1"])
 def test_unreadable_override(text: str) -> None:
     assert problems_of(text) == [f"cannot read the override {text!r}: write it as a.b.c=value"]
 
@@ -272,7 +273,10 @@ def test_missing_recipe_lists_what_there_is() -> None:
         ("trainer: [1, 2\n", "not valid YAML"),
         ("trainer: {seed: 1}\ntrainer: {seed: 2}\n", "not valid YAML"),
         ("- a\n- b\n", "must hold keys and values, not a list"),
-        ("defaults: [grpo]\n", "defaults must be the name or path of one other recipe"),
+        ("defaults: [{a: 1, b: 2}]\n", "defaults must be the name or path of one other recipe"),
+        ("defaults: [grpo, dapo]\n", "defaults names grpo and dapo: a recipe stands on one other"),
+        ("defaults: [_self_, grpo]\n", "defaults has _self_ before others"),
+        ("defaults: [{data@data: my_data}]\n", "defaults names my_data, which is none of verl's"),
         ("defaults: nowhere\n", "no recipe 'nowhere'"),
         ("trainer: 3\n", "trainer is a section: set the keys below it (r.yaml:1)"),
     ],
@@ -280,6 +284,62 @@ def test_missing_recipe_lists_what_there_is() -> None:
 def test_recipes_that_cannot_be_read(tmp_path: Path, text: str, words: str) -> None:
     (problem,) = problems_of(recipe=write(tmp_path / "r.yaml", text))
     assert words in problem
+
+
+def test_hydras_list_of_defaults(tmp_path: Path) -> None:
+    """verl's own files stand for what they choose beyond the defaults here, and one file may be stood on."""
+    text = "hydra: {searchpath: [x]}\ndefaults: [ppo_megatron_trainer, _self_]\ntrainer: {seed: 4}\n"
+    loaded = load_config(write(tmp_path / "r.yaml", text))
+    assert (loaded.config.critic.strategy, loaded.config.trainer.seed) == ("megatron", 4)
+    assert loaded.sources["critic.strategy"] == "ppo_megatron_trainer"
+    over = "defaults: [r, _self_]\nactor_rollout_ref.actor.strategy: fsdp\n"
+    loaded = load_config(write(tmp_path / "over.yaml", over))
+    assert (loaded.config.actor_rollout_ref.actor.strategy, loaded.config.trainer.seed) == ("fsdp", 4)
+    listed = "defaults: [{actor@actor_rollout_ref.actor: megatron_actor}, {data@data: legacy_data}, _self_]\n"
+    loaded = load_config(write(tmp_path / "list.yaml", listed))
+    assert loaded.config.actor_rollout_ref.actor.strategy == "megatron"
+    assert load_config("ppo_trainer").config == load_config().config
+
+
+def test_what_nobody_wrote_is_not_noted() -> None:
+    overrides = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", f"{ACTOR}.use_dynamic_bsz=true"]
+    loaded = load_config("ppo_megatron_trainer", overrides)
+    assert check_config(loaded.config, check_files=False) == []
+    assert check_notes(loaded.config, loaded.sources) == []
+    loaded = load_config("ppo_megatron_trainer", [*overrides, "critic.strategy=megatron"])
+    assert len(check_notes(loaded.config, loaded.sources)) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        (["trainer.seed=3", "~trainer.seed"], 1),
+        (["trainer.seed=3", "~trainer.seed=3"], 1),
+        (["~trainer.seed", "trainer.seed=3"], 3),
+        (["trainer.seed=3", "trainer.nnodes=2", "~trainer"], 1),
+        (["trainer.seed=3", "~trainer.see"], "did you mean trainer.seed?"),
+        (["trainer.seed=3", "~data.seed"], 3),
+        (["+trainer.seed=3"], 3),
+        (["++trainer.seed=3"], 3),
+    ],
+)
+def test_hydras_signs(words: list[str], left: int | str) -> None:
+    if isinstance(left, str):
+        assert left in problems_of(*words)[0]
+    else:
+        assert load_config(None, words).config.trainer.seed == left
+
+
+def test_a_key_taken_away_by_another_name() -> None:
+    words = [f"{ACTOR}.optim.warmup_style=cosine", f"~{ACTOR}.optim.lr_scheduler_type"]
+    assert load_config(None, words).config == load_config().config
+
+
+def test_hydras_groups() -> None:
+    loaded = load_config(None, ["actor@actor_rollout_ref.actor=megatron_actor"])
+    assert loaded.config.actor_rollout_ref.actor.strategy == "megatron"
+    assert load_config(None, ["ref@actor_rollout_ref.ref=dp_ref"]).config == load_config().config
+    assert "no file of verl's" in problems_of("model@actor_rollout_ref.model=mine")[0]
 
 
 def test_empty_headings_and_dotted_keys_in_recipes(tmp_path: Path) -> None:
@@ -296,13 +356,16 @@ def test_every_alias_leads_to_a_key() -> None:
     targets = {**leaves(PPOConfig), **sections(PPOConfig), **leaves(SFTConfig), **sections(SFTConfig)}
     for alias in ALIASES:
         if alias.new is None:
-            assert alias.old not in targets, alias.old
+            # The name of a section by itself, or null alone, sets nothing.
+            assert alias.itself or alias.only == (None,) or alias.old not in targets, alias.old
             assert alias.why or alias.instead, alias.old
             continue
-        assert alias.old not in leaves(PPOConfig) or (alias.new == alias.old and alias.values), alias.old
+        some = alias.only or (alias.new == alias.old and alias.values)
+        assert alias.old not in leaves(PPOConfig) or some, alias.old
         if alias.agrees and alias.new == f"{ACTOR}.fsdp_config.{alias.new.rpartition('.')[2]}":
             continue  # some of those stand elsewhere, or are not needed, for the actor too
-        assert canonical(alias.old) in targets, alias.old
+        name = canonical(alias.old)
+        assert name in targets or ".engine_kwargs." in name or has_alias(name), alias.old
         assert canonical(alias.new) == alias.new, alias.new
 
 
@@ -347,11 +410,13 @@ def test_a_size_over_all_ranks_is_divided_by_them() -> None:
     assert f"set {ACTOR}.ppo_micro_batch_size_per_gpu" in problem
 
 
-def test_nearest_prefers_the_same_last_component() -> None:
+def test_nearest_is_near() -> None:
     names = ["a.sizes", "some.other.place.size", "c.d.size_of"]
-    assert nearest("a.size", names) == "some.other.place.size"
+    assert nearest("a.size", names) == "a.sizes"
     assert nearest("c.d.sise_of", names) == "c.d.size_of"
     assert nearest("qqq", names) is None
+    assert nearest("a.number", names) is None
+    assert nearest("far.from.size", names) is None  # a last component alone says too little
     assert nearest("d.size_of", names) == "c.d.size_of"  # the end of a key, as plans print them
 
 

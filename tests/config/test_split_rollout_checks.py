@@ -146,3 +146,19 @@ def test_an_engine_beside_its_ranks_has_them_on_one_machine(fine, make_model, en
 def test_only_external_engines_can_be_servers(fine):
     problems = check_config(fine(f"{ROLLOUT}.as_server=true"))
     assert any("as_server" in line and "vllm" in line for line in problems), problems
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("vllm", f"set {ROLLOUT}.as_server=true, or {SIZE}=1"),
+        ("embedded", f"use {ROLLOUT}.name=vllm and as_server=true, or {SIZE}=1"),
+    ],
+)
+def test_turns_on_a_cut_rollout_name_the_way_out(fine, name, words):
+    """What the message says then loads."""
+    cut = [f"{ROLLOUT}.name={name}", f"{SIZE}=2", *TURNS]
+    (problem,) = check_config(fine(*cut), check_files=False)
+    assert problem.endswith(words)
+    assert check_config(fine(*cut, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.as_server=true"), check_files=False) == []
+    assert check_config(fine(*cut, f"{SIZE}=1"), check_files=False) == []

@@ -9,10 +9,10 @@ GROUPS: dict[str, str] = {
         truncation=error custom_cls.path
         custom_cls.name dataloader_num_workers=8""",
     "actor_rollout_ref": "hybrid_engine=true nccl_timeout=600",
-    M: """path tokenizer_path trust_remote_code=false external_lib override_config={}
+    M: """path tokenizer_path trust_remote_code=false custom_chat_template external_lib override_config={}
         enable_gradient_checkpointing=true enable_activation_offload=false use_remove_padding=true
         use_fused_kernels=false use_liger=false lora_rank=0 lora_alpha=16 target_modules=all-linear
-        lora_adapter_path""",
+        exclude_modules lora_adapter_path""",
     A: """strategy=fsdp ppo_mini_batch_size=256 ppo_micro_batch_size_per_gpu use_dynamic_bsz=false
         ppo_max_token_len_per_gpu=16384 clip_ratio=0.2 clip_ratio_low=0.2 clip_ratio_high=0.2 clip_ratio_c=3.0
         loss_agg_mode=token-mean loss_scale_factor entropy_coeff=0 use_kl_loss=false kl_loss_coef=0.001

@@ -189,3 +189,79 @@ def test_variables_of_the_chat_template(dataset, chat_tokenizer):
     assert "==" not in chat_tokenizer.decode(plain.sequences[0][0])
     asked = dataset([pair([{"role": "user", "content": "1+1"}], "2")], chat_tokenizer, **short)
     assert chat_tokenizer.decode(asked.sequences[0][0]) == "<user>1+1<eos><assistant>==2<eos>"
+
+
+def test_prompts_and_responses_inside_their_columns(dataset, tokenizer):
+    """As verl's scripts read GSM8K's: both are in one column of mappings, and some files hold them as lists of one."""
+    row = {"extra_info": {"question": "1+1=", "answer": {"text": "2"}}}
+    listed = {"extra_info": [{"question": "1+1=", "answer": [{"text": "2"}]}]}
+    plain = dataset([pair("1+1=", "2")])
+    inside = dataset(
+        [row, listed], prompt_key="extra_info", response_key="extra_info",
+        prompt_dict_keys=["question"], response_dict_keys=["answer", "text"],
+    )  # fmt: skip
+    for number in range(2):
+        for ours, wanted in zip(inside.sequences[number], plain.sequences[0], strict=True):
+            assert ours.tolist() == wanted.tolist()
+    with pytest.raises(ValueError, match=r"row 1.*there is no 'reply' in 'extra_info.answer': it has \['text'\]"):
+        dataset([row], prompt_key="extra_info", response_key="extra_info", prompt_dict_keys=["question"],
+                response_dict_keys=["answer", "reply"])  # fmt: skip
+
+
+def test_a_text_as_the_users_message(dataset, chat_tokenizer):
+    chat = dataset([pair([{"role": "user", "content": "1+1"}], "2")], chat_tokenizer)
+    text = dataset([pair("1+1", "2")], chat_tokenizer, prompt_as_message=True)
+    assert text.sequences[0][0].tolist() == chat.sequences[0][0].tolist()
+    as_it_stands = dataset([pair("1+1", "2")], chat_tokenizer)
+    assert as_it_stands.sequences[0][0].tolist() != chat.sequences[0][0].tolist()
+
+
+WITH_TOOLS = (
+    "{% if tools %}{% for tool in tools %}[{{ tool.function.name }}]{% endfor %}{% endif %}"
+    "{% if enable_thinking is defined %}{{ '1' if enable_thinking else '0' }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def tools_tokenizer(chat_tokenizer, monkeypatch):
+    monkeypatch.setattr(chat_tokenizer, "chat_template", WITH_TOOLS)
+    return chat_tokenizer
+
+
+@pytest.mark.parametrize("written", [lambda tools: tools, json.dumps])
+def test_a_rows_tools_and_thinking_reach_the_template(dataset, tools_tokenizer, written):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    talk = {"talk": CONVERSATION[1:3]}
+    rows = [talk, talk | {"tools": written(tools)}, talk | {"enable_thinking": True}, talk | {"tools": None}]
+    rows.append(talk | {"tools": written(tools), "enable_thinking": False})
+
+    def begun(**settings):
+        data = dataset(rows, tools_tokenizer, messages_key="talk", shuffle=False, **settings)
+        assert {learned(data, tools_tokenizer, n) for n in range(len(rows))} == {"2<eos>"}
+        return [tools_tokenizer.decode(ids).partition("<user>")[0] for ids, _ in data.sequences]
+
+    told = [tools_tokenizer.decode(tools_tokenizer(text)["input_ids"]) for text in ("", "[add]", "1", "", "[add]0")]
+    assert begun() == told
+    assert begun(tools_key=None, enable_thinking_key=None) == [""] * len(rows)
+
+
+def test_chat_prompts_have_tools_as_well(dataset, tools_tokenizer):
+    row = pair(CONVERSATION[1:2], "2") | {"tools": [{"type": "function", "function": {"name": "add"}}]}
+    data = dataset([row], tools_tokenizer)
+    wanted = tools_tokenizer.decode(tools_tokenizer("[add]")["input_ids"])
+    assert tools_tokenizer.decode(data.sequences[0][0]).startswith(wanted)
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        ({"tools": "{"}, "data.tools_key=tools: not JSON"),
+        ({"tools": {"name": "add"}}, "data.tools_key=tools: it must be a list of schemas"),
+        ({"enable_thinking": "yes"}, "data.enable_thinking_key=enable_thinking"),
+    ],
+)
+def test_columns_of_conversations_that_cannot_be_read(dataset, tools_tokenizer, column, words):
+    with pytest.raises(ValueError, match=words):
+        dataset([{"talk": CONVERSATION[1:3]} | column], tools_tokenizer, messages_key="talk")

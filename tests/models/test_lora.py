@@ -32,6 +32,24 @@ def test_of_a_language_model_only_adapters_learn(tmp_path):
     assert all("lora_" in name for name, param in model.named_parameters() if param.requires_grad)
 
 
+def test_modules_are_excluded_by_the_last_part_or_by_a_pattern(tmp_path):
+    write_model(small_config("qwen3"), tmp_path)
+
+    def with_adapters(**settings):
+        model = load_model(str(tmp_path), "sdpa", "lm")
+        add_adapters(model, ModelConfig(path=str(tmp_path), lora_rank=4, **settings))
+        return {name.partition(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name}
+
+    every = with_adapters()
+    assert any(name.endswith(".o_proj") for name in every)
+    assert with_adapters(exclude_modules=["o_proj"]) == {n for n in every if not n.endswith(".o_proj")}
+    kept = with_adapters(exclude_modules=[r".*layers\.0\..*", "down_proj"])
+    assert kept == {n for n in every if ".layers.0." not in n and not n.endswith(".down_proj")}
+    assert kept < every
+    named = with_adapters(target_modules=["q_proj", "k_proj"], exclude_modules=["k_proj"])
+    assert {name.rpartition(".")[2] for name in named} == {"q_proj"}
+
+
 @pytest.fixture
 def folder(tmp_path):
     return write_model(small_config("qwen3"), tmp_path / "model")

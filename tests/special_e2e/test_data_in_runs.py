@@ -122,8 +122,13 @@ def test_variables_of_the_chat_template_in_a_run(task, tmp_path):
     text = task.train(tmp_path / "text", *options)
     told = task.train(tmp_path / "told", *options, *chats, "data.apply_chat_template_kwargs={arrow: true}")
     untold = task.train(tmp_path / "untold", *options, *chats)
+    plain_model = f"actor_rollout_ref.model.path={task.model}"  # its tokenizer has no template
+    given = "actor_rollout_ref.model.custom_chat_template={{ messages[0].content }}>"
+    own = task.train(tmp_path / "own", *options, *chats, plain_model, given)
+    assert (own.path / "model" / "chat_template.jinja").read_text() == "{{ messages[0].content }}>"
     for name, weight in text.weights.items():
         assert torch.equal(told.weights[name], weight), name
+        assert torch.equal(own.weights[name], weight), name
     scores = [{k: v for k, v in run.metrics[-1].items() if k.startswith("val-")} for run in (text, told, untold)]
     assert scores[0]
     assert scores[0] == scores[1] != scores[2]

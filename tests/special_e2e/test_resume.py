@@ -16,6 +16,7 @@ from test_megatron_run import MEGATRON, on_cpu  # noqa: F401
 from test_own_code_in_runs import NAMES, code  # noqa: F401
 
 from meshrl.cli import main
+from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import load_config
 from meshrl.config.sft import SFTConfig
 from meshrl.trainer.batches import batch_files, load_batch
@@ -281,6 +282,27 @@ def test_sft_goes_on_to_the_bit(task, tmp_path):
     _, again, found = run(tmp_path / "run")
     assert metrics == again
     assert all(torch.equal(weights[name], found[name]) for name in weights)
+
+
+def test_sft_validates_and_saves_after_each_pass(task, tmp_path):
+    """As verl's scripts say it; 96 rows in batches of 48 are two steps a pass."""
+    demonstrations = task.files["demonstrations"]
+    loaded = load_config(
+        "demo_sft",
+        [
+            f"data.train_files=[{demonstrations}]", f"data.val_files=[{demonstrations}]", "data.train_batch_size=48",
+            "data.train_max_samples=96", "data.val_max_samples=16", "trainer.total_epochs=2",
+            f"model.path={task.folder / 'assets' / 'model'}", f"trainer.default_local_dir={tmp_path / 'run'}",
+            "trainer.logger=[file]", "trainer.device=cpu", "trainer.total_training_steps=null",
+            "trainer.test_freq=after_each_epoch", "trainer.save_freq=after_each_epoch",
+        ],
+        SFTConfig,
+    )  # fmt: skip
+    ensure_runnable(loaded.config)
+    path = train_supervised(loaded.config, console=Console(quiet=True))
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "val/loss" in row] == [2, 4]
+    assert sorted(p.name for p in (path / "checkpoints").iterdir()) == ["global_step_2", "global_step_4"]
 
 
 def test_a_run_that_generates_ahead_loses_no_prompt_and_trains_none_twice(task, data, whole, stopped):
