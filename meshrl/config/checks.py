@@ -14,6 +14,7 @@ from meshrl.config.algorithm_checks import (
     distillation_problems,
     estimator_problems,
     filter_groups_problems,
+    first_kl_problems,
     idle_key_problems,
     reference_problems,
     threshold_problems,
@@ -62,8 +63,8 @@ from meshrl.config.split_rollout import split_file_problems, split_problems
 from meshrl.config.telemetry_checks import profiler_problems, timeline_problems
 from meshrl.config.trainer import RunConfig
 from meshrl.config.tree import changed_keys, counted_as_changed, fill_followers, get_value
-from meshrl.config.units import batch_problems, micro_batch_notes
-from meshrl.config.values import unsupported, value_problems
+from meshrl.config.units import batch_problems
+from meshrl.config.values import unread_notes, unread_problems, unsupported, value_problems
 
 # What the other kind of FSDP reads.
 FSDP_ONLY_KEYS = (
@@ -103,7 +104,9 @@ def check_config(config: PPOConfig | SupervisedConfig, check_files: bool = True)
 
 def check_notes(config: PPOConfig | SupervisedConfig, sources: Mapping[str, str]) -> list[str]:
     """Keys that were written and do nothing here, but could do no harm either: a line each."""
-    notes = checkpoint_notes(config)
+    config = copy.deepcopy(config)
+    fill_followers(config)
+    notes = [*checkpoint_notes(config), *unread_notes(config)]
     if config.trainer.backend != "ray":
         notes += [f"{name} is for trainer.backend=ray: no Ray is started" for name in changed_keys(config, "ray_init.")]
     if isinstance(config, PPOConfig):
@@ -113,7 +116,6 @@ def check_notes(config: PPOConfig | SupervisedConfig, sources: Mapping[str, str]
             for key, why in UNNEEDED.get(rollout.name, {}).items()
             for name in changed_keys(config, f"{ROLLOUT}.{key}")
         ]
-        notes += micro_batch_notes(config)
     # A default that somebody wrote is what happens anyway; said of a key that nothing reads, it is worth a word.
     # A file may be all of a config, as `meshrl config` prints it.
     written = {name for name, source in sources.items() if source == COMMAND_LINE}
@@ -121,6 +123,8 @@ def check_notes(config: PPOConfig | SupervisedConfig, sources: Mapping[str, str]
         notes.append(
             f"{ACTOR}.clip_ratio has no effect beside clip_ratio_low and clip_ratio_high, which say both sides"
         )
+    if isinstance(config, PPOConfig) and f"{ROLLOUT}.enable_prefix_caching" in written:
+        notes += _prefix_notes(config)
     known = check_config(config, check_files=False)
     with counted_as_changed(written):
         more = check_config(config, check_files=False)
@@ -142,7 +146,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *pool_problems(config),
         *data_problems(config),
         *chat_template_problems(config.data.apply_chat_template_kwargs, config.actor_rollout_ref.model, check_files),
-        *gate_problems(config.trainer.gates),
+        *gate_problems(config),
         *_token_budget_problems(config),
         *sampling_problems(config),
         *_rollout_size_problems(config),
@@ -156,6 +160,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *distillation_problems(config),
         *idle_key_problems(config),
         *filter_groups_problems(config),
+        *first_kl_problems(config),
         *reference_problems(config),
         *bypass_problems(config),
         *threshold_problems(config),
@@ -171,6 +176,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
             config.reward, config.custom_reward_function, config.reward_manager, config.data.max_response_length
         ),
     ]
+    problems += unread_problems(config, problems)
     if check_files:
         problems += _file_problems(config)
         problems += model_problems(
@@ -222,6 +228,17 @@ def _generation_problems(config: PPOConfig) -> list[str]:
     return [
         f"actor_rollout_ref.rollout.name=embedded has no place for the state of the model's layers ({found}): "
         "use vllm, sglang or hf"
+    ]
+
+
+def _prefix_notes(config: PPOConfig) -> list[str]:
+    """Prefix caching that somebody asked for and a model with states cannot have."""
+    rollout, kind = config.actor_rollout_ref.rollout, _shape_of(config.actor_rollout_ref.model).get("model_type")
+    if rollout.name != "embedded" or not rollout.enable_prefix_caching or kind not in GATED_DELTA:
+        return []
+    return [
+        f"{ROLLOUT}.enable_prefix_caching=true has no effect with a model of type {kind}: of a prefix, its linear "
+        "attention would need the state, which is not kept"
     ]
 
 
@@ -329,6 +346,7 @@ def _check_supervised(config: SupervisedConfig, check_files: bool) -> list[str]:
         )
     if isinstance(config, PreferenceConfig):
         problems += preference_problems(config)
+    problems += unread_problems(config, problems)
     if check_files:
         problems += external_lib_problems(config)
         problems += _file_problems(config)
