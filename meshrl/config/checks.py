@@ -75,6 +75,13 @@ FSDP_ONLY_KEYS = (
     "keep_logits_megabytes",
 )
 FSDP_ONLY_MODEL_KEYS = ("lora_rank", "lora_adapter_path", "enable_activation_offload", "use_remove_padding")
+# What is read while a model is trained only.
+TRAINING_KEYS = (
+    "grad_clip", "keep_logits_megabytes", "fsdp_config.optimizer_offload", "model.enable_gradient_checkpointing",
+    "model.enable_activation_offload", "model.lora_rank", "megatron.use_distributed_optimizer",
+    "megatron.overlap_grad_reduce", "megatron.overlap_param_gather", "megatron.grad_offload",
+    "megatron.optimizer_offload",
+)  # fmt: skip
 # Policy losses whose objective is a mean of sequences.
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
 IDLE_FSDP_KEYS = {"fsdp2": "use_orig_params", "fsdp": "reshard_after_forward"}
@@ -106,11 +113,16 @@ def check_notes(config: PPOConfig | SupervisedConfig, sources: Mapping[str, str]
     """Keys that were written and do nothing here, but could do no harm either: a line each."""
     config = copy.deepcopy(config)
     fill_followers(config)
-    notes = [*checkpoint_notes(config), *unread_notes(config)]
+    notes = checkpoint_notes(config)
     if config.trainer.backend != "ray":
         notes += [f"{name} is for trainer.backend=ray: no Ray is started" for name in changed_keys(config, "ray_init.")]
     if isinstance(config, PPOConfig):
         rollout = config.actor_rollout_ref.rollout
+        notes += [
+            f"{name} has no effect: the model reads the policy's tokens"
+            for role in ("critic", "reward_model")
+            for name in changed_keys(config, f"{role}.model.tokenizer_path")
+        ]
         notes += [
             f"{name} is not needed with {ROLLOUT}.name={rollout.name}: {why}"
             for key, why in UNNEEDED.get(rollout.name, {}).items()
@@ -125,8 +137,11 @@ def check_notes(config: PPOConfig | SupervisedConfig, sources: Mapping[str, str]
         )
     if isinstance(config, PPOConfig) and f"{ROLLOUT}.enable_prefix_caching" in written:
         notes += _prefix_notes(config)
+    # What is switched off by its own word asks for nothing.
+    written -= {name for name in written if name.endswith(".enable") and not get_value(config, name)}
     known = check_config(config, check_files=False)
     with counted_as_changed(written):
+        notes += unread_notes(config)
         more = check_config(config, check_files=False)
     return [*notes, *(line for line in more if line not in known)]
 
@@ -270,6 +285,10 @@ def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
         *engine_problems(critic, "critic", ranks_of(config, critic), whose(critic, "critic")),
         *_idle_engine_problems(config, critic, "critic", "critic.model"),
         *_optim_problems(critic.optim, "critic.optim"),
+        *(
+            f"{name} has no effect: a critic has values, and no logits to keep"
+            for name in changed_keys(config, "critic.keep_logits_megabytes")
+        ),
     ]
     actor = config.actor_rollout_ref.actor
     budgets = actor.activation_memory_budget, critic.activation_memory_budget
@@ -308,6 +327,11 @@ def _reward_model_problems(config: PPOConfig, check_files: bool) -> list[str]:
         return [f"{name} has no effect without reward_model.enable=true" for name in changed]
     problems = engine_problems(model, "reward_model", ranks_of(config, model), whose(model, "reward_model"))
     problems += _idle_engine_problems(config, model, "reward_model", "reward_model.model")
+    problems += [
+        f"{name} has no effect: a reward model is not trained"
+        for key in TRAINING_KEYS
+        for name in changed_keys(config, f"reward_model.{key}")
+    ]
     longest = config.data.max_prompt_length + config.data.max_response_length + 1
     budget = model.forward_max_token_len_per_gpu
     if model.use_dynamic_bsz and budget * sequence_ranks(model) < longest:

@@ -5,6 +5,7 @@
 A name that begins with a dot is that of a key in the same section; any other is a whole dotted name.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,11 @@ class Condition:
     words: str
     keys: tuple[str, ...]
     holds: Callable[[Any, str], bool]  # given the config and the section (with its last dot) of the key it belongs to
+
+    @property
+    def shown(self) -> str:
+        """The words as Markdown: names of keys in the same section by themselves, values beside them."""
+        return re.sub(r"`\.?([\w.]+)`(=[\w.-]+)?", lambda found: f"`{found[1]}{found[2] or ''}`", self.words)
 
     def present(self, config: Any, section: str) -> str:
         """The values that its keys have now, in words."""
@@ -85,7 +91,7 @@ def any_of(*conditions: Condition) -> Condition:
 def all_of(*conditions: Condition) -> Condition:
     """All of the conditions hold."""
     return Condition(
-        " and ".join(condition.words for condition in conditions),
+        " and ".join(f"({c.words})" if " or " in c.words else c.words for c in conditions),
         _keys(conditions),
         lambda config, section: all(condition.holds(config, section) for condition in conditions),
     )

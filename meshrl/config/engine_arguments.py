@@ -52,24 +52,24 @@ def engine_argument_problems(config: PPOConfig) -> list[str]:
         for field, key in OWN_KEYS[name].items()
         if field in getattr(rollout.engine_kwargs, name)
     ]
-    problems += [*_size_problems(config), *_speculation_problems(rollout)]
+    problems += _size_problems(config)
     for name, given, prefix in (
         (rollout.name, _given(rollout), f"{ROLLOUT}.engine_kwargs.{rollout.name}."),
         (judge.engine, judge.engine_kwargs, "reward.judge.engine_kwargs."),
     ):
-        problem = quantization_problem(name, given, prefix)
-        problems += [problem] if problem else []
+        found = quantization_problem(name, given, prefix), speculation_problem(name, given, prefix)
+        problems += [problem for problem in found if problem is not None]
     return problems
 
 
-def _speculation_problems(rollout: RolloutConfig) -> list[str]:
-    """vLLM refuses draft tokens beside logits processors of one's own, by which our rollouts get their log-probs."""
-    if rollout.name != "vllm" or not rollout.engine_kwargs.vllm.get("speculative_config"):
-        return []
-    return [
-        f"{ROLLOUT}.engine_kwargs.vllm.speculative_config: vLLM does not speculate beside a logits processor, and the "
-        "rollout's log-probs come from one: leave it out"
-    ]
+def speculation_problem(name: str, arguments: Mapping[str, Any], prefix: str) -> str | None:
+    """Why an engine that is to verify draft tokens is refused, or None."""
+    if name != "vllm" or not arguments.get("speculative_config"):
+        return None
+    return (
+        f"{prefix}speculative_config: vLLM takes no draft tokens beside a logits processor, and the log-probs of its "
+        "answers come from one: leave it out"
+    )
 
 
 def _why(key: str) -> str:

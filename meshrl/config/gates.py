@@ -78,15 +78,20 @@ class GatesConfig:
 
 
 def gate_problems(config: "PPOConfig") -> list[str]:
-    """Gates that could not see what they are to stop for, and entries of `limits` that say nothing or cannot hold."""
+    """Gates that could not see what they are to stop for, and limits that say nothing or cannot hold."""
     gates = config.trainer.gates
-    problems = [problem for name, entry in gates.limits.items() if (problem := _limit_problem(str(name), entry))]
+    problems = limit_problems(gates)
     if gates.first_step == "stop" and not config.actor_rollout_ref.rollout.calculate_log_probs:
         problems.append(
             f"trainer.gates.first_step=stop cannot see whether rollout and trainer are the same policy: {ROLLOUT}."
             "calculate_log_probs=false leaves out the log-probs that it compares; set that to true, or the gate to off"
         )
     return problems
+
+
+def limit_problems(gates: GatesConfig) -> list[str]:
+    """Entries of `trainer.gates.limits` that say nothing or cannot hold."""
+    return [problem for name, entry in gates.limits.items() if (problem := _limit_problem(str(name), entry))]
 
 
 def _limit_problem(name: str, entry: Any) -> str | None:

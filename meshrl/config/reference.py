@@ -12,7 +12,8 @@ DOCS_FILE = Path(__file__).parents[2] / "docs" / "config_reference.md"
 HEAD = """# Config reference
 
 Written by `python -m meshrl.config.reference`; don't edit it by hand. How recipes, overrides and checks work is in
-[config.md](config.md). A key marked *not yet* keeps its default: setting it is refused before anything starts.
+[config.md](config.md). A key marked *not yet* keeps its default: setting it is refused before anything starts. One
+marked *only with* is refused, or noted, where that is not so.
 """
 
 
@@ -54,6 +55,8 @@ def _meaning(leaf: Leaf) -> str:
     if leaf.info.choices:
         text += " Choices: " + ", ".join(f"`{choice}`" for choice in leaf.info.choices)
         text += ", or your own." if leaf.info.registry else "."
+    if leaf.info.only_if:
+        text += f" *Only with* {leaf.info.only_if.shown}."
     if leaf.pending:
         text += f" *Not yet:* {leaf.pending}."
     return text.replace("|", "\\|")
