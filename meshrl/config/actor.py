@@ -4,9 +4,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from meshrl.config.checkpoint import CheckpointConfig
-from meshrl.config.engine import STRATEGIES, EngineConfig
-from meshrl.config.key import key, section
-from meshrl.config.names import ACTOR
+from meshrl.config.conditions import above, all_of, any_of, equals, fact
+from meshrl.config.engine import BY_SAMPLES, BY_TOKENS, STRATEGIES, EngineConfig
+from meshrl.config.key import MOST_RANKS, MOST_ROWS, MOST_STEPS, MOST_TOKENS, key, section
+from meshrl.config.names import ACTOR, MODEL, REF
 from meshrl.config.optim import OptimConfig
 from meshrl.config.pools import OwnDevices
 from meshrl.registry import POLICY_LOSSES as REGISTERED_LOSSES
@@ -16,6 +17,23 @@ POLICY_LOSSES = (
     "vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "dppo_tv", "dppo_kl", "dro",
     "decoupled", "icepop", "m2po", "topr", "bypass_mode",
 )  # fmt: skip
+# When the policy is compared with a reference, or learns from it.
+COMPARED = any_of(
+    equals(f"{ACTOR}.use_kl_loss", True),
+    equals("algorithm.use_kl_in_reward", True),
+    equals("algorithm.adv_estimator", "distillation"),
+    above("algorithm.distillation_coef", 0),
+)
+HAS_REFERENCE_MODEL = all_of(
+    COMPARED,
+    fact(
+        f"a reference beside the policy: `{REF}.model.path`, or a policy without adapters (`{MODEL}.lora_rank`=0)",
+        (f"{REF}.model.path", f"{MODEL}.lora_rank"),
+        lambda config: (
+            config.actor_rollout_ref.ref.model.path is not None or not config.actor_rollout_ref.model.has_adapters
+        ),
+    ),
+)
 # Of the reference, beside those of its engine.
 OWN_SIZES = ("strategy", "ulysses_sequence_parallel_size", "context_parallel_size")
 OWN = "As the actor's key, for a reference on devices of its own; null: what that says."
@@ -33,18 +51,20 @@ class PolicyLossConfig:
         registry=REGISTERED_LOSSES,
     )
     loss_kwargs: dict[str, Any] = key({}, "Keyword arguments of a loss of your own.")
-    tau_pos: float = key(1.0, "sapo: temperature of the gate at positive advantages.", low=0)
-    tau_neg: float = key(1.05, "sapo: temperature of the gate at negative advantages.", low=0)
+    tau_pos: float = key(1.0, "sapo: temperature of the gate at positive advantages.", low=0, high=1000)
+    tau_neg: float = key(1.05, "sapo: temperature of the gate at negative advantages.", low=0, high=1000)
     clip_cov_ratio: float = key(0.0002, "clip_cov: share of tokens taken out of the gradient.", low=0, high=1)
-    clip_cov_lb: float = key(1.0, "clip_cov: lower bound of the covariance of such tokens.")
-    clip_cov_ub: float = key(5.0, "clip_cov: upper bound of the covariance of such tokens.")
+    clip_cov_lb: float = key(1.0, "clip_cov: lower bound of the covariance of such tokens.", low=-1e6, high=1e6)
+    clip_cov_ub: float = key(5.0, "clip_cov: upper bound of the covariance of such tokens.", low=-1e6, high=1e6)
     kl_cov_ratio: float = key(0.0002, "kl_cov: share of tokens that get a KL penalty.", low=0, high=1)
-    ppo_kl_coef: float = key(1.0, "kl_cov: weight of that penalty.", low=0)
-    dro_beta: float = key(0.1, "dro: weight of the quadratic penalty.", low=0)
-    icepop_low: float = key(0.5, "icepop: tokens whose trainer-to-rollout ratio is below are masked.", low=0)
-    icepop_high: float = key(5.0, "icepop: tokens whose trainer-to-rollout ratio is above are masked.", low=0)
-    behaviour_weight_cap: float = key(5.0, "decoupled: upper bound of the behaviour weights.", low=0)
-    m2_threshold: float = key(0.04, "m2po: bound of the mean squared log of the trainer-to-rollout ratio.", low=0)
+    ppo_kl_coef: float = key(1.0, "kl_cov: weight of that penalty.", low=0, high=1e6)
+    dro_beta: float = key(0.1, "dro: weight of the quadratic penalty.", low=0, high=1e6)
+    icepop_low: float = key(0.5, "icepop: tokens whose trainer-to-rollout ratio is below are masked.", low=0, high=1e6)
+    icepop_high: float = key(5.0, "icepop: tokens whose trainer-to-rollout ratio is above are masked.", low=0, high=1e6)
+    behaviour_weight_cap: float = key(5.0, "decoupled: upper bound of the behaviour weights.", low=0, high=1e6)
+    m2_threshold: float = key(
+        0.04, "m2po: bound of the mean squared log of the trainer-to-rollout ratio.", low=0, high=1000
+    )
 
 
 @dataclass
@@ -59,31 +79,44 @@ class RouterReplayConfig:
 @dataclass
 class ActorConfig(EngineConfig):
     ppo_mini_batch_size: int = key(
-        256, "Prompts per optimizer step, over all ranks; samples are this times rollout.n.", low=1
+        256, "Prompts per optimizer step, over all ranks; samples are this times rollout.n.", low=1, high=MOST_ROWS
     )
     ppo_micro_batch_size_per_gpu: int | None = key(
-        None, "Samples per forward/backward on one rank, unless use_dynamic_bsz.", low=1
+        None,
+        "Samples per forward/backward on one rank, unless use_dynamic_bsz.",
+        low=1,
+        high=MOST_ROWS,
+        only_if=BY_SAMPLES,
+        noted=True,
     )
     use_dynamic_bsz: bool = key(False, "Cut micro-batches by tokens (ppo_max_token_len_per_gpu), not by samples.")
     ppo_max_token_len_per_gpu: int = key(
-        16384, "Most tokens of a micro-batch on one rank, with use_dynamic_bsz.", low=1
+        16384,
+        "Most tokens of a micro-batch on one rank, with use_dynamic_bsz.",
+        low=1,
+        high=MOST_TOKENS,
+        only_if=BY_TOKENS,
+        noted=True,
     )
-    clip_ratio: float = key(0.2, "PPO's clip range on both sides.", low=0)
-    clip_ratio_low: float | None = key(None, "Clip range below 1.", low=0, follows=f"{ACTOR}.clip_ratio")
-    clip_ratio_high: float | None = key(None, "Clip range above 1.", low=0, follows=f"{ACTOR}.clip_ratio")
+    clip_ratio: float = key(0.2, "PPO's clip range on both sides.", low=0, high=100)
+    clip_ratio_low: float | None = key(None, "Clip range below 1.", low=0, follows=f"{ACTOR}.clip_ratio", high=100)
+    clip_ratio_high: float | None = key(None, "Clip range above 1.", low=0, follows=f"{ACTOR}.clip_ratio", high=100)
     clip_ratio_c: float | None = key(
-        None, "Dual clip: bound of the ratio at negative advantages; null: the loss's own (3.0, dppo_* 20.0).", low=1
+        None,
+        "Dual clip: bound of the ratio at negative advantages; null: the loss's own (3.0, dppo_* 20.0).",
+        low=1,
+        high=10_000,
     )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "Which policy loss, and its parameters.")
     loss_agg_mode: str = key("token-mean", "How token losses become one number.", choices=LOSS_AGG_MODES)
     loss_scale_factor: float | None = key(
-        None, "Divisor of seq-mean-token-sum-norm; null: the longest response.", low=0
+        None, "Divisor of seq-mean-token-sum-norm; null: the longest response.", low=0, high=1e12
     )
-    entropy_coeff: float = key(0.0, "Weight of the entropy bonus.")
+    entropy_coeff: float = key(0.0, "Weight of the entropy bonus.", low=-100, high=100)
     use_kl_loss: bool = key(False, "Add the KL to the reference to the loss.")
-    kl_loss_coef: float = key(0.001, "Weight of that KL, with use_kl_loss.", low=0)
+    kl_loss_coef: float = key(0.001, "Weight of that KL, with use_kl_loss.", low=0, high=100)
     kl_loss_type: str = key("low_var_kl", "Estimator of that KL; + takes k2's gradient.", choices=KL_CHOICES)
-    ppo_epochs: int = key(1, "Passes over one batch of samples.", low=1)
+    ppo_epochs: int = key(1, "Passes over one batch of samples.", low=1, high=10_000)
     shuffle: bool = key(False, "Shuffle the samples before cutting mini-batches.")
     skip_zero_advantage: bool = key(
         True, "Don't compute samples whose advantage is zero, where the loss gives them no gradient."
@@ -95,18 +128,20 @@ class ActorConfig(EngineConfig):
 
 @dataclass
 class RefFSDPConfig:
-    param_offload: bool = key(False, "Keep the reference in host memory between phases.")
-    fsdp_size: int | None = key(None, OWN, low=-1)
+    param_offload: bool = key(
+        False, "Keep the reference in host memory between phases.", only_if=HAS_REFERENCE_MODEL, noted=True
+    )
+    fsdp_size: int | None = key(None, OWN, low=-1, high=MOST_RANKS)
 
 
 @dataclass
 class RefMegatronConfig:
-    tensor_model_parallel_size: int | None = key(None, OWN, low=1)
-    pipeline_model_parallel_size: int | None = key(None, OWN, low=1)
-    virtual_pipeline_model_parallel_size: int | None = key(None, OWN, low=1)
-    context_parallel_size: int | None = key(None, OWN, low=1)
-    expert_model_parallel_size: int | None = key(None, OWN, low=1)
-    expert_tensor_parallel_size: int | None = key(None, OWN, low=1)
+    tensor_model_parallel_size: int | None = key(None, OWN, low=1, high=MOST_RANKS)
+    pipeline_model_parallel_size: int | None = key(None, OWN, low=1, high=MOST_RANKS)
+    virtual_pipeline_model_parallel_size: int | None = key(None, OWN, low=1, high=MOST_RANKS)
+    context_parallel_size: int | None = key(None, OWN, low=1, high=MOST_RANKS)
+    expert_model_parallel_size: int | None = key(None, OWN, low=1, high=MOST_RANKS)
+    expert_tensor_parallel_size: int | None = key(None, OWN, low=1, high=MOST_RANKS)
 
 
 @dataclass
@@ -120,20 +155,32 @@ class RefModelConfig:
 class RefConfig(OwnDevices):
     model: RefModelConfig = section(RefModelConfig, "Weights of the reference.")
     update_every: int | None = key(
-        None, "The reference becomes the present policy every so many steps; null: never.", low=1
+        None, "The reference becomes the present policy every so many steps; null: never.", low=1, high=MOST_STEPS
     )
     log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, "Samples per forward on one rank.", low=1, follows=f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+        None,
+        "Samples per forward on one rank.",
+        low=1,
+        follows=f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+        high=MOST_ROWS,
+        only_if=all_of(COMPARED, equals(".log_prob_use_dynamic_bsz", False)),
+        noted=True,
     )
     log_prob_use_dynamic_bsz: bool | None = key(
-        None, "Cut micro-batches by tokens.", follows=f"{ACTOR}.use_dynamic_bsz"
+        None, "Cut micro-batches by tokens.", follows=f"{ACTOR}.use_dynamic_bsz", only_if=COMPARED, noted=True
     )
     log_prob_max_token_len_per_gpu: int | None = key(
-        None, "Most tokens of a micro-batch on one rank.", low=1, follows=f"{ACTOR}.ppo_max_token_len_per_gpu"
+        None,
+        "Most tokens of a micro-batch on one rank.",
+        low=1,
+        follows=f"{ACTOR}.ppo_max_token_len_per_gpu",
+        high=MOST_TOKENS,
+        only_if=all_of(COMPARED, equals(".log_prob_use_dynamic_bsz", True)),
+        noted=True,
     )
     strategy: str | None = key(None, OWN, choices=STRATEGIES)
-    ulysses_sequence_parallel_size: int | None = key(None, OWN, low=1)
-    context_parallel_size: int | None = key(None, OWN, low=1)
+    ulysses_sequence_parallel_size: int | None = key(None, OWN, low=1, high=MOST_RANKS)
+    context_parallel_size: int | None = key(None, OWN, low=1, high=MOST_RANKS)
     fsdp_config: RefFSDPConfig = section(RefFSDPConfig, "Where it rests, and its shards on devices of its own.")
     megatron: RefMegatronConfig = section(
         RefMegatronConfig, "Its layout on devices of its own, with strategy=megatron."

@@ -28,9 +28,9 @@ ESTIMATORS = ("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "remax", "distill
 @dataclass
 class KLCtrlConfig:
     type: str = key("fixed", "Keep the coefficient, or steer it to target_kl.", choices=("fixed", "adaptive"))
-    kl_coef: float = key(0.001, "Weight of the KL in the reward (at the start).", low=0)
-    horizon: float = key(10000.0, "Samples over which adaptive control acts.", low=1)
-    target_kl: float = key(0.1, "KL that adaptive control aims at.", low=0)
+    kl_coef: float = key(0.001, "Weight of the KL in the reward (at the start).", low=0, high=100)
+    horizon: float = key(10000.0, "Samples over which adaptive control acts.", low=1, high=1e12)
+    target_kl: float = key(0.1, "KL that adaptive control aims at.", low=0, high=100)
 
 
 # Metrics of `filter_groups` that stand for the whole score.
@@ -45,7 +45,10 @@ class FilterGroupsConfig:
         "What must differ: seq_reward, or what the reward function returns; null: its acc, else seq_reward.",
     )
     max_num_gen_batches: int = key(
-        0, "Most rounds of generation for one step, then the run stops; 0: as many as an epoch has.", low=0
+        0,
+        "Most rounds of generation for one step, then the run stops; 0: as many as an epoch has.",
+        low=0,
+        high=1_000_000,
     )
 
 
@@ -58,12 +61,12 @@ class RolloutCorrectionConfig:
         choices=("token", "sequence", "off"),
     )
     rollout_is_threshold: float | int | str = key(
-        2.0, "Upper bound of those weights; as 0.5_5.0 weights outside become 0.", low=0
+        2.0, "Upper bound of those weights; as 0.5_5.0 weights outside become 0.", low=0, high=1e6
     )
     rollout_is_batch_normalize: bool = key(False, "Scale those weights so that their mean over the batch is 1.")
     rollout_rs: str | None = key(None, "Rejection of samples far from the trainer's policy, such as seq_mean_k3.")
     rollout_rs_threshold: float | int | str | None = key(
-        None, "Bound of that rejection; for k1 also as lower_upper, for several modes one each.", low=0
+        None, "Bound of that rejection; for k1 also as lower_upper, for several modes one each.", low=0, high=1e6
     )
     loss_type: str = key(
         "ppo_clip",
@@ -91,12 +94,15 @@ class AlgorithmConfig:
         0.0,
         "Weight of a teacher beside the rewards: its log-prob of a token less the policy's goes into the advantage.",
         low=0,
+        high=100,
     )
     gdpo_reward_keys: list[str] = key(
         [],
         "gdpo: rewards to normalise one by one, among what the functions return; empty: each function's score.",
     )
-    gdpo_reward_weights: list[float] = key([], "gdpo: their weights; empty: 1, or the functions' own.")
+    gdpo_reward_weights: list[float] = key(
+        [], "gdpo: their weights; empty: 1, or the functions' own.", low=-1e6, high=1e6
+    )
     mask_truncated_responses: bool = key(
         False, "Leave answers that the length limit cut off out of the losses; they still count in their groups."
     )

@@ -18,6 +18,8 @@ ROLLOUT_RS_MODES = (
 )  # fmt: skip
 # The losses that clip the ratio, and those that also bound it at negative advantages (`clip_ratio_c`).
 DUAL_CLIP = ("vanilla", "decoupled", "icepop", "m2po", "dppo_tv", "dppo_kl")
+# Those that need to know of the old policy's log-probs over the whole mini-batch.
+COVARIANCE_LOSSES = ("clip_cov", "kl_cov", "m2po")
 CLIPPED = (*DUAL_CLIP, "gspo", "geo_mean", "cispo", "clip_cov")
 # Keys that some estimators or some losses read, and which.
 ESTIMATOR_KEYS = {
@@ -59,6 +61,37 @@ def uses_reference(config: PPOConfig) -> bool:
 def has_teacher(config: PPOConfig) -> bool:
     """Whether the reference is a teacher, whose log-probs are learnt from."""
     return config.algorithm.adv_estimator == "distillation" or config.algorithm.distillation_coef > 0
+
+
+def has_old_log_prob_pass(config: PPOConfig) -> bool:
+    """Whether the trainer computes log-probs of its own before the update; an estimator of one's own may need them."""
+    algorithm, actor, correction = config.algorithm, config.actor_rollout_ref.actor, correction_of(config)
+    if correction.bypass_mode:
+        return False
+    loss = actor.policy_loss.loss_mode
+    return (
+        algorithm.use_kl_in_reward
+        or has_teacher(config)
+        or algorithm.adv_estimator in TOKEN_BASELINES
+        or algorithm.adv_estimator not in ESTIMATORS
+        or loss in COVARIANCE_LOSSES
+        or loss in RATIO_LOSSES
+        or correction.rollout_is is not None
+        or correction.rollout_rs is not None
+        or actor.router_replay.mode == "R2"
+        or config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs > 1
+    )
+
+
+def first_kl_problems(config: PPOConfig) -> list[str]:
+    """A bound of the first KL, where the update is the first to compute log-probs: it compares them with themselves."""
+    given = changed_keys(config, "trainer.gates.on_policy_kl")
+    if not given or config.trainer.gates.first_step == "off" or has_old_log_prob_pass(config):
+        return []
+    why = f"{CORRECTION}.bypass_mode=true takes the rollout's log-probs for the old ones"
+    if not config.algorithm.rollout_correction.bypass_mode:
+        why = "one optimizer step a batch takes the update's own log-probs for the old ones"
+    return [f"{given[0]} has no effect: {why}, so that there is no KL before it"]
 
 
 def distillation_problems(config: PPOConfig) -> list[str]:

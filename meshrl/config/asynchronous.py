@@ -15,13 +15,19 @@ SEPARATE = "actor_rollout_ref.hybrid_engine=false"
 @dataclass
 class AsyncTrainingConfig:
     max_staleness: int = key(
-        0, "Versions by which the oldest token of a sample may be behind the weights it trains; 0: synchronous.", low=0
+        0,
+        "Versions by which the oldest token of a sample may be behind the weights it trains; 0: synchronous.",
+        low=0,
+        high=10_000,
     )
     partial_rollout: bool = key(
         True, "Answers go on over an update of the weights; false: those begun are finished first."
     )
     batches_ahead: int | None = key(
-        None, "Batches begun early; null: max_staleness. With more, what gets too old is dropped and counted.", low=0
+        None,
+        "Batches begun early; null: max_staleness. With more, what gets too old is dropped and counted.",
+        low=0,
+        high=10_000,
     )
 
     @property

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from meshrl.config.conditions import differs
 from meshrl.config.key import key
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
@@ -14,5 +15,10 @@ class CheckpointConfig:
         "What a checkpoint holds: weights, optimizer, schedule and random states, weights for Hugging Face.",
         choices=CONTENTS,
     )
-    load_contents: list[str] | None = key(None, "What is loaded from it; null: all it holds.", choices=CONTENTS[:3])
+    load_contents: list[str] | None = key(
+        None,
+        "What is loaded from it; null: all it holds.",
+        choices=CONTENTS[:3],
+        only_if=differs("trainer.resume_mode", "disable"),
+    )
     async_save: bool = key(False, "Copy the state to host memory and write it while training goes on.")

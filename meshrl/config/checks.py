@@ -14,6 +14,7 @@ from meshrl.config.algorithm_checks import (
     distillation_problems,
     estimator_problems,
     filter_groups_problems,
+    first_kl_problems,
     idle_key_problems,
     reference_problems,
     threshold_problems,
@@ -60,8 +61,8 @@ from meshrl.config.split_rollout import split_file_problems, split_problems
 from meshrl.config.telemetry_checks import profiler_problems, timeline_problems
 from meshrl.config.trainer import RunConfig
 from meshrl.config.tree import changed_keys, counted_as_changed, fill_followers, get_value
-from meshrl.config.units import batch_problems, micro_batch_notes
-from meshrl.config.values import unsupported, value_problems
+from meshrl.config.units import batch_problems
+from meshrl.config.values import unread_notes, unread_problems, unsupported, value_problems
 
 # What the other kind of FSDP reads.
 FSDP_ONLY_KEYS = (
@@ -76,6 +77,13 @@ FSDP_ONLY_MODEL_KEYS = ("lora_rank", "lora_adapter_path", "enable_activation_off
 CRITIC_PLACES = (
     "critic.strategy", "critic.fsdp_config.", "critic.megatron.", "critic.ulysses_sequence_parallel_size",
     "critic.ppo_micro_batch_size_per_gpu", "critic.use_dynamic_bsz", "critic.ppo_max_token_len_per_gpu",
+)  # fmt: skip
+# What is read while a model is trained only.
+TRAINING_KEYS = (
+    "grad_clip", "keep_logits_megabytes", "fsdp_config.optimizer_offload", "model.enable_gradient_checkpointing",
+    "model.enable_activation_offload", "model.lora_rank", "megatron.use_distributed_optimizer",
+    "megatron.overlap_grad_reduce", "megatron.overlap_param_gather", "megatron.grad_offload",
+    "megatron.optimizer_offload",
 )  # fmt: skip
 # Policy losses whose objective is a mean of sequences.
 SEQUENCE_LOSSES = ("gspo", "geo_mean", "sapo")
@@ -111,17 +119,23 @@ def _checked(config: PPOConfig | SupervisedConfig, check_files: bool) -> list[st
 
 def check_notes(config: PPOConfig | SupervisedConfig, sources: Mapping[str, str]) -> list[str]:
     """Keys that were written and do nothing here, but could do no harm either: a line each."""
+    config = copy.deepcopy(config)
+    fill_followers(config)
     notes = checkpoint_notes(config)
     if config.trainer.backend != "ray":
         notes += [f"{name} is for trainer.backend=ray: no Ray is started" for name in changed_keys(config, "ray_init.")]
     if isinstance(config, PPOConfig):
         rollout = config.actor_rollout_ref.rollout
         notes += [
+            f"{name} has no effect: the model reads the policy's tokens"
+            for role in ("critic", "reward_model")
+            for name in changed_keys(config, f"{role}.model.tokenizer_path")
+        ]
+        notes += [
             f"{name} is not needed with {ROLLOUT}.name={rollout.name}: {why}"
             for key, why in UNNEEDED.get(rollout.name, {}).items()
             for name in changed_keys(config, f"{ROLLOUT}.{key}")
         ]
-        notes += micro_batch_notes(config)
     # A default that somebody wrote is what happens anyway; said of a key that nothing reads, it is worth a word.
     # A file may be all of a config, as `meshrl config` prints it.
     written = {name for name, source in sources.items() if source == COMMAND_LINE}
@@ -129,8 +143,13 @@ def check_notes(config: PPOConfig | SupervisedConfig, sources: Mapping[str, str]
         notes.append(
             f"{ACTOR}.clip_ratio has no effect beside clip_ratio_low and clip_ratio_high, which say both sides"
         )
+    if isinstance(config, PPOConfig) and f"{ROLLOUT}.enable_prefix_caching" in written:
+        notes += _prefix_notes(config)
+    # What is switched off by its own word asks for nothing.
+    written -= {name for name in written if name.endswith(".enable") and not get_value(config, name)}
     known = _checked(config, check_files=False)
     with counted_as_changed(written):
+        notes += unread_notes(config)
         more = _checked(config, check_files=False)
     problems = [line for line in known if not isinstance(line, Note)]
     found = [line for line in [*known, *more] if line not in problems]
@@ -154,7 +173,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *pool_problems(config),
         *data_problems(config),
         *chat_template_problems(config.data.apply_chat_template_kwargs, config.actor_rollout_ref.model, check_files),
-        *gate_problems(config.trainer.gates),
+        *gate_problems(config),
         *_token_budget_problems(config),
         *sampling_problems(config),
         *_rollout_size_problems(config),
@@ -168,6 +187,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
         *distillation_problems(config),
         *idle_key_problems(config),
         *filter_groups_problems(config),
+        *first_kl_problems(config),
         *reference_problems(config),
         *bypass_problems(config),
         *threshold_problems(config),
@@ -183,6 +203,7 @@ def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
             config.reward, config.custom_reward_function, config.reward_manager, config.data.max_response_length
         ),
     ]
+    problems += unread_problems(config, problems)
     if check_files:
         libraries = external_lib_problems(config)  # first: they may add families, losses and functions
         problems += _file_problems(config)
@@ -258,6 +279,17 @@ def _engine_problems(engine: str, shape: dict[str, Any], key: str) -> list[str]:
     return [f"{key}={engine} cannot generate with a {shape['model_type']} model ({why}): use {' or '.join(others)}"]
 
 
+def _prefix_notes(config: PPOConfig) -> list[str]:
+    """Prefix caching that somebody asked for and a model with states cannot have."""
+    rollout, kind = config.actor_rollout_ref.rollout, _shape_of(config.actor_rollout_ref.model).get("model_type")
+    if rollout.name != "embedded" or not rollout.enable_prefix_caching or kind not in GATED_DELTA:
+        return []
+    return [
+        f"{ROLLOUT}.enable_prefix_caching=true has no effect with a model of type {kind}: of a prefix, its linear "
+        "attention would need the state, which is not kept"
+    ]
+
+
 def _reference_file_problems(config: PPOConfig) -> list[str]:
     """A reference of its own is read by the policy's tokenizer and run by the actor's engine."""
     ref, actor = config.actor_rollout_ref.ref, config.actor_rollout_ref.actor
@@ -292,6 +324,10 @@ def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
         *engine_problems(critic, "critic", ranks_of(config, critic), whose(critic, "critic")),
         *_idle_engine_problems(config, critic, "critic", "critic.model"),
         *_optim_problems(critic.optim, "critic.optim"),
+        *(
+            f"{name} has no effect: a critic has values, and no logits to keep"
+            for name in changed_keys(config, "critic.keep_logits_megabytes")
+        ),
     ]
     actor = config.actor_rollout_ref.actor
     budgets = actor.activation_memory_budget, critic.activation_memory_budget
@@ -330,6 +366,11 @@ def _reward_model_problems(config: PPOConfig, check_files: bool) -> list[str]:
         return [f"{name} has no effect without reward_model.enable=true" for name in changed]
     problems = engine_problems(model, "reward_model", ranks_of(config, model), whose(model, "reward_model"))
     problems += _idle_engine_problems(config, model, "reward_model", "reward_model.model")
+    problems += [
+        f"{name} has no effect: a reward model is not trained"
+        for key in TRAINING_KEYS
+        for name in changed_keys(config, f"reward_model.{key}")
+    ]
     longest = config.data.max_prompt_length + config.data.max_response_length + 1
     budget = model.forward_max_token_len_per_gpu
     if model.use_dynamic_bsz and budget * sequence_ranks(model) < longest:
@@ -387,6 +428,7 @@ def _check_supervised(config: SupervisedConfig, check_files: bool) -> list[str]:
         problems += [f"{name} has no effect with data.messages_key={data.messages_key}" for name in idle]
     if isinstance(config, PreferenceConfig):
         problems += preference_problems(config)
+    problems += unread_problems(config, problems)
     if check_files:
         problems += external_lib_problems(config)
         problems += _file_problems(config)

@@ -94,8 +94,8 @@ def engine_argument_problems(config: PPOConfig) -> list[str]:
         (rollout.name, _given(rollout), f"{ROLLOUT}.engine_kwargs.{rollout.name}.", is_server),
         (judge.engine, judge.engine_kwargs, "reward.judge.engine_kwargs.", judge.engine == "sglang"),
     ):
-        problem = quantization_problem(name, given, prefix)
-        problems += [problem] if problem else []
+        found = quantization_problem(name, given, prefix), speculation_problem(name, given, prefix)
+        problems += [problem for problem in found if problem is not None]
         # An engine in a worker's process takes its arguments as they are.
         problems += [f"{prefix}{problem}" for problem in _word_problems(name, given)] if takes_words else []
     return problems
@@ -107,6 +107,16 @@ def _word_problems(name: str, given: Mapping[str, Any]) -> Iterator[str]:
             server_words(name, {field: value})
         except ValueError as error:
             yield str(error)
+
+
+def speculation_problem(name: str, arguments: Mapping[str, Any], prefix: str) -> str | None:
+    """Why an engine that is to verify draft tokens is refused, or None."""
+    if name != "vllm" or not arguments.get("speculative_config"):
+        return None
+    return (
+        f"{prefix}speculative_config: vLLM takes no draft tokens beside a logits processor, and the log-probs of its "
+        "answers come from one: leave it out"
+    )
 
 
 def _why(key: str) -> str:

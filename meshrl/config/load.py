@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from meshrl.config import quick_yaml
 from meshrl.config.aliases import Reading, canonical, has_alias, nearest, read_setting
+from meshrl.config.engine import SHORT_DTYPES
 from meshrl.config.errors import ConfigError
 from meshrl.config.layout import dp_size
 from meshrl.config.names import ACTOR, COMMAND_LINE, REF
@@ -25,6 +26,7 @@ from meshrl.config.tree import Leaf, fill_followers, get_value, leaves, sections
 from meshrl.config.values import value_problems
 
 T = TypeVar("T")
+TRUTH_WORDS = ("true", "false", "yes", "no", "on", "off")
 # The configs of the commands that run something.
 ROOTS: dict[str, type] = {"train": PPOConfig, "sft": SFTConfig, "prefer": PreferenceConfig}
 
@@ -223,15 +225,12 @@ def _disagreements(config: Any, waiting: Sequence[Waiting]) -> list[str]:
             continue
         value, said = _value_at(config, reading.name), reading.value
         said = [said] if isinstance(value, list) and not isinstance(said, list) else said
-        if DTYPE_NAMES.get(str(value), value) != DTYPE_NAMES.get(str(said), said):
+        if SHORT_DTYPES.get(str(value), value) != SHORT_DTYPES.get(str(said), said):
             problems.append(
                 f"{setting.name}={setting.value} must say what {reading.name} says ({value}): they are one setting "
                 f"here ({setting.source})"
             )
     return problems
-
-
-DTYPE_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 def _value_at(config: Any, name: str) -> Any:
@@ -324,6 +323,11 @@ def _expanded(value: Any) -> Any:
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
+def _is_truth(value: Any) -> bool:
+    """Whether a value is a truth value or a word for one: numbers are none, whatever a library makes of them."""
+    return isinstance(value, bool) or (isinstance(value, str) and value.lower() in TRUTH_WORDS)
+
+
 def _apply(lent: _LentTree, root: type, setting: Setting, written: str, sources: dict[str, str]) -> str | None:
     """Set one value; returns what is wrong with it, if anything."""
     leaf = _leaf_of(setting.name, root)
@@ -340,6 +344,8 @@ def _apply(lent: _LentTree, root: type, setting: Setting, written: str, sources:
         if isinstance(value, dict) and leaf.item_type in (str, int, float, bool):
             return f"{written} must be {type_name(leaf.type)}, not {value!r}"
         value = [value]
+    if leaf.base_type is bool and value is not None and not _is_truth(value):
+        return f"{written} must be {type_name(leaf.type)}, not {value!r}"
     value = _expanded(value)
     lent.touched.add(leaf.name)
     try:

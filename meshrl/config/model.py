@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from meshrl.config.conditions import differs, equals
 from meshrl.config.key import key
 
 
@@ -22,14 +23,32 @@ class ModelConfig:
     random_init: bool = key(False, "Start from random weights of this shape; only config.json is read (benchmarks).")
     override_config: dict[str, Any] = key({}, "Fields of the model's config.json to change.")
     enable_gradient_checkpointing: bool = key(True, "Recompute activations in backward to save memory.")
-    enable_activation_offload: bool = key(False, "Move activations to host memory until their backward.")
+    enable_activation_offload: bool = key(
+        False, "Move activations to host memory until their backward.", only_if=differs("trainer.device", "cpu")
+    )
     use_remove_padding: bool = key(True, "Pack sequences without padding; false: padded, by the model's own attention.")
     use_liger: bool = key(
         False, "Liger kernels.", pending="Liger kernels; use_torch_compile fuses a layer's operations instead"
     )
-    lora_rank: int = key(0, "Rank of the LoRA adapter; 0: train all weights.", low=0)
-    lora_alpha: float = key(16.0, "Scale of the LoRA adapter, over its rank.", low=0)
-    target_modules: list[str] = key(["all-linear"], "Modules that get an adapter.")
+    lora_rank: int = key(
+        0,
+        "Rank of the LoRA adapter; 0: train all weights.",
+        low=0,
+        high=65536,
+        only_if=equals(".lora_adapter_path", None),
+        noted=True,
+    )
+    lora_alpha: float = key(
+        16.0,
+        "Scale of the LoRA adapter, over its rank.",
+        low=1e-6,
+        high=1e6,
+        only_if=equals(".lora_adapter_path", None),
+        noted=True,
+    )
+    target_modules: list[str] = key(
+        ["all-linear"], "Modules that get an adapter.", only_if=equals(".lora_adapter_path", None), noted=True
+    )
     exclude_modules: list[str] = key(
         [], "Modules that get none: last parts of names, or patterns of whole names such as .*visual.*."
     )

@@ -270,7 +270,11 @@ def _expert_problems(shape: dict[str, Any], engine: EngineConfig, prefix: str) -
     ep, tp = megatron.expert_model_parallel_size, megatron.tensor_model_parallel_size
     etp = megatron.expert_tensor_parallel_size or tp
     if not experts:
-        return [f"{prefix}.expert_model_parallel_size={ep} needs a model with experts"] if ep > 1 else []
+        given = {"expert_model_parallel_size": ep if ep > 1 else None}
+        given["expert_tensor_parallel_size"] = megatron.expert_tensor_parallel_size
+        return [
+            f"{prefix}.{name}={size} needs a model with experts" for name, size in given.items() if size is not None
+        ]
     problems = []
     if experts % ep:
         problems.append(

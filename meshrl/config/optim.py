@@ -2,17 +2,19 @@
 
 from dataclasses import dataclass
 
-from meshrl.config.key import key
+from meshrl.config.key import MOST_STEPS, key
 
 
 @dataclass
 class OptimConfig:
-    lr: float = key(1e-6, "Peak learning rate.", low=0)
+    lr: float = key(1e-6, "Peak learning rate.", low=0, high=10)
     optimizer: str = key("AdamW", "Optimizer class.", choices=("AdamW",))
-    weight_decay: float = key(0.01, "Decoupled weight decay.", low=0)
+    weight_decay: float = key(0.01, "Decoupled weight decay.", low=0, high=10)
     betas: list[float] = key([0.9, 0.999], "AdamW's two decay rates.", low=0, high=1)
-    eps: float = key(1e-8, "AdamW's epsilon: gradients much smaller than this move nothing.", low=0)
-    lr_warmup_steps: int = key(-1, "Optimizer steps of linear warm-up; -1: by lr_warmup_steps_ratio.", low=-1)
+    eps: float = key(1e-8, "AdamW's epsilon: gradients much smaller than this move nothing.", low=0, high=1)
+    lr_warmup_steps: int = key(
+        -1, "Optimizer steps of linear warm-up; -1: by lr_warmup_steps_ratio.", low=-1, high=MOST_STEPS
+    )
     lr_warmup_steps_ratio: float = key(0.0, "Warm-up as a share of all optimizer steps.", low=0, high=1)
     lr_scheduler_type: str = key(
         "constant",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SupervisedConfig
+from meshrl.config.trainer import TRACKERS
 
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 EXTERNAL_ROLLOUTS = ("vllm", "sglang")
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshrl.config.key import key
+from meshrl.config.key import MOST_RANKS, key
 from meshrl.config.names import REF
 
 if TYPE_CHECKING:
@@ -16,8 +16,10 @@ SECTIONS = {"ref": REF, "critic": "critic", "reward_model": "reward_model", "jud
 class OwnDevices:
     """What sections of roles have that may stand apart from the policy."""
 
-    nnodes: int = key(0, "Machines of its own, to work beside the policy; 0: it shares the policy's devices.", low=0)
-    n_gpus_per_node: int = key(0, "Processes on each of these machines.", low=0)
+    nnodes: int = key(
+        0, "Machines of its own, to work beside the policy; 0: it shares the policy's devices.", low=0, high=MOST_RANKS
+    )
+    n_gpus_per_node: int = key(0, "Processes on each of these machines.", low=0, high=MOST_RANKS)
 
     @property
     def has_own_devices(self) -> bool:

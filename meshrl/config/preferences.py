@@ -34,16 +34,19 @@ class PreferenceLossConfig:
         0.1,
         "How much log-ratios (simpo: mean log-probs) count; ipo aims at 1/(2 beta); orpo: the weight of pairs.",
         low=1e-9,
+        high=1e6,
     )
     label_smoothing: float = key(
         0.0, "dpo, simpo, reward: the share of pairs that are taken to be the wrong way round.", low=0, high=0.5
     )
     simpo_gamma: float = key(
-        0.5, "simpo: the margin (beta times the difference) that the chosen answer should have.", low=0
+        0.5, "simpo: the margin (beta times the difference) that the chosen answer should have.", low=0, high=1e6
     )
-    sft_weight: float = key(0.0, "Weight of the chosen answers' negative log-likelihood a token, beside it.", low=0)
-    desirable_weight: float = key(1.0, "kto: weight of good answers.", low=0)
-    undesirable_weight: float = key(1.0, "kto: weight of bad answers.", low=0)
+    sft_weight: float = key(
+        0.0, "Weight of the chosen answers' negative log-likelihood a token, beside it.", low=0, high=1e6
+    )
+    desirable_weight: float = key(1.0, "kto: weight of good answers.", low=0, high=1e6)
+    undesirable_weight: float = key(1.0, "kto: weight of bad answers.", low=0, high=1e6)
 
     @property
     def options(self) -> dict[str, float]:

@@ -14,7 +14,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 HEAD = """# Config reference
 
 Written by `python -m meshrl.config.reference`; don't edit it by hand. How recipes, overrides and checks work is in
-[config.md](config.md). A key marked *not yet* keeps its default: setting it is refused before anything starts.
+[config.md](config.md). A key marked *not yet* keeps its default: setting it is refused before anything starts. One
+marked *only with* is refused, or noted, where that is not so.
 """
 
 
@@ -56,6 +57,8 @@ def _meaning(leaf: Leaf) -> str:
     if leaf.info.choices:
         text += " Choices: " + ", ".join(f"`{choice}`" for choice in leaf.info.choices)
         text += ", or your own." if leaf.info.registry else "."
+    if leaf.info.only_if:
+        text += f" *Only with* {leaf.info.only_if.shown}."
     if leaf.pending:
         text += f" *Not yet:* {leaf.pending}."
     return text.replace("|", "\\|")

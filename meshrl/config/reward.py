@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshrl.config.conditions import equals, is_set
 from meshrl.config.functions import argument_problem, is_async, load_function, reward_call_problem
-from meshrl.config.key import key, section
+from meshrl.config.key import LONGEST_WAIT, MOST_AT_ONCE, MOST_TOKENS, key, section
 from meshrl.config.pools import OwnDevices
 from meshrl.config.rollout import ROLLOUTS
 from meshrl.registry import REWARD_MANAGERS
@@ -41,13 +42,17 @@ class JudgeConfig(OwnDevices):
     path: str | None = key(None, "Folder of a language model that grades, on the workers; null: reward.kwargs.url.")
     engine: str = key("embedded", "Engine that it runs in.", choices=ROLLOUTS)
     dtype: str = key("auto", "Its dtype; auto: float32 on a CPU, the model's own on a GPU.")
-    max_tokens: int = key(512, "Longest judgement, in tokens.", low=1)
-    temperature: float = key(0.0, "Sampling temperature of judgements.", low=0)
-    max_num_seqs: int = key(256, "Most judgements at once on one rank.", low=1)
-    max_model_len: int | None = key(None, "Longest question plus judgement; null: the model's own.", low=1)
+    max_tokens: int = key(512, "Longest judgement, in tokens.", low=1, high=MOST_TOKENS)
+    temperature: float = key(0.0, "Sampling temperature of judgements.", low=0, high=100)
+    max_num_seqs: int = key(256, "Most judgements at once on one rank.", low=1, high=MOST_AT_ONCE)
+    max_model_len: int | None = key(
+        None, "Longest question plus judgement; null: the model's own.", low=1, high=MOST_TOKENS
+    )
     gpu_memory_utilization: float = key(0.2, "Share of the GPU's memory that it takes.", low=0, high=1)
     trust_remote_code: bool = key(False, "Run model or tokenizer code found in the folder.")
-    engine_kwargs: dict[str, Any] = key({}, "Further arguments of vLLM or SGLang.")
+    engine_kwargs: dict[str, Any] = key(
+        {}, "Further arguments of vLLM or SGLang.", only_if=equals(".engine", "vllm", "sglang")
+    )
 
 
 @dataclass
@@ -71,16 +76,27 @@ class RewardConfig:
 @dataclass
 class CustomRewardFunctionConfig:
     path: str | None = key(None, "Python file (or importable module) with a reward function of your own.")
-    name: str = key("compute_score", "Name of the function in it.")
+    name: str = key("compute_score", "Name of the function in it.", only_if=is_set(".path"))
     reward_kwargs: dict[str, Any] = key({}, "Keyword arguments of that function.")
 
 
 @dataclass
 class OverlongBufferConfig:
     enable: bool = key(True, "Punish answers that come close to data.max_response_length (with the manager dapo).")
-    len: int | None = key(None, "Over how many last tokens the penalty grows.", low=1)
-    penalty_factor: float = key(1.0, "The penalty of an answer of full length.", low=0)
-    log: bool = key(False, "Add the penalty of each sample to what is logged of it.")
+    len: int | None = key(
+        None,
+        "Over how many last tokens the penalty grows.",
+        low=1,
+        high=MOST_TOKENS,
+        only_if=equals(".enable", True),
+        noted=True,
+    )
+    penalty_factor: float = key(
+        1.0, "The penalty of an answer of full length.", low=0, high=1e6, only_if=equals(".enable", True), noted=True
+    )
+    log: bool = key(
+        False, "Add the penalty of each sample to what is logged of it.", only_if=equals(".enable", True), noted=True
+    )
 
 
 @dataclass
@@ -92,10 +108,15 @@ class RewardManagerConfig:
         registry=REWARD_MANAGERS,
     )
     timeout: float | None = key(
-        None, "Seconds for one call; null: 300 with prime, whose hung processes are replaced, else no limit.", low=0.001
+        None,
+        "Seconds for one call; null: 300 with prime, whose hung processes are replaced, else no limit.",
+        low=0.001,
+        high=LONGEST_WAIT,
     )
-    num_processes: int = key(8, "Processes of prime's pool.", low=1)
-    max_concurrent_calls: int = key(64, "Most calls at once of a function that is a coroutine (async def).", low=1)
+    num_processes: int = key(8, "Processes of prime's pool.", low=1, high=10_000)
+    max_concurrent_calls: int = key(
+        64, "Most calls at once of a function that is a coroutine (async def).", low=1, high=MOST_AT_ONCE
+    )
     overlap: bool = key(False, "Score samples while others are still generated, not when all have ended.")
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig, "Overlong reward shaping, with dapo.")
 

@@ -1,11 +1,25 @@
 """`actor_rollout_ref.rollout.*`: how responses are generated."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshrl.config.engine import DTYPES
-from meshrl.config.key import key, section
+from meshrl.config.conditions import any_of, differs, equals, fact, is_set
+from meshrl.config.data import VALIDATES
+from meshrl.config.engine import DTYPES, short_dtype
+from meshrl.config.key import (
+    LONGEST_WAIT,
+    MOST_AT_ONCE,
+    MOST_MEGABYTES,
+    MOST_RANKS,
+    MOST_ROWS,
+    MOST_TOKENS,
+    key,
+    section,
+)
 from meshrl.config.names import ACTOR, ROLLOUT
+
+if TYPE_CHECKING:
+    from meshrl.config.root import PPOConfig
 
 ROLLOUTS = ("embedded", "vllm", "sglang", "hf")
 # Those that take prompts with images.
@@ -43,6 +57,54 @@ UNNEEDED = {
     "embedded": {"load_format": FROM_TRAINER},
     "hf": {"load_format": FROM_TRAINER, "enforce_eager": "it has no CUDA graphs"},
 }
+
+
+def shares_weights(config: "PPOConfig") -> bool:
+    """Whether the rollout generates with the trainer's own module, so that no weights are sent."""
+    policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    return (
+        policy.hybrid_engine
+        and rollout.name == "embedded"
+        and rollout.replica_size == 1
+        and not policy.model.has_adapters
+        and not policy.actor.fsdp_config.param_offload
+        and not policy.actor.rounds
+        and policy.actor.whole_dtype(config.trainer.world_size) == short_dtype(rollout.dtype)
+    )
+
+
+def sends_buckets(config: "PPOConfig") -> bool:
+    """Whether weights travel in buckets: not those of FSDP1 with adapters, whose tensors come whole one by one."""
+    policy = config.actor_rollout_ref
+    return not shares_weights(config) and not (
+        policy.hybrid_engine
+        and policy.rollout.name in ("embedded", "hf")
+        and policy.model.has_adapters
+        and policy.actor.strategy == "fsdp"
+        and policy.actor.fsdp_config.fsdp_size != 1
+        and config.trainer.world_size > 1
+    )
+
+
+def sends_adapters(config: "PPOConfig") -> bool:
+    """Whether adapters could travel without their base: merged in place they need not, streamed they cannot."""
+    policy = config.actor_rollout_ref
+    is_apart = not policy.hybrid_engine or policy.rollout.name == "vllm"
+    is_sharded = policy.actor.whole_dtype(config.trainer.world_size) is None
+    return policy.model.has_adapters and sends_buckets(config) and (is_apart or is_sharded)
+
+
+_PLACEMENT = ("actor_rollout_ref.hybrid_engine", f"{ROLLOUT}.name", "trainer.nnodes", "trainer.n_gpus_per_node")
+_LORA = ("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora_adapter_path")
+SENDS_WEIGHTS = fact(
+    "a rollout that does not generate with the trainer's own weights",
+    _PLACEMENT,
+    lambda config: not shares_weights(config),
+)
+SENDS_BUCKETS = fact("weights that are sent to a rollout in buckets", _PLACEMENT, sends_buckets)
+SENDS_ADAPTERS = fact("adapters that are sent to a rollout (LoRA)", (*_LORA, *_PLACEMENT), sends_adapters)
+# Without tools no text of the model is a call.
+HAS_TOOLS = any_of(is_set(".tools"), is_set(".tool_config_path"))
 # Said of training and of validation alike.
 MIN_P = "Sample from tokens with at least this share of the likeliest one's probability."
 PENALTY = "Divide the logits of tokens that prompt or answer already hold by this (multiply negative ones); 1: none."
@@ -54,34 +116,67 @@ TOOL_FORMATS = ("hermes", "qwen", "llama3_json", "mistral", "deepseek", "qwen3_c
 
 @dataclass
 class ValKwargs:
-    temperature: float = key(0.0, "Sampling temperature of validation, with do_sample.", low=0)
-    top_k: int = key(-1, "Sample from the k likeliest tokens; -1: all.", low=-1)
-    top_p: float = key(1.0, "Sample from the smallest set of tokens with this probability.", low=0, high=1)
-    min_p: float = key(0.0, MIN_P, low=0, high=1)
-    repetition_penalty: float = key(1.0, PENALTY, low=0)
-    min_tokens: int | None = key(None, MIN_TOKENS, low=0, follows=f"{ROLLOUT}.min_tokens")
-    stop: list[str] | None = key(None, STOP, follows=f"{ROLLOUT}.stop")
-    ignore_eos: bool | None = key(None, IGNORE_EOS, follows=f"{ROLLOUT}.ignore_eos")
-    n: int = key(1, "Responses per validation prompt.", low=1)
-    do_sample: bool = key(False, "Sample; false: take the likeliest token.")
+    temperature: float = key(
+        0.0, "Sampling temperature of validation, with do_sample.", low=0, high=100, only_if=VALIDATES, noted=True
+    )
+    top_k: int = key(
+        -1, "Sample from the k likeliest tokens; -1: all.", low=-1, high=MOST_TOKENS, only_if=VALIDATES, noted=True
+    )
+    top_p: float = key(
+        1.0,
+        "Sample from the smallest set of tokens with this probability.",
+        low=0,
+        high=1,
+        only_if=VALIDATES,
+        noted=True,
+    )
+    min_p: float = key(0.0, MIN_P, low=0, high=1, only_if=VALIDATES, noted=True)
+    repetition_penalty: float = key(1.0, PENALTY, low=0, high=100, only_if=VALIDATES, noted=True)
+    min_tokens: int | None = key(
+        None, MIN_TOKENS, low=0, follows=f"{ROLLOUT}.min_tokens", high=MOST_TOKENS, only_if=VALIDATES, noted=True
+    )
+    stop: list[str] | None = key(None, STOP, takes_blank=True, follows=f"{ROLLOUT}.stop", only_if=VALIDATES, noted=True)
+    ignore_eos: bool | None = key(None, IGNORE_EOS, follows=f"{ROLLOUT}.ignore_eos", only_if=VALIDATES, noted=True)
+    n: int = key(1, "Responses per validation prompt.", low=1, high=1_000_000, only_if=VALIDATES, noted=True)
+    do_sample: bool = key(False, "Sample; false: take the likeliest token.", only_if=VALIDATES, noted=True)
 
 
 @dataclass
 class MultiTurnConfig:
     enable: bool = key(False, "Let the model use tools, or talk to an environment, over several turns.")
-    max_assistant_turns: int | None = key(None, "Most turns of the model; null: as many as the response holds.", low=1)
+    max_assistant_turns: int | None = key(
+        None, "Most turns of the model; null: as many as the response holds.", low=1, high=MOST_TOKENS
+    )
     max_user_turns: int | None = key(
-        None, "Most answers to the model, by tools or by the environment; null: as many as the response holds.", low=1
+        None,
+        "Most answers to the model, by tools or by the environment; null: as many as the response holds.",
+        low=1,
+        high=MOST_TOKENS,
     )
     tool_config_path: str | None = key(None, "YAML file that lists tools by import path.")
     tools: list[str] = key([], "Import paths of tools, such as my_tools.py:search or package.module:search.")
-    format: str = key("hermes", "Format of tool calls.", choices=TOOL_FORMATS)
-    max_parallel_calls: int = key(1, "Most tool calls of one turn, run at once; further ones are refused.", low=1)
-    max_concurrent_calls: int = key(64, "Most tool calls at once on one rank, over all samples.", low=1)
-    tool_timeout: float = key(30.0, "Seconds that one call of a tool or step of the environment may take.", low=0.001)
-    max_tool_response_length: int = key(256, "Longest tool answer, in characters.", low=1)
+    format: str = key("hermes", "Format of tool calls.", choices=TOOL_FORMATS, only_if=HAS_TOOLS)
+    max_parallel_calls: int = key(
+        1,
+        "Most tool calls of one turn, run at once; further ones are refused.",
+        low=1,
+        high=MOST_AT_ONCE,
+        only_if=HAS_TOOLS,
+    )
+    max_concurrent_calls: int = key(
+        64, "Most tool calls at once on one rank, over all samples.", low=1, high=MOST_AT_ONCE, only_if=HAS_TOOLS
+    )
+    tool_timeout: float = key(
+        30.0, "Seconds that one call of a tool or step of the environment may take.", low=0.001, high=LONGEST_WAIT
+    )
+    max_tool_response_length: int = key(
+        256, "Longest tool answer, in characters.", low=1, high=MOST_TOKENS, only_if=HAS_TOOLS
+    )
     tool_response_truncate_side: str = key(
-        "middle", "Where a longer one is cut; left keeps its end.", choices=("left", "right", "middle")
+        "middle",
+        "Where a longer one is cut; left keeps its end.",
+        choices=("left", "right", "middle"),
+        only_if=HAS_TOOLS,
     )
     environment: str | None = key(None, "Import path of the environment's class, such as my_game.py:Game.")
     environment_kwargs: dict[str, Any] = key({}, "Arguments of the environment's class.")
@@ -109,20 +204,34 @@ class RolloutConfig:
         None,
         "The engine as a server beside each rank (true) or inside its process (false); null: only SGLang is a server.",
     )
-    nnodes: int = key(0, "Machines of the rollout's own, with actor_rollout_ref.hybrid_engine=false.", low=0)
-    n_gpus_per_node: int = key(0, "Rollout processes on each of them.", low=0)
-    n: int = key(1, "Responses per prompt; group-based estimators need at least 2.", low=1)
-    temperature: float = key(1.0, "Sampling temperature.", low=0)
-    top_k: int = key(-1, "Sample from the k likeliest tokens; -1: all.", low=-1)
-    top_p: float = key(1.0, "Sample from the smallest set of tokens with this probability.", low=0, high=1)
-    min_p: float = key(0.0, MIN_P, low=0, high=1)
-    repetition_penalty: float = key(1.0, PENALTY, low=0)
-    min_tokens: int = key(0, MIN_TOKENS, low=0)
-    stop: list[str] = key([], STOP)
+    nnodes: int = key(
+        0, "Machines of the rollout's own, with actor_rollout_ref.hybrid_engine=false.", low=0, high=MOST_RANKS
+    )
+    n_gpus_per_node: int = key(0, "Rollout processes on each of them.", low=0, high=MOST_RANKS)
+    n: int = key(1, "Responses per prompt; group-based estimators need at least 2.", low=1, high=1_000_000)
+    temperature: float = key(1.0, "Sampling temperature.", low=0, high=100, only_if=equals(".do_sample", True))
+    top_k: int = key(
+        -1, "Sample from the k likeliest tokens; -1: all.", low=-1, high=MOST_TOKENS, only_if=equals(".do_sample", True)
+    )
+    top_p: float = key(
+        1.0,
+        "Sample from the smallest set of tokens with this probability.",
+        low=0,
+        high=1,
+        only_if=equals(".do_sample", True),
+    )
+    min_p: float = key(0.0, MIN_P, low=0, high=1, only_if=equals(".do_sample", True))
+    repetition_penalty: float = key(1.0, PENALTY, low=0, high=100)
+    min_tokens: int = key(0, MIN_TOKENS, low=0, high=MOST_TOKENS)
+    stop: list[str] = key([], STOP, takes_blank=True)
     ignore_eos: bool = key(False, IGNORE_EOS)
     do_sample: bool = key(True, "Sample; false: take the likeliest token.")
-    prompt_length: int | None = key(None, "Longest prompt, in tokens.", low=1, follows="data.max_prompt_length")
-    response_length: int | None = key(None, "Longest response, in tokens.", low=1, follows="data.max_response_length")
+    prompt_length: int | None = key(
+        None, "Longest prompt, in tokens.", low=1, follows="data.max_prompt_length", high=MOST_TOKENS
+    )
+    response_length: int | None = key(
+        None, "Longest response, in tokens.", low=1, follows="data.max_response_length", high=MOST_TOKENS
+    )
     dtype: str = key("bfloat16", "Dtype of weights and KV cache while generating.", choices=DTYPES)
     quantization: str | None = key(
         None,
@@ -134,46 +243,75 @@ class RolloutConfig:
         "Dtype of the KV cache; auto: that of the weights, fp8: 8 bits (embedded, on GPUs).",
         choices=("auto", "fp8"),
     )
-    max_num_seqs: int = key(256, "Most sequences generated at once on one rank.", low=1)
-    max_num_batched_tokens: int = key(8192, "Most tokens of one engine step, prompts included.", low=1)
+    max_num_seqs: int = key(256, "Most sequences generated at once on one rank.", low=1, high=MOST_AT_ONCE)
+    max_num_batched_tokens: int = key(
+        8192, "Most tokens of one engine step, prompts included.", low=1, high=MOST_TOKENS
+    )
     calculate_log_probs: bool = key(True, "Return the log-probs of the sampled tokens.")
     val_kwargs: ValKwargs = section(ValKwargs, "Sampling in validation.")
     log_prob_micro_batch_size_per_gpu: int | None = key(
-        None, "Samples per forward of the old log-probs.", low=1, follows=f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+        None,
+        "Samples per forward of the old log-probs.",
+        low=1,
+        follows=f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+        high=MOST_ROWS,
+        only_if=equals(".log_prob_use_dynamic_bsz", False),
+        noted=True,
     )
     log_prob_use_dynamic_bsz: bool | None = key(
         None, "Cut the old log-probs' micro-batches by tokens.", follows=f"{ACTOR}.use_dynamic_bsz"
     )
     log_prob_max_token_len_per_gpu: int | None = key(
-        None, "Most tokens of such a micro-batch.", low=1, follows=f"{ACTOR}.ppo_max_token_len_per_gpu"
+        None,
+        "Most tokens of such a micro-batch.",
+        low=1,
+        follows=f"{ACTOR}.ppo_max_token_len_per_gpu",
+        high=MOST_TOKENS,
+        only_if=equals(".log_prob_use_dynamic_bsz", True),
+        noted=True,
     )
     tensor_model_parallel_size: int = key(
         1,
         "Neighbouring ranks that are one rollout and hold a part of every matrix each (embedded, vllm, sglang).",
         low=1,
+        high=MOST_RANKS,
     )
     expert_parallel_size: int = key(
         1,
         "Neighbouring ranks that are one rollout and hold some experts each (embedded; vllm: as many as cut it).",
         low=1,
+        high=MOST_RANKS,
     )
-    gpu_memory_utilization: float = key(0.5, "Share of the GPU's memory a rollout takes.", low=0, high=1)
-    max_model_len: int | None = key(None, "Longest prompt plus response.", low=1)
+    gpu_memory_utilization: float = key(
+        0.5,
+        "Share of the GPU's memory a rollout takes.",
+        low=0,
+        high=1,
+        only_if=any_of(differs("trainer.device", "cpu"), differs(".name", "embedded")),
+        noted=True,
+    )
+    max_model_len: int | None = key(None, "Longest prompt plus response.", low=1, high=MOST_TOKENS)
     enforce_eager: bool = key(False, "No CUDA graphs.")
     free_cache_engine: bool = key(True, "Give the KV cache, and weights of the rollout's own, up while training.")
     enable_chunked_prefill: bool = key(True, "Split long prompts over engine steps.")
     enable_prefix_caching: bool = key(True, "Share the KV cache of equal prefixes.")
     load_format: str = key("dummy", "How the rollout gets its first weights.")
-    update_weights_bucket_megabytes: int = key(512, "Size of a weight-sync bucket.", low=1)
-    update_weights_verify: bool = key(True, "Compare sums of all weights on both sides after every sync.")
+    update_weights_bucket_megabytes: int = key(
+        512, "Size of a weight-sync bucket.", low=1, high=MOST_MEGABYTES, only_if=SENDS_BUCKETS, noted=True
+    )
+    update_weights_verify: bool = key(
+        True, "Compare sums of all weights on both sides after every sync.", only_if=SENDS_WEIGHTS
+    )
     update_weights_delta: bool = key(
         False,
         "Send only what changed since the last version; senders keep a copy, and free_cache_engine must be off.",
+        only_if=SENDS_BUCKETS,
     )
     update_weights_adapters: str = key(
         "alone",
         "LoRA: send the base once (it stays in host memory) and then adapters alone, or always the merged weights.",
         choices=("alone", "merged"),
+        only_if=SENDS_ADAPTERS,
     )
     engine_kwargs: EngineKwargs = section(EngineKwargs, "Further arguments of an external engine.")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Tools and turns.")

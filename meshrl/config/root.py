@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from meshrl.config.actor import ActorConfig, RefConfig
 from meshrl.config.algorithm import AlgorithmConfig
 from meshrl.config.asynchronous import AsyncTrainingConfig
+from meshrl.config.conditions import differs
 from meshrl.config.critic import CriticConfig, RewardModelConfig
 from meshrl.config.data import DataConfig
 from meshrl.config.key import key, section
@@ -18,12 +19,15 @@ from meshrl.config.trainer import ProfilerConfig, RayInitConfig, TrainerConfig
 class ActorRolloutRefConfig:
     hybrid_engine: bool = key(True, "Actor and rollout share their devices; false: rollout.nnodes and n_gpus_per_node.")
     expandable_segments: bool = key(
-        False, "On GPUs: segments of memory that grow in place while training (fewer gaps), and not while generating."
+        False,
+        "On GPUs: segments of memory that grow in place while training (fewer gaps), and not while generating.",
+        only_if=differs("trainer.device", "cpu"),
     )
     memory_budget_gigabytes: float | None = key(
         None,
         "Most GiB that torch may allocate on a rank's GPU (on CPUs: of its process) in any phase; more is an error.",
         low=0.001,
+        high=100_000,
     )
     model: ModelConfig = section(ModelConfig, "The policy's model.")
     actor: ActorConfig = section(ActorConfig, "How the policy is updated.")

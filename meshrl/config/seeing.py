@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshrl.config.critic import uses_critic
+from meshrl.config.data import DataConfig
 from meshrl.config.engine import EngineConfig
 from meshrl.config.families import SEEING
 from meshrl.config.model import ModelConfig
@@ -12,13 +13,15 @@ from meshrl.config.names import ACTOR, MODEL, REF, ROLLOUT
 from meshrl.config.rollout import SEEING_ROLLOUTS
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTDataConfig, SupervisedConfig
+from meshrl.config.tree import changed_keys
 
 
 def seeing_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
     """What does not go with the model in the folder, if it sees."""
     if isinstance(config, SupervisedConfig):
         pairs = {"pairs of answers": not isinstance(config.data, SFTDataConfig)}
-        return _problems(config.model, "model", config.engine, "engine", pairs)
+        found = _problems(config.model, "model", config.engine, "engine", pairs)
+        return found + _image_key_problems(config, config.model)
     policy = config.actor_rollout_ref
     rollout = policy.rollout
     sends_adapters = policy.model.has_adapters and policy.hybrid_engine and rollout.update_weights_adapters != "merged"
@@ -40,6 +43,7 @@ def seeing_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
         if engine.freeze_vision_tower
     ]
     problems = _problems(policy.model, MODEL, policy.actor, ACTOR, given) + idle
+    problems += _image_key_problems(config, policy.model)
     if policy.ref.model.path is not None and _kind(policy.model) in SEEING:
         reference = replace(policy.model, path=policy.ref.model.path)
         if (kind := _kind(reference)) not in SEEING:
@@ -49,6 +53,18 @@ def seeing_problems(config: PPOConfig | SupervisedConfig) -> list[str]:
         elif not has_processor(reference.path or ""):
             problems.append(_no_processor(f"{REF}.model", reference))
     return problems
+
+
+def _image_key_problems(config: PPOConfig | SupervisedConfig, model: ModelConfig) -> list[str]:
+    """A column of images for a model that is known to see none."""
+    kind = _kind(model)
+    if kind is None or kind in SEEING:
+        return []
+    return [
+        f"{name}={config.data.image_key} has no effect: the model ({kind}) sees no images; leave it out"
+        for name in changed_keys(config, "data.image_key")
+        if isinstance(config.data, DataConfig | SFTDataConfig) and config.data.image_key is not None
+    ]
 
 
 def _kind(model: ModelConfig) -> str | None:

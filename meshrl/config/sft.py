@@ -4,12 +4,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshrl.config.checkpoint import CheckpointConfig
-from meshrl.config.data import TRUNCATIONS
+from meshrl.config.conditions import equals, fact
+from meshrl.config.data import TRUNCATIONS, VALIDATES
 from meshrl.config.engine import EngineConfig
-from meshrl.config.key import key, section
+from meshrl.config.key import LARGEST_SEED, MOST_ROWS, MOST_TOKENS, key, section
 from meshrl.config.model import ModelConfig
 from meshrl.config.optim import OptimConfig
 from meshrl.config.trainer import RayInitConfig, RunConfig
+
+# Whole conversations hold their prompts.
+HAS_PROMPTS = fact(
+    "prompts in a column of their own, without `data.messages_key`",
+    ("data.messages_key",),
+    lambda config: not isinstance(config.data, SFTDataConfig) or config.data.messages_key is None,
+)
 
 
 @dataclass
@@ -19,29 +27,51 @@ class SequenceDataConfig:
     train_files: list[str] = key([], "What to learn: parquet or jsonl files, or folders of saved HF datasets.")
     val_files: list[str] = key([], "Held-out rows; without them there is no validation.")
     train_max_samples: int = key(
-        -1, "Train on so many rows: drawn by the seed with shuffle, else the first; -1: all.", low=-1
+        -1, "Train on so many rows: drawn by the seed with shuffle, else the first; -1: all.", low=-1, high=MOST_ROWS
     )
-    val_max_samples: int = key(-1, "Validate on so many rows, chosen in the same way; -1: all.", low=-1)
-    prompt_key: str = key("prompt", "Column with the prompt.")
+    val_max_samples: int = key(
+        -1,
+        "Validate on so many rows, chosen in the same way; -1: all.",
+        low=-1,
+        high=MOST_ROWS,
+        only_if=VALIDATES,
+        noted=True,
+    )
+    prompt_key: str = key("prompt", "Column with the prompt.", only_if=HAS_PROMPTS)
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "Variables for the tokenizer's chat template, such as {enable_thinking: false}."
     )
-    max_length: int = key(1024, "Longest prompt plus response, in tokens.", low=1)
+    max_length: int = key(1024, "Longest prompt plus response, in tokens.", low=1, high=MOST_TOKENS)
     truncation: str = key("error", "What to do with a longer one; left keeps its end.", choices=TRUNCATIONS[:3])
-    train_batch_size: int = key(256, "Rows of the data per optimizer step, over all ranks.", low=1)
+    train_batch_size: int = key(256, "Rows of the data per optimizer step, over all ranks.", low=1, high=MOST_ROWS)
     micro_batch_size_per_gpu: int | None = key(
-        None, "Rows per forward/backward on one rank; null: by max_token_len_per_gpu.", low=1
+        None, "Rows per forward/backward on one rank; null: by max_token_len_per_gpu.", low=1, high=MOST_ROWS
     )
-    max_token_len_per_gpu: int = key(8192, "Most tokens of a micro-batch on one rank.", low=1)
+    max_token_len_per_gpu: int = key(
+        8192,
+        "Most tokens of a micro-batch on one rank.",
+        low=1,
+        high=MOST_TOKENS,
+        only_if=equals(".micro_batch_size_per_gpu", None),
+        noted=True,
+    )
     shuffle: bool = key(True, "Shuffle the training data in every epoch.")
-    seed: int | None = key(None, "Seed of the shuffling.", follows="trainer.seed")
+    seed: int | None = key(
+        None,
+        "Seed of the shuffling.",
+        follows="trainer.seed",
+        low=0,
+        high=LARGEST_SEED,
+        only_if=equals(".shuffle", True),
+        noted=True,
+    )
 
 
 @dataclass
 class SFTDataConfig(SequenceDataConfig):
     prompt_dict_keys: list[str] = key([], "Where the prompt is inside its column: keys, one below the other.")
     prompt_as_message: bool = key(False, "Put a prompt that is a text into the chat template, as the user's message.")
-    response_key: str = key("response", "Column with the response to learn.")
+    response_key: str = key("response", "Column with the response to learn.", only_if=equals(".messages_key", None))
     response_dict_keys: list[str] = key([], "Where the response is inside its column, in the same way.")
     messages_key: str | None = key(None, "Column with whole conversations, instead of prompt and response.")
     tools_key: str | None = key(

@@ -2,33 +2,62 @@
 
 from dataclasses import dataclass
 
+from meshrl.config.conditions import above, any_of, equals, includes, is_set
+from meshrl.config.data import VALIDATES
 from meshrl.config.gates import GatesConfig
-from meshrl.config.key import key, section
+from meshrl.config.key import (
+    LARGEST_SEED,
+    LONGEST_WAIT,
+    MOST_MEGABYTES,
+    MOST_RANKS,
+    MOST_ROWS,
+    MOST_STEPS,
+    key,
+    section,
+)
 
-LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "trackio")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+LOGGERS = ("console", "file", *TRACKERS)
+# The names of project and run are in the run's folder, unless one is given, and on trackers' pages.
+NAMED = any_of(equals(".default_local_dir", None), includes(".logger", *TRACKERS))
 
 
 @dataclass
 class DeadlinesConfig:
-    start: float = key(600.0, "Seconds the workers may take to start.", low=1)
-    call: float = key(7200.0, "Seconds one call to the workers may take.", low=1)
-    collective: float = key(600.0, "Seconds a collective between workers may take.", low=1)
-    stop: float = key(60.0, "Seconds after SIGTERM within which the step is finished and saved.", low=1)
+    start: float = key(600.0, "Seconds the workers may take to start.", low=1, high=LONGEST_WAIT)
+    call: float = key(7200.0, "Seconds one call to the workers may take.", low=1, high=LONGEST_WAIT)
+    collective: float = key(600.0, "Seconds a collective between workers may take.", low=1, high=LONGEST_WAIT)
+    stop: float = key(
+        60.0, "Seconds after SIGTERM within which the step is finished and saved.", low=1, high=LONGEST_WAIT
+    )
 
 
 @dataclass
 class RunConfig:
     """What `meshrl train` and `meshrl sft` share."""
 
-    nnodes: int = key(1, "Machines; more than one needs backend=ray.", low=1)
-    n_gpus_per_node: int = key(8, "Worker processes per machine, one per GPU if there are GPUs.", low=1)
+    nnodes: int = key(1, "Machines; more than one needs backend=ray.", low=1, high=MOST_RANKS)
+    n_gpus_per_node: int = key(
+        8, "Worker processes per machine, one per GPU if there are GPUs.", low=1, high=MOST_RANKS
+    )
     backend: str = key("local", "How workers are started.", choices=("local", "ray"))
     device: str = key("auto", "Where workers compute; auto: cuda if there is one.", choices=("auto", "cpu", "cuda"))
-    seed: int = key(1, "Seed of everything random.", low=0, high=2**63 - 1)
-    total_epochs: int = key(30, "Passes over the training data.", low=1)
-    total_training_steps: int | None = key(None, "Steps of the run; null: as total_epochs gives.", low=1)
-    test_freq: int = key(-1, "Validate every so many steps; -1: never.", low=-1)
-    save_freq: int = key(-1, "Save a checkpoint every so many steps and after the last; -1: never.", low=-1)
+    seed: int = key(1, "Seed of everything random.", low=0, high=LARGEST_SEED)
+    total_epochs: int = key(
+        30,
+        "Passes over the training data.",
+        low=1,
+        high=MOST_STEPS,
+        only_if=equals(".total_training_steps", None),
+        noted=True,
+    )
+    total_training_steps: int | None = key(
+        None, "Steps of the run; null: as total_epochs gives.", low=1, high=MOST_STEPS
+    )
+    test_freq: int = key(-1, "Validate every so many steps; -1: never.", low=-1, high=MOST_STEPS)
+    save_freq: int = key(
+        -1, "Save a checkpoint every so many steps and after the last; -1: never.", low=-1, high=MOST_STEPS
+    )
     resume_mode: str = key(
         "auto",
         "Go on from the newest whole checkpoint in the run's folder, begin anew, or go on from resume_from_path.",
@@ -38,9 +67,9 @@ class RunConfig:
     remote_dir: str | None = key(
         None, "Address (fsspec) that whole checkpoints are copied to and, where there are none here, fetched from."
     )
-    max_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep; null: all.", low=1)
-    project_name: str = key("meshrl", "Project, as the trackers show it.")
-    experiment_name: str = key("run", "Name of this run.")
+    max_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep; null: all.", low=1, high=MOST_STEPS)
+    project_name: str = key("meshrl", "Project, as the trackers show it.", only_if=NAMED, noted=True)
+    experiment_name: str = key("run", "Name of this run.", only_if=NAMED, noted=True)
     default_local_dir: str | None = key(None, "Folder of the run; null: outputs/PROJECT/EXPERIMENT.")
     logger: list[str] = key(["console", "file"], "Where metrics go.", choices=LOGGERS)
     save_final_model: bool = key(
@@ -52,7 +81,10 @@ class RunConfig:
         choices=("skip", "stop"),
     )
     max_nan_steps: int | None = key(
-        None, "Stop when more optimizer steps than this were skipped for a gradient that is not finite.", low=0
+        None,
+        "Stop when more optimizer steps than this were skipped for a gradient that is not finite.",
+        low=0,
+        high=MOST_STEPS,
     )
     max_nan_steps_in_a_row: int | None = key(
         10,
@@ -60,23 +92,36 @@ class RunConfig:
         low=0,
     )
     max_restarts: int = key(
-        0, "How often a run that infrastructure has ended (a dead worker, a deadline) begins again by itself.", low=0
+        0,
+        "How often a run that infrastructure has ended (a dead worker, a deadline) begins again by itself.",
+        low=0,
+        high=1_000_000,
     )
-    restart_wait: float = key(1.0, "Seconds before the first restart; before each next one twice as many.", low=0)
+    restart_wait: float = key(
+        1.0,
+        "Seconds before the first restart; before each next one twice as many.",
+        low=0,
+        high=LONGEST_WAIT,
+        only_if=above(".max_restarts", 0),
+    )
     memory_copy_freq: int = key(
         -1,
         "Copy the whole state to memory every so many steps, for restarts; with several nodes to two. -1: never.",
         low=-1,
+        high=MOST_STEPS,
     )
     stall_timeout: float | None = key(
-        1800.0, "Seconds without a finished phase after which a report of the stall is written; null: never.", low=0.1
+        1800.0,
+        "Seconds without a finished phase after which a report of the stall is written; null: never.",
+        low=0.1,
+        high=LONGEST_WAIT,
     )
     deadlines: DeadlinesConfig = section(DeadlinesConfig, "How long anything may be waited for.")
     ledger: bool = key(True, "Book every second of every process, as ledger_s/* in the metrics.")
     timeline: bool = key(False, "Write timeline.json.gz, what every process did and when, for Perfetto.")
-    timeline_steps: list[int] = key([], "Steps in the timeline; empty: all.", low=1)
+    timeline_steps: list[int] = key([], "Steps in the timeline; empty: all.", low=1, high=MOST_STEPS)
     peak_tflops: float | None = key(
-        None, "TFLOP/s of one device at best, for mfu/*; null: as known for the device's name.", low=0.001
+        None, "TFLOP/s of one device at best, for mfu/*; null: as known for the device's name.", low=0.001, high=1e6
     )
 
     @property
@@ -102,21 +147,33 @@ class RunConfig:
 
 @dataclass
 class TrainerConfig(RunConfig):
-    val_before_train: bool = key(True, "Validate before the first step.")
+    val_before_train: bool = key(
+        True, "Validate before the first step.", only_if=is_set("data.val_files"), no_request=(False,), noted=True
+    )
     val_only: bool = key(False, "Validate and end.")
-    critic_warmup: int = key(0, "Steps in which only the critic learns.", low=0)
+    critic_warmup: int = key(0, "Steps in which only the critic learns.", low=0, high=MOST_STEPS)
     balance_batch: bool = key(True, "Order samples so that all ranks get about the same number of tokens.")
-    max_actor_ckpt_to_keep: int | None = key(None, "Another name of max_ckpt_to_keep.", low=1)
-    max_critic_ckpt_to_keep: int | None = key(None, "Another name of max_ckpt_to_keep.", low=1)
+    max_actor_ckpt_to_keep: int | None = key(None, "Another name of max_ckpt_to_keep.", low=1, high=MOST_STEPS)
+    max_critic_ckpt_to_keep: int | None = key(None, "Another name of max_ckpt_to_keep.", low=1, high=MOST_STEPS)
     rollout_data_dir: str | None = key(None, "Folder for all training samples, one jsonl file per step.")
     keep_batches_megabytes: int = key(
         0,
         "Keep the newest training batches in batches/ of the run's folder, up to this size, for meshrl replay.",
         low=0,
+        high=MOST_MEGABYTES,
     )
-    validation_data_dir: str | None = key(None, "Folder for all validation samples, one jsonl file per validation.")
+    validation_data_dir: str | None = key(
+        None, "Folder for all validation samples, one jsonl file per validation.", only_if=VALIDATES
+    )
     gates: GatesConfig = section(GatesConfig, "What is watched while the run goes on.")
-    log_val_generations: int = key(0, "Samples of each validation that are kept for the report; 0: 8.", low=0)
+    log_val_generations: int = key(
+        0,
+        "Samples of each validation that are kept for the report; 0: 8.",
+        low=0,
+        high=MOST_ROWS,
+        only_if=VALIDATES,
+        noted=True,
+    )
 
     @property
     def checkpoints_to_keep(self) -> int | None:
@@ -127,9 +184,9 @@ class TrainerConfig(RunConfig):
 @dataclass
 class RayInitConfig:
     address: str | None = key(None, "Ray cluster to join, such as auto; null: start one here.")
-    num_cpus: int | None = key(None, "CPUs of a Ray started here.", low=1)
-    num_gpus: int | None = key(None, "GPUs of a Ray started here.", low=0)
-    object_store_memory: int | None = key(None, "Bytes of the object store of a Ray started here.", low=1)
+    num_cpus: int | None = key(None, "CPUs of a Ray started here.", low=1, high=MOST_RANKS)
+    num_gpus: int | None = key(None, "GPUs of a Ray started here.", low=0, high=MOST_RANKS)
+    object_store_memory: int | None = key(None, "Bytes of the object store of a Ray started here.", low=1, high=2**50)
 
 
 @dataclass
@@ -139,6 +196,6 @@ class ProfilerConfig:
         "Profiler; torch: traces, torch_memory: snapshots of a GPU's memory, nsys: marks steps for Nsight Systems.",
         choices=("torch", "torch_memory", "nsys"),
     )
-    steps: list[int] = key([], "Steps to profile.", low=1)
-    ranks: list[int] = key([0], "Ranks to profile, of every group of workers; empty: all.", low=0)
+    steps: list[int] = key([], "Steps to profile.", low=1, high=MOST_STEPS)
+    ranks: list[int] = key([0], "Ranks to profile, of every group of workers; empty: all.", low=0, high=MOST_RANKS)
     save_path: str = key("outputs/profile", "Folder of the profiles.")

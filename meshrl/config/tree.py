@@ -34,11 +34,15 @@ class Leaf:
         return next(iter(typing.get_args(options[0])), None)
 
     @property
+    def holds_text(self) -> bool:
+        """Whether the value may be a text, or a list of texts."""
+        return str in (option for option in _options(self.type)) or (self.base_type is list and self.item_type is str)
+
+    @property
     def takes_any_text(self) -> bool:
         """Whether the value is a text, or a list of texts, of no given choice, and nothing else but null."""
         options = [option for option in _options(self.type) if option is not types.NoneType]
-        holds_text = self.base_type is str or (self.base_type is list and self.item_type is str)
-        return holds_text and len(options) == 1 and not self.info.choices
+        return self.holds_text and len(options) == 1 and not self.info.choices
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

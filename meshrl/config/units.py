@@ -7,11 +7,10 @@ from meshrl.config.critic import CriticConfig, uses_critic
 from meshrl.config.engine import EngineConfig
 from meshrl.config.errors import ConfigError
 from meshrl.config.layout import dp_size, model_ranks
-from meshrl.config.names import ACTOR, REF, ROLLOUT, count
+from meshrl.config.names import ACTOR, count
 from meshrl.config.pools import ranks_of, whose
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SupervisedConfig
-from meshrl.config.tree import changed_keys, get_value
 
 
 @dataclass(frozen=True)
@@ -127,21 +126,6 @@ class SupervisedBatchUnits:
             f"step: {count(self.rows_per_step, self.noun)}, {self.rows_per_rank} on each of "
             f"{count(self.dp_size, 'data-parallel rank')}, in micro-batches of {micro}"
         ]
-
-
-def micro_batch_notes(config: PPOConfig) -> list[str]:
-    """Sizes in samples that were given where micro-batches are cut by tokens: a line each."""
-    log_probs = "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"
-    return [
-        f"{name} has no effect with {prefix}.{switch}=true, which cuts micro-batches by tokens"
-        for prefix, switch, size in (
-            (ACTOR, "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu"),
-            (ROLLOUT, *log_probs),
-            (REF, *log_probs),
-        )
-        if get_value(config, f"{prefix}.{switch}")
-        for name in changed_keys(config, f"{prefix}.{size}")
-    ]
 
 
 def _micro_batch_words(number: int | None, noun: str, tokens: int | None) -> str:

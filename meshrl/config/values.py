@@ -1,7 +1,7 @@
-"""Checks of single keys: choices, ranges, and whether the key is supported yet."""
+"""Checks of single keys: types, choices, ranges, whether anything reads them, and whether they are supported yet."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshrl.config.aliases import nearest
@@ -37,8 +37,12 @@ def _value_problem(leaf: Leaf, value: Any, may_be_registered: bool) -> str | Non
     info = leaf.info
     if value is None:
         return None
+    if leaf.base_type is bool and not isinstance(value, bool):
+        return f"{leaf.name}={value} must be true or false"
     if info.choices and value not in info.choices:
         return _choice_problem(leaf, value, may_be_registered)
+    if leaf.holds_text and isinstance(value, str) and not value.strip() and not info.takes_blank:
+        return f"{leaf.name}={value!r} is blank: give it a value, or leave it out"
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     if not math.isfinite(value):
@@ -60,6 +64,31 @@ def _choice_problem(leaf: Leaf, value: Any, may_be_registered: bool) -> str | No
     hint = f"did you mean {suggestion}? " if suggestion else ""
     own = "" if registry is None else ", or file.py:name of your own"
     return f"{leaf.name}={value}: {hint}choices are {', '.join(known)}{own}"
+
+
+def unread_problems(config: Any, told: Sequence[str]) -> list[str]:
+    """Keys that are set and that nothing reads, by what other keys say (`only_if`); not those `told` of already."""
+    return [line for name, line in _unread(config, noted=False) if not any(name in problem for problem in told)]
+
+
+def unread_notes(config: Any) -> list[str]:
+    """The same of keys that scripts often carry, of which a note says that nothing reads them."""
+    return [line for _, line in _unread(config, noted=True)]
+
+
+def _unread(config: Any, noted: bool) -> Iterator[tuple[str, str]]:
+    for leaf in leaves(type(config)).values():
+        if leaf.info.noted == noted and (line := _unread_line(config, leaf)):
+            yield leaf.name, line
+
+
+def _unread_line(config: Any, leaf: Leaf) -> str | None:
+    condition, section = leaf.info.only_if, leaf.name[: leaf.name.rfind(".") + 1]
+    if condition is None or is_default(config, leaf) or get_value(config, leaf.name) in leaf.info.no_request:
+        return None
+    if condition.holds(config, section):
+        return None
+    return f"{leaf.name} has no effect with {condition.present(config, section)}: it is for {condition.wanted(section)}"
 
 
 def unsupported(config: Any) -> list[str]:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging as transformers_logging
 
-from meshrl.config.engine_arguments import quantization_problem
+from meshrl.config.engine_arguments import quantization_problem, speculation_problem
 from meshrl.config.model import ModelConfig
 from meshrl.config.rollout import READERS, ROLLOUTS, SEEING_ROLLOUTS, EngineKwargs, RolloutConfig
 from meshrl.data.images import PromptImages
@@ -112,8 +112,9 @@ def check_options(options: EngineOptions) -> torch.device:
             f"engine argument '{next(iter(options.arguments))}': the {options.engine} engine takes none, "
             f"only {' and '.join(EXTERNAL)} do"
         )
-    if problem := quantization_problem(options.engine, options.arguments, "engine argument "):
-        raise ValueError(problem)
+    for check in (quantization_problem, speculation_problem):
+        if problem := check(options.engine, options.arguments, "engine argument "):
+            raise ValueError(problem)
     if not 0 < options.gpu_memory_utilization <= 1:
         raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {options.gpu_memory_utilization}")
     for option in fields(EngineOptions):

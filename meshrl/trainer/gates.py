@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshrl.config.aliases import nearest
 from meshrl.config.gates import GatesConfig
 from meshrl.config.names import count
 from meshrl.data.proto import DataProto
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 DIFFERENCE, ENTROPY = "training/rollout_log_prob_diff_mean", "actor/entropy"
 # What the policy's KL to the old log-probs was before the first optimizer step of a batch.
 FIRST_KL = "actor/ppo_kl_before"
+# Told of every update of the policy.
+LEARNING_RATE = "actor/lr"
 WITHOUT_SIGNAL = "training/zero_advantage_share"
 # What is trained on: NaN or inf counts where the mask is set, and in scores anywhere.
 EVERYWHERE = ("token_level_scores", "token_level_rewards")
@@ -61,6 +64,7 @@ class Gates:
         self._say = say
         self._first_entropy: float | None = None
         self._first_step = True
+        self._knows_metrics = False
         self._in_a_row: dict[str, int] = {}
         self._said: dict[str, int] = {}
         self._warnings = 0
@@ -84,7 +88,7 @@ class Gates:
 
     def after_step(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Looks at a step's metrics; `raise_if_stopped` comes after these are logged."""
-        found = [*self._first(metrics), *self._every(metrics), *self._limits(metrics)]
+        found = [*self._first(metrics), *self._every(metrics), *self._limits(metrics), *self._blind_limits(metrics)]
         self._first_step = self._first_step and FIRST_KL not in metrics  # while the critic warms up there is none
         for finding in found:
             self._note(finding, step)
@@ -198,6 +202,18 @@ class Gates:
                 bounds = f"{'' if low is None else low} to {'' if high is None else high}".strip()
                 message = f"{name} is {value:.4g}, outside {bounds} (trainer.gates.limits)"
                 yield Finding("limits", message, fields.get("then") == "stop")
+
+    def _blind_limits(self, metrics: Mapping[str, Any]) -> Iterator[Finding]:
+        """Once, after the policy's first update: limits of metrics that are not there, and so would never be passed."""
+        if self._knows_metrics or LEARNING_RATE not in metrics:
+            return
+        self._knows_metrics = True
+        # Validation comes now and then only.
+        missing = [name for name in self.config.limits if name not in metrics and not name.startswith("val")]
+        for name in missing:
+            near = nearest(name, metrics)
+            message = f"trainer.gates.limits.{name}: this step has no such metric" + (f", but {near}" if near else "")
+            yield Finding("limits", f"{message}; limits see what a step measures, not its times", False)
 
     def _lasts(self, gate: str, is_off: bool) -> bool:
         """Whether something has been off for as many steps as patience asks for."""

@@ -549,6 +549,14 @@ def check_machine(config: PPOConfig, pools: Sequence[Pool]) -> None:
     check_rounding(config)
     if uses_gpu(config.trainer) and (problems := gpu_generation_problems(config)):
         raise ConfigError(problems)
+    if (
+        config.actor_rollout_ref.expandable_segments
+        and config.trainer.backend == "local"
+        and not uses_gpu(config.trainer)
+    ):
+        raise ConfigError(
+            ["actor_rollout_ref.expandable_segments=true is for GPUs, and torch sees none here: set it to false"]
+        )
     kind = config.actor_rollout_ref.rollout.kv_cache_dtype
     if kind != "auto" and config.trainer.backend == "local" and not uses_gpu(config.trainer):
         raise ConfigError(

@@ -468,6 +468,6 @@ def test_replay_of_routes_has_one_key() -> None:
 def test_a_micro_batch_in_samples_is_noted_where_tokens_count() -> None:
     name = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
     (note,) = notes_of(f"{name}=4")
-    assert note == f"{name} has no effect with {ACTOR}.use_dynamic_bsz=true, which cuts micro-batches by tokens"
+    assert note == f"{name} has no effect with {ACTOR}.use_dynamic_bsz=true: it is for {ACTOR}.use_dynamic_bsz=false"
     assert notes_of(f"{name}=4", f"{ACTOR}.use_dynamic_bsz=false") == []
     assert len(notes_of(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4")) == 1

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from meshrl.config.gates import GatesConfig, gate_problems
+from meshrl.config.gates import GatesConfig, limit_problems
 from meshrl.data.proto import DataProto
 from meshrl.trainer.gates import GateError, Gates, non_finite
 
@@ -205,6 +205,15 @@ def test_nan_may_only_warn(tmp_path):
     ],
 )
 def test_limits_that_say_nothing_are_refused(entry, words):
-    (problem,) = gate_problems(GatesConfig(limits={"a/b": entry}))
+    (problem,) = limit_problems(GatesConfig(limits={"a/b": entry}))
     assert words in problem
-    assert gate_problems(GatesConfig(limits={"a/b": 1, "c": {"min": -1.0, "then": "stop"}})) == []
+    assert limit_problems(GatesConfig(limits={"a/b": 1, "c": {"min": -1.0, "then": "stop"}})) == []
+
+
+def test_a_limit_of_no_metric_is_told_once_and_names_the_nearest(run):
+    steps = run(limits={"actor/grad_nrm": {"max": 1, "then": "stop"}, "val-core/x/acc/mean@1": {"min": 0.1}})
+    assert steps.go() == (set(), 0.0)  # as long as only the critic learns
+    assert steps.go(actor__lr=1e-6)[0] == {"gates/limits"}
+    assert steps.go(actor__lr=1e-6)[0] == set()
+    (heard,) = steps.heard
+    assert "trainer.gates.limits.actor/grad_nrm: this step has no such metric, but actor/grad_norm" in heard
