@@ -264,18 +264,12 @@ def logit_scaling(shape: Mapping[str, Any]) -> LogitScaling:
     return LogitScaling(factor, None if cap is None else float(cap))
 
 
-def window_of_mask(shape: Mapping[str, Any]) -> int | None:
-    """The sliding window of a model whose layers tell it to Transformers' mask alone."""
-    row = family_of(shape)
-    return shape.get("sliding_window") if row is not None and row.window_in_mask else None
-
-
 def _number(shape: Mapping[str, Any], field: str, default: float) -> float:
     """A field, or a quotient of two; the default where config.json leaves it open."""
     if not field:
         return default
-    values = [shape.get(name) for name in field.split(" / ")]
-    if any(value is None for value in values):
+    values = [shape[name] for name in field.split(" / ") if shape.get(name) is not None]
+    if len(values) < len(field.split(" / ")):
         return default
     return float(values[0]) / float(values[1]) if len(values) == 2 else float(values[0])
 

@@ -61,7 +61,7 @@ def attention_name(hf_config: Any, attention: str) -> str:
 def body_of(hf_model: PreTrainedModel) -> nn.Module:
     """The model without its head; some families' own name for it is that of a model around them."""
     body = hf_model.base_model
-    return hf_model.model if body is hf_model else body  # type: ignore[return-value]
+    return hf_model.model if body is hf_model else body
 
 
 @torch.no_grad()

@@ -122,14 +122,15 @@ SILENT_LAYERS = ("NemotronDecoderLayer", "StableLmDecoderLayer")
 
 def hand_contexts_down(hf_model: nn.Module) -> None:
     """Have layers that swallow their keywords give their attention the context; the others need nothing."""
-    for layer in [module for module in hf_model.modules() if type(module).__name__ in SILENT_LAYERS]:
+    layers: list[Any] = [module for module in hf_model.modules() if type(module).__name__ in SILENT_LAYERS]
+    for layer in layers:
         for module, addition in ((layer, _ContextInLayer), (layer.self_attn, _ContextFromLayer)):
             if not isinstance(module, addition):
-                module.__class__ = _with(addition, type(module))  # type: ignore[assignment]
+                module.__class__ = _with(addition, type(module))
 
 
 @cache
-def _with(addition: type, own: type) -> type:
+def _with(addition: Any, own: Any) -> type[nn.Module]:
     return type(own.__name__, (addition, own), {})
 
 
