@@ -444,6 +444,11 @@ def test_a_download_that_was_cut_off_is_named(fine: MakePPO) -> None:
     )
     for part in parts[1:]:
         (folder / part).write_bytes((folder / parts[0]).read_bytes())
+    (problem,) = check_config(config)
+    assert "index.json names 3 tensors, such as 'layer.0', which its file does not hold" in problem
+    for at, part in enumerate(parts):
+        header = json.dumps({f"layer.{at}": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+        (folder / part).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
     assert check_config(config) == []
     index.write_text("{")
     assert "names no files of weights" in check_config(config)[0]
@@ -510,7 +515,7 @@ def test_arguments_of_own_reward_functions(fine: MakePPO, tmp_path: Path) -> Non
 
 
 def test_adapters_go_onto_layers_that_the_model_has(fine: MakePPO, tmp_path: Path) -> None:
-    names = [f"model.layers.0.{name}.weight" for name in ("self_attn.q_proj", "mlp.up_proj")]
+    names = [f"model.layers.{at}.{name}.weight" for at in range(12) for name in ("self_attn.q_proj", "mlp.up_proj")]
     header = json.dumps({name: {"dtype": "F32", "shape": [1, 1], "data_offsets": [0, 4]} for name in names}).encode()
 
     def problems(target: str) -> list[str]:
