@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -284,11 +285,10 @@ class Bench:
         environment = {MARK: mark, "MESHRL_AIMS": str(notes), "MESHRL_TRACEBACK": "0"}
         began = time.monotonic()
         pid = self.server.start({"words": self.words(kind, out), "environment": environment, "output": str(output)})
-        timer = subprocess.Popen(["sh", "-c", f"sleep {ATTEMPT_SECONDS}; kill -ABRT {pid}"], start_new_session=True)
+        timer = threading.Timer(ATTEMPT_SECONDS, os.kill, (pid, signal.SIGABRT))
+        timer.start()
         code = self.server.end()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(timer.pid, signal.SIGKILL)
-        timer.wait(10)
+        timer.cancel()
         if code == -signal.SIGABRT:
             raise TimeoutError(f"the attempt has not ended after {ATTEMPT_SECONDS} s: {output.read_text()[-3000:]}")
         left = wait_until_gone(mark)

@@ -16,6 +16,7 @@ VARIABLES = {
     TRACEBACK: "A switch. On: an error that is told in one line comes with its traceback.",
     "MESHRL_TOKEN": "`meshrl serve`: the token of pauses and weight updates, as `--token`.",
     "MESHRL_API_KEY": "`meshrl serve`: the key that requests must have, as `--api-key`.",
+    "MESHRL_ENGINE_TOKEN": "Set by a rollout for the engine's server that it starts: the token of its requests.",
     SUPERVISED_SINCE: "Set by `--supervise` for its run: when the command began, in unix seconds.",
     SUPERVISED_PIPE: "Set by `--supervise` for its run: the open file that tells of the command's end, and the seconds "
     "that are left then.",

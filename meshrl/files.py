@@ -25,10 +25,11 @@ class DamagedFileError(ValueError):
 
 
 @contextmanager
-def writing_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
+def writing_whole(path: str | os.PathLike[str], on_disk: bool = True) -> Iterator[Path]:
     """Yield a path to write to, which takes the place of `path` only after it was written and is on the disk.
 
-    A link stays one, and what is no file (`/dev/stdout`) is written to as it is.
+    Without `on_disk` it may be lost with the machine, though not with the process. A link stays one, and what is no
+    file (`/dev/stdout`) is written to as it is.
     """
     named, path = Path(path), Path(os.path.realpath(path))
     if str(named).startswith(STREAMS) or (path.exists() and not path.is_file()):
@@ -37,7 +38,8 @@ def writing_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     aside = path.with_name(path.name + PART)
     try:
         yield aside
-        sync_file(aside)
+        if on_disk:
+            sync_file(aside)
         aside.replace(path)
     except BaseException as error:
         aside.unlink(missing_ok=True)
@@ -45,7 +47,8 @@ def writing_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         if isinstance(error, OSError) and error.filename in (None, str(aside)):
             raise type(error)(error.errno, error.strerror, str(path)) from error
         raise
-    sync_folder(path.parent)
+    if on_disk:
+        sync_folder(path.parent)
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes | bytearray) -> None:

@@ -18,7 +18,6 @@ import datetime
 import decimal
 import json
 import math
-import os
 import struct
 import uuid
 from collections import OrderedDict
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from meshrl.data.serialize import byte_view, is_jagged, is_plain_dense, jagged_dim
 from meshrl.data.tensor_file import DTYPE_NAMES, open_tensors, save_tensors
+from meshrl.files import writing_whole
 
 FORMAT = "1"
 # In the header of a file: the number of its format. In its tensors: the tree, as the bytes of JSON.
@@ -62,12 +62,8 @@ def save(value: Any, file: Path, where: str = "") -> None:
     tensors = {name: t if t.dtype in DTYPE_NAMES else _bytes_of(t) for name, t in kept.items()}
     text = json.dumps(tree, separators=(",", ":")).encode()
     tensors[TREE] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    aside = file.with_name(f".{file.name}.{os.getpid()}.part")
-    try:
+    with writing_whole(file, on_disk=False) as aside:  # checkpoints put all their files there themselves
         save_tensors(tensors, aside, {FORMAT_KEY: FORMAT})
-        aside.replace(file)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def load(file: Path) -> Any:

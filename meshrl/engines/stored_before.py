@@ -8,7 +8,6 @@ runs nothing. A tensor's bytes are taken from the archive that `torch.save` made
 from __future__ import annotations
 
 import io
-import json
 import mmap
 import pickle
 import struct
@@ -29,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, Te
 
 from meshrl.data.tensor_file import inside, open_tensors
 from meshrl.engines.stored_state import PARAM, STEP, Shape
+from meshrl.files import read_json
 
 DCP_INDEX = ".metadata"
 # Kind, name, shape of the whole, start and size of the rectangle, and how it is looked at.
@@ -77,7 +77,7 @@ def _of_format_1(folder: Path) -> list[Listed]:
     steps: dict[str, int] = {}
     found: list[Listed] = []
     for listing in sorted(folder.glob("tensors-*.json")):
-        content = json.loads(listing.read_text())
+        content = read_json(listing)
         for name, count in content["steps"].items():
             steps[name] = max(count, steps.get(name, 0))
         for entry in content["tensors"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from meshrl.config.names import count
 from meshrl.data.tensor_file import DTYPE_NAMES, inside
 from meshrl.engines import stored_before
 from meshrl.engines.stored_state import INDEX, PARAM, STEP, VERSION, Rectangle, Shape, key_of
+from meshrl.files import read_json
 
 Key = tuple[str, str]
 TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
@@ -62,7 +62,7 @@ class Stored:
 
     def _take_index(self) -> None:
         try:
-            content = json.loads((self.folder / INDEX).read_text())
+            content = read_json(self.folder / INDEX)
             if content["format"] != VERSION:
                 raise ValueError(f"its format is {content['format']}, not {VERSION}")
             for kind, name, shape, start, size, dtype, file in content["tensors"]:

@@ -184,6 +184,9 @@ class RunFolder(RunFiles):
         return True
 
     def _move_aside(self) -> None:
+        # A checkpoint that a killed run was writing or deleting is nobody's, and as large as a whole one.
+        for left_over in (*self.checkpoints.glob(".*.partial"), *self.checkpoints.glob(".*.deleted")):
+            shutil.rmtree(left_over, ignore_errors=True)
         self.moved_to = move_aside(self._files(), self.path)
 
     def _files(self) -> list[Path]:

@@ -10,7 +10,6 @@ Reading a pickle runs what it says. Nothing else in this package reads one, and 
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import re
@@ -32,6 +31,7 @@ from meshrl.data.tensor_file import inside, save_tensors
 from meshrl.engines.stored_before import is_before
 from meshrl.engines.stored_reading import Stored
 from meshrl.engines.stored_state import FileRecord, Snapshot, record_file, write_index, write_snapshot
+from meshrl.files import read_json, write_json
 from meshrl.models.buffers import named_weights
 from meshrl.models.loading import load_pickled_model
 from meshrl.models.saving import SHARD_BYTES, as_file_tensors, new_folder, write_shards
@@ -95,7 +95,7 @@ def _checkpoints_of(folder: Path) -> list[Path]:
 
 def _format_of(manifest: Path) -> Any:
     try:
-        content = json.loads(manifest.read_text())
+        content = read_json(manifest)
     except ValueError:
         return None
     return content.get("format") if isinstance(content, dict) else None
@@ -134,8 +134,8 @@ def _convert_checkpoint(source: Path, out: Path) -> None:
     if problems := problems_of(source, formats=BEFORE):
         raise CheckpointError(f"the checkpoint {source} cannot be used: {'; '.join(problems[:3])}")
     out.mkdir(parents=True, exist_ok=True)
-    old = json.loads((source / MANIFEST).read_text())
-    content = json.loads((source / STATE).read_text())
+    old = read_json(source / MANIFEST)
+    content = read_json(source / STATE)
     records: list[FileRecord] = []
     taken = {MANIFEST, STATE}
     for folder in sorted({path.parent for path in source.rglob("*") if is_before(path.parent)}):
@@ -163,11 +163,11 @@ def _convert_checkpoint(source: Path, out: Path) -> None:
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(inside(source, name), out / name)
             records.append(record_file(out / name, out))
-    (out / STATE).write_text(json.dumps(content, indent=1) + "\n")
+    write_json(out / STATE, content)
     records.append(record_file(out / STATE, out))
     listed = [asdict(record) for record in sorted(records, key=lambda record: record.name)]
     manifest = {"format": FORMAT, "meshrl": meshrl.__version__, "step": content["step"], "files": listed}
-    (out / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    write_json(out / MANIFEST, manifest)
 
 
 def _with_plain_sampler(value: Any) -> Any:

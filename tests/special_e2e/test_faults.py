@@ -42,7 +42,7 @@ def few(rng, moments, words):
     return sorted(found, key=moments.index)
 
 
-WRITTEN = ("memory_copies", "config.yaml", "open-w memory", "rename memory", "distcp", "manifest", "out/model")
+WRITTEN = ("memory_copies", "config.yaml", "open-w memory", "rename memory", "tensors-#", "manifest", "out/model")
 
 
 def test_kills_and_full_disks_at_files(faults, bench):
@@ -61,7 +61,7 @@ def test_kills_and_full_disks_while_a_run_goes_on(faults, bench, source, read):
     """From a checkpoint, and from a copy in memory: four moments each, all met, for nothing is lost in between."""
     kind, rng = faults.KINDS[source], random.Random(SEED)
     moments = faults.all_aims(bench, kind, rng)
-    words = (f"open-r {read}", "metrics.jsonl", "trainer.json", "distcp")
+    words = (f"open-r {read}", "metrics.jsonl", "trainer.json", "tensors-#")
     attempts, missed = bench.chain(kind, f"{source}-ci", few(rng, moments, words))
     assert missed == []
     # A disk that is full is no loss of a machine: the copies go with the attempt, and the checkpoint is what is left.

@@ -225,3 +225,10 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
     with RunFolder(tmp_path, resume=True) as folder:
         folder.append_metrics({"a": 2.0}, 2)
     assert [record["step"] for record in folder.read_metrics()] == [1, 2]
+
+
+def test_a_checkpoint_that_was_being_written_is_not_kept_with_an_earlier_run(tmp_path):
+    for name in ("global_step_2", ".global_step_4.partial", ".global_step_1.deleted"):
+        (tmp_path / "checkpoints" / name / "actor").mkdir(parents=True)
+    with RunFolder(tmp_path) as run:
+        assert [path.name for path in (run.moved_to / "checkpoints").iterdir()] == ["global_step_2"]
