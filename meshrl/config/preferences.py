@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from meshrl.config.key import key, section
 from meshrl.config.optim import OptimConfig
-from meshrl.config.sft import SequenceDataConfig, SupervisedConfig
-from meshrl.config.trainer import RunConfig
+from meshrl.config.sft import SequenceDataConfig, SupervisedConfig, SupervisedRunConfig
 from meshrl.config.tree import changed_keys
 
 # As in `meshrl.algorithms`: the loss of answers that were judged one by one, that of a reward model, the losses that
@@ -77,7 +76,9 @@ class PreferenceConfig(SupervisedConfig):
     reference: PreferenceReferenceConfig = section(
         PreferenceReferenceConfig, "What dpo, ipo, hinge and kto compare the policy with."
     )
-    trainer: RunConfig = section(RunConfig, "Processes, lengths of the run, logging.", total_epochs=1)
+    trainer: SupervisedRunConfig = section(
+        SupervisedRunConfig, "Processes, lengths of the run, logging.", total_epochs=1
+    )
 
     @property
     def noun(self) -> str:
