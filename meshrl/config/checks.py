@@ -155,7 +155,8 @@ def check_notes(config: PPOConfig | SupervisedConfig, sources: Mapping[str, str]
     found = [line for line in [*known, *more] if line not in problems]
     # What a file of verl chooses for all of its scripts is nothing that somebody wrote.
     chosen = tuple(f"{name} has no effect" for name, source in sources.items() if source in VERL_CONFIGS)
-    return [str(line) for line in dict.fromkeys([*notes, *found]) if not line.startswith(chosen)]
+    by_key = {line.partition(" has no effect")[0]: str(line) for line in [*notes, *found]}  # one reason for each key
+    return [line for line in by_key.values() if not line.startswith(chosen)]
 
 
 def _check_ppo(config: PPOConfig, check_files: bool) -> list[str]:
@@ -423,8 +424,8 @@ def _check_supervised(config: SupervisedConfig, check_files: bool) -> list[str]:
             f"{config.noun}: {names if together == 1 else f'{together} * ({names})'} ({longest * together})"
         )
     if isinstance(data, SFTDataConfig) and data.messages_key is not None:
-        names = ("prompt_as_message", "prompt_dict_keys", "response_dict_keys")
-        idle = [name for key in names for name in changed_keys(config, f"data.{key}")]
+        keys = ("prompt_as_message", "prompt_dict_keys", "response_dict_keys")
+        idle = [name for key in keys for name in changed_keys(config, f"data.{key}")]
         problems += [f"{name} has no effect with data.messages_key={data.messages_key}" for name in idle]
     if isinstance(config, PreferenceConfig):
         problems += preference_problems(config)

@@ -138,7 +138,7 @@ def _template_problems(config: PPOConfig | SupervisedConfig, seen: Glance) -> li
     if model.trust_remote_code or not folder.is_dir() or (model.custom_chat_template or template_text(folder)):
         return []
     # A demonstration's response is always a text, and a label no text at all.
-    others = ("label_key",) if isinstance(config, PreferenceConfig) else ("response_key",)
+    others: tuple[str, ...] = ("label_key",) if isinstance(config, PreferenceConfig) else ("response_key",)
     if isinstance(config.data, SFTDataConfig) and config.data.prompt_dict_keys:
         others += ("prompt_key",)  # the prompt is somewhere inside
     keys = [key for key in _column_keys(config, seen) if key not in others]

@@ -17,7 +17,7 @@ from meshrl.config import quick_yaml
 from meshrl.config.aliases import canonical, read_setting
 from meshrl.config.checks import SEQUENCE_LOSSES, check_config, check_notes
 from meshrl.config.errors import ConfigError
-from meshrl.config.load import ROOTS, load_config, parse_override, settings_of
+from meshrl.config.load import ROOTS, Loaded, load_config, parse_override, settings_of
 from meshrl.config.names import ACTOR, MODEL, REF, ROLLOUT
 from meshrl.config.recipe import VERL_CONFIGS, read_recipes
 from meshrl.config.shell_script import read_script
@@ -132,15 +132,15 @@ def migrate_file(
     """The migrations of all commands of a script, or of a config file; and remarks on what could not be read."""
     if path.suffix in (".yaml", ".yml"):
         return [migrate_config(path, overrides)], []
-    reader = read_script(path.read_text(encoding="utf-8"), variables, arguments)
+    commands, remarks = read_script(path.read_text(encoding="utf-8"), variables, arguments)
     found = []
-    for call in reader.commands:
+    for call in commands:
         if (started := training_command(call)) is not None:
             program, launcher, words = started
             found.append(migrate(program, launcher, [*words, *overrides], path.parent))
     if not found:
-        raise ConfigError([f"{path} starts none of verl's programs: {', '.join(PROGRAMS)}", *reader.remarks])
-    return found, reader.remarks
+        raise ConfigError([f"{path} starts none of verl's programs: {', '.join(PROGRAMS)}", *remarks])
+    return found, remarks
 
 
 def migrate_config(path: Path, overrides: Sequence[str]) -> Migration:
@@ -538,7 +538,7 @@ def _check(migration: Migration) -> None:
     """What the command says of itself."""
     try:
         words = [word for word in migration.words if "$" not in word or _is_text(word, migration.command)]
-        loaded = load_config(None, words, ROOTS[migration.command])
+        loaded: Loaded[Any] = load_config(None, words, ROOTS[migration.command])
     except ConfigError as error:
         migration.problems = error.problems
         return

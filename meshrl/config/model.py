@@ -41,7 +41,7 @@ class ModelConfig:
     lora_alpha: float = key(
         16.0,
         "Scale of the LoRA adapter, over its rank.",
-        low=1e-6,
+        low=0,
         high=1e6,
         only_if=equals(".lora_adapter_path", None),
         noted=True,

@@ -90,18 +90,19 @@ def _index_problem(tensors: Mapping[str, Mapping[str, Any]]) -> str | None:
     lost = [name for name, entry in tensors.items() if not entry]
     if not lost:
         return None
-    return f"{INDEX} names {_some(lost).rstrip(',')}, which its file does not hold: the download is not whole, or files were mixed"
+    named = _some(lost).rstrip(",")
+    return f"{INDEX} names {named}, which its file does not hold: the download is not whole, or files were mixed"
 
 
 def type_problem(tensors: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What is wrong with files whose weights are no floats of 16 bits or more: they would be read as other numbers."""
+    """Name the weights that are no floats of 16 bits or more: they would be read as other numbers."""
     wrong = [name for name, entry in tensors.items() if "dtype" in entry and _is_of_wrong_type(name, entry["dtype"])]
     if not wrong:
         return None
     found, verb = tensors[wrong[0]], "is" if len(wrong) == 1 else "are"
     return (
-        f"{_some(wrong)} ({found['dtype']} {found.get('shape')}) {verb} no float of 16 bits or more, and config.json has "
-        "no quantization_config: numbers of a quantized model would be read as they are. Take the model in bfloat16 or "
+        f"{_some(wrong)} ({found['dtype']} {found.get('shape')}) {verb} no float of 16 bits or more, and config.json "
+        "has no quantization_config: numbers of a quantized model would be read as they are. Take the model in bfloat16 or "
         "float32"
     )
 

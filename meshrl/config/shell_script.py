@@ -8,6 +8,7 @@ output, a variable that the script does not set) keeps that part as it is writte
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from meshrl.config.shell_words import (
     ASSIGNMENT,
@@ -413,10 +414,17 @@ def is_program(words: Sequence[str]) -> bool:
     return any(word.startswith("verl.") or word.endswith(("main_ppo.py", "sft_trainer.py")) for word in words)
 
 
-def read_script(text: str, variables: Mapping[str, str], arguments: list[str] | None) -> ShellReader:
-    """All commands of a script that start one of verl's programs."""
+class ReadScript(NamedTuple):
+    """The commands of a script that start one of verl's programs, and what of them cannot be known."""
+
+    commands: list[list[str]]
+    remarks: list[str]
+
+
+def read_script(text: str, variables: Mapping[str, str], arguments: list[str] | None) -> ReadScript:
+    """Read a script without running it."""
     reader = ShellReader(dict(variables), arguments)
     reader.read(text)
     said = "\n".join(word for command in reader.commands for word in command)
-    reader.remarks = [remark for remark, written in reader.remarks if written is None or written in said]
-    return reader
+    remarks = [remark for remark, written in reader.remarks if written is None or written in said]
+    return ReadScript(reader.commands, remarks)

@@ -90,6 +90,7 @@ class RunConfig:
         10,
         "Stop when so many steps in a row changed nothing, because no gradient was finite; 0 or null: never.",
         low=0,
+        high=MOST_STEPS,
     )
     max_restarts: int = key(
         0,
