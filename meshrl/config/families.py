@@ -264,12 +264,6 @@ def logit_scaling(shape: Mapping[str, Any]) -> LogitScaling:
     return LogitScaling(factor, None if cap is None else float(cap))
 
 
-def window_of_mask(shape: Mapping[str, Any]) -> int | None:
-    """The sliding window of a model whose layers tell it to Transformers' mask alone."""
-    row = family_of(shape)
-    return shape.get("sliding_window") if row is not None and row.window_in_mask else None
-
-
 def _number(shape: Mapping[str, Any], field: str, default: float) -> float:
     """A field, or a quotient of two; the default where config.json leaves it open."""
     if not field:
