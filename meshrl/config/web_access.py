@@ -23,7 +23,7 @@ HEADER_SECONDS = 30.0
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host to listen on can be reached from this machine alone."""
+    """Return whether a host to listen on can be reached from this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -31,7 +31,7 @@ def is_loopback(host: str) -> bool:
 
 
 def own_names(host: str, more: Sequence[str] = ()) -> frozenset[str]:
-    """The names that a server which listens on `host` answers to; `more` are those it was told.
+    """Return the names that a server which listens on `host` answers to; `more` are those it was told.
 
     On an address of the network, this machine's own names are among them.
     """
@@ -42,7 +42,7 @@ def own_names(host: str, more: Sequence[str] = ()) -> frozenset[str]:
 
 
 def refusal(hosts: Sequence[str], origins: Sequence[str], names: Collection[str], hint: str = "") -> str | None:
-    """Why a request with these headers `Host` and `Origin` is not answered, and how to add a name; None if it is."""
+    """Return why a request with these headers is not answered, and how to add a name; None if it is answered."""
     if ANY in names:
         return None
     found = HOST.fullmatch(hosts[0].strip()) if len(hosts) == 1 else None
@@ -60,7 +60,7 @@ def refusal(hosts: Sequence[str], origins: Sequence[str], names: Collection[str]
 
 
 def is_json(content_types: Sequence[str]) -> bool:
-    """Whether a body is said to be JSON, which no page of another site can say without asking first."""
+    """Return whether a body is said to be JSON, which no page of another site can say without asking first."""
     return len(content_types) == 1 and content_types[0].split(";")[0].strip().lower() == "application/json"
 
 

@@ -57,7 +57,7 @@ class NotPlainError(ValueError):
 
 
 def save(value: Any, file: Path, where: str = "") -> None:
-    """Writes a value to one file, which is complete or absent; `where` stands before the path in what is refused."""
+    """Write a value to one file, which is complete or absent; `where` stands before the path in what is refused."""
     tree, kept = _written(value, where)
     tensors = {name: t if t.dtype in DTYPE_NAMES else _bytes_of(t) for name, t in kept.items()}
     text = json.dumps(tree, separators=(",", ":")).encode()
@@ -67,7 +67,7 @@ def save(value: Any, file: Path, where: str = "") -> None:
 
 
 def load(file: Path) -> Any:
-    """The value in a file that `save` wrote; a `ValueError` that names it where it is none, or a pickle."""
+    """Return the value in a file that `save` wrote; a `ValueError` that names it where it is none, or a pickle."""
     if is_pickle(file):
         raise ValueError(
             f"'{file}' is a pickle, as files were before: 'meshrl convert {file} NEW --trust-pickle' makes plain data "
@@ -86,12 +86,14 @@ def load(file: Path) -> Any:
         try:
             tree = json.loads(tensors.get_tensor(TREE).numpy().tobytes())
             return _Reader(fetch).read(tree)
+        except MemoryError:
+            raise
         except Exception as error:
             raise ValueError(f"'{file}' cannot be read ({error}): it is damaged") from error
 
 
 def is_pickle(file: Path) -> bool:
-    """Whether a file begins as a pickle does."""
+    """Return whether a file begins as a pickle does."""
     with file.open("rb") as stream:
         start = stream.read(12)
     # Eight bytes with the length of the header come first in safetensors, and then its opening brace.
@@ -99,7 +101,7 @@ def is_pickle(file: Path) -> bool:
 
 
 def to_json(value: Any, where: str = "") -> Tree:
-    """The value as what `json` knows, with the bytes of tensors inside."""
+    """Return the value as what `json` knows, with the bytes of tensors inside."""
     tree, kept = _written(value, where)
     return {
         "tree": tree,
@@ -108,7 +110,7 @@ def to_json(value: Any, where: str = "") -> Tree:
 
 
 def from_json(tree: Tree) -> Any:
-    """What `to_json` wrote; a `ValueError` where that cannot be read."""
+    """Return what `to_json` wrote; a `ValueError` where that cannot be read."""
 
     def fetch(name: str) -> Tensor:
         content = bytearray(base64.b64decode(tree["bytes"][name], validate=True))

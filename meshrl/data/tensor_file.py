@@ -42,7 +42,7 @@ class Sink(Protocol):
 
 
 def open_tensors(file: Path) -> Any:
-    """Opens a safetensors file; a `ValueError` that names it if it is not whole."""
+    """Open a safetensors file; a `ValueError` that names it if it is not whole."""
     try:
         return safe_open(file, framework="pt")
     except FileNotFoundError:
@@ -52,13 +52,13 @@ def open_tensors(file: Path) -> Any:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path, about: Mapping[str, str] | None = None) -> None:
-    """Writes a safetensors file; `about` goes into its header, as texts by name."""
+    """Write a safetensors file; `about` goes into its header, as texts by name."""
     with file.open("wb") as stream:
         write_tensors(tensors, stream, about)
 
 
 def write_tensors(tensors: Mapping[str, Tensor], stream: Sink, about: Mapping[str, str] | None = None) -> None:
-    """Writes what a safetensors file holds, one tensor's bytes after the other.
+    """Write what a safetensors file holds, one tensor's bytes after the other.
 
     The library's own writer holds all of them a second time, and turns the system's errors into its own.
     """
@@ -83,7 +83,7 @@ def write_tensors(tensors: Mapping[str, Tensor], stream: Sink, about: Mapping[st
 
 
 def inside(folder: Path, name: str, links_out: bool = False) -> Path:
-    """`folder/name`; a `ValueError` where that leads out of the folder: an absolute name, `..`, or a link.
+    """Return `folder/name`; a `ValueError` where that leads out of the folder: an absolute name, `..`, or a link.
 
     `links_out` lets links lead anywhere: the hub's cache keeps a model's files elsewhere.
     """

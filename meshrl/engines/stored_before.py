@@ -48,12 +48,12 @@ PLANS = ("torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointi
 
 
 def is_before(folder: Path) -> bool:
-    """Whether a role's folder is of a format before this one."""
+    """Return whether a role's folder is of a format before this one."""
     return (folder / DCP_INDEX).is_file() or any(folder.glob("tensors-*.json"))
 
 
 def entries(folder: Path) -> list[Listed]:
-    """All rectangles in a folder of format 1 or 2; none where it is of another."""
+    """Return all rectangles in a folder of format 1 or 2; none where it is of another."""
     return _of_format_2(folder) if (folder / DCP_INDEX).is_file() else _of_format_1(folder)
 
 
@@ -233,7 +233,7 @@ class DcpIndex:
 
 
 def read_index(file: Path) -> DcpIndex:
-    """Torch's index of a folder; a `ValueError` where it is none, or holds anything else."""
+    """Return torch's index of a folder; a `ValueError` where it is none, or holds anything else."""
     try:
         with file.open("rb") as stream:
             index = _IndexUnpickler(stream).load()

@@ -47,7 +47,7 @@ NOT_COPIED = ("memory_copies.json",)
 
 
 def pickles_in(source: Path) -> list[Path]:
-    """What `from_pickles` would make new: checkpoints, batches and a model's folder."""
+    """Return what `from_pickles` would make new: checkpoints, batches and a model's folder."""
     if source.is_file():
         return [source] if plain.is_pickle(source) else []
     if is_pickled_model(source):
@@ -56,13 +56,13 @@ def pickles_in(source: Path) -> list[Path]:
 
 
 def is_pickled_model(folder: Path) -> bool:
-    """Whether a model's or an adapter's folder has its weights as pickles alone."""
+    """Return whether a model's or an adapter's folder has its weights as pickles alone."""
     is_model = (folder / "config.json").is_file() or (folder / PICKLED_ADAPTER).is_file()
     return is_model and pickle_problem(folder) is not None
 
 
 def refuse_pickles(source: Path) -> None:
-    """A `ValueError` that says what to do, where a source has any."""
+    """Raise a `ValueError` that says what to do, where a source has any."""
     if found := pickles_in(source):
         raise ValueError(
             f"{source} holds pickles ({count(len(found), 'place')}, first of all {found[0]}), which run what they say "
@@ -71,7 +71,7 @@ def refuse_pickles(source: Path) -> None:
 
 
 def from_pickles(source: Path, out: Path) -> tuple[int, int]:
-    """Makes OUT of SOURCE without pickles; returns how many places were made new, and OUT's size in bytes."""
+    """Make OUT of SOURCE without pickles; returns how many places were made new, and OUT's size in bytes."""
     found = pickles_in(source)
     if not found:
         raise ValueError(f"--trust-pickle: {source} holds no pickles that need converting")
@@ -89,7 +89,7 @@ def from_pickles(source: Path, out: Path) -> tuple[int, int]:
 
 
 def _checkpoints_of(folder: Path) -> list[Path]:
-    """The checkpoints of an older format in a folder, itself included."""
+    """Return the checkpoints of an older format in a folder, itself included."""
     return [file.parent for file in sorted(folder.rglob(MANIFEST)) if _format_of(file) in BEFORE]
 
 
@@ -102,7 +102,7 @@ def _format_of(manifest: Path) -> Any:
 
 
 def _batches_of(folder: Path) -> list[Path]:
-    """The pickled batches in a folder that no older checkpoint holds."""
+    """Return the pickled batches in a folder that no older checkpoint holds."""
     inner = _checkpoints_of(folder)
     files = [file for suffix in PICKLED_BATCHES for file in sorted(folder.rglob(f"*{suffix}")) if file.is_file()]
     return [file for file in files if plain.is_pickle(file) and not any(file.is_relative_to(path) for path in inner)]
@@ -130,7 +130,7 @@ def _convert_tree(source: Path, out: Path) -> None:
 
 
 def _convert_checkpoint(source: Path, out: Path) -> None:
-    """A checkpoint of this format with the same tensors, states and batches."""
+    """Write a checkpoint of this format with the same tensors, states and batches."""
     if problems := problems_of(source, formats=BEFORE):
         raise CheckpointError(f"the checkpoint {source} cannot be used: {'; '.join(problems[:3])}")
     out.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ def _convert_checkpoint(source: Path, out: Path) -> None:
 
 
 def _with_plain_sampler(value: Any) -> Any:
-    """A part of the trainer's state, with a sampler's own state, wherever it is, as plain data."""
+    """Return a part of the trainer's state, with a sampler's own state, wherever it is, as plain data."""
     if not isinstance(value, dict):
         return value
     found = {name: _with_plain_sampler(part) for name, part in value.items() if name != PICKLED_SAMPLER}
@@ -193,7 +193,7 @@ def _load_batch(file: Path) -> DataProto:
 
 
 def _convert_model(source: Path, out: Path) -> None:
-    """Weights as safetensors under the names that Transformers gives them; what else is there is copied."""
+    """Write weights as safetensors under the names that Transformers gives them; what else is there is copied."""
     if (source / PICKLED_ADAPTER).is_file():
         save_tensors(torch.load(source / PICKLED_ADAPTER, map_location="cpu", weights_only=True), out / ADAPTER)
     else:

@@ -71,7 +71,7 @@ def linked_folder(run_dir: Path) -> Path | str:
         return f"it cannot be read ({error})"
     if not is_own:
         return f"it is of {of['path']}, from which this folder was copied"
-    if folder.parent != MEMORY or not folder.name.startswith(PREFIX):
+    if folder.parent != MEMORY or not folder.name.startswith(PREFIX) or folder.is_symlink():
         return f"it names {folder}, which is no folder of copies"
     if folder.is_dir() and folder.stat().st_uid != os.geteuid():
         return f"it names {folder}, which another user owns"

@@ -189,7 +189,7 @@ def test_a_damaged_link_costs_the_copies_and_nothing_else(tmp_path, memory, capl
     assert not list(memory.iterdir())
 
 
-@pytest.mark.parametrize("way", ["copied", "copied before its original was moved", "named by hand"])
+@pytest.mark.parametrize("way", ["copied", "copied before its original was moved", "named by hand", "linked by hand"])
 def test_a_copied_run_folder_has_copies_of_its_own(tmp_path, memory, caplog, way):
     """It neither goes on from its original's copies nor removes them."""
     trainer = settings(tmp_path)
@@ -203,11 +203,13 @@ def test_a_copied_run_folder_has_copies_of_its_own(tmp_path, memory, caplog, way
     with pytest.raises(GroupBrokenError):
         run()
     folder = copies_folder(run_dir)
-    if way == "named by hand":  # a link to something that is no folder of copies: it would be removed
+    if way.endswith("by hand"):  # a link to something that is no folder of copies: it would be removed
         folder = tmp_path / "precious" / "global_step_2"
         folder.mkdir(parents=True)
         other_dir.mkdir()
-        said = {"folder": str(folder), "run": memory_copies.identity(other_dir)}
+        named = memory / f"{memory_copies.PREFIX}link"
+        named.symlink_to(folder)
+        said = {"folder": str(named if way == "linked by hand" else folder), "run": memory_copies.identity(other_dir)}
         memory_copies.write_json(other_dir / memory_copies.LINK, said)
     else:
         shutil.copytree(run_dir, other_dir)
@@ -223,7 +225,7 @@ def test_a_copied_run_folder_has_copies_of_its_own(tmp_path, memory, caplog, way
             assert copies_folder(other_dir) not in (None, folder)
     assert "is passed over" in caplog.text
     assert folder.is_dir()
-    if way != "named by hand":
+    if not way.endswith("by hand"):
         own = RunConfig(default_local_dir=str(run_dir), memory_copy_freq=1)
         with held_copies(own):
             assert state_to_resume(own).path == folder / "global_step_2"

@@ -17,7 +17,7 @@ MIDDLEWARE = f"{__name__}.OwnerOnly"
 
 
 def new_token() -> str:
-    """A token that nobody can guess."""
+    """Return a token that nobody can guess."""
     return secrets.token_hex(32)  # no dash, which a command line would take for an option
 
 

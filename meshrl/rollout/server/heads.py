@@ -40,7 +40,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feeds the parser no more of a head than it may have."""
+        """Feed the parser no more of a head than it may have."""
         rest = memoryview(data)
         while rest and not self._is_refused and not self.transport.is_closing():
             if self._in_head and self._head_timer is None:
@@ -75,7 +75,7 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_chunk_header(self) -> None:
-        """A chunk of a body begins."""
+        """Note that a chunk of a body begins."""
         self._bytes = 0
 
     def on_message_complete(self) -> None:
@@ -101,7 +101,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(408, f"the request's headers did not come within {self.head_seconds:g} s")
 
     def _refuse(self, status: int, words: str) -> None:
-        """Answers, if no answer is under way, and closes."""
+        """Answer, if no answer is under way, and close."""
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True
