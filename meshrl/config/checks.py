@@ -56,7 +56,7 @@ from meshrl.config.root import PPOConfig
 from meshrl.config.router_replay import replay_file_problems, replay_problems
 from meshrl.config.sampling import sampling_problems
 from meshrl.config.seeing import seeing_problems
-from meshrl.config.sft import SFTDataConfig, SupervisedConfig
+from meshrl.config.sft import SupervisedConfig
 from meshrl.config.split_rollout import split_file_problems, split_problems
 from meshrl.config.telemetry_checks import profiler_problems, timeline_problems
 from meshrl.config.trainer import RunConfig
@@ -423,10 +423,6 @@ def _check_supervised(config: SupervisedConfig, check_files: bool) -> list[str]:
             f"data.max_token_len_per_gpu ({_times(data.max_token_len_per_gpu, engine)}) must hold the longest "
             f"{config.noun}: {names if together == 1 else f'{together} * ({names})'} ({longest * together})"
         )
-    if isinstance(data, SFTDataConfig) and data.messages_key is not None:
-        keys = ("prompt_as_message", "prompt_dict_keys", "response_dict_keys")
-        idle = [name for key in keys for name in changed_keys(config, f"data.{key}")]
-        problems += [f"{name} has no effect with data.messages_key={data.messages_key}" for name in idle]
     if isinstance(config, PreferenceConfig):
         problems += preference_problems(config)
     problems += unread_problems(config, problems)
@@ -676,14 +672,7 @@ def _idle_engine_problems(
         idle_keys = [
             n for key in ("lora_alpha", "target_modules") for n in changed_keys(config, f"{model_prefix}.{key}")
         ]
-        idle_keys = [] if model.lora_alpha == 0 else idle_keys  # a scale of 0 says that no adapter is meant
         problems += [f"{name} has no effect without {model_prefix}.lora_rank" for name in idle_keys]
-        problems += [
-            Note(f"{name} has no effect without {model_prefix}.lora_rank")
-            for name in changed_keys(config, f"{model_prefix}.exclude_modules")
-        ]
-    elif model.lora_adapter_path is not None and model.exclude_modules:
-        problems.append(f"{model_prefix}.exclude_modules has no effect with lora_adapter_path, which says its modules")
     needs = {"activation_memory_budget": "use_torch_compile", "megatron.grad_offload": "megatron.optimizer_offload"}
     for name, needed in needs.items():
         given = changed_keys(config, f"{prefix}.{name}")

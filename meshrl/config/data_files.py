@@ -124,9 +124,18 @@ def _column_problems(config: PPOConfig | SupervisedConfig, seen: Glance) -> list
     there = f"it has: {', '.join(seen.columns) or 'nothing'}"
     return [
         f"has no column {getattr(config.data, key)!r} ({there}): name the right one with data.{key}"
-        for key in _column_keys(config, seen)
+        for key in (*_column_keys(config, seen), *_named_columns(config))
         if getattr(config.data, key) not in seen.columns
     ] + _template_problems(config, seen)
+
+
+def _named_columns(config: PPOConfig | SupervisedConfig) -> list[str]:
+    """Keys of columns that rows may lack, where another one than the usual is named."""
+    if not isinstance(config.data, SFTDataConfig):
+        return []
+    usual = SFTDataConfig()
+    names = ("tools_key", "enable_thinking_key")
+    return [name for name in names if getattr(config.data, name) not in (None, getattr(usual, name))]
 
 
 def _template_problems(config: PPOConfig | SupervisedConfig, seen: Glance) -> list[str]:

@@ -385,6 +385,21 @@ def _validation(migration: Migration) -> None:
         migration.put(name, True, f"verl validates at val_kwargs.temperature={temperature} whatever do_sample says")
 
 
+def _no_adapters(migration: Migration) -> None:
+    """Settings of an adapter of rank 0."""
+    for model in (MODEL, "critic.model", "model"):
+        ranks = [migration.get(f"{model}.{name}") for name in ("lora_rank", "lora.rank")]
+        if any(rank not in (None, 0) for rank in ranks) or migration.get(f"{model}.lora_adapter_path"):
+            continue
+        names = ("lora_alpha", "target_modules", "exclude_modules")
+        for name in (*(f"{model}.{name}" for name in names), *_below(migration, f"{model}.lora.")):
+            migration.drop(name, "there is no adapter")
+
+
+def _below(migration: Migration, prefix: str) -> list[str]:
+    return [name for name in migration.settings if name.startswith(prefix)]
+
+
 def _checkpoints(migration: Migration) -> None:
     """What is saved must be enough to go on; a folder to resume from is read only if it is asked for."""
     for role in (ACTOR, "critic"):
@@ -399,7 +414,7 @@ def _checkpoints(migration: Migration) -> None:
 def _profiler(migration: Migration) -> None:
     """A profiler that is told no steps profiles nothing there either."""
     if not migration.get("global_profiler.steps") and not migration.get("trainer.profile_steps"):
-        for name in [name for name in migration.settings if name.startswith("global_profiler.")]:
+        for name in _below(migration, "global_profiler."):
             migration.drop(name, "without steps verl profiles nothing either")
 
 
@@ -426,7 +441,7 @@ def _clips(migration: Migration) -> None:
 def _conversations(migration: Migration) -> None:
     """verl reads conversations with data.multiturn.enable only."""
     if "data.multiturn.enable" in migration.settings and migration.get("data.multiturn.enable") not in (True, "true"):
-        for name in [name for name in migration.settings if name.startswith("data.multiturn.")]:
+        for name in _below(migration, "data.multiturn."):
             migration.drop(name, "data.multiturn.enable is off")
 
 
@@ -480,6 +495,7 @@ Rule = Callable[[Migration], None]
 RULES: dict[str, tuple[Rule, ...]] = {
     "train": (
         _least_rate,
+        _no_adapters,
         _sequence_loss,
         _converted_weights,
         _spread_experts,
@@ -491,7 +507,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         _clips,
         _critic,
     ),
-    "sft": (_conversations, _least_rate, _megatron_names),
+    "sft": (_conversations, _no_adapters, _least_rate, _megatron_names),
 }
 
 

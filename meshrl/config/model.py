@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from meshrl.config.conditions import differs, equals
+from meshrl.config.conditions import above, differs, equals
 from meshrl.config.key import key
 
 
@@ -50,7 +50,10 @@ class ModelConfig:
         ["all-linear"], "Modules that get an adapter.", only_if=equals(".lora_adapter_path", None), noted=True
     )
     exclude_modules: list[str] = key(
-        [], "Modules that get none: last parts of names, or patterns of whole names such as .*visual.*."
+        [],
+        "Modules that get none: last parts of names, or patterns of whole names such as .*visual.*.",
+        only_if=above(".lora_rank", 0),
+        noted=True,
     )
     lora_adapter_path: str | None = key(None, "Folder of a peft adapter to start from.")
 

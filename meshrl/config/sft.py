@@ -69,10 +69,18 @@ class SequenceDataConfig:
 
 @dataclass
 class SFTDataConfig(SequenceDataConfig):
-    prompt_dict_keys: list[str] = key([], "Where the prompt is inside its column: keys, one below the other.")
-    prompt_as_message: bool = key(False, "Put a prompt that is a text into the chat template, as the user's message.")
+    prompt_dict_keys: list[str] = key(
+        [], "Where the prompt is inside its column: keys, one below the other.", only_if=equals(".messages_key", None)
+    )
+    prompt_as_message: bool = key(
+        False,
+        "Put a prompt that is a text into the chat template, as the user's message.",
+        only_if=equals(".messages_key", None),
+    )
     response_key: str = key("response", "Column with the response to learn.", only_if=equals(".messages_key", None))
-    response_dict_keys: list[str] = key([], "Where the response is inside its column, in the same way.")
+    response_dict_keys: list[str] = key(
+        [], "Where the response is inside its column, in the same way.", only_if=equals(".messages_key", None)
+    )
     messages_key: str | None = key(None, "Column with whole conversations, instead of prompt and response.")
     tools_key: str | None = key(
         "tools", "Column with the schemas of a conversation's tools, told to the chat template, if a row has it."

@@ -49,7 +49,7 @@ FROM_THE_USER = {
     "gsm8k_train_path": "gsm8k/train.parquet", "gsm8k_test_path": "gsm8k/test.parquet", "data_path": "train.parquet",
     "TRAIN_DATA_PATH": "train.parquet", "TEST_DATA_PATH": "test.parquet", "LLM": "MODEL", "HF_MODEL_PATH": "MODEL",
     "DIST_CKPT_PATH": "dist_ckpt",
-    "NNODES": "4", "GPUS_PER_NODE": "8",
+    "aime24_test_path": "aime24/test.parquet", "NNODES": "4", "GPUS_PER_NODE": "8",
 }  # fmt: skip
 # It hands all that it is given to verl and says nothing by itself.
 EMPTY = ("tests/special_e2e/run_test.sh",)

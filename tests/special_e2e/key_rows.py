@@ -129,6 +129,8 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}{% if loud %}!{% endif %}"
 )
+# It says which tools there are, and whether to think.
+TELLING = "{% if tools %}{{ tools[0].function.name }}{% endif %}{% if enable_thinking %}1{% endif %}" + TEMPLATE
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,14 @@ def write_files(folder: Path) -> None:
     ]  # fmt: skip
     mixed = [row | {"prompt": row["prompt"][i % 2 * 3 :]} for i, row in enumerate(rows)]
     chats = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows]
-    for name, lines in {"rows": rows, "more": rows[::-1], "mixed": mixed, "chats": chats}.items():
+    tool = {"type": "function", "function": {"name": "add"}}
+    nested = [
+        row | {"nested": {"ask": row["prompt"], "other": row["question"], "say": row["response"], "no": row["answer"]},
+               "functions": [tool], "thinks": True}
+        for row in rows
+    ]  # fmt: skip
+    files = {"rows": rows, "more": rows[::-1], "mixed": mixed, "chats": chats, "nested": nested}
+    for name, lines in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     small: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 32}
     model = make_tiny_model(folder / "model", ALPHABET, **small)
@@ -385,6 +394,7 @@ def make_bases(folder: Path) -> Bases:
             f"{root} saving": (root, "ran", [*learn, "trainer.save_freq=1"]),
             f"{root} resumed": (root, "resumed", [*learn, "trainer.save_freq=1"]),
             f"{root} restarts": (root, "ran", [*learn, "trainer.max_restarts=1"]),
+            f"{root} held out": (root, "ran", [*learn, f"data.val_files={rows}"]),
             f"{root} epochs": (root, "ran", [*learn, "trainer.total_training_steps=null", "trainer.total_epochs=1"]),
             f"{root} named": (root, "ran", [*learn, "trainer.default_local_dir=null"]),
             f"{root} timeline": (root, "ran", [*learn, "trainer.timeline=true"]),
@@ -409,6 +419,31 @@ def make_bases(folder: Path) -> Bases:
         look = f"built {section}" if section in ("critic", "reward_model") else "built"
         bases |= {key: (root, look, own) for key, own in _megatron_variants(name, section, base, more).items()}
     bases |= {
+        "sft nested": (
+            "sft",
+            "ran",
+            [
+                *learn,
+                f"data.train_files={folder / 'nested.jsonl'}",
+                "data.prompt_key=nested",
+                "data.response_key=nested",
+                "data.prompt_dict_keys=[ask]",
+                "data.response_dict_keys=[say]",
+            ],
+        ),
+        "sft texts": ("sft", "ran", [*learn, f"model.path={folder / 'chat'}", "data.max_length=40"]),
+        "sft told": (
+            "sft",
+            "ran",
+            [
+                *learn,
+                f"data.train_files={folder / 'nested.jsonl'}",
+                f"model.path={folder / 'chat'}",
+                "data.max_length=60",
+                "data.messages_key=messages",
+                f"model.custom_chat_template={TELLING}",
+            ],
+        ),
         "sft seeing rows": ("sft", "read", bases["sft seeing"][2]),
         "sft conversations": ("sft", "ran", [*bases["sft chats"][2], "data.messages_key=messages"]),
         "prefer judged": ("prefer", "ran", [*learn, "loss.name=kto"]),
@@ -449,6 +484,7 @@ def _engine_rows(section: str, model: str, optim: str, base: str, ranks: str) ->
         Row(f"{m}.lora_rank", base, "2"),
         Row(f"{m}.lora_alpha", variant("lora"), "7"),
         Row(f"{m}.target_modules", variant("lora"), "[q_proj]"),
+        Row(f"{m}.exclude_modules", variant("lora"), "[q_proj]"),
         Row(f"{m}.lora_adapter_path", base, "{folder}/adapter"),
         Row(f"{s}.strategy", ranks, "fsdp"),
         Row(f"{s}.fsdp_config.fsdp_size", ranks, "2"),
@@ -501,6 +537,12 @@ def _supervised_rows(root: str) -> list[Row]:
         Row("data.train_max_samples", root, "5"),
         Row("data.val_max_samples", f"{root} validated", "5"),
         Row("data.prompt_key", root, "question"),
+        Row("data.prompt_dict_keys", "sft nested", "[other]"),
+        Row("data.response_dict_keys", "sft nested", "[no]"),
+        Row("data.prompt_as_message", "sft texts"),
+        Row("data.tools_key", "sft told", "functions"),
+        Row("data.enable_thinking_key", "sft told", "thinks"),
+        Row("model.custom_chat_template", f"{root} chats", "{{{{ messages[0].content }}}}!"),
         Row("data.response_key", root if root == "sft" else "prefer judged", "answer"),
         Row("data.messages_key", "sft conversations", "turns"),
         Row("data.image_key", "sft seeing rows"),
@@ -521,6 +563,7 @@ def _supervised_rows(root: str) -> list[Row]:
         Row("ray_init.object_store_memory", f"{root} on ray", "100000000"),
         Row("ray_init.[a-z_]+", f"{root} on ray"),
         Row("trainer.test_freq", f"{root} validated", "-1"),
+        Row("trainer.test_after_epoch", f"{root} held out"),
         Row("trainer.(save_freq|memory_copy_freq)", root, "1"),
         Row("checkpoint.save_contents", f"{root} saving", "[model]"),
         Row("checkpoint.(async_save|load_contents)", f"{root} saving"),
@@ -553,6 +596,7 @@ def _train_rows() -> list[Row]:
         Row("data.shuffle_buffer", "stream", "2"),
         Row("data.prompt_key", "read", "question"),
         Row("data.image_key", "seeing rows"),
+        Row(f"{M}.custom_chat_template", "chats", "{{{{ messages[0].content }}}}!"),
         Row("data.apply_chat_template_kwargs", "chats", "{{loud: true}}"),
         Row("data.reward_fn_key", "train", "kind"),
         Row("data.max_prompt_length", "overlong", "5"),
@@ -654,7 +698,7 @@ def _train_rows() -> list[Row]:
         Row("(critic|reward_model).(freeze_vision_tower|grad_clip|keep_logits_megabytes)", "gae scored"),
         Row(
             "reward_model.model.(enable_gradient_checkpointing|enable_activation_offload|lora_rank|lora_alpha|"
-            "target_modules)",
+            "target_modules|exclude_modules)",
             "scored",
         ),
         Row("reward_model.megatron.([a-z_]*overlap[a-z_]*|grad_offload|optimizer_offload)", "scored megatron"),
@@ -757,9 +801,10 @@ ROWS = {"train": _train_rows(), "sft": _supervised_rows("sft"), "prefer": _super
 FIXED = re.compile(
     r".*model\.use_liger|.*megatron\.(use_dist_checkpointing|schedule_type)|.*optim\.optimizer|"
     rf"{re.escape(R)}\.(prompt|response)_length|critic\.keep_logits_megabytes|"
-    r"(critic|reward_model)\.(freeze_vision_tower|model\.tokenizer_path)|"
+    r"(critic|reward_model)\.(freeze_vision_tower|model\.tokenizer_path|model\.custom_chat_template)|"
     r"reward_model\.(grad_clip|keep_logits_megabytes|fsdp_config\.optimizer_offload)|"
     r"reward_model\.model\.(enable_gradient_checkpointing|enable_activation_offload|lora_rank|lora_alpha|target_modules)|"
+    r"reward_model\.model\.exclude_modules|"
     r"reward_model\.megatron\.(use_distributed_optimizer|overlap_grad_reduce|overlap_param_gather|grad_offload)|"
     r"reward_model\.megatron\.optimizer_offload|engine\.(fsdp_config|megatron)\.(param|optimizer|grad)_offload"
 )
