@@ -102,8 +102,8 @@ def type_problem(tensors: Mapping[str, Mapping[str, Any]]) -> str | None:
     found, verb = tensors[wrong[0]], "is" if len(wrong) == 1 else "are"
     return (
         f"{_some(wrong)} ({found['dtype']} {found.get('shape')}) {verb} no float of 16 bits or more, and config.json "
-        "has no quantization_config: numbers of a quantized model would be read as they are. Take the model in bfloat16 or "
-        "float32"
+        "has no quantization_config: numbers of a quantized model would be read as they are. Take the model in "
+        "bfloat16 or float32"
     )
 
 
