@@ -329,6 +329,11 @@ def _critic_problems(config: PPOConfig, check_files: bool) -> list[str]:
             f"{name} has no effect: a critic has values, and no logits to keep"
             for name in changed_keys(config, "critic.keep_logits_megabytes")
         ),
+        *(
+            f"{name} has no effect without critic.model.path: of the policy's model {MODEL}.trust_remote_code says it"
+            for name in changed_keys(config, "critic.model.trust_remote_code")
+            if critic.model.path is None
+        ),
     ]
     actor = config.actor_rollout_ref.actor
     budgets = actor.activation_memory_budget, critic.activation_memory_budget

@@ -82,7 +82,13 @@ class CustomRewardFunctionConfig:
 
 @dataclass
 class OverlongBufferConfig:
-    enable: bool = key(True, "Punish answers that come close to data.max_response_length (with the manager dapo).")
+    enable: bool = key(
+        True,
+        "Punish answers that come close to data.max_response_length (with the manager dapo).",
+        only_if=equals("reward_manager.name", "dapo"),
+        no_request=(False,),
+        noted=True,
+    )
     len: int | None = key(
         None,
         "Over how many last tokens the penalty grows.",

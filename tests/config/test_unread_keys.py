@@ -80,7 +80,11 @@ REFUSED = [
     (["custom_reward_function.name=score"], "custom_reward_function.name", "custom_reward_function.path"),
     (["trainer.resume_mode=disable", f"{ACTOR}.checkpoint.load_contents=[model]"], "load_contents", "resume_mode"),
     (["trainer.validation_data_dir=there"], "trainer.validation_data_dir", "data.val_files"),
-    (["reward_model.enable=true", "reward_model.model.path={model}", "reward_model.grad_clip=2"], "grad_clip", "trained"),
+    (
+        ["reward_model.enable=true", "reward_model.model.path={model}", "reward_model.grad_clip=2"],
+        "reward_model.grad_clip",
+        "not trained",
+    ),
     (["algorithm.adv_estimator=gae", "critic.keep_logits_megabytes=9"], "critic.keep_logits_megabytes", "no logits"),
 ]  # fmt: skip
 
@@ -119,8 +123,10 @@ def test_what_is_read_is_not_refused(fine: MakePPO, overrides: list[str]) -> Non
 NOTED = [
     ([], "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4"),
     ([], "actor_rollout_ref.ref.fsdp_config.param_offload=true"),
-    ([f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.model.lora_rank=8"], "actor_rollout_ref.ref.fsdp_config.param_offload=true"),
-    ([f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"], f"{ACTOR}.ppo_max_token_len_per_gpu=9000"),
+    ([f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.model.lora_rank=8"],
+     "actor_rollout_ref.ref.fsdp_config.param_offload=true"),
+    ([f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"],
+     f"{ACTOR}.ppo_max_token_len_per_gpu=9000"),
     (["trainer.total_training_steps=9"], "trainer.total_epochs=3"),
     (["trainer.default_local_dir=here"], "trainer.project_name=mine"),
     ([], f"{ROLLOUT}.val_kwargs.n=1"),

@@ -27,6 +27,7 @@ A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_r
 REF = "actor_rollout_ref.ref"
 # Not in a plain run: it would start processes, or Ray.
 STARTS_PROCESSES = re.compile(r"trainer\.(nnodes|n_gpus_per_node|backend)|actor_rollout_ref\.hybrid_engine")
+KEPT = "{folder}/kept/{root}/global_step_1"
 Bases = dict[str, tuple[str, str, list[str]]]
 
 OWN_CODE = """
@@ -47,14 +48,17 @@ def other(data_source, solution_str, ground_truth, extra_info):
 
 
 def parts(data_source, solution_str, ground_truth, extra_info):
-    return {"score": float(len(solution_str)), "first": float("1" in solution_str), "second": float("2" in solution_str)}
+    found = {name: float(digit in solution_str) for name, digit in (("first", "1"), ("second", "2"))}
+    return {"score": float(len(solution_str)), **found}
 
 
 async def later(data_source, solution_str, ground_truth, extra_info):
     return float(len(solution_str))
 
 
-def loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, stats, scale=1.0):
+def loss(
+    old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights, stats, scale=1.0
+):
     from meshrl.algorithms import agg_loss
 
     value = agg_loss(-scale * advantages * log_prob, response_mask, loss_agg_mode, stats=stats)
@@ -184,7 +188,9 @@ def write_files(folder: Path) -> None:
     _write_adapter(folder / "adapter", model)
     _write_adapter(folder / "deep adapter", folder / "deep")
     (folder / "own.py").write_text(OWN_CODE)
-    (folder / "other.py").write_text(OWN_CODE.replace("- 0.05", "- 0.5").replace("123456", "222222"))
+    (folder / "other.py").write_text(
+        OWN_CODE.replace("- 0.05", "- 0.5").replace("[::-1]", "").replace("123456", "222222")
+    )
     (folder / "lib.py").write_text("LOADED = True\n")
     (folder / "tools.yaml").write_text(f"tools:\n- {folder / 'own.py'}:add\n")
 
@@ -254,7 +260,8 @@ def make_bases(folder: Path) -> Bases:
         return "train", look, [*of, *more]
 
     bases: Bases = {
-        "train": plain(), "validated": plain(*held_out), "started": plain(look="started"), "auto": plain("trainer.device=auto"),
+        "train": plain(), "validated": plain(*held_out), "started": plain(look="started"),
+        "auto": plain("trainer.device=auto"),
         "auto built": plain("trainer.device=auto", look="built"),
         "stream": plain("data.streaming=true", look="read"), "read": plain(*held_out, look="read"),
         "overlong": plain(
@@ -282,11 +289,13 @@ def make_bases(folder: Path) -> Bases:
         "scaled": plain(f"{A}.loss_agg_mode=seq-mean-token-sum-norm"),
         "own loss": plain(f"{A}.policy_loss.loss_mode={own}:loss"),
         "own estimator": plain(f"algorithm.adv_estimator={own}:estimator"),
-        "sapo": loss("sapo"), "dro": loss("dro"), "m2po": loss("m2po", f"{R}.dtype=bfloat16"), "decoupled": loss("decoupled"),
+        "sapo": loss("sapo"), "dro": loss("dro"), "m2po": loss("m2po", f"{R}.dtype=bfloat16"),
+        "decoupled": loss("decoupled"),
         "icepop": loss("icepop", f"{A}.policy_loss.icepop_high=1.5"),
         "clip_cov": loss("clip_cov", f"{A}.policy_loss.clip_cov_ratio=0.5", f"{A}.policy_loss.clip_cov_lb=-5"),
         "kl_cov": loss("kl_cov", f"{A}.policy_loss.kl_cov_ratio=0.5"),
-        "kl": plain(*kl), "kl steps": plain(*kl, "trainer.total_training_steps=2"), "linear": plain(f"{A}.optim.lr_scheduler_type=linear"),
+        "kl": plain(*kl), "kl steps": plain(*kl, "trainer.total_training_steps=2"),
+        "linear": plain(f"{A}.optim.lr_scheduler_type=linear"),
         "wsd": plain(f"{A}.optim.lr_scheduler_type=wsd"),
         "saving": plain("trainer.save_freq=1"), "saved critic": plain("trainer.save_freq=1", *gae),
         "resumed": plain("trainer.save_freq=1", look="resumed"),
@@ -323,7 +332,8 @@ def make_bases(folder: Path) -> Bases:
         "copies": plain(f"{R}.dtype=bfloat16", f"{R}.free_cache_engine=false"),
         "tools": plain(*tools, f"{R}.multi_turn.tools=[{own}:add]", look="built"),
         "game": plain(*tools, f"{R}.multi_turn.environment={own}:Game", look="built"),
-        "gae": plain(*gae), "gae built": plain(*gae, look="built critic"), "gae auto": plain(*gae, "trainer.device=auto"),
+        "gae": plain(*gae), "gae pathed": plain(*gae, f"critic.model.path={model}"), "gae built": plain(*gae, look="built critic"),
+        "gae auto": plain(*gae, "trainer.device=auto"),
         "scored built": plain(*scored, look="built reward_model"),
         "gae scored": plain(*gae, *scored), "gae dynamic": plain(*gae, "critic.use_dynamic_bsz=true"),
         "gae lora": plain(*gae, "critic.model.path=" + str(model), "critic.model.lora_rank=2"),
@@ -520,7 +530,7 @@ def _megatron_rows(section: str, base: str) -> list[Row]:
         Row(f"{section}.overlap_param_gather", f"{base} overlap"),
         Row(f"{section}.grad_offload", f"{base} offload"),
         Row(f"{section}.make_vocab_size_divisible_by", base, "64"),
-        Row(f"{section}.override_transformer_config", base, "{{recompute_num_layers: 1}}"),
+        Row(f"{section}.override_transformer_config", base, "{{attention_dropout: 0.5}}"),
         Row(f"{section}.balance_algorithm", base, "greedy"),
         Row(f"{section}.schedule_type", f"{base} pp", "interleaved"),
         Row(f"{section}.use_transformer_engine", base, "true", fails=True),
@@ -572,7 +582,7 @@ def _supervised_rows(root: str) -> list[Row]:
         Row(
             "trainer.resume_from_path",
             f"{root}",
-            "{folder}/kept/{root}/global_step_1",
+            KEPT,
             ("trainer.resume_mode=resume_path",),
         ),
         Row("trainer.remote_dir", f"{root} saving", "{folder}/remote/{root}"),
@@ -679,7 +689,8 @@ def _train_rows() -> list[Row]:
         Row(f"{R}.tensor_model_parallel_size", "ranks", "2"),
         Row(f"{R}.expert_parallel_size", "experts ranks", "2"),
         Row(f"{R}.max_model_len", "train", "20"),
-        Row(f"{R}.(gpu_memory_utilization|enforce_eager|enable_chunked_prefill|update_weights_bucket_megabytes)", "vllm"),
+        Row(f"{R}.(gpu_memory_utilization|enforce_eager|enable_chunked_prefill)", "vllm"),
+        Row(f"{R}.update_weights_bucket_megabytes", "vllm"),
         Row(f"{R}.load_format", "vllm", "auto"),
         Row(f"{R}.update_weights_(verify|delta)", "copies"),
         Row(f"{R}.update_weights_adapters", "lora ranks", "merged"),
@@ -695,6 +706,8 @@ def _train_rows() -> list[Row]:
         Row("critic.enable", "own estimator", "true"),
         Row("critic.(nnodes)", "gae pools", "2"),
         Row("critic.n_gpus_per_node", "gae pools", "2"),
+        Row("critic.grad_clip", "gae", "0.1"),
+        Row("critic.model.trust_remote_code", "gae pathed"),
         Row("(critic|reward_model).(freeze_vision_tower|grad_clip|keep_logits_megabytes)", "gae scored"),
         Row(
             "reward_model.model.(enable_gradient_checkpointing|enable_activation_offload|lora_rank|lora_alpha|"
@@ -764,7 +777,7 @@ def _train_rows() -> list[Row]:
         Row("trainer.(n_gpus_per_node|backend|device|deadlines.collective)", "started"),
         Row("trainer.total_epochs", "epochs", "2"),
         Row("trainer.resume_mode", "resumed", "disable"),
-        Row("trainer.resume_from_path", "train", "{folder}/kept/{root}/global_step_1", ("trainer.resume_mode=resume_path",)),
+        Row("trainer.resume_from_path", "train", KEPT, ("trainer.resume_mode=resume_path",)),
         Row("trainer.remote_dir", "saving", "{folder}/remote/{root}"),
         Row("trainer.max_(actor_)?ckpt_to_keep", "saving", "1"),
         Row("trainer.max_critic_ckpt_to_keep", "saved critic", "1"),
@@ -824,7 +837,7 @@ def other_value(leaf: Leaf, present: Any) -> str:
         return "false" if present else "true"
     if leaf.info.choices:
         others = [c for c in leaf.info.choices if c != present and [c] != present]
-        chosen = str((others or list(leaf.info.choices))[0])
+        chosen = str((others or ["something"])[0])
         return f"[{chosen}]" if leaf.base_type is list else chosen
     if leaf.base_type is list:
         return {int: "[2]", float: "[0.5]"}.get(leaf.item_type, "[something]")

@@ -1,8 +1,8 @@
 """Every key of every command does something or is refused, as seen from what it builds and what a run does.
 
-For each key there is a config in which another value changes what is built or run. And in the plain run of its command a
-key that changes nothing is refused or noted when somebody sets it. Both are looked up in one walk over all keys, which a
-process of its own makes once (`key_walk.py`, with the configs of `key_rows.py`).
+For each key there is a config in which another value changes what is built or run. And in the plain run of its command
+a key that changes nothing is refused or noted when somebody sets it. Both are looked up in one walk over all keys, which
+a process of its own makes once (`key_walk.py`, with the configs of `key_rows.py`).
 """
 
 import ast
@@ -17,6 +17,10 @@ from typing import Any
 import pytest
 from key_rows import FIXED, STARTS_PROCESSES, all_keys, row_of
 
+from meshrl.config.load import ROOTS
+from meshrl.config.show import yaml_value
+from meshrl.config.tree import leaves
+
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "meshrl"
 # In a plain run these change nothing that could be seen, and may well be said all the same.
@@ -27,6 +31,7 @@ PLAIN_REASONS = {
     ),
     "the rows are short, and none of them has what it is about": (
         r"data\.(max_prompt_length|max_length|truncation|filter_overlong_prompts)",
+        r".*\.skip_zero_advantage",
     ),
     "nothing happens that a gate or a limit would speak of": (r"trainer\.gates\.[a-z_]+",),
     "there is no checkpoint to go on from": (r"trainer\.(resume_mode|remote_dir)", r".*checkpoint\.load_contents"),
@@ -59,7 +64,7 @@ def test_each_key_changes_what_is_built_or_run(found: dict[str, Any]) -> None:
     for root, name in all_keys():
         answer, row = found["by_row"][f"{root}:{name}"], row_of(root, name)
         if FIXED.fullmatch(name):
-            if not names_it([*answer["refused"], *answer["noted"]], name.rpartition(".")[2]):
+            if not names_it([*answer["refused"], *answer["noted"]], name):
                 wrong[f"{root}:{name}"] = "any other value must be refused or noted", answer
         elif not answer["places"] or answer["refused"] or (answer["error"] and not row.fails):
             wrong[f"{root}:{name}"] = "it must change what is built or run", answer
@@ -73,7 +78,8 @@ def test_in_a_plain_run_no_key_is_idle_without_a_word(found: dict[str, Any]) -> 
         if STARTS_PROCESSES.fullmatch(name):
             continue
         answer = found["in_plain"].get(f"{root}:{name}") or found["by_row"][f"{root}:{name}"]
-        told = answer["refused"] or answer["noted"]
+        nothing = leaves(ROOTS[root])[name].info.no_request
+        told = answer["refused"] or answer["noted"] or answer["value"] in [yaml_value(value) for value in nothing]
         if not told and not answer["places"] and not any(re.fullmatch(pattern, name) for pattern in reasons):
             wrong[f"{root}:{name}"] = answer
     assert not wrong, json.dumps(wrong, indent=1)

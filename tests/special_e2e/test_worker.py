@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshrl.config.rollout import shares_weights
 from meshrl.controller import ClassWithInitArgs, ResourcePool, WorkerError, create_worker_group
 from meshrl.data.prompts import PromptDataset
 from meshrl.data.proto import DataProto
@@ -244,3 +245,28 @@ def test_a_phase_that_takes_more_than_the_budget_ends_the_call(start, prompts, a
     used["peak"] = 13 << 30
     with pytest.raises(WorkerError, match="phase 'gen' took 13"):
         group.take_generated(5.0)
+
+
+PRECISION = "actor_rollout_ref.actor.fsdp_config.mixed_precision"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["actor_rollout_ref.rollout.dtype=bfloat16"],
+        [f"{PRECISION}.param_dtype=bf16"],
+        [f"{PRECISION}.param_dtype=bf16", "actor_rollout_ref.rollout.dtype=bfloat16"],
+        [f"{PRECISION}.reduce_dtype=bf16"],
+        ["actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"],
+        ["actor_rollout_ref.actor.fsdp_config.param_offload=true"],
+        ["actor_rollout_ref.actor.fsdp_config.offload_policy=true"],
+        ["actor_rollout_ref.actor.strategy=fsdp"],
+        ["actor_rollout_ref.model.lora_rank=2"],
+        ["actor_rollout_ref.rollout.name=hf"],
+    ],
+    ids=lambda overrides: " ".join(one.rpartition(".")[2] for one in overrides) or "plain",
+)
+def test_whether_the_rollout_lends_the_trainers_weights_is_known_from_the_config(task, tmp_path, start, overrides):
+    worker = start(1, *overrides)._backend._worker
+    assert worker.phases.shares_weights == shares_weights(task.config(tmp_path, *overrides))
