@@ -25,6 +25,17 @@ class DamagedFileError(ValueError):
 
 
 @contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Have an error of the system that names no file, as that of a full disk, name this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise type(error)(error.errno, error.strerror, os.fspath(path)) from error
+
+
+@contextmanager
 def writing_whole(path: str | os.PathLike[str], on_disk: bool = True) -> Iterator[Path]:
     """Yield a path to write to, which takes the place of `path` only after it was written and is on the disk.
 
@@ -37,15 +48,15 @@ def writing_whole(path: str | os.PathLike[str], on_disk: bool = True) -> Iterato
         return
     aside = path.with_name(path.name + PART)
     try:
-        yield aside
-        if on_disk:
-            sync_file(aside)
-        aside.replace(path)
+        with naming(path):
+            yield aside
+            if on_disk:
+                sync_file(aside)
+            aside.replace(path)
     except BaseException as error:
         aside.unlink(missing_ok=True)
-        # A full disk tells no name, and a folder that is missing that of the file aside.
-        if isinstance(error, OSError) and error.filename in (None, str(aside)):
-            raise type(error)(error.errno, error.strerror, str(path)) from error
+        if isinstance(error, OSError) and error.filename == str(aside):
+            error.filename = str(path)
         raise
     if on_disk:
         sync_folder(path.parent)

@@ -8,6 +8,7 @@ and every sample of a reward process. Numbers in names are left out: `open-w out
 their order, each once, however many processes the run has had since.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -119,7 +120,8 @@ class Aims:
 
     def note(self, name, line):
         descriptor = os.open(f"{self.folder}/{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.write(descriptor, line.encode() + b"\n")
+        with contextlib.suppress(OSError):  # on the full disk that is this file's too
+            os.write(descriptor, line.encode() + b"\n")
         os.close(descriptor)
 
 

@@ -17,7 +17,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from meshrl.config.model_folder import PROCESSOR_FILES
 from meshrl.data.tensor_file import save_tensors
-from meshrl.files import sync_file, write_json
+from meshrl.files import naming, sync_file, write_json
 from meshrl.models.buffers import named_weights
 from meshrl.models.key_map import STACK, parts_of
 from meshrl.models.tensor_files import INDEX_NAME, SINGLE_NAME
@@ -54,7 +54,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
-        yield aside
+        with naming(folder):
+            yield aside
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise

@@ -17,7 +17,7 @@ from typing import IO, Any
 import yaml
 
 from meshrl.config import quick_yaml
-from meshrl.files import write_json, write_whole
+from meshrl.files import naming, write_json, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -281,15 +281,11 @@ def append_line(file: Path, record: Mapping[str, Any]) -> None:
     line = json.dumps(record, ensure_ascii=False) + "\n"
     # A lone surrogate has no UTF-8 form; backslashreplace turns it into the escape that JSON has for it.
     data = line.encode("utf-8", errors="backslashreplace")
-    with open(file, "ab+") as stream:
+    with naming(file), open(file, "ab+") as stream:
         if stream.tell():
             stream.seek(-1, os.SEEK_END)
             data = data if stream.read(1) == b"\n" else b"\n" + data
-        try:
-            stream.write(data)
-            stream.flush()
-        except OSError as error:  # of a full disk, which tells no name
-            raise type(error)(error.errno, error.strerror, str(file)) from error
+        stream.write(data)
 
 
 def _mapping_in(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:

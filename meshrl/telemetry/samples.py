@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshrl.data.proto import DataProto
 from meshrl.data.scored import scored_rows
+from meshrl.files import naming
 from meshrl.telemetry.distributions import histogram
 from meshrl.telemetry.run_folder import RunFolder, move_aside
 from meshrl.telemetry.token_details import finish_reasons, token_details
@@ -78,7 +79,7 @@ class SampleLog:
         self.run.append_generations(self._rows(few, decode, split, detailed=True), step)
         if folder is not None:
             file = self._begin(Path(folder).resolve()) / f"{step}.jsonl"
-            with file.open("a", encoding="utf-8", errors="backslashreplace") as out:
+            with naming(file), file.open("a", encoding="utf-8", errors="backslashreplace") as out:
                 for row in self._rows(batch, decode, split):
                     out.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=_plain) + "\n")
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshrl.files import writing_whole
+from meshrl.files import naming, writing_whole
 from meshrl.telemetry.accounts import Key, Segment
 from meshrl.telemetry.ledger import Span
 
@@ -78,7 +78,7 @@ class TimelineFile:
                 tracks.setdefault(span.track, []).append((span.start, span.end, span.name))
             for track, found in tracks.items():
                 events += self._track(key, track, sorted(found), step)
-        with gzip.open(self.path, "at", 3, encoding="utf-8") as file:
+        with naming(self.path), gzip.open(self.path, "at", 3, encoding="utf-8") as file:
             file.write(_lines(events))
 
     def _track(
@@ -102,7 +102,7 @@ class TimelineFile:
 
     def close(self) -> None:
         """Ends the file."""
-        with gzip.open(self.path, "at", 3, encoding="utf-8") as file:
+        with naming(self.path), gzip.open(self.path, "at", 3, encoding="utf-8") as file:
             file.write("{}\n]\n")
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from meshrl.files import naming
+
 Result = dict[str, Any]
 
 
@@ -58,8 +60,9 @@ class Journal:
         self.failed += result["error"] is not None
 
     def _flush(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def remove(self) -> None:
         """Takes the file away, once the output is in place."""
