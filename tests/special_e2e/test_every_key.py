@@ -1,8 +1,8 @@
 """Every key of every command does something or is refused, as seen from what it builds and what a run does.
 
 For each key there is a config in which another value changes what is built or run. And in the plain run of its command
-a key that changes nothing is refused or noted when somebody sets it. Both are looked up in one walk over all keys, which
-a process of its own makes once (`key_walk.py`, with the configs of `key_rows.py`).
+a key that changes nothing is refused or noted when somebody sets it. Both are looked up in one walk over all keys, made
+once by a process of its own (`key_walk.py`, with the configs of `key_rows.py`).
 """
 
 import ast
