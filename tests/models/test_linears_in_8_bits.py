@@ -18,6 +18,7 @@ from meshrl.models.eight_bits import (
 from meshrl.models.loading import load_tokenizer
 from meshrl.models.lora import add_adapters
 from meshrl.models.tiny import make_tiny_model
+from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.rollout.build import build_rollout
 from meshrl.rollout.embedded.fp8 import Fp8Projection
 from meshrl.rollout.embedded.layers import is_plain
@@ -165,7 +166,7 @@ def test_layers_change_and_nothing_else():
 @pytest.mark.parametrize(("config", "alone"), [(Qwen2Config(**SHAPE), False), (Olmo2Config(**SHAPE), True)])
 def test_a_rollout_has_weights_of_its_own_where_it_would_run_these_linears(tmp_path, config, alone):
     make_tiny_model(tmp_path, "abc")
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
     made = RolloutConfig(dtype="float32"), ModelConfig(path=str(tmp_path)), model, load_tokenizer(tmp_path)
     assert build_rollout(*made, device=CPU, can_share=True).shares_weights
     compute_in_8_bits(model, CPU)
