@@ -432,7 +432,7 @@ def test_a_default_that_somebody_wrote_for_nothing_is_noted() -> None:
         (["critic.strategy=fsdp"], "it has no critic"),
         (["critic.ppo_max_token_len_per_gpu=99"], "it has no critic"),
         ([f"{ACTOR}.fsdp_config.use_orig_params=true"], "with actor_rollout_ref.actor.strategy=fsdp2"),
-        ([f"{MODEL}.exclude_modules=x"], "without actor_rollout_ref.model.lora_rank"),
+        ([f"{MODEL}.exclude_modules=x"], "actor_rollout_ref.model.lora_rank > 0"),
         ([f"{ACTOR}.checkpoint.save_contents=[model]"], "without trainer.save_freq"),
         ([f"{ROLLOUT}.name=hf", f"{ROLLOUT}.enforce_eager=True"], "no CUDA graphs"),
         (["ray_init.num_cpus=8"], "no Ray is started"),
