@@ -148,7 +148,9 @@ def remove_copies(run_dir: str | Path) -> None:
         if "ray" in sys.modules:
             end_shelves(folder.name)
         # Under another name first: a warden that only just starts may be about to make a file in it.
-        shutil.rmtree(folder.rename(memory_warden.half_removed(folder)), ignore_errors=True)
+        gone = memory_warden.half_removed(folder)
+        shutil.rmtree(gone, ignore_errors=True)  # what an attempt that was killed here has left
+        shutil.rmtree(folder.rename(gone), ignore_errors=True)
     (Path(run_dir) / LINK).unlink(missing_ok=True)
 
 

@@ -242,3 +242,11 @@ def test_the_warden_removes_what_a_killed_run_was_removing(tmp_path):
     folder.rename(memory_warden.half_removed(folder))
     assert warden.wait(30) == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_kill_while_removing_has_left_is_removed_by_the_next_attempt(tmp_path, memory):
+    trainer = settings(tmp_path)
+    with held_copies(trainer):
+        gone = memory_warden.half_removed(copies_folder(trainer.run_dir))
+        (gone / "global_step_1").mkdir(parents=True)
+    assert not list(memory.iterdir())
