@@ -14,6 +14,7 @@ from meshrl.algorithms.checks import check_finite, check_length
 from meshrl.algorithms.groups import Groups
 from meshrl.algorithms.masked import mask_bytes, masked_whiten, row_blocks
 from meshrl.algorithms.policy_config import field_of
+from meshrl.registry import unknown_name
 
 
 def _normalised(scores: torch.Tensor, groups: Groups, epsilon: float, by_std: bool) -> torch.Tensor:
@@ -26,6 +27,10 @@ def _by_std(given: bool | None, config: Any) -> bool:
     if given is None:
         given = field_of(config, "norm_adv_by_std_in_grpo")
     return True if given is None else bool(given)
+
+
+# Whose rewards the standard deviation is of that GRPO's advantages are divided by.
+STD_OVER = ("group", "batch")
 
 
 def _whitened(scores: torch.Tensor, response_mask: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -45,13 +50,29 @@ def compute_grpo_outcome_advantage(
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool | None = None,
     config: Any = None,
+    norm_adv_std_over: str | None = None,
 ) -> Advantages:
-    """GRPO (arXiv:2402.03300): (score - group mean) / (group std + epsilon); without the std it is Dr.GRPO's."""
+    """GRPO (arXiv:2402.03300): (score - group mean) / (group std + epsilon); without the std it is Dr.GRPO's.
+
+    With `norm_adv_std_over="batch"` the std is that of all scores of the batch (arXiv:2508.08221).
+    """
     scores = outcome_scores(token_level_rewards, response_mask)
     groups = Groups.of(index, len(scores), scores.device)
     by_std = _by_std(norm_adv_by_std_in_grpo, config)
-    advantages = to_tokens(_normalised(scores, groups, epsilon, by_std), response_mask)
+    over = norm_adv_std_over or field_of(config, "norm_adv_std_over") or "group"
+    if over not in STD_OVER:
+        raise unknown_name("norm_adv_std_over", over, list(STD_OVER))
+    if by_std and over == "batch":
+        normalised = groups.centered(scores) / (_batch_std(scores) + epsilon)
+    else:
+        normalised = _normalised(scores, groups, epsilon, by_std)
+    advantages = to_tokens(normalised, response_mask)
     return advantages, advantages
+
+
+def _batch_std(scores: torch.Tensor) -> torch.Tensor:
+    """The standard deviation of all scores (n - 1), 0 of a single one."""
+    return scores.double().std().float() if len(scores) > 1 else torch.zeros_like(scores[0])
 
 
 @register_adv_est("grpo_passk")

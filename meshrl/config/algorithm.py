@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshrl.config.actor import KL_CHOICES
+from meshrl.config.conditions import equals
 from meshrl.config.key import key, section
 from meshrl.registry import ADVANTAGE_ESTIMATORS
 
@@ -87,6 +88,12 @@ class AlgorithmConfig:
     gamma: float = key(1.0, "Discount per token.", low=0, high=1)
     lam: float = key(1.0, "GAE's lambda.", low=0, high=1)
     norm_adv_by_std_in_grpo: bool = key(True, "Divide GRPO's advantages by the group's standard deviation.")
+    norm_adv_std_over: str = key(
+        "group",
+        "Whose standard deviation that is: that of the group's rewards, or of the whole batch's (grpo).",
+        choices=("group", "batch"),
+        only_if=equals(".norm_adv_by_std_in_grpo", True),
+    )
     use_kl_in_reward: bool = key(False, "Subtract the KL to the reference from the reward.")
     kl_penalty: str = key("kl", "Estimator of that KL.", choices=KL_CHOICES)
     kl_ctrl: KLCtrlConfig = section(KLCtrlConfig, "Coefficient of that KL.")

@@ -26,6 +26,7 @@ ESTIMATOR_KEYS = {
     "algorithm.gamma": ("gae", "reinforce_plus_plus"),
     "algorithm.lam": ("gae",),
     "algorithm.norm_adv_by_std_in_grpo": ("grpo", "grpo_vectorized", "grpo_passk", "gdpo"),
+    "algorithm.norm_adv_std_over": ("grpo", "grpo_vectorized"),
     "algorithm.gdpo_reward_keys": ("gdpo",),
     "algorithm.gdpo_reward_weights": ("gdpo",),
 }

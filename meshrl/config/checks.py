@@ -671,6 +671,13 @@ def _idle_engine_problems(
         for name in changed
     ]
     model: ModelConfig = get_value(config, model_prefix)
+    for field in ("router_aux_loss_coef", "output_router_logits"):
+        if model.override_config.get(field):
+            key = f"{prefix}.megatron.override_transformer_config.moe_aux_loss_coeff"
+            problems.append(
+                f"{model_prefix}.override_config.{field} has no effect: the experts' balancing loss is that of "
+                f"Megatron ({key}, with {prefix}.strategy=megatron); with FSDP there is none"
+            )
     if prefix in ("critic", "reward_model") and model.custom_chat_template is not None:
         problems.append(f"{model_prefix}.custom_chat_template has no effect: it gets the policy's token ids")
     if not model.has_adapters:

@@ -29,7 +29,7 @@ LOSS_ARGUMENTS = (
 )  # fmt: skip
 ESTIMATOR_ARGUMENTS = (
     "token_level_rewards", "response_mask", "index", "gamma", "lam", "config", "norm_adv_by_std_in_grpo",
-    "old_log_probs",
+    "norm_adv_std_over", "old_log_probs",
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from meshrl.config.key import (
     section,
 )
 
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 LOGGERS = ("console", "file", *TRACKERS)
 # The names of project and run are in the run's folder, unless one is given, and on trackers' pages.
 NAMED = any_of(equals(".default_local_dir", None), includes(".logger", *TRACKERS))

@@ -145,11 +145,35 @@ class TrackioTracker:
         self._trackio.finish()
 
 
+class SwanlabTracker:
+    """SwanLab, with its files in the run folder. SWANLAB_MODE=offline keeps the run on this machine.
+
+    Online, a resumed run goes on in the same SwanLab run.
+    """
+
+    def __init__(self, run: RunFolder, project: str, experiment: str, config: Mapping[str, Any]) -> None:
+        swanlab = _package("swanlab")
+        known = os.environ.get("SWANLAB_RUN_ID") or run.read_tracker_ids().get("swanlab")
+        same = {"id": known, "resume": "allow"} if known else {}
+        self._run = swanlab.init(
+            project=project, name=experiment, config=dict(config), log_dir=str(run.path / "swanlog"), **same
+        )
+        if self._run.mode == "online":  # elsewhere no run can be gone on with
+            run.keep_tracker_id("swanlab", self._run.id)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
 _SERVICES: dict[str, Callable[[RunFolder, str, str, Mapping[str, Any]], Tracker]] = {
     "tensorboard": lambda run, project, experiment, config: TensorboardTracker(run),
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
     "trackio": TrackioTracker,
+    "swanlab": SwanlabTracker,
 }
 LOGGERS = ("console", "file", *_SERVICES)
 

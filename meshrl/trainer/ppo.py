@@ -352,6 +352,7 @@ class PPOTrainer(SampleSource):
             gamma=algorithm.gamma,
             lam=algorithm.lam,
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            norm_adv_std_over=algorithm.norm_adv_std_over,
             config=algorithm,
             reward_baselines=tensors.get("reward_baselines"),
             old_log_probs=tensors.get("old_log_probs"),

@@ -320,3 +320,34 @@ def test_bad_values_are_refused() -> None:
     values[0, 0] = float("nan")
     with pytest.raises(ValueError, match=r"values has 1 non-finite values, the first is nan at \(0, 0\)"):
         compute_gae_advantage_return(rewards, values, mask, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_vectorized"])
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_grpo_over_the_batchs_deviation_is_trls_scaling(name, offset):
+    """`scale_rewards="batch"` of TRL: less the group's mean, over the deviation of all rewards."""
+    scores = np.asarray([0.0, 1.0, 1.0, 3.0, 0.5, 0.5, 2.0, 7.0]) + offset
+    rewards, mask = torch.zeros(8, 3), torch.ones(8, 3)
+    rewards[:, -1] = torch.from_numpy(scores)
+    groups = scores.reshape(2, 4)
+    wanted = (groups - groups.mean(1, keepdims=True)).reshape(-1) / (scores.std(ddof=1) + 1e-6)
+    index = list("aaaabbbb")
+    given = {"token_level_rewards": rewards, "response_mask": mask, "index": index}
+    for settings in ({"norm_adv_std_over": "batch"}, {"config": {"norm_adv_std_over": "batch"}}):
+        found, _ = compute_advantage(name, **given, **settings)
+        torch.testing.assert_close(found[:, 0].double(), torch.from_numpy(wanted), rtol=1e-5, atol=1e-5)
+    by_group, _ = compute_advantage(name, **given, norm_adv_std_over="group")
+    assert not torch.allclose(by_group[:, 0].double(), torch.from_numpy(wanted), rtol=1e-2)
+    assert torch.equal(by_group, compute_advantage(name, **given)[0])
+    without, _ = compute_advantage(name, **given, norm_adv_std_over="batch", norm_adv_by_std_in_grpo=False)
+    torch.testing.assert_close(without[:, 0].double() / (scores.std(ddof=1) + 1e-6), torch.from_numpy(wanted))
+    with pytest.raises(ValueError, match="did you mean 'batch'"):
+        compute_advantage(name, **given, norm_adv_std_over="btach")
+
+
+def test_a_batch_of_one_sample_has_no_deviation():
+    one = torch.ones(1, 2)
+    found, _ = compute_advantage(
+        "grpo", token_level_rewards=one, response_mask=one, index=["a"], norm_adv_std_over="batch"
+    )
+    assert found.tolist() == [[0.0, 0.0]]

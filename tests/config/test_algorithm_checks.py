@@ -182,7 +182,8 @@ def test_the_keys_of_an_estimator_are_those_that_change_it(name):
     def advantages(**settings):
         return compute_advantage(name, **given, index=list("aabb"), **settings)[0].tolist()
 
-    for key, value in {"gamma": 0.9, "lam": 0.7, "norm_adv_by_std_in_grpo": False}.items():
+    changes = {"gamma": 0.9, "lam": 0.7, "norm_adv_by_std_in_grpo": False, "norm_adv_std_over": "batch"}
+    for key, value in changes.items():
         reads = name in checks.ESTIMATOR_KEYS[f"algorithm.{key}"]
         # Two components, or their whitening would hide what scales the only one.
         more = {"reward_components": {"a": rewards[:, 1], "b": rewards[:, 2]}} if name == "gdpo" else {}

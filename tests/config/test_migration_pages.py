@@ -1,31 +1,28 @@
 """The pages for those who come from verl and TRL name keys that exist on both sides, with the defaults they have."""
 
+import dataclasses
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from omegaconf import OmegaConf
+from trl_keys import INHERITED, OWN
 from verl_keys import GROUPS, VERL_KEYS
 
+from meshrl.algorithms import compute_advantage
+from meshrl.algorithms.rollout_correction import compute_rollout_correction_weights
+from meshrl.config import check_config, load_config
 from meshrl.config.aliases import ALIASES, canonical, read_setting
+from meshrl.config.migrate import PROGRAMS
 from meshrl.config.root import PPOConfig
 from meshrl.config.sft import SFTConfig
-from meshrl.config.tree import leaves
+from meshrl.config.tree import get_value, leaves, sections
 
 DOCS = Path(__file__).parents[2] / "docs"
 KEYS = leaves(PPOConfig)
-# The fields of TRL 1.16's GRPOConfig, and those it inherits from transformers' TrainingArguments that the page names.
-TRL_NAMES = """
-    learning_rate trust_remote_code num_generations num_generations_eval max_completion_length shuffle_dataset
-    chat_template_kwargs generation_batch_size steps_per_generation temperature top_p top_k min_p
-    repetition_penalty generation_kwargs use_vllm vllm_mode vllm_enable_sleep_mode vllm_gpu_memory_utilization
-    vllm_max_model_length vllm_tensor_parallel_size beta num_iterations epsilon delta
-    epsilon_high sapo_temperature_neg sapo_temperature_pos importance_sampling_level reward_weights
-    multi_objective_aggregation scale_rewards loss_type mask_truncated_completions sync_ref_model ref_model_mixup_alpha
-    ref_model_sync_steps top_entropy_quantile entropy_coef use_adaptive_entropy max_tool_calling_iterations
-    vllm_importance_sampling_correction vllm_importance_sampling_clip_max log_completions gradient_checkpointing bf16
-    max_steps num_train_epochs seed output_dir report_to save_steps save_total_limit eval_steps max_grad_norm
-    weight_decay warmup_steps lr_scheduler_type per_device_train_batch_size gradient_accumulation_steps"""
-TRL_KEYS = set(TRL_NAMES.split())
+TRL_KEYS = {*OWN, *INHERITED}
 
 
 def shown(value):
@@ -67,15 +64,181 @@ def test_every_verl_key_has_its_row():
     assert [f"{group}.{cells[0]}" for group, cells in VERL_ROWS] == list(VERL_KEYS)
 
 
+TRL_PAGE = (DOCS / "migrate_trl.md").read_text()
+
+
+def trl_rows():
+    return [cells for heading, cells in rows_of(DOCS / "migrate_trl.md") if heading == "Key by key" and len(cells) == 3]
+
+
 def test_trl_rows():
-    rows = [cells for heading, cells in rows_of(DOCS / "migrate_trl.md") if heading == "Key by key" and len(cells) == 3]
+    rows = [cells for cells in trl_rows() if not cells[0].partition("`")[0].startswith(("sequence_", "token_"))]
     assert len(rows) > 40
     for theirs, ours, _ in rows:
         assert theirs in TRL_KEYS, theirs
         assert ours in KEYS, ours
 
 
-@pytest.mark.parametrize("page", ["migrate_verl", "migrate_trl", "troubleshooting", "tuning", "concepts"])
+def test_every_field_of_trls_config_is_on_the_page():
+    """In the table with our key, or under what is not here; in no third place."""
+    named = {cells[0] for cells in trl_rows()}
+    absent = TRL_PAGE.partition("## Not here")[2].partition("## ")[0]
+    missing = {name for name in OWN if name not in named and f"`{name}`" not in absent}
+    assert missing == set()
+    assert {name for name in OWN if name in named and f"`{name}`" in absent} <= {"vllm_importance_sampling_clip_max"}
+
+
+def test_the_list_is_that_of_the_real_package():
+    """Where TRL is installed (the extra `trl`)."""
+    trl = pytest.importorskip("trl")
+    from transformers import TrainingArguments
+
+    fields = {field.name: field for field in dataclasses.fields(trl.GRPOConfig)}
+    inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
+    factory = dataclasses.MISSING
+    defaults = {
+        name: field.default if field.default is not factory else field.default_factory()
+        for name, field in fields.items()
+        if name not in inherited
+    }
+    assert defaults == OWN
+    assert set(INHERITED) <= set(fields)
+
+
+def test_trls_defaults_are_said():
+    rows = TRL_PAGE.partition("## Defaults that change the numbers")[2].partition("## ")[0].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in rows if line.startswith("| `")]
+    recipe = load_config("grpo").config
+    assert len(cells) == 8
+    for name, default, ours, own_default in cells:
+        assert default.partition("`")[2].partition("`")[0] == str(OWN[name.strip("`")]), name
+        if key := re.match(r"`([a-z_.]+)=", ours):
+            assert own_default.strip("`") == shown(get_value(recipe, key[1])) or (
+                own_default == "`null`" and get_value(recipe, key[1]) is None
+            )
+
+
+IS_ROWS = re.findall(r"^\| `((?:sequence|token)_\w+)`[^|]*\| `(\w+)` \| `([\w.-]+)` \|$", TRL_PAGE, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(("mode", "level", "threshold"), IS_ROWS, ids=lambda value: value)
+def test_trls_importance_sampling_is_what_the_page_says(mode, level, threshold):
+    """TRL's ratio, of the sum over a sequence or of each token, cut or masked at clip_max, against our weights."""
+    config = load_config("grpo", [f"algorithm.rollout_correction.rollout_is={level}",
+                                  f"algorithm.rollout_correction.rollout_is_threshold={threshold}"]).config  # fmt: skip
+    assert check_config(config, check_files=False) == []
+    correction = config.algorithm.rollout_correction
+    draws = np.random.default_rng(0)
+    log_ratio, mask = draws.normal(0, 0.7, (40, 12)), draws.random((40, 12)) < 0.8
+    mask[:, 0] = True
+    masked = log_ratio * mask
+    ratio = np.exp(masked.sum(1, keepdims=True) if mode.startswith("sequence") else masked) * np.ones_like(masked)
+    most = OWN["vllm_importance_sampling_clip_max"]
+    wanted = np.minimum(ratio, most) if mode.endswith("truncate") else np.where(ratio > most, 0.0, ratio)
+    assert (ratio > most).any()
+    weights, _ = compute_rollout_correction_weights(
+        torch.from_numpy(log_ratio), torch.from_numpy(mask), level, correction.rollout_is_threshold
+    )
+    torch.testing.assert_close(weights, torch.from_numpy(wanted * mask))
+
+
+def test_all_four_modes_are_on_the_page_and_trls_default_is_first():
+    assert [mode for mode, _, _ in IS_ROWS] == ["sequence_mask", "sequence_truncate", "token_mask", "token_truncate"]
+    assert IS_ROWS[0][0] == OWN["vllm_importance_sampling_mode"]
+
+
+def test_a_balancing_loss_under_fsdp_is_refused():
+    """TRL adds the model config's own; what would ask for it here does nothing with FSDP, and is refused by name."""
+    field = "actor_rollout_ref.model.override_config"
+    for value in ("{router_aux_loss_coef: 0.001}", "{output_router_logits: true}"):
+        (problem,) = check_config(load_config("grpo", [f"{field}={value}"]).config, check_files=False)
+        assert "megatron.override_transformer_config.moe_aux_loss_coeff" in problem
+    off = load_config("grpo", [f"{field}={{router_aux_loss_coef: 0.0}}"]).config
+    assert check_config(off, check_files=False) == []
+    there = "actor_rollout_ref.actor.megatron.override_transformer_config={moe_aux_loss_coeff: 0.001}"
+    config = load_config("grpo", [there, "actor_rollout_ref.actor.strategy=megatron"]).config
+    assert check_config(config, check_files=False) == []
+    assert len(check_config(load_config("grpo", [there]).config, check_files=False)) == 1
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"),
+    [
+        ("group", ["algorithm.norm_adv_by_std_in_grpo=true"]),
+        ("none", ["algorithm.norm_adv_by_std_in_grpo=false"]),
+        ("batch", ["algorithm.norm_adv_by_std_in_grpo=true", "algorithm.norm_adv_std_over=batch"]),
+    ],
+)
+def test_trls_scaling_of_rewards(scale, words):
+    """The formula of TRL's trainer, but for its epsilon of 1e-4."""
+    config = load_config("grpo", words).config
+    assert check_config(config, check_files=False) == []
+    rewards = np.random.default_rng(1).random((3, 4))
+    std = {"group": rewards.std(1, ddof=1, keepdims=True), "batch": rewards.std(ddof=1), "none": 1.0}[scale]
+    wanted = (rewards - rewards.mean(1, keepdims=True)) / std
+    found, _ = compute_advantage(
+        "grpo", token_level_rewards=torch.from_numpy(rewards.reshape(-1, 1)), response_mask=torch.ones(12, 1),
+        index=[n // 4 for n in range(12)], config=config.algorithm,
+    )  # fmt: skip
+    torch.testing.assert_close(found.double(), torch.from_numpy(wanted.reshape(-1, 1)), rtol=1e-4, atol=1e-5)
+
+
+SFT_ROWS = [cells for heading, cells in rows_of(DOCS / "migrate_sft.md") if heading == "Key by key"]
+SFT_KEYS = {**leaves(SFTConfig), **sections(SFTConfig)}
+
+
+@pytest.mark.parametrize("cells", SFT_ROWS, ids=lambda cells: cells[0])
+def test_rows_of_the_supervised_page(cells):
+    theirs, ours, remark = cells
+    name, _, value = theirs.partition("=")
+    reading = read_setting(name, True if name == "data.multiturn.enable" else value or "x")
+    if ours == "not needed":
+        assert reading.name is None or read_setting(name, True).name is None
+        assert remark
+        return
+    wanted = name if ours == "same" else ours.partition("=")[0]
+    assert reading.name == wanted
+    assert wanted in SFT_KEYS
+
+
+def plain(text):
+    """A value as OmegaConf reads it; YAML alone takes 1e-5 for a text."""
+    return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]
+
+
+def test_defaults_of_the_supervised_page():
+    page = (DOCS / "migrate_sft.md").read_text().partition("## Defaults that differ")[2].partition("## ")[0]
+    lines = [line.strip("|") for line in page.splitlines() if line.startswith("| `")]
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    ours, named = load_config(None, [], SFTConfig).config, set()
+    for keys, *theirs, default in rows:
+        for at, key in enumerate(re.findall(r"`([\w.]+)`", keys)):
+            named.add(key)
+            values = [re.findall(r"`([^`]+)`", cell) for cell in (*theirs, default)]
+            assert plain(values[-1][at]) == get_value(ours, key), key
+            for program, value in zip(("fsdp_sft_trainer", "sft_trainer"), values, strict=False):
+                given = PROGRAMS[f"verl.trainer.{program}"].defaults.get(key)
+                if given is not None and "as if" not in theirs[0]:
+                    assert plain(value[at]) == given, (program, key)
+    put_in = {key for name in ("fsdp_sft_trainer", "sft_trainer") for key in PROGRAMS[f"verl.trainer.{name}"].defaults}
+    assert put_in <= named
+
+
+def test_the_shares_on_the_pages_are_those_of_the_scripts():
+    from verl_scripts import groups, share
+
+    shares = [f"{share(found):.0%}".replace("%", " %") for found in groups().values()]
+    text = " ".join((DOCS / "migrate_verl.md").read_text().split())
+    assert f"{shares[0]} of its PPO and GRPO runs, {shares[1]} of its supervised ones" in text
+    assert f"and {shares[2]} of its asynchronous ones load" in text
+    supervised = list(groups().values())[1]
+    loading = sum(run.migration.loads for run in supervised)
+    assert f"{loading} of verl's own {len(supervised)}" in (DOCS / "migrate_sft.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "page", ["migrate_verl", "migrate_sft", "migrate_trl", "troubleshooting", "tuning", "concepts"]
+)
 def test_keys_in_running_text_exist(page):
     """Whatever looks like a dotted key, in full or below its section, is one of ours or one that is understood."""
     known = [*KEYS, *leaves(SFTConfig), *(alias.old for alias in ALIASES)]

@@ -755,6 +755,7 @@ def _train_rows() -> list[Row]:
         Row("reward_manager.overlong_buffer.[a-z_]+", "dapo"),
         Row("algorithm.adv_estimator", "train", "rloo"),
         Row("algorithm.adv_kwargs", "own estimator", "{{scale: 3.0}}"),
+        Row("algorithm.norm_adv_std_over", "train", "batch"),
         Row("algorithm.gamma", "discounted", "0.5"),
         Row("algorithm.lam", "gae", "0.5"),
         Row("algorithm.kl_penalty", "kl reward", "k2"),

@@ -95,10 +95,10 @@ def test_a_metric_that_is_no_number_is_named(tmp_path):
 def test_an_unknown_logger_names_the_nearest(tmp_path):
     with pytest.raises(ValueError, match="did you mean 'tensorboard'"):
         tracking(tmp_path, "console", "tensorbord")
-    assert LOGGERS == ("console", "file", "tensorboard", "wandb", "mlflow", "trackio")
+    assert LOGGERS == ("console", "file", "tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio", "swanlab"])
 def test_a_missing_package_is_an_error_with_the_pip_command(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match=f"pip install {name}"):
@@ -238,3 +238,15 @@ def test_trackio_database_holds_the_values(tmp_path):
     assert [(name, step) for name, step, _ in rows] == [("experiment", 1), ("experiment", 2)]
     assert b'"critic/score/mean":0.25' in bytes(rows[0][2])
     assert b'"val-core/a/acc/mean@4":0.5' in bytes(rows[0][2])
+
+
+def test_swanlab_offline_keeps_the_run_in_the_run_folder(tmp_path):
+    pytest.importorskip("swanlab")
+    for resume in (False, True):
+        run_apart(tmp_path, "swanlab", {"SWANLAB_MODE": "offline"}, resume)
+    first, second = (tmp_path / "run" / "swanlog").glob("run-*/*.swanlab")
+    for stored in (first, second):
+        content = stored.read_bytes()
+        for name in (b"critic/score/mean", b"val-core/a/acc/mean@4", b"experiment", b"project"):
+            assert name in content
+        assert b"never/logged" not in content
