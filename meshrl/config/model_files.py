@@ -24,7 +24,7 @@ LAYER = re.compile(
 EXPERT = re.compile(r"\.experts\.(?P<number>\d+)\.")
 EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
 # Families whose embeddings have more rows than the config says.
-PADDED = ("mllama", "mllama_text_model")
+PADDED = ("moshi", "mllama", "mllama_text_model")
 # Buffers that older files hold and modules compute: rotary frequencies, causal masks, positions.
 BUFFERS = re.compile(
     r"(inv_freq|\.(attn|attention|crossattention)\.(bias|masked_bias)|position_ids|num_batches_tracked)$"
@@ -149,7 +149,8 @@ def _layer_problem(tensors: Collection[str], shape: Mapping[str, Any]) -> str | 
 def _expert_problem(tensors: Collection[str], shape: Mapping[str, Any]) -> str | None:
     experts = _first(shape, EXPERT_COUNTS)
     found = {int(match["number"]) for name in tensors if LAYER.match(name) and (match := EXPERT.search(name))}
-    if not found or not experts or len(found) == experts:
+    # Some have experts that give back what they get, beside those that are counted.
+    if not found or not experts or len(found) == experts + (shape.get("zero_expert_num") or 0):
         return None
     field = next(field for field in EXPERT_COUNTS if shape.get(field))
     return (
