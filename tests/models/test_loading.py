@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
+from meshrl.config.families import SEEING
 from meshrl.config.model_files import misfit_problems, stored_tensors, type_problem
-from meshrl.config.model_folder import SEEING
 from meshrl.models.loading import (
     empty_causal_lm,
     empty_model,

@@ -14,8 +14,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from meshrl.balance import flops_workload
+from meshrl.config.families import SEEING
 from meshrl.config.model import ModelConfig
-from meshrl.config.model_folder import SEEING
 from meshrl.data.image_reader import IMAGES, as_png
 from meshrl.data.proto import DataProto
 from meshrl.engines.base import Engine
