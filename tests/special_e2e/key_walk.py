@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -298,7 +299,7 @@ def read(config: Any, root: str, out: Path) -> Outcome:
     """What a run reads of its data: rows, their order, and the first batches."""
     model = config.actor_rollout_ref.model if root == "train" else config.model
     with watching() as watched:
-        tokenizer = runs.load_tokenizer(model.tokenizer_path or model.path)
+        tokenizer = runs.run_tokenizer(model)
         if root != "train":
             return graph({"data": runs.run_rows(config, tokenizer)}) | watched.calls
         data, order, held_out = runs.run_prompts(config, tokenizer, None, Console(quiet=True))
@@ -311,7 +312,7 @@ def read(config: Any, root: str, out: Path) -> Outcome:
 
 def rewarded(config: Any, root: str, out: Path) -> Outcome:
     """How a run scores."""
-    tokenizer = runs.load_tokenizer(config.actor_rollout_ref.model.path)
+    tokenizer = runs.run_tokenizer(config.actor_rollout_ref.model)
     return graph({"reward": runs.load_reward_manager(config, tokenizer, runs.GroupAsk())})
 
 
@@ -436,9 +437,12 @@ class Walker:
         answer.noted = [note for note in notes if note.startswith(f"{name} ")]
         if answer.noted:
             return answer
-        plain, noise = self.plain(base)
         _, way, _ = self.bases[base]
-        found = LOOKS[way](loaded.config, root, self.folder / "run")
+        try:
+            plain, noise = self.plain(base)
+            found = LOOKS[way](loaded.config, root, self.folder / "run")
+        except Exception as error:
+            return replace(answer, error="".join(traceback.format_exception(error))[-3000:])
         places = difference(plain, found, noise)
         return replace(answer, places=len(places), examples=places[:3], error=found.get("error"))
 
