@@ -36,6 +36,7 @@ VARIABLES = {
     "MASTER_PORT": "The port at which the ranks meet.",
     "RAY_ADDRESS": "The Ray cluster of `trainer.backend=ray` and `meshrl doctor`, where `ray_init.address` names none.",
     "WANDB_RUN_ID": "The run at Weights & Biases to go on in (default: the one that the run's folder remembers).",
+    "SWANLAB_RUN_ID": "The run at SwanLab to go on in (default: the one that the run's folder remembers).",
     "MLFLOW_TRACKING_URI": "MLflow's server (default: a file in the run's folder).",
 }
 

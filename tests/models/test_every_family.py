@@ -64,6 +64,8 @@ NAMES = [f"{family}-{'-'.join(fields)}".rstrip("-") for family, fields in CASES]
 @pytest.fixture(scope="module", autouse=True)
 def one_process() -> Iterator[None]:
     """A process group of one rank, and quick products of tiny matrices."""
+    if dist.is_initialized():  # by the tests of another file in this process
+        dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     was, torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled, False
     transformers.logging.set_verbosity_error()

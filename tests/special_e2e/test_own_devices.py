@@ -66,7 +66,6 @@ def options(reward_model):
         "actor_rollout_ref.actor.use_kl_loss=true",
         "reward_model.enable=true",
         f"reward_model.model.path={reward_model[0]}",
-        "reward_model.model.enable_gradient_checkpointing=false",
         "reward_model.fsdp_config.mixed_precision.param_dtype=fp32",
     )
 

@@ -75,7 +75,6 @@ def test_a_reward_model_adds_its_score(task, reward_model, tmp_path):
         *UNEVEN,
         "reward_model.enable=true",
         f"reward_model.model.path={folder}",
-        "reward_model.model.enable_gradient_checkpointing=false",
         "reward_model.fsdp_config.mixed_precision.param_dtype=fp32",
         "trainer.total_training_steps=1",
         "trainer.test_freq=-1",

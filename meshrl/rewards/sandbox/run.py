@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import secrets
+import select
 import selectors
 import shutil
 import signal
@@ -259,6 +260,7 @@ class _Sandbox:
                 except subprocess.TimeoutExpired:
                     os.killpg(self.process.pid, signal.SIGKILL)
                     self.process.wait(END_SECONDS)
+            self._wait_for_first_process()
         finally:
             self.selector.close()
             for stream in (self.process.stdout, self.process.stderr, self.status):
@@ -327,6 +329,20 @@ class _Sandbox:
                 os.kill(first, signal.SIGKILL)
             else:
                 self.process.send_signal(signal.SIGTERM)
+
+    def _wait_for_first_process(self) -> None:
+        """Wait for process 1 of bubblewrap's namespace. It ends after all others, and bubblewrap itself before it."""
+        first = self._reports().get("child-pid") if self.is_bwrap else None
+        if not isinstance(first, int):
+            return
+        with suppress(ProcessLookupError):
+            number = os.pidfd_open(first)
+            try:
+                ended = select.poll()
+                ended.register(number, select.POLLIN)
+                ended.poll(END_SECONDS * 1000)
+            finally:
+                os.close(number)
 
     def _reports(self) -> dict[str, object]:
         reports: dict[str, object] = {}
