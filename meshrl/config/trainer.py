@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from meshrl.config.conditions import above, any_of, equals, includes, is_set
+from meshrl.config.conditions import above, equals, is_set
 from meshrl.config.data import VALIDATES
 from meshrl.config.gates import GatesConfig
 from meshrl.config.key import (
@@ -19,7 +19,6 @@ from meshrl.config.key import (
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
 LOGGERS = ("console", "file", *TRACKERS)
 # The names of project and run are in the run's folder, unless one is given, and on trackers' pages.
-NAMED = any_of(equals(".default_local_dir", None), includes(".logger", *TRACKERS))
 
 
 @dataclass
@@ -68,8 +67,8 @@ class RunConfig:
         None, "Address (fsspec) that whole checkpoints are copied to and, where there are none here, fetched from."
     )
     max_ckpt_to_keep: int | None = key(None, "Newest checkpoints to keep; null: all.", low=1, high=MOST_STEPS)
-    project_name: str = key("meshrl", "Project, as the trackers show it.", only_if=NAMED, noted=True)
-    experiment_name: str = key("run", "Name of this run.", only_if=NAMED, noted=True)
+    project_name: str = key("meshrl", "Project, as the report and the trackers show it.")
+    experiment_name: str = key("run", "Name of this run.")
     default_local_dir: str | None = key(None, "Folder of the run; null: outputs/PROJECT/EXPERIMENT.")
     logger: list[str] = key(["console", "file"], "Where metrics go.", choices=LOGGERS)
     save_final_model: bool = key(

@@ -35,6 +35,7 @@ PLAIN_REASONS = {
     ),
     "nothing happens that a gate or a limit would speak of": (r"trainer\.gates\.[a-z_]+",),
     "there is no checkpoint to go on from": (r"trainer\.(resume_mode|remote_dir)", r".*checkpoint\.load_contents"),
+    "they name the report, which the walk does not draw": (r"trainer\.(project|experiment)_name",),
     "so few optimizer steps do not show it": (r".*optim\.lr_warmup_steps(_ratio)?",),
 }
 # Attributes that tests, templates of Jinja or users read, and those that Megatron-Core's own classes do.
