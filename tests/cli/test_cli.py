@@ -281,16 +281,16 @@ def test_help_is_quick_and_light() -> None:
 CODE = "reward.name=code"
 
 
-def test_dry_run_says_which_sandbox_would_run(
-    run: Run, settings: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dry_run_says_which_sandbox_would_run(run: Run, settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Backend("landlock", "/usr/bin/python3", ("bwrap: it is not installed",))
     monkeypatch.setattr(code_tests, "chosen_backend", lambda **wanted: backend)
     code, out, _ = run("train", "grpo", *settings, CODE, "--dry-run")
     assert code == 0
     assert f"programs (reward.kwargs) run in the sandbox {backend.describe()}\n" in out
     functions = ["reward.name=null", "reward.functions={tests: {name: code}, exact_match: 1}"]
-    assert "programs (reward.functions.tests.kwargs) run in" in run("train", "grpo", *settings, *functions, "--dry-run")[1]
+    assert (
+        "programs (reward.functions.tests.kwargs) run in" in run("train", "grpo", *settings, *functions, "--dry-run")[1]
+    )
     assert "sandbox" not in run("train", "grpo", *settings, "--dry-run")[1]
 
 
