@@ -5,7 +5,7 @@ import os
 import select
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import meshrl
@@ -565,8 +565,25 @@ def _ready(loaded: "Loaded[Any]", arguments: argparse.Namespace) -> bool:
     if not check_config(loaded.config, check_files=False):
         _say("\n".join(summary_lines(loaded.config)))
     ensure_runnable(loaded.config, check_files=not arguments.skip_files)
+    if not arguments.skip_files:
+        for line in _sandboxes(loaded.config):
+            _say(line)
     _say("dry run: the config is fine")
     return False
+
+
+def _sandboxes(config: Any) -> Iterator[str]:
+    """Say which sandbox would run the programs that the reward function `code` scores; an error if none would."""
+    from meshrl.config.errors import told_without_traceback
+    from meshrl.config.reward import built_in_arguments
+
+    reward = getattr(config, "reward", None)  # fine-tuning has none
+    for where, kwargs in (built_in_arguments(reward, "code") if reward is not None else {}).items():
+        from meshrl.rewards.code_tests import describe_sandbox
+
+        with told_without_traceback(where):
+            found = describe_sandbox(kwargs)
+        yield f"programs ({where}) run in the sandbox {found}"
 
 
 def _say(text: str) -> None:

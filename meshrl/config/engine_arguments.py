@@ -96,6 +96,11 @@ def engine_argument_problems(config: PPOConfig) -> list[str]:
     ):
         found = quantization_problem(name, given, prefix), speculation_problem(name, given, prefix)
         problems += [problem for problem in found if problem is not None]
+        problems += [
+            f"{prefix}{field}: write it with underscores, {field.replace('-', '_')}, as Python does"
+            for field in given
+            if "-" in field
+        ]
         # An engine in a worker's process takes its arguments as they are.
         problems += [f"{prefix}{problem}" for problem in _word_problems(name, given)] if takes_words else []
     return problems

@@ -289,7 +289,7 @@ def parse_override(text: str, root: type) -> list[Setting]:
             raise ConfigError([f"cannot read {text!r}: {value} is no file of verl's that is known here; set its keys"])
         return [Setting(key, given, COMMAND_LINE) for key, given in chosen.items()]
     leaf = _leaf_of(canonical(name), root)
-    if not value.strip() and (leaf is None or not leaf.takes_any_text or leaf.base_type is list):
+    if not value.strip() and (value or leaf is None or not leaf.takes_any_text or leaf.base_type is list):
         raise ConfigError([f"{text} has no value: is a variable of the shell empty? Write null to leave a key unset"])
     is_text = leaf is not None and leaf.takes_any_text
     is_one_text = leaf is not None and is_text and leaf.base_type is str

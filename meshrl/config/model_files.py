@@ -108,10 +108,10 @@ def type_problem(tensors: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 
 def _is_of_wrong_type(name: str, dtype: str) -> bool:
-    """Whether a tensor is a weight and no float; whole numbers of 32 or 64 bits may also be a table of indices."""
-    if dtype in (*FLOATS, "BOOL") or BUFFERS.search(name):
+    """Whether a tensor is a weight and no float; masks and tables of indices are of truth values and whole numbers."""
+    if dtype in FLOATS or BUFFERS.search(name):
         return False
-    return dtype not in ("I64", "I32", "U64", "U32") or name.endswith(("weight", "_proj"))
+    return dtype not in ("BOOL", "I64", "I32", "U64", "U32") or name.endswith(("weight", "_proj"))
 
 
 def layer_number(name: str) -> int | None:

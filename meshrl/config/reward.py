@@ -2,6 +2,8 @@
 
 import importlib.util
 import math
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ REWARD_OPTIONS: dict[str, tuple[str, ...]] = {
 # The numbers that built-in functions return beside the score.
 REWARD_NUMBERS: dict[str, tuple[str, ...]] = {"coin_toss": ("acc",), "math_verify": ("acc", "parsed"), "code": ("acc",)}
 NEEDED_OPTIONS = {"format_match": ("pattern",)}
+# Arguments that are true or false, and those that are regular expressions.
+SWITCHES, PATTERNS = ("ignore_case", "whole", "partial", "strict"), ("extract", "pattern")
 BUILT_IN_REWARDS = tuple(REWARD_OPTIONS)
 MANAGERS = ("naive", "batch", "dapo", "prime")
 
@@ -180,7 +184,20 @@ def option_problems(reward: RewardConfig) -> list[str]:
             problems.append(f"{where}: reward function '{name}' takes no argument {', '.join(unknown)}: it has {has}")
         if missing := [option for option in NEEDED_OPTIONS.get(name, ()) if option not in kwargs]:
             problems.append(f"{where}: reward function '{name}' needs {', '.join(missing)}: set {where}.{missing[0]}")
+        problems += [f"{where}.{problem}" for problem in _value_problems(kwargs)]
     return problems
+
+
+def _value_problems(kwargs: Mapping[str, Any]) -> Iterator[str]:
+    """Name switches that are no truth values and regular expressions that are none."""
+    for option, value in kwargs.items():
+        if option in SWITCHES and not isinstance(value, bool):
+            yield f"{option} must be true or false, not {value!r}"
+        if option in PATTERNS and value is not None:
+            try:
+                re.compile(value)
+            except (re.error, TypeError) as error:
+                yield f"{option}={value!r} is no regular expression: {error}"
 
 
 def reward_numbers(
@@ -203,10 +220,15 @@ def reward_numbers(
 
 def judge_functions(reward: RewardConfig) -> dict[str, dict[str, Any]]:
     """The keyword arguments of every function that is the built-in judge, by the key they stand under."""
-    found = {"reward.kwargs": reward.kwargs} if reward.name == "judge" else {}
+    return built_in_arguments(reward, "judge")
+
+
+def built_in_arguments(reward: RewardConfig, name: str) -> dict[str, dict[str, Any]]:
+    """Collect the keyword arguments of every function that is this built-in one, by the key they stand under."""
+    found = {"reward.kwargs": reward.kwargs} if reward.name == name else {}
     for label, entry in reward.functions.items():
         fields = entry if isinstance(entry, dict) else {}
-        if not fields.get("path") and (fields.get("name") or label) == "judge":
+        if not fields.get("path") and (fields.get("name") or label) == name:
             found[f"reward.functions.{label}.kwargs"] = fields.get("kwargs") or {}
     return found
 

@@ -139,6 +139,9 @@ def _limits(given: Mapping[str, float]) -> Limits:
     unknown = sorted(set(given) - set(known))
     if unknown:
         raise ValueError(f"the sandbox has no limit {', '.join(unknown)}: it has {', '.join(known)}")
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"the sandbox's limit {name} must be a number, not {value!r}")
     whole = {"processes", "files", "open_files"}
     values: dict[str, Any] = {name: int(value) if name in whole else float(value) for name, value in given.items()}
     return Limits(**values)

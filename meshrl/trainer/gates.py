@@ -211,9 +211,13 @@ class Gates:
         # Validation comes now and then only.
         missing = [name for name in self.config.limits if name not in metrics and not name.startswith("val")]
         for name in missing:
-            near = nearest(name, metrics)
+            near, entry = nearest(name, metrics), self.config.limits[name]
+            stops = isinstance(entry, dict) and entry.get("then") == "stop"
             message = f"trainer.gates.limits.{name}: this step has no such metric" + (f", but {near}" if near else "")
-            yield Finding("limits", f"{message}; limits see what a step measures, not its times", False)
+            message += "; limits see what a step measures, not its times"
+            if stops:
+                message += ". One that is to stop the run has to see: correct its name, or set then: warn"
+            yield Finding("limits", message, stops)
 
     def _lasts(self, gate: str, is_off: bool) -> bool:
         """Whether something has been off for as many steps as patience asks for."""

@@ -12,6 +12,8 @@ import pytest
 
 import meshrl
 from meshrl.cli import main
+from meshrl.rewards import code_tests
+from meshrl.rewards.sandbox.backends import Backend, SandboxError
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -274,6 +276,41 @@ def test_help_is_quick_and_light() -> None:
     ).splitlines()[-2:]
     assert loaded == "[]"
     assert float(seconds) < 1.0  # of the processor: others may be using it, too
+
+
+CODE = "reward.name=code"
+
+
+def test_dry_run_says_which_sandbox_would_run(run: Run, settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend("landlock", "/usr/bin/python3", ("bwrap: it is not installed",))
+    monkeypatch.setattr(code_tests, "chosen_backend", lambda **wanted: backend)
+    code, out, _ = run("train", "grpo", *settings, CODE, "--dry-run")
+    assert code == 0
+    assert f"programs (reward.kwargs) run in the sandbox {backend.describe()}\n" in out
+    functions = ["reward.name=null", "reward.functions={tests: {name: code}, exact_match: 1}"]
+    assert (
+        "programs (reward.functions.tests.kwargs) run in" in run("train", "grpo", *settings, *functions, "--dry-run")[1]
+    )
+    assert "sandbox" not in run("train", "grpo", *settings, "--dry-run")[1]
+
+
+def test_dry_run_refuses_programs_that_nothing_would_keep_in(
+    run: Run, settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = run("train", "grpo", *settings, CODE, "reward.kwargs.sandbox=bwarp", "--dry-run")
+    assert code == 2
+    assert err == "meshrl: reward.kwargs: there is no sandbox 'bwarp': use auto, bwrap, namespaces, landlock, none\n"
+    assert "the config is fine" not in out
+
+    def none(**wanted: Any) -> Backend:
+        raise SandboxError("nothing here can keep a program from reading the trainer's files")
+
+    monkeypatch.setattr(code_tests, "chosen_backend", none)
+    code, out, err = run("train", "grpo", *settings, CODE, "--dry-run")
+    assert code == 2
+    assert err == "meshrl: reward.kwargs: nothing here can keep a program from reading the trainer's files\n"
+    assert "the config is fine" not in out
+    assert run("train", "grpo", *settings, CODE, "--dry-run", "--skip-files")[0] == 0
 
 
 def test_dry_run_imports_nothing_heavy() -> None:

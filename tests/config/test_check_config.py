@@ -226,6 +226,13 @@ BROKEN = [
         "takes no argument hole: it has pattern, whole",
     ),
     (["reward.name=null", "reward.functions.format_match=1"], "reward.functions.format_match.kwargs", "needs pattern"),
+    (["reward.kwargs.ignore_case=-3"], "reward.kwargs.ignore_case must be true or false, not -3", ""),
+    (["reward.name=code", "reward.kwargs.strict=0"], "reward.kwargs.strict must be true or false, not 0", ""),
+    (
+        ["reward.name=format_match", "reward.kwargs.pattern='('"],
+        "reward.kwargs.pattern='(' is no regular",
+        "position 0",
+    ),
     (["reward.name=null"], "set reward.name, reward.functions or custom_reward_function.path, or reward_model", ""),
     # the model
     (["data.max_prompt_length=4000"], "(4512)", "max_position_embeddings (4096)"),

@@ -169,6 +169,15 @@ def test_a_config_is_told_before_a_server_starts(fine, name):
     assert len(check_config(fine(*given(name, allowed_origins="[]")))) == (name == "sglang")
 
 
+@engines
+def test_names_as_on_a_command_line_pass_no_check_unseen(fine, name):
+    """A server would take `tensor-parallel-size`, and no check of ours would see it."""
+    (problem,) = check_config(fine(f"{ROLLOUT}.name={name}", f"{ROLLOUT}.engine_kwargs.{name}={{max-num-foo: 2}}"))
+    assert (
+        problem == f"{ROLLOUT}.engine_kwargs.{name}.max-num-foo: write it with underscores, max_num_foo, as Python does"
+    )
+
+
 def test_a_judge_is_told_as_well(fine):
     judge = ["reward.judge.path=/judge", "reward.judge.engine=sglang", "reward.judge.engine_kwargs={a: []}"]
     assert any("reward.judge.engine_kwargs.a is an empty list" in problem for problem in check_config(fine(*judge)))

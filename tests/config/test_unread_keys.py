@@ -248,6 +248,7 @@ def test_truth_values_of_recipes_are_no_numbers(tmp_path: Path) -> None:
         (f"{ACTOR}.clip_ratio=99999999", "must be at most 100"),
         (f"{ACTOR}.optim.eps=2147483648", "must be at most 1"),
         ("trainer.rollout_data_dir=' '", "is blank"),
+        ("trainer.rollout_data_dir= ", "has no value: is a variable of the shell empty"),
         ("data.train_files=['a.jsonl', ' ']", "is blank"),
         ("trainer.deadlines.call=1e12", "must be at most 31536000"),
         ("data.seed=-1", "must be at least 0"),

@@ -67,6 +67,9 @@ def test_nothing_that_keeps_programs_in_is_an_error_by_default():
 def test_a_run_is_told_before_it_starts():
     with pytest.raises(ValueError, match="no limit second"):
         describe_sandbox({"limits": {"second": 1}})
+    for wrong in (True, "ten"):
+        with pytest.raises(ValueError, match=f"limit seconds must be a number, not {wrong!r}"):
+            describe_sandbox({"limits": {"seconds": wrong}})
     with pytest.raises(ValueError, match="/no/such/python"):
         describe_sandbox({"interpreter": "/no/such/python"})
     assert "sandbox" in REWARD_OPTIONS["code"]

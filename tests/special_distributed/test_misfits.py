@@ -86,6 +86,7 @@ CASES = {
     "int8": Case(tensors(lambda t: t | {UP: t[UP].to(torch.int8)}), rf"'{UP}' \(I8 .* is no float", True),
     "uint8": Case(tensors(lambda t: t | {NORM: t[NORM].to(torch.uint8)}), rf"'{NORM}' \(U8 .* is no float", True),
     "fp8": Case(tensors(lambda t: t | {UP: t[UP].to(torch.float8_e4m3fn)}), rf"'{UP}' \(F8_E4M3 .* is no float", True),
+    "truth values": Case(tensors(lambda t: t | {UP: t[UP] > 0}), rf"'{UP}' \(BOOL .* is no float", True),
     "all int8": Case(
         tensors(lambda t: {name: value.to(torch.int8) for name, value in t.items()}),
         r"\d+ tensors, such as .*\(I8",
@@ -125,6 +126,9 @@ CASES = {
     "in two files": Case(two_files(None)),
     "tied head": Case(tensors(lambda t: t | {"lm_head.weight": t[EMBED].clone()})),
     "older buffers": Case(stray(f"{LAYER}self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")),
+    "an older mask": Case(
+        tensors(lambda t: t | {f"{LAYER}self_attn.attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)})
+    ),
     "a value head": Case(stray("v_head.summary.weight", "score.weight")),
     "a tower": Case(
         stray("model.visual.blocks.0.attn.qkv.weight", "visual.merger.mlp.0.weight", "vision_tower.x.weight")

@@ -122,6 +122,13 @@ def test_a_limit_may_stop(run):
         watched.go(actor__grad_norm=math.inf)
 
 
+def test_a_limit_that_is_to_stop_and_cannot_see_stops(run):
+    watched = run(limits={"actor/grad_nrm": {"max": 10, "then": "stop"}})
+    watched.go()  # as long as only the critic learns
+    with pytest.raises(GateError, match=r"grad_nrm: this step has no such metric, but actor/grad_norm.*then: warn"):
+        watched.go(actor__lr=1e-6)
+
+
 def test_what_is_off_for_a_moment_is_let_pass(run):
     watched = run(patience=2)
     watched.go()
@@ -211,7 +218,7 @@ def test_limits_that_say_nothing_are_refused(entry, words):
 
 
 def test_a_limit_of_no_metric_is_told_once_and_names_the_nearest(run):
-    steps = run(limits={"actor/grad_nrm": {"max": 1, "then": "stop"}, "val-core/x/acc/mean@1": {"min": 0.1}})
+    steps = run(limits={"actor/grad_nrm": 1, "val-core/x/acc/mean@1": {"min": 0.1, "then": "stop"}})
     assert steps.go() == (set(), 0.0)  # as long as only the critic learns
     assert steps.go(actor__lr=1e-6)[0] == {"gates/limits"}
     assert steps.go(actor__lr=1e-6)[0] == set()
