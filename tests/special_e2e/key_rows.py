@@ -812,8 +812,10 @@ def _train_rows() -> list[Row]:
 ROWS = {"train": _train_rows(), "sft": _supervised_rows("sft"), "prefer": _supervised_rows("prefer")}
 
 
-# Keys that say only what is so, or are there to be refused: any other value is refused, or noted.
+# Keys that say only what is so, or are there to be refused: any other value is refused, or noted. A model that sees
+# images is refused for pairs of answers, so that there is nothing to freeze.
 FIXED = re.compile(
+    r"prefer:engine\.freeze_vision_tower|[a-z]+:("
     r".*model\.use_liger|.*megatron\.(use_dist_checkpointing|schedule_type)|.*optim\.optimizer|"
     rf"{re.escape(R)}\.(prompt|response)_length|critic\.keep_logits_megabytes|"
     r"(critic|reward_model)\.(freeze_vision_tower|model\.tokenizer_path|model\.custom_chat_template)|"
@@ -821,7 +823,7 @@ FIXED = re.compile(
     r"reward_model\.model\.(enable_gradient_checkpointing|enable_activation_offload|lora_rank|lora_alpha|target_modules)|"
     r"reward_model\.model\.exclude_modules|"
     r"reward_model\.megatron\.(use_distributed_optimizer|overlap_grad_reduce|overlap_param_gather|grad_offload)|"
-    r"reward_model\.megatron\.optimizer_offload|engine\.(fsdp_config|megatron)\.(param|optimizer|grad)_offload"
+    r"reward_model\.megatron\.optimizer_offload|engine\.(fsdp_config|megatron)\.(param|optimizer|grad)_offload)"
 )
 
 
