@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import hashlib
 import io
 import itertools
@@ -302,11 +303,13 @@ def engines_not_installed(watched: Watched) -> Iterator[None]:
 
 def difference(one: Outcome, other: Outcome, noise: set[str]) -> list[str]:
     """The places at which two outcomes differ."""
-    return [
-        name
-        for name in sorted(one.keys() | other.keys())
-        if one.get(name) != other.get(name) and name not in noise and not VOLATILE.search(name)
-    ]
+    names = {name for name, _ in one.items() ^ other.items()} - noise
+    return sorted(name for name in names if not VOLATILE.search(name))
+
+
+def starting(config: Any, root: str, out: Path) -> Outcome:
+    """A run that ends where it would begin to train: what it had built."""
+    return ran(config, root, out, Usual({}, set()))
 
 
 def resumed(config: Any, root: str, out: Path) -> Outcome:
@@ -401,7 +404,7 @@ def gated(config: Any, root: str, out: Path) -> Outcome:
 
 Look = Callable[..., Outcome]
 LOOKS: dict[str, Look] = {
-    look.__name__: look for look in (ran, started, built, resumed, pooled, read, rewarded, assembled, gated)
+    look.__name__: look for look in (ran, starting, started, built, resumed, pooled, read, rewarded, assembled, gated)
 } | {f"built {role}": partial(built, only=role) for role in ("ref", "critic", "reward_model", "judge")}
 
 
@@ -442,7 +445,7 @@ class Walker:
             first = self.look(base)
             if "error" in first:
                 raise ValueError(f"the base '{base}' fails: {first['error']}")
-            again = self.look(base) if self.bases[base][1] in ("ran", "resumed") else first
+            again = self.look(base) if self.bases[base][1] in ("ran", "starting", "resumed") else first
             self._usual[base] = Usual(first, set(difference(first, again, set())))
         return self._usual[base]
 
@@ -472,8 +475,8 @@ class Walker:
         _, way, _ = self.bases[base]
         try:
             usual = self.usual(base)
-            more = (usual,) if way == "ran" else ()
-            found = LOOKS[way](loaded.config, root, self.folder / "run", *more)
+            look = partial(ran, usual=usual) if way == "ran" else LOOKS[way]
+            found = look(loaded.config, root, self.folder / "run")
         except Exception as error:
             return replace(answer, error="".join(traceback.format_exception(error))[-3000:])
         ended = way == "ran" and found.keys() == begun(found).keys()
@@ -550,11 +553,21 @@ def use_megatron() -> None:
     dist.new_group = lambda *args, backend=None, **kwargs: make_group(*args, **kwargs)
 
 
-if __name__ == "__main__":
+def make_cheaper() -> None:
+    """Leaves out what costs time and changes nothing that is looked at."""
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # the libraries' own objects need not be gone through again and again
+    gc.set_threshold(20_000, 20, 50)
+    os.fsync = lambda file: None  # no file has to outlive the machine
+    torch.compile = lambda function, **options: function  # that layers are compiled, and how, is seen from our own call
+    loading.parse_override = functools.cache(loading.parse_override)
     for kind in (transformers.AutoConfig, transformers.AutoTokenizer):
         kind.from_pretrained = reading_once(kind.from_pretrained)
-    loading.parse_override = functools.cache(loading.parse_override)
+
+
+if __name__ == "__main__":
+    make_cheaper()
     place = Path(sys.argv[1]).resolve()
     os.chdir(place)
     write_files(place)
