@@ -43,8 +43,7 @@ class Family:
     capped_by: tuple[str, float | None] = ("", None)
     # The field and the default of the dropout of attention's weights.
     dropout: tuple[str, float] = ("attention_dropout", 0.0)
-    # Kinds of layers besides those that attend, and the kind of layers that config.json says nothing of.
-    other_layers: tuple[str, ...] = ()
+    # The kind of layers that config.json says nothing of.
     default_layers: str = ""
     # Layers tell the width of their window to Transformers' mask alone.
     window_in_mask: bool = False

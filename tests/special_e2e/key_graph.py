@@ -23,16 +23,17 @@ VOLATILE = re.compile(
     r"\._seconds|timing|ledger|\.segments\[|clock|_pointers|_hooks|perf/|mfu/|\btime$|since|pids?\b|_rng|began|_s$|/s$|_ended|\[seconds\]|"
     r"memory/|_thread|start_process"
 )
+LONGEST = 20  # no match of it is longer
 
 
 def graph(root: Any) -> dict[str, str]:
     """Every plain value that can be reached from an object, by the path to it. Configs themselves are left out."""
     found: dict[str, str] = {}
     seen: dict[int, Any] = {}  # with the objects, so that no address is used twice
-    stack: list[tuple[str, Any]] = [("", root)]
+    stack: list[tuple[str, Any, int]] = [("", root, 0)]
     while stack:
-        path, node = stack.pop()
-        if VOLATILE.search(path):
+        path, node, known = stack.pop()
+        if VOLATILE.search(path, known):
             continue
         if isinstance(node, PLAIN):
             found[path] = f"{node!r:.300}"
@@ -45,7 +46,9 @@ def graph(root: Any) -> dict[str, str]:
         elif id(node) not in seen:
             seen[id(node)] = node
             found[path] = type(node).__name__
-            stack.extend((path + step, value) for step, value in _children(node))
+            # What was said of a path need not be asked again of the longer ones that go on from it.
+            known = max(0, len(path) - LONGEST)
+            stack.extend((path + step, value, known) for step, value in _children(node))
     return found
 
 

@@ -276,16 +276,18 @@ def make_bases(folder: Path) -> Bases:
         "own rows": plain(f"data.custom_cls.path={own}", "data.custom_cls.name=Rows", look="read"),
         "seeing": plain(f"{M}.path={folder / 'seeing'}", look="built"),
         "seeing rows": plain(f"{M}.path={folder / 'seeing'}", look="read"),
-        "lora": plain(f"{M}.lora_rank=2"),
+        "lora": plain(f"{M}.lora_rank=2", look="starting"),
         "ranks": plain(*ranks, look="built"),
         "lora ranks": plain(*ranks, f"{M}.lora_rank=2", look="built"),
         "fsdp1": plain(*ranks, f"{A}.strategy=fsdp", look="built"),
         "compiled": plain(f"{A}.use_torch_compile=true", look="built"),
-        "experts": plain(f"{M}.path={folder / 'experts'}"),
+        "experts": plain(f"{M}.path={folder / 'experts'}", look="starting"),
         "experts ranks": plain(*ranks, f"{M}.path={folder / 'experts'}", look="built"),
         "dynamic": plain(f"{A}.use_dynamic_bsz=true", f"{A}.ppo_micro_batch_size_per_gpu=null", *kl),
         "zeros": plain("reward.name=exact_match", of=built_in),
-        "functions": plain("reward.functions={exact_match: 1.0, format_match: {kwargs: {pattern: '1'}}}", of=built_in),
+        "functions": plain(
+            "reward.functions={exact_match: 1.0, format_match: {kwargs: {pattern: '1'}}}", of=built_in, look="starting"
+        ),
         "scaled": plain(f"{A}.loss_agg_mode=seq-mean-token-sum-norm"),
         "own loss": plain(f"{A}.policy_loss.loss_mode={own}:loss"),
         "own estimator": plain(f"algorithm.adv_estimator={own}:estimator"),
@@ -295,13 +297,13 @@ def make_bases(folder: Path) -> Bases:
         "clip_cov": loss("clip_cov", f"{A}.policy_loss.clip_cov_ratio=0.5", f"{A}.policy_loss.clip_cov_lb=-5"),
         "kl_cov": loss("kl_cov", f"{A}.policy_loss.kl_cov_ratio=0.5"),
         "kl": plain(*kl), "kl steps": plain(*kl, "trainer.total_training_steps=2"),
-        "linear": plain(f"{A}.optim.lr_scheduler_type=linear"),
-        "wsd": plain(f"{A}.optim.lr_scheduler_type=wsd"),
-        "saving": plain("trainer.save_freq=1"), "saved critic": plain("trainer.save_freq=1", *gae),
+        "wsd": plain(f"{A}.optim.lr_scheduler_type=wsd", look="starting"),
+        "saving": plain("trainer.save_freq=1"), "saved critic": plain("trainer.save_freq=1", *gae, look="starting"),
         "resumed": plain("trainer.save_freq=1", look="resumed"),
-        "restarts": plain("trainer.max_restarts=1"),
+        "restarts": plain("trainer.max_restarts=1", look="starting"),
         "epochs": plain("trainer.total_training_steps=null", "trainer.total_epochs=1", look="assembled"),
-        "named": plain("trainer.default_local_dir=null"), "timeline": plain("trainer.timeline=true"),
+        "named": plain("trainer.default_local_dir=null", look="starting"),
+        "timeline": plain("trainer.timeline=true", look="starting"),
         "apart": plain(*apart, f"{R}.n_gpus_per_node=1", look="pooled"),
         "apart on ray": plain(*apart, f"{R}.n_gpus_per_node=1", "trainer.backend=ray", look="pooled"),
         "pooled on ray": plain("trainer.backend=ray", look="pooled"),
@@ -329,17 +331,16 @@ def make_bases(folder: Path) -> Bases:
         "val sampled": plain(*held_out, f"{R}.val_kwargs.do_sample=true", f"{R}.val_kwargs.temperature=1.0"),
         "vllm": plain(f"{R}.name=vllm", look="built"),
         "sglang": plain(f"{R}.name=sglang", look="built"),
-        "copies": plain(f"{R}.dtype=bfloat16", f"{R}.free_cache_engine=false"),
+        "copies": plain(f"{R}.dtype=bfloat16", f"{R}.free_cache_engine=false", look="starting"),
         "tools": plain(*tools, f"{R}.multi_turn.tools=[{own}:add]", look="built"),
         "game": plain(*tools, f"{R}.multi_turn.environment={own}:Game", look="built"),
-        "gae": plain(*gae), "gae pathed": plain(*gae, f"critic.model.path={model}"),
+        "gae": plain(*gae), "gae pathed": plain(*gae, f"critic.model.path={model}", look="starting"),
         "gae built": plain(*gae, look="built critic"),
         "gae auto": plain(*gae, "trainer.device=auto"),
         "scored built": plain(*scored, look="built reward_model"),
         "gae scored": plain(*gae, *scored), "gae dynamic": plain(*gae, "critic.use_dynamic_bsz=true"),
-        "gae lora": plain(*gae, "critic.model.path=" + str(model), "critic.model.lora_rank=2"),
-        "gae linear": plain(*gae, "critic.optim.lr_scheduler_type=linear"),
-        "gae wsd": plain(*gae, "critic.optim.lr_scheduler_type=wsd"),
+        "gae lora": plain(*gae, "critic.model.path=" + str(model), "critic.model.lora_rank=2", look="starting"),
+        "gae wsd": plain(*gae, "critic.optim.lr_scheduler_type=wsd", look="starting"),
         "gae ranks": plain(*gae, *ranks, look="built critic"),
         "gae fsdp1": plain(*gae, *ranks, "critic.strategy=fsdp", look="built critic"),
         "gae compiled": plain(*gae, f"{A}.use_torch_compile=true", "critic.use_torch_compile=true", "critic.nnodes=1",
@@ -364,7 +365,7 @@ def make_bases(folder: Path) -> Bases:
         "rewarded": plain(look="rewarded"),
         "prime": plain("reward_manager.name=prime", look="rewarded"),
         "async reward": plain("custom_reward_function.name=later", look="rewarded"),
-        "dapo": plain("reward_manager.name=dapo", "reward_manager.overlong_buffer.len=4"),
+        "dapo": plain("reward_manager.name=dapo", "reward_manager.overlong_buffer.len=4", look="starting"),
         "parts": plain(
             "custom_reward_function.name=parts", "algorithm.adv_estimator=gdpo",
             "algorithm.gdpo_reward_keys=[first,second]",
@@ -372,24 +373,24 @@ def make_bases(folder: Path) -> Bases:
         "filtered": plain("algorithm.filter_groups.enable=true", "custom_reward_function.name=parts"),
         "discounted": plain("algorithm.adv_estimator=reinforce_plus_plus"),
         "kl reward": plain("algorithm.use_kl_in_reward=true", f"{REF}.model.path={folder / 'deep'}"),
-        "adaptive": plain("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"),
+        "adaptive": plain("algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", look="starting"),
         "teacher": plain("algorithm.distillation_coef=0.1", f"{REF}.model.path={folder / 'deep'}"),
         "weighed": plain(f"{R}.dtype=bfloat16", "algorithm.rollout_correction.rollout_is=token"),
         "rejected": plain(
             f"{R}.dtype=bfloat16", "algorithm.rollout_correction.rollout_rs=token_k1",
             "algorithm.rollout_correction.rollout_rs_threshold=0.9_1.1",
         ),
-        "bypass": plain("algorithm.rollout_correction.bypass_mode=true"),
+        "bypass": plain("algorithm.rollout_correction.bypass_mode=true", look="starting"),
     }  # fmt: skip
     for root in ("sft", "prefer"):
         bases |= {
             root: (root, "ran", learn),
             f"{root} validated": (root, "ran", [*learn, *held_out]),
             f"{root} seeing": (root, "built", [*learn, f"model.path={folder / 'seeing'}"]),
-            f"{root} lora": (root, "ran", [*learn, "model.lora_rank=2"]),
-            f"{root} short": (root, "ran", [*learn, "data.max_length=10", "data.truncation=left"]),
+            f"{root} lora": (root, "starting", [*learn, "model.lora_rank=2"]),
+            f"{root} short": (root, "starting", [*learn, "data.max_length=10", "data.truncation=left"]),
             f"{root} by samples": (root, "ran", [*learn, "data.micro_batch_size_per_gpu=2"]),
-            f"{root} chats": (root, "ran", [
+            f"{root} chats": (root, "starting", [
                 *learn, f"data.train_files={folder / 'chats.jsonl'}", f"data.val_files={folder / 'chats.jsonl'}",
                 f"model.path={folder / 'chat'}", "data.max_length=40",
             ]),
@@ -397,18 +398,19 @@ def make_bases(folder: Path) -> Bases:
             f"{root} fsdp1": (root, "built", [*learn, *supervised_ranks, "engine.strategy=fsdp"]),
             f"{root} compiled": (root, "built", [*learn, "engine.use_torch_compile=true"]),
             f"{root} auto": (root, "ran", [*learn, "trainer.device=auto"]),
-            f"{root} linear": (root, "ran", [*learn, "optim.lr_scheduler_type=linear"]),
-            f"{root} wsd": (root, "ran", [*learn, "optim.lr_scheduler_type=wsd"]),
+            f"{root} wsd": (root, "starting", [*learn, "optim.lr_scheduler_type=wsd"]),
             f"{root} started": (root, "started", learn),
             f"{root} on ray": (root, "started", [*learn, "trainer.backend=ray"]),
             f"{root} pooled on ray": (root, "pooled", [*learn, "trainer.backend=ray"]),
             f"{root} saving": (root, "ran", [*learn, "trainer.save_freq=1"]),
             f"{root} resumed": (root, "resumed", [*learn, "trainer.save_freq=1"]),
-            f"{root} restarts": (root, "ran", [*learn, "trainer.max_restarts=1"]),
+            f"{root} restarts": (root, "starting", [*learn, "trainer.max_restarts=1"]),
             f"{root} held out": (root, "ran", [*learn, f"data.val_files={rows}"]),
-            f"{root} epochs": (root, "ran", [*learn, "trainer.total_training_steps=null", "trainer.total_epochs=1"]),
-            f"{root} named": (root, "ran", [*learn, "trainer.default_local_dir=null"]),
-            f"{root} timeline": (root, "ran", [*learn, "trainer.timeline=true"]),
+            f"{root} epochs": (
+                root, "starting", [*learn, "trainer.total_training_steps=null", "trainer.total_epochs=1"]
+            ),
+            f"{root} named": (root, "starting", [*learn, "trainer.default_local_dir=null"]),
+            f"{root} timeline": (root, "starting", [*learn, "trainer.timeline=true"]),
         }  # fmt: skip
     wide_gae = [*train, *gae, *ranks]
     wide_scored = [*train, *scored, *ranks]
@@ -432,7 +434,7 @@ def make_bases(folder: Path) -> Bases:
     bases |= {
         "sft nested": (
             "sft",
-            "ran",
+            "starting",
             [
                 *learn,
                 f"data.train_files={folder / 'nested.jsonl'}",
@@ -442,10 +444,10 @@ def make_bases(folder: Path) -> Bases:
                 "data.response_dict_keys=[say]",
             ],
         ),
-        "sft texts": ("sft", "ran", [*learn, f"model.path={folder / 'chat'}", "data.max_length=40"]),
+        "sft texts": ("sft", "starting", [*learn, f"model.path={folder / 'chat'}", "data.max_length=40"]),
         "sft told": (
             "sft",
-            "ran",
+            "starting",
             [
                 *learn,
                 f"data.train_files={folder / 'nested.jsonl'}",
@@ -456,7 +458,7 @@ def make_bases(folder: Path) -> Bases:
             ],
         ),
         "sft seeing rows": ("sft", "read", bases["sft seeing"][2]),
-        "sft conversations": ("sft", "ran", [*bases["sft chats"][2], "data.messages_key=messages"]),
+        "sft conversations": ("sft", "starting", [*bases["sft chats"][2], "data.messages_key=messages"]),
         "prefer judged": ("prefer", "ran", [*learn, "loss.name=kto"]),
         "prefer simpo": ("prefer", "ran", [*learn, "loss.name=simpo"]),
     }
@@ -516,7 +518,7 @@ def _engine_rows(section: str, model: str, optim: str, base: str, ranks: str) ->
         Row(f"{o}.lr_warmup_steps", base, "3"),
         Row(f"{o}.lr_warmup_steps_ratio", ranks, "0.9"),
         Row(f"{o}.lr_decay_steps_ratio", variant("wsd"), "0.9"),
-        Row(f"{o}.min_lr_ratio", variant("linear"), "0.5"),
+        Row(f"{o}.min_lr_ratio", variant("wsd"), "0.5"),
     ]
 
 
@@ -812,8 +814,10 @@ def _train_rows() -> list[Row]:
 ROWS = {"train": _train_rows(), "sft": _supervised_rows("sft"), "prefer": _supervised_rows("prefer")}
 
 
-# Keys that say only what is so, or are there to be refused: any other value is refused, or noted.
+# Keys that say only what is so, or are there to be refused: any other value is refused, or noted. A model that sees
+# images is refused for pairs of answers, so that there is nothing to freeze.
 FIXED = re.compile(
+    r"prefer:engine\.freeze_vision_tower|[a-z]+:("
     r".*model\.use_liger|.*megatron\.(use_dist_checkpointing|schedule_type)|.*optim\.optimizer|"
     rf"{re.escape(R)}\.(prompt|response)_length|critic\.keep_logits_megabytes|"
     r"(critic|reward_model)\.(freeze_vision_tower|model\.tokenizer_path|model\.custom_chat_template)|"
@@ -821,7 +825,7 @@ FIXED = re.compile(
     r"reward_model\.model\.(enable_gradient_checkpointing|enable_activation_offload|lora_rank|lora_alpha|target_modules)|"
     r"reward_model\.model\.exclude_modules|"
     r"reward_model\.megatron\.(use_distributed_optimizer|overlap_grad_reduce|overlap_param_gather|grad_offload)|"
-    r"reward_model\.megatron\.optimizer_offload|engine\.(fsdp_config|megatron)\.(param|optimizer|grad)_offload"
+    r"reward_model\.megatron\.optimizer_offload|engine\.(fsdp_config|megatron)\.(param|optimizer|grad)_offload)"
 )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import gc
 import hashlib
 import io
 import itertools
@@ -33,6 +35,7 @@ from key_rows import STARTS_PROCESSES, Row, all_keys, make_bases, overrides_for,
 from rich.console import Console
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import meshrl.config.load as loading
 import meshrl.engines.fsdp.engine
 import meshrl.trainer.keeper
 import meshrl.trainer.run as runs
@@ -49,8 +52,24 @@ from meshrl.trainer.gates import GateError, Gates
 Outcome = dict[str, str]
 
 
+BEGUN = "begun "
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What a base gives, and what of it is noise."""
+
+    outcome: Outcome
+    noise: set[str]
+
+
+def begun(outcome: Outcome) -> Outcome:
+    """What a run had built when it began to train; all of it, if it came no further."""
+    return {name: value for name, value in outcome.items() if name.startswith(BEGUN)}
+
+
 class EnoughError(Exception):
-    """Ends a start whose arguments are known."""
+    """Ends a start whose arguments are known, or a run of which enough is seen."""
 
 
 class Watched:
@@ -88,12 +107,19 @@ def _named(value: Any) -> Any:
     )
 
 
-def ran(config: Any, root: str, out: Path, anew: bool = True) -> Outcome:
-    """A whole run in this process: what it had built at its end, its numbers, files and words."""
+def ran(config: Any, root: str, out: Path, usual: Usual | None = None, anew: bool = True) -> Outcome:
+    """A whole run in this process: what it had built at its start and at its end, its numbers, files and words.
+
+    Where something else than in the `usual` run has been built at its start, it ends there.
+    """
     found, text = Outcome(), io.StringIO()
     real = meshrl.trainer.keeper.Keeper.fit
 
     def fit(keeper: Any, loop: Any) -> None:
+        built = graph({"keeper": keeper, "loop": loop}) | watched.calls
+        found.update({f"{BEGUN}{name}": value for name, value in built.items()})
+        if usual is not None and difference(begun(usual.outcome), found, usual.noise):
+            raise EnoughError
         real(keeper, loop)
         found.update(graph({"keeper": keeper, "loop": loop}))
 
@@ -107,6 +133,8 @@ def ran(config: Any, root: str, out: Path, anew: bool = True) -> Outcome:
         start = runs.train if root == "train" else runs.train_supervised
         try:
             start(config, console=Console(file=text, width=400))
+        except EnoughError:
+            return found
         except Exception as error:
             found["error"] = f"{type(error).__name__}: {error}"[:500]
     return found | watched.calls | _left_behind(out) | {f"said {line}": "" for line in text.getvalue().splitlines()}
@@ -275,11 +303,13 @@ def engines_not_installed(watched: Watched) -> Iterator[None]:
 
 def difference(one: Outcome, other: Outcome, noise: set[str]) -> list[str]:
     """The places at which two outcomes differ."""
-    return [
-        name
-        for name in sorted(one.keys() | other.keys())
-        if one.get(name) != other.get(name) and name not in noise and not VOLATILE.search(name)
-    ]
+    names = {name for name, _ in one.items() ^ other.items()} - noise
+    return sorted(name for name in names if not VOLATILE.search(name))
+
+
+def starting(config: Any, root: str, out: Path) -> Outcome:
+    """A run that ends where it would begin to train: what it had built."""
+    return ran(config, root, out, Usual({}, set()))
 
 
 def resumed(config: Any, root: str, out: Path) -> Outcome:
@@ -372,9 +402,9 @@ def gated(config: Any, root: str, out: Path) -> Outcome:
     return {f"said {number}": line for number, line in enumerate(said)}
 
 
-Look = Callable[[Any, str, Path], Outcome]
+Look = Callable[..., Outcome]
 LOOKS: dict[str, Look] = {
-    look.__name__: look for look in (ran, started, built, resumed, pooled, read, rewarded, assembled, gated)
+    look.__name__: look for look in (ran, starting, started, built, resumed, pooled, read, rewarded, assembled, gated)
 } | {f"built {role}": partial(built, only=role) for role in ("ref", "critic", "reward_model", "judge")}
 
 
@@ -396,7 +426,7 @@ class Walker:
 
     def __init__(self, folder: Path):
         self.folder, self.bases = folder, make_bases(folder)
-        self._plain: dict[str, tuple[Outcome, set[str]]] = {}
+        self._usual: dict[str, Usual] = {}
         self._configs = {base: self.load(base).config for base in self.bases}
 
     def load(self, base: str, *overrides: str) -> Loaded[Any]:
@@ -407,17 +437,22 @@ class Walker:
         root, way, _ = self.bases[base]
         return LOOKS[way](self.load(base, *overrides).config, root, self.folder / "run")
 
-    def plain(self, base: str) -> tuple[Outcome, set[str]]:
+    def usual(self, base: str) -> Usual:
         """What a base gives, and what of it is noise."""
-        if base not in self._plain:
+        if base not in self._usual:
             if problems := check_config(self.load(base).config):
                 raise ValueError(f"the base '{base}' is refused: {problems}")
             first = self.look(base)
             if "error" in first:
                 raise ValueError(f"the base '{base}' fails: {first['error']}")
-            again = self.look(base) if self.bases[base][1] in ("ran", "resumed") else first
-            self._plain[base] = first, set(difference(first, again, set()))
-        return self._plain[base]
+            again = self.look(base) if self.bases[base][1] in ("ran", "starting", "resumed") else first
+            self._usual[base] = Usual(first, set(difference(first, again, set())))
+        return self._usual[base]
+
+    def control(self, root: str) -> list[str]:
+        """What is found in another run of a command's plain config: nothing, to its end."""
+        usual = self.usual(root)
+        return difference(usual.outcome, self.look(root), usual.noise)
 
     def answer(self, root: str, name: str, row: Row, base: str) -> Answer:
         """What a key's other value changes in a base."""
@@ -439,11 +474,13 @@ class Walker:
             return answer
         _, way, _ = self.bases[base]
         try:
-            plain, noise = self.plain(base)
-            found = LOOKS[way](loaded.config, root, self.folder / "run")
+            usual = self.usual(base)
+            look = partial(ran, usual=usual) if way == "ran" else LOOKS[way]
+            found = look(loaded.config, root, self.folder / "run")
         except Exception as error:
             return replace(answer, error="".join(traceback.format_exception(error))[-3000:])
-        places = difference(plain, found, noise)
+        ended = way == "ran" and found.keys() == begun(found).keys()
+        places = difference(begun(usual.outcome) if ended else usual.outcome, found, usual.noise)
         return replace(answer, places=len(places), examples=places[:3], error=found.get("error"))
 
 
@@ -464,7 +501,7 @@ def walk(folder: Path) -> dict[str, Any]:
                 by_row[f"{root}:{name}"] = walker.answer(root, name, row, row.base)
             if not megatron and row.base != root and not STARTS_PROCESSES.fullmatch(name):
                 in_plain[f"{root}:{name}"] = walker.answer(root, name, row, root)
-    controls = {root: difference(walker.plain(root)[0], walker.look(root), walker.plain(root)[1]) for root in ROOTS}
+    controls = {root: walker.control(root) for root in ROOTS}
     with patch.object(runs, "StallWatch", deaf(runs.StallWatch)):
         walker = Walker(folder)
         deafened = walker.answer("sft", "trainer.stall_timeout", row_of("sft", "trainer.stall_timeout"), "sft")
@@ -484,7 +521,7 @@ def deaf(kind: Callable[..., Any]) -> Callable[..., Any]:
 def prepare_checkpoints(walker: Walker) -> None:
     """Checkpoints that runs of each command may go on from."""
     for root, base in (("train", "saving"), ("sft", "sft saving"), ("prefer", "prefer saving")):
-        walker.plain(base)
+        walker.usual(base)
         kept = walker.folder / "kept" / root / "global_step_1"
         shutil.copytree(walker.folder / "run" / "checkpoints" / "global_step_1", kept)
 
@@ -516,10 +553,21 @@ def use_megatron() -> None:
     dist.new_group = lambda *args, backend=None, **kwargs: make_group(*args, **kwargs)
 
 
-if __name__ == "__main__":
+def make_cheaper() -> None:
+    """Leaves out what costs time and changes nothing that is looked at."""
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # the libraries' own objects need not be gone through again and again
+    gc.set_threshold(20_000, 20, 50)
+    os.fsync = lambda file: None  # no file has to outlive the machine
+    torch.compile = lambda function, **options: function  # that layers are compiled, and how, is seen from our own call
+    loading.parse_override = functools.cache(loading.parse_override)
     for kind in (transformers.AutoConfig, transformers.AutoTokenizer):
         kind.from_pretrained = reading_once(kind.from_pretrained)
+
+
+if __name__ == "__main__":
+    make_cheaper()
     place = Path(sys.argv[1]).resolve()
     os.chdir(place)
     write_files(place)
