@@ -5,7 +5,7 @@ import typing
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from meshrl.config.key import KeyInfo, key_info
@@ -21,24 +21,24 @@ class Leaf:
     info: KeyInfo
     pending: str | None  # the key's own mark, or that of a section around it
 
-    @property
+    @cached_property
     def base_type(self) -> Any:
         """The type without `| None`, and without what a list or dict holds."""
         options = [option for option in _options(self.type) if option is not types.NoneType]
         return typing.get_origin(options[0]) or options[0]
 
-    @property
+    @cached_property
     def item_type(self) -> Any:
         """What a list holds, if the key is one and says so."""
         options = [option for option in _options(self.type) if option is not types.NoneType]
         return next(iter(typing.get_args(options[0])), None)
 
-    @property
+    @cached_property
     def holds_text(self) -> bool:
         """Whether the value may be a text, or a list of texts."""
         return str in (option for option in _options(self.type)) or (self.base_type is list and self.item_type is str)
 
-    @property
+    @cached_property
     def takes_any_text(self) -> bool:
         """Whether the value is a text, or a list of texts, of no given choice, and nothing else but null."""
         options = [option for option in _options(self.type) if option is not types.NoneType]
@@ -151,8 +151,9 @@ def is_default(config: Any, leaf: Leaf) -> bool:
 
 def changed_keys(config: Any, prefix: str = "") -> list[str]:
     """The keys under a dotted prefix that differ from their defaults."""
-    return [
-        leaf.name
-        for leaf in leaves(type(config)).values()
-        if leaf.name.startswith(prefix) and not is_default(config, leaf)
-    ]
+    return [leaf.name for leaf in _under(type(config), prefix) if not is_default(config, leaf)]
+
+
+@cache
+def _under(root: type, prefix: str) -> tuple[Leaf, ...]:
+    return tuple(leaf for leaf in leaves(root).values() if leaf.name.startswith(prefix))
