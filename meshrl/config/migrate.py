@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -528,8 +529,8 @@ def _translate(migration: Migration) -> None:
                 migration.changes.append(f"{word} is left out: {reading.note.partition(': ')[2]}")
         elif reading.agrees or reading.over_ranks or reading.needs:
             made.append((0, name, value))  # read where all keys are known
-        elif problem := _unknown(reading.name, word, migration.command):
-            migration.losses.append(problem)
+        elif problem := _unknown(reading.name, migration.command):
+            migration.losses.append(problem.replace(" (command line)", f", for {word}"))
         else:
             changed = reading.name != name or reading.value != value
             if changed:
@@ -540,13 +541,14 @@ def _translate(migration: Migration) -> None:
         migration.settings[ours] = value
 
 
-def _unknown(name: str, word: str, command: str) -> str | None:
+@cache
+def _unknown(name: str, command: str) -> str | None:
     """Why a key of this name cannot be set."""
     try:
         load_config(None, [f"{name}=null"], ROOTS[command])
     except ConfigError as error:
         if error.problems[0].startswith(("unknown key", f"{name} is a section")):
-            return error.problems[0].replace(" (command line)", f", for {word}")
+            return error.problems[0]
     return None
 
 

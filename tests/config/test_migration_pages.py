@@ -224,18 +224,6 @@ def test_defaults_of_the_supervised_page():
     assert put_in <= named
 
 
-def test_the_shares_on_the_pages_are_those_of_the_scripts():
-    from verl_scripts import groups, share
-
-    shares = [f"{share(found):.0%}".replace("%", " %") for found in groups().values()]
-    text = " ".join((DOCS / "migrate_verl.md").read_text().split())
-    assert f"{shares[0]} of its PPO and GRPO runs, {shares[1]} of its supervised ones" in text
-    assert f"and {shares[2]} of its asynchronous ones load" in text
-    supervised = list(groups().values())[1]
-    loading = sum(run.migration.loads for run in supervised)
-    assert f"{loading} of verl's own {len(supervised)}" in (DOCS / "migrate_sft.md").read_text()
-
-
 @pytest.mark.parametrize(
     "page", ["migrate_verl", "migrate_sft", "migrate_trl", "troubleshooting", "tuning", "concepts"]
 )

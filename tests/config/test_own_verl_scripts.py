@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from extract_verl_scripts import FROM_THE_USER, training_command
-from verl_scripts import GROUPS, PAGE, RECORDED, Run, groups, page, runs, share
+from verl_scripts import GROUPS, PAGE, RECORDED, groups, page, runs, share
 
 from meshrl.config import ConfigError, check_config, load_config, unsupported
 from meshrl.config.load import ROOTS
-from meshrl.config.migrate import PROGRAMS, script_text
+from meshrl.config.migrate import PROGRAMS, migrate, script_text
 from meshrl.config.shell_script import read_script
 
 MAIN, SFT, ASYNC = list(GROUPS)[:3]
@@ -28,22 +28,37 @@ def test_the_page_is_what_the_scripts_give() -> None:
     assert PAGE.read_text() == page(), "run: python tests/config/verl_scripts.py"
 
 
-@pytest.mark.parametrize("run", [run for run in runs() if run.migration.loads], ids=lambda run: run.script)
-def test_the_printed_words_are_the_command(run: Run) -> None:
-    """What is said to load does so through the same door as every command, with nothing left to read otherwise."""
-    migration = run.migration
-    loaded = load_config(None, migration.words, ROOTS[migration.command])
-    assert [*unsupported(loaded.config), *check_config(loaded.config, check_files=False)] == []
+def test_the_shares_on_the_pages_are_those_of_the_scripts() -> None:
+    shares = [f"{share(found):.0%}".replace("%", " %") for found in groups().values()]
+    text = " ".join((PAGE.parent / "migrate_verl.md").read_text().split())
+    assert f"{shares[0]} of its PPO and GRPO runs, {shares[1]} of its supervised ones" in text
+    assert f"and {shares[2]} of its asynchronous ones load" in text
+    supervised = list(groups().values())[1]
+    loading = sum(run.migration.loads for run in supervised)
+    assert f"{loading} of verl's own {len(supervised)}" in (PAGE.parent / "migrate_sft.md").read_text()
+
+
+SCRIPTS = [run["script"] for run in RECORDED["runs"]]  # not the runs: who collects the tests need not migrate them
+
+
+@pytest.mark.parametrize("at", range(len(SCRIPTS)), ids=SCRIPTS)
+def test_the_printed_words_are_the_command(at: int) -> None:
+    """What is said to load does so through the same door as every command; what does not says why where it prints."""
+    migration = runs()[at].migration
+    if migration.loads:
+        loaded = load_config(None, migration.words, ROOTS[migration.command])
+        assert [*unsupported(loaded.config), *check_config(loaded.config, check_files=False)] == []
     text = script_text(migration)
-    for line in (*migration.changes, *migration.to_do):
-        assert f": {line}" in text
+    said = [("changed", migration.changes), ("to do", migration.to_do)]
+    said += [("lost", migration.losses), ("still refused", migration.problems)]
+    for title, lines in said:
+        for line in lines:
+            assert f"# {title}: {line}" in text
 
 
 @pytest.mark.parametrize("name", ["+data.nobody_knows=1", "actor_rollout_ref.rollout.temprature=0.5"])
 def test_a_key_that_nobody_knows_is_a_loss_in_every_script(name: str) -> None:
     """The control: what the table counts would not be seen otherwise."""
-    from meshrl.config.migrate import migrate
-
     for run in groups()[MAIN][:20]:
         words = [word for word in run.words if not word.startswith("--config")]
         lost = migrate(run.program, {}, [*words, name]).losses

@@ -1,4 +1,4 @@
-"""The runner of the tests: failures are repeated, and counted whatever the second run says."""
+"""The runner of the tests: failures and crashes are repeated, and counted whatever the second run says."""
 
 import subprocess
 import sys
@@ -17,23 +17,39 @@ def test_flaky(tmp_path_factory):
 """
 
 
+CRASH = """
+def test_crash():
+    import os
+    os.abort()
+"""
+FLAKY_CRASH = FLAKY.replace("    assert not first", "    import os\n    if first: os.abort()")
+TEST = "test_it.py::test_flaky\n"
+
+
 @pytest.mark.parametrize(
-    ("tests", "status", "flaky", "said"),
+    ("tests", "workers", "status", "flaky", "said"),
     [
-        ("def test_good(): pass", 0, "", "FLAKY: 0"),
-        (FLAKY + "def test_good(): pass", 0, "test_it.py::test_flaky\n", "FLAKY: 1 failed beside others"),
-        (FLAKY + "def test_bad(): assert 0", 1, "test_it.py::test_flaky\n", "FLAKY: 1 failed beside others"),
-        ("def test_bad(): assert 0", 1, "", "FLAKY: 0"),
-        ("import nothing_of_this_name", 2, "", "FLAKY: 0"),
-        ("", 5, "", "FLAKY: 0"),
+        ("def test_good(): pass", 0, 0, "", "FLAKY: 0"),
+        (FLAKY + "def test_good(): pass", 0, 0, TEST, "FLAKY: 1 failed beside others"),
+        (FLAKY + "def test_bad(): assert 0", 0, 1, TEST, "FLAKY: 1 failed beside others"),
+        ("def test_bad(): assert 0", 0, 1, "", "FLAKY: 0"),
+        ("import nothing_of_this_name", 0, 2, "", "FLAKY: 0"),
+        ("import nothing_of_this_name", 1, 2, "", "FLAKY: 0"),
+        ("", 0, 5, "", "FLAKY: 0"),
+        (FLAKY_CRASH + "def test_good(): pass", 1, 0, TEST, "FLAKY: 1 failed beside others"),
+        (CRASH, 0, 134, "", "CRASHED: pytest was ended by SIGABRT"),
+        (FLAKY + CRASH, 1, 134, "", "not known:\n  test_it.py::test_crash\n  test_it.py::test_flaky\n"),
     ],
-    ids=["good", "flaky", "flaky and bad", "bad", "broken", "empty"],
-)
-def test_failures_are_repeated_and_counted(tmp_path, tests, status, flaky, said):
+    ids=[
+        "good", "flaky", "flaky and bad", "bad", "broken", "broken for a worker", "empty", "a worker's crash",
+        "a crash", "a crash in both runs",
+    ],
+)  # fmt: skip
+def test_failures_are_repeated_and_counted(tmp_path, tests, workers, status, flaky, said):
     (tmp_path / "test_it.py").write_text(tests)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     ended = subprocess.run(
-        [sys.executable, str(RUNNER), "results", "test_it.py", "-n", "0", "--dist", "loadfile", "--durations=1"],
+        [sys.executable, str(RUNNER), "results", "test_it.py", "-n", str(workers), "--dist", "loadfile"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
