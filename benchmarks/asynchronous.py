@@ -27,7 +27,7 @@ from meshrl.agents.calculator import evaluate
 from meshrl.agents.calculator_task import make_calculator_model, write_calculator_data
 from meshrl.agents.tools import tool
 from meshrl.telemetry.run_folder import RunFiles
-from meshrl.trainer.calculator import rl_run, warm_up
+from meshrl.trainer.calculator_demo import rl_run, warm_up
 
 MEDIAN, SPREAD = "MESHRL_BENCH_MEDIAN", "MESHRL_BENCH_SPREAD"
 SEPARATE = (

@@ -145,9 +145,9 @@ def processes(mark: str, out: Path) -> dict[str, list[int]]:
             continue
         pid = int(entry.name)
         role = next((role for role, pids in ranks.items() if pid in pids), None)
-        if "meshrl.rewards.worker" in words:
+        if "meshrl.rewards.pool_worker" in words:
             found["reward"].append(pid)
-        elif role is not None and ("meshrl.controller.nursery" in words or words.startswith("ray::RayWorker")):
+        elif role is not None and ("meshrl.controller.forkserver" in words or words.startswith("ray::RayWorker")):
             found[role].append(pid)
         elif "meshrl.cli train" in words:
             found["supervisor" if "--supervise" in words else "controller"].append(pid)

@@ -26,14 +26,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from transformers import Qwen3Config
 
-from meshrl.config.engine import EngineConfig
-from meshrl.config.model import ModelConfig
-from meshrl.config.optim import OptimConfig
-from meshrl.engines.fsdp.engine import FSDPEngine
-from meshrl.engines.stored_state import record_file, write_index, write_snapshot
+from meshrl.config.engine import EngineConfig, ModelConfig, OptimConfig
+from meshrl.engines.fsdp.fsdp_engine import FSDPEngine
+from meshrl.engines.state_files import record_file, write_index, write_snapshot
 from meshrl.models.saving import save_configs
 from meshrl.parallel.mesh import init_process_group
-from meshrl.trainer.checkpoint import FORMAT
+from meshrl.trainer.checkpoints import FORMAT
 from meshrl.trainer.convert import to_hf
 
 MIB = 1 << 20

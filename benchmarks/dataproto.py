@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrl.controller import ClassWithInitArgs, Dispatch, ResourcePool, Worker, create_worker_group, register
-from meshrl.data.proto import DataProto
-from meshrl.data.serialize import dumps, loads
+from meshrl.data.batch import DataProto
+from meshrl.data.serialization import dumps, loads
 
 PARTS = 4
 

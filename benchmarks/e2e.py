@@ -79,7 +79,7 @@ def run_meshrl(folder: Path, steps: int, seed: int) -> dict[str, float]:
 
     from meshrl.config.load import load_config
     from meshrl.telemetry import trackers
-    from meshrl.trainer.run import train
+    from meshrl.trainer.launch import train
 
     clock = Clock()
 
@@ -88,7 +88,7 @@ def run_meshrl(folder: Path, steps: int, seed: int) -> dict[str, float]:
             super().log(metrics, step)
             clock.tick(int(metrics["perf/total_num_tokens"]))
 
-    import meshrl.trainer.run as run
+    import meshrl.trainer.launch as run
 
     run.Tracking = Ticking  # type: ignore[misc]
     loaded = load_config(

@@ -33,8 +33,8 @@ console = Console(width=120)
 @torch.no_grad()
 def log_prob_differences(run: Any, shape: str, work: Work) -> list[float]:
     """Mean differences of the answers' log-probs to Hugging Face's own module, in 16 bits and in 8."""
-    from meshrl.data.proto import DataProto
-    from meshrl.models.eight_bits import compute_in_8_bits
+    from meshrl.data.batch import DataProto
+    from meshrl.models.fp8 import compute_in_8_bits
     from meshrl.rollout.requests import SamplingParams
 
     ids = torch.tensor(work.prompts[:COMPARED])

@@ -194,14 +194,14 @@ class ForkedNursery:
         if self.pid == 0:
             import aims
 
-            from meshrl.controller import nursery
+            from meshrl.controller import forkserver
 
             with contextlib.suppress(BaseException):
                 (control,) = pass_fds
                 os.closerange(3, control)
                 os.closerange(control + 1, 4096)
                 aims.arm("nursery")
-                nursery.serve(control)
+                forkserver.serve(control)
             os._exit(1)
 
     def wait(self, timeout: float | None = None) -> int:
@@ -212,8 +212,8 @@ def serve() -> None:
     """Reads orders, forks a process for each that runs the command line, and tells how it ended."""
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
-    import meshrl.trainer.run
-    import meshrl.workers.rollout  # noqa: F401
+    import meshrl.trainer.launch
+    import meshrl.workers.generation  # noqa: F401
     from meshrl.cli import main
 
     telling = os.fdopen(os.dup(1), "w", buffering=1)
@@ -233,10 +233,10 @@ def serve() -> None:
             sys.orig_argv = [sys.executable, "-m", "meshrl.cli", *order["words"]]
             import aims
 
-            from meshrl.controller import nursery
+            from meshrl.controller import forkserver
 
             aims.arm("controller")
-            nursery.subprocess = SimpleNamespace(Popen=ForkedNursery, DEVNULL=subprocess.DEVNULL)
+            forkserver.subprocess = SimpleNamespace(Popen=ForkedNursery, DEVNULL=subprocess.DEVNULL)
             code = 1
             try:
                 code = main(order["words"])
@@ -324,7 +324,7 @@ class Bench:
         """The control: two steps fewer are other weights, so that what is compared can differ."""
         from safetensors.torch import load_file
 
-        from meshrl.engines.stored_reading import Stored
+        from meshrl.engines.state_reader import Stored
 
         stored, final = Stored(out / "checkpoints" / "global_step_4" / "actor"), load_file(out / "model" / SINGLE)
         assert any(not stored.whole(name).equal(final[name]) for name in stored.names() if name in final)

@@ -85,7 +85,7 @@ class Work:
     """Prompts with an image each, and how long the answers to them are."""
 
     def __init__(self, shape: str, folder: Path):
-        from meshrl.data.image_reader import ImageReader, as_png
+        from meshrl.data.images import ImageReader, as_png
 
         prompts, self.n, self.longest, text, side = WORK[shape]
         rng = np.random.default_rng(0)
@@ -155,12 +155,12 @@ def hf_model(folder: Path, device: str, attention: str = "sdpa") -> Any:
 
 def embedded(folder: Path, work: Work, device: str, with_images: bool) -> Callable[[], int]:
     """Our rollout; without images the same tokens are text."""
-    from meshrl.config.model import ModelConfig
-    from meshrl.data.image_reader import IMAGES
-    from meshrl.data.proto import DataProto
-    from meshrl.models.sight import find_sight
+    from meshrl.config.engine import ModelConfig
+    from meshrl.data.batch import DataProto
+    from meshrl.data.images import IMAGES
+    from meshrl.models.vision import find_sight
     from meshrl.parallel.attention import ATTENTION_NAME
-    from meshrl.rollout.embedded.engine import EmbeddedRollout
+    from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
     from meshrl.rollout.requests import SamplingParams
 
     model = hf_model(folder, device, ATTENTION_NAME)
@@ -187,10 +187,10 @@ TURNS = 4
 
 def conversations(folder: Path, work: Work, device: str, caching: bool) -> Callable[[], int]:
     """One conversation for each prompt: turns of a prompt's words and an image, answers of an eighth of the longest."""
-    from meshrl.config.model import ModelConfig
-    from meshrl.models.sight import find_sight
+    from meshrl.config.engine import ModelConfig
+    from meshrl.models.vision import find_sight
     from meshrl.parallel.attention import ATTENTION_NAME
-    from meshrl.rollout.embedded.engine import EmbeddedRollout
+    from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
     from meshrl.rollout.requests import Request, SamplingParams
 
     model = hf_model(folder, device, ATTENTION_NAME)
@@ -275,12 +275,10 @@ def our_update(folder: Path, work: Work, device: str, checkpointing: bool, froze
     import torch.distributed as dist
 
     from meshrl.algorithms import BatchStats, agg_loss
-    from meshrl.config.engine import EngineConfig
-    from meshrl.config.model import ModelConfig
-    from meshrl.config.optim import OptimConfig
-    from meshrl.data.image_reader import IMAGES
-    from meshrl.data.proto import DataProto
-    from meshrl.engines.build import engine_class
+    from meshrl.config.engine import EngineConfig, ModelConfig, OptimConfig
+    from meshrl.data.batch import DataProto
+    from meshrl.data.images import IMAGES
+    from meshrl.engines.engine_class import engine_class
 
     if not dist.is_initialized():
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}

@@ -30,15 +30,12 @@ from transformers import AutoModelForCausalLM
 
 import meshrl.parallel.attention
 from meshrl.algorithms import BatchStats, agg_loss
-from meshrl.config.engine import EngineConfig
-from meshrl.config.model import ModelConfig
-from meshrl.config.optim import OptimConfig
-from meshrl.engines.build import engine_class
-from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.config.engine import EngineConfig, ModelConfig, OptimConfig
+from meshrl.engines.engine_class import engine_class
+from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
 from meshrl.rollout.requests import Request, SamplingParams
-from meshrl.telemetry.memory import PeakMemory
-from meshrl.weights.colocated import policy_sync
-from meshrl.weights.hybrid import HybridEngine
+from meshrl.telemetry.device_stats import PeakMemory
+from meshrl.weights.colocated import HybridEngine, policy_sync
 
 SETTINGS = {"fixed": False, "growing while training": True}
 

@@ -34,8 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 from meshrl.balance import flops_workload, order_micro_batches, plan_micro_batches
-from meshrl.parallel.replay import bubble, ideal_bubble, replay
-from meshrl.telemetry.timeline import COMPUTE, PipelineTimeline, Span, draw_gantt, write_chrome_trace
+from meshrl.parallel.pipeline import bubble, ideal_bubble, replay
+from meshrl.telemetry.pipeline_timeline import COMPUTE, PipelineTimeline, Span, draw_gantt, write_chrome_trace
 
 TESTS = Path(__file__).resolve().parents[1] / "tests" / "special_distributed"
 SAMPLES, MEAN_LENGTH, SIGMA, LONGEST = 64, 160, 0.8, 1024
@@ -80,10 +80,8 @@ def measure_rank(folder: str, pp: int, vpp: int, cases: list[tuple[np.ndarray, P
     """In a rank: trains on each case's micro-batches once (and once before, to warm up); this stage's spans."""
     import torch
 
-    from meshrl.config.engine import EngineConfig
-    from meshrl.config.model import ModelConfig
-    from meshrl.config.optim import OptimConfig
-    from meshrl.engines.megatron.engine import MegatronEngine
+    from meshrl.config.engine import EngineConfig, ModelConfig, OptimConfig
+    from meshrl.engines.megatron.megatron_engine import MegatronEngine
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
 
     config = EngineConfig(strategy="megatron")
@@ -99,7 +97,7 @@ def measure_rank(folder: str, pp: int, vpp: int, cases: list[tuple[np.ndarray, P
         timeline.clear()
         engine.optimizer_zero_grad()
         # The engine would order micro-batches itself; here each way has its own plan.
-        planned = patch("meshrl.engines.megatron.engine.split_for_pipeline", lambda *_, plan=plan, **__: plan)
+        planned = patch("meshrl.engines.megatron.megatron_engine.split_for_pipeline", lambda *_, plan=plan, **__: plan)
         with planned, timeline.attached(engine.model):
             engine.forward_backward_batch(make_batch(lengths), loss)
         if number:
@@ -116,7 +114,7 @@ def loss(outputs: dict[str, Any], data: Any) -> tuple[Any, dict[str, Any]]:
 def make_batch(lengths: np.ndarray) -> Any:
     import torch
 
-    from meshrl.data.proto import DataProto
+    from meshrl.data.batch import DataProto
 
     width = int(lengths.max())
     mask = (torch.arange(width)[None] >= width - torch.from_numpy(lengths)[:, None]).long()

@@ -26,15 +26,12 @@ from rich.table import Table
 from train import even_lengths, make_batch, ragged_lengths, timed
 from transformers import AutoConfig
 
-from meshrl.config.engine import EngineConfig
-from meshrl.config.model import ModelConfig
-from meshrl.config.optim import OptimConfig
-from meshrl.engines.micro_batches import split_into_micro_batches
-from meshrl.plan.hardware import Cluster, hardware_table
-from meshrl.plan.lengths import Lengths
-from meshrl.plan.model import KNOWN, PlannedModel, find_model
-from meshrl.plan.roles import Budget, Role
-from meshrl.plan.timing import Clock, Work
+from meshrl.config.engine import EngineConfig, ModelConfig, OptimConfig
+from meshrl.engines.batching import split_into_micro_batches
+from meshrl.telemetry.hardware import Cluster, hardware_table
+from meshrl.tools.plan.models import KNOWN, Lengths, PlannedModel, find_model
+from meshrl.tools.plan.roles import Budget, Role
+from meshrl.tools.plan.timing import Clock, Work
 
 GIB = 1 << 30
 
@@ -135,7 +132,7 @@ def training_step(case: Case) -> Callable[[], None]:
     import torch.distributed as dist
 
     from meshrl.algorithms import BatchStats, agg_loss
-    from meshrl.engines.build import engine_class
+    from meshrl.engines.engine_class import engine_class
 
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -225,7 +222,7 @@ def cpu_bytes(rank: int, world: int, folder: str, out: str) -> None:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
-    from meshrl.engines.build import engine_class
+    from meshrl.engines.engine_class import engine_class
 
     dist.init_process_group("gloo", store=dist.FileStore(f"{out}.store", world), rank=rank, world_size=world)
     config, model = EngineConfig(), ModelConfig(path=folder, random_init=True, enable_gradient_checkpointing=False)

@@ -63,7 +63,7 @@ def make_model(folder: Path, shape: str, dtype: torch.dtype) -> None:
 def ours(model: Path, rows: Path, out: Path, steps: int, cap: int, cpu: bool) -> list[float]:
     """Seconds of our steps."""
     from meshrl.config import PreferenceConfig, load_config
-    from meshrl.trainer.run import train_supervised
+    from meshrl.trainer.launch import train_supervised
 
     device = "cpu" if cpu else "cuda"
     words = [

@@ -99,8 +99,8 @@ def make_model(shape: str, attention: str, device: str) -> Any:
 def embedded(shape: str, device: str, **settings: Any) -> Callable[[Work], list[int]]:
     """Our engine; answers with the number of tokens of each request."""
     import meshrl.parallel.attention
-    from meshrl.data.proto import DataProto
-    from meshrl.rollout.embedded.engine import EmbeddedRollout
+    from meshrl.data.batch import DataProto
+    from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
     from meshrl.rollout.requests import Request, SamplingParams
 
     model = make_model(shape, meshrl.parallel.attention.ATTENTION_NAME, device)

@@ -25,15 +25,13 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from meshrl.config.engine import EngineConfig
-from meshrl.config.model import ModelConfig
-from meshrl.config.optim import OptimConfig
-from meshrl.data.proto import DataProto
-from meshrl.engines.base import Engine
-from meshrl.engines.fsdp.engine import FSDPEngine
-from meshrl.models.routes import CHANGED, ROUTED_EXPERTS
+from meshrl.config.engine import EngineConfig, ModelConfig, OptimConfig
+from meshrl.data.batch import DataProto
+from meshrl.engines.fsdp.fsdp_engine import FSDPEngine
+from meshrl.engines.training_engine import Engine
+from meshrl.models.moe_routing import CHANGED, ROUTED_EXPERTS
 from meshrl.parallel.attention import ATTENTION_NAME
-from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
 from meshrl.rollout.requests import SamplingParams
 
 TINY = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 4, "num_experts": 16, "vocab_size": 128}

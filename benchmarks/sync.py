@@ -34,17 +34,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.engines.megatron.weight_map import hf_tensors
-from meshrl.parallel.layout import shard_layout
+from meshrl.parallel.mesh import shard_layout
 from meshrl.rollout.requests import Request, SamplingParams
-from meshrl.weights.boxes import BOX_FIELDS, numbered
-from meshrl.weights.placement import Placement, fsdp2, megatron, replicas
-from meshrl.weights.plan import ReshardPlan, plan_reshard
-from meshrl.weights.pools import MeetingPoint
-from meshrl.weights.process_group import ProcessGroupCarrier
-from meshrl.weights.rollout_placement import RolloutLayout, rollout
-from meshrl.weights.shards import Shards, local_tensors
-from meshrl.weights.shared_memory import SharedMemoryCarrier
-from meshrl.weights.sync import WORD_BYTES, WeightSync
+from meshrl.weights.disaggregated import MeetingPoint
+from meshrl.weights.placement import Placement, RolloutLayout, Shards, fsdp2, local_tensors, megatron, replicas, rollout
+from meshrl.weights.planner import ReshardPlan, plan_reshard
+from meshrl.weights.rectangles import BOX_FIELDS, numbered
+from meshrl.weights.session import WORD_BYTES, WeightSync
+from meshrl.weights.transports import ProcessGroupCarrier, SharedMemoryCarrier
 
 MIB = 1 << 20
 
@@ -215,28 +212,27 @@ def write_lm(folder: Path, arguments: argparse.Namespace) -> None:
 
 def pool_rank(rank: int, folder: str, address: str, copies: int, staged: bool, link: int) -> tuple[float, float]:
     """One process of two pools, a trainer and rollouts: seconds of a sync, and the stall of one while generating."""
-    from meshrl.config.engine import EngineConfig, FSDPConfig
-    from meshrl.config.model import ModelConfig
-    from meshrl.engines.fsdp.engine import FSDPEngine
+    from meshrl.config.engine import EngineConfig, FSDPConfig, ModelConfig
+    from meshrl.engines.fsdp.fsdp_engine import FSDPEngine
     from meshrl.models.loading import load_model
     from meshrl.parallel.attention import ATTENTION_NAME
-    from meshrl.rollout.embedded.engine import EmbeddedRollout
-    from meshrl.weights import pools
+    from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
+    from meshrl.weights import disaggregated
 
     disable_progress_bar()
     SlowLink.bytes_per_second = link
-    pools.SharedMemoryCarrier = SlowLink  # type: ignore[misc]
-    group = pools.PoolGroup.join(address, rank, copies + 1)
+    disaggregated.SharedMemoryCarrier = SlowLink  # type: ignore[misc]
+    group = disaggregated.PoolGroup.join(address, rank, copies + 1)
     if rank == 0:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         config = EngineConfig(fsdp_config=FSDPConfig(model_dtype="fp32"))
         engine = FSDPEngine(ModelConfig(path=folder), config, None, device=torch.device("cpu"))
         engine.initialize()
-        sync = pools.connect_trainer(engine, group, copies, bucket_megabytes=2, verify=False)
+        sync = disaggregated.connect_trainer(engine, group, copies, bucket_megabytes=2, verify=False)
         reports = [sync(None, version) for version in (1, 2, 3)]
         return reports[1].seconds, 0.0
     rollout = EmbeddedRollout(load_model(folder, ATTENTION_NAME), pad_token_id=0, max_model_len=2048)
-    sync = pools.connect_rollout(rollout, group, 1, staged=staged)
+    sync = disaggregated.connect_rollout(rollout, group, 1, staged=staged)
     seconds = [sync(rollout, version).seconds for version in (1, 2)][1]
     ask = Request("r", tuple(range(3, 35)), SamplingParams(2000), seed=rank)
     thread = threading.Thread(target=lambda: rollout.complete([ask]), daemon=True)
@@ -271,7 +267,7 @@ def grpo_bytes(folder: Path, task: dict[str, str], model_path: Path, *overrides:
     from rich.console import Console
 
     from meshrl.config.load import load_config
-    from meshrl.trainer.run import train
+    from meshrl.trainer.launch import train
 
     common = [
         f"data.train_files=[{task['prompts']}]",

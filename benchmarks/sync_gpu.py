@@ -27,12 +27,11 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import meshrl.parallel.attention
-from meshrl.config.engine import EngineConfig
-from meshrl.config.model import ModelConfig
-from meshrl.engines.base import Engine
-from meshrl.engines.build import engine_class
-from meshrl.plan.model import KNOWN
-from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.config.engine import EngineConfig, ModelConfig
+from meshrl.engines.engine_class import engine_class
+from meshrl.engines.training_engine import Engine
+from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
+from meshrl.tools.plan.models import KNOWN
 from meshrl.weights.colocated import Shared, Stream
 from meshrl.weights.connect import connect, connect_stream, rollout_params
 

@@ -93,7 +93,7 @@ def count_flops(config: Any, lengths: np.ndarray, passes: int) -> float:
 
 def make_batch(lengths: np.ndarray, vocabulary: int) -> Any:
     """A padded batch of random tokens, every token but the first of a document to be predicted."""
-    from meshrl.data.proto import DataProto
+    from meshrl.data.batch import DataProto
 
     ids = torch.randint(0, vocabulary, (len(lengths), int(lengths.max())), generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(ids.shape[1]) < torch.from_numpy(lengths)[:, None]).long()
@@ -162,10 +162,8 @@ def engine_step(
     import torch.distributed as dist
 
     from meshrl.algorithms import BatchStats, agg_loss
-    from meshrl.config.engine import EngineConfig
-    from meshrl.config.model import ModelConfig
-    from meshrl.config.optim import OptimConfig
-    from meshrl.engines.build import engine_class
+    from meshrl.config.engine import EngineConfig, ModelConfig, OptimConfig
+    from meshrl.engines.engine_class import engine_class
 
     if not dist.is_initialized():
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
@@ -342,7 +340,7 @@ def axis_costs() -> None:
 
 def show(rows: list[dict[str, Any]], device: str) -> None:
     """The table."""
-    from meshrl.parallel.varlen import has_flash_4
+    from meshrl.parallel.attention import has_flash_4
 
     kernel = "FlashAttention 4" if has_flash_4(torch.device(device)) else "torch's own kernel"
     by = f"; our attention of unequal lengths by {kernel}" if device == "cuda" else ""

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import meshrl
-from meshrl.doctor.command_line import add_doctor_options
 from meshrl.environment import SUPERVISED_PIPE, TRACEBACK, switch
 from meshrl.imports import importing
-from meshrl.plan.command_line import add_options as add_planner_options
-from meshrl.rollout.command_line import add_generate_options, add_serve_options
-from meshrl.telemetry.command_line import add_report_options, add_timeline_options, add_watch_options
-from meshrl.weights.command_line import add_plan_options
+from meshrl.serving.serve_command import add_generate_options, add_serve_options
+from meshrl.telemetry.report_command import add_report_options, add_timeline_options, add_watch_options
+from meshrl.tools.doctor.doctor_command import add_doctor_options
+from meshrl.tools.plan.plan_command import add_options as add_planner_options
+from meshrl.weights.sync_command import add_plan_options
 
 if TYPE_CHECKING:
     from meshrl.config import Loaded
@@ -80,18 +80,18 @@ def _reader_has_gone() -> bool:
 
 def _exit_code_of(error: Exception) -> int:
     """75 where infrastructure ended a run, which may work another time; errors of light commands load nothing heavy."""
-    if "meshrl.trainer.run" not in sys.modules:
+    if "meshrl.trainer.launch" not in sys.modules:
         return RUN_ERROR
-    from meshrl.trainer.failures import INFRASTRUCTURE_EXIT, kind_of
+    from meshrl.trainer.fault_tolerance import INFRASTRUCTURE_EXIT, kind_of
 
     return INFRASTRUCTURE_EXIT if kind_of(error).may_be_tried_again else RUN_ERROR
 
 
 def _advice(error: Exception) -> str | None:
     """What to do where a machine ran out of room or memory."""
-    if "meshrl.trainer.run" not in sys.modules:
+    if "meshrl.trainer.launch" not in sys.modules:
         return None
-    from meshrl.trainer.failures import advice
+    from meshrl.trainer.fault_tolerance import advice
 
     return advice(error)
 
@@ -252,18 +252,18 @@ def _replay_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int | None:
-    from meshrl.config.pools import num_devices
+    from meshrl.config.rl import num_devices
 
     _end_with_parent()
     loaded = _load(arguments.words, "train")
     if _ready(loaded, arguments):
         if arguments.supervise:
             return _supervised("train", arguments, loaded)
-        apart = [] if loaded.config.actor_rollout_ref.hybrid_engine else ["meshrl.workers.rollout"]
-        _warm_up(loaded.config.trainer, num_devices(loaded.config), "meshrl.workers.actor_rollout_ref", *apart)
+        apart = [] if loaded.config.actor_rollout_ref.hybrid_engine else ["meshrl.workers.generation"]
+        _warm_up(loaded.config.trainer, num_devices(loaded.config), "meshrl.workers.actor", *apart)
         with importing():
-            from meshrl.trainer.halves import rollout_only, train_only
-            from meshrl.trainer.run import train
+            from meshrl.trainer.launch import train
+            from meshrl.trainer.replay import rollout_only, train_only
 
         if arguments.rollout_only:
             _say(f"batches: {rollout_only(loaded.config, loaded.sources)}")
@@ -285,7 +285,7 @@ def _warm_up(trainer: "RunConfig", processes: int, *modules: str) -> None:
 def _end_with_parent() -> None:
     """A run that `--supervise` has started ends with that command."""
     if SUPERVISED_PIPE in os.environ:
-        from meshrl.trainer.supervise import end_with_parent
+        from meshrl.trainer.fault_tolerance import end_with_parent
 
         end_with_parent()
 
@@ -293,20 +293,20 @@ def _end_with_parent() -> None:
 def _supervised(command: str, arguments: argparse.Namespace, loaded: "Loaded[Any]") -> int:
     """Leaves the run to a child; the options that are left say that this is the whole of it."""
     if getattr(arguments, "rollout_only", False) or getattr(arguments, "train_only", None):
-        from meshrl.config.errors import ConfigError
+        from meshrl.config.keys import ConfigError
 
         raise ConfigError(["--supervise is for whole runs, without --rollout-only and --train-only"])
-    from meshrl.trainer.supervise import supervise
+    from meshrl.trainer.fault_tolerance import supervise
 
     return supervise([command, *arguments.words], loaded.config.trainer, _complain)
 
 
 def _sft(arguments: argparse.Namespace) -> int | None:
-    return _train_supervised("sft", "meshrl.workers.sft", arguments)
+    return _train_supervised("sft", "meshrl.workers.supervised_worker", arguments)
 
 
 def _prefer(arguments: argparse.Namespace) -> int | None:
-    return _train_supervised("prefer", "meshrl.workers.preferences", arguments)
+    return _train_supervised("prefer", "meshrl.workers.supervised_worker", arguments)
 
 
 def _train_supervised(command: str, worker: str, arguments: argparse.Namespace) -> int | None:
@@ -317,7 +317,7 @@ def _train_supervised(command: str, worker: str, arguments: argparse.Namespace) 
             return _supervised(command, arguments, loaded)
         _warm_up(loaded.config.trainer, loaded.config.trainer.world_size, worker)
         with importing():
-            from meshrl.trainer.run import train_supervised
+            from meshrl.trainer.launch import train_supervised
 
         train_supervised(loaded.config, loaded.sources)
     return None
@@ -326,11 +326,11 @@ def _train_supervised(command: str, worker: str, arguments: argparse.Namespace) 
 def _demo(arguments: argparse.Namespace) -> None:
     if arguments.task == "calculator":
         if arguments.control or arguments.algorithm != "grpo":
-            from meshrl.config.errors import ConfigError
+            from meshrl.config.keys import ConfigError
 
             raise ConfigError(["meshrl demo --task calculator has no --control and learns by grpo only"])
         with importing():
-            from meshrl.trainer.calculator import main as calculator
+            from meshrl.trainer.calculator_demo import main as calculator
 
         calculator(arguments.out, seed=arguments.seed, overrides=arguments.words)
         return
@@ -342,17 +342,17 @@ def _demo(arguments: argparse.Namespace) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from meshrl.trainer.verify import verify
+    from meshrl.tools.verify import verify
 
     if arguments.layers is not None and arguments.model is None:
-        from meshrl.config.errors import ConfigError
+        from meshrl.config.keys import ConfigError
 
         raise ConfigError([f"--layers {arguments.layers} is for the shape of your own model: give it with --model DIR"])
     overrides = [f"strategy={arguments.strategy}", *arguments.words]
     if "strategy=megatron" in overrides:
         import torch
 
-        from meshrl.config.errors import ConfigError
+        from meshrl.config.keys import ConfigError
 
         if not torch.cuda.is_available():
             raise ConfigError(["strategy=megatron needs CUDA devices, and torch sees none here: use fsdp2 on a CPU"])
@@ -369,11 +369,11 @@ def _config(arguments: argparse.Namespace) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int | None:
-    from meshrl.config.errors import told_without_traceback
+    from meshrl.config.keys import told_without_traceback
     from meshrl.models.hub import folder_of
-    from meshrl.rollout.command_line import engine_options, server_settings
-    from meshrl.rollout.opened import open_rollout
-    from meshrl.rollout.server.run import check_address, serve
+    from meshrl.rollout.build import open_rollout
+    from meshrl.serving.serve import check_address, serve
+    from meshrl.serving.serve_command import engine_options, server_settings
 
     with told_without_traceback():
         settings, options = server_settings(arguments), engine_options(arguments)
@@ -388,10 +388,10 @@ def _serve(arguments: argparse.Namespace) -> int | None:
 
 
 def _generate(arguments: argparse.Namespace) -> int | None:
-    from meshrl.config.errors import told_without_traceback
+    from meshrl.config.keys import told_without_traceback
     from meshrl.models.hub import folder_of
-    from meshrl.rollout.command_line import engine_options, sampling_params
-    from meshrl.rollout.offline.job import Job, generate
+    from meshrl.serving.offline import Job, generate
+    from meshrl.serving.serve_command import engine_options, sampling_params
 
     with told_without_traceback():
         params, options = sampling_params(arguments), engine_options(arguments)
@@ -407,7 +407,7 @@ def _generate(arguments: argparse.Namespace) -> int | None:
 
 
 def _plan(arguments: argparse.Namespace) -> int | None:
-    from meshrl.plan.command_line import planned
+    from meshrl.tools.plan.plan_command import planned
 
     try:
         _say(planned(arguments, lambda line: _complain(f"{line} ...")))
@@ -419,7 +419,7 @@ def _plan(arguments: argparse.Namespace) -> int | None:
 
 
 def _plan_sync(arguments: argparse.Namespace) -> int | None:
-    from meshrl.weights.command_line import planned
+    from meshrl.weights.sync_command import planned
 
     try:
         _say("\n".join(planned(arguments)))
@@ -430,7 +430,7 @@ def _plan_sync(arguments: argparse.Namespace) -> int | None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from meshrl.doctor.command_line import doctor
+    from meshrl.tools.doctor.doctor_command import doctor
 
     try:
         return doctor(arguments, _say)
@@ -453,8 +453,8 @@ def _convert(arguments: argparse.Namespace) -> int | None:
 def _migrate(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from meshrl.config.errors import ConfigError
-    from meshrl.config.migrate import migrate_file, script_text, yaml_text
+    from meshrl.config.keys import ConfigError
+    from meshrl.tools.migrate.migrate import migrate_file, script_text, yaml_text
 
     named = [word.partition("=") for word in arguments.words]
     variables = {name: value for name, equals, value in named if equals and name.isidentifier()}
@@ -472,7 +472,7 @@ def _migrate(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from meshrl.config.errors import ConfigError, told_without_traceback
+    from meshrl.config.keys import ConfigError, told_without_traceback
     from meshrl.trainer.replay import replay, show
 
     with told_without_traceback():
@@ -496,7 +496,7 @@ def _sample_and_token(text: str) -> tuple[int, int]:
 
 
 def _report(arguments: argparse.Namespace) -> int | None:
-    from meshrl.telemetry.command_line import write_pages
+    from meshrl.telemetry.report_command import write_pages
 
     try:
         _say(write_pages(arguments))
@@ -507,7 +507,7 @@ def _report(arguments: argparse.Namespace) -> int | None:
 
 
 def _watch(arguments: argparse.Namespace) -> int | None:
-    from meshrl.telemetry.command_line import watch_run
+    from meshrl.telemetry.report_command import watch_run
 
     try:
         watch_run(arguments, _say)
@@ -518,7 +518,7 @@ def _watch(arguments: argparse.Namespace) -> int | None:
 
 
 def _timeline(arguments: argparse.Namespace) -> int | None:
-    from meshrl.telemetry.command_line import drawn_timeline
+    from meshrl.telemetry.report_command import drawn_timeline
 
     try:
         path = drawn_timeline(arguments)
@@ -547,8 +547,8 @@ def _load(words: Sequence[str], command: str) -> "Loaded[Any]":
 def _ready(loaded: "Loaded[Any]", arguments: argparse.Namespace) -> bool:
     """Check the config; on a dry run show what would run, and return False."""
     from meshrl.config import check_config, ensure_runnable
-    from meshrl.config.checks import check_notes
     from meshrl.config.show import summary_lines
+    from meshrl.config.validate import check_notes
     from meshrl.models.hub import resolve_models
 
     if not arguments.skip_files:
@@ -557,7 +557,7 @@ def _ready(loaded: "Loaded[Any]", arguments: argparse.Namespace) -> bool:
         _complain(f"note: {note}")
     if not arguments.dry_run:
         if arguments.skip_files:
-            from meshrl.config.errors import ConfigError
+            from meshrl.config.keys import ConfigError
 
             raise ConfigError(["--skip-files is for --dry-run: a run needs its data, model and packages"])
         ensure_runnable(loaded.config)
@@ -574,12 +574,12 @@ def _ready(loaded: "Loaded[Any]", arguments: argparse.Namespace) -> bool:
 
 def _sandboxes(config: Any) -> Iterator[str]:
     """Say which sandbox would run the programs that the reward function `code` scores; an error if none would."""
-    from meshrl.config.errors import told_without_traceback
+    from meshrl.config.keys import told_without_traceback
     from meshrl.config.reward import built_in_arguments
 
     reward = getattr(config, "reward", None)  # fine-tuning has none
     for where, kwargs in (built_in_arguments(reward, "code") if reward is not None else {}).items():
-        from meshrl.rewards.code_tests import describe_sandbox
+        from meshrl.rewards.functions import describe_sandbox
 
         with told_without_traceback(where):
             found = describe_sandbox(kwargs)

@@ -48,7 +48,7 @@ class Registry:
         if name in self._functions:
             return self._functions[name]
         if names_a_place(name):
-            from meshrl.config.functions import load_by_path
+            from meshrl.config.user_code import load_by_path
 
             return load_by_path(name)
         raise unknown_name(self.kind, name, list(self._functions))

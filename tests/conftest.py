@@ -284,7 +284,7 @@ def image() -> Callable[..., bytes]:
     """Makes images of noise: `image(height, width, seed)`; 8 x 8 pixels are one token of the tiny models."""
     import numpy as np
 
-    from meshrl.data.image_reader import as_png
+    from meshrl.data.images import as_png
 
     def make(height: int, width: int, seed: int = 0) -> bytes:
         rng = np.random.default_rng(seed)

@@ -161,7 +161,7 @@ def watch_calls(aims, module):
 
 def watch_controller(aims):
     from meshrl.controller import in_process
-    from meshrl.telemetry.timers import PhaseTimer
+    from meshrl.telemetry.time_ledger import PhaseTimer
 
     around(PhaseTimer, "_announce", lambda timer: aims.event(f"phase {timer._open[-1] if timer._open else 'between'}"))
     watch_calls(aims, in_process)
@@ -169,9 +169,7 @@ def watch_controller(aims):
 
 def watch_workers(aims):
     from meshrl.controller import worker_process
-    from meshrl.weights.process_group import ProcessGroupCarrier
-    from meshrl.weights.shared_memory import SharedMemoryCarrier
-    from meshrl.weights.transport import Carrier
+    from meshrl.weights.transports import Carrier, ProcessGroupCarrier, SharedMemoryCarrier
 
     def named(info, *rest):
         aims.who = f"{info.role.partition('+')[0]}:{info.rank}"
@@ -186,6 +184,6 @@ def watch_workers(aims):
 
 
 def watch_rewards(aims):
-    from meshrl.rewards import worker
+    from meshrl.rewards import pool_worker
 
-    around(worker, "call_one", lambda *rest: aims.event("sample"))
+    around(pool_worker, "call_one", lambda *rest: aims.event("sample"))

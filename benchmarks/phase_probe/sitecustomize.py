@@ -10,7 +10,7 @@ import sys
 
 
 def _report(file: str) -> None:
-    from meshrl.telemetry.timers import PhaseTimer
+    from meshrl.telemetry.time_ledger import PhaseTimer
 
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC)
     announce, number = PhaseTimer._announce, 0

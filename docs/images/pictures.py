@@ -154,7 +154,7 @@ def draw_seeing(data: Path, run: Path, control: Path) -> None:
     """Some images of the example, and what was learnt from them and from grey ones."""
     import pandas
 
-    from meshrl.data.image_reader import open_image
+    from meshrl.data.images import open_image
 
     rows = pandas.read_parquet(data / "test.parquet").drop_duplicates("ground_truth").sort_values("ground_truth")
     layout = [[f"image{at}" for at in range(len(rows))], ["curves"] * len(rows)]

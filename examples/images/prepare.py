@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from meshrl.data.image_reader import as_png
+from meshrl.data.images import as_png
 from meshrl.models.tiny import make_tiny_seeing_model
 
 COLOURS = {"r": (220, 40, 40), "g": (40, 200, 60), "b": (50, 70, 230), "y": (230, 220, 50)}

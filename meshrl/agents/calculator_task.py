@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from meshrl.data.files import write_tables
+from meshrl.data.row_files import write_tables
 from meshrl.models.tiny import char_tokenizer, make_tiny_model
 
 ALPHABET = "0123456789*-. :abcdefghijklmnopqrstuvwxyzE'"

@@ -16,9 +16,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from meshrl.agents.messages import Message, tool_message
-from meshrl.config.names import count
-from meshrl.data.images import PromptImages
-from meshrl.data.seen import Images
+from meshrl.config.keys import count
+from meshrl.data.images import Images
+from meshrl.data.prompt_images import PromptImages
 
 logger = logging.getLogger(__name__)
 MARK = "MESHRL0TURN0MARK"

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshrl.agents.calling import beside
 from meshrl.agents.messages import Message, Sample
+from meshrl.agents.tools import beside
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.requests import Completion, Request, SamplingParams
 

@@ -14,22 +14,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from meshrl.agents.calling import call
+import numpy as np
+
 from meshrl.agents.encoding import TurnEncoder
 from meshrl.agents.environments import Environment, Step
-from meshrl.agents.images import content, image_parts, opening_images, shows, taken
 from meshrl.agents.messages import MalformedCall, Message, Sample, ToolAnswer, ToolCall, tool_message
 from meshrl.agents.parsers import Call, ToolParser
-from meshrl.agents.requests import RequestDesk
-from meshrl.agents.toolbox import ToolBox, ToolSession
-from meshrl.agents.trajectory import Trajectory
-from meshrl.data.seen import Images
+from meshrl.agents.toolbox import ToolBox, ToolSession, content, image_parts, opening_images, shows, taken
+from meshrl.agents.tools import call
+from meshrl.data.images import Images
+from meshrl.rollout.base import Rollout
 from meshrl.rollout.embedded.sampler import derived_seed
-from meshrl.rollout.requests import Request, SamplingParams
+from meshrl.rollout.requests import Completion, Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -229,3 +229,144 @@ class AgentLoop:
                 await call(self.environment.close, timeout=self.agent.environment_timeout)
             except Exception as error:
                 logger.warning("sample %d: the environment did not close: %s", self.sample.number, error)
+
+
+# What a loop leaves: the tokens of all turns behind the prompt, who wrote them, and counts.
+
+NO_VERSION = -1
+# Why a sample ended: the model was done; the tokens or the turns were used up; the environment said so or broke; the
+# rollout was stopped; the model wrote a token that stands for an image, which nobody could tell from images to come.
+ENDINGS = ("stop", "length", "turns", "environment", "environment_error", "abort", "image_token")
+
+
+@dataclass
+class Trajectory:
+    """One sample's conversation. The four lists over tokens are parallel; `mask` is 1 where the model sampled."""
+
+    sample: Sample
+    prompt_ids: list[int]
+    messages: list[Message]
+    prompt_images: Images = ()
+    token_ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    assistant_turns: int = 0
+    user_turns: int = 0
+    tool_calls: int = 0
+    tool_errors: int = 0
+    malformed_calls: int = 0
+    tool_responses_cut: int = 0
+    ending: str = ""
+    # Images that others showed later, and how many tokens were behind the prompt before them.
+    shown: list[tuple[int, bytes]] = field(default_factory=list)
+    routes: np.ndarray | None = None  # where the tokens of prompt and conversation went, as far as computed
+
+    @property
+    def images(self) -> Images:
+        """All that the model sees, in the order of their places."""
+        return (*self.prompt_images, *(image for _, image in self.shown))
+
+    def add_sampled(self, answer: Completion) -> None:
+        """Appends a turn of the model."""
+        self.token_ids += answer.token_ids
+        self.log_probs += answer.log_probs
+        self.versions += answer.versions
+        self.mask += [1] * len(answer.token_ids)
+        if answer.routes is not None:
+            self.routes = answer.routes if self.routes is None else _continued(self.routes, answer.routes)
+
+    def add_given(self, token_ids: Sequence[int], images: Images = ()) -> None:
+        """Appends what others said and showed."""
+        self.shown += [(len(self.token_ids), image) for image in images]
+        self.token_ids += token_ids
+        self.log_probs += [0.0] * len(token_ids)
+        self.versions += [NO_VERSION] * len(token_ids)
+        self.mask += [0] * len(token_ids)
+
+    def drop_unanswered(self) -> None:
+        """Takes off what others said last: the reward belongs on a token of the model."""
+        kept = len(self.mask)
+        while kept and not self.mask[kept - 1]:
+            kept -= 1
+        for tokens in (self.token_ids, self.mask, self.log_probs, self.versions):
+            del tokens[kept:]
+        self.shown = [(before, image) for before, image in self.shown if before < kept]
+
+
+def _continued(before: np.ndarray, now: np.ndarray) -> np.ndarray:
+    """Routes of a longer conversation: what was known stays, for its tokens were sampled by way of it."""
+    return np.concatenate([before, now[len(before) :]])
+
+
+# Between many loops and one rollout: requests that come up together are handed over together.
+#
+# A rollout takes requests in between two of its steps. Handing over one by one, each in its own such gap, would keep
+# the batches that it computes small; so the next ones wait until the last ones have their first tokens.
+
+Asked = tuple[Request, asyncio.Future[Completion]]
+
+
+class RequestDesk:
+    """Loops ask for one completion each; the rollout gets them in batches and its chunks find their way back."""
+
+    def __init__(self, rollout: Rollout):
+        self.rollout = rollout
+        self.batches = 0
+        self._waiting: list[Asked] = []
+        self._is_entering = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def complete(self, request: Request) -> Completion:
+        """The whole answer to a request."""
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._hand_over)
+        answer: asyncio.Future[Completion] = loop.create_future()
+        self._waiting.append((request, answer))
+        return await answer
+
+    def _hand_over(self) -> None:
+        if self._is_entering or not self._waiting:
+            return
+        batch, self._waiting = self._waiting, []
+        self._is_entering = True
+        self.batches += 1
+        task = asyncio.create_task(self._serve(batch))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, batch: list[Asked]) -> None:
+        answers = {request.request_id: (Completion(request.request_id, 0), future) for request, future in batch}
+        has_entered = False
+        try:
+            async for chunk in self.rollout.generate([request for request, _ in batch]):
+                if not has_entered:
+                    has_entered = True
+                    self._entered()
+                completion, future = answers[chunk.request_id]
+                completion.add(chunk)
+                if chunk.finish_reason is not None and not future.done():
+                    future.set_result(completion)
+            missing = [name for name, (_, future) in answers.items() if not future.done()]
+            if missing:
+                raise RuntimeError(f"the rollout ended without an answer to {len(missing)} requests ({missing[0]})")
+        except Exception as error:
+            for _, future in answers.values():
+                if not future.done():
+                    future.set_exception(error)
+        finally:
+            if not has_entered:
+                self._entered()
+
+    def _entered(self) -> None:
+        self._is_entering = False
+        asyncio.get_running_loop().call_soon(self._hand_over)
+
+    async def close(self) -> None:
+        """Drops what is still running; the rollout aborts it."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

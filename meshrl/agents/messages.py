@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshrl.data.seen import Images
+from meshrl.data.images import Images
 
 # `role` and `content`, and `name` and `tool_call_id` for the answer of a tool: as chat templates read them.
 Message = dict[str, Any]

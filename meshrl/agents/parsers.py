@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshrl.agents.messages import MalformedCall, ToolCall
-from meshrl.agents.schema import fits
-from meshrl.agents.tools import Tool
+from meshrl.agents.tools import Tool, fits
 
 Call = ToolCall | MalformedCall
 

@@ -17,12 +17,16 @@ All methods may be plain or `async`; plain ones run in a thread beside the event
 
 from __future__ import annotations
 
+import _thread
+import asyncio
+import inspect
 import json
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshrl.agents.messages import Sample, ToolResult
-from meshrl.config.tool_schema import function_schema, read_docstring
+from meshrl.config.user_code import function_schema, read_docstring
 
 
 class Tool:
@@ -98,3 +102,114 @@ def as_result(value: Any) -> ToolResult:
     if value is None or isinstance(value, str):
         return ToolResult(value or "")
     return ToolResult(json.dumps(value, ensure_ascii=False, default=str))
+
+
+# Calling users' code without waiting for it for ever.
+
+
+async def call(
+    function: Callable[..., Any], *args: Any, timeout: float, late: Callable[[Any], None] | None = None
+) -> Any:
+    """The result of a plain or `async` function; a `TimeoutError` after `timeout` seconds, an `Exception` else.
+
+    A plain function runs in a daemon thread of its own: one that never returns is left behind and cannot keep the
+    process from ending. What one returns after its time is given to `late`, in a thread.
+    """
+    return await asyncio.wait_for(beside(function, *args, late=late), timeout)
+
+
+async def beside(function: Callable[..., Any], *args: Any, late: Callable[[Any], None] | None = None) -> Any:
+    """The result of a plain or `async` function that does not hold up the event loop, without a limit of time."""
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function(*args)
+        value = await _in_thread(function, args, late)
+        return await value if inspect.isawaitable(value) else value
+    except SystemExit as error:  # it would end the event loop, and all other samples
+        raise RuntimeError(f"SystemExit: {error}") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise RuntimeError(f"CancelledError: {error}") from error  # its own, not ours
+
+
+async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], late: Callable[[Any], None] | None) -> Any:
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def settle(value: Any, error: Exception | None) -> None:
+        if done.done():  # nobody waits any more
+            if late is not None and error is None:
+                _thread.start_new_thread(late, (value,))
+        elif error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(value)
+
+    def work() -> None:
+        value: Any = None
+        failure: Exception | None = None
+        try:
+            value = function(*args)
+        except StopIteration as error:  # a future does not take it
+            failure = RuntimeError(f"StopIteration: {error}")
+        except Exception as error:
+            failure = error
+        except BaseException as error:  # such as `sys.exit()`, which is not meant for our event loop
+            failure = RuntimeError(f"{type(error).__name__}: {error}")
+        try:
+            loop.call_soon_threadsafe(settle, value, failure)
+        except RuntimeError:  # the loop is closed: the answer came too late
+            if late is not None and failure is None:
+                late(value)
+
+    # Not `threading.Thread`, whose start waits for the thread to run: here the event loop would wait.
+    _thread.start_new_thread(work, ())
+    return await done
+
+
+# Checks of a tool call's arguments against the JSON schema of its parameters.
+
+
+def argument_problem(arguments: Any, schema: Mapping[str, Any]) -> str | None:
+    """What is wrong with a call's arguments, in words for the model, or None."""
+    if not isinstance(arguments, Mapping):
+        return f"the arguments must be a JSON object, not {_json_name(arguments)}"
+    properties: Mapping[str, Any] = schema.get("properties", {})
+    missing = [name for name in schema.get("required", ()) if name not in arguments]
+    if missing:
+        return f"missing argument '{missing[0]}'"
+    for name, value in arguments.items():
+        if name not in properties:
+            return f"unknown argument '{name}': it takes {', '.join(properties) or 'none'}"
+        if not fits(value, properties[name]) and not (value is None and name not in schema.get("required", ())):
+            wanted = properties[name].get("type") or properties[name].get("enum") or "another type"
+            wanted = " or ".join(map(str, wanted)) if isinstance(wanted, list) else wanted
+            return f"argument '{name}' must be {wanted}, not {_json_name(value)}"
+    return None
+
+
+def fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether a value read from JSON has the type that a schema asks for."""
+    if "enum" in schema:
+        return value in schema["enum"]
+    if "anyOf" in schema:
+        return any(fits(value, option) for option in schema["anyOf"])
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        return any(fits(value, {**schema, "type": option}) for option in kind)
+    if kind == "array":
+        return isinstance(value, list) and all(fits(item, schema.get("items", {})) for item in value)
+    if kind in ("integer", "number"):
+        numbers = int if kind == "integer" else int | float
+        return isinstance(value, numbers) and not isinstance(value, bool)
+    wanted: dict[str, Any] = {"string": str, "boolean": bool, "object": Mapping, "null": types.NoneType}
+    return isinstance(value, wanted.get(str(kind), object))  # we know no more of others
+
+
+def _json_name(value: Any) -> str:
+    if value is None:
+        return "null"
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    return names.get(type(value), type(value).__name__)

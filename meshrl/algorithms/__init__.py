@@ -1,7 +1,6 @@
 """Estimators and losses of RL post-training as pure tensor functions."""
 
 from meshrl.algorithms.advantages import (
-    ADVANTAGE_ESTIMATORS,
     compute_advantage,
     compute_distillation_advantage,
     compute_gae_advantage_return,
@@ -11,7 +10,6 @@ from meshrl.algorithms.advantages import (
     get_adv_estimator_fn,
     register_adv_est,
 )
-from meshrl.algorithms.aggregation import LOSS_AGG_MODES, agg_loss
 from meshrl.algorithms.covariance_losses import (
     COVARIANCE_LOSSES,
     add_covariance_stats,
@@ -19,41 +17,60 @@ from meshrl.algorithms.covariance_losses import (
     compute_policy_loss_kl_cov,
     compute_policy_loss_m2po,
 )
-from meshrl.algorithms.entropy import compute_entropy_loss, entropy_from_logits
 from meshrl.algorithms.group_advantages import (
     compute_gdpo_outcome_advantage,
     compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage,
     compute_grpo_passk_outcome_advantage,
+    compute_multi_turn_optimal_token_baseline_advantage,
     compute_opo_outcome_advantage,
+    compute_optimal_token_baseline_advantage,
     compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_rloo_outcome_advantage,
+    group_metrics,
+    informative_samples,
 )
-from meshrl.algorithms.groups import group_metrics, informative_samples
 from meshrl.algorithms.kl import (
     KL_PENALTIES,
     AdaptiveKLController,
     FixedKLController,
     KLController,
     apply_kl_penalty,
+    compute_entropy_loss,
     compute_kl_loss,
+    compute_value_loss,
+    entropy_from_logits,
     get_kl_controller,
     kl_penalty,
+    log_ratio,
 )
-from meshrl.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
-from meshrl.algorithms.off_policy_losses import (
-    compute_policy_loss_bypass_mode,
-    compute_policy_loss_decoupled,
-    compute_policy_loss_icepop,
-    compute_policy_loss_topr,
+from meshrl.algorithms.masking import (
+    LOSS_AGG_MODES,
+    BatchStats,
+    CovarianceStats,
+    agg_loss,
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
 )
 from meshrl.algorithms.policy_config import PolicyLossConfig
 from meshrl.algorithms.policy_losses import (
-    POLICY_LOSSES,
+    compute_policy_loss_bypass_mode,
+    compute_policy_loss_cispo,
+    compute_policy_loss_decoupled,
+    compute_policy_loss_dppo_kl,
+    compute_policy_loss_dppo_tv,
+    compute_policy_loss_dro,
+    compute_policy_loss_geo_mean,
+    compute_policy_loss_gpg,
+    compute_policy_loss_gspo,
+    compute_policy_loss_icepop,
+    compute_policy_loss_sapo,
+    compute_policy_loss_topr,
     compute_policy_loss_vanilla,
     get_policy_loss_fn,
     is_zero_where_advantage_is_zero,
-    log_ratio,
     reduce_policy_loss,
     register_policy_loss,
 )
@@ -72,22 +89,7 @@ from meshrl.algorithms.rollout_correction import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
 )
-from meshrl.algorithms.stats import BatchStats, CovarianceStats
-from meshrl.algorithms.token_baselines import (
-    compute_multi_turn_optimal_token_baseline_advantage,
-    compute_optimal_token_baseline_advantage,
-)
-from meshrl.algorithms.trust_region_losses import (
-    compute_policy_loss_cispo,
-    compute_policy_loss_dppo_kl,
-    compute_policy_loss_dppo_tv,
-    compute_policy_loss_dro,
-    compute_policy_loss_geo_mean,
-    compute_policy_loss_gpg,
-    compute_policy_loss_gspo,
-    compute_policy_loss_sapo,
-)
-from meshrl.algorithms.value_loss import compute_value_loss
+from meshrl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from meshrl.algorithms.checks import check_not_empty
-from meshrl.algorithms.kl import LOG_RATIO_BOUND
+from meshrl.algorithms.kl import LOG_RATIO_BOUND, log_ratio
+from meshrl.algorithms.masking import BatchStats, CovarianceStats, check_not_empty
 from meshrl.algorithms.policy_config import PolicyLossConfig
 from meshrl.algorithms.policy_losses import (
     Metrics,
@@ -22,12 +22,10 @@ from meshrl.algorithms.policy_losses import (
     check_loss_inputs,
     clipped_surrogate,
     compute_policy_loss_vanilla,
-    log_ratio,
     loss_without,
     reduce_policy_loss,
     register_policy_loss,
 )
-from meshrl.algorithms.stats import BatchStats, CovarianceStats
 
 COVARIANCE_LOSSES = ("clip_cov", "kl_cov", "m2po")
 

@@ -4,17 +4,107 @@ A group of one sample has no baseline, so its advantage is 0 in all of them; `gr
 An argument that is given goes before the field of the same name in `config`, which has attributes or keys.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
+import numpy as np
 import torch
 
-from meshrl.algorithms.advantages import Advantages, GroupIndex, outcome_scores, register_adv_est, to_tokens
-from meshrl.algorithms.checks import check_finite, check_length
-from meshrl.algorithms.groups import Groups
-from meshrl.algorithms.masked import mask_bytes, masked_whiten, row_blocks
+from meshrl.algorithms.advantages import (
+    Advantages,
+    GroupIndex,
+    TokenCompaction,
+    discounted_suffix_sum,
+    outcome_scores,
+    register_adv_est,
+    to_tokens,
+)
+from meshrl.algorithms.masking import check_finite, check_length, check_matrix, mask_bytes, masked_whiten, row_blocks
 from meshrl.algorithms.policy_config import field_of
 from meshrl.registry import unknown_name
+
+# Groups of samples that share a prompt: numbering them and their sums, vectorised.
+#
+# A group of one sample has no baseline. Every group estimator here gives it the advantage 0 (no learning signal),
+# never its raw reward; `group_metrics` counts such groups.
+
+
+@dataclass(frozen=True)
+class Groups:
+    """For each sample the number of its group (by first appearance); for each group its size and first sample."""
+
+    of_sample: torch.Tensor  # [batch] int64
+    sizes: torch.Tensor  # [groups] int64
+    first_sample: torch.Tensor  # [groups] int64
+
+    @classmethod
+    def of(cls, index: np.ndarray | Sequence[Any] | torch.Tensor, batch: int, device: torch.device) -> "Groups":
+        """Number the group ids in `index`: any hashable ids, one a sample."""
+        check_length("index", len(index), batch)
+        ids = index.tolist() if hasattr(index, "tolist") else list(index)
+        numbers: defaultdict[Any, int] = defaultdict(count().__next__)  # an id that is not in yet gets the next number
+        of_sample = np.fromiter(map(numbers.__getitem__, ids), dtype=np.int64, count=batch)
+        first = np.empty(len(numbers), dtype=np.int64)
+        first[of_sample[::-1]] = np.arange(batch)[::-1]  # the last one written is the first sample
+        sizes = np.bincount(of_sample, minlength=len(numbers))
+        return cls(*(torch.from_numpy(array).to(device) for array in (of_sample, sizes, first)))
+
+    @property
+    def size_of_sample(self) -> torch.Tensor:
+        return self.sizes.index_select(0, self.of_sample)
+
+    @property
+    def is_single(self) -> torch.Tensor:
+        """Per sample: is it alone in its group?"""
+        return self.size_of_sample == 1
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums over each group: [batch, ...] -> [groups, ...]."""
+        total = torch.zeros((len(self.sizes), *values.shape[1:]), dtype=values.dtype, device=values.device)
+        return total.index_add_(0, self.of_sample, values)
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """The mean over its group, for each sample of a [batch] vector."""
+        return (self.sum(values) / self.sizes).index_select(0, self.of_sample)
+
+    def centered(self, values: torch.Tensor) -> torch.Tensor:
+        """Each sample's value minus its group's mean; exactly 0 where all of a group are equal."""
+        offset = values - self.first(values)
+        return offset - self.mean(offset)
+
+    def first(self, values: torch.Tensor) -> torch.Tensor:
+        """The value of the first sample of its group, for each sample."""
+        return values.index_select(0, self.first_sample).index_select(0, self.of_sample)
+
+    def std(self, centered: torch.Tensor) -> torch.Tensor:
+        """The sample standard deviation (n - 1) of its group, for each of the centered samples; 0 in a group of one."""
+        squares = self.sum(centered.square())
+        return (squares / (self.sizes - 1).clamp(min=1)).sqrt().index_select(0, self.of_sample)
+
+
+def group_metrics(
+    scores: torch.Tensor, index: np.ndarray | Sequence[Any] | torch.Tensor, prefix: str = "groups"
+) -> dict[str, float]:
+    """Counts of the groups: all, those of one sample (advantage 0 by rule), and those whose scores are all equal."""
+    groups = Groups.of(index, len(scores), scores.device)
+    differs = groups.sum((scores != groups.first(scores)).long()) > 0
+    single = groups.sizes == 1
+    return {
+        f"{prefix}/count": float(len(groups.sizes)),
+        f"{prefix}/single_sample": float(single.sum()),
+        f"{prefix}/equal_scores": float((~differs & ~single).sum()),
+        f"{prefix}/size_min": float(groups.sizes.min()) if len(groups.sizes) else 0.0,
+        f"{prefix}/size_max": float(groups.sizes.max()) if len(groups.sizes) else 0.0,
+    }
+
+
+def informative_samples(scores: torch.Tensor, index: np.ndarray | Sequence[Any] | torch.Tensor) -> torch.Tensor:
+    """Per sample: do the scores of its group differ? Groups that do not carry no signal (DAPO's dynamic sampling)."""
+    groups = Groups.of(index, len(scores), scores.device)
+    return (groups.sum((scores != groups.first(scores)).long()) > 0)[groups.of_sample]
 
 
 def _normalised(scores: torch.Tensor, groups: Groups, epsilon: float, by_std: bool) -> torch.Tensor:
@@ -243,3 +333,118 @@ def compute_gpg_outcome_advantage(
         alpha = int(there.sum()) / max(int(torch.count_nonzero(scores[there])), 1)
     advantages = to_tokens(groups.centered(scores) * (alpha / f_norm), response_mask)
     return advantages, advantages
+
+
+# Optimal token baselines: one baseline for each step of a group, weighted by how much each path has varied so far.
+
+
+@register_adv_est("optimal_token_baseline")
+@torch.no_grad()
+def compute_optimal_token_baseline_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: GroupIndex,
+    old_log_probs: torch.Tensor,
+    sum_pi_squared: torch.Tensor,
+    rollout_is_weights: torch.Tensor | None = None,
+    handle_zero_tail: bool = False,
+    epsilon: float = 1e-8,
+) -> Advantages:
+    """Reward to go minus the group's baseline at the same position of the response.
+
+    The baseline at a step is the mean of the group's rewards to go, weighted by W = the sum over the steps so far of
+    1 - 2 p + sum of p'^2 over the vocabulary (`sum_pi_squared`), the squared length of the logits' gradient, times the
+    squared importance weight. A step that only one sample of the group reaches is its own baseline and has advantage
+    0; with `handle_zero_tail` its baseline is 0 and its advantage its reward to go. A group of one sample has
+    advantage 0.
+    """
+    check_matrix(
+        token_level_rewards=token_level_rewards,
+        response_mask=response_mask,
+        old_log_probs=old_log_probs,
+        sum_pi_squared=sum_pi_squared,
+        rollout_is_weights=rollout_is_weights,
+    )
+    tokens = TokenCompaction(response_mask)
+    returns = _rewards_to_go(token_level_rewards, response_mask, tokens)
+    energy = _path_energy(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
+    groups = Groups.of(index, len(returns), returns.device)
+    baselines = _step_baselines(returns, energy, response_mask.bool(), groups, handle_zero_tail, epsilon)
+    return _without_single(returns - baselines, response_mask.bool(), groups), returns
+
+
+@register_adv_est("tir_optimal_token_baseline")
+@torch.no_grad()
+def compute_multi_turn_optimal_token_baseline_advantage(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    index: GroupIndex,
+    old_log_probs: torch.Tensor,
+    sum_pi_squared: torch.Tensor,
+    rollout_is_weights: torch.Tensor | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+) -> Advantages:
+    """The optimal token baseline where a step is the n-th token of the policy, whatever tool output lies between.
+
+    `handle_zero_tail` is on: a step that only one sample of the group reaches has baseline 0.
+    """
+    check_matrix(
+        token_level_rewards=token_level_rewards,
+        response_mask=response_mask,
+        old_log_probs=old_log_probs,
+        sum_pi_squared=sum_pi_squared,
+        rollout_is_weights=rollout_is_weights,
+    )
+    tokens = TokenCompaction(response_mask)
+    returns = _rewards_to_go(token_level_rewards, response_mask, tokens)
+    energy = _path_energy(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
+    groups = Groups.of(index, len(returns), returns.device)
+    reached = tokens.compact(torch.ones_like(returns)) > 0
+    baselines = _step_baselines(
+        tokens.compact(returns), tokens.compact(energy), reached, groups, handle_zero_tail, epsilon
+    )
+    return _without_single(returns - tokens.spread(baselines), response_mask.bool(), groups), returns
+
+
+def _rewards_to_go(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, tokens: TokenCompaction
+) -> torch.Tensor:
+    outcome_scores(token_level_rewards, response_mask)
+    return tokens.spread(discounted_suffix_sum(tokens.compact_rewards(token_level_rewards.float()), 1.0))
+
+
+def _path_energy(
+    response_mask: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    sum_pi_squared: torch.Tensor,
+    rollout_is_weights: torch.Tensor | None,
+) -> torch.Tensor:
+    check_finite("old_log_probs", old_log_probs, response_mask)
+    check_finite("sum_pi_squared", sum_pi_squared, response_mask)
+    # Never negative, as sum_pi_squared is at least the square of the token's own probability; only rounding can be.
+    energy = (1.0 - 2.0 * old_log_probs.float().exp() + sum_pi_squared.float()).clamp(min=0.0)
+    if rollout_is_weights is not None:
+        energy = energy * rollout_is_weights.float().square()
+    return energy.masked_fill(~response_mask.bool(), 0.0).cumsum(-1)
+
+
+def _step_baselines(
+    returns: torch.Tensor,
+    energy: torch.Tensor,
+    reached: torch.Tensor,
+    groups: Groups,
+    handle_zero_tail: bool,
+    epsilon: float,
+) -> torch.Tensor:
+    # With epsilon in every weight a step of no energy at all falls back to the plain mean.
+    weights = (energy + epsilon) * reached
+    count = groups.sum(reached.long())
+    baselines = groups.sum(returns * weights) / groups.sum(weights).masked_fill(count == 0, 1.0)
+    if handle_zero_tail:
+        baselines = baselines * (count > 1)
+    return baselines[groups.of_sample]
+
+
+def _without_single(advantages: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
+    return advantages.masked_fill(~mask | groups.is_single[:, None], 0.0)

@@ -5,10 +5,18 @@ from typing import Any, Protocol
 
 import torch
 
-from meshrl.algorithms.aggregation import agg_loss
-from meshrl.algorithms.checks import check_matrix, check_not_empty, check_same_shape
-from meshrl.algorithms.masked import masked_mean, masked_sum
-from meshrl.algorithms.stats import BatchStats, resolve_stats
+from meshrl.algorithms.masking import (
+    BatchStats,
+    Count,
+    agg_loss,
+    check_matrix,
+    check_not_empty,
+    check_same_shape,
+    masked_mean,
+    masked_sum,
+    resolve_stats,
+    token_mean_metric,
+)
 from meshrl.registry import unknown_name
 
 # exp() of a log-ratio is taken within this bound: e^20 is 4.9e8, far above any useful ratio and far below overflow.
@@ -158,3 +166,81 @@ def compute_kl_loss(
 
 # `kl_penalty` is both the function's name and, as in code users already have, the argument that names the estimator.
 _estimate = kl_penalty
+
+
+# Entropy of the policy, as a measure and as a loss.
+
+
+def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
+    """Entropy of the categorical distributions over the last dim: logsumexp - sum p * logit, in float32 at least."""
+    logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+    # Logits of -inf (masked tokens) have probability 0 and must not become NaN in the product.
+    finite = logits.masked_fill(torch.isneginf(logits), 0.0)
+    return torch.logsumexp(logits, dim=-1) - (torch.softmax(logits, dim=-1) * finite).sum(-1)
+
+
+def compute_entropy_loss(
+    logits: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    stats: BatchStats | None = None,
+) -> torch.Tensor:
+    """Aggregated entropy of `logits` [batch, response_length, vocabulary]; subtracted from a loss it makes explore."""
+    return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode, stats=stats)
+
+
+# The critic's loss.
+
+
+def compute_value_loss(
+    vpreds: torch.Tensor,
+    returns: torch.Tensor,
+    values: torch.Tensor,
+    response_mask: torch.Tensor,
+    cliprange_value: float,
+    loss_agg_mode: str = "token-mean",
+    stats: BatchStats | None = None,
+    dp_size: int = 1,
+    batch_num_tokens: Count | None = None,
+    global_batch_size: Count | None = None,
+    loss_scale_factor: Count | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Half the squared error, the larger of that of `vpreds` and of `vpreds` clipped to `values` ± `cliprange_value`.
+
+    Returns the loss (as every loss here: the share of the global one times dp_size) and the additive share of the
+    fraction of tokens where the clipped error was the larger.
+    """
+    check_matrix(vpreds=vpreds, returns=returns, values=values, response_mask=response_mask)
+    clipped_predictions = torch.minimum(torch.maximum(vpreds, values - cliprange_value), values + cliprange_value)
+    plain = (vpreds - returns).square()
+    clipped = (clipped_predictions - returns).square()
+    if stats is None and batch_num_tokens is not None:
+        stats = BatchStats(dp_size, int(batch_num_tokens), _whole(global_batch_size), _real(loss_scale_factor))
+    loss = agg_loss(
+        torch.maximum(plain, clipped),
+        response_mask,
+        loss_agg_mode,
+        dp_size,
+        batch_num_tokens,
+        global_batch_size,
+        loss_scale_factor,
+        stats=stats,
+    )
+    clip_fraction = token_mean_metric((clipped > plain).float(), response_mask, resolve_stats(stats, response_mask))
+    return 0.5 * loss, clip_fraction
+
+
+def _whole(count: Count | None) -> int | None:
+    return None if count is None else int(count)
+
+
+def _real(count: Count | None) -> float | None:
+    return None if count is None else float(count)
+
+
+def log_ratio(
+    log_prob: torch.Tensor, old_log_prob: torch.Tensor, response_mask: torch.Tensor, bound: float = LOG_RATIO_BOUND
+) -> torch.Tensor:
+    """log(new / old) per token, 0 outside the mask, kept within ±bound (beyond it the gradient is 0)."""
+    difference = torch.where(response_mask.bool(), log_prob - old_log_prob, torch.zeros_like(log_prob))
+    return difference.clamp(-bound, bound)

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from meshrl.algorithms.checks import check_finite, check_matrix, check_not_empty
 from meshrl.algorithms.kl import LOG_RATIO_BOUND
-from meshrl.algorithms.masked import masked_mean, masked_sum
+from meshrl.algorithms.kl import log_ratio as bounded_log_ratio
+from meshrl.algorithms.masking import check_finite, check_matrix, check_not_empty, masked_mean, masked_sum
 from meshrl.algorithms.policy_config import field_of
-from meshrl.algorithms.policy_losses import log_ratio as bounded_log_ratio
 from meshrl.registry import unknown_name
 
 ROLLOUT_RS_MODES = (

@@ -1,19 +1,212 @@
 """Splitting numbers into k parts of nearly equal sums, by name.
 
-`equal_size=True` also asks for equal counts. The work is the number given per item; see `workload.py` for turning
+`equal_size=True` also asks for equal counts. The work is the number given per item; see `partitions.py` for turning
 lengths into tokens, squared lengths or FLOPs. Everything here is deterministic: the budget of `auto` is compared with
 estimated costs, not with a clock, so that every rank that plans the same batch gets the same plan.
 """
 
 import difflib
 import heapq
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from meshrl.balance.exact import exact_is_cheap, exact_partition
-from meshrl.balance.karmarkar_karp import karmarkar_karp, karmarkar_karp_seconds
-from meshrl.balance.swaps import refine_by_swaps
+# The partition with the smallest maximal load, exactly, for small inputs.
+
+MAX_STATES = 50_000
+
+Part = tuple[float, int]  # load, number of items
+State = tuple[Part, ...]  # all parts, sorted: which part is which does not matter
+Layer = dict[State, tuple[State, Part]]  # state -> the state before, and the part the item went to
+
+
+def exact_is_cheap(n: int, k: int) -> bool:
+    """Whether the exact search surely stays within a few thousand states."""
+    return n < 40 and k**n / math.factorial(k) < 5_000
+
+
+def exact_partition(work: np.ndarray, k: int, equal_size: bool) -> list[np.ndarray]:
+    """Dynamic programming over the states that the items so far can lead to, longest item first.
+
+    Two ways to the same state are one, and a state above a known complete partition is dropped. An input that needs
+    too many states is refused.
+    """
+    order = np.argsort(-work, kind="stable").tolist()
+    room = len(work) // k if equal_size else len(work)
+    bound = _greedy_max(work[order].tolist(), k, room) * (1 + 1e-12)
+    layers: list[Layer] = []
+    states: list[State] = [((0.0, 0),) * k]
+    for position, item in enumerate(order):
+        layer = _next_layer(states, float(work[item]), room, bound, items_left=len(order) - position - 1)
+        if len(layer) > MAX_STATES:
+            raise ValueError(
+                f"algorithm 'dp' is exact and for small inputs: {len(work)} items in {k} parts need more than "
+                f"{MAX_STATES} states; use 'auto', 'lpt' or 'kk'"
+            )
+        layers.append(layer)
+        states = list(layer)
+    return _read_out(min(states, key=lambda state: state[-1][0]), layers, order, work)
+
+
+def _next_layer(states: list[State], amount: float, room: int, bound: float, items_left: int) -> Layer:
+    layer: Layer = {}
+    for state in states:
+        for slot, part in enumerate(state):
+            twin = slot > 0 and part == state[slot - 1]
+            if twin or part[1] >= room or part[0] + amount > bound:
+                continue
+            new = tuple(sorted((*state[:slot], (part[0] + amount, part[1] + 1), *state[slot + 1 :])))
+            if sum(count == 0 for _, count in new) <= items_left:
+                layer.setdefault(new, (state, part))
+    return layer
+
+
+def _read_out(final: State, layers: list[Layer], order: list[int], work: np.ndarray) -> list[np.ndarray]:
+    """Walk back from the final state and hand each item to the part it went to."""
+    parts: list[tuple[Part, list[int]]] = [(part, []) for part in final]
+    state = final
+    for layer, item in zip(reversed(layers), reversed(order), strict=True):
+        state, before = layer[state]
+        after = (before[0] + float(work[item]), before[1] + 1)
+        slot = next(number for number, (part, _) in enumerate(parts) if part == after)
+        parts[slot][1].append(item)
+        parts[slot] = (before, parts[slot][1])
+    return [np.asarray(items, dtype=np.int64) for _, items in parts]
+
+
+def _greedy_max(falling: list[float], k: int, room: int) -> float:
+    """The maximal load of longest-first, which the optimum cannot exceed."""
+    heap, heaviest = [(0.0, 0)] * k, 0.0
+    for amount in falling:
+        load, count = heapq.heappop(heap)
+        heaviest = max(heaviest, load + amount)
+        if count + 1 < room:
+            heapq.heappush(heap, (load + amount, count + 1))
+    return heaviest
+
+
+# Karmarkar–Karp: repeatedly combine the two partial solutions that differ most within themselves.
+
+
+def karmarkar_karp(work: np.ndarray, k: int, equal_size: bool) -> list[np.ndarray]:
+    """k parts by multi-way differencing.
+
+    A partial solution is k loads in falling order. Two are combined by adding the heaviest of one to the lightest of
+    the other. With equal sizes it starts from runs of k neighbours in sorted order, one for each part.
+
+    Which items a part holds is kept as a tree (every combined part points at its two halves) and read out once at the
+    end, so that no item is copied during the combining.
+    """
+    order = np.argsort(work, kind="stable")
+    starts = order.reshape(-1, k)[:, ::-1] if equal_size else order[:, None]
+    count, width = starts.shape
+    # Node numbers: items are 0..n-1, empty is n, then k nodes for each combination.
+    empty = len(work)
+    solutions_loads = np.zeros((count, k))
+    solutions_nodes = np.full((count, k), empty, dtype=np.int64)
+    solutions_loads[:, :width] = work[starts]
+    solutions_nodes[:, :width] = starts
+    heap = [(-(row[0] - row[-1]), number) for number, row in enumerate(solutions_loads)]
+    heapq.heapify(heap)
+    halves = np.empty((count - 1, k, 2), dtype=np.int64)
+    for step in range(count - 1):
+        _, first = heapq.heappop(heap)
+        _, second = heapq.heappop(heap)
+        loads = solutions_loads[first] + solutions_loads[second][::-1]
+        falling = np.argsort(-loads, kind="stable")
+        halves[step, :, 0] = solutions_nodes[first][falling]
+        halves[step, :, 1] = solutions_nodes[second][::-1][falling]
+        solutions_loads[first] = loads[falling]
+        solutions_nodes[first] = empty + 1 + step * k + np.arange(k)
+        heapq.heappush(heap, (-(solutions_loads[first][0] - solutions_loads[first][-1]), first))
+    part_of_node = np.full(empty + 1 + (count - 1) * k, -1, dtype=np.int64)
+    part_of_node[solutions_nodes[heap[0][1]]] = np.arange(k)
+    for step in range(count - 2, -1, -1):
+        nodes = empty + 1 + step * k + np.arange(k)
+        part_of_node[halves[step, :, 0]] = part_of_node[nodes]
+        part_of_node[halves[step, :, 1]] = part_of_node[nodes]
+    part_of_item = part_of_node[:empty]
+    by_part = np.argsort(part_of_item, kind="stable")
+    return np.split(by_part, np.searchsorted(part_of_item[by_part], np.arange(1, k)))
+
+
+def karmarkar_karp_seconds(n: int, k: int, equal_size: bool) -> float:
+    """Rough cost of a call, measured on one core: a combination is about 15 µs and 0.12 µs a part."""
+    combinations = n // k if equal_size else n
+    return combinations * (15e-6 + 0.12e-6 * k)
+
+
+# Improving parts of equal size by exchanging items, many pairs of parts at once.
+
+TOLERANCE = 2e-4  # stop when the heaviest part is this close to the mean
+MAX_SWEEPS = 120
+PATIENCE = 8  # sweeps without a lighter heaviest part
+
+
+def refine_by_swaps(work: np.ndarray, members: np.ndarray) -> np.ndarray:
+    """Exchange items between heavy and light rows of `members` [k, size] until the heaviest is near the mean.
+
+    Each sweep pairs the heaviest part with the lightest, the second with the second lightest and so on, and makes in
+    each pair the one exchange that brings the two closest together. Exchanges only narrow a pair, so the heaviest
+    part never grows.
+    """
+    k, _ = members.shape
+    mean = work[members].sum() / k
+    best_max, waited = np.inf, 0
+    for sweep in range(MAX_SWEEPS if k > 1 else 0):
+        loads = work[members].sum(axis=1)
+        if loads.max() <= mean * (1 + TOLERANCE):
+            break
+        waited = waited + 1 if loads.max() >= best_max else 0
+        best_max = min(best_max, loads.max())
+        if waited > PATIENCE:
+            break
+        heavy, light = _pairs(loads, sweep)
+        if not _swap_best(work, members, heavy, light, loads) and sweep >= PATIENCE:
+            break
+    return members
+
+
+def _pairs(loads: np.ndarray, sweep: int) -> tuple[np.ndarray, np.ndarray]:
+    """Heaviest with lightest, and so on inwards; later sweeps turn the light half, so that pairs differ."""
+    order = np.argsort(-loads, kind="stable")
+    half = len(loads) // 2
+    heavy, light = order[:half], order[len(order) - half :][::-1]
+    return heavy, np.roll(light, -(sweep % min(half, PATIENCE)))
+
+
+def _swap_best(work: np.ndarray, members: np.ndarray, heavy: np.ndarray, light: np.ndarray, loads: np.ndarray) -> bool:
+    """Make the best exchange in every pair of rows; True if any was made."""
+    size = members.shape[1]
+    for rows in (heavy, light):
+        members[rows] = np.take_along_axis(members[rows], np.argsort(work[members[rows]], axis=1), axis=1)
+    from_heavy, from_light = work[members[heavy]], work[members[light]]
+    wanted = (loads[heavy] - loads[light]) / 2
+    # One search for all pairs: each pair's numbers are moved to a range of its own.
+    shift = np.arange(len(heavy))[:, None] * (2.0 * max(from_heavy.max(), from_light.max()) + 1.0)
+    targets = np.maximum(from_heavy - wanted[:, None], 0.0)
+    found = np.searchsorted((from_light + shift).ravel(), (targets + shift).ravel()).reshape(targets.shape)
+    found -= np.arange(len(heavy))[:, None] * size
+    best_error = np.full(len(heavy), np.inf)
+    give = np.zeros(len(heavy), dtype=np.int64)
+    take = np.zeros(len(heavy), dtype=np.int64)
+    for neighbour in (found - 1, found):
+        neighbour = np.clip(neighbour, 0, size - 1)
+        error = np.abs(from_heavy - np.take_along_axis(from_light, neighbour, axis=1) - wanted[:, None])
+        column = error.argmin(axis=1)
+        pair_error = error[np.arange(len(heavy)), column]
+        better = pair_error < best_error
+        best_error = np.where(better, pair_error, best_error)
+        give = np.where(better, column, give)
+        take = np.where(better, neighbour[np.arange(len(heavy)), column], take)
+    helps = best_error < wanted * (1 - 1e-12)
+    rows_heavy, rows_light = heavy[helps], light[helps]
+    given, taken = members[rows_heavy, give[helps]].copy(), members[rows_light, take[helps]].copy()
+    members[rows_heavy, give[helps]], members[rows_light, take[helps]] = taken, given
+    return bool(helps.any())
+
 
 Partition = list[np.ndarray]
 
@@ -139,3 +332,119 @@ ALGORITHMS: dict[str, Callable[[np.ndarray, int, bool], Partition]] = {
     "lpt": lpt,
     "dp": dp,
 }
+
+
+# What a sequence of a given length costs: tokens, squared length, or the FLOPs of a model.
+
+# Families whose MLPs have no gate.
+UNGATED = {"apertus", "arcee", "gpt_neox", "jais2", "nanochat", "nemotron", "persimmon", "phi", "starcoder2"}
+# What families call the sizes of their mixtures of experts.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+VISITED = ("num_experts_per_tok", "moe_k", "moe_topk")
+SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+WITH_SHARED = {"hunyuan_v1_moe"}  # one, without a field that says so
+DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
+
+Workload = Callable[[np.ndarray], np.ndarray]
+
+
+def tokens_workload(lengths: np.ndarray) -> np.ndarray:
+    """Work = length: right where the linear layers dominate."""
+    return np.asarray(lengths, dtype=np.float64)
+
+
+def squared_workload(lengths: np.ndarray) -> np.ndarray:
+    """Work = length squared: attention alone."""
+    return np.square(np.asarray(lengths, dtype=np.float64))
+
+
+def flops_workload(model_config: Any) -> Workload:
+    """Forward FLOPs of a decoder with this config (Hugging Face attribute names), linear layers and causal attention.
+
+    Mixture-of-experts models count the experts that one token visits, and the router.
+    """
+    config = getattr(model_config, "text_config", None) or model_config
+    hidden = _required(config, "hidden_size")
+    layers = _required(config, "num_hidden_layers")
+    heads = _required(config, "num_attention_heads")
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    vocabulary = _required(config, "vocab_size")
+    projections, width = hidden * head_dim * (2 * heads + 2 * kv_heads), head_dim
+    if latent := _first(config, ("kv_lora_rank",)):
+        turned, plain, values = config.qk_rope_head_dim, config.qk_nope_head_dim, config.v_head_dim
+        queries, width = heads * (turned + plain), (turned + plain + values) / 2
+        low = config.q_lora_rank
+        projections = low * (hidden + queries) if low else hidden * queries
+        projections += hidden * (latent + turned) + latent * heads * (plain + values) + heads * values * hidden
+    # Layers with a state (linear attention) cost the same for every token, and have projections of their own.
+    stateful = (getattr(config, "layer_types", None) or []).count("linear_attention")
+    mixing = (layers - stateful) * projections + stateful * _state_projections(config, hidden, stateful)
+    per_token = 2.0 * (mixing + _mlp_weights(config, hidden, layers) + hidden * vocabulary)
+    # Scores and weighted values: 2 products x 2 FLOPs x heads x head_dim for each of length / 2 visible positions.
+    per_square = 2.0 * (layers - stateful) * heads * width
+
+    def workload(lengths: np.ndarray) -> np.ndarray:
+        lengths = np.asarray(lengths, dtype=np.float64)
+        return per_token * lengths + per_square * np.square(lengths)
+
+    return workload
+
+
+def get_workload(name: str, model_config: Any = None) -> Workload:
+    """A workload by name: tokens, squared, or flops (which needs the model's config)."""
+    if name == "tokens":
+        return tokens_workload
+    if name == "squared":
+        return squared_workload
+    if name == "flops":
+        if model_config is None:
+            raise ValueError("workload 'flops' needs the model's config")
+        return flops_workload(model_config)
+    near = difflib.get_close_matches(name, ["tokens", "squared", "flops"], n=1, cutoff=0.0)[0]
+    raise ValueError(f"unknown workload {name!r}; did you mean {near!r}? Known: tokens, squared, flops")
+
+
+def _state_projections(config: Any, hidden: int, stateful: int) -> float:
+    """Weights between hidden states and the queries, keys, values, gates and outputs of a layer with a state."""
+    if not stateful or getattr(config, "linear_num_value_heads", None) is None:
+        return 4.0 * hidden * hidden
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    return float(hidden * (2 * keys + 3 * config.linear_num_value_heads * config.linear_value_head_dim))
+
+
+def _mlp_weights(config: Any, hidden: int, layers: int) -> float:
+    """Weights of all MLPs that one token passes through: gate, up and down, or without a gate the other two."""
+    matrices = 2.0 if getattr(config, "model_type", None) in UNGATED else 3.0
+    experts = _first(config, EXPERTS)
+    if not experts:
+        return layers * matrices * hidden * _required(config, "intermediate_size")
+    visited = _first(config, VISITED) or _required(config, VISITED[0])
+    expert_size = getattr(config, "moe_intermediate_size", None) or _required(config, "intermediate_size")
+    always = int(getattr(config, "model_type", None) in WITH_SHARED)
+    shared_size = getattr(config, "shared_expert_intermediate_size", None)
+    shared_size = shared_size or (_first(config, SHARED) or always) * expert_size
+    sparse = matrices * hidden * (visited * expert_size + shared_size) + hidden * experts
+    dense_layers = _dense_layers(config)
+    dense = matrices * hidden * _required(config, "intermediate_size") if dense_layers else 0.0
+    return (layers - dense_layers) * sparse + dense_layers * dense
+
+
+def _dense_layers(config: Any) -> int:
+    """How many layers of a mixture of experts have none."""
+    if kinds := getattr(config, "mlp_layer_types", None):
+        return list(kinds).count("dense")
+    return len(getattr(config, "mlp_only_layers", None) or []) or _first(config, DENSE)
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int:
+    """The first of these fields that is set, some of which have a number for each layer; 0 if none is."""
+    found = next((getattr(config, name) for name in names if getattr(config, name, None)), 0)
+    return int(found[0] if isinstance(found, list) else found)
+
+
+def _required(config: Any, name: str) -> int:
+    value = getattr(config, name, None)
+    if value is None:
+        raise ValueError(f"the model config {type(config).__name__} has no {name}, which workload 'flops' needs")
+    return int(value)

@@ -1,13 +1,11 @@
 """The config: a tree of dataclasses, loaded from recipes and overrides, checked before any worker starts."""
 
-from meshrl.config.checks import check_config, ensure_runnable
-from meshrl.config.errors import ConfigError
+from meshrl.config.batch_sizes import BatchUnits, SupervisedBatchUnits
+from meshrl.config.keys import ConfigError
 from meshrl.config.load import Loaded, load_config
-from meshrl.config.preferences import PreferenceConfig
-from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
-from meshrl.config.units import BatchUnits, SupervisedBatchUnits
-from meshrl.config.values import unsupported
+from meshrl.config.rl import PPOConfig
+from meshrl.config.supervised import PreferenceConfig, SFTConfig
+from meshrl.config.validate import check_config, ensure_runnable, unsupported
 
 __all__ = [
     "BatchUnits",

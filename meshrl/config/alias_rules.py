@@ -1,4 +1,4 @@
-"""The kinds of rules by which keys of other scripts become ours; the rules themselves stand in `aliases`."""
+"""The kinds of rules by which keys of other scripts become ours; the rules themselves stand in `verl_names`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

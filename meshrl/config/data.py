@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from meshrl.config.conditions import any_of, equals, is_set
-from meshrl.config.key import LARGEST_SEED, MOST_ROWS, MOST_TOKENS, key, section
+from meshrl.config.keys import LARGEST_SEED, MOST_ROWS, MOST_TOKENS, any_of, equals, is_set, key, section
 
 # What is done with held-out rows depends on there being some.
 VALIDATES = is_set("data.val_files")

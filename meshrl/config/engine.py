@@ -1,10 +1,13 @@
 """The training engines: `strategy`, `fsdp_config.*`, `megatron.*`, as the actor, the critic and `sft` have them."""
 
+import ast
+import importlib.util
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from meshrl.config.conditions import equals
-from meshrl.config.key import MOST_MEGABYTES, MOST_RANKS, key, section
+from meshrl.config.keys import MOST_MEGABYTES, MOST_RANKS, MOST_STEPS, above, differs, equals, key, nearest, section
 
 DTYPES = ("fp32", "float32", "bf16", "bfloat16", "fp16", "float16")
 STRATEGIES = ("fsdp2", "fsdp", "megatron")
@@ -140,3 +143,201 @@ class EngineConfig:
         if param == reduced == kept:
             return kept
         return "bf16" if (param, kept) == ("bf16", "fp32") else None
+
+
+# Fields of Megatron-Core's TransformerConfig that may be overridden; read from its source, as importing it is slow.
+
+SOURCES = ("core/model_parallel_config.py", "core/transformer/transformer_config.py")
+CLASSES = ("ModelParallelConfig", "TransformerConfig", "MLATransformerConfig")
+# What follows from other keys: a second way to set them would let the two disagree.
+FROM_OUR_KEYS = {
+    "tensor_model_parallel_size": "megatron.tensor_model_parallel_size",
+    "pipeline_model_parallel_size": "megatron.pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size": "megatron.virtual_pipeline_model_parallel_size",
+    "context_parallel_size": "megatron.context_parallel_size",
+    "expert_model_parallel_size": "megatron.expert_model_parallel_size",
+    "expert_tensor_parallel_size": "megatron.expert_tensor_parallel_size",
+    "sequence_parallel": "megatron.sequence_parallel",
+    "params_dtype": "megatron.dtype",
+    "pipeline_dtype": "megatron.dtype",
+    "bf16": "megatron.dtype",
+    "fp16": "megatron.dtype",
+    "num_layers": "model.override_config.num_hidden_layers",
+    "hidden_size": "model.override_config.hidden_size",
+    "num_attention_heads": "model.override_config.num_attention_heads",
+    "num_query_groups": "model.override_config.num_key_value_heads",
+    "kv_channels": "model.override_config.head_dim",
+    "ffn_hidden_size": "model.override_config.intermediate_size",
+    "num_moe_experts": "model.override_config.num_experts",
+    "calculate_per_token_loss": "nothing: losses are shares of the global one, gradients are summed",
+    "variable_seq_lengths": "nothing: micro-batches are packed rows of any length",
+    "moe_grouped_gemm": "nothing: experts are modules of their own",
+    "moe_enable_routing_replay": "actor.router_replay.mode",
+    "mtp_num_layers": "nothing: there is no loss for multi-token prediction",
+}
+
+
+def has_megatron() -> bool:
+    """Whether Megatron-Core is there."""
+    return _package() is not None
+
+
+def override_problems(override: dict[str, Any], prefix: str) -> list[str]:
+    """Fields of `override_transformer_config` that do not exist, or that other keys decide."""
+    problems = []
+    for name in override:
+        key = f"{prefix}.override_transformer_config.{name}"
+        if name in FROM_OUR_KEYS:
+            problems.append(f"{key} cannot be set here; set {FROM_OUR_KEYS[name]}")
+        elif name not in known_fields():
+            suggestion = nearest(name, known_fields())
+            hint = f"; did you mean {suggestion}?" if suggestion else ""
+            problems.append(f"{key}: Megatron-Core's TransformerConfig has no field '{name}'{hint}")
+    return problems
+
+
+@cache
+def known_fields() -> frozenset[str]:
+    """All fields, as the classes' source declares them."""
+    package = _package()
+    if package is None:
+        return frozenset()
+    found = set()
+    for source in SOURCES:
+        for node in ast.parse((package / source).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and node.name in CLASSES:
+                found |= {
+                    item.target.id
+                    for item in node.body
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+                }
+    return frozenset(found)
+
+
+def _package() -> Path | None:
+    spec = importlib.util.find_spec("megatron")
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    return next((Path(folder) for folder in folders if (Path(folder) / SOURCES[0]).is_file()), None)
+
+
+# `optim.*`: the optimizer and the learning-rate schedule of one model.
+
+
+@dataclass
+class OptimConfig:
+    lr: float = key(1e-6, "Peak learning rate.", low=0, high=10)
+    optimizer: str = key("AdamW", "Optimizer class.", choices=("AdamW",))
+    weight_decay: float = key(0.01, "Decoupled weight decay.", low=0, high=10)
+    betas: list[float] = key([0.9, 0.999], "AdamW's two decay rates.", low=0, high=1)
+    eps: float = key(1e-8, "AdamW's epsilon: gradients much smaller than this move nothing.", low=0, high=1)
+    lr_warmup_steps: int = key(
+        -1, "Optimizer steps of linear warm-up; -1: by lr_warmup_steps_ratio.", low=-1, high=MOST_STEPS
+    )
+    lr_warmup_steps_ratio: float = key(0.0, "Warm-up as a share of all optimizer steps.", low=0, high=1)
+    lr_scheduler_type: str = key(
+        "constant",
+        "Schedule after the warm-up; wsd: constant, then a linear decay over lr_decay_steps_ratio.",
+        choices=("constant", "linear", "cosine", "wsd"),
+    )
+    lr_decay_steps_ratio: float = key(0.2, "wsd: the decay at the end, as a share of all steps.", low=0, high=1)
+    min_lr_ratio: float = key(0.0, "Where linear, cosine and wsd end, as a share of lr.", low=0, high=1)
+
+
+# `checkpoint.*` of a trained role: what is saved of it, what is loaded again, and how.
+
+CONTENTS = ("model", "optimizer", "extra", "hf_model")
+
+
+@dataclass
+class CheckpointConfig:
+    save_contents: list[str] = key(
+        ["model", "optimizer", "extra"],
+        "What a checkpoint holds: weights, optimizer, schedule and random states, weights for Hugging Face.",
+        choices=CONTENTS,
+    )
+    load_contents: list[str] | None = key(
+        None,
+        "What is loaded from it; null: all it holds.",
+        choices=CONTENTS[:3],
+        only_if=differs("trainer.resume_mode", "disable"),
+    )
+    async_save: bool = key(False, "Copy the state to host memory and write it while training goes on.")
+
+
+# `model.*`: which model, and how it is prepared for training.
+
+
+@dataclass
+class ModelConfig:
+    path: str | None = key(
+        None, "Folder with the Hugging Face model (config.json, weights, tokenizer), or its name on the hub."
+    )
+    tokenizer_path: str | None = key(None, "Folder with the tokenizer; null: the model's folder.")
+    custom_chat_template: str | None = key(
+        None, "Chat template (Jinja) of the run instead of the tokenizer's; it is saved with the trained model."
+    )
+    trust_remote_code: bool = key(False, "Run model or tokenizer code found in the folder.")
+    external_lib: str | None = key(
+        None, "Python module (or file) imported first, here and in every worker: it may register losses and models."
+    )
+    random_init: bool = key(False, "Start from random weights of this shape; only config.json is read (benchmarks).")
+    override_config: dict[str, Any] = key({}, "Fields of the model's config.json to change.")
+    enable_gradient_checkpointing: bool = key(True, "Recompute activations in backward to save memory.")
+    enable_activation_offload: bool = key(
+        False, "Move activations to host memory until their backward.", only_if=differs("trainer.device", "cpu")
+    )
+    use_remove_padding: bool = key(True, "Pack sequences without padding; false: padded, by the model's own attention.")
+    use_liger: bool = key(
+        False, "Liger kernels.", pending="Liger kernels; use_torch_compile fuses a layer's operations instead"
+    )
+    lora_rank: int = key(
+        0,
+        "Rank of the LoRA adapter; 0: train all weights.",
+        low=0,
+        high=65536,
+        only_if=equals(".lora_adapter_path", None),
+        noted=True,
+    )
+    lora_alpha: float = key(
+        16.0,
+        "Scale of the LoRA adapter, over its rank.",
+        low=0,
+        high=1e6,
+        only_if=equals(".lora_adapter_path", None),
+        noted=True,
+    )
+    target_modules: list[str] = key(
+        ["all-linear"], "Modules that get an adapter.", only_if=equals(".lora_adapter_path", None), noted=True
+    )
+    exclude_modules: list[str] = key(
+        [],
+        "Modules that get none: last parts of names, or patterns of whole names such as .*visual.*.",
+        only_if=above(".lora_rank", 0),
+        noted=True,
+    )
+    lora_adapter_path: str | None = key(None, "Folder of a peft adapter to start from.")
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether LoRA adapters are trained instead of the weights."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
+
+
+@dataclass
+class OwnDevices:
+    """What sections of roles have that may stand apart from the policy."""
+
+    nnodes: int = key(
+        0, "Machines of its own, to work beside the policy; 0: it shares the policy's devices.", low=0, high=MOST_RANKS
+    )
+    n_gpus_per_node: int = key(0, "Processes on each of these machines.", low=0, high=MOST_RANKS)
+
+    @property
+    def has_own_devices(self) -> bool:
+        """Whether it is apart from the policy."""
+        return self.nnodes > 0 and self.n_gpus_per_node > 0
+
+    @property
+    def processes(self) -> list[int]:
+        """How many on each of its own machines."""
+        return [self.n_gpus_per_node] * self.nnodes

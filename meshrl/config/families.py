@@ -53,7 +53,7 @@ class Family:
     checkpoints: bool = True
     # Takes images.
     sees: bool = False
-    # Linear attention that we compute ourselves, document by document (meshrl/parallel/recurrence.py).
+    # Linear attention that we compute ourselves, document by document (meshrl/parallel/linear_attention.py).
     gated_delta: bool = False
     # The embedded rollout cuts it over tensor-parallel ranks, and computes it in 8 bits.
     is_cut: bool = False

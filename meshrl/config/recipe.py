@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import meshrl.recipes
 from meshrl.config import quick_yaml
-from meshrl.config.errors import ConfigError
+from meshrl.config.keys import ConfigError
 
 SHIPPED = Path(meshrl.recipes.__file__).parent
 # verl's own files, as a `defaults` list or --config-name names them: what they choose beyond the defaults here.

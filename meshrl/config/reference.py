@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 from meshrl.config.families import FAMILIES, Family
+from meshrl.config.keys import Leaf, leaves, sections, type_name
 from meshrl.config.load import ROOTS
 from meshrl.config.show import yaml_value
-from meshrl.config.tree import Leaf, leaves, sections, type_name
 from meshrl.files import write_whole
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshrl.config.conditions import equals, is_set
-from meshrl.config.functions import argument_problem, is_async, load_function, reward_call_problem
-from meshrl.config.key import LONGEST_WAIT, MOST_AT_ONCE, MOST_TOKENS, key, section
-from meshrl.config.pools import OwnDevices
+from meshrl.config.engine import OwnDevices
+from meshrl.config.keys import LONGEST_WAIT, MOST_AT_ONCE, MOST_TOKENS, equals, is_set, key, section
 from meshrl.config.rollout import ROLLOUTS
+from meshrl.config.user_code import argument_problem, is_async, load_function, reward_call_problem
 from meshrl.registry import REWARD_MANAGERS
 
 # Arguments of a judge that only make sense behind a URL, or stand in reward.judge.

@@ -3,23 +3,28 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshrl.config.conditions import any_of, differs, equals, fact, is_set
 from meshrl.config.data import VALIDATES
 from meshrl.config.engine import DTYPES, short_dtype
-from meshrl.config.key import (
+from meshrl.config.keys import (
+    ACTOR,
     LONGEST_WAIT,
     MOST_AT_ONCE,
     MOST_MEGABYTES,
     MOST_RANKS,
     MOST_ROWS,
     MOST_TOKENS,
+    ROLLOUT,
+    any_of,
+    differs,
+    equals,
+    fact,
+    is_set,
     key,
     section,
 )
-from meshrl.config.names import ACTOR, ROLLOUT
 
 if TYPE_CHECKING:
-    from meshrl.config.root import PPOConfig
+    from meshrl.config.rl import PPOConfig
 
 ROLLOUTS = ("embedded", "vllm", "sglang", "hf")
 # Those that take prompts with images.

@@ -7,16 +7,12 @@ from typing import Any
 import yaml
 
 from meshrl.config import quick_yaml
-from meshrl.config.aliases import canonical, nearest
-from meshrl.config.critic import uses_critic
-from meshrl.config.errors import ConfigError
-from meshrl.config.layout import layout_lines
-from meshrl.config.names import count
-from meshrl.config.pools import num_devices, ranks_of
-from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SupervisedConfig
-from meshrl.config.tree import Leaf, get_value, leaves, sections
-from meshrl.config.units import BatchUnits, SupervisedBatchUnits
+from meshrl.config.actor_critic import uses_critic
+from meshrl.config.batch_sizes import BatchUnits, SupervisedBatchUnits, layout_lines
+from meshrl.config.keys import ConfigError, Leaf, count, get_value, leaves, nearest, sections
+from meshrl.config.rl import PPOConfig, num_devices, ranks_of
+from meshrl.config.supervised import SupervisedConfig
+from meshrl.config.verl_names import canonical
 
 ONE_LINE = 1 << 30  # characters
 

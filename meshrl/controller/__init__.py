@@ -1,24 +1,32 @@
 """The controller: pools of devices, groups of workers on them, and calls on a whole group at once."""
 
-from meshrl.controller.calls import Deadlines
-from meshrl.controller.colocate import create_colocated_worker_cls
+from meshrl.controller.calls import (
+    ControllerError,
+    DeadlineError,
+    Deadlines,
+    Future,
+    GroupBrokenError,
+    WorkerDied,
+    WorkerError,
+)
 from meshrl.controller.dispatch import (
     PADDING_ROWS_KEY,
+    ClassWithInitArgs,
     Dispatch,
     DispatchMode,
     Execute,
+    Worker,
+    WorkerInfo,
     make_nd_compute_dataproto_dispatch_fn,
     nd_dispatch,
     register,
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from meshrl.controller.errors import ControllerError, DeadlineError, GroupBrokenError, WorkerDied, WorkerError
-from meshrl.controller.futures import Future
-from meshrl.controller.nursery import warm_up
+from meshrl.controller.forkserver import warm_up
 from meshrl.controller.resource_pool import ResourcePool, ResourcePoolManager, Role
-from meshrl.controller.worker import ClassWithInitArgs, Worker, WorkerInfo
-from meshrl.controller.worker_group import WorkerGroup, create_worker_group
+from meshrl.controller.start import create_worker_group
+from meshrl.controller.worker_group import WorkerGroup, create_colocated_worker_cls
 
 __all__ = [
     "PADDING_ROWS_KEY",

@@ -4,15 +4,206 @@ Both backends feed it (an answer, a failure, a death, the passing of time) and i
 can no longer be trusted it is broken: every open call fails, the processes are ended, later calls are told why.
 """
 
+import json
+import logging
+import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from meshrl.controller.errors import ControllerError, DeadlineError, GroupBrokenError, WorkerDied, WorkerError
-from meshrl.controller.futures import Future
-from meshrl.controller.worker import Failure
+from meshrl.controller.dispatch import Failure, RankCall
+from meshrl.telemetry.time_ledger import booked
+
+# Results that are not there yet, and the thread that waits for them in order.
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Future(Generic[T]):
+    """The result of a non-blocking call.
+
+    It may be passed as an argument to another group's method before it is ready. The collect step (concatenating the
+    ranks' answers) runs in the first thread that asks for the value, so that an unused result costs nothing.
+    """
+
+    def __init__(self, whom: str = "workers") -> None:
+        self.whom = whom  # whose answer it is
+        self._settled = threading.Event()
+        self._lock = threading.Lock()
+        self._raw: Any = None
+        self._error: BaseException | None = None
+        self._transform: Callable[[Any], T] | None = None
+        self.describe: Callable[[], str] = lambda: "the call has not been sent yet: it waits for its arguments"
+
+    def done(self) -> bool:
+        """Whether `get` would return or raise without waiting for a worker."""
+        return self._settled.is_set()
+
+    def get(self, timeout: float | None = None) -> T:
+        """The result, or the error of the call. `TimeoutError` after `timeout` seconds leaves the call running."""
+        if not self._settled.is_set():
+            with booked(f"wait_{self.whom}"):
+                if not self._settled.wait(timeout):
+                    raise TimeoutError(f"no result after {timeout:.1f} s: {self.describe()}")
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._transform is not None:
+                transform, self._transform = self._transform, None
+                try:
+                    self._raw = transform(self._raw)
+                except BaseException as error:
+                    self._raw, self._error = None, error
+                    raise
+            return self._raw
+
+    def set_transform(self, transform: Callable[[Any], T]) -> None:
+        """Say how the raw answers become the result (by whoever makes the future)."""
+        self._transform = transform
+
+    def set_result(self, raw: Any) -> None:
+        """Settle with the workers' raw answers (by whoever makes the future)."""
+        self._settle(raw, None)
+
+    def set_error(self, error: BaseException) -> None:
+        """Settle with an error (by whoever makes the future)."""
+        self._settle(None, error)
+
+    def _settle(self, raw: Any, error: BaseException | None) -> None:
+        with self._lock:
+            if self._settled.is_set():
+                return
+            self._raw, self._error = raw, error
+            self.describe = _answered  # the call's own leads back here: such a circle would keep the answers in memory
+            self._settled.set()
+
+
+def _answered() -> str:
+    return "the workers have answered"
+
+
+def has_pending(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether one of the arguments is a future that is not ready."""
+    return any(isinstance(value, Future) and not value.done() for value in (*args, *kwargs.values()))
+
+
+def materialize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace futures among the arguments by their results, waiting for them."""
+
+    def value_of(value: Any) -> Any:
+        return value.get() if isinstance(value, Future) else value
+
+    return tuple(value_of(value) for value in args), {key: value_of(value) for key, value in kwargs.items()}
+
+
+class SerialThread:
+    """Runs jobs one after another in one daemon thread, started with the first job.
+
+    Not a ThreadPoolExecutor: its threads are joined when the interpreter exits, which would keep Ctrl-C waiting.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._unfinished = 0
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job waits or runs."""
+        return self._unfinished > 0
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Queue a job; it should handle its own exceptions: nobody hears of others but the log."""
+        with self._lock:
+            self._unfinished += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            try:
+                job()
+            except BaseException:
+                logger.exception("a job of thread %s failed", self._name)
+            finally:
+                del job  # with what it was called with, which may be large, while this waits for the next
+                with self._lock:
+                    self._unfinished -= 1
+
+
+# What can go wrong between the controller and its workers.
+
+
+class ControllerError(RuntimeError):
+    """The base of every error that a worker group raises about its workers."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), dict(self.__dict__))
+
+
+def _rebuild(kind: type[ControllerError], message: str, fields: dict[str, Any]) -> ControllerError:
+    error = kind.__new__(kind, message)
+    error.__dict__.update(fields)
+    return error
+
+
+class WorkerError(ControllerError):
+    """A worker's method raised; the message ends with the worker's own traceback."""
+
+    def __init__(
+        self, message: str, *, rank: int, role: str, method: str, error_type: str, traceback_text: str
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.role = role
+        self.method = method
+        self.error_type = error_type
+        self.traceback_text = traceback_text
+
+
+class WorkerDied(ControllerError):  # noqa: N818
+    """A worker's process ended while it was needed."""
+
+    def __init__(
+        self, message: str, *, rank: int, role: str, method: str | None, pid: int | None, exitcode: int | None
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.role = role
+        self.method = method
+        self.pid = pid
+        self.exitcode = exitcode
+
+
+class DeadlineError(ControllerError, TimeoutError):
+    """A call took longer than its deadline; says which ranks have answered and which have not."""
+
+    def __init__(
+        self, message: str, *, role: str, method: str, answered: list[int], silent: list[int], waited: float
+    ) -> None:
+        super().__init__(message)
+        self.role = role
+        self.method = method
+        self.answered = answered
+        self.silent = silent
+        self.waited = waited
+
+
+class GroupBrokenError(ControllerError):
+    """The group cannot be called any more; the message and `__cause__` say what happened first."""
+
+
+class RayStartError(ControllerError):
+    """Ray did not start, or its cluster cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -242,3 +433,129 @@ class CallBook:
     @staticmethod
     def _failures_text(call: OpenCall) -> str:
         return "".join(f"\nrank {rank}:\n{failure.traceback_text}" for rank, failure in sorted(call.failures.items()))
+
+
+# What torch's flight recorder knows of the collectives of each rank, and where the ranks do not fit together.
+#
+# torch keeps the newest collectives of a process in a ring buffer (`TORCH_FR_BUFFER_SIZE`), with NCCL and with gloo.
+# Ranks that wait for each other are in the same collective of the same group; where one is in another, has another
+# shape
+# or has not come, that is the reason.
+
+# The newest ones of each group are enough: ranks that wait for each other are never far apart.
+NEWEST = 32
+# In these, the ranks' own shapes may differ.
+UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv")
+EVEN = ("all_gather", "_all_gather", "reduce_scatter", "_reduce_scatter")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a process group as a rank has called it."""
+
+    group: str
+    number: int
+    name: str
+    sizes: tuple[tuple[int, ...], ...]
+    done: bool
+
+    @property
+    def words(self) -> str:
+        """What was called, with shapes where all ranks must have the same."""
+        is_even = self.name.startswith(EVEN) or not self.name.startswith(UNEVEN)
+        sizes = " of " + ", ".join(str(list(size)) for size in self.sizes) if self.sizes and is_even else ""
+        return self.name + sizes
+
+
+def recorded() -> list[Collective] | None:
+    """The newest collectives of this process; None where this torch does not record them."""
+    import torch._C._distributed_c10d as c10d
+
+    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+    dumps = [getattr(c10d, name) for name in names if hasattr(c10d, name)]
+    if not dumps:
+        return None
+    entries = [entry for dump in dumps for entry in json.loads(dump() or b"{}").get("entries", [])]
+    by_group: dict[str, list[Collective]] = {}
+    for entry in entries:
+        if entry.get("is_p2p"):
+            continue
+        number, description = entry["process_group"]
+        group = description if description and description != "undefined" else f"group {number}"
+        name = str(entry["profiling_name"]).rpartition(":")[2]
+        done = bool(entry.get("retired")) or entry.get("state") == "completed"
+        sizes = tuple(tuple(size) for size in entry.get("input_sizes", []))
+        by_group.setdefault(group, []).append(Collective(group, entry["collective_seq_id"], name, sizes, done))
+    return [entry for found in by_group.values() for entry in found[-NEWEST:]]
+
+
+def disagreements(by_rank: Mapping[int, Iterable[Collective]]) -> list[str]:
+    """A line for each group in which a rank waits: who is in another collective, or has not come to it."""
+    lines = []
+    for group in sorted({entry.group for entries in by_rank.values() for entry in entries}):
+        members = {
+            rank: found
+            for rank, entries in by_rank.items()
+            if (found := {entry.number: entry for entry in entries if entry.group == group})
+        }
+        waiting = [entry.number for found in members.values() for entry in found.values() if not entry.done]
+        if waiting:
+            lines.append(_about(group, min(waiting), members))
+    return lines
+
+
+def _about(group: str, number: int, members: Mapping[int, Mapping[int, Collective]]) -> str:
+    there = {rank: found[number] for rank, found in members.items() if number in found}
+    absent = {rank: found[max(found)] for rank, found in members.items() if max(found) < number}
+    place = f"collective {number} of {group}"
+    if len({entry.words for entry in there.values()}) > 1:
+        told = [f"rank {rank} {entry.words}{' (done)' if entry.done else ''}" for rank, entry in sorted(there.items())]
+        return f"{place}: the ranks do not fit together: {', '.join(told)}"
+    words = next(iter(there.values())).words
+    inside = [rank for rank, entry in there.items() if not entry.done]
+    if absent:
+        last = ", ".join(f"rank {rank} ({entry.words})" for rank, entry in sorted(absent.items()))
+        return f"{place}: ranks {sorted(inside)} wait in {words}; not there, after their last one: {last}"
+    return f"{place}: ranks {sorted(inside)} are in {words}"
+
+
+# What a worker group asks of the backend that runs its workers.
+
+
+class Backend(Protocol):
+    """Runs the workers of one group, wherever they are."""
+
+    world_size: int
+
+    def submit(
+        self, method: str, calls: Sequence[RankCall], future: Future[Any], *, blocking: bool, direct: bool
+    ) -> None:
+        """Send each rank its part; settle the future with the answers in the order of `calls`.
+
+        Calls of a rank run in the order they were submitted; `direct` ones at once, beside them. `blocking` says that
+        the caller will wait, so a backend may run the call right here.
+        """
+
+    def check(self) -> None:
+        """Raise if the group cannot be called any more."""
+
+    def alive(self) -> list[bool]:
+        """Which ranks' workers live."""
+
+    def pids(self) -> list[int]:
+        """The ranks' process ids, each on its own machine."""
+
+    def stop(self, error: ControllerError, graceful: bool) -> None:
+        """End the workers, letting them finish what is queued if `graceful`; later calls get `error`."""
+
+    def waits(self) -> list[str]:
+        """A line for every call that is under way: which ranks have answered and which have not."""
+
+    def stacks(self) -> str:
+        """Where the ranks' processes are."""
+
+    def last_words(self) -> str:
+        """The ends of what the ranks have written to their standard error, where that is known."""
+
+    def collectives(self) -> dict[int, list[Collective]]:
+        """The newest collectives of the ranks that say so within a short time and whose torch records them."""

@@ -7,23 +7,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshrl.controller.calls import Deadlines
-from meshrl.controller.dispatch import RankCall, is_proto
-from meshrl.controller.errors import ControllerError, GroupBrokenError, WorkerError
-from meshrl.controller.flight_recorder import Collective
-from meshrl.controller.futures import Future, SerialThread
-from meshrl.controller.resource_pool import ResourcePool
-from meshrl.controller.worker import (
+from meshrl.controller.calls import (
+    Collective,
+    ControllerError,
+    Deadlines,
+    Future,
+    GroupBrokenError,
+    SerialThread,
+    WorkerError,
+)
+from meshrl.controller.dispatch import (
     ClassWithInitArgs,
     Failure,
+    RankCall,
     apply_environment,
     call_worker,
     close_worker,
     host_rendezvous,
+    is_proto,
     loopback_interface,
     place_ranks,
 )
-from meshrl.telemetry.ledger import booked
+from meshrl.controller.resource_pool import ResourcePool
+from meshrl.telemetry.time_ledger import booked
 
 LOOPBACK = "127.0.0.1"
 

@@ -16,17 +16,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshrl.controller.calls import CallBook, Deadlines
-from meshrl.controller.channel import MAX_FDS, Parcel, anonymous_file, receive_message, send_message
-from meshrl.controller.dispatch import RankCall
-from meshrl.controller.errors import ControllerError, GroupBrokenError
-from meshrl.controller.flight_recorder import Collective
-from meshrl.controller.futures import Future
+from meshrl.controller.calls import CallBook, Collective, ControllerError, Deadlines, Future, GroupBrokenError
+from meshrl.controller.dispatch import ClassWithInitArgs, Failure, RankCall, WorkerInfo, place_ranks
+from meshrl.controller.forkserver import get_nursery
 from meshrl.controller.in_process import LOOPBACK, InProcessBackend, device_indices, loopback_environment
-from meshrl.controller.nursery import get_nursery
 from meshrl.controller.resource_pool import ResourcePool
-from meshrl.controller.worker import ClassWithInitArgs, Failure, WorkerInfo, place_ranks
-from meshrl.controller.worker_process import BUILD, HELLO, RECORDED, RECORDED_NUMBER, BuildOrder, Request, Script
+from meshrl.controller.worker_process import (
+    BUILD,
+    HELLO,
+    MAX_FDS,
+    RECORDED,
+    RECORDED_NUMBER,
+    BuildOrder,
+    Parcel,
+    Request,
+    Script,
+    anonymous_file,
+    receive_message,
+    send_message,
+)
 
 _TICK = 0.2  # seconds between two looks at the clock
 _LAST_WORDS = 4096  # bytes of a rank's standard error that are remembered

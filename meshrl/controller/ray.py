@@ -13,15 +13,20 @@ from dataclasses import dataclass, replace
 from pickle import PickleBuffer
 from typing import Any
 
-from meshrl.controller.calls import CallBook, Deadlines
-from meshrl.controller.dispatch import RankCall
-from meshrl.controller.errors import ControllerError, GroupBrokenError, RayStartError
-from meshrl.controller.flight_recorder import Collective, recorded
-from meshrl.controller.futures import Future
-from meshrl.controller.resource_pool import ResourcePool
-from meshrl.controller.worker import (
+from meshrl.controller.calls import (
+    CallBook,
+    Collective,
+    ControllerError,
+    Deadlines,
+    Future,
+    GroupBrokenError,
+    RayStartError,
+    recorded,
+)
+from meshrl.controller.dispatch import (
     ClassWithInitArgs,
     Failure,
+    RankCall,
     WorkerInfo,
     apply_environment,
     call_worker,
@@ -31,8 +36,9 @@ from meshrl.controller.worker import (
     loopback_interface,
     place_ranks,
 )
+from meshrl.controller.resource_pool import ResourcePool
 from meshrl.controller.worker_group import WorkerGroup
-from meshrl.data.serialize import dumps, loads
+from meshrl.data.serialization import dumps, loads
 from meshrl.imports import importing
 
 try:

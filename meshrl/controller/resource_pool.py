@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from weakref import WeakSet
 
-from meshrl.controller.backend import Backend
-from meshrl.controller.errors import GroupBrokenError
+from meshrl.controller.calls import Backend, GroupBrokenError
 
 
 class Role(StrEnum):

@@ -1,20 +1,30 @@
 """All ranks of a role, called as one."""
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from meshrl.controller.backend import Backend
-from meshrl.controller.calls import Deadlines
-from meshrl.controller.dispatch import CallSpec, Execute, Plan, RankCall, call_spec
-from meshrl.controller.errors import GroupBrokenError
-from meshrl.controller.flight_recorder import Collective
-from meshrl.controller.futures import Future, SerialThread, has_pending, materialize
-from meshrl.controller.resource_pool import ResourcePool, Role
-from meshrl.controller.worker import ClassWithInitArgs, MeshEntry, check_environment
-
-_numbers = itertools.count()
+from meshrl.controller.calls import (
+    Backend,
+    Collective,
+    Future,
+    GroupBrokenError,
+    SerialThread,
+    has_pending,
+    materialize,
+)
+from meshrl.controller.dispatch import (
+    CallSpec,
+    ClassWithInitArgs,
+    Execute,
+    MeshEntry,
+    Plan,
+    RankCall,
+    Worker,
+    at_role,
+    call_spec,
+    close_worker,
+)
 
 
 class WorkerGroup:
@@ -153,7 +163,7 @@ class WorkerGroup:
         self.restarts += 1
         self._meshes.clear()
         self._launcher = SerialThread(f"meshrl-{self.role}-launcher")
-        _end_with(self, self._backend)
+        end_with(self, self._backend)
 
     def shutdown(self) -> None:
         """End the workers (of all views over them) after what they are doing, within the shutdown deadline."""
@@ -225,58 +235,7 @@ class WorkerGroup:
         return future
 
 
-def create_worker_group(
-    pool: ResourcePool,
-    cls_with_args: ClassWithInitArgs,
-    *,
-    backend: str = "local",
-    role: Role | str = "actor",
-    deadlines: Deadlines | None = None,
-    env: Mapping[str, str] | None = None,
-    name: str | None = None,
-    detached: bool = False,
-    in_process: bool | None = None,
-) -> WorkerGroup:
-    """Start one worker on each slot of the pool and return the group of them.
-
-    `backend` is "local" (this machine; a single rank is an object in this process unless `in_process=False`) or "ray".
-    `env` adds environment variables, other than those that the group sets itself (RANK, WORLD_SIZE, ...). With Ray,
-    `name` names the actors, and `detached` lets them outlive this process.
-    """
-    deadlines = deadlines or Deadlines()
-    env = {key: str(value) for key, value in (env or {}).items()}
-    if backend not in ("local", "ray"):
-        raise ValueError(f"backend must be 'local' or 'ray', got {backend!r}")
-    if backend == "local" and detached:
-        raise ValueError("detached worker groups need backend='ray': local workers end with the controller")
-    if backend == "ray" and in_process:
-        raise ValueError("in_process=True needs backend='local'")
-    check_environment(env, pool.use_gpu)
-
-    def start() -> Backend:
-        pool.check_room()
-        started: Any
-        if backend == "local":
-            from meshrl.controller.local import start_local
-
-            started = start_local(pool, cls_with_args, str(role), deadlines, env, in_process)
-        else:
-            from meshrl.controller.ray import start_ray
-
-            own_name = name or f"{role}_{next(_numbers)}"
-            started = start_ray(pool, cls_with_args, str(role), deadlines, env, own_name, detached)
-        pool.add_tenant(started)
-        return started
-
-    first = start()
-    group = WorkerGroup(first, cls_with_args.cls, str(role), cls_with_args.roles())
-    if not detached:
-        group._start_again = start
-        _end_with(group, first)
-    return group
-
-
-def _end_with(group: WorkerGroup, backend: Backend) -> None:
+def end_with(group: WorkerGroup, backend: Backend) -> None:
     """A group that nobody holds any more ends, and all groups do when the interpreter exits."""
     weakref.finalize(group, backend.stop, GroupBrokenError("nobody held it any more"), False)
 
@@ -288,3 +247,33 @@ def _only_rank_zero(plan: Plan) -> Plan:
 def _registered_methods(cls: type) -> dict[str, CallSpec]:
     found = {name: call_spec(getattr(cls, name, None)) for name in dir(cls) if not name.startswith("__")}
     return {name: spec for name, spec in found.items() if spec is not None}
+
+
+# Several roles in one process per rank, sharing its devices and its process group.
+
+
+class ColocatedWorker(Worker):
+    """Holds one worker of each role; the group's `spawn` gives each role its own view."""
+
+    def __init__(self, specs: dict[str, ClassWithInitArgs]) -> None:
+        self.workers = {role: spec.build(at_role(self.info, role)) for role, spec in specs.items()}
+
+    def close(self) -> None:
+        """Close the roles' workers."""
+        for worker in self.workers.values():
+            close_worker(worker)
+
+    @staticmethod
+    def role_classes(spec: ClassWithInitArgs) -> dict[str, type]:
+        """The class of each role."""
+        return {role: role_spec.cls for role, role_spec in spec.args[0].items()}
+
+
+def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ClassWithInitArgs:
+    """One worker class that holds a worker of each role; make a group of it, then `group.spawn(roles)`."""
+    if not class_dict:
+        raise ValueError("create_colocated_worker_cls needs at least one role")
+    for role in class_dict:
+        if "/" in role:
+            raise ValueError(f"a role's name must not contain '/', got {role!r}")
+    return ClassWithInitArgs(ColocatedWorker, {str(role): spec for role, spec in class_dict.items()})

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from meshrl.config.data import DataConfig
-from meshrl.config.functions import load_function
-from meshrl.config.names import count
-from meshrl.data import plain
+from meshrl.config.keys import count
+from meshrl.config.user_code import load_function
+from meshrl.data import plain_data
+from meshrl.data.batch import DataProto
 from meshrl.data.prompts import PromptDataset
-from meshrl.data.proto import DataProto
 from meshrl.data.sampling import RowOrder, check_enough_rows
 
 # Under this name the sampler's own state lies in that of its order.
@@ -88,8 +88,8 @@ class SamplerOrder(RowOrder):
     def _own_state(self) -> Any:
         """The sampler's state as plain data for JSON, which alone would change a dict's keys and has no tensors."""
         try:
-            return plain.to_json(self.sampler.state_dict(), f"{self.name}.state_dict()")
-        except plain.NotPlainError as error:
+            return plain_data.to_json(self.sampler.state_dict(), f"{self.name}.state_dict()")
+        except plain_data.NotPlainError as error:
             raise ValueError(f"data.sampler: {error}; checkpoints hold plain data only") from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ class SamplerOrder(RowOrder):
         if not self._has_state:
             return
         if STATE in state:
-            self.sampler.load_state_dict(plain.from_json(state[STATE]))
+            self.sampler.load_state_dict(plain_data.from_json(state[STATE]))
         elif "sampler" in state:  # of an older version
             self.sampler.load_state_dict(state["sampler"])
 

@@ -1,148 +1,214 @@
-"""Prompts with images: `<image>` in a text, or a part of a chat message, for each image of the row, in that order."""
+"""From an encoded image (PNG, JPEG, ...) to what a model takes: patches of pixels, in rows and columns.
+
+Images travel encoded and become pixels where a model is: as pixels a photograph is a hundred times as large.
+"""
 
 from __future__ import annotations
 
-import base64
-import binascii
+import functools
 import io
-import re
-from collections.abc import Iterable, Sequence
+import itertools
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase as Tokenizer
+import torch
+from torch import Tensor
 
-from meshrl.config.names import count
-from meshrl.data.encoding import RowError, is_chat, shown
-from meshrl.data.files import Row
-from meshrl.data.image_reader import IMAGES, reader_of
-from meshrl.data.proto import object_array
-from meshrl.data.seen import Images
-from meshrl.files import read_json
+from meshrl.config.model_folder import PROCESSOR_FILES, has_processor
 
-PLACE = "<image>"
-DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(;[\w.=+-]+)*;base64,")
+# The column of a batch with the encoded images of each sample, in the order of their places in the prompt.
+IMAGES = "images"
+# Kinds of files that are opened: PIL knows others whose readers start programs.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+# A file of a few bytes may stand for gigabytes of pixels.
+MOST_PIXELS = 1 << 26
+# Pixels of images that are kept for the next pass over the same samples.
+KEPT_BYTES = 512 << 20
+_numbers = itertools.count()
+Made = TypeVar("Made")
 
 
-class PromptImages:
-    """Finds the images of rows and makes room for their tokens in the prompts, for the model in a folder."""
+@dataclass(frozen=True)
+class Pixels:
+    """One image: `values` [patches, numbers], and its patches by time, height and width."""
 
-    def __init__(self, folder: str | Path, tokenizer: Tokenizer, key: str | None, trust_remote_code: bool = False):
-        config = read_json(Path(folder) / "config.json")
-        self.key, self.reader = key, reader_of(str(folder), trust_remote_code)
-        self.image_token = int(config["image_token_id"])
-        around = [config["vision_start_token_id"], self.image_token, config["vision_end_token_id"]]
-        self.place = "".join(tokenizer.convert_ids_to_tokens(around))
+    values: Tensor
+    grid: tuple[int, int, int]
 
-    def of(self, row: Row, number: int) -> Images:
-        """The encoded images of a row."""
-        found = None if self.key is None else _plain(row.get(self.key))
-        several = found if isinstance(found, Sequence) and not isinstance(found, str | bytes) else [found]
-        try:
-            return () if found is None else tuple(encoded(image) for image in several)
-        except ValueError as error:
-            raise RowError(number, f"'{self.key}': {error}") from error
 
-    def column(self, rows: Iterable[tuple[Row, int]]) -> dict[str, np.ndarray]:
-        """The column of a batch with the images of some rows, which come with their numbers."""
-        return {IMAGES: object_array([self.of(row, number) for row, number in rows])}
+@dataclass(frozen=True)
+class Head:
+    """What is known of an image that was read once. No other one has its `number`."""
 
-    def with_places(self, prompt: Any) -> Any:
-        """A prompt whose places for images a tokenizer, or its chat template, knows."""
-        if isinstance(prompt, str):
-            return prompt.replace(PLACE, self.place)
-        return [_in_parts(message) for message in prompt] if is_chat(prompt) else prompt
+    grid: tuple[int, int, int]
+    number: int = field(default_factory=lambda: next(_numbers))
 
-    def expanded(self, ids: np.ndarray, images: Images, number: int) -> np.ndarray:
-        """A tokenized prompt with as many tokens for each image as the model takes for it."""
-        return np.repeat(ids, self.times(ids, images, number))
 
-    def times(self, ids: np.ndarray, images: Images, number: int) -> np.ndarray:
-        """How often each token has to stand there: 1, or for the place of an image as often as the model takes."""
-        places = (ids == self.image_token).nonzero()[0]
-        if len(places) != len(images):
-            column = f"'{self.key}'" if self.key else "the row, since no column of images is named (image_key)"
-            raise RowError(
-                number,
-                f"the prompt has {count(len(places), 'place')} for images ({PLACE}), but there are {len(images)} in "
-                f"{column}",
+class Newest(Generic[Made]):
+    """What was made of the images that were asked for last, as long as it is not more than so many bytes."""
+
+    def __init__(self, most_bytes: int):
+        self.most_bytes, self._held = most_bytes, 0
+        self._found: OrderedDict[bytes, tuple[Made, int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, image: bytes) -> Made | None:
+        """What is kept of an image."""
+        with self._lock:
+            if image not in self._found:
+                return None
+            self._found.move_to_end(image)
+            return self._found[image][0]
+
+    def keep(self, image: bytes, made: Made, size: int) -> Made:
+        """Keeps it, unless another thread was quicker; gives what is kept."""
+        with self._lock:
+            if image not in self._found:
+                self._found[image] = (made, size)
+                self._held += size
+            kept = self._found[image][0]
+            while self._held > self.most_bytes and len(self._found) > 1:
+                self._held -= self._found.popitem(last=False)[1][1]
+        return kept
+
+
+class ImageReader:
+    """Reads images as the model in a folder wants them."""
+
+    def __init__(self, folder: str | Path, trust_remote_code: bool = False):
+        if not has_processor(folder):
+            files = " or ".join(PROCESSOR_FILES)
+            raise FileNotFoundError(f"the model at '{folder}' sees images, but has no {files} that says how")
+        self.processor = _processor(folder, trust_remote_code)
+        if not getattr(self.processor, "do_resize", True):
+            raise ValueError(
+                f"the image processor at '{folder}' has do_resize=false: images whose sides are no whole squares could "
+                "not be read; set it to true"
             )
-        times = np.ones(len(ids), np.int64)
-        try:
-            times[places] = [self.reader.num_tokens(image) for image in images]
-        except ValueError as error:
-            raise RowError(number, f"'{self.key}': {error}") from error
-        return times
+        self._pixels: Newest[Pixels] = Newest(KEPT_BYTES)
+        self._heads: Newest[Head] = Newest(KEPT_BYTES)  # counted by the files, which are a tenth of their pixels
+
+    def num_tokens(self, image: bytes) -> int:
+        """How many tokens of a prompt an image takes, whichever way up. Only its head is read."""
+        width, height = open_image(image).size
+        return int(self.processor.get_number_of_image_patches(height, width, {})) // self.processor.merge_size**2
+
+    def grid(self, image: bytes) -> tuple[int, int, int]:
+        """Pictures in time, rows and columns of patches, without reading more than the head of the image.
+
+        Of an image that was not read yet, rows and columns are those next to its proportions.
+        """
+        if (known := self._heads.get(image)) is not None:
+            return known.grid
+        width, height = open_image(image).size
+        merge, squares = self.processor.merge_size, self.num_tokens(image)
+        rows = min(
+            (rows for rows in range(1, squares + 1) if squares % rows == 0),
+            key=lambda rows: abs(math.log(rows * rows / squares * width / height)),
+        )
+        return 1, rows * merge, squares // rows * merge
+
+    def pixels(self, image: bytes) -> Pixels:
+        """The image's patches; those of the last images are kept."""
+        if (found := self._pixels.get(image)) is not None:
+            return found
+        made = self.processor(images=[upright(image)], return_tensors="pt")
+        time, height, width = made["image_grid_thw"][0].tolist()
+        pixels = Pixels(made["pixel_values"], (time, height, width))
+        return self._pixels.keep(image, pixels, pixels.values.nbytes)
+
+    def head(self, image: bytes) -> Head:
+        """The image's size and number, which are kept for longer than its patches."""
+        found = self._heads.get(image)
+        return found or self._heads.keep(image, Head(self.pixels(image).grid), len(image))
 
 
-def check_no_images(rows: Sequence[Row], key: str, first: int = 0) -> None:
-    """A row with images is an error where the model does not see: it would answer without having looked."""
-    for number, row in enumerate(rows, first):
-        if _plain(row.get(key)):
-            raise RowError(
-                number,
-                f"it has images ('{key}', data.image_key), but the model does not see any: take one that does, or set "
-                "data.image_key=null",
-            )
+@functools.cache
+def reader_of(folder: str, trust_remote_code: bool = False) -> ImageReader:
+    """The reader of a model's folder: all that a process has of this model share what it keeps."""
+    return ImageReader(folder, trust_remote_code)
 
 
-def encoded(image: Any) -> bytes:
-    """An image as the bytes of a file: given so, by path, as a data URL, as {bytes, path} of a data set, or by PIL."""
-    if isinstance(image, dict):
-        image = image.get("bytes") or image.get("path")
-    if isinstance(image, bytes):
-        return image
-    if isinstance(image, str) and is_data_url(image):
-        return from_data_url(image)
-    if isinstance(image, str | Path):
-        try:
-            return Path(image).read_bytes()
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"there is no image to read at {shown(str(image))}: {reason}") from error
-    if hasattr(image, "save"):
-        from PIL import ImageOps
+def _processor(folder: str | Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoImageProcessor
 
-        file = io.BytesIO()
-        ImageOps.exif_transpose(image).convert("RGB").save(file, "PNG")
-        return file.getvalue()
-    raise ValueError(f"an image must be bytes, a path, a data URL, or a mapping with one of them, got {shown(image)}")
-
-
-def is_data_url(text: str) -> bool:
-    """Whether a text holds what it names."""
-    return DATA_URL.match(text) is not None
-
-
-def from_data_url(url: str) -> bytes:
-    """What a data URL holds; a `ValueError` if it cannot be read."""
     try:
-        return base64.b64decode(url.partition(",")[2], validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"a data URL of {len(url)} characters is not base64 ({error})") from error
+        return AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except ImportError:  # older versions of Transformers choose none without torchvision; all families share this one
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        return Qwen2VLImageProcessorPil.from_pretrained(folder)
 
 
-def _plain(value: Any) -> Any:
-    """A column's value; tables give lists as arrays."""
-    return value.tolist() if isinstance(value, np.ndarray) else value
+def as_png(pixels: np.ndarray) -> bytes:
+    """Pixels [height, width, 3] of 8 bits as a PNG file."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
 
 
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    content = _plain(message["content"])
-    if isinstance(content, str):
-        return {**message, "content": in_parts(content)} if PLACE in content else message
-    if not isinstance(content, list):
-        return message
-    # Tables give every part the keys of all, and templates ask which of them are there.
-    parts = [{k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else part for part in content]
-    return {**message, "content": parts}
+def open_image(image: bytes) -> Any:
+    """A PIL image as it was stored, not decoded yet; a `ValueError` for what is no image, or too large a one."""
+    from PIL import Image
+
+    try:
+        opened = Image.open(io.BytesIO(image), formats=FORMATS)
+    except Exception as error:  # what a damaged file may do is up to each reader
+        raise ValueError(f"{len(image)} bytes that are no image ({error})") from error
+    width, height = opened.size
+    if width * height > MOST_PIXELS:
+        raise ValueError(f"an image of {width} x {height} pixels is more than is read ({MOST_PIXELS} pixels)")
+    return opened
 
 
-def in_parts(text: str) -> list[dict[str, str]]:
-    """A text with places for images as the parts of a chat message."""
-    parts: list[dict[str, str]] = []
-    for at, words in enumerate(text.split(PLACE)):
-        parts += [{"type": "image"}] if at else []
-        parts += [{"type": "text", "text": words}] if words else []
-    return parts
+def upright(image: bytes) -> Any:
+    """A decoded PIL image in RGB, the way up that it is shown."""
+    from PIL import ImageOps
+
+    opened = open_image(image)
+    try:
+        return ImageOps.exif_transpose(opened).convert("RGB")
+    except Exception as error:  # its head was whole
+        raise ValueError(f"an image of {len(image)} bytes cannot be decoded ({error})") from error
+
+
+# The images of a packed row, as a model takes them.
+
+NOT_AN_IMAGE = -1
+# Of a sample, encoded, in the order of their places.
+Images = tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The images of a packed row.
+
+    `positions` [3, tokens] and `square_of` [tokens] (which of the squares of all images, or `NOT_AN_IMAGE`) are of the
+    row's tokens; `pixels` and `grids` of its distinct images. `shifts`: how many positions each document ends earlier.
+    """
+
+    positions: Tensor
+    square_of: Tensor
+    pixels: Tensor
+    grids: Tensor
+    shifts: list[int]
+
+    def to(self, device: torch.device) -> Seen:
+        """On a device; from the host through pinned memory, so that nothing waits."""
+        if device.type == "cpu":
+            return self
+        names = ("positions", "square_of", "pixels", "grids")
+        return replace(self, **{n: getattr(self, n).pin_memory().to(device, non_blocking=True) for n in names})
+
+    def part(self, take: Callable[..., Tensor]) -> Seen:
+        """For a rank's tokens of a row that several ranks share, which it takes; all of them look at all images."""
+        positions = take(self.positions.T).T
+        return replace(self, positions=positions, square_of=take(self.square_of, NOT_AN_IMAGE))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from meshrl.data.seen import Seen
+from meshrl.data.images import Seen
 
 
 @dataclass(frozen=True)

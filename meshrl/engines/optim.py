@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from meshrl.config.optim import OptimConfig
-from meshrl.engines.master import MasterAdamW
+from meshrl.config.engine import OptimConfig
 
 
 def own_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -146,3 +149,243 @@ class LearningRate:
     def _apply(self) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = self.peak * self.factor(self.steps)
+
+
+# AdamW for parameters kept in bfloat16 with exact float32 master weights, at four bytes a weight instead of six.
+#
+# A float32 number is its nearest bfloat16 (the parameter that the model computes with) and a 16-bit remainder:
+#
+#     bits(master) = (bits(parameter) << 16) + remainder        with  -32768 <= remainder < 32768
+#
+# So the master weights need no second copy of the parameter. All parameters are views of one flat buffer, and so are
+# their states: an update is a handful of fused kernels that join the two halves, apply AdamW in float32 and split the
+# result again.
+
+
+def join(high: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 master weights of bfloat16 parameters and their remainders."""
+    return ((high.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest bfloat16 of each weight (halves go up) and the remainder that `join` needs."""
+    bits = master.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    remainder = bits - (high << 16)
+    return high.to(torch.int16).view(torch.bfloat16), remainder.to(torch.int16)
+
+
+def _update(
+    param: Tensor,
+    remainder: Tensor,
+    grad: Tensor,
+    average: Tensor,
+    square: Tensor,
+    scalars: Tensor,
+) -> None:
+    """One AdamW step in place; `scalars` are lr, beta1, beta2, eps, decay, the two bias corrections and the scale."""
+    lr, beta1, beta2, eps, decay, correction1, correction2, scale = scalars.unbind()
+    grad = grad.float() * scale
+    master = join(param, remainder) * (1 - lr * decay)
+    average.lerp_(grad, 1 - beta1)
+    square.mul_(beta2).add_((1 - beta2) * grad * grad)
+    master = master - lr / correction1 * average / (square.sqrt() / correction2.sqrt() + eps)
+    high, low = split(master)
+    param.copy_(high)
+    remainder.copy_(low)
+
+
+@cache
+def _fused_update() -> Callable[..., None]:
+    return torch.compile(_update, dynamic=True)
+
+
+# Parameters start at multiples of this many elements, as fast matrix kernels want; a kernel updates at most so many.
+ALIGNMENT = 128
+SLICE = 1 << 28
+
+
+class MasterAdamW(torch.optim.Optimizer):
+    """AdamW over bfloat16 parameters. With `accumulate_in_float32`, gradients of micro-batches add up in float32.
+
+    A parameter without a gradient counts as one with a gradient of zero.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        accumulate_in_float32: bool = True,
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.steps, self.scale = 0, 1.0
+        self._host = HostMemory()
+        self._is_spent = True  # whether the gradients have been applied
+        (group,) = self.param_groups
+        self.trained: list[nn.Parameter] = group["params"]
+        self.offsets: list[int] = []
+        size = 0
+        for param in self.trained:
+            if param.dtype != torch.bfloat16:
+                raise ValueError(f"MasterAdamW trains bfloat16 parameters, got {param.dtype}")
+            self.offsets.append(size)
+            size += -(-param.numel() // ALIGNMENT) * ALIGNMENT
+        device = self._home = self.trained[0].device
+
+        def flat(dtype: torch.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self.flat = {"param": flat(torch.bfloat16), "remainder": flat(torch.int16)}
+        self.flat |= {"exp_avg": flat(torch.float32), "exp_avg_sq": flat(torch.float32)}
+        self.flat["grad"] = flat(torch.float32 if accumulate_in_float32 else torch.bfloat16)
+        self.accumulates = accumulate_in_float32
+        for param, view in zip(self.trained, self._views("param"), strict=True):
+            view.copy_(param.detach())
+        self._point()
+        # Weak: a hook lives in the graph's own memory, where a cycle through the optimizer would never be found.
+        accumulate = weakref.WeakMethod(self._accumulate)
+        for number, param in enumerate(self.trained if accumulate_in_float32 else ()):
+            param.register_post_accumulate_grad_hook(_hook(accumulate, number))
+
+    def _views(self, name: str) -> list[Tensor]:
+        """Each parameter's part of a flat buffer, in its shape."""
+        buffer = self.flat[name]
+        ends = zip(self.offsets, self.trained, strict=True)
+        return [buffer[start : start + p.numel()].view(p.shape) for start, p in ends]
+
+    def _point(self) -> None:
+        """Makes parameters, states and gradients views of the flat buffers."""
+        for name in ("remainder", "exp_avg", "exp_avg_sq"):
+            for param, view in zip(self.trained, self._views(name), strict=True):
+                self.state[param][name] = view
+        self.grads = self._views("grad")
+        for param, view, grad in zip(self.trained, self._views("param"), self.grads, strict=True):
+            param.data = view
+            param.grad = grad if not self.accumulates and grad.device == view.device else None
+
+    def move(self, device: torch.device, *, params: bool, states: bool) -> None:
+        """Brings the parameters, or the states, or both to a device."""
+        for name in ["param"] * params + ["remainder", "exp_avg", "exp_avg_sq"] * states:
+            self.flat[name] = self._host.move(name, self.flat[name], device)
+        if states and self._is_spent:
+            # Nobody needs gradients that have been applied: where the others rest these take nothing.
+            self.flat["grad"] = torch.zeros_like(self.flat["grad"], device=device if device == self._home else "meta")
+        elif states:
+            self.flat["grad"] = self._host.move("grad", self.flat["grad"], device)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._point()
+
+    def master(self, param: nn.Parameter) -> Tensor:
+        """The float32 weights of a parameter."""
+        return join(param.detach(), self.state[param]["remainder"].to(param.device))
+
+    @torch.no_grad()
+    def set_master(self, param: nn.Parameter, master: Tensor) -> None:
+        """Gives a parameter its float32 weights."""
+        high, low = split(master.to(param.device, torch.float32))
+        param.copy_(high)
+        self.state[param]["remainder"].copy_(low)
+
+    @torch.no_grad()
+    def _accumulate(self, number: int) -> None:
+        param = self.trained[number]
+        assert param.grad is not None
+        self.grads[number].add_(param.grad)
+        param.grad = None
+        self._is_spent = False
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """The norm of all gradients; they are scaled down to `max_norm` inside the next step."""
+        parts = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in self.flat["grad"].split(SLICE)]
+        norm = float(torch.linalg.vector_norm(torch.stack(parts)))
+        self.scale = min(1.0, max_norm / (norm + 1e-6))
+        return norm
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Applies the accumulated gradients."""
+        self.steps += 1
+        (group,) = self.param_groups
+        beta1, beta2 = group["betas"]
+        numbers = [group["lr"], beta1, beta2, group["eps"], group["weight_decay"]]
+        numbers += [1 - beta1**self.steps, 1 - beta2**self.steps, self.scale]
+        scalars = torch.tensor(numbers, device=self.flat["param"].device)
+        update = _fused_update() if scalars.is_cuda else _update
+        names = ("param", "remainder", "grad", "exp_avg", "exp_avg_sq")
+        for parts in zip(*(self.flat[name].split(SLICE) for name in names), strict=True):
+            update(*parts, scalars)  # type: ignore[call-arg]
+        self.scale = 1.0
+        self._is_spent = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients; the buffer they add up in stays."""
+        self.flat["grad"].zero_()
+        self._is_spent = self.accumulates  # else they add up without our seeing it
+
+
+def _hook(accumulate: weakref.WeakMethod, number: int) -> Callable[[Tensor], None]:
+    def after_backward(_: Tensor) -> None:
+        method = accumulate()
+        if method is not None:
+            method(number)
+
+    return after_backward
+
+
+# Tensors that rest in host memory between phases, and the way there and back.
+
+logger = logging.getLogger(__name__)
+
+
+class HostMemory:
+    """The host's memory for tensors that rest there: page-locked, taken at the first rest and kept.
+
+    Memory that is new each time, and that the system may swap, is ten times slower than the link to the device.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, Tensor] = {}
+
+    def move(self, key: Hashable, tensor: Tensor, device: torch.device) -> Tensor:
+        """The tensor on a device; `key` says which one it is among those that rest here. The copy may be under way."""
+        if tensor.device.type == device.type:
+            return tensor
+        if device.type != "cpu":
+            return tensor.to(device, non_blocking=True)
+        kept = self._kept.get(key)
+        if kept is None:
+            kept = self._kept[key] = locked_like(tensor)
+        return kept.copy_(tensor, non_blocking=True)
+
+
+def locked_like(tensor: Tensor) -> Tensor:
+    """Page-locked memory for a tensor of a GPU, of exactly its size (torch's own rounds up to a power of two)."""
+    made = torch.empty_like(tensor, device="cpu")
+    own = made.to_local() if isinstance(made, DTensor) else made
+    if not own.nbytes:  # a rank may have no rows of a small parameter
+        return made
+    runtime = torch.cuda.cudart()
+    problem = runtime.cudaHostRegister(own.data_ptr(), own.nbytes, 0)
+    if int(problem) == 0:
+        weakref.finalize(made, runtime.cudaHostUnregister, own.data_ptr())
+    else:
+        logger.warning("%d bytes of host memory cannot be page-locked (%s): offloading is slow", own.nbytes, problem)
+        with suppress(RuntimeError):  # CUDA would tell it once more, to whoever launches the next kernel
+            torch.zeros(1, device=tensor.device)
+    return made
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, host: HostMemory) -> None:
+    """Brings every tensor of the optimizer's states to a device; step counters stay where the optimizer wants them."""
+    for number, (param, state) in enumerate(optimizer.state.items()):
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == param.shape:
+                state[name] = host.move((id(optimizer), number, name), value, device)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshrl.config.errors import ConfigError
+from meshrl.config.keys import ConfigError, get_value, leaves, set_value
 from meshrl.config.model_folder import is_hub_name
-from meshrl.config.tree import get_value, leaves, set_value
 from meshrl.files import read_json
 
 # The keys that name a model, and those of them that need no weights.

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,15 +27,30 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from meshrl.config.model import ModelConfig
-from meshrl.config.model_files import misfit_problems, unread_problem, unread_tensors
-from meshrl.config.model_folder import TOKENIZER_FILES, damage_of, pickle_problem, quantized_problem
-from meshrl.config.names import count
+from meshrl.config.engine import ModelConfig
+from meshrl.config.families import (
+    UNSCALED,
+    Family,
+    LogitScaling,
+    engine_problem,
+    family_of,
+    gpu_problem,
+    logit_scaling,
+    packing_problem,
+    padding_problem,
+)
+from meshrl.config.keys import count
+from meshrl.config.model_folder import (
+    TOKENIZER_FILES,
+    damage_of,
+    misfit_problems,
+    pickle_problem,
+    quantized_problem,
+    unread_problem,
+    unread_tensors,
+)
 from meshrl.files import read_json
-from meshrl.models.buffers import persistent_buffers
-from meshrl.models.empty import without_memory
-from meshrl.models.families import attention_name
-from meshrl.models.sight import sees
+from meshrl.models.vision import sees
 
 # What Transformers calls the head of its token classifiers.
 VALUE_HEAD = "score"
@@ -300,3 +319,138 @@ def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> list[int]:
         eos = read_json(generation).get("eos_token_id")
         stops.update(eos if isinstance(eos, list) else [eos] if eos is not None else [])
     return sorted(stops)
+
+
+# Modules built without memory for their parameters, but with real buffers.
+
+META = torch.device("meta")
+# Buffers of floats are smaller than this, and a parameter that is not is never allocated, not even for a moment.
+LARGE = 1 << 24
+FACTORIES: frozenset[Callable[..., Any]] = frozenset(
+    {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
+)
+# Filling what has no memory takes a millisecond a parameter. By name: Transformers puts functions of its own in the
+# place of torch's.
+FILLS = frozenset({"normal_", "uniform_", "trunc_normal_", "fill_", "constant_", "zero_", "zeros_", "ones_"})
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Modules that this thread makes inside have parameters on the meta device and buffers on the CPU.
+
+    Most buffers, such as rotary frequencies, are computed by the modules themselves and in no file: they must be real.
+    """
+    thread = threading.get_ident()
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.device == META or threading.get_ident() != thread:
+            return None  # as it is
+        return nn.Parameter(parameter.to(META), requires_grad=parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
+    try:
+        with _LargeOnMeta():
+            yield
+    finally:
+        hook.remove()
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes new tensors of `LARGE` floats and more on the meta device, where the caller names no other, and fills none.
+
+    Others are no parameters but buffers, such as the mask of all positions that some models have.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in FILLS and (filled := args[0] if args else kwargs["tensor"]).device == META:
+            return filled
+        if func in FACTORIES and kwargs.get("device") is None:
+            shape_only = func(*args, **(kwargs | {"device": META}))
+            if shape_only.numel() >= LARGE and shape_only.is_floating_point():
+                return shape_only
+        return func(*args, **kwargs)
+
+
+# Weights that are no parameters: buffers that a model's files hold, such as the bias of DeepSeek-V3's routers.
+
+
+def buffer_homes(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """The buffers that belong to the module's state, as name, owner and the owner's name for it.
+
+    Those that a module computes for itself are left out. Walking through all modules takes longer than looking up.
+    """
+    return [
+        (f"{prefix}.{name}" if prefix else name, part, name)
+        for prefix, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    ]
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the module's state, by name."""
+    return {name: owner.get_buffer(own) for name, owner, own in buffer_homes(module)}
+
+
+def named_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Everything that a model's files hold: parameters, tied ones once, and the buffers that belong to its state."""
+    return {name: param.detach() for name, param in module.named_parameters()} | persistent_buffers(module)
+
+
+# What the table of model families says of a loaded model, and what follows from it.
+
+# Stands for the one of Transformers' attention functions that computes a family right.
+PLAIN_ATTENTION = "plain"
+
+
+def shape_of(hf_config: Any) -> dict[str, Any]:
+    """The fields of a model's config as `read_model_config` reads them: a language model's fields win."""
+    whole, text = hf_config.to_dict(), hf_config.get_text_config().to_dict()
+    return {**whole, **text, "model_type": hf_config.model_type}
+
+
+def check_engine(engine: str, hf_config: Any, on_gpu: bool) -> None:
+    """A `ValueError` if a rollout engine would compute the model otherwise than Transformers."""
+    why = engine_problem(engine, shape_of(hf_config))
+    if why is None and on_gpu and engine == "embedded":
+        why = gpu_problem(shape_of(hf_config))
+    if why is not None:
+        raise ValueError(f"the {engine} engine cannot generate with a {hf_config.model_type} model: {why}")
+
+
+def check_training(hf_config: Any, packs: bool) -> None:
+    """A `ValueError` if packed (or padded) samples would have other log-probs than each has alone."""
+    if (why := (packing_problem if packs else padding_problem)(shape_of(hf_config))) is not None:
+        how = "share a row" if packs else "be padded"
+        raise ValueError(f"samples of a {hf_config.model_type} model cannot {how}: {why}")
+
+
+def logit_scaling_of(hf_config: Any) -> LogitScaling:
+    """What the model does to the product of its head."""
+    return logit_scaling(shape_of(hf_config))
+
+
+def attention_name(hf_config: Any, attention: str) -> str:
+    """The name of an attention function; for `PLAIN_ATTENTION` that of the family's row."""
+    if attention != PLAIN_ATTENTION:
+        return attention
+    return (family_of({"model_type": hf_config.model_type}) or Family()).attention
+
+
+def body_of(hf_model: PreTrainedModel) -> nn.Module:
+    """The model without its head; some families' own name for it is that of a model around them."""
+    body = hf_model.base_model
+    return hf_model.model if body is hf_model else body
+
+
+@torch.no_grad()
+def scale_logits_(logits: Tensor, scaling: LogitScaling) -> Tensor:
+    """Scale and soft-cap the product of the head in place."""
+    if scaling == UNSCALED:
+        return logits
+    if scaling.cap is None:
+        return logits.mul_(scaling.factor)
+    return logits.mul_(scaling.factor / scaling.cap).tanh_().mul_(scaling.cap)

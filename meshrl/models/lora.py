@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from meshrl.config.model import ModelConfig
+from meshrl.config.engine import ModelConfig
 from meshrl.config.model_folder import pickle_problem
 from meshrl.files import write_json
 from meshrl.models.loading import is_value_head

@@ -16,11 +16,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from meshrl.config.model_folder import PROCESSOR_FILES
-from meshrl.data.tensor_file import save_tensors
-from meshrl.files import naming, sync_file, write_json
-from meshrl.models.buffers import named_weights
-from meshrl.models.key_map import STACK, parts_of
-from meshrl.models.tensor_files import INDEX_NAME, SINGLE_NAME
+from meshrl.data.serialization import inside, open_tensors, save_tensors
+from meshrl.files import naming, read_json, sync_file, write_json
+from meshrl.models.loading import named_weights
+from meshrl.models.names import STACK, parts_of
 
 SHARD_BYTES = 4 << 30
 TURNED_EXPERTS = ("qwen3_vl_moe",)
@@ -88,7 +87,7 @@ def kind_of(name: str) -> str:
 
 
 def other_names(hf_model: PreTrainedModel) -> dict[str, tuple[str, str]]:
-    """Kinds of weights that files name otherwise than `key_map` does, each with both names of one of them."""
+    """Kinds of weights that files name otherwise than `names` does, each with both names of one of them."""
     weights, family = named_weights(hf_model), str(hf_model.config.model_type)
     found: dict[str, tuple[str, str]] = {}
     owners: dict[str, str] = {}
@@ -107,7 +106,7 @@ def other_names(hf_model: PreTrainedModel) -> dict[str, tuple[str, str]]:
 
 
 def check_cuttable(hf_model: Any) -> None:
-    """Refuses a mixture of experts whose files hold them in another form than `key_map` knows, and cuts."""
+    """Refuses a mixture of experts whose files hold them in another form than `names` knows, and cuts."""
     for kind, (ours, theirs) in other_names(hf_model).items():
         if STACK.fullmatch(kind):
             raise ValueError(
@@ -186,3 +185,23 @@ def _put_in_place(aside: Path, folder: Path) -> None:
         folder.rename(old)
     aside.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+# Which of a model folder's safetensors files holds which tensor.
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor of a model folder; empty where there are no safetensors."""
+    index = folder / INDEX_NAME
+    if index.is_file():
+        files = read_json(index)["weight_map"]
+        paths = {file: inside(folder, file, links_out=True) for file in set(files.values())}
+        return {name: paths[file] for name, file in files.items()}
+    single = folder / SINGLE_NAME
+    if not single.is_file():
+        return {}
+    with open_tensors(single) as tensors:
+        return dict.fromkeys(tensors.keys(), single)

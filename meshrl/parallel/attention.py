@@ -7,15 +7,249 @@ so there is no attention mask anywhere and none of Transformers' guesses about p
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, Protocol
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.util import find_spec
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface, PreTrainedModel
 
 from meshrl.config.families import FAMILIES
-from meshrl.parallel.packable import note_attended
+
+if TYPE_CHECKING:
+    from meshrl.parallel.linear_attention import DeltaRule
+
+
+# Packed sequences: documents laid end to end in one row, and attention that never crosses their borders.
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass  # not frozen, see AttentionContext
+class PackedSequences:
+    """The lengths of the documents of one packed row, with everything attention and positions derive from them."""
+
+    lengths: tuple[int, ...]
+    device: torch.device
+
+    @staticmethod
+    def of(lengths: Sequence[int], device: torch.device | str) -> PackedSequences:
+        """Describes a row of documents with these lengths (in the order they lie in the row)."""
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"packed documents need at least one token each, got lengths {list(lengths)[:8]}")
+        return PackedSequences(tuple(lengths), torch.device(device))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
+    def max_length(self) -> int:
+        return max(self.lengths)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """Borders of the documents, int32 [documents + 1]."""
+        return self._send(self._borders.int())
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """Positions that restart in every document, int64 [1, tokens]."""
+        offsets = torch.repeat_interleave(self._borders[:-1], torch.tensor(self.lengths))
+        return self._send((torch.arange(self.num_tokens) - offsets)[None])
+
+    @property
+    def _borders(self) -> Tensor:
+        return torch.tensor((0, *self.lengths)).cumsum(0)
+
+    def _send(self, tensor: Tensor) -> Tensor:
+        """To the device by way of pinned memory, so that the host does not wait for the device's work in hand."""
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def ready(self) -> PackedSequences:
+        """Sends everything now instead of when it is first needed."""
+        _ = self.cu_seqlens, self.position_ids
+        return self
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Neighbouring documents of equal length as (first token, documents, length): each run is a plain rectangle."""
+        runs: list[tuple[int, int, int]] = []
+        start = 0
+        for length in self.lengths:
+            if runs and runs[-1][2] == length:
+                first, count, _ = runs[-1]
+                runs[-1] = (first, count + 1, length)
+            else:
+                runs.append((start, 1, length))
+            start += length
+        return runs
+
+    def attend(
+        self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        """Causal attention inside each document; see `AttentionContext`."""
+        # A window that hides something would need a mask of length x length, and kernels that take one.
+        is_masked = sliding_window is not None and self.max_length > sliding_window
+        if query.is_cuda and query.dtype in HALF_TYPES and (len(self.runs) > 1 or is_masked):
+            return self._attend_varlen(query, key, value, scaling, sliding_window)
+        return self._attend_runs(query, key, value, scaling, sliding_window)
+
+    def recur(self, layer_idx: int, rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
+        """A state for each document, which begins with it; see `RecurrentContext`."""
+        return rule.over(channels, decay, rate, self)[0]
+
+    def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        borders, longest = (self.cu_seqlens, self.cu_seqlens), (self.max_length, self.max_length)
+        return attend_varlen(q, k, v, borders, longest, scaling, window)[None]
+
+    def _attend_runs(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+        """One SDPA call for each run of equal lengths: no padding, no mask, and few calls when lengths are sorted."""
+        group = query.shape[1] // key.shape[1]
+        outputs = []
+        for first, count, length in self.runs:
+            q, k, v = (
+                x[0, :, first : first + count * length].unflatten(1, (count, length)).transpose(0, 1)
+                for x in (query, key, value)
+            )
+            mask = None
+            if window is not None and length > window:
+                mask = causal_window(length, window, query.device)
+            with fastest_attention(query):
+                out = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=group > 1
+                )
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs)[None] if len(outputs) > 1 else outputs[0][None]
+
+
+def fastest_attention(query: Tensor) -> AbstractContextManager[Any]:
+    """On GPUs, half types prefer cuDNN's kernels, which use Hopper's own instructions."""
+    if not query.is_cuda or query.dtype not in HALF_TYPES:
+        return nullcontext()
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True)
+
+
+def causal_window(length: int, window: int, device: torch.device) -> Tensor:
+    """True where a token may look: at itself and the `window - 1` tokens before it."""
+    steps = torch.arange(length, device=device)
+    distance = steps[:, None] - steps[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+# One kernel for a packed row of documents: FlashAttention 4 where it is installed, else the one that torch has.
+
+
+def attend_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    borders: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scaling: float,
+    window: int | None,
+) -> Tensor:
+    """Attention of query [tokens, heads, dim], causal in each document and aligned to its last key.
+
+    `borders` (int32 [documents + 1]) and `longest` are those of the queries and those of the keys.
+    """
+    dim = value.shape[-1]
+    if dim < query.shape[-1]:
+        # The kernels want values of the queries' size; what zeros add is cut off again.
+        value = F.pad(value, (0, query.shape[-1] - dim))
+    if has_flash_4(query.device) and query.shape[-1] % 8 == 0:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        out = flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            cu_seqlens_q=borders[0],
+            cu_seqlens_k=borders[1],
+            max_seqlen_q=longest[0],
+            max_seqlen_k=longest[1],
+            softmax_scale=scaling,
+            causal=True,
+            window_size=(None, None) if window is None else (window - 1, 0),
+        )
+    else:
+        from torch.nn.attention.varlen import varlen_attn
+
+        # Older releases share key heads among query heads without being told to.
+        told = {"enable_gqa": query.shape[1] != key.shape[1]} if _takes_gqa_flag() else {}
+        seen = (-1 if window is None else window - 1, 0)
+        out = varlen_attn(query, key, value, *borders, *longest, scale=scaling, window_size=seen, **told)  # type: ignore[arg-type]
+    if isinstance(out, tuple):  # some releases of FlashAttention 4 return the log-sums too
+        out = out[0]
+    return out[..., :dim]
+
+
+@cache
+def has_flash_4(device: torch.device) -> bool:
+    """Whether FlashAttention 4 is installed (`meshrl[hopper]`) and the device is a Hopper GPU."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    # An older flash-attn owns the same parent package, so that its part is looked for.
+    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+
+
+@cache
+def _takes_gqa_flag() -> bool:
+    """Whether this release's varlen attention wants to be told that key heads are shared."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
+
+
+# Whether samples can share a row of a model: its layers know where each ends, its angles do not depend on others.
+
+ATTENDED = "_meshrl_attended"  # of modules that have called our attention
+INSTEAD = "model.use_remove_padding=false pads samples instead, and rollout.name=vllm, sglang or hf generates"
+
+
+def note_attended(module: nn.Module) -> None:
+    """Remembers that this layer asks for the row's borders; `check_layers` looks at it after a first forward."""
+    if ATTENDED not in module.__dict__:
+        module.__dict__[ATTENDED] = True
+
+
+def check_layers(hf_model: PreTrainedModel) -> None:
+    """A `ValueError` if layers of a model that has run on a packed row mix tokens without asking where samples end."""
+    config: Any = hf_model.config.get_text_config()
+    modules = list(hf_model.base_model.modules())
+    attended, layers = sum(ATTENDED in module.__dict__ for module in modules), int(config.num_hidden_layers)
+    convolve = [owner for owner in modules if any(isinstance(m, nn.Conv1d) for m in owner.children())]
+    mixers = [type(owner).__name__ for owner in convolve if ATTENDED not in owner.__dict__]
+    if attended >= layers and not mixers:
+        return
+    found = f"{type(hf_model).__name__} has {layers} layers, of which {attended} go through meshrl's attention"
+    also = f" and {len(mixers)} convolutions over tokens (in {mixers[0]})" if mixers else ""
+    raise ValueError(f"{found}{also}: the others take a row of several samples for one. {INSTEAD}")
+
+
+def longest_fixed_rotation(hf_model: PreTrainedModel) -> int | None:
+    """Up to how many tokens the angles of positions are the same whatever else is in the row; None: always."""
+    config: Any = hf_model.config.get_text_config()
+    kinds = {getattr(module, "rope_type", None) for module in hf_model.modules() if _has_one_rotation(module)}
+    if "longrope" in kinds:
+        return int(config.rope_parameters["original_max_position_embeddings"])
+    return int(config.max_position_embeddings) if "dynamic" in kinds else None
+
+
+def _has_one_rotation(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "rope_type", None), str)
+
 
 ATTENTION_NAME = "meshrl"
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshrl.parallel.packed import PackedSequences
+from meshrl.parallel.attention import PackedSequences
 
 
 @dataclass  # not frozen, see AttentionContext

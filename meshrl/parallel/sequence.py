@@ -1,8 +1,8 @@
 """Sequence parallelism: the tokens of one packed row over the ranks of a `cp` × `sp` group.
 
     row, padded          0  1  2  3  4  5  6  7  8  9 10 11      cp = 2, sp = 2
-    cp rank 0            0     2     4     6     8    10         a stripe (ring.py)
-      sp rank 0 / 1      0     2     4  |  6     8    10         equal parts of the stripe (ulysses.py)
+    cp rank 0            0     2     4     6     8    10         a stripe (RingContext)
+      sp rank 0 / 1      0     2     4  |  6     8    10         equal parts of the stripe (UlyssesContext)
     cp rank 1               1     3     5     7     9    11
       sp rank 0 / 1         1     3     5  |  7     9    11
 
@@ -22,11 +22,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshrl.parallel.attention import AttentionContext
-from meshrl.parallel.collectives import gather_blocks
-from meshrl.parallel.packed import PackedSequences
-from meshrl.parallel.ring import RingContext
-from meshrl.parallel.ulysses import UlyssesContext
+from meshrl.parallel.attention import AttentionContext, PackedSequences
+from meshrl.parallel.context_parallel import RingContext, UlyssesContext, gather_blocks
 
 
 class SequenceParallel:

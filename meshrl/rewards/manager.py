@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,24 +16,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from meshrl.config.functions import is_async, is_batch_function
+from meshrl.config.keys import count
 from meshrl.config.reward import MANAGERS
-from meshrl.data.proto import DataProto, object_array
-from meshrl.data.scored import DROPPED, scored_rows
+from meshrl.config.user_code import is_async, is_batch_function
+from meshrl.data.batch import DROPPED, DataProto, object_array, scored_rows
 from meshrl.registry import REWARD_MANAGERS
-from meshrl.rewards.calling import (
+from meshrl.rewards.process_pool import InPool, WorkerPool
+from meshrl.rewards.results import LARGEST_SCORE, BadAnswerError, RewardError, Scores, as_result
+from meshrl.rewards.reward_calls import (
     AtOnce,
+    AtOnceAwaited,
     Failure,
     InTurn,
     RewardFunction,
     RewardFunctionSpec,
     Sample,
+    Together,
     extras_of,
 )
-from meshrl.rewards.coroutines import AtOnceAwaited, Together
-from meshrl.rewards.overlong import OverlongBuffer
-from meshrl.rewards.pool import InPool, WorkerPool
-from meshrl.rewards.results import LARGEST_SCORE, BadAnswerError, RewardError, Scores, as_result
 from meshrl.threads import Threads
 
 __all__ = ["RewardError", "RewardManager", "as_result", "drop_samples", "register_reward_manager"]
@@ -348,3 +350,79 @@ def _checked(answer: Any, tokens: int) -> dict[str, Any] | Failure:
     except Exception as error:  # a user's mapping or number may fail in any way
         kind = error.kind if isinstance(error, BadAnswerError) else "invalid"
         return Failure(kind, f"{type(error).__name__}: {error}", error)
+
+
+# DAPO's soft punishment of answers that come close to the longest allowed.
+
+
+@dataclass(frozen=True)
+class OverlongBuffer:
+    """Over the last `length` tokens before `max_length` an answer loses up to `penalty_factor`, in a straight line."""
+
+    max_length: int
+    length: int
+    penalty_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.length <= self.max_length:
+            raise ValueError(
+                f"reward_manager.overlong_buffer.len ({self.length}) must be between 1 and data.max_response_length "
+                f"({self.max_length})"
+            )
+
+    def penalties(self, lengths: Tensor) -> Tensor:
+        """0 or below, for each answer by its length in tokens."""
+        over = (lengths - (self.max_length - self.length)).clamp(min=0).float()
+        return -over / self.length * self.penalty_factor
+
+
+# Scoring that overlaps with generation: parts are scored as they come and collected in the batch's order.
+
+
+class ScoredParts:
+    """The parts of one batch on their way through a reward manager.
+
+    `add` returns at once. The result is the same as that of the whole batch at once, in whatever order parts came.
+    """
+
+    def __init__(self, manager: RewardManager):
+        self.manager = manager
+        self._futures: list[Future[Scores]] = []
+        self._rows: list[np.ndarray] = []
+        self._next = 0
+
+    def add(self, part: DataProto, rows: Sequence[int] | np.ndarray | None = None) -> None:
+        """Begins to score a part, which is `rows` of the batch; without them, the rows after those added so far."""
+        if rows is None:
+            rows = np.arange(self._next, self._next + len(part))
+        if len(rows) != len(part):
+            raise ValueError(f"a part of {count(len(part), 'sample')} came with {count(len(rows), 'row')}")
+        self._next += len(part)
+        self._rows.append(np.asarray(rows, dtype=np.int64))
+        self._futures.append(self.manager.submit(part))
+
+    def collect(self, timeout: float | None = None) -> Scores:
+        """The scores of all parts in the order of the batch's rows; `timeout` is for all of them together."""
+        if not self._futures:
+            raise ValueError("no parts were added to collect scores of")
+        rows = np.concatenate(self._rows)
+        if not np.array_equal(np.sort(rows), np.arange(len(rows))):
+            raise ValueError(f"the parts' rows must be 0 to {len(rows) - 1}, each once; got {sorted(rows.tolist())}")
+        deadline = None if timeout is None else time.monotonic() + timeout
+        found = []
+        for at, future in enumerate(self._futures):
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                found.append(future.result(left))
+            except FutureTimeout:
+                if future.done():
+                    raise  # the function's own
+                late = sum(not other.done() for other in self._futures)
+                raise TimeoutError(
+                    f"{late} of {len(self._futures)} parts were not scored within {timeout} s; the first is part {at}"
+                ) from None
+        return Scores.concat(found).reorder(rows)
+
+    def add_scores(self, batch: DataProto, timeout: float | None = None) -> dict[str, float]:
+        """Collects, and writes the scores into the whole batch as `RewardManager.add_scores` does."""
+        return self.manager.write(self.collect(timeout), batch)

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshrl.data.proto import DataProto
-from meshrl.rewards.calling import KINDS
+from meshrl.data.batch import DataProto
+from meshrl.rewards.reward_calls import KINDS
 
 # Scores are kept in float32, where a larger one would be infinite.
 LARGEST_SCORE = float(np.finfo(np.float32).max)

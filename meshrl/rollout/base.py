@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshrl.data.image_reader import IMAGES
-from meshrl.data.proto import DataProto, object_array
-from meshrl.models.routes import ROUTED_EXPERTS, fitted
+from meshrl.data.batch import DataProto, object_array
+from meshrl.data.images import IMAGES
+from meshrl.models.moe_routing import ROUTED_EXPERTS, fitted
 from meshrl.rollout.requests import Chunk, Completion, Request, SamplingParams
 
 __all__ = ["TAGS", "Rollout", "SamplingParams", "as_batch"]
@@ -91,10 +91,10 @@ class Rollout(ABC):
         """Answers every prompt of a batch once.
 
         Takes `input_ids` and `attention_mask` [batch, prompt], padded on the left, `seeds` [batch] and perhaps `images`
-        (see `meshrl.data.image_reader`); gives
+        (see `meshrl.data.images`); gives
         `prompts`, `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`, `rollout_log_probs` and
         `versions`, with responses padded on the right to `params.max_tokens`, and why each answer came to its `ending`.
-        A rollout that records routes adds `routed_experts` (see `meshrl.models.routes`).
+        A rollout that records routes adds `routed_experts` (see `meshrl.models.moe_routing`).
         """
         if self.version < 0:
             raise RuntimeError("the rollout has no weights yet: sync them before generating")
@@ -182,3 +182,52 @@ def joined(ids: Tensor, mask: Tensor, *, responses: Tensor, there: Tensor, **fie
         "position_ids": (attention_mask.cumsum(1) - 1).clamp_(min=0),
         **fields,
     }
+
+
+# Seeds of samples: numbers that depend on the run's seed, the step and the sample's place alone.
+
+TRAINING, VALIDATION = 0, 1
+
+
+def sample_seeds(run_seed: int, purpose: int, step: int, count: int) -> Tensor:
+    """An int64 seed for each of `count` samples of a step; the layout and the number of ranks play no part."""
+    rng = np.random.default_rng((run_seed, purpose, step))
+    return torch.from_numpy(rng.integers(0, 2**62, size=count, dtype=np.int64))
+
+
+# What engines that are not ours to change need before a call reaches them: refusals in words.
+
+NO_WEIGHTS = "the rollout has no weights yet: sync them before generating"
+
+
+def refusal(request: Request, vocabulary: int, context: int, sees: bool = False) -> str | None:
+    """Why a request cannot be served by a model of this vocabulary and context, or None."""
+    prompt = request.prompt_token_ids
+    if not prompt:
+        return "the prompt is empty: it needs at least one token"
+    if len(prompt) >= context:
+        return f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in a context of {context}"
+    if request.images and not sees:
+        return "not supported yet: prompts with images in this engine; rollout.name=embedded and vllm take them"
+    for what, ids in (
+        ("prompt", prompt),
+        ("stop_token_ids", request.params.stop_token_ids),
+        ("logit_bias", request.params.logit_bias),
+    ):
+        wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            return f"token id {wrong} in {what} is outside the vocabulary (0 to {vocabulary - 1})"
+    return None
+
+
+def room(request: Request, context: int) -> int:
+    """How many tokens an answer may have before the context is full."""
+    return min(request.params.max_tokens, context - len(request.prompt_token_ids))
+
+
+def known_tags(tags: Sequence[str]) -> set[str]:
+    """The tags as a set; raises for one that no rollout knows."""
+    unknown = set(tags) - set(TAGS)
+    if unknown:
+        raise ValueError(f"unknown tag '{sorted(unknown)[0]}': use one of {', '.join(TAGS)}")
+    return set(tags)

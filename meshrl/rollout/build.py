@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import logging as transformers_logging
 
-from meshrl.config.engine_arguments import engine_gpus
-from meshrl.config.model import ModelConfig
-from meshrl.config.rollout import RolloutConfig
-from meshrl.models.families import PLAIN_ATTENTION
-from meshrl.models.loading import empty_causal_lm, new_causal_lm, torch_dtype
-from meshrl.models.sight import find_sight, sees
+from meshrl.config.engine import ModelConfig
+from meshrl.config.rollout import READERS, ROLLOUTS, SEEING_ROLLOUTS, EngineKwargs, RolloutConfig
+from meshrl.config.validate_rollout import engine_gpus, quantization_problem, speculation_problem
+from meshrl.data.prompt_images import PromptImages
+from meshrl.models.loading import (
+    PLAIN_ATTENTION,
+    check_engine,
+    empty_causal_lm,
+    load_model,
+    load_model_config,
+    load_tokenizer,
+    named_weights,
+    new_causal_lm,
+    stop_token_ids,
+    torch_dtype,
+)
+from meshrl.models.vision import find_sight, sees
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.rollout.base import Rollout
-from meshrl.rollout.remote.client import EngineClient
-from meshrl.rollout.vllm.adapter import adapter_arguments
+from meshrl.rollout.remote import EngineClient
+from meshrl.rollout.vllm.arguments import adapter_arguments
+from meshrl.rollout.weight_files import model_without_memory
 
 MEBIBYTE = 1 << 20
 
@@ -46,7 +62,7 @@ def build_rollout(
     """
     ranks = 1 if rank_group is None else dist.get_world_size(rank_group)
     if config.is_elsewhere and rank_group is not None and dist.get_rank(rank_group) > 0:
-        from meshrl.rollout.remote.bystander import Bystander
+        from meshrl.rollout.remote import Bystander
 
         takes = config.name == "vllm" and adapter_rank > 0
         return Bystander(pad_token_id=int(tokenizer.pad_token_id), replica_ranks=ranks, takes_adapters=takes)
@@ -72,7 +88,7 @@ def build_rollout(
             max_model_len=config.max_model_len,
             records_routes=records_routes,
         )
-    from meshrl.rollout.embedded.engine import EmbeddedRollout
+    from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
     from meshrl.rollout.embedded.layers import rounds_in_forward, takes_contexts
 
     shares = can_share and hf_model.dtype == dtype and rank_group is None
@@ -135,7 +151,7 @@ def _vllm(
             wanted["tensor_parallel_size"] = ranks
         seen = own_gpus(device, engine_gpus("vllm", wanted))
         return _remote(VllmServer(model.path or "", arguments=wanted, environment=seen), config, tokenizer, ranks)
-    from meshrl.rollout.vllm.engine import VllmRollout
+    from meshrl.rollout.vllm.vllm_rollout import VllmRollout
 
     return VllmRollout(
         model.path or "",
@@ -176,10 +192,10 @@ def _sglang(
     if ranks > 1:
         wanted["tp_size"] = ranks
     if config.as_server is False:
-        from meshrl.rollout.sglang.engine import SglangEngine
+        from meshrl.rollout.sglang.sglang_engine import SglangEngine
 
         return _remote(SglangEngine(model.path or "", arguments=wanted), config, tokenizer, ranks)
-    from meshrl.rollout.sglang.server import SglangServer
+    from meshrl.rollout.sglang.sglang_engine import SglangServer
 
     seen = own_gpus(device, engine_gpus("sglang", wanted))
     return _remote(SglangServer(model.path or "", arguments=wanted, environment=seen), config, tokenizer, ranks)
@@ -205,7 +221,7 @@ def own_gpus(device: torch.device, count: int) -> dict[str, str]:
 
 
 def _remote(client: EngineClient, config: RolloutConfig, tokenizer: Tokenizer, ranks: int) -> Rollout:
-    from meshrl.rollout.remote.rollout import RemoteRollout
+    from meshrl.rollout.remote import RemoteRollout
 
     return RemoteRollout(
         client,
@@ -214,3 +230,177 @@ def _remote(client: EngineClient, config: RolloutConfig, tokenizer: Tokenizer, r
         max_concurrency=config.max_num_seqs,
         replica_ranks=ranks,
     )
+
+
+# A rollout made from a model folder alone, for serving and for offline generation: no trainer sends the weights.
+
+# The engines that have arguments of their own.
+EXTERNAL = ("vllm", "sglang")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Which engine, and how large. `dtype` auto: float32 on a CPU, the model's own on a GPU.
+
+    `arguments` are vLLM's or SGLang's own.
+    """
+
+    engine: str = "embedded"
+    dtype: str = "auto"
+    device: str = "auto"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.5
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    trust_remote_code: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A rollout with the folder's weights as version 0, and what its callers need to know of the model."""
+
+    rollout: Rollout
+    tokenizer: Tokenizer
+    path: Path
+    dtype: torch.dtype
+    vocabulary: int
+    context: int
+    stop_token_ids: tuple[int, ...]
+    trust_remote_code: bool = False
+    images: PromptImages | None = None
+
+
+def open_rollout(path: str | Path, options: EngineOptions, image_key: str | None = None) -> Opened:
+    """Loads the folder at `path` into an engine; raises ValueError or OSError for what the caller got wrong.
+
+    `image_key` is the column in which rows of prompts have images.
+    """
+    transformers_logging.disable_progress_bar()
+    device = check_options(options)
+    config = load_model_config(path, trust_remote_code=options.trust_remote_code)
+    check_engine(options.engine, config, device.type == "cuda")
+    text = config.get_text_config()
+    length = getattr(text, "max_position_embeddings", None)
+    if options.max_model_len is not None and length is not None and options.max_model_len > length:
+        raise ValueError(f"max_model_len is {options.max_model_len}, but the model's context has {length} tokens")
+    dtype = _dtype(options.dtype, device, config)
+    tokenizer = load_tokenizer(path, options.trust_remote_code)
+    if image_key is not None and not sees(config):
+        raise ValueError(f"images in '{image_key}': the model at '{path}' ({config.model_type}) does not see any")
+    images = PromptImages(path, tokenizer, image_key, options.trust_remote_code) if sees(config) else None
+    if images is not None and options.engine not in SEEING_ROLLOUTS:
+        raise ValueError(
+            f"not supported yet: a model that sees images ({config.model_type}) in the {options.engine} engine; use "
+            f"{' or '.join(SEEING_ROLLOUTS)}"
+        )
+    rollout = _build(path, options, device, dtype)
+    context = getattr(rollout, "max_model_len", None) or options.max_model_len or length
+    if context is None:
+        raise ValueError(f"the model at '{path}' does not say how long its context is: set max_model_len")
+    return Opened(
+        rollout=rollout,
+        tokenizer=tokenizer,
+        path=Path(path),
+        dtype=dtype,
+        vocabulary=int(text.vocab_size),
+        context=int(context),
+        stop_token_ids=tuple(stop_token_ids(path, tokenizer)),
+        trust_remote_code=options.trust_remote_code,
+        images=images,
+    )
+
+
+def check_options(options: EngineOptions) -> torch.device:
+    """The device that the options stand for; raises ValueError where they cannot be meant."""
+    if options.engine not in ROLLOUTS:
+        raise ValueError(f"unknown engine '{options.engine}': use one of {', '.join(ROLLOUTS)}")
+    if options.arguments and options.engine not in EXTERNAL:
+        raise ValueError(
+            f"engine argument '{next(iter(options.arguments))}': the {options.engine} engine takes none, "
+            f"only {' and '.join(EXTERNAL)} do"
+        )
+    for check in (quantization_problem, speculation_problem):
+        if problem := check(options.engine, options.arguments, "engine argument "):
+            raise ValueError(problem)
+    if not 0 < options.gpu_memory_utilization <= 1:
+        raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {options.gpu_memory_utilization}")
+    for option in fields(EngineOptions):
+        value, readers = getattr(options, option.name), READERS.get(option.name, ROLLOUTS)
+        if options.engine not in readers and value != option.default:
+            raise ValueError(
+                f"{option.name} is {value}, but the {options.engine} engine does not read it, only "
+                f"{', '.join(readers)} do: leave it out"
+            )
+    device = _device(options.device)
+    if options.engine in EXTERNAL and device.type == "cpu" and torch.cuda.is_available():
+        raise ValueError(
+            f"device is cpu, but {options.engine} takes a GPU where torch sees one, and it sees "
+            f"{torch.cuda.device_count()}: hide them (CUDA_VISIBLE_DEVICES='') or use another engine"
+        )
+    return device
+
+
+def _build(path: str | Path, options: EngineOptions, device: torch.device, dtype: torch.dtype) -> Rollout:
+    """The engine, with the folder's weights sent to it as a trainer would."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # engines that are not told take the current one
+    # A tokenizer of the engine's own: it is used in another thread than the caller's.
+    tokenizer = load_tokenizer(path, options.trust_remote_code)
+    hf_model = load_model(path, PLAIN_ATTENTION, dtype=dtype, trust_remote_code=options.trust_remote_code)
+    config = RolloutConfig(
+        name=options.engine,
+        dtype=str(dtype).removeprefix("torch."),
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=options.max_model_len,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
+        free_cache_engine=False,  # nobody trains beside it
+        engine_kwargs=EngineKwargs(**({options.engine: options.arguments} if options.arguments else {})),
+    )
+    model = ModelConfig(path=str(path), trust_remote_code=options.trust_remote_code)
+    rollout = build_rollout(config, model, hf_model, tokenizer, device=device, can_share=False)
+    try:
+        rollout.update_weights(named_weights(hf_model).items(), 0)
+    except BaseException:
+        rollout.close()
+        raise
+    return rollout
+
+
+def folder_weights(path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> dict[str, Tensor]:
+    """The weights of a model folder by Hugging Face name, on the CPU."""
+    hf_model = load_model(path, PLAIN_ATTENTION, dtype=dtype, trust_remote_code=trust_remote_code)
+    return named_weights(hf_model)
+
+
+def tied_names(config: PretrainedConfig) -> set[str]:
+    """Names under which a model's file may hold what is another parameter: they can be left out."""
+    hf_model = model_without_memory(config)
+    return set(hf_model.state_dict()) - named_weights(hf_model).keys()
+
+
+def _device(name: str) -> torch.device:
+    if name != "auto":
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise ValueError(f"unknown device '{name}': use auto, cpu or cuda") from error
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device '{name}': torch sees no GPU here (meshrl doctor says why); use auto or cpu")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"device '{name}': torch sees {torch.cuda.device_count()} GPUs, and the first is cuda:0")
+        return device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _dtype(name: str, device: torch.device, config: PretrainedConfig) -> torch.dtype:
+    if name != "auto":
+        return torch_dtype(name)
+    if device.type == "cpu":
+        return torch.float32
+    return getattr(config.get_text_config(), "dtype", None) or torch.bfloat16

@@ -29,15 +29,14 @@ from transformers import (
 )
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from meshrl.models.buffers import named_weights
-from meshrl.models.routes import Routers
-from meshrl.rollout.admission import NO_WEIGHTS, known_tags, refusal, room
-from meshrl.rollout.base import TAGS
+from meshrl.models.loading import named_weights
+from meshrl.models.moe_routing import Routers
+from meshrl.rollout.base import NO_WEIGHTS, TAGS, known_tags, refusal, room
 from meshrl.rollout.embedded.sampler import derived_seed
+from meshrl.rollout.in_process_rollout import SteppingRollout
 from meshrl.rollout.requests import Chunk, Request
-from meshrl.rollout.stepping import SteppingRollout
-from meshrl.rollout.stops import find_stop
-from meshrl.rollout.weight_stream import checked
+from meshrl.rollout.text import find_stop
+from meshrl.rollout.weight_files import checked
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """What the terminal shows of a run: one line per step and, where someone watches, a progress bar."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +10,15 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 VALIDATION = re.compile(r"^val-core/(?P<source>.+)/acc/(?P<kind>mean|pass)@(?P<n>\d+)$")
@@ -145,7 +155,7 @@ class StepConsole:
             self._bar.stop()
             self._bar = None
 
-    def __enter__(self) -> "StepConsole":
+    def __enter__(self) -> StepConsole:
         return self
 
     def __exit__(
@@ -237,3 +247,20 @@ def _cell(column: Column, metrics: Mapping[str, float]) -> str:
             text = column.form(value) if math.isfinite(value) else str(value)
             return text if len(text) < column.width else f"{value:.1e}"
     return column.absent
+
+
+# A bar for work that is counted, where someone watches.
+
+
+@contextmanager
+def counting_bar(words: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+    """Gives a function that takes how many of how many are done; the bar goes when the work is over."""
+    console = console or Console()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(words, total=None)
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield show

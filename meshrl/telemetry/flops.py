@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from meshrl.models.loading import empty_causal_lm
-from meshrl.models.sight import language_model, sees, tower_of
-from meshrl.models.sizes import expert_count, head_dim, of_text
-from meshrl.telemetry.accounts import Key
-from meshrl.telemetry.ledger import current_ledger, served_method
+from meshrl.models.names import expert_count, head_dim, of_text
+from meshrl.models.vision import language_model, sees, tower_of
+from meshrl.telemetry.time_ledger import Key, current_ledger, served_method
 
 # The phase that a worker's method is a part of.
 PHASES = {

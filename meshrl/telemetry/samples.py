@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshrl.data.proto import DataProto
-from meshrl.data.scored import scored_rows
+from meshrl.data.batch import DataProto, scored_rows
 from meshrl.files import naming
-from meshrl.telemetry.distributions import histogram
+from meshrl.telemetry.metrics import histogram
 from meshrl.telemetry.run_folder import RunFolder, move_aside
-from meshrl.telemetry.token_details import finish_reasons, token_details
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import Tensor
+
 
 logger = logging.getLogger(__name__)
-Decode = Callable[[DataProto], list[str]]
+DecodeBatch = Callable[[DataProto], list[str]]
 _OF_TOKENS = (
     *("responses", "response_mask", "attention_mask", "rollout_log_probs", "old_log_probs", "advantages", "versions"),
 )
@@ -55,13 +55,13 @@ class SampleLog:
         if run.last_step is not None:
             self._forget_after(run.last_step)
 
-    def log_training(self, batch: DataProto, decode: Decode, step: int) -> None:
+    def log_training(self, batch: DataProto, decode: DecodeBatch, step: int) -> None:
         """Takes the samples of a training step."""
         self._log(batch, decode, step, "train")
         if spread := self._spread(batch):
             self.run.append_distributions(spread, step)
 
-    def log_validation(self, batch: DataProto, decode: Decode, step: int) -> None:
+    def log_validation(self, batch: DataProto, decode: DecodeBatch, step: int) -> None:
         """Takes the samples of a validation."""
         self._log(batch, decode, step, "val")
 
@@ -72,7 +72,7 @@ class SampleLog:
                 if int(file.stem) > step:
                     file.unlink()
 
-    def _log(self, batch: DataProto, decode: Decode, step: int, split: str) -> None:
+    def _log(self, batch: DataProto, decode: DecodeBatch, step: int, split: str) -> None:
         folder = self.folders[split]
         few = batch.slice(0, min(self.few[split] - self._written[split, step], len(batch)))
         self._written[split, step] += len(few)
@@ -93,7 +93,9 @@ class SampleLog:
         self._begun.add(folder)
         return folder
 
-    def _rows(self, batch: DataProto, decode: Decode, split: str, detailed: bool = False) -> Iterator[dict[str, Any]]:
+    def _rows(
+        self, batch: DataProto, decode: DecodeBatch, split: str, detailed: bool = False
+    ) -> Iterator[dict[str, Any]]:
         if batch.batch is None or len(batch) == 0:
             return
         scored = scored_rows(batch).tolist()
@@ -146,3 +148,78 @@ def _files_of_steps(folder: Path) -> list[Path]:
 def _plain(value: Any) -> Any:
     """Numbers and lists for numpy's and torch's values, text for all else that JSON does not know."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+# What is kept of single tokens, so that a sample can be read by how likely, how good and how old its tokens are.
+
+# Per sample; a file of a thousand steps with two long samples each stays at some ten megabytes.
+MAX_TOKENS = 512
+# What a decoder puts for bytes that are no whole character, and how many tokens one may be spread over.
+_BROKEN, _MOST_BROKEN = "\ufffd", 8
+Decode = Callable[[list[int]], str]
+
+
+def token_pieces(decode: Decode, token_ids: Sequence[int]) -> list[str]:
+    """The text of each token; where a character ends in a later token, that one has all of it and the first none."""
+    ids, pieces = list(token_ids), []
+    context = read = 0  # tokens before `read` have given their text; those from `context` on help
+    before = ""
+    for end in range(1, len(ids) + 1):
+        after = decode(ids[context:end])
+        if after.endswith(_BROKEN) and end - read < _MOST_BROKEN and end < len(ids):
+            pieces.append("")
+            continue
+        pieces.append(after[len(before) :])
+        context, read = read, end
+        before = decode(ids[context:read])
+    return pieces
+
+
+def token_details(row: dict[str, Tensor], decode: Decode, limit: int = MAX_TOKENS) -> dict[str, Any] | None:
+    """The tokens of one answer with their log-probs, advantages and versions, as far as the batch has them.
+
+    `row` holds tensors of one sample, [response tokens] each; `attention_mask` is that of prompt and response. A column
+    whose values are all alike is one number. `of` is the length of an answer that was cut after `limit` tokens; `told`
+    is 1 for what the model was told and did not sample.
+    """
+    ids = row["responses"]
+    there = row["attention_mask"][-len(ids) :].bool() if "attention_mask" in row else row["response_mask"].bool()
+    places = there.nonzero().ravel()
+    kept = places[:limit]
+    if len(kept) == 0:
+        return None
+    found: dict[str, Any] = {"text": token_pieces(decode, ids[kept].tolist())}
+    if len(kept) < len(places):
+        found["of"] = len(places)
+    sampled = row["response_mask"][kept].bool()
+    if not sampled.all():
+        found["told"] = [int(not s) for s in sampled.tolist()]
+    log_probs = row.get("rollout_log_probs", row.get("old_log_probs"))
+    if log_probs is not None:
+        found["log_prob"] = _column(log_probs[kept], sampled, 3)
+    if "rollout_log_probs" in row and "old_log_probs" in row:
+        found["mismatch"] = _column((row["old_log_probs"] - row["rollout_log_probs"])[kept], sampled, 2)
+    if "advantages" in row:
+        found["advantage"] = _column(row["advantages"][kept], sampled, 3)
+    if "versions" in row:
+        found["version"] = _column(row["versions"][kept], sampled)
+    return found
+
+
+def finish_reasons(batch: dict[str, Tensor], stops: Sequence[int]) -> list[str]:
+    """Why each answer ended: `length` if it fills the rectangle without a stop token at its end, else `stop`."""
+    import torch
+
+    last = batch["responses"][:, -1]
+    fills = batch["attention_mask"][:, -1].bool()
+    ended = torch.isin(last, torch.tensor(list(stops), dtype=last.dtype))
+    return ["length" if cut else "stop" for cut in (fills & ~ended).tolist()]
+
+
+def _column(values: Tensor, sampled: Tensor, digits: int | None = None) -> Any:
+    """The values of the sampled tokens with so many digits (None: whole numbers), 0 for the others."""
+    kept = values.masked_fill(~sampled, 0).tolist()
+    # Adding 0.0 turns -0.0, which reads badly, into 0.0.
+    numbers = kept if digits is None else [float(f"{value:.{digits}g}") + 0.0 for value in kept]
+    different = {number for number, own in zip(numbers, sampled.tolist(), strict=True) if own}
+    return different.pop() if len(different) == 1 else numbers

@@ -1,194 +1,260 @@
-"""What a pipeline stage did and when: forward and backward of every micro-batch, and what it waited for.
+"""timeline.json.gz: what every process of a run did, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-`PipelineTimeline` speaks the protocol of Megatron's timers, so that its schedules fill it without knowing it:
-
-    timeline = PipelineTimeline()
-    with timeline.attached(engine.model):
-        engine.forward_backward_batch(data, loss)
-    timeline.spans
+Times are microseconds of the controller's clock since 1970. Each step is appended when it ends; a file whose run was
+killed lacks its last bracket, which both viewers and `read_timeline` do without.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
+import logging
+import re
 import time
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshrl.files import write_json, writing_whole
+from meshrl.files import naming, writing_whole
+from meshrl.telemetry.time_ledger import Key, Segment, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from torch import Tensor, nn
-
-COMPUTE = ("forward", "backward")
-COLOURS = {"forward": ("#4c78a8", "#9ecae9", "#2f4b6e"), "backward": ("#54a24b", "#a6d99f", "#33682d")}
-WAIT_COLOUR = "#e8e8e8"
 
 
-@dataclass(frozen=True)
-class Span:
-    """One stretch of a stage's time. `work` is what it cost: seconds of the processor, not of the wall clock."""
+logger = logging.getLogger(__name__)
 
-    kind: str
-    chunk: int
-    micro_batch: int
-    start: float
-    end: float
-    work: float = 0.0
+CONTROLLER = ("controller", 0)
+LEDGER, STEPS = "ledger", "steps"
+Event = dict[str, Any]
 
 
-class PipelineTimeline:
-    """Records one rank's spans, in seconds since it was made or cleared.
+class TimelineFile:
+    """Writes the timeline of a run; what is there of steps up to `last_step` stays.
 
-    On a GPU pass `synchronize`, so that a span ends when its kernels have ended; this costs some of their overlap.
+    `steps`: those to write, all of them if empty.
     """
 
-    def __init__(
+    def __init__(self, path: Path, steps: Sequence[int] = (), last_step: int = -1) -> None:
+        self.path, self.steps = path, frozenset(steps)
+        # Our clock counts from anywhere.
+        self._since_1970 = time.time() - time.perf_counter()
+        self._pids: dict[Key, int] = {CONTROLLER: 0}
+        self._tids: dict[tuple[int, str, int], int] = {}
+        kept = [event for event in read_timeline(path) if step_of(event) <= last_step] if path.exists() else []
+        self._go_on_from(kept)
+        with writing_whole(path) as aside, gzip.open(aside, "wt", encoding="utf-8") as file:
+            file.write("[\n" + _lines(kept))
+
+    def _go_on_from(self, kept: Sequence[Event]) -> None:
+        """Takes the numbers of processes and tracks from what is kept, or two tracks would become one."""
+        lanes: Counter[tuple[int, str]] = Counter()
+        for event in kept:
+            pid, name = event.get("pid", 0), str(event.get("args", {}).get("name"))
+            if event.get("name") == "process_name" and name != CONTROLLER[0]:
+                who, _, rank = name.rpartition(" rank ")
+                self._pids[who, int(rank)] = pid
+            elif event.get("name") == "thread_name":
+                self._tids[pid, name, lanes[pid, name]] = event["tid"]
+                lanes[pid, name] += 1
+
+    def wants(self, step: int) -> bool:
+        """Whether this step is to be written."""
+        return not self.steps or step in self.steps
+
+    def write(
         self,
-        clock: Callable[[], float] = time.perf_counter,
-        busy: Callable[[], float] = time.thread_time,
-        synchronize: Callable[[], Any] | None = None,
+        step: int,
+        begin: float,
+        end: float,
+        accounts: Mapping[Key, Sequence[Segment]],
+        spans: Mapping[Key, Sequence[Span]],
+        uncertainty: Mapping[Key, float],
     ) -> None:
-        self._clock, self._busy, self._synchronize = clock, busy, synchronize
-        self._watches: dict[str, Stopwatch] = {}
-        self.clear()
+        """Adds a step: the ledger of every process, and beside it what else happened there."""
+        events = self._track(CONTROLLER, STEPS, [(begin, end, f"step {step}")], step)
+        for key, segments in accounts.items():
+            events += self._track(key, LEDGER, segments, step, uncertainty.get(key))
+            tracks: dict[str, list[Segment]] = {}
+            for span in spans.get(key, ()):
+                tracks.setdefault(span.track, []).append((span.start, span.end, span.name))
+            for track, found in tracks.items():
+                events += self._track(key, track, sorted(found), step)
+        with naming(self.path), gzip.open(self.path, "at", 3, encoding="utf-8") as file:
+            file.write(_lines(events))
 
-    def clear(self) -> None:
-        """Forgets all spans and starts the clock anew."""
-        self.spans: list[Span] = []
-        self._current: tuple[int, int] | None = None
-        self._passed: Counter[int] = Counter()
-        self._origin = self._clock()
+    def _track(
+        self, key: Key, track: str, segments: Sequence[Segment], step: int, uncertainty: float | None = None
+    ) -> list[Event]:
+        """Events of one track, on as many lanes as there are at the same time; names are said once."""
+        pid = self._pids.setdefault(key, max(self._pids.values()) + 1)
+        events: list[Event] = []
+        lanes: list[float] = []
+        for start, end, name in segments:
+            lane = next((lane for lane, free in enumerate(lanes) if free <= start), len(lanes))
+            lanes[lane : lane + 1] = [end]
+            tid = self._tids.get((pid, track, lane))
+            if tid is None:
+                tid = self._tids[pid, track, lane] = max(self._tids.values(), default=-1) + 1
+                events += _names(key, pid, tid, track, step, uncertainty)
+            ts, dur = round((start + self._since_1970) * 1e6, 1), round((end - start) * 1e6, 1)
+            event = {"ph": "X", "pid": pid, "tid": tid, "cat": track, "name": name, "ts": ts, "dur": dur}
+            events.append(event | {"args": {"step": step}})
+        return events
 
-    @contextmanager
-    def attached(self, chunks: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, what Megatron's schedules do with these chunks of one model is recorded."""
-        handles = [chunk.register_forward_hook(partial(self._ran, number)) for number, chunk in enumerate(chunks)]
-        config: Any = chunks[0].config
-        config.timers = self
-        try:
-            yield
-        finally:
-            config.timers = None
-            for handle in handles:
-                handle.remove()
-
-    def _ran(self, chunk: int, module: nn.Module, arguments: Any, output: Tensor) -> None:
-        # A chunk sees the micro-batches in their order, whatever it does in between.
-        self.watch(output, chunk, self._passed[chunk])
-        self._passed[chunk] += 1
-
-    def record(self, kind: str, chunk: int, micro_batch: int, start: float, end: float, work: float = 0.0) -> None:
-        """Adds a span: `forward` or `backward` of a micro-batch through a chunk, or a `wait`."""
-        self.spans.append(Span(kind, chunk, micro_batch, start, end, work))
-
-    def watch(self, output: Tensor, chunk: int, micro_batch: int) -> None:
-        """Called during a forward with what the chunk gave: names the running forward and, later, its backward."""
-        self._current = (chunk, micro_batch)
-        if output.requires_grad:
-
-            def name_backward(gradient: Tensor) -> None:
-                self._current = (chunk, micro_batch)
-
-            output.register_hook(name_backward)
-
-    def __call__(self, name: str, log_level: int = 0) -> Stopwatch:
-        if name not in self._watches:
-            self._watches[name] = Stopwatch(self, name)
-        return self._watches[name]
-
-    def now(self) -> tuple[float, float]:
-        """Seconds since the start, and seconds of the processor."""
-        if self._synchronize is not None:
-            self._synchronize()
-        return self._clock() - self._origin, self._busy()
-
-    def close(self, name: str, start: tuple[float, float]) -> None:
-        """Ends what Megatron's timer `name` began at `start`."""
-        end = self.now()
-        kind = name.removesuffix("-compute")
-        if kind == "forward-backward":
-            return  # the whole schedule
-        if kind not in COMPUTE:
-            self.record("wait", -1, -1, start[0], end[0])
-            return
-        if self._current is None:
-            raise ValueError(f"a {kind} ended that nobody has named: call watch(output, chunk, micro_batch) in it")
-        self.record(kind, *self._current, start[0], end[0], end[1] - start[1])
-        self._current = None
+    def close(self) -> None:
+        """Ends the file."""
+        with naming(self.path), gzip.open(self.path, "at", 3, encoding="utf-8") as file:
+            file.write("{}\n]\n")
 
 
-class Stopwatch:
-    """One of Megatron's timers."""
-
-    def __init__(self, timeline: PipelineTimeline, name: str) -> None:
-        self._timeline, self._name = timeline, name
-        self._start: tuple[float, float] = (0.0, 0.0)
-
-    def start(self, barrier: bool = False) -> None:
-        self._start = self._timeline.now()
-
-    def stop(self, barrier: bool = False) -> None:
-        self._timeline.close(self._name, self._start)
-
-
-def write_chrome_trace(stages: Sequence[Sequence[Span]], path: Path) -> None:
-    """Writes the spans of all stages for chrome://tracing or Perfetto: a process a stage, a thread a chunk."""
-    events: list[dict[str, Any]] = []
-    for stage, spans in enumerate(stages):
-        events.append({"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}"}})
-        for span in spans:
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": stage,
-                    "tid": max(span.chunk, 0),
-                    "name": span.kind if span.kind == "wait" else f"{span.kind} {span.micro_batch}",
-                    "cat": span.kind,
-                    "ts": span.start * 1e6,
-                    "dur": (span.end - span.start) * 1e6,
-                    "args": {"chunk": span.chunk, "micro_batch": span.micro_batch, "work_ms": span.work * 1e3},
-                }
-            )
-    write_json(path, {"traceEvents": events, "displayTimeUnit": "ms"}, indent=None)
+def _names(key: Key, pid: int, tid: int, track: str, step: int, uncertainty: float | None) -> list[Event]:
+    """What the viewers are to call a process and its track."""
+    who = key[0] if key == CONTROLLER else f"{key[0]} rank {key[1]}"
+    said: dict[str, dict[str, Any]] = {
+        "process_name": {"name": who},
+        "process_sort_index": {"sort_index": pid},
+        "thread_name": {"name": track},
+        "thread_sort_index": {"sort_index": tid},
+    }
+    if uncertainty is not None:
+        said["process_labels"] = {"labels": f"clock ± {uncertainty * 1e6:.0f} µs"}
+    return [{"ph": "M", "pid": pid, "tid": tid, "name": what, "args": {**a, "step": step}} for what, a in said.items()]
 
 
-def draw_gantt(panels: Mapping[str, Sequence[Sequence[Span]]], path: Path) -> None:
-    """Draws timelines one under the other on one time axis, each with its title: a row a stage, a box a micro-batch."""
+def _lines(events: Iterable[Event]) -> str:
+    return "".join(json.dumps(event, ensure_ascii=False) + ",\n" for event in events)
+
+
+def step_of(event: Event) -> int:
+    """The step that an event belongs to."""
+    return int(event.get("args", {}).get("step", -1))
+
+
+def read_timeline(path: Path) -> list[Event]:
+    """The events of a timeline, also of one that is still written or was cut off."""
+    lines: list[str] = []
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            lines += file
+    except gzip.BadGzipFile as error:
+        if not lines:
+            raise ValueError(f"{path} is no timeline: {error}") from error
+    except (EOFError, zlib.error) as error:
+        logger.debug("%s is read up to its last whole line: %s", path, error)
+    events = (line.strip().rstrip(",") for line in lines)
+    return [event for line in events if line.startswith("{") and line.endswith("}") and (event := json.loads(line))]
+
+
+# A step as a picture: a row for every process, a colour for everything it did.
+
+COLOURS = {
+    "prefill": "#8c6bb1",
+    "generate": "#4c78a8",
+    "reward": "#e0a030",
+    "log_prob": "#72b7b2",
+    "ref": "#b2d8d5",
+    "value": "#9fbf5f",
+    "update_forward": "#a6d99f",
+    "update_backward": "#54a24b",
+    "update_optimizer": "#2f6b2a",
+    "sync": "#e45756",
+    "checkpoint": "#9d755d",
+    "other": "#8a8f98",
+}
+# Pale: nobody works.
+WAITS = {
+    "wait_controller": "#dfe2e7",
+    "wait_peers": "#f6dccb",
+    "wait_reward": "#f6ecc9",
+    "wait_actor_rollout_ref": "#dcecd9",
+    "wait_rollout": "#d3e2f2",
+    "wait_critic": "#e8dcf0",
+    "wait_reward_model": "#f2e3b3",
+}
+OTHER_WAIT = "#eceef1"
+PIPELINE = {"forward": "#a6d99f", "backward": "#54a24b"}
+MICRO_BATCH = re.compile(r"^(forward|backward) (\d+)$")
+
+
+def draw_step(run: Path, step: int | None = None, out: Path | None = None) -> Path:
+    """Draws one step (the last, if none is named) of a run's timeline; a PNG, or an SVG by the name of `out`."""
+    path = run / "timeline.json.gz" if run.is_dir() else run
+    if not path.exists():
+        raise ValueError(f"there is no {path}: train with trainer.timeline=true")
+    events = read_timeline(path)
+    steps = sorted({step_of(event) for event in events if event.get("cat") == STEPS})
+    if not steps:
+        raise ValueError(f"{path} has no step yet")
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        raise ValueError(f"{path} has no step {chosen}: it has {', '.join(str(known) for known in steps)}")
+    out = out or path.parent / f"timeline-step-{chosen}.png"
+    if out.suffix not in (".png", ".svg"):
+        raise ValueError(f"--out must end in .png or .svg, got {out}")
+    _draw(events, chosen, out)
+    return out
+
+
+def _draw(events: Sequence[Event], step: int, out: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
-    rows = sum(len(stages) for stages in panels.values())
-    figure = Figure(figsize=(12, 0.42 * rows + 0.85 * len(panels)), layout="constrained")
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    mine = [event for event in events if event["ph"] == "X" and step_of(event) == step]
+    whole = next(event for event in mine if event["cat"] == STEPS)
+    rows = _rows(mine, processes)
+    colours = _colours(event["name"] for _, found in rows for event in found if event["cat"] == LEDGER)
+    figure = Figure(figsize=(13, 0.46 * len(rows) + 1.5), dpi=110, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    heights = [len(stages) for stages in panels.values()]
-    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
-    for axis, (title, stages) in zip(axes, panels.items(), strict=True):
-        _draw_stages(axis, stages)
-        axis.set_title(title, loc="left", fontsize=10)
-    axes[-1].set_xlabel("seconds; blue forward, green backward, other shades for further chunks", fontsize=8)
-    with writing_whole(path) as aside:
-        figure.savefig(aside, format=path.suffix[1:], dpi=110)
+    axes = figure.subplots()
+    for row, (_, found) in enumerate(rows):
+        _draw_row(axes, row, found, whole, colours)
+    axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=9)
+    axes.set_xlim(0, whole["dur"] / 1e6)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds since the step began", fontsize=9)
+    axes.set_title(f"step {step}: {whole['dur'] / 1e6:.3f} s", loc="left", fontsize=12, fontweight="bold")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False, labelsize=9)
+    patches = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=patches, loc="outside lower center", ncols=7, fontsize=8, frameon=False)
+    with writing_whole(out) as aside:
+        figure.savefig(aside, format=out.suffix[1:])
 
 
-def _draw_stages(axis: Axes, stages: Sequence[Sequence[Span]]) -> None:
-    end = max((span.end for spans in stages for span in spans), default=1.0)
-    for stage, spans in enumerate(stages):
-        for span in sorted(spans, key=lambda span: span.kind != "wait"):
-            width = span.end - span.start
-            shades = COLOURS.get(span.kind)
-            colour = WAIT_COLOUR if shades is None else shades[span.chunk % len(shades)]
-            axis.barh(stage, width, left=span.start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
-            if shades is not None and width > end / 120:
-                centre = span.start + width / 2
-                ink = "#1c2430" if span.chunk % 3 == 1 else "white"  # the second shade is a light one
-                axis.text(centre, stage, str(span.micro_batch), ha="center", va="center", fontsize=7, color=ink)
-    axis.set_yticks(range(len(stages)), [f"stage {stage}" for stage in range(len(stages))])
-    axis.invert_yaxis()
-    axis.spines[["top", "right", "left"]].set_visible(False)
-    axis.tick_params(left=False, labelsize=8)
+def _rows(events: Sequence[Event], processes: dict[int, str]) -> list[tuple[str, list[Event]]]:
+    """(label, events): the ledger of every process and, below it, the chunks of its pipeline."""
+    rows: list[tuple[str, list[Event]]] = []
+    for pid, who in sorted(processes.items()):
+        own = [event for event in events if event["pid"] == pid]
+        rows.append((who, [event for event in own if event["cat"] == LEDGER]))
+        for track in sorted({event["cat"] for event in own if event["cat"].startswith("pipeline")}):
+            rows.append((track.removeprefix("pipeline "), [event for event in own if event["cat"] == track]))
+    return rows
+
+
+def _colours(names: Any) -> dict[str, str]:
+    """A colour for each name that is there: work in the order of a step, then waits in greys."""
+    there = set(names)
+    waits = sorted(name for name in there if name.startswith("wait_"))
+    known = {name: colour for name, colour in COLOURS.items() if name in there}
+    strange = dict.fromkeys(sorted(there - set(known) - set(waits)), "#000000")
+    return known | strange | {name: WAITS.get(name, OTHER_WAIT) for name in waits}
+
+
+def _draw_row(axes: Axes, row: int, events: Sequence[Event], whole: Event, colours: dict[str, str]) -> None:
+    for event in events:
+        left, width = (event["ts"] - whole["ts"]) / 1e6, event["dur"] / 1e6
+        micro_batch = MICRO_BATCH.match(event["name"])
+        colour = PIPELINE[micro_batch[1]] if micro_batch else colours.get(event["name"], OTHER_WAIT)
+        axes.barh(row, width, left=left, height=0.78, color=colour, linewidth=0)
+        if micro_batch and event["dur"] > whole["dur"] / 100:
+            axes.text(left + width / 2, row, micro_batch[2], ha="center", va="center", fontsize=7)
+        elif event["dur"] > whole["dur"] / 12 and event["cat"] == LEDGER:
+            ink = "white" if event["name"] in COLOURS else "#5d6775"
+            label = event["name"].replace("update_", "")
+            axes.text(left + width / 2, row, label, ha="center", va="center", fontsize=8, color=ink)

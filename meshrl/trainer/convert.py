@@ -13,23 +13,28 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import meshrl
-from meshrl.config.names import count
-from meshrl.data.tensor_file import open_tensors, save_tensors
-from meshrl.engines.megatron.dist_checkpoint import read_hf_tensors
-from meshrl.engines.megatron.module_names import module_place
-from meshrl.engines.megatron.weight_map import hf_tensors
-from meshrl.engines.stored_before import DCP_INDEX, is_before
-from meshrl.engines.stored_reading import Stored
-from meshrl.engines.stored_state import INDEX, Rectangle, Snapshot, record_file, write_index, write_snapshot
+from meshrl.config.keys import count
+from meshrl.data.serialization import open_tensors, save_tensors
+from meshrl.engines.megatron.weight_map import hf_tensors, module_place
+from meshrl.engines.megatron.weights import read_hf_tensors
+from meshrl.engines.old_state_files import DCP_INDEX, is_before
+from meshrl.engines.state_files import INDEX, Rectangle, Snapshot, record_file, write_index, write_snapshot
+from meshrl.engines.state_reader import Stored
 from meshrl.files import read_json, write_json
 from meshrl.models.loading import empty_model, is_value_head, load_model_config, load_tokenizer, torch_dtype
 from meshrl.models.lora import ADAPTER, ADAPTER_CONFIG, SCALING_FILE, merged_params
-from meshrl.models.saving import SHARD_BYTES, as_file_tensors, copy_processor, new_folder, save_configs, write_shards
-from meshrl.models.sizes import expert_count
-from meshrl.models.tensor_files import tensor_files
-from meshrl.trainer.checkpoint import FOLDER, FORMAT, STATE, CheckpointError, newest_complete, problems_of
+from meshrl.models.names import expert_count
+from meshrl.models.saving import (
+    SHARD_BYTES,
+    as_file_tensors,
+    copy_processor,
+    new_folder,
+    save_configs,
+    tensor_files,
+    write_shards,
+)
+from meshrl.trainer.checkpoints import FOLDER, FORMAT, MANIFEST, STATE, CheckpointError, newest_complete, problems_of
 from meshrl.trainer.convert_pickles import from_pickles, refuse_pickles
-from meshrl.trainer.mirror import MANIFEST
 from meshrl.workers.checkpointing import HF_FOLDER
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

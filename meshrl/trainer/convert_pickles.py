@@ -22,21 +22,19 @@ from typing import Any
 import torch
 
 import meshrl
+from meshrl.config.keys import count
 from meshrl.config.model_folder import pickle_problem
-from meshrl.config.names import count
-from meshrl.data import plain
+from meshrl.data import plain_data
+from meshrl.data.batch import DataProto
 from meshrl.data.curriculum import STATE as SAMPLER_STATE
-from meshrl.data.proto import DataProto
-from meshrl.data.tensor_file import inside, save_tensors
-from meshrl.engines.stored_before import is_before
-from meshrl.engines.stored_reading import Stored
-from meshrl.engines.stored_state import FileRecord, Snapshot, record_file, write_index, write_snapshot
+from meshrl.data.serialization import inside, save_tensors
+from meshrl.engines.old_state_files import is_before
+from meshrl.engines.state_files import FileRecord, Snapshot, record_file, write_index, write_snapshot
+from meshrl.engines.state_reader import Stored
 from meshrl.files import read_json, write_json
-from meshrl.models.buffers import named_weights
-from meshrl.models.loading import load_pickled_model
+from meshrl.models.loading import load_pickled_model, named_weights
 from meshrl.models.saving import SHARD_BYTES, as_file_tensors, new_folder, write_shards
-from meshrl.trainer.checkpoint import BEFORE, FORMAT, STATE, CheckpointError, batch_file, problems_of
-from meshrl.trainer.mirror import MANIFEST
+from meshrl.trainer.checkpoints import BEFORE, FORMAT, MANIFEST, STATE, CheckpointError, batch_file, problems_of
 
 PICKLED_BATCHES = (".dataproto", ".pkl")
 PICKLED_ADAPTER, ADAPTER = "adapter_model.bin", "adapter_model.safetensors"
@@ -44,12 +42,19 @@ PICKLED_SAMPLER = "pickled_sampler"
 EXTRA = re.compile(r"extra-(\d+)\.pt")
 # Where copies in memory are, which belong to the run that made them.
 NOT_COPIED = ("memory_copies.json",)
+# Where the classes and functions that pickled batches name have moved to.
+MOVED = {"meshrl.data.proto": "meshrl.data.batch", "meshrl.data.serialize": "meshrl.data.serialization"}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(MOVED.get(module, module), name)
 
 
 def pickles_in(source: Path) -> list[Path]:
     """Return what `from_pickles` would make new: checkpoints, batches and a model's folder."""
     if source.is_file():
-        return [source] if plain.is_pickle(source) else []
+        return [source] if plain_data.is_pickle(source) else []
     if is_pickled_model(source):
         return [source]
     return [*_checkpoints_of(source), *_batches_of(source)]
@@ -105,7 +110,9 @@ def _batches_of(folder: Path) -> list[Path]:
     """Return the pickled batches in a folder that no older checkpoint holds."""
     inner = _checkpoints_of(folder)
     files = [file for suffix in PICKLED_BATCHES for file in sorted(folder.rglob(f"*{suffix}")) if file.is_file()]
-    return [file for file in files if plain.is_pickle(file) and not any(file.is_relative_to(path) for path in inner)]
+    return [
+        file for file in files if plain_data.is_pickle(file) and not any(file.is_relative_to(path) for path in inner)
+    ]
 
 
 def _convert_tree(source: Path, out: Path) -> None:
@@ -145,7 +152,7 @@ def _convert_checkpoint(source: Path, out: Path) -> None:
         for file in folder.iterdir():
             if file.is_file() and (match := EXTRA.fullmatch(file.name)):
                 extra = torch.load(file, weights_only=True)
-                plain.save(extra, target / f"extra-{match[1]}.plain", f"{file.name}: ")
+                plain_data.save(extra, target / f"extra-{match[1]}.plain", f"{file.name}: ")
                 records.append(record_file(target / f"extra-{match[1]}.plain", out))
             tensors = file.name.startswith(("tensors-", "__", ".metadata", "extra-"))
             taken |= {str(file.relative_to(source))} if file.is_file() and tensors else set()
@@ -177,14 +184,14 @@ def _with_plain_sampler(value: Any) -> Any:
     found = {name: _with_plain_sampler(part) for name, part in value.items() if name != PICKLED_SAMPLER}
     if PICKLED_SAMPLER in value:
         own = pickle.loads(b64decode(value[PICKLED_SAMPLER]))
-        found[SAMPLER_STATE] = plain.to_json(own, "the state of data.sampler")
+        found[SAMPLER_STATE] = plain_data.to_json(own, "the state of data.sampler")
     return found
 
 
 def _load_batch(file: Path) -> DataProto:
     with file.open("rb") as stream:
         try:
-            loaded = pickle.load(stream)
+            loaded = _Unpickler(stream).load()
         except (pickle.UnpicklingError, EOFError, ValueError, LookupError, AttributeError, ImportError) as error:
             raise ValueError(f"{file} is no whole file of DataProto.save_to_disk: {error}") from error
     if not isinstance(loaded, DataProto):

@@ -13,14 +13,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import Loaded, load_config
-from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
-from meshrl.data.files import write_tables
+from meshrl.config.rl import PPOConfig
+from meshrl.config.supervised import SFTConfig
+from meshrl.config.validate import ensure_runnable
+from meshrl.data.row_files import write_tables
 from meshrl.models.tiny import make_tiny_model
 from meshrl.telemetry.run_folder import RunFiles
-from meshrl.trainer.run import train, train_supervised
+from meshrl.trainer.launch import train, train_supervised
 
 ALPHABET = "0123456789>"
 DIGITS = 6

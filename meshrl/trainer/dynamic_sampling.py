@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshrl.config.algorithm import WHOLE_SCORE, FilterGroupsConfig
-from meshrl.config.names import count
-from meshrl.data.joining import concat_samples
-from meshrl.data.proto import DataProto, object_array
-from meshrl.data.scored import scored_rows
+from meshrl.config.keys import count
+from meshrl.config.rl import WHOLE_SCORE, FilterGroupsConfig
+from meshrl.data.batch import DataProto, concat_samples, object_array, scored_rows
 from meshrl.telemetry.metrics import reduce_metrics
 
 Scored = tuple[DataProto, dict[str, Any]]

@@ -6,18 +6,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from meshrl.agents.batch import SAMPLE_COLUMNS
-from meshrl.config.root import PPOConfig
+from meshrl.agents.agent_rollout import SAMPLE_COLUMNS
+from meshrl.config.rl import PPOConfig
 from meshrl.controller import WorkerGroup
-from meshrl.data.image_reader import IMAGES
+from meshrl.data.batch import DataProto, columns_of, scored_rows
+from meshrl.data.images import IMAGES
 from meshrl.data.prompts import PromptDataset
-from meshrl.data.proto import DataProto, columns_of
-from meshrl.data.scored import scored_rows
 from meshrl.rewards.manager import RewardManager
-from meshrl.rollout.seeds import VALIDATION, sample_seeds
-from meshrl.telemetry.ledger import booked
+from meshrl.rollout.base import VALIDATION, sample_seeds
 from meshrl.telemetry.metrics import validation_metrics
 from meshrl.telemetry.samples import SampleLog
+from meshrl.telemetry.time_ledger import booked
 
 
 class Validator:

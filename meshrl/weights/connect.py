@@ -14,22 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshrl.engines.base import Engine
-from meshrl.models.buffers import named_weights, persistent_buffers
+from meshrl.engines.training_engine import Engine
+from meshrl.models.loading import named_weights, persistent_buffers
 from meshrl.models.saving import check_cuttable
 from meshrl.rollout.base import Rollout
-from meshrl.rollout.shared_file import memory_folder
-from meshrl.weights.placement import Placement, replicas
-from meshrl.weights.plan import MEGABYTE, ReshardPlan, plan_reshard
-from meshrl.weights.process_group import ProcessGroupCarrier
-from meshrl.weights.rollout_placement import RolloutLayout, windows
-from meshrl.weights.rollout_placement import rollout as rollout_placement
-from meshrl.weights.shards import Shards
-from meshrl.weights.shared_memory import SharedMemoryCarrier, open_together
+from meshrl.rollout.weight_files import memory_folder
+from meshrl.weights.placement import Placement, RolloutLayout, Shards, replicas, windows
+from meshrl.weights.placement import rollout as rollout_placement
+from meshrl.weights.planner import MEGABYTE, ReshardPlan, plan_reshard
+from meshrl.weights.session import WORD_BYTES, StreamedSync, SyncReport, WeightSync, streamed_sync
 from meshrl.weights.sources import Source, source_of
-from meshrl.weights.streamed import StreamedSync, streamed_sync
-from meshrl.weights.sync import WORD_BYTES, SyncReport, WeightSync
-from meshrl.weights.transport import Carrier, Deadline
+from meshrl.weights.transports import Carrier, Deadline, ProcessGroupCarrier, SharedMemoryCarrier, open_together
 
 CARRIERS = ("auto", "shared_memory", "process_group")
 
@@ -137,7 +132,7 @@ def connect_stream(
     replica_ranks: int = 1,
     adapters: str = "merged",
 ) -> EngineSync:
-    """The same to engines that take whole tensors by the names of `model`, which needs no memory; see `streamed`.
+    """The same to engines that take whole tensors by the names of `model`, which needs no memory; see `session`.
 
     Without `layout` every rank's engine takes all of every tensor; with one it cuts its part out itself, as vLLM does.
     Of `replica_ranks` neighbours only the first has an engine, and gets anything.

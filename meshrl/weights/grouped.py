@@ -1,7 +1,7 @@
 """Many rectangles at once on a GPU: copied and summed by one kernel, from a table of tiles that is made once.
 
 A sync between layouts of one process has hundreds of copies and as many sums, each a few microseconds of work: one by
-one, launching them would take longer than moving the bytes. The sums are those of `checksum`.
+one, launching them would take longer than moving the bytes. The sums are those of `executor`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshrl.weights.checksum import COL_SEED, ROW_SEED, weight_table
-from meshrl.weights.plan import RankPlan, ReshardPlan
-from meshrl.weights.shards import Shards
+from meshrl.weights.executor import COL_SEED, ROW_SEED, weight_table
+from meshrl.weights.placement import Shards
+from meshrl.weights.planner import RankPlan, ReshardPlan
 
 TILE_ROWS, TILE_COLS = 64, 1024
 AT_ONCE = 16  # rows of a tile that are read before they are written

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from meshrl.engines.base import Engine
-from meshrl.engines.fsdp.engine import FSDPEngine
+from meshrl.engines.fsdp.fsdp_engine import FSDPEngine
 from meshrl.engines.fsdp.sharding import Whole
-from meshrl.engines.master import MasterAdamW
-from meshrl.models.buffers import buffer_homes
-from meshrl.models.key_map import Shape
+from meshrl.engines.optim import MasterAdamW
+from meshrl.engines.training_engine import Engine
+from meshrl.models.loading import buffer_homes
+from meshrl.models.names import Shape
 from meshrl.weights.placement import Placement, fsdp1, fsdp2, megatron, replicas
 
 WRAPPED = "_fsdp_wrapped_module."

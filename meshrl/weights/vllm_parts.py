@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshrl.rollout.vllm.parallel import Parallel
-from meshrl.weights.rollout_placement import RolloutLayout, windows
-from meshrl.weights.shards import Shards
-from meshrl.weights.streamed import fill_with_nothing
+from meshrl.rollout.vllm.arguments import Parallel
+from meshrl.weights.placement import RolloutLayout, Shards, windows
+from meshrl.weights.session import fill_with_nothing
 
 # Types that can be looked at for what is no number; quantized ones are made of these.
 LOOKED_AT = (torch.float32, torch.bfloat16, torch.float16)

@@ -21,10 +21,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from meshrl.rollout.shared_file import Entry, read_tensors
-from meshrl.rollout.vllm.arguments import BACKEND
-from meshrl.rollout.vllm.parallel import Parallel, parallel_of
-from meshrl.rollout.vllm.routes import Computed, StepRoutes
+from meshrl.rollout.vllm.arguments import BACKEND, Parallel, parallel_of
+from meshrl.rollout.vllm.expert_routes import Computed, StepRoutes
+from meshrl.rollout.weight_files import Entry, read_tensors
 from meshrl.weights.vllm_parts import own_parts, owners_of_weights, unsent
 
 

@@ -17,16 +17,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-from meshrl.config.model import ModelConfig
+from meshrl.config.engine import ModelConfig
 from meshrl.controller import Dispatch, Worker, register
-from meshrl.controller.shelves import Shelves
-from meshrl.engines.base import CONTENTS, Engine
-from meshrl.engines.fsdp.engine import FSDPEngine
-from meshrl.engines.stored_state import Entry, FileRecord, Part, Snapshot, record_file, write_snapshot
+from meshrl.controller.peer_memory import Shelves
+from meshrl.engines.fsdp.fsdp_engine import FSDPEngine
+from meshrl.engines.state_files import Entry, FileRecord, Part, Snapshot, record_file, write_snapshot
+from meshrl.engines.training_engine import CONTENTS, Engine
 from meshrl.models.loading import run_tokenizer
 from meshrl.models.lora import save_adapter_config
 from meshrl.models.saving import copy_processor, save_configs, save_hf_folder
-from meshrl.telemetry.ledger import booked
+from meshrl.telemetry.time_ledger import booked
 
 # The role's Hugging Face files lie here: configs and tokenizer always, the weights with `hf_model`.
 HF_FOLDER = "huggingface"

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshrl.agents.encoding import TurnEncoder
-from meshrl.agents.loop import Agent, AgentLoop, Limits
+from meshrl.agents.loop import Agent, AgentLoop, Limits, RequestDesk
 from meshrl.agents.messages import Sample
 from meshrl.agents.parsers import HermesParser, ToolParser
-from meshrl.agents.requests import RequestDesk
 from meshrl.agents.toolbox import ToolBox
 from meshrl.agents.tools import Tool
 from meshrl.models.tiny import char_tokenizer

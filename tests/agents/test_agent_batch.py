@@ -10,7 +10,7 @@ import torch
 from scripted import TOKENIZER, ScriptedRollout, call_text, make_agent, sample
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from meshrl.agents.batch import (
+from meshrl.agents.agent_rollout import (
     COUNTS,
     AgentRollout,
     agent_metrics,
@@ -22,18 +22,17 @@ from meshrl.agents.batch import (
 from meshrl.agents.calculator_task import calculator_tokenizer
 from meshrl.agents.encoding import TurnEncoder
 from meshrl.agents.environments import Environment, Step
-from meshrl.agents.loop import Agent, Limits
+from meshrl.agents.loop import Agent, Limits, Trajectory
 from meshrl.agents.messages import Sample, ToolCall
 from meshrl.agents.parsers import Parsed, ToolParser
 from meshrl.agents.toolbox import ToolBox
 from meshrl.agents.tools import tool
-from meshrl.agents.trajectory import Trajectory
 from meshrl.config.load import load_config
-from meshrl.data.encoding import render_chat
-from meshrl.data.proto import DataProto, object_array
-from meshrl.models.routes import ROUTED_EXPERTS, Routers
+from meshrl.data.batch import DataProto, object_array
+from meshrl.data.tokenize import render_chat
+from meshrl.models.moe_routing import ROUTED_EXPERTS, Routers
 from meshrl.parallel.attention import ATTENTION_NAME
-from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
 from meshrl.rollout.hf import HFRollout
 from meshrl.rollout.requests import SamplingParams
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scripted import CHATML, END, TOKENIZER, ScriptedRollout, call_text, chatml_tokenizer, run_loop
 
-from meshrl.agents.batch import AgentRollout
+from meshrl.agents.agent_rollout import AgentRollout
 from meshrl.agents.encoding import TurnEncoder
 from meshrl.agents.environments import Environment, Step
 from meshrl.agents.loop import Agent, Limits
@@ -17,9 +17,9 @@ from meshrl.agents.messages import Sample, ToolResult
 from meshrl.agents.parsers import HermesParser
 from meshrl.agents.toolbox import ToolBox
 from meshrl.agents.tools import tool
-from meshrl.data.image_reader import IMAGES
-from meshrl.data.images import PromptImages
-from meshrl.data.proto import DataProto, object_array
+from meshrl.data.batch import DataProto, object_array
+from meshrl.data.images import IMAGES
+from meshrl.data.prompt_images import PromptImages
 from meshrl.models.tiny import VISION_TOKENS
 from meshrl.rollout.requests import SamplingParams
 

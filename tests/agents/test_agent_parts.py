@@ -9,11 +9,11 @@ import pytest
 import torch
 from test_agent_batch import STOPS, WIDTH, letters_agent, make_rollout, prompts
 
-from meshrl.agents.batch import COUNTS, AgentRollout
+from meshrl.agents.agent_rollout import COUNTS, AgentRollout
 from meshrl.controller import PADDING_ROWS_KEY
-from meshrl.data.proto import DataProto
+from meshrl.data.batch import DataProto
 from meshrl.rollout.requests import SamplingParams
-from meshrl.workers.generating import start_generation
+from meshrl.workers.generation import start_generation
 
 PARAMS = SamplingParams(max_tokens=WIDTH, temperature=1.0, stop_token_ids=tuple(STOPS))
 

@@ -23,9 +23,9 @@ from meshrl.agents.calculator_task import (
 from meshrl.agents.messages import ToolCall
 from meshrl.agents.parsers import HermesParser
 from meshrl.config.load import load_config
-from meshrl.config.sft import SFTConfig
-from meshrl.data.demonstrations import DemonstrationDataset
+from meshrl.config.supervised import SFTConfig
 from meshrl.data.prompts import PromptDataset
+from meshrl.data.supervised_data import DemonstrationDataset
 from meshrl.models.loading import load_tokenizer, stop_token_ids
 
 

@@ -7,9 +7,8 @@ from typing import Any, Literal
 import pytest
 
 from meshrl.agents.messages import ToolResult
-from meshrl.agents.schema import argument_problem, fits
-from meshrl.agents.tools import Tool, as_result, tool
-from meshrl.config.tool_schema import function_schema, read_docstring
+from meshrl.agents.tools import Tool, argument_problem, as_result, fits, tool
+from meshrl.config.user_code import function_schema, read_docstring
 
 
 @tool

@@ -10,8 +10,9 @@ import time
 import pytest
 
 from meshrl.agents.messages import Sample, ToolCall, ToolResult
-from meshrl.agents.toolbox import ToolBox, ToolSession, load_tool, load_tools, read_tool_config, truncate_text
+from meshrl.agents.toolbox import ToolBox, ToolSession, load_tool, load_tools, truncate_text
 from meshrl.agents.tools import Tool, tool
+from meshrl.config.validate_rollout import read_tool_config
 
 
 @tool

@@ -18,7 +18,7 @@ from meshrl.algorithms import (
     masked_whiten,
     register_adv_est,
 )
-from meshrl.algorithms.recurrence import discounted_suffix_sum
+from meshrl.algorithms.advantages import discounted_suffix_sum
 
 
 def example(batch: int, length: int, gaps: bool, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -98,7 +98,7 @@ def test_rows_in_several_blocks_some_with_gaps(monkeypatch: pytest.MonkeyPatch) 
     rewards, mask, values = (torch.cat(pair) for pair in zip(plain, gapped, strict=True))
     slow = slow_gae(rewards, values, mask, 0.99, 0.95)
     for rows in (1, 3, 5, 10):
-        monkeypatch.setattr("meshrl.algorithms.masked.BLOCK_ELEMENTS", rows * 65)
+        monkeypatch.setattr("meshrl.algorithms.masking.BLOCK_ELEMENTS", rows * 65)
         advantages, returns = compute_gae_advantage_return(rewards, values, mask, 0.99, 0.95)
         torch.testing.assert_close(returns, (slow + values) * mask, rtol=1e-5, atol=2e-5)
         torch.testing.assert_close(advantages, whitened(slow, mask), rtol=1e-4, atol=2e-5)
@@ -226,7 +226,7 @@ def test_equal_values_are_whitened_to_exactly_zero(value: float, monkeypatch: py
     rewards = torch.zeros(64, 70)
     rewards[torch.arange(64), mask.sum(1) - 1] = value
     for elements in (2**18, 640):  # at once, and in blocks of nine rows
-        monkeypatch.setattr("meshrl.algorithms.masked.BLOCK_ELEMENTS", elements)
+        monkeypatch.setattr("meshrl.algorithms.masking.BLOCK_ELEMENTS", elements)
         assert not masked_whiten(values, mask).any()
         assert not compute_reinforce_plus_plus_outcome_advantage(rewards, mask)[0].any()
         assert not compute_gae_advantage_return(rewards, torch.zeros(64, 70), mask, 1.0, 1.0)[0].any()

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from meshrl.algorithms import compute_advantage, get_policy_loss_fn
-from meshrl.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from meshrl.algorithms.kl import KL_PENALTIES
-from meshrl.algorithms.policy_losses import POLICY_LOSSES
+from meshrl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "formulas.md").read_text()

@@ -7,7 +7,7 @@ import torch
 
 from meshrl.algorithms import PREFERENCE_LOSSES, compute_answer_scores, compute_kto_loss, compute_preference_loss
 from meshrl.algorithms.preference_losses import WITH_REFERENCE
-from meshrl.config import preferences
+from meshrl.config import supervised
 
 CHOSEN, REJECTED = [-1.5, 0.25, 2.9, 0.0], [0.5, -0.75, 2.5, 0.0]
 
@@ -102,5 +102,5 @@ def test_wrong_uses_are_told():
 
 
 def test_the_config_knows_the_same_losses():
-    assert preferences.PREFERENCE_LOSSES == PREFERENCE_LOSSES
-    assert preferences.WITH_REFERENCE == WITH_REFERENCE
+    assert supervised.PREFERENCE_LOSSES == PREFERENCE_LOSSES
+    assert supervised.WITH_REFERENCE == WITH_REFERENCE

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.balance import ALGORITHMS, get_seqlen_balanced_partitions, get_workload
-from meshrl.balance.swaps import refine_by_swaps
+from meshrl.balance.partitions import refine_by_swaps
 
 EVERY = [*ALGORITHMS, "auto"]
 

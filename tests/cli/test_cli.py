@@ -12,7 +12,7 @@ import pytest
 
 import meshrl
 from meshrl.cli import main
-from meshrl.rewards import code_tests
+from meshrl.rewards import functions as code_tests
 from meshrl.rewards.sandbox.backends import Backend, SandboxError
 
 Run = Callable[..., tuple[int, str, str]]
@@ -64,7 +64,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         return called
 
     stand_in = types.SimpleNamespace(calls=calls, outcome=None)
-    for module, functions in {"run": ("train", "train_supervised"), "demo": ("main",)}.items():
+    for module, functions in {"launch": ("train", "train_supervised"), "demo": ("main",)}.items():
         fake = types.ModuleType(f"meshrl.trainer.{module}")
         for function in functions:
             setattr(fake, function, entry(function))
@@ -332,11 +332,11 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["trainer.n_gpus_per_node=2"], ["meshrl.workers.actor_rollout_ref"]),
+        (["trainer.n_gpus_per_node=2"], ["meshrl.workers.actor"]),
         (["trainer.n_gpus_per_node=1"], []),
         (
             ["trainer.n_gpus_per_node=1", "actor_rollout_ref.hybrid_engine=false"],
-            ["meshrl.workers.actor_rollout_ref", "meshrl.workers.rollout"],
+            ["meshrl.workers.actor", "meshrl.workers.generation"],
         ),
         (["trainer.n_gpus_per_node=2", "trainer.backend=ray"], []),
     ],
@@ -345,12 +345,12 @@ def test_workers_processes_import_while_the_command_does(
     run: Run, monkeypatch: pytest.MonkeyPatch, overrides: list[str], expected: list[str]
 ) -> None:
     order: list[str] = []
-    fake = types.ModuleType("meshrl.trainer.run")
+    fake = types.ModuleType("meshrl.trainer.launch")
     fake.train = lambda *_: order.append("train")  # type: ignore[attr-defined]
-    halves = types.ModuleType("meshrl.trainer.halves")
+    halves = types.ModuleType("meshrl.trainer.replay")
     halves.rollout_only = halves.train_only = None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "meshrl.trainer.run", fake)
-    monkeypatch.setitem(sys.modules, "meshrl.trainer.halves", halves)
+    monkeypatch.setitem(sys.modules, "meshrl.trainer.launch", fake)
+    monkeypatch.setitem(sys.modules, "meshrl.trainer.replay", halves)
     monkeypatch.setattr("meshrl.config.ensure_runnable", lambda *_: None)
     monkeypatch.setattr("meshrl.controller.warm_up", lambda *modules: order.extend(modules))
     assert run("train", "demo_grpo", *overrides)[0] == 0

@@ -8,8 +8,8 @@ import pytest
 
 from meshrl.cli import main
 from meshrl.config import load_config
-from meshrl.config.errors import ConfigError, told_without_traceback
-from meshrl.config.sft import SFTConfig
+from meshrl.config.keys import ConfigError, told_without_traceback
+from meshrl.config.supervised import SFTConfig
 
 Run = Callable[..., tuple[int, str]]
 
@@ -104,9 +104,9 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded(fails: Run) -> None:
 def test_a_demo_loads_its_config_before_it_warms_up(
     fails: Run, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from meshrl.trainer import calculator, demo
+    from meshrl.trainer import calculator_demo, demo
 
-    for module in (demo, calculator):
+    for module in (demo, calculator_demo):
         monkeypatch.setattr(module, "train_supervised", lambda *_: pytest.fail("the warm-up has begun"))
     assert fails("demo", "--task", task, "--out", str(tmp_path), "trainer.sed=3") == (
         2,
@@ -137,7 +137,7 @@ def test_what_a_run_refuses_as_it_starts_needs_no_traceback() -> None:
 def test_a_service_that_does_not_answer_may_be_tried_again(
     kind: type[Exception], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import meshrl.trainer.run  # noqa: F401  only runs meet services
+    import meshrl.trainer.launch  # noqa: F401  only runs meet services
 
     def opened(_: object) -> None:
         with told_without_traceback("trainer.logger"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.config import PPOConfig, SFTConfig, load_config, packages
+from meshrl.config import PPOConfig, SFTConfig, load_config, validate_training
 
 MakeModel = Callable[..., Path]
 
@@ -14,7 +14,7 @@ MakeModel = Callable[..., Path]
 @pytest.fixture(autouse=True)
 def all_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Configs are judged alike wherever the tests run, with vLLM and SGLang or without."""
-    monkeypatch.setattr(packages, "is_installed", lambda package: True)
+    monkeypatch.setattr(validate_training, "is_installed", lambda package: True)
 
 
 @pytest.fixture

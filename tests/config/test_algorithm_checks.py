@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from meshrl.algorithms import ROLLOUT_RS_MODES, compute_advantage, get_policy_loss_fn, get_preset
-from meshrl.config import algorithm_checks as checks
 from meshrl.config import check_config, load_config, unsupported
-from meshrl.config.actor import POLICY_LOSSES
-from meshrl.config.algorithm import GROUP_ESTIMATORS
-from meshrl.config.algorithm_checks import bypass_loss
-from meshrl.config.tree import get_value
+from meshrl.config import validate_algorithm as checks
+from meshrl.config.actor_critic import POLICY_LOSSES
+from meshrl.config.keys import get_value
+from meshrl.config.rl import GROUP_ESTIMATORS
+from meshrl.config.validate_algorithm import bypass_loss
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 CORRECTION = "algorithm.rollout_correction"

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.config import BatchUnits, ConfigError, PPOConfig, SFTConfig, SupervisedBatchUnits, load_config
-from meshrl.config.layout import dp_size, layout_lines, mesh_axes
-from meshrl.config.names import count
+from meshrl.config.batch_sizes import batch_problems, dp_size, layout_lines, mesh_axes
+from meshrl.config.keys import count
 from meshrl.config.show import summary_lines
-from meshrl.config.units import batch_problems
 
 small = st.integers(1, 6)
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from meshrl.config import check_config
-from meshrl.config.chat_template import RESERVED, template_text
+from meshrl.config.validate_data import RESERVED, template_text
 
 KEY = "data.apply_chat_template_kwargs"
 THINKING = "{% if enable_thinking is false %}<think></think>{% endif %}{{ messages }}"

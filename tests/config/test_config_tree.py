@@ -10,10 +10,10 @@ import pytest
 
 import meshrl
 from meshrl.config import PPOConfig, PreferenceConfig, SFTConfig, load_config
-from meshrl.config.actor import KL_CHOICES, LOSS_AGG_MODES, POLICY_LOSSES
-from meshrl.config.algorithm import AlgorithmConfig
+from meshrl.config.actor_critic import KL_CHOICES, LOSS_AGG_MODES, POLICY_LOSSES
+from meshrl.config.keys import changed_keys, fill_followers, get_value, leaves, set_value, type_name
+from meshrl.config.rl import AlgorithmConfig
 from meshrl.config.trainer import RayInitConfig
-from meshrl.config.tree import changed_keys, fill_followers, get_value, leaves, set_value, type_name
 
 # The keys that scripts of the field set most, with the defaults they count on.
 KNOWN_DEFAULTS = """
@@ -255,8 +255,8 @@ def test_type_name(hint: object, name: str) -> None:
 
 
 def test_choices_are_the_names_that_the_algorithms_know() -> None:
-    from meshrl.algorithms.advantages import ADVANTAGE_ESTIMATORS
-    from meshrl.algorithms.policy_losses import POLICY_LOSSES as REGISTERED_LOSSES
+    from meshrl.registry import ADVANTAGE_ESTIMATORS
+    from meshrl.registry import POLICY_LOSSES as REGISTERED_LOSSES
 
     assert set(leaves(AlgorithmConfig)["adv_estimator"].info.choices) == set(ADVANTAGE_ESTIMATORS)
     assert set(POLICY_LOSSES) == set(REGISTERED_LOSSES)
@@ -321,7 +321,16 @@ def test_every_key_that_is_not_refused_is_read_somewhere() -> None:
     """By name: an attribute of that name occurs outside the declarations."""
     package = Path(meshrl.__file__).parent
     readers = [path for path in package.rglob("*.py") if package / "config" not in path.parents]
-    readers += [package / "config" / name for name in ("units.py", "layout.py", "checks.py")]
+    readers += [
+        package / "config" / name
+        for name in (
+            "batch_sizes.py",
+            "validate.py",
+            "validate_training.py",
+            "validate_rollout.py",
+            "validate_algorithm.py",
+        )
+    ]
     attributes = set(re.findall(r"\.(\w+)", "\n".join(path.read_text() for path in readers)))
     attributes |= {field.name for field in fields(RayInitConfig)}  # handed on as a whole
     only_one_value = {"optimizer", "resume_mode", "prompt_length"}  # their other values are refused

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from meshrl.config import PPOConfig, SFTConfig, check_config
-from meshrl.config.data_files import glance
+from meshrl.config.validate_data import glance
 
 MakePPO = Callable[..., PPOConfig]
 MakeSFT = Callable[..., SFTConfig]

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from meshrl.config.algorithm_checks import reference_problems
-from meshrl.config.checks import check_config
-from meshrl.config.correction import correction_of
-from meshrl.config.eight_bits import eight_bit_file_problems, eight_bit_problems, gpu_problems, training_problems
+from meshrl.config.keys import ACTOR
 from meshrl.config.load import load_config
-from meshrl.config.names import ACTOR
+from meshrl.config.rl import correction_of
+from meshrl.config.validate import check_config
+from meshrl.config.validate_algorithm import reference_problems
+from meshrl.config.validate_model import eight_bit_file_problems, eight_bit_problems, gpu_problems, training_problems
 
 ROLLOUT = "actor_rollout_ref.rollout"
 WEIGHTS, CACHE = f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.kv_cache_dtype=fp8"

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from meshrl.config import check_config
-from meshrl.config.engine_arguments import engine_gpus, server_words
+from meshrl.config.validate_rollout import engine_gpus, server_words
 
 ROLLOUT = "actor_rollout_ref.rollout"
 SIZE = f"{ROLLOUT}.tensor_model_parallel_size"

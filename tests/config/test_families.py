@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshrl.config import PPOConfig
-from meshrl.config.checks import check_config
+from meshrl.config.validate import check_config
 
 MakeModel = Callable[..., Path]
 MakePPO = Callable[..., PPOConfig]

@@ -7,10 +7,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from meshrl.config import ConfigError, PPOConfig, SFTConfig, check_config, load_config
-from meshrl.config.aliases import ALIASES, canonical, has_alias, nearest
-from meshrl.config.checks import check_notes
+from meshrl.config.keys import changed_keys, get_value, leaves, nearest, sections
 from meshrl.config.load import ROOTS, _idle_trees, _lent_tree
-from meshrl.config.tree import changed_keys, get_value, leaves, sections
+from meshrl.config.validate import check_notes
+from meshrl.config.verl_names import ALIASES, canonical, has_alias
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -448,7 +448,7 @@ def test_a_recipe_below_a_folder_with_an_equals_sign(tmp_path, capsys) -> None:
 
 
 def test_a_module_that_exits_is_an_error(tmp_path) -> None:
-    from meshrl.config.functions import load_function
+    from meshrl.config.user_code import load_function
 
     with pytest.raises(ValueError, match=r"cannot import .*leaves.py: SystemExit: 0"):
         load_function(str(write(tmp_path / "leaves.py", "import sys\nsys.exit(0)\n")), "score")

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from meshrl.cli import main
+from meshrl.config.keys import ACTOR, MODEL, ROLLOUT
 from meshrl.config.load import load_config
-from meshrl.config.migrate import Migration, migrate, script_text, yaml_text
-from meshrl.config.names import ACTOR, MODEL, ROLLOUT
+from meshrl.tools.migrate.migrate import Migration, migrate, script_text, yaml_text
 
 PPO, SFT_FSDP, SFT_ENGINE = "verl.trainer.main_ppo", "verl.trainer.fsdp_sft_trainer", "verl.trainer.sft_trainer"
 FULLY = "verl.experimental.fully_async_policy.fully_async_main"

@@ -14,11 +14,11 @@ from verl_keys import GROUPS, VERL_KEYS
 from meshrl.algorithms import compute_advantage
 from meshrl.algorithms.rollout_correction import compute_rollout_correction_weights
 from meshrl.config import check_config, load_config
-from meshrl.config.aliases import ALIASES, canonical, read_setting
-from meshrl.config.migrate import PROGRAMS
-from meshrl.config.root import PPOConfig
-from meshrl.config.sft import SFTConfig
-from meshrl.config.tree import get_value, leaves, sections
+from meshrl.config.keys import get_value, leaves, sections
+from meshrl.config.rl import PPOConfig
+from meshrl.config.supervised import SFTConfig
+from meshrl.config.verl_names import ALIASES, canonical, read_setting
+from meshrl.tools.migrate.migrate import PROGRAMS
 
 DOCS = Path(__file__).parents[2] / "docs"
 KEYS = leaves(PPOConfig)

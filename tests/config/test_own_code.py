@@ -8,7 +8,7 @@ import pytest
 
 from meshrl.cli import main
 from meshrl.config import ConfigError, PPOConfig, SFTConfig, check_config, load_config
-from meshrl.config.own_code import with_absolute_files
+from meshrl.config.validate_algorithm import with_absolute_files
 from meshrl.registry import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS
 
 TABLES = (ADVANTAGE_ESTIMATORS, POLICY_LOSSES, REWARD_MANAGERS)

@@ -3,11 +3,11 @@
 import pytest
 
 from meshrl.config import load_config
-from meshrl.config.checks import check_config
-from meshrl.config.names import ACTOR, REF
-from meshrl.config.pools import num_devices, ranks_of
+from meshrl.config.batch_sizes import BatchUnits
+from meshrl.config.keys import ACTOR, REF
+from meshrl.config.rl import num_devices, ranks_of
 from meshrl.config.show import summary_lines
-from meshrl.config.units import BatchUnits
+from meshrl.config.validate import check_config
 
 PPO = (
     "algorithm.adv_estimator=gae", "actor_rollout_ref.rollout.n=1", "trainer.n_gpus_per_node=4",

@@ -10,8 +10,8 @@ from verl_scripts import GROUPS, PAGE, RECORDED, groups, page, runs, share
 
 from meshrl.config import ConfigError, check_config, load_config, unsupported
 from meshrl.config.load import ROOTS
-from meshrl.config.migrate import PROGRAMS, migrate, script_text
-from meshrl.config.shell_script import read_script
+from meshrl.tools.migrate.migrate import PROGRAMS, migrate, script_text
+from meshrl.tools.migrate.shell_script import read_script
 
 MAIN, SFT, ASYNC = list(GROUPS)[:3]
 CHECKOUT = os.environ.get("MESHRL_VERL_CHECKOUT")  # where the scripts themselves are at hand

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.config import ConfigError, PPOConfig, SFTConfig, ensure_runnable, packages
-from meshrl.config.packages import is_installed
+from meshrl.config import ConfigError, PPOConfig, SFTConfig, ensure_runnable, validate_training
+from meshrl.config.validate_training import is_installed
 
 MakePPO = Callable[..., PPOConfig]
 MakeSFT = Callable[..., SFTConfig]
@@ -17,7 +17,7 @@ VLLM = "actor_rollout_ref.rollout.name=vllm"
 def missing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Packages that are not installed, for this test."""
     names: set[str] = set()
-    monkeypatch.setattr(packages, "is_installed", lambda package: package not in names)
+    monkeypatch.setattr(validate_training, "is_installed", lambda package: package not in names)
     return names
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from meshrl.config.checks import check_config
+from meshrl.config.batch_sizes import BatchUnits
 from meshrl.config.load import load_config
-from meshrl.config.units import BatchUnits
+from meshrl.config.validate import check_config
 
 REF, ACTOR = "actor_rollout_ref.ref", "actor_rollout_ref.actor"
 APART = (f"{REF}.nnodes=1", f"{REF}.n_gpus_per_node=8", f"{ACTOR}.use_kl_loss=true")

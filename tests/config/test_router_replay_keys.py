@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from meshrl.config.checks import check_config
 from meshrl.config.load import load_config
-from meshrl.config.router_replay import MODE, replay_file_problems, replay_problems
+from meshrl.config.validate import check_config
+from meshrl.config.validate_model import MODE, replay_file_problems, replay_problems
 
 
 def config_of(*overrides):

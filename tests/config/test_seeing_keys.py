@@ -3,8 +3,8 @@
 import pytest
 
 from meshrl.config import SFTConfig, load_config
-from meshrl.config.checks import check_config
-from meshrl.config.seeing import seeing_problems
+from meshrl.config.validate import check_config
+from meshrl.config.validate_model import seeing_problems
 
 ROOT = "actor_rollout_ref"
 

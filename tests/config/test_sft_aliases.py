@@ -3,7 +3,7 @@
 import pytest
 
 from meshrl.config import ConfigError, SFTConfig, check_config, load_config
-from meshrl.config.tree import get_value
+from meshrl.config.keys import get_value
 
 
 def value_after(name: str, *overrides: str) -> object:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrl.config.shell_script import read_script
+from meshrl.tools.migrate.shell_script import read_script
 
 START = "python3 -m verl.trainer.main_ppo"
 SCRIPTS = {

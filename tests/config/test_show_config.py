@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from meshrl.config import ConfigError, PPOConfig, load_config, quick_yaml
+from meshrl.config.keys import leaves
 from meshrl.config.load import ROOTS
 from meshrl.config.reference import DOCS, PAGES, reference
 from meshrl.config.show import as_recipe, to_yaml
-from meshrl.config.tree import leaves
 
 ODD_VALUES = [
     "trainer.experiment_name='null'",

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from meshrl.config.root import PPOConfig
-from meshrl.config.telemetry_checks import profiler_problems, timeline_problems
+from meshrl.config.rl import PPOConfig
+from meshrl.config.validate_training import profiler_problems, timeline_problems
 
 PROBLEMS = [
     (["trainer.timeline=true", "trainer.ledger=false"], "drawn from the ledger"),

@@ -11,13 +11,12 @@ import pytest
 
 from meshrl.algorithms import COVARIANCE_LOSSES, POLICY_LOSSES, estimator_takes
 from meshrl.config import ConfigError, PPOConfig, SFTConfig, check_config, load_config
-from meshrl.config import algorithm_checks as checks
-from meshrl.config.algorithm import ESTIMATORS
-from meshrl.config.checks import check_notes
-from meshrl.config.load import ROOTS
-from meshrl.config.tree import Leaf, get_value, leaves, set_value
-from meshrl.config.values import value_problems
-from meshrl.trainer.correction import needs_old_log_probs
+from meshrl.config import validate_algorithm as checks
+from meshrl.config.keys import Leaf, get_value, leaves, set_value
+from meshrl.config.load import ROOTS, value_problems
+from meshrl.config.rl import ESTIMATORS
+from meshrl.config.validate import check_notes
+from meshrl.trainer.rl_trainer import needs_old_log_probs
 
 MakePPO = Callable[..., PPOConfig]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

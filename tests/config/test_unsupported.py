@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from meshrl.config import ConfigError, PPOConfig, PreferenceConfig, SFTConfig, ensure_runnable, load_config, unsupported
-from meshrl.config.tree import Leaf, fill_followers, get_value, leaves, set_value
+from meshrl.config.keys import Leaf, fill_followers, get_value, leaves, set_value
 
 ACTOR = "actor_rollout_ref.actor"
 

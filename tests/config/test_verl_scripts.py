@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from meshrl.config import ConfigError, check_config, load_config, unsupported
-from meshrl.config.checks import check_notes
+from meshrl.config.keys import get_value
 from meshrl.config.show import summary_lines, to_yaml
-from meshrl.config.tree import get_value
+from meshrl.config.validate import check_notes
 
 VALIDATES = "data.val_files=held_out.parquet"
 BUCKET = "update_weights_bucket_megabytes"

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshrl.config.migrate import Migration, migrate
+from meshrl.tools.migrate.migrate import Migration, migrate
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("verl_scripts.json").read_text())
 PAGE = Path(__file__).parents[2] / "docs" / "verl_scripts.md"

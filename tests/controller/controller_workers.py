@@ -16,7 +16,7 @@ import torch.distributed as dist
 from meshrl.controller import Dispatch, Execute, Worker, nd_dispatch, register, register_dispatch_mode
 
 if TYPE_CHECKING:
-    from meshrl.data.proto import DataProto
+    from meshrl.data.batch import DataProto
 
 if "pytest" not in sys.modules:
     # tensordict marks its functions for torch.compile, which nobody uses here: that alone would import all of dynamo.
@@ -50,7 +50,7 @@ def has_ended(pid: int, within: float = 5.0) -> bool:
 
 def _proto() -> type[DataProto]:
     """Imported where it is made: most processes of these tests never see one, and it takes seconds."""
-    from meshrl.data.proto import DataProto
+    from meshrl.data.batch import DataProto
 
     return DataProto
 

@@ -3,7 +3,7 @@
 import time
 
 from meshrl.controller import Dispatch, Worker, register
-from meshrl.telemetry.ledger import Ledger, booked
+from meshrl.telemetry.time_ledger import Ledger, booked
 
 
 class Sleeper(Worker):

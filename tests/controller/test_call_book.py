@@ -3,10 +3,8 @@
 import pytest
 
 from meshrl.controller import Deadlines
-from meshrl.controller.calls import CallBook
-from meshrl.controller.errors import DeadlineError, WorkerError
-from meshrl.controller.futures import Future
-from meshrl.controller.worker import Failure
+from meshrl.controller.calls import CallBook, DeadlineError, Future, WorkerError
+from meshrl.controller.dispatch import Failure
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.controller.channel import INLINE_BYTES, MAX_FDS, Parcel, receive_message, send_message
-from meshrl.data.proto import DataProto
+from meshrl.controller.worker_process import INLINE_BYTES, MAX_FDS, Parcel, receive_message, send_message
+from meshrl.data.batch import DataProto
 
 
 def open_fds():

@@ -8,7 +8,7 @@ import psutil
 import torch
 from controller_workers import Probe
 
-from meshrl.data.proto import DataProto
+from meshrl.data.batch import DataProto
 
 # Ray copies a batch into and out of its store, which takes several times as long as handing over a shared file.
 STEPS = {"local": 200, "ray": 20}

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from meshrl.controller import Dispatch, Execute, nd_dispatch, register, register_dispatch_mode, update_dispatch_mode
-from meshrl.controller.dispatch import call_spec, check_mesh
-from meshrl.controller.worker import MeshEntry
-from meshrl.data.proto import DataProto
+from meshrl.controller.dispatch import MeshEntry, call_spec, check_mesh
+from meshrl.data.batch import DataProto
 
 
 class FakeRanks:

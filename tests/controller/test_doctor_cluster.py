@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meshrl.cli import main
-from meshrl.doctor.cluster import Witness, check_cluster, judge_hosts, judge_software, measure_pairs
+from meshrl.tools.doctor.network import Witness, check_cluster, judge_hosts, judge_software, measure_pairs
 
 
 @pytest.mark.usefixtures("ray_instance")

@@ -8,9 +8,9 @@ import pytest
 from ledger_workers import Sleeper
 
 from meshrl.controller import ResourcePool, WorkerError
-from meshrl.telemetry.ledger import Span, booked
-from meshrl.telemetry.trace import TimelineFile, read_timeline
-from meshrl.trainer.bookkeeper import Bookkeeper
+from meshrl.telemetry.time_ledger import Span, booked
+from meshrl.telemetry.timeline import TimelineFile, read_timeline
+from meshrl.trainer.time_accounting import Bookkeeper
 
 AHEAD = 5000.0
 

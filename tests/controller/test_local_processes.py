@@ -27,9 +27,9 @@ from meshrl.controller import (
     WorkerError,
     create_worker_group,
 )
-from meshrl.controller.futures import Future, SerialThread
-from meshrl.controller.nursery import get_nursery
-from meshrl.data.proto import DataProto
+from meshrl.controller.calls import Future, SerialThread
+from meshrl.controller.forkserver import get_nursery
+from meshrl.data.batch import DataProto
 
 HERE = Path(__file__).parent
 
@@ -426,7 +426,7 @@ def test_a_warmed_up_nursery_has_imported_what_it_was_told(tmp_path):
     script = """
 import sys, time
 from meshrl.controller import warm_up
-from meshrl.controller.nursery import get_nursery
+from meshrl.controller.forkserver import get_nursery
 warm_up("early_module", "no_such_module")
 until = time.monotonic() + 60
 while time.monotonic() < until:

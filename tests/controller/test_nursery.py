@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshrl.controller import nursery
-from meshrl.controller.nursery import Nursery, NurseryError
+from meshrl.controller import forkserver
+from meshrl.controller.forkserver import Nursery, NurseryError
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def played(monkeypatch):
         sides.append(socket.socket(fileno=os.dup(pass_fds[0])))
         return SimpleNamespace(wait=lambda: 0)
 
-    monkeypatch.setattr(nursery.subprocess, "Popen", start)
+    monkeypatch.setattr(forkserver.subprocess, "Popen", start)
     asker = Nursery()
     yield asker, sides[0]
     sides[0].close()
@@ -32,7 +32,7 @@ def test_a_worker_that_comes_too_late_is_not_taken_for_the_next_one(played):
 
     def fork_both():
         for pid in (11, 12):
-            options, fd = nursery._next_request(control)
+            options, fd = forkserver._next_request(control)
             os.close(fd)
             control.sendall(f"forked {pid} {options['number']}\n".encode())
         control.sendall(b"ended 11 1\nended 12 3\n")

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from meshrl.controller.errors import RayStartError
-from meshrl.doctor.cluster import check_cluster
+from meshrl.controller.calls import RayStartError
+from meshrl.tools.doctor.network import check_cluster
 
 pytest.importorskip("ray")
 from meshrl.controller.ray import _check_reachable

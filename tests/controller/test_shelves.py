@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshrl.controller.shelves import LAST, Shelf, places_of
+from meshrl.controller.peer_memory import LAST, Shelf, places_of
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])

@@ -11,10 +11,9 @@ import pytest
 from controller_workers import Probe
 
 from meshrl.controller import ClassWithInitArgs, Deadlines, ResourcePool, WorkerDied, create_worker_group
-from meshrl.controller.flight_recorder import Collective, disagreements
+from meshrl.controller.calls import Collective, disagreements
 from meshrl.telemetry.run_folder import RunFolder
-from meshrl.trainer.failures import Failure, kind_of
-from meshrl.trainer.stall import StallWatch
+from meshrl.trainer.fault_tolerance import Failure, StallWatch, kind_of
 
 STALL = 0.5
 

@@ -19,7 +19,7 @@ from meshrl.controller import (
     create_colocated_worker_cls,
     create_worker_group,
 )
-from meshrl.data.proto import DataProto
+from meshrl.data.batch import DataProto
 
 
 @pytest.fixture(scope="module", params=["in_process", "local", "ray"])

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from meshrl.config.data import DataConfig, SamplerConfig
+from meshrl.data.batch import DataProto
 from meshrl.data.curriculum import SamplerOrder
-from meshrl.data.proto import DataProto
 
 SAMPLERS = '''
 import torch

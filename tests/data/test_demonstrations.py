@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from meshrl.config.sft import SFTDataConfig
-from meshrl.data.demonstrations import DemonstrationDataset
+from meshrl.config.supervised import SFTDataConfig
+from meshrl.data.supervised_data import DemonstrationDataset
 
 CONVERSATION = [
     {"role": "system", "content": "add"},

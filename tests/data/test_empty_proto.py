@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from meshrl.data.proto import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from meshrl.data.batch import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 
 EMPTY: dict[str, Callable[[], DataProto]] = {
     "None, None": lambda: DataProto(None, None),

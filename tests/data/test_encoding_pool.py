@@ -5,15 +5,14 @@ import json
 import pytest
 
 from meshrl.config.data import DataConfig
-from meshrl.data import encoding_pool
-from meshrl.data.encoding import encode_prompt
-from meshrl.data.encoding_pool import encode_in_processes
+from meshrl.data import tokenize
 from meshrl.data.prompts import PromptDataset
+from meshrl.data.tokenize import encode_in_processes, encode_prompt
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(encoding_pool, "CHUNK", 3)
+    monkeypatch.setattr(tokenize, "CHUNK", 3)
 
 
 def test_processes_give_what_one_by_one_gives(chat_tokenizer):
@@ -30,14 +29,14 @@ def test_processes_give_what_one_by_one_gives(chat_tokenizer):
 def test_a_bad_prompt_and_a_dead_process_are_heard(tokenizer, monkeypatch):
     with pytest.raises(ValueError, match="row 5: the prompt must be a string or a list of messages"):
         encode_in_processes(tokenizer, ["1", "2", "3", "4", 5], None, 2)
-    monkeypatch.setattr(encoding_pool, "WORKER", "import sys; sys.exit(3)")
+    monkeypatch.setattr(tokenize, "WORKER", "import sys; sys.exit(3)")
     with pytest.raises(RuntimeError, match="a tokenizing process ended with exit code 3"):
         encode_in_processes(tokenizer, ["1"], None, 1)
 
 
 def test_a_process_that_reads_nothing_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(encoding_pool, "WORKER", "import time; time.sleep(60)")
-    monkeypatch.setattr(encoding_pool, "CHUNK_SECONDS", 0.1)  # a send takes whole seconds
+    monkeypatch.setattr(tokenize, "WORKER", "import time; time.sleep(60)")
+    monkeypatch.setattr(tokenize, "CHUNK_SECONDS", 0.1)  # a send takes whole seconds
     more_than_a_socket_holds = "x" * 3_000_000
     with pytest.raises(TimeoutError, match=r"has read nothing for 0\.1 s"):
         encode_in_processes(more_than_a_socket_holds, ["1"], None, 1)

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from meshrl.data.files import read_rows
+from meshrl.data.row_files import read_rows
 
 ROWS = [
     {"prompt": "1+1=", "answer": 2, "tags": ["a", "b"], "info": {"level": 1}},

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.config.preferences import PreferenceDataConfig
-from meshrl.data.judged import JudgedDataset, next_of_another_prompt
+from meshrl.config.supervised import PreferenceDataConfig
+from meshrl.data.supervised_data import JudgedDataset, next_of_another_prompt
 
 
 @pytest.fixture

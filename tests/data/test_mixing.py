@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from meshrl.data.mixing import MixedOrder, Shares
+from meshrl.data.sampling import MixedOrder, Shares
 
 SOURCE_OF_ROW = np.array([0] * 7 + [1] * 20 + [2] * 3)
 

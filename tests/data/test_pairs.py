@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from meshrl.config.preferences import PreferenceDataConfig
-from meshrl.data.pairs import PairDataset
+from meshrl.config.supervised import PreferenceDataConfig
+from meshrl.data.supervised_data import PairDataset
 
 
 def user(text):

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from meshrl.data import plain
+from meshrl.data import plain_data
 
 UTC = datetime.UTC
 NAN_WITH_SIGN = struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0]
@@ -136,12 +136,12 @@ PLAIN = [
 
 
 def by_file(value, folder):
-    plain.save(value, folder / "value")
-    return plain.load(folder / "value")
+    plain_data.save(value, folder / "value")
+    return plain_data.load(folder / "value")
 
 
 def by_json(value, folder):
-    return plain.from_json(json.loads(json.dumps(plain.to_json(value))))
+    return plain_data.from_json(json.loads(json.dumps(plain_data.to_json(value))))
 
 
 def assert_same(got, sent, where="value"):
@@ -257,20 +257,23 @@ REFUSED = {
 @pytest.mark.parametrize("said", REFUSED)
 def test_other_values_are_refused_with_their_type_and_place(tmp_path, said):
     value = {"a": [0, {"b": (1, REFUSED[said])}]}
-    for write in (lambda: plain.save(value, tmp_path / "value", "state"), lambda: plain.to_json(value, "state")):
-        with pytest.raises(plain.NotPlainError, match=r"state\['a'\]\[1\]\['b'\]\[1\] (is|has)") as caught:
+    for write in (
+        lambda: plain_data.save(value, tmp_path / "value", "state"),
+        lambda: plain_data.to_json(value, "state"),
+    ):
+        with pytest.raises(plain_data.NotPlainError, match=r"state\['a'\]\[1\]\['b'\]\[1\] (is|has)") as caught:
             write()
         assert said in str(caught.value).replace("tests.data.", "")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_value_that_contains_itself_is_refused():
-    with pytest.raises(plain.NotPlainError, match="contains itself"):
-        plain.to_json(RING)
+    with pytest.raises(plain_data.NotPlainError, match="contains itself"):
+        plain_data.to_json(RING)
 
 
 def test_files_are_plain_safetensors(tmp_path):
-    plain.save({"w": torch.arange(3.0), "n": 5}, tmp_path / "value")
+    plain_data.save({"w": torch.arange(3.0), "n": 5}, tmp_path / "value")
     held = load_file(tmp_path / "value")
     assert torch.equal(held["0"], torch.arange(3.0))
     assert json.loads(held["tree"].numpy().tobytes())["n"] == 5
@@ -300,28 +303,28 @@ DAMAGED = [
 @pytest.mark.parametrize("tree", DAMAGED, ids=str)
 def test_damaged_trees_are_refused(tmp_path, tree):
     text = torch.frombuffer(bytearray(json.dumps([tree]).encode()), dtype=torch.uint8)
-    save_file({"0": torch.ones(3), "tree": text}, tmp_path / "value", {plain.FORMAT_KEY: plain.FORMAT})
+    save_file({"0": torch.ones(3), "tree": text}, tmp_path / "value", {plain_data.FORMAT_KEY: plain_data.FORMAT})
     with pytest.raises(ValueError, match=r"value' cannot be read \(.*it is damaged"):
-        plain.load(tmp_path / "value")
+        plain_data.load(tmp_path / "value")
     with pytest.raises(ValueError, match="this is no plain data of ours"):
-        plain.from_json({"tree": [tree], "bytes": {"0": "AAAA"}})
+        plain_data.from_json({"tree": [tree], "bytes": {"0": "AAAA"}})
 
 
 def test_files_of_others_and_damaged_ones_are_told(tmp_path):
     path = tmp_path / "value"
     save_file({"tree": torch.zeros(3)}, path)
     with pytest.raises(ValueError, match="holds tensors alone"):
-        plain.load(path)
-    save_file({"tree": torch.zeros(3)}, path, {plain.FORMAT_KEY: "2"})
+        plain_data.load(path)
+    save_file({"tree": torch.zeros(3)}, path, {plain_data.FORMAT_KEY: "2"})
     with pytest.raises(ValueError, match="holds format 2, and no plain data of format 1"):
-        plain.load(path)
+        plain_data.load(path)
     deep = torch.frombuffer(bytearray(b"[" * 100_000), dtype=torch.uint8)
-    save_file({"tree": deep}, path, {plain.FORMAT_KEY: plain.FORMAT})
+    save_file({"tree": deep}, path, {plain_data.FORMAT_KEY: plain_data.FORMAT})
     with pytest.raises(ValueError, match="it is damaged"):
-        plain.load(path)
-    plain.save(list(range(50)), path)
+        plain_data.load(path)
+    plain_data.save(list(range(50)), path)
     whole = path.read_bytes()
     for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
         with pytest.raises(ValueError, match="damaged"):
-            plain.load(path)
+            plain_data.load(path)

@@ -11,12 +11,11 @@ import pytest
 from PIL import Image
 
 from meshrl.config.data import DataConfig
-from meshrl.config.sft import SFTDataConfig
-from meshrl.data.demonstrations import DemonstrationDataset
-from meshrl.data.image_reader import IMAGES
-from meshrl.data.images import PromptImages, check_no_images, encoded
-from meshrl.data.prompts import PromptDataset
-from meshrl.data.stream import PromptStream
+from meshrl.config.supervised import SFTDataConfig
+from meshrl.data.images import IMAGES
+from meshrl.data.prompt_images import PromptImages, check_no_images, encoded
+from meshrl.data.prompts import PromptDataset, PromptStream
+from meshrl.data.supervised_data import DemonstrationDataset
 from meshrl.models.loading import load_tokenizer
 
 TEMPLATE = (

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from meshrl.config.data import CustomDatasetConfig, DataConfig
-from meshrl.data.encoding import encode_prompt
-from meshrl.data.prompts import PromptDataset, ground_truth, object_array, truncate
-from meshrl.data.stream import PromptStream
+from meshrl.data.batch import object_array
+from meshrl.data.prompts import PromptDataset, PromptStream, ground_truth, truncate
+from meshrl.data.tokenize import encode_prompt
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from meshrl.data.proto import DataProto, DataProtoItem, pad_dataproto_to_divisor, unpad_dataproto
+from meshrl.data.batch import DataProto, DataProtoItem, pad_dataproto_to_divisor, unpad_dataproto
 
 LENGTHS = (3, 0, 5, 1, 2, 4, 7)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from meshrl.data import plain
-from meshrl.data.proto import DataProto
-from meshrl.data.serialize import dumps, loads
+from meshrl.data import plain_data
+from meshrl.data.batch import DataProto
+from meshrl.data.serialization import dumps, loads
 
 
 def make() -> DataProto:
@@ -148,7 +148,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     make().save_to_disk(path)
     assert_equal(DataProto.load_from_disk(str(path)), make())
     assert [entry.name for entry in tmp_path.iterdir()] == ["batch.dataproto"]
-    plain.save({"not": "a proto"}, tmp_path / "other")
+    plain_data.save({"not": "a proto"}, tmp_path / "other")
     with pytest.raises(ValueError, match="holds a dict, not a DataProto"):
         DataProto.load_from_disk(tmp_path / "other")
     inner = DataProto.from_dict({"x": torch.arange(2), "nested": TensorDict({"y": torch.ones(2, 3)}, [2])})

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from meshrl.data.serialize import INLINE_BYTES, TensorEnvelope, dumps, loads, seal
+from meshrl.data.serialization import INLINE_BYTES, TensorEnvelope, dumps, loads, seal
 
 DTYPES = [
     torch.bool,

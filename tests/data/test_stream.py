@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from meshrl.config.data import DataConfig
-from meshrl.data import stream
-from meshrl.data.files import read_rows, stream_rows
-from meshrl.data.prompts import PromptDataset
-from meshrl.data.stream import PromptStream, mixed, shuffled
+from meshrl.data import prompts
+from meshrl.data.prompts import PromptDataset, PromptStream, mixed, shuffled
+from meshrl.data.row_files import read_rows, stream_rows
 
 LENGTHS = {"a.jsonl": 11, "b.jsonl": 7, "c.jsonl": 5}
 
@@ -127,7 +126,7 @@ def test_only_a_buffer_is_read_ahead(files, tokenizer, monkeypatch):
             read.append(row)
             yield row
 
-    monkeypatch.setattr(stream, "stream_rows", watched)
+    monkeypatch.setattr(prompts, "stream_rows", watched)
     take(make(files, tokenizer, buffer=5), 1)
     assert len(read) == 4 + 5
     read.clear()
@@ -172,7 +171,7 @@ def test_parquet_and_saved_data_sets_stream_too(tmp_path):
 
 
 def test_a_stream_without_a_fitting_prompt_is_not_read_for_ever(files, tokenizer, monkeypatch):
-    monkeypatch.setattr(stream, "MOST_DROPPED", 50)
+    monkeypatch.setattr(prompts, "MOST_DROPPED", 50)
     options = {"max_prompt_length": 0, "filter_overlong_prompts": True, "train_weights": [1.0, 1.0, 1.0]}
     with pytest.raises(ValueError, match=r"the last 50 prompts were all over data.max_prompt_length=0"):
         take(make(files, tokenizer, **options), 1)

@@ -12,11 +12,21 @@ import pytest
 import torch
 import yaml
 
-from meshrl.doctor import machine
-from meshrl.doctor.findings import Finding, as_json, as_lines, judged, worst
-from meshrl.doctor.measure import Entry, _short_name, matmul_tflops, measure, write_entry
-from meshrl.doctor.versions import CONFLICTS, Conflict, check_python, check_versions, is_within
 from meshrl.rewards.sandbox.backends import Backend, SandboxError
+from meshrl.tools.doctor import machine
+from meshrl.tools.doctor.machine import (
+    CONFLICTS,
+    Conflict,
+    Finding,
+    as_json,
+    as_lines,
+    check_python,
+    check_versions,
+    is_within,
+    judged,
+    worst,
+)
+from meshrl.tools.doctor.measure import Entry, _short_name, matmul_tflops, measure, write_entry
 
 LINKS = ["intra_node_gbs", "inter_node_gbs", "host_gbs", "latency_us"]
 KEYS = ["memory_gib", "bf16_tflops", "fp32_tflops", "memory_gbs", *LINKS, "measured"]
@@ -39,7 +49,7 @@ def run_in_child(code, limit=None):
 @pytest.mark.parametrize(("limit", "status"), [(100, "fail"), (1024, "warn"), (None, None)])
 def test_file_handles(limit, status):
     code = (
-        "import json; from meshrl.doctor.machine import check_file_handles as check\n"
+        "import json; from meshrl.tools.doctor.machine import check_file_handles as check\n"
         "found = check(2); print(json.dumps([found.status, found.advice, found.numbers['soft']]))"
     )
     seen, advice, soft = run_in_child(code, limit)
@@ -54,7 +64,7 @@ def test_file_handles(limit, status):
 
 def test_more_ranks_need_more_file_handles():
     code = (
-        "import json; from meshrl.doctor.machine import check_file_handles as check\n"
+        "import json; from meshrl.tools.doctor.machine import check_file_handles as check\n"
         "print(json.dumps([check(ranks).status for ranks in (2, 64)]))"
     )
     assert run_in_child(code, 1024) == ["warn", "fail"]
@@ -189,9 +199,11 @@ def test_lines_json_and_the_worst():
 
 
 def test_the_hardware_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshrl.doctor.measure.MINIMUM_SECONDS", 0.01)
+    monkeypatch.setattr("meshrl.tools.doctor.measure.MINIMUM_SECONDS", 0.01)
     # Processors without instructions for bfloat16 take seconds for a large product.
-    monkeypatch.setattr("meshrl.doctor.measure.matmul_tflops", lambda device, kind, _: matmul_tflops(device, kind, 128))
+    monkeypatch.setattr(
+        "meshrl.tools.doctor.measure.matmul_tflops", lambda device, kind, _: matmul_tflops(device, kind, 128)
+    )
     links = Finding("links", "ok", "2 local ranks over gloo", numbers={"gbs": 3.0, "latency_us": 50.0})
     entry = measure([links])
     file = tmp_path / "hardware.yaml"
@@ -219,7 +231,7 @@ def test_a_file_that_is_no_hardware_file_stays(tmp_path):
 
 
 def test_operations_are_counted_right(monkeypatch):
-    monkeypatch.setattr("meshrl.doctor.measure.seconds_of", lambda work, device: work() is None or 0.5)
+    monkeypatch.setattr("meshrl.tools.doctor.measure.seconds_of", lambda work, device: work() is None or 0.5)
     assert matmul_tflops(torch.device("cpu"), "float32", 100) == pytest.approx(2 * 100**3 / 0.5 / 1e12)
 
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from meshrl.cli import main
-from meshrl.doctor import measure
-from meshrl.doctor.links import LinkRun, judge_clocks, judge_links
+from meshrl.tools.doctor import measure
+from meshrl.tools.doctor.network import LinkRun, judge_clocks, judge_links
 
 
 def pair(gbs=3.0, latency=50.0, offset=0.0, error=1e-4):

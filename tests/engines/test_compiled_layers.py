@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from meshrl.engines.fsdp.engine import compile_layers
-from meshrl.parallel.packed import PackedSequences
+from meshrl.engines.fsdp.fsdp_engine import compile_layers
+from meshrl.parallel.attention import PackedSequences
+from meshrl.parallel.context_parallel import RingContext, UlyssesContext
 from meshrl.parallel.prefix_tree import PrefixTree
-from meshrl.parallel.ring import RingContext
-from meshrl.parallel.ulysses import UlyssesContext
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshrl.config.families import UNSCALED, LogitScaling
-from meshrl.engines import log_probs as module
-from meshrl.engines.log_probs import linear_log_probs, linear_sum_pi_squared, tokens_per_chunk
+from meshrl.engines import packed_model as module
+from meshrl.engines.packed_model import linear_log_probs, linear_sum_pi_squared, tokens_per_chunk
 
 TOKENS, DIM, VOCABULARY = 17, 6, 23
 

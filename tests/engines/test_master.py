@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshrl.engines.master import MasterAdamW, join, split
+from meshrl.engines.optim import MasterAdamW, join, split
 
 
 def test_a_float32_number_is_its_bfloat16_and_a_remainder():

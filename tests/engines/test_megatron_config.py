@@ -7,8 +7,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 pytest.importorskip("megatron.core")
 
 from meshrl.config.engine import MegatronConfig
-from meshrl.engines.megatron.transformer_config import check_point_to_point, transformer_config
-from meshrl.trainer.verify import SMALL
+from meshrl.engines.megatron.megatron_config import check_point_to_point, transformer_config
+from meshrl.tools.verify import SMALL
 
 
 def hf(family, **fields):

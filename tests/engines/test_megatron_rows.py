@@ -6,9 +6,9 @@ import torch
 pytest.importorskip("megatron.core")
 
 from meshrl.data.packing import pack
-from meshrl.engines.megatron.rows import RowSharing, SharedRow
+from meshrl.engines.megatron.packed_rows import RowSharing, SharedRow
 from meshrl.engines.megatron.zigzag import ZigZag
-from meshrl.parallel.packed import PackedSequences
+from meshrl.parallel.attention import PackedSequences
 
 CPU = torch.device("cpu")
 

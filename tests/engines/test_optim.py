@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from meshrl.config.optim import OptimConfig
+from meshrl.config.engine import OptimConfig
 from meshrl.engines.optim import LearningRate, LocalAdamW, build_optimizer, lr_factor
 
 

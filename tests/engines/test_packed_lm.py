@@ -10,10 +10,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshrl.data.packing import pack
-from meshrl.engines import packed_lm
-from meshrl.engines.packed_lm import PackedCausalLM
-from meshrl.parallel.attention import ATTENTION_NAME
-from meshrl.parallel.packed import PackedSequences
+from meshrl.engines import packed_model
+from meshrl.engines.packed_model import PackedCausalLM
+from meshrl.parallel.attention import ATTENTION_NAME, PackedSequences
 from meshrl.parallel.sequence import SequenceParallel
 
 PROMPT = 4
@@ -36,7 +35,7 @@ def samples():
 def log_probs_of(module, samples, target_mask=None, monkeypatch=None, most_nodes=None):
     ids, mask = samples
     if most_nodes is not None:
-        monkeypatch.setattr(packed_lm, "MOST_NODES", most_nodes)
+        monkeypatch.setattr(packed_model, "MOST_NODES", most_nodes)
     row = pack(ids, mask, mask[:, PROMPT:] if target_mask is None else target_mask)
     seen = []
     hook = module.hf_model.base_model.register_forward_pre_hook(
@@ -145,10 +144,10 @@ def graphs_after_rows(folder, images_of_rows):
     """How many graphs there are after each of some rows; in a process of its own, where nobody has changed torch."""
     from torch._dynamo.utils import counters
 
-    from meshrl.config.model import ModelConfig
-    from meshrl.engines.fsdp.engine import compile_layers
+    from meshrl.config.engine import ModelConfig
+    from meshrl.engines.fsdp.fsdp_engine import compile_layers
     from meshrl.models.loading import load_model
-    from meshrl.models.sight import find_sight
+    from meshrl.models.vision import find_sight
 
     model = load_model(folder, ATTENTION_NAME)
     sight = find_sight(model.config, ModelConfig(path=str(folder)))

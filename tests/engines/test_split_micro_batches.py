@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.engines.micro_batches import fixed_size_parts, runs_of_kin, split_heaviest, split_into_micro_batches
+from meshrl.engines.batching import fixed_size_parts, runs_of_kin, split_heaviest, split_into_micro_batches
 
 rows = st.lists(st.integers(0, 20), min_size=0, max_size=24).map(lambda x: np.asarray(x, dtype=np.int64))
 

@@ -16,9 +16,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from meshrl.models.buffers import persistent_buffers
-from meshrl.models.empty import LARGE, without_memory
-from meshrl.models.loading import empty_causal_lm
+from meshrl.models.loading import LARGE, empty_causal_lm, persistent_buffers, without_memory
 
 SMALL = {
     "vocab_size": 37,

@@ -20,23 +20,20 @@ from torch import Tensor
 from transformers import AutoModelForTokenClassification, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
-from meshrl.config import PPOConfig, load_config, packages
-from meshrl.config.checks import check_config
-from meshrl.config.engine import EngineConfig, MixedPrecisionConfig
+from meshrl.config import PPOConfig, load_config, validate_training
+from meshrl.config.engine import EngineConfig, MixedPrecisionConfig, ModelConfig, OptimConfig
 from meshrl.config.families import FAMILIES, SEEING, gpu_problem
-from meshrl.config.model import ModelConfig
-from meshrl.config.optim import OptimConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.data.proto import DataProto
-from meshrl.engines.fsdp.engine import FSDPEngine
-from meshrl.models.buffers import named_weights
-from meshrl.models.loading import VALUE_HEAD
+from meshrl.config.validate import check_config
+from meshrl.data.batch import DataProto
+from meshrl.engines.fsdp.fsdp_engine import FSDPEngine
+from meshrl.models.loading import VALUE_HEAD, named_weights
 from meshrl.models.saving import save_hf_folder
 from meshrl.models.tiny import char_tokenizer
-from meshrl.rollout.base import Rollout, SamplingParams
-from meshrl.rollout.build import build_rollout
-from meshrl.rollout.embedded.build import attending_layers, cache_shape
-from meshrl.rollout.opened import EngineOptions, open_rollout
+from meshrl.rollout.base import Rollout
+from meshrl.rollout.build import EngineOptions, build_rollout, open_rollout
+from meshrl.rollout.embedded.capacity import attending_layers, cache_shape
+from meshrl.rollout.requests import SamplingParams
 
 # Longer than the windows and chunks of the tiny models, unequal, and of few tokens a step.
 PROMPTS, RESPONSES = [5, 3, 9, 2], [6, 9, 4, 10]
@@ -92,7 +89,7 @@ def write(tmp_path: Path) -> Callable[..., tuple[PreTrainedModel, Path]]:
 @pytest.fixture
 def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """The lines of a dry run on a folder."""
-    monkeypatch.setattr(packages, "is_installed", lambda package: True)
+    monkeypatch.setattr(validate_training, "is_installed", lambda package: True)
     (tmp_path / "train.jsonl").write_text('{"prompt": "6 * 7"}\n' * 64)
 
     def check(folder: Path, *overrides: str) -> list[str]:

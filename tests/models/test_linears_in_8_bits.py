@@ -5,10 +5,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Olmo2Config, Qwen2Config, Qwen3MoeConfig
 
-from meshrl.config.model import ModelConfig
+from meshrl.config.engine import ModelConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.models.eight_bits import (
+from meshrl.models.fp8 import (
     LARGEST,
+    Fp8Projection,
     Linear8,
     compute_in_8_bits,
     in_8_bits,
@@ -20,7 +21,6 @@ from meshrl.models.lora import add_adapters
 from meshrl.models.tiny import make_tiny_model
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.rollout.build import build_rollout
-from meshrl.rollout.embedded.fp8 import Fp8Projection
 from meshrl.rollout.embedded.layers import is_plain
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from meshrl.config.families import SEEING
-from meshrl.config.model_files import misfit_problems, stored_tensors, type_problem
+from meshrl.config.model_folder import misfit_problems, stored_tensors, type_problem
 from meshrl.models.loading import (
     empty_causal_lm,
     empty_model,
@@ -21,8 +21,7 @@ from meshrl.models.loading import (
     stop_token_ids,
     torch_dtype,
 )
-from meshrl.parallel.attention import ATTENTION_NAME
-from meshrl.parallel.packed import PackedSequences
+from meshrl.parallel.attention import ATTENTION_NAME, PackedSequences
 from meshrl.telemetry.flops import COUNTED
 
 # Families whose attention has sinks, which torch's own function does not take.

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from meshrl.config.model import ModelConfig
+from meshrl.config.engine import ModelConfig
 from meshrl.models.loading import empty_model, load_model
 from meshrl.models.lora import add_adapters
-from meshrl.trainer.verify import small_config, write_model
+from meshrl.tools.verify import small_config, write_model
 
 peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")

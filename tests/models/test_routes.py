@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from meshrl.agents.loop import Trajectory
 from meshrl.agents.messages import Sample
-from meshrl.agents.trajectory import Trajectory
+from meshrl.data.batch import object_array
 from meshrl.data.packing import keep_padding, pack
-from meshrl.data.proto import object_array
-from meshrl.engines.gathering import column_in_batch_order
-from meshrl.models.routes import Routers, fitted, packed_routes, route_dtype, unpacked_routes
+from meshrl.engines.batching import column_in_batch_order
+from meshrl.models.moe_routing import Routers, fitted, packed_routes, route_dtype, unpacked_routes
 from meshrl.rollout.base import routes_column
 from meshrl.rollout.requests import Chunk, Completion
 

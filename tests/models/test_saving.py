@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshrl.models.buffers import named_weights
+from meshrl.models.loading import named_weights
 from meshrl.models.saving import as_file_tensors, other_names, save_configs, save_hf_folder
-from meshrl.rollout.weight_stream import FileWeights
+from meshrl.rollout.weight_files import FileWeights
 from meshrl.weights.connect import connect_stream
-from meshrl.weights.rollout_placement import RolloutLayout
+from meshrl.weights.placement import RolloutLayout
 
 IDS = torch.arange(12).view(2, 6) + 2
 

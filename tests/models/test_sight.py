@@ -9,11 +9,10 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from meshrl.config.model import ModelConfig
-from meshrl.data.image_reader import ImageReader
-from meshrl.data.seen import NOT_AN_IMAGE
+from meshrl.config.engine import ModelConfig
+from meshrl.data.images import NOT_AN_IMAGE, ImageReader
 from meshrl.models.loading import load_model_config
-from meshrl.models.sight import find_sight, language_model, sees, tower_of
+from meshrl.models.vision import find_sight, language_model, sees, tower_of
 
 START, END = 11, 12  # any tokens may stand around an image
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe")

@@ -13,7 +13,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from meshrl.models.buffers import named_weights
+from meshrl.models.loading import named_weights
 
 VOCABULARY, POSITIONS, WINDOW = 41, 64, 4
 SIZES: dict[int, str] = {

@@ -10,10 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from meshrl.parallel.delta_rule import CHUNK, DeltaRule, States, chunks_of
-from meshrl.parallel.packable import check_layers
-from meshrl.parallel.packed import PackedSequences
-from meshrl.parallel.recurrence import enter_recurrences, recurrences
+from meshrl.parallel.attention import PackedSequences, check_layers
+from meshrl.parallel.linear_attention import CHUNK, DeltaRule, States, chunks_of, enter_recurrences, recurrences
 
 STATEFUL = ("qwen3_next", "qwen3_5", "olmo_hybrid")
 # One token; less than the convolution is wide; a whole chunk; one more; several; and their order is not by length.

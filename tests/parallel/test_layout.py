@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshrl.parallel.layout import DATA_AXES, SEQUENCE_AXES, Layout, sample_layout, shard_layout
+from meshrl.parallel.mesh import DATA_AXES, SEQUENCE_AXES, Layout, sample_layout, shard_layout
 
 WORLDS = [(8, -1, 1, 1), (8, 4, 1, 2), (8, 2, 2, 2), (8, 2, 1, 4), (6, 2, 3, 1), (64, 32, 1, 4), (64, -1, 2, 4)]
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Llama4TextConfig
 
-from meshrl.parallel.attention import ATTENTION_NAME, attention
-from meshrl.parallel.packed import PackedSequences, causal_window
+from meshrl.parallel.attention import ATTENTION_NAME, PackedSequences, attention, causal_window
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_mixed", "qwen3_moe"]
 LENGTHS = [(1,), (13,), (5, 5, 5), (11, 3, 3, 1, 9, 1), (2, 7, 7, 4, 4, 4)]

@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from meshrl.parallel.replay import bubble, ideal_bubble, replay
-from meshrl.telemetry.timeline import Span
+from meshrl.parallel.pipeline import bubble, ideal_bubble, replay
+from meshrl.telemetry.pipeline_timeline import Span
 
 
 def span(kind, chunk, micro_batch, work):

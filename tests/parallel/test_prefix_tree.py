@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshrl.parallel.packed import PackedSequences
+from meshrl.parallel.attention import PackedSequences
 from meshrl.parallel.prefix_tree import PrefixTree
 
 FAMILIES = ["llama", "qwen3", "mistral", "qwen3_mixed", "qwen3_moe"]

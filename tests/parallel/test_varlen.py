@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshrl.parallel import varlen
+from meshrl.parallel import attention
 
 CPU = torch.device("cpu")
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -49,7 +49,7 @@ def far(left: Tensor, right: Tensor) -> float:
 
 
 def test_flash_4_is_for_gpus():
-    assert not varlen.has_flash_4(CPU)
+    assert not attention.has_flash_4(CPU)
 
 
 def test_a_kernel_for_one_size_gets_values_of_the_queries_size(monkeypatch):
@@ -63,7 +63,7 @@ def test_a_kernel_for_one_size_gets_values_of_the_queries_size(monkeypatch):
         return written_out(q, k, v, borders, scale, None)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    out = varlen.attend_varlen(query, key, value, borders, (7, 7), 0.7, None)
+    out = attention.attend_varlen(query, key, value, borders, (7, 7), 0.7, None)
     wanted = written_out(query, key, value, borders, 0.7, None)
     torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
     grads = [torch.autograd.grad(x.square().sum(), (query, key, wide), retain_graph=True) for x in (out, wanted)]
@@ -91,9 +91,9 @@ def test_flash_4_is_told_the_documents_and_the_window(monkeypatch, window, retur
     module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
-    monkeypatch.setattr(varlen, "has_flash_4", lambda device: True)
+    monkeypatch.setattr(attention, "has_flash_4", lambda device: True)
     rows = random_rows(queries, keys, (4, 2), 8, torch.float64, CPU)
-    out = varlen.attend_varlen(*rows, borders, (4, 9), 0.7, window)
+    out = attention.attend_varlen(*rows, borders, (4, 9), 0.7, window)
     torch.testing.assert_close(out, written_out(*rows, borders, 0.7, window), rtol=1e-12, atol=1e-12)
 
 
@@ -113,13 +113,13 @@ CASES = [
 @pytest.mark.parametrize("kernel", ["torch", "flash 4"])
 def test_a_kernel_equals_attention_written_out(monkeypatch, kernel, queries, keys, heads, dim, window):
     device, keys = torch.device("cuda"), keys or queries
-    if kernel == "flash 4" and not varlen.has_flash_4(device):
+    if kernel == "flash 4" and not attention.has_flash_4(device):
         pytest.skip("FlashAttention 4 is not installed, or this is no Hopper GPU")
-    monkeypatch.setattr(varlen, "has_flash_4", lambda device: kernel == "flash 4")
+    monkeypatch.setattr(attention, "has_flash_4", lambda device: kernel == "flash 4")
     borders = borders_of(queries, device), borders_of(keys, device)
     half = [x.requires_grad_() for x in random_rows(queries, keys, heads, dim, torch.bfloat16, device)]
     exact = [x.detach().double().requires_grad_() for x in half]
-    out = varlen.attend_varlen(*half, borders, (max(queries), max(keys)), dim**-0.5, window)
+    out = attention.attend_varlen(*half, borders, (max(queries), max(keys)), dim**-0.5, window)
     wanted = written_out(*exact, borders, dim**-0.5, window)
     assert out.dtype == torch.bfloat16
     assert far(out, wanted) < 5e-3
@@ -129,7 +129,7 @@ def test_a_kernel_equals_attention_written_out(monkeypatch, kernel, queries, key
         assert far(gradient, right) < 1e-2
     moved = [queries[0] - 1, queries[1] + 1, *queries[2:]]
     shifted = [keys[0] - 1, keys[1] + 1, *keys[2:]]
-    other = varlen.attend_varlen(
+    other = attention.attend_varlen(
         *half, (borders_of(moved, device), borders_of(shifted, device)), (max(moved), max(shifted)), dim**-0.5, window
     )
     assert far(other, wanted) > 5e-3
@@ -139,14 +139,14 @@ def test_a_kernel_equals_attention_written_out(monkeypatch, kernel, queries, key
 @on_gpu
 def test_flash_4_compiles_nothing_for_other_lengths(monkeypatch):
     device = torch.device("cuda")
-    if not varlen.has_flash_4(device):
+    if not attention.has_flash_4(device):
         pytest.skip("FlashAttention 4 is not installed, or this is no Hopper GPU")
     import cutlass.cute
 
     def step(lengths: list[int]) -> None:
         borders = borders_of(lengths, device), borders_of(lengths, device)
         rows = [x.requires_grad_() for x in random_rows(lengths, lengths, (16, 8), 128, torch.bfloat16, device)]
-        varlen.attend_varlen(*rows, borders, (max(lengths), max(lengths)), 0.1, None).sum().backward()
+        attention.attend_varlen(*rows, borders, (max(lengths), max(lengths)), 0.1, None).sum().backward()
 
     for lengths in ([700, 20, 300], [9, 5]):  # there is another kernel for documents that all fit one block
         step(lengths)

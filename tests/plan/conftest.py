@@ -2,12 +2,12 @@
 
 import pytest
 
-from meshrl.plan import model
+from meshrl.tools.plan import models
 
 
 @pytest.fixture(autouse=True, scope="package")
 def models_made_once():
-    made, make = {}, model._planned
+    made, make = {}, models._planned
 
     def find_or_make(*about):
         key = repr(about)
@@ -16,5 +16,5 @@ def models_made_once():
         return made[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "_planned", find_or_make)
+        patch.setattr(models, "_planned", find_or_make)
         yield

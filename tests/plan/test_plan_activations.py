@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from meshrl.config.model import ModelConfig
+from meshrl.config.engine import ModelConfig
 from meshrl.models.lora import add_adapters
-from meshrl.parallel.packed import PackedSequences
-from meshrl.plan.activations import LayerSettings, Meter, trace_layer
-from meshrl.plan.layers import TRACED_TOKENS, Cut, small_model, trace_model
-from meshrl.plan.model import PlannedModel
+from meshrl.parallel.attention import PackedSequences
+from meshrl.tools.plan.models import PlannedModel
+from meshrl.tools.plan.trace import TRACED_TOKENS, Cut, LayerSettings, Meter, small_model, trace_layer, trace_model
 
 LENGTHS = (23, 23, 23)  # one run of equal documents, as one kernel call
 TOKENS = sum(LENGTHS)

@@ -3,7 +3,7 @@
 import pytest
 from test_plan_steps import load, phase
 
-from meshrl.plan.planner import make_plan
+from meshrl.tools.plan.step_plan import make_plan
 
 ROLLOUT = "actor_rollout_ref.rollout"
 APART = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=2")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshrl.plan.hardware import NUMBERS, hardware_table, parse_cluster
+from meshrl.telemetry.hardware import NUMBERS, hardware_table, parse_cluster
 
 
 def test_the_table_has_what_it_promises():

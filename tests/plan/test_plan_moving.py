@@ -2,11 +2,9 @@
 
 import torch
 
-from meshrl.config.model import ModelConfig
-from meshrl.plan.activations import LayerSettings
-from meshrl.plan.layers import Cut, small_model
-from meshrl.plan.model import find_model
-from meshrl.plan.moving import Mover, trace_moves
+from meshrl.config.engine import ModelConfig
+from meshrl.tools.plan.models import find_model
+from meshrl.tools.plan.trace import Cut, LayerSettings, Mover, small_model, trace_moves
 
 
 def meta(*shape, dtype=torch.bfloat16):

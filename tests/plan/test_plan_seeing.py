@@ -7,14 +7,13 @@ import torch
 from test_plan_steps import BASE, phase
 from transformers import AutoModelForImageTextToText
 
+from meshrl.config.engine import ModelConfig
 from meshrl.config.load import load_config
-from meshrl.config.model import ModelConfig
 from meshrl.models.loading import load_model_config
 from meshrl.models.tiny import make_tiny_seeing_model
-from meshrl.plan.hardware import parse_cluster
-from meshrl.plan.lengths import drawn_lengths
-from meshrl.plan.model import find_model
-from meshrl.plan.planner import make_plan
+from meshrl.telemetry.hardware import parse_cluster
+from meshrl.tools.plan.models import drawn_lengths, find_model
+from meshrl.tools.plan.step_plan import make_plan
 
 FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
 ROLLOUT = "actor_rollout_ref.rollout"

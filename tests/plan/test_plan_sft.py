@@ -8,12 +8,11 @@ import pytest
 
 from meshrl.cli import main
 from meshrl.config import PPOConfig, PreferenceConfig, SFTConfig, load_config
-from meshrl.config.checks import check_config
-from meshrl.plan.hardware import parse_cluster
-from meshrl.plan.lengths import Lengths, drawn_lengths
-from meshrl.plan.model import find_model
-from meshrl.plan.planner import make_plan, make_supervised_plan
-from meshrl.plan.search import nearest_fit, search
+from meshrl.config.validate import check_config
+from meshrl.telemetry.hardware import parse_cluster
+from meshrl.tools.plan.models import Lengths, drawn_lengths, find_model
+from meshrl.tools.plan.search import nearest_fit, search
+from meshrl.tools.plan.step_plan import make_plan, make_supervised_plan
 
 
 def load(gpus, *overrides, model="Qwen3-1.7B"):

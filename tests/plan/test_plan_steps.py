@@ -11,21 +11,19 @@ from transformers import AutoConfig, Qwen3MoeConfig
 
 from meshrl.cli import main
 from meshrl.config import load_config
-from meshrl.config.checks import check_config
-from meshrl.config.model import ModelConfig
-from meshrl.config.root import PPOConfig
+from meshrl.config.engine import ModelConfig
+from meshrl.config.rl import PPOConfig
+from meshrl.config.validate import check_config
 from meshrl.engines.megatron.ranks import ParallelRanks
-from meshrl.parallel.replay import ideal_bubble
-from meshrl.plan.command_line import _critic_model, _ref_model
-from meshrl.plan.generation import _decoding
-from meshrl.plan.hardware import parse_cluster
-from meshrl.plan.lengths import drawn_lengths
-from meshrl.plan.model import KNOWN, find_model, known_name
-from meshrl.plan.planner import make_plan
-from meshrl.plan.roles import Budget, Role, roles_of
-from meshrl.plan.search import changed, nearest_fit, search, stages_in_letters
-from meshrl.plan.sync import _count_slices
-from meshrl.plan.timing import model_flops, pipeline_bubble
+from meshrl.parallel.pipeline import ideal_bubble
+from meshrl.telemetry.hardware import parse_cluster
+from meshrl.tools.plan.models import KNOWN, drawn_lengths, find_model, known_name
+from meshrl.tools.plan.plan_command import _critic_model, _ref_model
+from meshrl.tools.plan.roles import Budget, Role, roles_of
+from meshrl.tools.plan.rollout_plan import _count_slices, _decoding
+from meshrl.tools.plan.search import changed, nearest_fit, search, stages_in_letters
+from meshrl.tools.plan.step_plan import make_plan
+from meshrl.tools.plan.timing import model_flops, pipeline_bubble
 from meshrl.weights.placement import megatron
 
 BASE = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"]
@@ -370,7 +368,7 @@ def test_decoding_steps_by_hand():
 
 
 def test_operations_by_hand(make_lm):
-    from meshrl.plan.model import PlannedModel
+    from meshrl.tools.plan.models import PlannedModel
 
     model = PlannedModel(make_lm("qwen3_moe").config, "test")
     flops = model_flops(model)

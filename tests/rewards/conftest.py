@@ -4,8 +4,7 @@ import pytest
 import torch
 from reward_samples import ANSWERS, TRUTHS
 
-from meshrl.data.prompts import object_array
-from meshrl.data.proto import DataProto
+from meshrl.data.batch import DataProto, object_array
 
 
 @pytest.fixture

@@ -499,7 +499,7 @@ def main():
     """Score all programs on all backends, run the reading ones bare, and say what was left behind."""
     asked = json.load(sys.stdin)
     sys.path.insert(0, asked["root"])
-    from meshrl.rewards.code_tests import code
+    from meshrl.rewards.functions import code
     from meshrl.rewards.sandbox.backends import SandboxError
     from meshrl.rewards.sandbox.run import Limits, chosen_backend, run_python
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from reward_samples import ANSWERS
 
-from meshrl.rewards.manager import RewardError, RewardManager
+from meshrl.rewards.manager import RewardManager
+from meshrl.rewards.results import RewardError
 
 MANAGERS = ("naive", "dapo")
 

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from meshrl.rewards.code_tests import Printed, code, extract_code, read_tests
+from meshrl.rewards.functions import Printed, code, extract_code, read_tests
+from meshrl.rewards.sandbox.backends import SandboxError
 from meshrl.rewards.sandbox.checks import read_checks
-from meshrl.rewards.sandbox.run import SandboxError, chosen_backend, run_checks
+from meshrl.rewards.sandbox.run import chosen_backend, run_checks
 
 DOUBLE = "Here it is:\n```python\nprint(2 * int(input()))\n```\nDone."
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"

@@ -6,10 +6,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from meshrl.data.prompts import object_array
-from meshrl.rewards.calling import RewardFunctionSpec
+from meshrl.data.batch import object_array
 from meshrl.rewards.judge import Judge, RolloutAsk, UrlAsk, as_text, fill, judge
 from meshrl.rewards.manager import RewardManager
+from meshrl.rewards.reward_calls import RewardFunctionSpec
 from meshrl.rollout.requests import Completion, SamplingParams
 
 

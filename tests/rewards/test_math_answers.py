@@ -21,7 +21,7 @@ def test_without_the_library_the_error_says_what_to_install():
 @pytest.fixture(scope="module")
 def score():
     pytest.importorskip("math_verify")
-    from meshrl.rewards.math_answers import math_verify
+    from meshrl.rewards.functions import math_verify
 
     return lambda answer, truth: math_verify("s", answer, truth, {})
 

@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from meshrl.config.functions import load_function
 from meshrl.config.load import load_config
 from meshrl.config.reward import (
     BUILT_IN_REWARDS,
@@ -14,9 +13,10 @@ from meshrl.config.reward import (
     reward_file_problems,
     reward_problems,
 )
-from meshrl.config.root import PPOConfig
+from meshrl.config.rl import PPOConfig
+from meshrl.config.user_code import load_function
+from meshrl.rewards.from_config import load_reward_function, load_reward_manager, reward_function_specs
 from meshrl.rewards.functions import BUILT_IN, coin_toss, exact_match, format_match, sort_digits
-from meshrl.rewards.loading import load_reward_function, load_reward_manager, reward_function_specs
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import pytest
 import torch
 from reward_samples import ANSWERS, TRUTHS, each
 
-from meshrl.rewards.calling import RewardFunctionSpec
-from meshrl.rewards.manager import RewardError, RewardManager, as_result
+from meshrl.rewards.manager import RewardManager
+from meshrl.rewards.results import RewardError, as_result
+from meshrl.rewards.reward_calls import RewardFunctionSpec
 
 
 def score(data, tokenizer, function, *, per_batch=False, **options):

@@ -11,11 +11,11 @@ from pathlib import Path
 import pool_functions
 import pytest
 
-from meshrl.data.prompts import object_array
-from meshrl.rewards.calling import RewardFunctionSpec
-from meshrl.rewards.manager import RewardError, RewardManager
-from meshrl.rewards.parts import ScoredParts
-from meshrl.rewards.pool import WorkerPool, _Task, _Worker
+from meshrl.data.batch import object_array
+from meshrl.rewards.manager import RewardManager, ScoredParts
+from meshrl.rewards.process_pool import WorkerPool, _Task, _Worker
+from meshrl.rewards.results import RewardError
+from meshrl.rewards.reward_calls import RewardFunctionSpec
 
 SPECS = [RewardFunctionSpec("act", path=pool_functions.__file__)]
 
@@ -128,7 +128,7 @@ def test_processes_killed_as_they_start_are_started_again(monkeypatch, times):
             killed.append(process.pid)
         return process
 
-    monkeypatch.setattr("meshrl.rewards.pool.subprocess.Popen", start_and_kill)
+    monkeypatch.setattr("meshrl.rewards.process_pool.subprocess.Popen", start_and_kill)
     pool = WorkerPool(SPECS, 1, timeout=60.0)
     try:
         answer = pool.submit(0, {"data_source": "", "solution_str": "", "ground_truth": "", "extra_info": {"n": 3}})

@@ -8,13 +8,11 @@ import pytest
 import torch
 from reward_samples import each
 
-from meshrl.data.proto import DataProto
-from meshrl.data.scored import scored_rows
-from meshrl.rewards.calling import RewardFunctionSpec
-from meshrl.rewards.manager import RewardError, RewardManager
-from meshrl.rewards.overlong import OverlongBuffer
-from meshrl.rewards.parts import ScoredParts
-from meshrl.trainer.greedy_baseline import add_greedy_baselines
+from meshrl.data.batch import DataProto, scored_rows
+from meshrl.rewards.manager import OverlongBuffer, RewardManager, ScoredParts
+from meshrl.rewards.results import RewardError
+from meshrl.rewards.reward_calls import RewardFunctionSpec
+from meshrl.trainer.rollout_source import add_greedy_baselines
 
 
 def specs(**functions):

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from meshrl.rewards.sandbox import backends
+from meshrl.rewards.sandbox.backends import SandboxError
 from meshrl.rewards.sandbox.root import view_of
-from meshrl.rewards.sandbox.run import Limits, SandboxError, chosen_backend, run_python
+from meshrl.rewards.sandbox.run import Limits, chosen_backend, run_python
 
 IS_ROOT = os.getuid() == 0
 LIMITS = Limits(seconds=20, memory_mb=256, processes=6, output_kb=8, files_mb=1, files=32)

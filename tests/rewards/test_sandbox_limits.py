@@ -3,13 +3,13 @@
 import pytest
 
 from meshrl.config.reward import REWARD_OPTIONS
-from meshrl.rewards import code_tests
-from meshrl.rewards.calling import RewardFunctionSpec
-from meshrl.rewards.code_tests import describe_sandbox
-from meshrl.rewards.loading import sandbox_notes
+from meshrl.rewards import functions
+from meshrl.rewards.from_config import sandbox_notes
+from meshrl.rewards.functions import describe_sandbox
+from meshrl.rewards.reward_calls import RewardFunctionSpec
 from meshrl.rewards.sandbox import backends
-from meshrl.rewards.sandbox.backends import Backend, choose_backend
-from meshrl.rewards.sandbox.run import Limits, SandboxError, chosen_backend, run_python
+from meshrl.rewards.sandbox.backends import Backend, SandboxError, choose_backend
+from meshrl.rewards.sandbox.run import Limits, chosen_backend, run_python
 
 
 @pytest.mark.parametrize("bad", [{"seconds": 0}, {"memory_mb": -1}, {"processes": 0}, {"output_kb": float("nan")}])
@@ -76,7 +76,7 @@ def test_a_run_is_told_before_it_starts():
 
 
 def test_the_run_says_which_sandbox_it_uses(monkeypatch):
-    monkeypatch.setattr(code_tests, "chosen_backend", lambda **wanted: Backend("landlock", str(wanted), ("bwrap: no",)))
+    monkeypatch.setattr(functions, "chosen_backend", lambda **wanted: Backend("landlock", str(wanted), ("bwrap: no",)))
     specs = [
         RewardFunctionSpec("tests", name="code", kwargs={"sandbox": "landlock", "limits": {"seconds": 1}}),
         RewardFunctionSpec("exact_match"),

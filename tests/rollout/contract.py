@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
-from meshrl.data.proto import DataProto
+from meshrl.data.batch import DataProto
 from meshrl.models.saving import save_hf_folder
 from meshrl.models.tiny import char_tokenizer
 from meshrl.rollout.base import Rollout

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from meshrl.models.routes import Routers
+from meshrl.models.moe_routing import Routers
 from meshrl.rollout.base import Rollout
 from meshrl.rollout.requests import Request, SamplingParams
 

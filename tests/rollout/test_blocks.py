@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.rollout.embedded.blocks import BlockManager
+from meshrl.rollout.embedded.scheduler import BlockManager
 
 
 def manager(num_blocks: int = 6, block_size: int = 2) -> BlockManager:

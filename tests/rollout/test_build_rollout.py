@@ -8,14 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshrl.config.model import ModelConfig
+from meshrl.config.engine import ModelConfig
 from meshrl.config.rollout import EngineKwargs, RolloutConfig
+from meshrl.rollout import remote
 from meshrl.rollout.build import build_rollout, own_gpus
-from meshrl.rollout.remote import rollout as remote
-from meshrl.rollout.remote.bystander import Bystander
-from meshrl.rollout.sglang import engine as sglang_engine
-from meshrl.rollout.sglang import server as sglang_server
-from meshrl.rollout.sglang.server import command_line
+from meshrl.rollout.remote import Bystander
+from meshrl.rollout.sglang import sglang_engine
+from meshrl.rollout.sglang import sglang_engine as sglang_server
+from meshrl.rollout.sglang.sglang_engine import command_line
 
 MODEL = SimpleNamespace(config=SimpleNamespace(model_type="qwen3"))
 

@@ -5,8 +5,8 @@ import torch
 from rounded import round_linears
 from test_embedded_requests import PAD, asked
 
-from meshrl.rollout.embedded.engine import EmbeddedRollout
-from meshrl.rollout.embedded.fp8 import Fp8Projection, in_8_bits
+from meshrl.models.fp8 import Fp8Projection, in_8_bits
+from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
 from meshrl.rollout.requests import SamplingParams
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_mixed"]

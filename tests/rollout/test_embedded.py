@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshrl.data.proto import DataProto
-from meshrl.rollout.base import SamplingParams
-from meshrl.rollout.embedded import runner as runner_module
-from meshrl.rollout.embedded import slots as slots_module
-from meshrl.rollout.embedded.answers import AnswerBatch
-from meshrl.rollout.embedded.engine import EmbeddedRollout
-from meshrl.rollout.embedded.slots import SlotCache
-from meshrl.rollout.requests import Request
+from meshrl.data.batch import DataProto
+from meshrl.rollout.embedded import kv_cache as slots_module
+from meshrl.rollout.embedded import model_runner as runner_module
+from meshrl.rollout.embedded.embedded_rollout import AnswerBatch, EmbeddedRollout
+from meshrl.rollout.embedded.kv_cache import SlotCache
+from meshrl.rollout.requests import Request, SamplingParams
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "qwen3_mixed", "qwen3_moe", "mixtral", "deepseek_v3"]
 PAD, VOCABULARY = 0, 41
@@ -357,7 +355,7 @@ def test_a_batch_goes_with_its_last_user(make_lm, monkeypatch):
             super().__init__(*arguments)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr("meshrl.rollout.embedded.engine.AnswerBatch", Watched)
+    monkeypatch.setattr("meshrl.rollout.embedded.embedded_rollout.AnswerBatch", Watched)
     engine = rollout(make_lm("qwen3_moe"), records_routes=True)
     gc.disable()
     try:

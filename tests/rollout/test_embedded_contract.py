@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from meshrl.models.tiny import char_tokenizer
 from meshrl.parallel.attention import ATTENTION_NAME
-from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
 
 
 def build(hf_model, **settings):

@@ -5,8 +5,8 @@ import torch
 from rounded import round_linears
 from routed import check_routes
 
-from meshrl.rollout.embedded.engine import EmbeddedRollout
-from meshrl.rollout.embedded.fp8 import Fp8Projection, Rows8, in_8_bits
+from meshrl.models.fp8 import Fp8Projection, Rows8, in_8_bits
+from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
 from meshrl.rollout.requests import Completion, Request, SamplingParams
 
 pytestmark = [

@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
+from meshrl.models.fp8 import FP8, in_8_bits
 from meshrl.rollout.embedded import kernels
-from meshrl.rollout.embedded.fp8 import FP8, in_8_bits
 from meshrl.rollout.embedded.sampler import Settings, sample, step_keys
 from meshrl.rollout.requests import SamplingParams
 

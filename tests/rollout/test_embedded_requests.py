@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from meshrl.data.proto import DataProto
-from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.data.batch import DataProto
+from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
 from meshrl.rollout.requests import Completion, Request, SamplingParams
 
 PAD, VOCABULARY = 0, 41
@@ -445,7 +445,7 @@ def test_a_closed_rollout_takes_no_requests(make_lm):
 
 
 def test_a_stream_that_came_in_while_the_rollout_closed_ends_with_words(make_lm, monkeypatch):
-    monkeypatch.setattr("meshrl.rollout.stepping.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("meshrl.rollout.in_process_rollout.POLL_SECONDS", 0.05)
     rollout, abort = made(make_lm("qwen3")), EmbeddedRollout.abort
     rollout.pause()
 

@@ -20,14 +20,13 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import meshrl.rollout.offline.job as offline
+import meshrl.serving.offline as offline
 from meshrl.cli import main
 from meshrl.models.loading import load_tokenizer
-from meshrl.rollout import opened
-from meshrl.rollout.offline.job import Job, generate
-from meshrl.rollout.offline.journal import Journal
-from meshrl.rollout.opened import EngineOptions, open_rollout
+from meshrl.rollout import build
+from meshrl.rollout.build import EngineOptions, open_rollout
 from meshrl.rollout.requests import SamplingParams
+from meshrl.serving.offline import Job, Journal, generate
 
 ROWS = [
     {"prompt": "1+2=", "id": 0},
@@ -331,7 +330,7 @@ def test_devices_are_those_asked_for(tiny_model_folder, monkeypatch):
     def built(config, *_, **fields):
         raise OSError(f"{config.name} on {taken}")
 
-    monkeypatch.setattr(opened, "build_rollout", built)
+    monkeypatch.setattr(build, "build_rollout", built)
     with pytest.raises(OSError, match=r"vllm on \[device\(type='cuda', index=1\)\]"):
         open_rollout(tiny_model_folder, EngineOptions(engine="vllm", device="cuda:1"))
 

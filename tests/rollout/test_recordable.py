@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshrl.rollout.embedded.recordable import what_waits
+from meshrl.rollout.embedded.graph_capture import what_waits
 
 X = torch.arange(12.0).view(3, 4)
 WAITING = {

@@ -9,10 +9,9 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from meshrl.rollout.remote.client import EngineClient, ModelFacts, Piece
-from meshrl.rollout.remote.rollout import RemoteRollout
+from meshrl.rollout.remote import EngineClient, ModelFacts, Piece, RemoteRollout
 from meshrl.rollout.requests import Chunk, Completion, Request, SamplingParams, gather
-from meshrl.rollout.weight_stream import FileWeights
+from meshrl.rollout.weight_files import FileWeights
 
 
 class NoWeights(FileWeights):

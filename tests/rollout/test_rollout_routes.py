@@ -5,9 +5,9 @@ import pytest
 import torch
 from routed import OwnRoutes, check_routes
 
-from meshrl.data.proto import DataProto
-from meshrl.models.routes import ROUTED_EXPERTS
-from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.data.batch import DataProto
+from meshrl.models.moe_routing import ROUTED_EXPERTS
+from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
 from meshrl.rollout.hf import HFRollout
 from meshrl.rollout.requests import Request, SamplingParams
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshrl.rollout.base import SamplingParams
+from meshrl.rollout.base import TRAINING, VALIDATION, sample_seeds
 from meshrl.rollout.embedded.sampler import Settings, keep_likeliest, uniform
 from meshrl.rollout.embedded.sampler import sample as sample_rows
-from meshrl.rollout.seeds import TRAINING, VALIDATION, sample_seeds
+from meshrl.rollout.requests import SamplingParams
 
 WORD = (1 << 64) - 1
 

@@ -6,9 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshrl.rollout.embedded import scheduler as module
-from meshrl.rollout.embedded.blocks import BlockManager
-from meshrl.rollout.embedded.rows import Rows, Sequence
-from meshrl.rollout.embedded.scheduler import Piece, Scheduler
+from meshrl.rollout.embedded.scheduler import BlockManager, Piece, Rows, RunningSequence, Scheduler
 from meshrl.rollout.requests import SamplingParams
 
 
@@ -16,8 +14,8 @@ def made(rows: int = 4, blocks: int = 20, budget: int = 100, size: int = 4) -> S
     return Scheduler(Rows(rows), BlockManager(blocks, size), budget)
 
 
-def sequence(name: str, length: int, limit: int = 50, first: int = 0) -> Sequence:
-    return Sequence(name, 0, np.arange(first, first + length), SamplingParams(limit), 0, limit)
+def sequence(name: str, length: int, limit: int = 50, first: int = 0) -> RunningSequence:
+    return RunningSequence(name, 0, np.arange(first, first + length), SamplingParams(limit), 0, limit)
 
 
 def step(scheduler: Scheduler) -> list[Piece]:
@@ -93,7 +91,7 @@ def test_groups_are_launched_before_all_have_been_admitted(monkeypatch):
 def test_samples_share_the_full_blocks_of_their_prompt():
     scheduler = made(size=4)
     prompt = np.arange(10)
-    scheduler.waiting.extend(Sequence("a", i, prompt, SamplingParams(9), i, 9) for i in range(3))
+    scheduler.waiting.extend(RunningSequence("a", i, prompt, SamplingParams(9), i, 9) for i in range(3))
     (group,) = scheduler.schedule()
     leader = group[0].sequence
     assert len(group) == 1
@@ -144,7 +142,7 @@ def test_everyone_finishes_and_every_block_comes_back(sizes, rows, budget, spare
     everyone = []
     for number, (length, limit, n) in enumerate(sizes):
         prompt = np.arange(length) % 3
-        everyone += [Sequence(f"r{number}", i, prompt, SamplingParams(limit), 0, limit) for i in range(n)]
+        everyone += [RunningSequence(f"r{number}", i, prompt, SamplingParams(limit), 0, limit) for i in range(n)]
     scheduler.waiting.extend(everyone)
     for _ in range(4000):
         spent = sum(len(piece.tokens) for piece in step(scheduler))

@@ -14,12 +14,12 @@ from rich.console import Console
 
 from meshrl.models.loading import load_tokenizer
 from meshrl.models.tiny import make_tiny_seeing_model
-from meshrl.rollout.offline.job import Job, generate
-from meshrl.rollout.opened import EngineOptions, open_rollout
+from meshrl.rollout.build import EngineOptions, open_rollout
 from meshrl.rollout.requests import Request, SamplingParams
-from meshrl.rollout.server.app import build_app
-from meshrl.rollout.server.service import Service
-from meshrl.rollout.server.settings import Settings
+from meshrl.serving.app import build_app
+from meshrl.serving.offline import Job, generate
+from meshrl.serving.service import Service
+from meshrl.serving.settings import Settings
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"

@@ -5,15 +5,15 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from meshrl.config.model import ModelConfig
+from meshrl.config.engine import ModelConfig
 from meshrl.config.rollout import RolloutConfig
-from meshrl.data.image_reader import IMAGES
-from meshrl.data.proto import DataProto
+from meshrl.data.batch import DataProto
+from meshrl.data.images import IMAGES
 from meshrl.models.loading import load_model, load_tokenizer
-from meshrl.models.sight import find_sight
+from meshrl.models.vision import find_sight
 from meshrl.parallel.attention import ATTENTION_NAME
 from meshrl.rollout.build import build_rollout
-from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
 from meshrl.rollout.requests import Request, SamplingParams
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl_moe")

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from meshrl.rollout.remote.process import ServerProcess, free_port
+from meshrl.rollout.engine_server import ServerProcess, free_port
 
 # A server with a child of its own, as engines have them; prints both process ids.
 SERVER = "import os, subprocess, time; c = subprocess.Popen(['sleep', '100']); print(os.getpid(), c.pid, flush=True)\n"
@@ -53,7 +53,7 @@ def test_stop_ends_the_server_and_its_children(tmp_path):
 def test_the_server_ends_when_its_parent_is_killed(tmp_path):
     log = tmp_path / "log"
     code = (
-        "import sys, time; from pathlib import Path; from meshrl.rollout.remote.process import ServerProcess\n"
+        "import sys, time; from pathlib import Path; from meshrl.rollout.engine_server import ServerProcess\n"
         f"s = ServerProcess([sys.executable, '-c', {SERVER + 'time.sleep(100)'!r}], {{}}, Path({str(log)!r}))\n"
         "time.sleep(100)"
     )

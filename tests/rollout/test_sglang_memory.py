@@ -4,13 +4,12 @@ from types import SimpleNamespace
 
 import torch
 
-from meshrl.rollout.remote.client import ModelFacts
-from meshrl.rollout.remote.rollout import RemoteRollout
+from meshrl.rollout.remote import ModelFacts, RemoteRollout
 from meshrl.rollout.sglang.client import SglangClient
-from meshrl.rollout.weight_stream import FileWeights
-from meshrl.weights.exchange import Traffic
-from meshrl.weights.hybrid import HybridEngine
-from meshrl.weights.sync import SyncReport
+from meshrl.rollout.weight_files import FileWeights
+from meshrl.weights.colocated import HybridEngine
+from meshrl.weights.executor import Traffic
+from meshrl.weights.session import SyncReport
 
 
 class NoWeights(FileWeights):

@@ -9,11 +9,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from meshrl.parallel.delta_rule import DeltaRule, States, chunked, convolved
-from meshrl.parallel.packed import PackedSequences
-from meshrl.parallel.recurrence import enter_recurrences, recurrences
-from meshrl.rollout.base import Request, SamplingParams
-from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.parallel.attention import PackedSequences
+from meshrl.parallel.linear_attention import DeltaRule, States, chunked, convolved, enter_recurrences, recurrences
+from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
+from meshrl.rollout.requests import Request, SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,

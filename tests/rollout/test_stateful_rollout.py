@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from meshrl.parallel.packed import PackedSequences
-from meshrl.parallel.recurrence import recurrences
-from meshrl.rollout.base import Completion, Request, SamplingParams
-from meshrl.rollout.embedded.build import attending_layers, default_num_blocks
-from meshrl.rollout.embedded.engine import EmbeddedRollout
-from meshrl.rollout.embedded.states import bytes_of_states
+from meshrl.parallel.attention import PackedSequences
+from meshrl.parallel.linear_attention import recurrences
+from meshrl.rollout.embedded.capacity import attending_layers, default_num_blocks
+from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
+from meshrl.rollout.embedded.kv_cache import bytes_of_states
+from meshrl.rollout.requests import Completion, Request, SamplingParams
 
 STATEFUL = ("qwen3_next", "qwen3_5", "olmo_hybrid")
 MakeLM = Callable[..., PreTrainedModel]

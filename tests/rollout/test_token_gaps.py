@@ -4,10 +4,9 @@ import threading
 
 import pytest
 
-from meshrl.rollout import token_gaps
+from meshrl.rollout import in_process_rollout
+from meshrl.rollout.in_process_rollout import SteppingRollout, TokenGaps
 from meshrl.rollout.requests import Chunk, Request, SamplingParams
-from meshrl.rollout.stepping import SteppingRollout
-from meshrl.rollout.token_gaps import TokenGaps
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ def clock(monkeypatch):
         def sleep(seconds):
             ticks.append(seconds)
 
-    monkeypatch.setattr(token_gaps, "time", Time)
+    monkeypatch.setattr(in_process_rollout, "time", Time)
     return ticks
 
 
@@ -92,7 +91,7 @@ class Ahead(SteppingRollout):
 def test_an_engine_that_nobody_waits_for_has_no_open_gap(monkeypatch):
     """Neither after the last answer nor after the last request was taken back: there is no token to wait for."""
     waits = []
-    monkeypatch.setattr(token_gaps.time, "sleep", waits.append)
+    monkeypatch.setattr(in_process_rollout.time, "sleep", waits.append)
     rollout = Ahead()
     rollout.complete([Request("a", [1], SamplingParams(1))])
     assert rollout.longest_gap() == 0.0

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from meshrl.rollout.vllm.routes import RequestRoutes
+from meshrl.rollout.vllm.expert_routes import RequestRoutes
 
 
 def rows(*values):

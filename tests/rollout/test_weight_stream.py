@@ -12,9 +12,16 @@ import pytest
 import torch
 from transformers import AutoConfig, Qwen3Config
 
-from meshrl.rollout.fair_lock import FairLock
-from meshrl.rollout.shared_file import SharedFile, as_one_segment, read_tensors
-from meshrl.rollout.weight_stream import FileWeights, buckets, checked, expected_shapes
+from meshrl.rollout.in_process_rollout import FairLock
+from meshrl.rollout.weight_files import (
+    FileWeights,
+    SharedFile,
+    as_one_segment,
+    buckets,
+    checked,
+    expected_shapes,
+    read_tensors,
+)
 
 
 def named(*sizes: int, dtype: torch.dtype = torch.float32) -> list[tuple[str, torch.Tensor]]:
@@ -90,7 +97,7 @@ def test_another_process_reads_what_was_written_last(tmp_path):
         assert torch.equal(tensor, read)
         assert tensor.dtype == read.dtype
     code = (
-        "from meshrl.rollout.shared_file import read_tensors\n"
+        "from meshrl.rollout.weight_files import read_tensors\n"
         f"print([float(t.float().sum()) for _, t in read_tensors({file.path!r}, {entries!r})])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -7,5 +7,5 @@ import megatron_cpu
 
 if importlib.util.find_spec("megatron") is not None:
     megatron_cpu.import_without_fusion()
-    importlib.import_module("meshrl.engines.megatron.engine")
-    importlib.import_module("meshrl.engines.megatron.checkpoint")
+    importlib.import_module("meshrl.engines.megatron.megatron_engine")
+    importlib.import_module("meshrl.engines.megatron.megatron_state")

@@ -8,11 +8,8 @@ from typing import Any
 from process_group import own_device
 from transformers import AutoConfig
 
-from meshrl.config.engine import EngineConfig
-from meshrl.config.model import ModelConfig
-from meshrl.config.optim import OptimConfig
-from meshrl.trainer.verify import SMALL, write_model
-from meshrl.workers.verification import Outcome, Trial, run_engine
+from meshrl.config.engine import EngineConfig, ModelConfig, OptimConfig
+from meshrl.tools.verify import SMALL, Outcome, Trial, run_engine, write_model
 
 # Short names for the keys, as the layouts of the tests use them.
 AXES = {

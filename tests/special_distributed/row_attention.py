@@ -8,9 +8,8 @@ import torch
 from process_group import ProcessGroups, subgroups
 from torch import Tensor
 
-from meshrl.parallel.attention import AttentionContext
-from meshrl.parallel.packed import PackedSequences
-from meshrl.parallel.ring import RingContext
+from meshrl.parallel.attention import AttentionContext, PackedSequences
+from meshrl.parallel.context_parallel import RingContext
 from meshrl.parallel.sequence import SequenceParallel, SequenceShard
 
 

@@ -7,9 +7,7 @@ from contextlib import contextmanager
 import torch
 from process_group import own_device
 
-from meshrl.config.engine import EngineConfig, FSDPConfig, MixedPrecisionConfig
-from meshrl.config.model import ModelConfig
-from meshrl.config.optim import OptimConfig
+from meshrl.config.engine import EngineConfig, FSDPConfig, MixedPrecisionConfig, ModelConfig, OptimConfig
 
 # Buckets of a few messages for models this small.
 BUCKET = 1 << 14
@@ -34,7 +32,7 @@ def one_process_logits(folder, version):
 
 
 def fsdp_engine(folder, **engine):
-    from meshrl.engines.fsdp.engine import FSDPEngine
+    from meshrl.engines.fsdp.fsdp_engine import FSDPEngine
 
     precision = MixedPrecisionConfig(param_dtype="fp32", reduce_dtype="fp32", buffer_dtype="fp32")
     size = engine.pop("fsdp_size", -1)

@@ -7,7 +7,7 @@ from sync_trials import BUCKET, PlainRollout, blank_lm, fsdp_engine, multiplied
 from test_pool_stream import Engine, describe, train_fsdp, train_megatron
 from test_pool_sync import DEADLINE, both, join, meet
 
-from meshrl.rollout.vllm.parallel import Parallel
+from meshrl.rollout.vllm.arguments import Parallel
 
 ROWS, COLUMNS, VOCABULARY = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj"), 64
 VERSIONS = (1, 2)
@@ -58,7 +58,7 @@ class CutEngine(PlainRollout):
 
 def take_cut(folder, address, trainers, spreads):
     """A rollout's side of two syncs, in a pool of its own."""
-    from meshrl.weights.pools import connect_rollout
+    from meshrl.weights.disaggregated import connect_rollout
 
     rank, size = dist.get_rank(), dist.get_world_size()
     rollout = CutEngine(folder, size, rank, spreads)
@@ -147,8 +147,8 @@ def whole_engine(folder, options):
     """An engine that wants whole tensors: every version's sums are compared before it gets them."""
     from meshrl.weights import connect
     from meshrl.weights.colocated import policy_sync
-    from meshrl.weights.exchange import Exchange
-    from meshrl.weights.transport import SyncError
+    from meshrl.weights.executor import Exchange
+    from meshrl.weights.transports import SyncError
 
     connect.MEGABYTE = BUCKET
     engine, rollout = fsdp_engine(folder, **options), Engine(folder)

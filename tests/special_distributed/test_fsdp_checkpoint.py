@@ -8,9 +8,8 @@ import torch
 from test_fsdp_engine import make_trial
 
 from meshrl.algorithms import BatchStats
-from meshrl.engines.fsdp.engine import FSDPEngine
-from meshrl.trainer.verify import small_config, write_model
-from meshrl.workers.verification import TEMPERATURE, Trial, _loss_function, relative_difference
+from meshrl.engines.fsdp.fsdp_engine import FSDPEngine
+from meshrl.tools.verify import TEMPERATURE, Trial, _loss_function, relative_difference, small_config, write_model
 
 STEPS, SAVED_AT = 3, 2
 

@@ -15,12 +15,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from meshrl.config.engine import EngineConfig
-from meshrl.config.model import ModelConfig
-from meshrl.engines.fsdp.engine import FSDPEngine
+from meshrl.config.engine import EngineConfig, ModelConfig
+from meshrl.engines.fsdp.fsdp_engine import FSDPEngine
 from meshrl.models.tiny import make_tiny_seeing_model
-from meshrl.trainer.verify import FAMILIES, SMALL, TOLERANCE, small_config, write_model
-from meshrl.workers.verification import Trial, differences, run_engine, run_reference
+from meshrl.tools.verify import (
+    FAMILIES,
+    SMALL,
+    TOLERANCE,
+    Trial,
+    differences,
+    run_engine,
+    run_reference,
+    small_config,
+    write_model,
+)
 
 SP, CP = "ulysses_sequence_parallel_size", "context_parallel_size"
 LAYOUTS = {

@@ -9,8 +9,7 @@ from test_value_model import reference, train_values, value_folder
 from transformers import AutoModelForCausalLM
 
 from meshrl.algorithms import BatchStats
-from meshrl.trainer.verify import TOLERANCE
-from meshrl.workers.verification import TEMPERATURE, _loss_function, relative_difference, run_reference
+from meshrl.tools.verify import TEMPERATURE, TOLERANCE, _loss_function, relative_difference, run_reference
 
 META = {"temperature": TEMPERATURE, "use_dynamic_bsz": False, "micro_batch_size": 1, "calculate_entropy": True}
 
@@ -24,7 +23,7 @@ def folders(tmp_path_factory):
 
 def one_step(trial, samples_of_rank, meta=None, spoil=False):
     """One step on unequal shards: data-parallel rank r takes the samples listed at r. `spoil`: a NaN as advantage."""
-    from meshrl.engines.megatron.engine import MegatronEngine
+    from meshrl.engines.megatron.megatron_engine import MegatronEngine
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
 
     engine = MegatronEngine(trial.model, trial.engine, trial.optim, device=torch.device("cpu"), total_steps=1)
@@ -171,10 +170,10 @@ def test_balancing_loss_weighs_the_same_on_every_layout(megatron_ranks, folders,
 
 def go_away_and_come_back(trial):
     """Frees the memory of weights, gradients and optimizer states and takes it again between two steps."""
-    from meshrl.engines.megatron.offload import move_gradients, move_states, move_weights
+    from meshrl.engines.megatron.megatron_engine import move_gradients, move_states, move_weights
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
-    from meshrl.engines.offload import HostMemory
-    from meshrl.workers import verification
+    from meshrl.engines.optim import HostMemory
+    from meshrl.tools import verify
 
     host = HostMemory()
     freed = []
@@ -189,9 +188,9 @@ def go_away_and_come_back(trial):
                 data = [x for b in buffers for x in (b.param_data, b.grad_data) if x is not None]
                 freed.append(sum(x.untyped_storage().size() for x in data))
 
-    original, verification._send_away_and_back = verification._send_away_and_back, away_and_back
-    outcome = verification.run_engine(trial)
-    verification._send_away_and_back = original
+    original, verify._send_away_and_back = verify._send_away_and_back, away_and_back
+    outcome = verify.run_engine(trial)
+    verify._send_away_and_back = original
     leave_parallel_state()
     return outcome, freed
 
@@ -209,7 +208,7 @@ def test_offload_gives_memory_back_and_loses_nothing(megatron_ranks, folders, fa
 
 
 def two_layouts(trial, other):
-    from meshrl.engines.megatron.engine import MegatronEngine
+    from meshrl.engines.megatron.megatron_engine import MegatronEngine
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
 
     for config in (trial, trial):

@@ -9,7 +9,7 @@ import torch
 from megatron_trials import megatron_trial, write_small_model
 
 from meshrl.algorithms import BatchStats
-from meshrl.workers.verification import TEMPERATURE, _loss_function, relative_difference
+from meshrl.tools.verify import TEMPERATURE, _loss_function, relative_difference
 
 STEPS, SAVED_AT = 3, 2
 DEPTH = {"qwen3": 4, "qwen3_moe": 2, "deepseek_v3": 4}  # four chunks of a pipeline; biases in both stages
@@ -37,7 +37,7 @@ PAIRS = [
 
 def steps(trial, start, stop, load, save, save_at=0, wreck=False):
     """Runs steps [start, stop), and saves before the one at `save_at`; returns losses and weights."""
-    from meshrl.engines.megatron.engine import MegatronEngine
+    from meshrl.engines.megatron.megatron_engine import MegatronEngine
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
 
     engine = MegatronEngine(trial.model, trial.engine, trial.optim, device=torch.device("cpu"), total_steps=STEPS + 1)

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron_trials import MODELS, layers_for, megatron_trial, run_megatron, write_small_model
 
-from meshrl.trainer.verify import TOLERANCE
-from meshrl.workers.verification import differences, run_reference
+from meshrl.tools.verify import TOLERANCE, differences, run_reference
 
 # The batches say to which experts most of their tokens go, and are to find out where they would go by themselves.
 ROUTED = {"routed": True}

@@ -8,7 +8,7 @@ from megatron_trials import megatron_trial, write_small_model
 from transformers import AutoModelForCausalLM
 
 from meshrl.cli import main
-from meshrl.models.tensor_files import tensor_files
+from meshrl.models.saving import tensor_files
 from meshrl.trainer.convert import from_megatron
 
 IDS = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -18,7 +18,7 @@ def save(trial, folder):
     """Writes the model by Megatron-Core's own means, its weights changed; returns them under Hugging Face names."""
     from megatron.core import dist_checkpointing
 
-    from meshrl.engines.megatron.engine import MegatronEngine
+    from meshrl.engines.megatron.megatron_engine import MegatronEngine
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
 
     engine = MegatronEngine(trial.model, trial.engine, trial.optim, device=torch.device("cpu"), total_steps=2)

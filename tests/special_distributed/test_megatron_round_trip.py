@@ -15,8 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from meshrl.config.engine import EngineConfig, MegatronConfig
-from meshrl.config.model import ModelConfig
+from meshrl.config.engine import EngineConfig, MegatronConfig, ModelConfig
 
 BASE = {
     "hidden_size": 16,
@@ -87,7 +86,7 @@ def folders(tmp_path_factory):
 
 def round_trip(folder: Path, sizes: dict, dtype: str, perturb: bool = False) -> tuple[list[str], int]:
     """On each rank: build, load, export; the names that differ from the files, and how many parameters it holds."""
-    from meshrl.engines.megatron.engine import MegatronEngine
+    from meshrl.engines.megatron.megatron_engine import MegatronEngine
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
     from meshrl.engines.megatron.weights import export_hf_weights
 

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from megatron_trials import megatron_trial, write_small_model
 from safetensors.torch import load_file, save_file
 
-from meshrl.config.engine import EngineConfig
-from meshrl.config.model import ModelConfig
-from meshrl.config.model_checks import model_problems
-from meshrl.engines.build import engine_class
+from meshrl.config.engine import EngineConfig, ModelConfig
+from meshrl.config.validate_model import model_problems
+from meshrl.engines.engine_class import engine_class
 from meshrl.models.loading import load_model
 
 LAYER = "model.layers.1."

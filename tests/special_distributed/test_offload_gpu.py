@@ -4,11 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshrl.config.engine import EngineConfig
-from meshrl.config.model import ModelConfig
-from meshrl.engines.fsdp.engine import FSDPEngine
-from meshrl.trainer.verify import small_config, write_model
-from meshrl.workers.verification import Trial, differences, run_engine, run_reference
+from meshrl.config.engine import EngineConfig, ModelConfig
+from meshrl.engines.fsdp.fsdp_engine import FSDPEngine
+from meshrl.tools.verify import Trial, differences, run_engine, run_reference, small_config, write_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

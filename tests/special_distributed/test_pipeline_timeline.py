@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from meshrl.parallel.replay import bubble, ideal_bubble, replay
-from meshrl.telemetry.accounts import seconds_by_name
+from meshrl.parallel.pipeline import bubble, ideal_bubble, replay
 from meshrl.telemetry.flops import ModelShape
-from meshrl.telemetry.timeline import PipelineTimeline
+from meshrl.telemetry.pipeline_timeline import PipelineTimeline
+from meshrl.telemetry.time_ledger import seconds_by_name
 
 LENGTHS = [9, 4, 17, 6, 12, 5, 8, 3]
 
@@ -34,11 +34,9 @@ def write_config(folder, layers):
 
 def engine_and_batch(folder, pp, vpp, micro_batch_size):
     """On each stage: its engine, and the mini-batch that all of them take."""
-    from meshrl.config.engine import EngineConfig
-    from meshrl.config.model import ModelConfig
-    from meshrl.config.optim import OptimConfig
-    from meshrl.data.proto import DataProto
-    from meshrl.engines.megatron.engine import MegatronEngine
+    from meshrl.config.engine import EngineConfig, ModelConfig, OptimConfig
+    from meshrl.data.batch import DataProto
+    from meshrl.engines.megatron.megatron_engine import MegatronEngine
 
     config = EngineConfig(strategy="megatron")
     config.megatron.pipeline_model_parallel_size = pp
@@ -70,7 +68,7 @@ def record(folder, pp, vpp, micro_batch_size, forward_only=False):
 def book(folder, pp, forward_only):
     """On each stage: one mini-batch as a worker's call; its page."""
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
-    from meshrl.telemetry.ledger import Ledger
+    from meshrl.telemetry.time_ledger import Ledger
 
     engine, data = engine_and_batch(folder, pp, 1, 2)
     ledger = Ledger()

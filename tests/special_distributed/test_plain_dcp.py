@@ -10,7 +10,7 @@ from test_fsdp_engine import make_trial
 from torch.distributed.tensor import DTensor
 
 from meshrl.algorithms import BatchStats
-from meshrl.workers.verification import TEMPERATURE, _loss_function
+from meshrl.tools.verify import TEMPERATURE, _loss_function
 
 READER = """
 import pickle, sys, torch
@@ -39,9 +39,9 @@ assert not [name for name in sys.modules if name.startswith("meshrl")]
 def train_and_save(trial, strategy, folder):
     """One step; what the engine then holds: weights, and with FSDP the optimizer's moments, put together by torch."""
     if strategy == "megatron":
-        from meshrl.engines.megatron.engine import MegatronEngine as Engine
+        from meshrl.engines.megatron.megatron_engine import MegatronEngine as Engine
     else:
-        from meshrl.engines.fsdp.engine import FSDPEngine as Engine
+        from meshrl.engines.fsdp.fsdp_engine import FSDPEngine as Engine
     engine = Engine(trial.model, trial.engine, trial.optim, device=torch.device("cpu"), total_steps=4)
     engine.initialize()
     batch = trial.batches(61)[0]

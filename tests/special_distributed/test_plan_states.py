@@ -8,15 +8,12 @@ from megatron_trials import layers_for, megatron_trial, write_small_model
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
-from meshrl.config.engine import EngineConfig
-from meshrl.config.model import ModelConfig
-from meshrl.config.optim import OptimConfig
-from meshrl.engines.build import engine_class
+from meshrl.config.engine import EngineConfig, ModelConfig, OptimConfig
+from meshrl.engines.engine_class import engine_class
 from meshrl.models.tiny import make_tiny_seeing_model
-from meshrl.plan.model import find_model
-from meshrl.plan.states import fsdp_states, fsdp_units, megatron_states
-from meshrl.trainer.verify import SMALL, write_model
-from meshrl.workers.verification import SEED, Trial
+from meshrl.tools.plan.models import find_model
+from meshrl.tools.plan.roles import fsdp_states, fsdp_units, megatron_states
+from meshrl.tools.verify import SEED, SMALL, Trial, write_model
 
 SP, CP = "ulysses_sequence_parallel_size", "context_parallel_size"
 # Sizes that no number of ranks divides: 61 rows of vocabulary, 70 wide, 101 inside.

@@ -8,16 +8,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
-from meshrl.config.engine import EngineConfig
-from meshrl.config.model import ModelConfig
-from meshrl.config.optim import OptimConfig
-from meshrl.engines.build import engine_class
-from meshrl.plan.hardware import parse_cluster
-from meshrl.plan.model import find_model
-from meshrl.plan.roles import Role
-from meshrl.plan.traffic import pass_traffic
-from meshrl.trainer.verify import SMALL, write_model
-from meshrl.workers.verification import SEED, Trial
+from meshrl.config.engine import EngineConfig, ModelConfig, OptimConfig
+from meshrl.engines.engine_class import engine_class
+from meshrl.telemetry.hardware import parse_cluster
+from meshrl.tools.plan.models import find_model
+from meshrl.tools.plan.roles import Role
+from meshrl.tools.plan.timing import pass_traffic
+from meshrl.tools.verify import SEED, SMALL, Trial, write_model
 
 SP = "ulysses_sequence_parallel_size"
 CASES = {

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from sync_trials import BUCKET, IDS, PlainRollout, blank_lm, fsdp_engine, one_process_logits
 from test_pool_sync import DEADLINE, both, join, meet, train_lora
 
-from meshrl.rollout.weight_stream import buckets, checked
-from meshrl.weights.transport import SyncError
+from meshrl.rollout.weight_files import buckets, checked
+from meshrl.weights.transports import SyncError
 
 # What a process keeps from one call to the next.
 kept = {}
@@ -49,7 +49,7 @@ def describe(folder):
 
 
 def begin_training(address, rollouts, settings, engine):
-    from meshrl.weights.pools import connect_trainer
+    from meshrl.weights.disaggregated import connect_trainer
 
     group = join(address, dist.get_rank(), dist.get_world_size() + rollouts)
     kept.setdefault("engine", engine)
@@ -67,7 +67,7 @@ def train_fsdp(folder, address, rollouts, versions, options, settings):
 
 
 def train_megatron(trial, address, rollouts, versions):
-    from meshrl.engines.build import engine_class
+    from meshrl.engines.engine_class import engine_class
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
 
     try:
@@ -86,7 +86,7 @@ def send_all(versions):
 
 
 def begin_engine(folder, address, trainers):
-    from meshrl.weights.pools import connect_rollout
+    from meshrl.weights.disaggregated import connect_rollout
 
     kept.setdefault("rollout", Engine(folder))
     group = join(address, trainers + dist.get_rank(), trainers + dist.get_world_size())
@@ -110,8 +110,8 @@ def told(rollout, version):
 
 def take(version, wrong_part=None, fails_at=None):
     """A rollout's part: an error's text, version and what was released then, logits, bytes, most memory."""
-    from meshrl.weights.exchange import Exchange
-    from meshrl.weights.streamed import StreamedSync
+    from meshrl.weights.executor import Exchange
+    from meshrl.weights.session import StreamedSync
 
     rollout, unpack, blank = kept["rollout"], Exchange._unpack, StreamedSync._blank_tensors
     alive, most = [0], [0]

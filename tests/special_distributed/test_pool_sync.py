@@ -13,7 +13,7 @@ import torch.distributed as dist
 from process_group import ProcessGroup, own_device
 from sync_trials import BUCKET, IDS, PlainRollout, blank_lm, fsdp_engine, logits_of, multiplied, one_process_logits
 
-from meshrl.weights.transport import SyncError, SyncTimeoutError
+from meshrl.weights.transports import SyncError, SyncTimeoutError
 
 DEADLINE = 30.0
 PATIENCE = 15.0
@@ -26,7 +26,7 @@ def factor(version):
 
 
 def meet():
-    from meshrl.weights.pools import MeetingPoint
+    from meshrl.weights.disaggregated import MeetingPoint
 
     return MeetingPoint()
 
@@ -39,15 +39,15 @@ def both(*sides):
 
 
 def join(address, rank, world):
-    from meshrl.weights import pools
+    from meshrl.weights import disaggregated
 
-    pools.MEGABYTE = BUCKET
-    return pools.PoolGroup.join(address, rank, world, DEADLINE)
+    disaggregated.MEGABYTE = BUCKET
+    return disaggregated.PoolGroup.join(address, rank, world, DEADLINE)
 
 
 def train(engine, address, rollouts, versions, **options):
     """The trainers' side of some syncs, each of changed weights."""
-    from meshrl.weights.pools import connect_trainer
+    from meshrl.weights.disaggregated import connect_trainer
 
     group = join(address, dist.get_rank(), dist.get_world_size() + rollouts)
     sync = connect_trainer(engine, group, rollouts, bucket_megabytes=1, deadline=DEADLINE, **options)
@@ -64,7 +64,7 @@ def train_fsdp(folder, address, rollouts, versions, options, settings):
 
 
 def train_megatron(trial, address, rollouts, versions, settings):
-    from meshrl.engines.build import engine_class
+    from meshrl.engines.engine_class import engine_class
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
 
     try:
@@ -86,7 +86,7 @@ class Copy(PlainRollout):
 
 def take(folder, address, trainers, versions, staged=True):
     """A rollout's side: the logits of each version, and the bytes that came."""
-    from meshrl.weights.pools import connect_rollout
+    from meshrl.weights.disaggregated import connect_rollout
 
     rollout = Copy(folder)
     group = join(address, trainers + dist.get_rank(), trainers + dist.get_world_size())
@@ -151,7 +151,7 @@ def test_megatron_exact_twice(megatron_ranks, pool_ranks, sync_folders):
 
 def train_lora(folder, address, adapters):
     """Three versions of adapters; the logits that each amounts to, merged by hand from whole tensors."""
-    from meshrl.weights.pools import connect_trainer
+    from meshrl.weights.disaggregated import connect_trainer
 
     engine, reference = fsdp_engine(folder, lora_rank=4), blank_lm(folder)
     group = join(address, dist.get_rank(), dist.get_world_size() + 2)
@@ -185,7 +185,7 @@ class Taking(Copy):
 
 
 def take_lora(folder, address, staged):
-    from meshrl.weights.pools import connect_rollout
+    from meshrl.weights.disaggregated import connect_rollout
 
     rollout = Taking(folder)
     sync = connect_rollout(rollout, join(address, 2 + dist.get_rank(), 4), 2, staged=staged)
@@ -220,10 +220,10 @@ def generate_and_take(folder, address, staged):
     """Answers while a second version comes; the exchange waits until more tokens have come, if they can."""
     from meshrl.models.loading import load_model
     from meshrl.parallel.attention import ATTENTION_NAME
-    from meshrl.rollout.embedded.engine import EmbeddedRollout
+    from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
     from meshrl.rollout.requests import Request, SamplingParams
-    from meshrl.weights.exchange import Exchange
-    from meshrl.weights.pools import connect_rollout
+    from meshrl.weights.disaggregated import connect_rollout
+    from meshrl.weights.executor import Exchange
 
     model = load_model(str(folder), ATTENTION_NAME, "lm", dtype=torch.float32).to(own_device())
     rollout = EmbeddedRollout(model, pad_token_id=0, num_blocks=64)
@@ -304,7 +304,7 @@ def test_update_while_generating(ranks, pool_ranks, sync_folders, staged):
 
 def connect_one(folder, address, rank, carrier):
     """Each process is a pool of its own: rank 0 trains, the others generate."""
-    from meshrl.weights.pools import connect_rollout, connect_trainer
+    from meshrl.weights.disaggregated import connect_rollout, connect_trainer
 
     group = join(address, rank, 3)
     if rank == 0:
@@ -319,7 +319,7 @@ def connect_one(folder, address, rank, carrier):
 
 def sync_one(version, dies=False):
     """The version (or -1) and logits that this process then has; an error's text with the seconds it took."""
-    from meshrl.weights.exchange import Exchange
+    from meshrl.weights.executor import Exchange
 
     engine, rollout = kept.get("engine"), kept.get("rollout")
     if dies:
@@ -381,7 +381,7 @@ def test_a_dead_rollout_is_seen_and_gets_the_current_version_when_it_is_back(syn
 
 def late(folder, address):
     """A newcomer meets one that has the version: the latter is left alone."""
-    from meshrl.weights.pools import connect_rollout
+    from meshrl.weights.disaggregated import connect_rollout
 
     rank = 1 + dist.get_rank()
     rollout = Copy(folder)
@@ -421,7 +421,7 @@ def train_until_refused(folder, address):
 
 
 def join_late(address, rank, deadline):
-    from meshrl.weights.pools import PoolGroup
+    from meshrl.weights.disaggregated import PoolGroup
 
     started = time.monotonic()
     with pytest.raises(SyncTimeoutError) as caught:

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from row_attention import attend_alone, attend_on, random_row, worst
 from torch import Tensor
 
-from meshrl.parallel import lse_attention
-from meshrl.parallel.lse_attention import attend_with_lse, attend_with_lse_backward
-from meshrl.parallel.packed import PackedSequences
-from meshrl.parallel.ring import block_window, ring_block
+from meshrl.parallel import context_parallel
+from meshrl.parallel.attention import PackedSequences
+from meshrl.parallel.context_parallel import attend_with_lse, attend_with_lse_backward, block_window, ring_block
 
 LENGTHS = (1, 13, 4, 4, 1, 2)
 ROWS = st.lists(st.integers(1, 12), min_size=1, max_size=6)
@@ -84,7 +83,7 @@ def test_every_rank_has_the_same_causal_work(size, seed):
 @pytest.mark.parametrize("window", [None, 1, 4])
 def test_tiles_have_the_output_and_gradients_of_the_whole(monkeypatch, tile_rows, window):
     """Output and gradients as autograd finds them, and the log-sum-exp as its definition says."""
-    monkeypatch.setattr(lse_attention, "TILE_ROWS", tile_rows)
+    monkeypatch.setattr(context_parallel, "TILE_ROWS", tile_rows)
     row = random_row((5, 5, 1, 8), 4, 2, value_dim=3, window=window)
     packed = PackedSequences.of(row.lengths, "cpu")
     query, key, value, weights = (x.transpose(0, 1) for x in (row.query, row.key, row.value, row.weights))

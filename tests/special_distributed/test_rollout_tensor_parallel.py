@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from process_group import ON_GPU, own_device
 
-from meshrl.models.buffers import named_weights
-from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.models.loading import named_weights
+from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
 from meshrl.rollout.requests import Request, SamplingParams
 
 SHAPE = {
@@ -104,9 +104,9 @@ def seen_and_generated(
     folder: str, images: list[bytes], alone: bool, spreads: bool = False
 ) -> tuple[list[list[int]], list[list[float]], int]:
     """The same of a model that sees; every prompt has none to two images, and the second round's tower is another."""
-    from meshrl.config.model import ModelConfig
+    from meshrl.config.engine import ModelConfig
     from meshrl.models.loading import load_model
-    from meshrl.models.sight import find_sight, language_model
+    from meshrl.models.vision import find_sight, language_model
     from meshrl.parallel.attention import ATTENTION_NAME
 
     model = load_model(folder, ATTENTION_NAME).to(own_device())

@@ -11,10 +11,9 @@ from process_group import ProcessGroups, subgroups
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from meshrl.parallel.packed import PackedSequences
-from meshrl.parallel.ring import RingContext
+from meshrl.parallel.attention import PackedSequences
+from meshrl.parallel.context_parallel import RingContext, UlyssesContext
 from meshrl.parallel.sequence import SequenceParallel
-from meshrl.parallel.ulysses import UlyssesContext
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "qwen3_mixed"]
 LAYOUTS = [(1, 2), (1, 4), (2, 1), (4, 1), (2, 2)]  # cp, sp

@@ -7,7 +7,7 @@ from sync_trials import BUCKET, fsdp_engine, multiplied
 from test_pool_stream import Engine, describe, train_fsdp
 from test_pool_sync import DEADLINE, both, join, meet
 
-from meshrl.rollout.remote.bystander import Bystander
+from meshrl.rollout.remote import Bystander
 
 SIZE = 2
 VERSIONS = (1, 2)
@@ -48,7 +48,7 @@ def colocated(folder, options):
 
 def take(folder, address, trainers):
     """The same in a pool of its own."""
-    from meshrl.weights.pools import connect_rollout
+    from meshrl.weights.disaggregated import connect_rollout
 
     rank, size, rollout = dist.get_rank(), dist.get_world_size(), rollout_of(folder)
     group = join(address, trainers + rank, trainers + size)

@@ -11,9 +11,9 @@ from sync_trials import fsdp_engine, multiply
 from test_pool_sync import both, factor, join, meet, train_fsdp
 from test_rollout_tensor_parallel import model_of
 
-from meshrl.data.proto import DataProto
-from meshrl.rollout.base import SamplingParams
-from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.data.batch import DataProto
+from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
+from meshrl.rollout.requests import SamplingParams
 
 LENGTH = 5
 SAMPLING = SamplingParams(max_tokens=LENGTH, temperature=0.8)
@@ -53,7 +53,7 @@ def prompts_of(number: int) -> DataProto:
 
 def trained_and_generated(folder: Path, tp: int, options: dict):
     """For each version: what this rank's rollout answered and the trainer's whole weights; and this rank's share."""
-    from meshrl.config.model import ModelConfig
+    from meshrl.config.engine import ModelConfig
     from meshrl.config.rollout import RolloutConfig
     from meshrl.parallel.mesh import contiguous_group
     from meshrl.rollout.base import TAGS
@@ -149,7 +149,7 @@ def taken_and_generated(folder: Path, address: str, trainers: int) -> tuple[list
     """A rollout with spread experts in a pool of its own: answers of each version, bytes that came, bytes it keeps."""
     from meshrl.models.loading import empty_model
     from meshrl.parallel.attention import ATTENTION_NAME
-    from meshrl.weights.pools import connect_rollout
+    from meshrl.weights.disaggregated import connect_rollout
 
     rank, size = dist.get_rank(), dist.get_world_size()
     rollout = EmbeddedRollout(

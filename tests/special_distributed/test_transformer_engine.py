@@ -12,19 +12,17 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshrl.config.engine import EngineConfig, MegatronConfig
-from meshrl.config.model import ModelConfig
-from meshrl.engines.build import engine_class
-from meshrl.models.buffers import named_weights
-from meshrl.models.loading import load_model
-from meshrl.trainer.verify import write_model
-from meshrl.workers.verification import (
+from meshrl.config.engine import EngineConfig, MegatronConfig, ModelConfig
+from meshrl.engines.engine_class import engine_class
+from meshrl.models.loading import load_model, named_weights
+from meshrl.tools.verify import (
     TEMPERATURE,
     Trial,
     differences,
     relative_difference,
     run_engine,
     run_reference,
+    write_model,
 )
 
 HAS_ALL = torch.cuda.is_available() and all(map(importlib.util.find_spec, ("transformer_engine", "megatron")))

@@ -5,8 +5,7 @@ import torch
 from process_group import RankFailedError, subgroups
 from row_attention import attend_alone, attend_on, random_row, worst
 
-from meshrl.parallel.collectives import exchange_blocks
-from meshrl.parallel.ulysses import check_heads, heads_for_tokens, kv_copies, tokens_for_heads
+from meshrl.parallel.context_parallel import check_heads, exchange_blocks, heads_for_tokens, kv_copies, tokens_for_heads
 
 LENGTHS = (1, 13, 4, 4, 1)
 

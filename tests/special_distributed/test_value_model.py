@@ -8,9 +8,8 @@ from test_fsdp_engine import make_trial
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from meshrl.algorithms import BatchStats, agg_loss
-from meshrl.engines.build import engine_class
-from meshrl.trainer.verify import TOLERANCE, small_config, write_model
-from meshrl.workers.verification import Trial, relative_difference
+from meshrl.engines.engine_class import engine_class
+from meshrl.tools.verify import TOLERANCE, Trial, relative_difference, small_config, write_model
 
 LAYOUTS = ["one", "ddp2-fsdp2", "cp2", "fsdp2-sp2", "fsdp1"]
 

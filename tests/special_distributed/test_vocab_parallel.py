@@ -29,10 +29,10 @@ def plain(vocab_size, temperature):
 
 def on_ranks(vocab_size, rows, temperature, chunk_elements):
     """This rank's part; its share of the hidden states' gradient is summed here, as the model's region does."""
-    from meshrl.engines import log_probs
+    from meshrl.engines import packed_model
     from meshrl.engines.megatron.vocab_parallel import VocabularyPart, vocab_parallel_log_probs
 
-    before, log_probs.CHUNK_ELEMENTS = log_probs.CHUNK_ELEMENTS, chunk_elements
+    before, packed_model.CHUNK_ELEMENTS = packed_model.CHUNK_ELEMENTS, chunk_elements
     rank = dist.get_rank()
     hidden, weight, targets, grads = problem(vocab_size)
     padded = torch.zeros(rows * dist.get_world_size(), DIM)
@@ -46,7 +46,7 @@ def on_ranks(vocab_size, rows, temperature, chunk_elements):
     (found[0] * grads[0] + found[1] * grads[1]).sum().backward()
     dist.all_reduce(hidden.grad)
     alone, none = vocab_parallel_log_probs(hidden, own, targets, part, temperature=temperature)
-    log_probs.CHUNK_ELEMENTS = before
+    packed_model.CHUNK_ELEMENTS = before
     assert none is None
     assert torch.equal(alone, found[0])
     return *(x.detach() for x in found), hidden.grad, own.grad

@@ -10,11 +10,10 @@ from safetensors.torch import load_file
 from sync_trials import BUCKET, IDS, PlainRollout, blank_lm, fsdp_engine
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshrl.models.buffers import named_weights, persistent_buffers
-from meshrl.models.loading import load_model
+from meshrl.models.loading import load_model, named_weights, persistent_buffers
 from meshrl.models.saving import save_hf_folder
-from meshrl.rollout.weight_stream import checked, expected_shapes
-from meshrl.trainer.verify import SMALL, write_model
+from meshrl.rollout.weight_files import checked, expected_shapes
+from meshrl.tools.verify import SMALL, write_model
 
 BIAS = "gate.e_score_correction_bias"
 CHANGE = 0.25
@@ -50,7 +49,7 @@ def engine_of(folder, axes):
     """By FSDP2 where there are no axes or those of sequences alone, else by Megatron."""
     if axes is None or SP in axes:
         return fsdp_engine(folder, **(axes or {}))
-    from meshrl.engines.build import engine_class
+    from meshrl.engines.engine_class import engine_class
 
     trial = megatron_trial(folder, axes, enable_gradient_checkpointing=False)
     engine = engine_class(trial.engine)(trial.model, trial.engine, trial.optim, device=torch.device("cpu"))
@@ -126,9 +125,8 @@ def test_sync_checkpoint_and_folder_carry_them(megatron_ranks, folder, tmp_path,
 
 def bf16_biases(folder: Path):
     """Of a model in bfloat16, filled after sharding."""
-    from meshrl.config.engine import EngineConfig, FSDPConfig, MixedPrecisionConfig
-    from meshrl.config.model import ModelConfig
-    from meshrl.engines.fsdp.engine import FSDPEngine
+    from meshrl.config.engine import EngineConfig, FSDPConfig, MixedPrecisionConfig, ModelConfig
+    from meshrl.engines.fsdp.fsdp_engine import FSDPEngine
 
     precision = MixedPrecisionConfig(param_dtype="bf16", reduce_dtype="bf16", buffer_dtype="bf16")
     config = EngineConfig(fsdp_config=FSDPConfig(model_dtype="bf16", mixed_precision=precision))

@@ -70,8 +70,7 @@ def sync_to_tp(engine, folder: Path, axes: dict, staged: bool = False) -> list[d
 
     from meshrl.engines.megatron.weight_map import hf_tensors
     from meshrl.weights import connect as connecting
-    from meshrl.weights.rollout_placement import RolloutLayout, rollout
-    from meshrl.weights.shards import local_tensors
+    from meshrl.weights.placement import RolloutLayout, local_tensors, rollout
 
     connecting.MEGABYTE = BUCKET
     hf_config, layout = AutoConfig.from_pretrained(folder), RolloutLayout(**axes)
@@ -98,7 +97,7 @@ def fsdp_to_tp(folder: Path, options: dict, axes: dict):
 
 
 def megatron_to_tp(trial, folder: Path, axes: dict):
-    from meshrl.engines.build import engine_class
+    from meshrl.engines.engine_class import engine_class
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
 
     try:
@@ -110,7 +109,7 @@ def megatron_to_tp(trial, folder: Path, axes: dict):
 
 
 def megatron_to_copies(trial, folder: Path):
-    from meshrl.engines.build import engine_class
+    from meshrl.engines.engine_class import engine_class
     from meshrl.engines.megatron.parallel_state import leave_parallel_state
     from meshrl.weights import connect as connecting
 
@@ -285,7 +284,7 @@ def test_adapters_arrive_merged(ranks, sync_folders, adapters):
 
 def adapters_alone(folder: Path) -> tuple[dict, list[dict], dict, list[int]]:
     """What a rollout that takes adapters gets in three syncs, and the bytes of each."""
-    from meshrl.weights.adapters import connect_adapters
+    from meshrl.weights.lora_sync import connect_adapters
 
     class Taking(PlainRollout):
         def __init__(self):
@@ -360,11 +359,11 @@ def into_embedded(folder: Path) -> list[list[float]]:
     """Log-probs of the embedded rollout's greedy answers after two syncs, and its refusal after a failed one."""
     from meshrl.models.loading import load_model
     from meshrl.parallel.attention import ATTENTION_NAME
-    from meshrl.rollout.embedded.engine import EmbeddedRollout
+    from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
     from meshrl.rollout.requests import Request, SamplingParams
     from meshrl.weights import connect as connecting
-    from meshrl.weights.exchange import Exchange
-    from meshrl.weights.transport import SyncRefusedError
+    from meshrl.weights.executor import Exchange
+    from meshrl.weights.transports import SyncRefusedError
 
     connecting.MEGABYTE = BUCKET
     engine = fsdp_engine(folder)
@@ -435,7 +434,7 @@ class MisplacingRollout(CopyingRollout):
 def streamed_from_fsdp1(folder: Path, verify: bool) -> tuple[torch.Tensor, torch.Tensor, str, int, tuple[str, ...]]:
     """Logits of a right sync and of the trainer, the error of a wrong one, and what the rollout has after it."""
     from meshrl.weights.colocated import policy_sync
-    from meshrl.weights.transport import SyncError
+    from meshrl.weights.transports import SyncError
 
     engine = fsdp_engine(folder, strategy="fsdp", lora_rank=4)
     rollout, reference = MisplacingRollout(blank_lm(folder)), blank_lm(folder)

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from meshrl.trainer.ppo import PPOTrainer
-from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
-from meshrl.workers.critic import CriticWorker
-from meshrl.workers.reference import log_prob_request
+from meshrl.trainer.rl_trainer import PPOTrainer
+from meshrl.workers.actor import ActorRolloutRefWorker, log_prob_request
+from meshrl.workers.scoring import CriticWorker
 
 Rows = list[list[float]]
 
@@ -27,7 +26,7 @@ class Recorder:
 
     def watch(self, monkeypatch: Any) -> Recorder:
         """Takes part in runs whose worker lives in this process; pictures of them are not needed."""
-        monkeypatch.setattr("meshrl.trainer.run.write_report", lambda path: path)
+        monkeypatch.setattr("meshrl.trainer.launch.write_report", lambda path: path)
         update_actor, update_on = PPOTrainer.update_actor, ActorRolloutRefWorker._update_on
 
         def watched_update(trainer, batch):

@@ -16,15 +16,15 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
-from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import load_config
-from meshrl.config.root import PPOConfig
+from meshrl.config.rl import PPOConfig
+from meshrl.config.validate import ensure_runnable
 from meshrl.controller import warm_up
 from meshrl.models.loading import load_model_config
 from meshrl.models.tiny import make_tiny_model
 from meshrl.telemetry.report import write_report
 from meshrl.trainer.demo import ALPHABET, sft_run, write_data
-from meshrl.trainer.run import train
+from meshrl.trainer.launch import train
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ class Task:
 @pytest.fixture(scope="module", autouse=True)
 def no_pictures() -> Iterator[None]:
     """A run's report takes longer to draw than a short run to train; who wants it asks for `pictures`."""
-    with patch("meshrl.trainer.run.write_report"):
+    with patch("meshrl.trainer.launch.write_report"):
         yield
 
 
 @pytest.fixture
 def pictures() -> Iterator[None]:
-    with patch("meshrl.trainer.run.write_report", write_report):
+    with patch("meshrl.trainer.launch.write_report", write_report):
         yield
 
 
@@ -120,7 +120,7 @@ def _make_task(folder: Path) -> None:
         whole = Path(files[name]).rename(folder / f"all_{name}.jsonl")
         Path(files[name]).write_text("".join(whole.read_text().splitlines(keepends=True)[:rows]))
         files[f"all_{name}"] = str(whole)
-    with patch("meshrl.trainer.run.write_report"):
+    with patch("meshrl.trainer.launch.write_report"):
         model = sft_run(folder, files, 0, Console(quiet=True))
     (folder / "files.json").write_text(json.dumps(files | {"model": str(model)}))
 

@@ -18,8 +18,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from meshrl.config.keys import Leaf, get_value, leaves
 from meshrl.config.load import ROOTS
-from meshrl.config.tree import Leaf, get_value, leaves
 from meshrl.models.tiny import char_tokenizer, make_tiny_model, make_tiny_seeing_model
 from meshrl.trainer.demo import ALPHABET
 

@@ -36,18 +36,16 @@ from rich.console import Console
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshrl.config.load as loading
-import meshrl.engines.fsdp.engine
-import meshrl.trainer.keeper
-import meshrl.trainer.run as runs
-from meshrl.config.checks import check_config, check_notes
-from meshrl.config.errors import ConfigError
+import meshrl.engines.fsdp.fsdp_engine
+import meshrl.trainer.launch as runs
+import meshrl.trainer.run_state
+from meshrl.config.batch_sizes import BatchUnits
+from meshrl.config.keys import ConfigError, get_value
 from meshrl.config.load import ROOTS, Loaded, load_config
-from meshrl.config.tree import get_value
-from meshrl.config.units import BatchUnits
-from meshrl.config.values import unsupported
-from meshrl.controller.worker import WorkerInfo
-from meshrl.data.proto import DataProto
-from meshrl.trainer.gates import GateError, Gates
+from meshrl.config.validate import check_config, check_notes, unsupported
+from meshrl.controller.dispatch import WorkerInfo
+from meshrl.data.batch import DataProto
+from meshrl.trainer.health_checks import GateError, Gates
 
 Outcome = dict[str, str]
 
@@ -113,7 +111,7 @@ def ran(config: Any, root: str, out: Path, usual: Usual | None = None, anew: boo
     Where something else than in the `usual` run has been built at its start, it ends there.
     """
     found, text = Outcome(), io.StringIO()
-    real = meshrl.trainer.keeper.Keeper.fit
+    real = meshrl.trainer.run_state.Keeper.fit
 
     def fit(keeper: Any, loop: Any) -> None:
         built = graph({"keeper": keeper, "loop": loop}) | watched.calls
@@ -127,7 +125,7 @@ def ran(config: Any, root: str, out: Path, usual: Usual | None = None, anew: boo
         shutil.rmtree(out, ignore_errors=True)
     with (
         patch.object(runs, "write_report", lambda path: "drawn"),
-        patch.object(meshrl.trainer.keeper.Keeper, "fit", fit),
+        patch.object(meshrl.trainer.run_state.Keeper, "fit", fit),
         watching() as watched,
     ):
         start = runs.train if root == "train" else runs.train_supervised
@@ -144,13 +142,13 @@ def ran(config: Any, root: str, out: Path, usual: Usual | None = None, anew: boo
 def watching() -> Iterator[Watched]:
     """Watches what no object remembers."""
     import meshrl.agents.encoding
-    import meshrl.config.own_code
+    import meshrl.config.validate_algorithm
     import meshrl.data.prompts
     import meshrl.engines.fsdp.sharding
-    import meshrl.workers.actor_rollout_ref
-    import meshrl.workers.joining
+    import meshrl.workers.actor
+    import meshrl.workers.setup
 
-    watched, megatron = Watched(), sys.modules.get("meshrl.engines.megatron.engine")
+    watched, megatron = Watched(), sys.modules.get("meshrl.engines.megatron.megatron_engine")
     with contextlib.ExitStack() as stack:
         if megatron is not None:
             stack.enter_context(watched.on(megatron.MegatronEngine, "to"))
@@ -158,17 +156,17 @@ def watching() -> Iterator[Watched]:
             (transformers.AutoConfig, "from_pretrained"),
             (transformers.AutoTokenizer, "from_pretrained"),
             (meshrl.data.prompts, "encode_in_processes"),
-            (meshrl.engines.fsdp.engine.FSDPEngine, "to"),
-            (meshrl.engines.fsdp.engine, "compile_layers"),
-            (meshrl.engines.fsdp.engine, "split_into_micro_batches"),
+            (meshrl.engines.fsdp.fsdp_engine.FSDPEngine, "to"),
+            (meshrl.engines.fsdp.fsdp_engine, "compile_layers"),
+            (meshrl.engines.fsdp.fsdp_engine, "split_into_micro_batches"),
             (meshrl.engines.fsdp.sharding, "fully_shard"),
             (torch.distributed.fsdp.FSDPModule, "set_modules_to_forward_prefetch"),
             (torch.autograd.graph, "save_on_cpu"),
-            (meshrl.workers.actor_rollout_ref, "HybridEngine"),
-            (meshrl.workers.joining, "init_process_group"),
-            (meshrl.workers.joining, "prepare_device"),
-            (meshrl.workers.joining, "import_code"),
-            (meshrl.config.own_code, "import_code"),
+            (meshrl.workers.actor, "HybridEngine"),
+            (meshrl.workers.setup, "init_process_group"),
+            (meshrl.workers.setup, "prepare_device"),
+            (meshrl.workers.setup, "import_code"),
+            (meshrl.config.validate_algorithm, "import_code"),
             (runs, "surviving"),
             (meshrl.agents.encoding.TurnEncoder, "check"),
         ):
@@ -234,7 +232,7 @@ def _use_megatron_engine(worker: Any, watched: Watched) -> None:
     engine = next((e for name in ("actor", "engine") if (e := getattr(worker, name, None)) is not None), None)
     if type(engine).__name__ != "MegatronEngine":
         return
-    import meshrl.engines.megatron.engine as megatron
+    import meshrl.engines.megatron.megatron_engine as megatron
 
     ones = torch.ones(4, 6, dtype=torch.int64)
     batch = {"input_ids": ones, "attention_mask": ones, "response_mask": ones[:, :3]}
@@ -289,14 +287,14 @@ def engines_not_installed(watched: Watched) -> Iterator[None]:
     """Engines that are only asked for, with their arguments."""
     with contextlib.ExitStack() as stack:
         for place, name in (
-            ("vllm.engine", "VllmRollout"),
+            ("vllm.vllm_rollout", "VllmRollout"),
             ("vllm.server", "VllmServer"),
-            ("sglang.engine", "SglangEngine"),
-            ("sglang.server", "SglangServer"),
+            ("sglang.sglang_engine", "SglangEngine"),
+            ("sglang.sglang_engine", "SglangServer"),
         ):
-            module = types.ModuleType(f"meshrl.rollout.{place}")
+            place = f"meshrl.rollout.{place}"
+            module = sys.modules.setdefault(place, types.ModuleType(place))  # for the rest of this process
             setattr(module, name, None)
-            sys.modules[module.__name__] = module  # for the rest of this process
             stack.enter_context(watched.on(module, name, ends=True))
         yield
 
@@ -371,7 +369,7 @@ def assembled(config: Any, root: str, out: Path) -> Outcome:
         patch.object(runs, "worker_groups", no_workers),
         patch.object(runs, "bookkeeping", lambda *args: contextlib.nullcontext()),
         patch.object(runs, "write_report", lambda path: "drawn"),
-        patch.object(meshrl.trainer.keeper.Keeper, "fit", fit),
+        patch.object(meshrl.trainer.run_state.Keeper, "fit", fit),
     ):
         runs.train(config, console=Console(quiet=True))
     return found
@@ -545,7 +543,7 @@ def use_megatron() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "special_distributed"))
     import megatron_cpu
 
-    import meshrl.engines.megatron.engine
+    import meshrl.engines.megatron.megatron_engine
 
     del meshrl
     megatron_cpu.install()

@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parent))
 
 import test_megatron_run
 
-import meshrl.trainer.run
+import meshrl.trainer.launch
 from meshrl.trainer.demo import main
 
 
@@ -20,7 +20,7 @@ def run() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", default="outputs/demo-megatron")
     args = parser.parse_args()
-    meshrl.trainer.run.ActorRolloutRefWorker = test_megatron_run.WorkerOnCpu
+    meshrl.trainer.launch.ActorRolloutRefWorker = test_megatron_run.WorkerOnCpu
     steps = f"trainer.total_training_steps={args.steps}"
     main(args.out, overrides=[*test_megatron_run.MEGATRON, steps, "trainer.test_freq=20"])
 

@@ -5,10 +5,10 @@ import json
 import pytest
 from rich.console import Console
 
-from meshrl.config.checks import check_config
 from meshrl.config.load import load_config
-from meshrl.rewards.manager import RewardError
-from meshrl.trainer.run import train
+from meshrl.config.validate import check_config
+from meshrl.rewards.results import RewardError
+from meshrl.trainer.launch import train
 
 SHORT = (
     "trainer.total_training_steps=2",

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from meshrl.config.load import load_config
-from meshrl.trainer.run import train
+from meshrl.trainer.launch import train
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
 STEPS = 8

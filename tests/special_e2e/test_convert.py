@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from meshrl.cli import main
 from meshrl.config.load import load_config
-from meshrl.config.sft import SFTConfig
-from meshrl.models.tensor_files import tensor_files
+from meshrl.config.supervised import SFTConfig
+from meshrl.models.saving import tensor_files
 from meshrl.models.tiny import char_tokenizer
 from meshrl.trainer.convert import from_hf, to_hf
-from meshrl.trainer.run import train_supervised
+from meshrl.trainer.launch import train_supervised
 
 KINDS = {
     "dense": ("qwen3", ()),

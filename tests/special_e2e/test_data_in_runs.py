@@ -78,7 +78,7 @@ def test_a_sampler_chooses_and_hears(task, tmp_path, monkeypatch, two_files):
     everything = sorted(prompt for part in prompts for prompt in part)
     assert [prompt for part in prompts for prompt in part] == everything
     assert everything[0].startswith("0")
-    from meshrl.config.functions import load_function
+    from meshrl.config.user_code import load_function
 
     heard = load_function(str(tmp_path / "easiest.py"), "Easiest").__init__.__globals__["heard"]
     assert heard == [pytest.approx(float(batch["token_level_scores"].sum())) for batch in recorder.batches]

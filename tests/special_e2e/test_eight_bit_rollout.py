@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from meshrl.config.errors import ConfigError
-from meshrl.rollout.embedded.fp8 import Fp8Projection
+from meshrl.config.keys import ConfigError
+from meshrl.models.fp8 import Fp8Projection
 
 EIGHT = "actor_rollout_ref.rollout.quantization=fp8"
 RUN = (

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from key_rows import FIXED, STARTS_PROCESSES, all_keys, row_of
 
+from meshrl.config.keys import leaves
 from meshrl.config.load import ROOTS
 from meshrl.config.show import yaml_value
-from meshrl.config.tree import leaves
 
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[1] / "meshrl"

@@ -10,8 +10,8 @@ from by_hand import Recorder
 from rich.console import Console
 from test_algorithms_by_hand import REWARD, SETTING
 
-from meshrl.rewards.manager import RewardError
-from meshrl.trainer.run import train
+from meshrl.rewards.results import RewardError
+from meshrl.trainer.launch import train
 
 FAILING = ("reward.name=null", f"custom_reward_function.path={Path(__file__).with_name('failing_reward.py')}")
 KINDS = {"1": "raised", "2": "nan", "3": "invalid"}

@@ -7,9 +7,9 @@ import torch
 from test_algorithms_by_hand import TWO_MICRO_BATCHES
 from test_layouts import UNEVEN
 
-from meshrl.data.proto import DataProto
-from meshrl.trainer.gates import GateError
-from meshrl.trainer.ppo import PPOTrainer
+from meshrl.data.batch import DataProto
+from meshrl.trainer.health_checks import GateError
+from meshrl.trainer.rl_trainer import PPOTrainer
 
 OPTIONS = (*UNEVEN, *TWO_MICRO_BATCHES, "trainer.test_freq=-1", "trainer.val_before_train=false")
 OLD = "algorithm.rollout_correction.bypass_mode=false"

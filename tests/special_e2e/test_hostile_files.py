@@ -14,12 +14,12 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from meshrl.cli import main
-from meshrl.data import plain
-from meshrl.data.proto import DataProto
-from meshrl.telemetry.watch import Mark, WatchedRun
-from meshrl.trainer.checkpoint import CheckpointError, newest_complete, problems_of
-from meshrl.trainer.halves import train_only
-from meshrl.trainer.run import train
+from meshrl.data import plain_data
+from meshrl.data.batch import DataProto
+from meshrl.telemetry.live_report import Mark, WatchedRun
+from meshrl.trainer.checkpoints import CheckpointError, newest_complete, problems_of
+from meshrl.trainer.launch import train
+from meshrl.trainer.replay import train_only
 
 QUIET = Console(quiet=True)
 SAMPLER = """
@@ -110,7 +110,7 @@ def test_the_run_has_files_of_every_kind(run):
     assert own | {"batches/step_1.dataproto", "batches/step_2.dataproto", "metrics.jsonl", "config.yaml"} <= found
     for name in found:
         content = (run / name).read_bytes()
-        assert not plain.is_pickle(run / name), name
+        assert not plain_data.is_pickle(run / name), name
         assert b"pickle" not in content.lower() or name.endswith((".json", ".yaml", ".txt", ".html")), name
         for start in (b"\x80\x02", b"\x80\x04\x95", b"\x80\x05\x95", b"PK\x03\x04"):
             assert not content.startswith(start), name
@@ -241,11 +241,11 @@ def before(run, tmp_path):
                 name, _, kind = key.removeprefix("optimizer.state.").rpartition(".")
                 state["optimizer"]["state"].setdefault(name, {})[kind] = tensor
         dcp.save(state, checkpoint_id=role, no_dist=True)
-        torch.save(plain.load(role / "extra-0.plain"), role / "extra-0.pt")
+        torch.save(plain_data.load(role / "extra-0.plain"), role / "extra-0.pt")
         for name in ("tensors-0.safetensors", "tensors.json", "extra-0.plain"):
             (role / name).unlink()
         content = json.loads((checkpoint / "trainer.json").read_text())
-        own = plain.from_json(content["state"]["data"].pop("sampler_state"))
+        own = plain_data.from_json(content["state"]["data"].pop("sampler_state"))
         content["state"]["data"]["pickled_sampler"] = base64.b64encode(pickle.dumps(own)).decode()
         (checkpoint / "trainer.json").write_text(json.dumps(content))
         batch = checkpoint / "surplus.dataproto"
@@ -274,7 +274,7 @@ def test_a_run_of_before_is_refused_and_made_new_on_request(task, options, run, 
     capsys.readouterr()
     assert main(["convert", str(before), str(tmp_path / "new"), "--trust-pickle"]) == 0
     assert "without pickles: 4 places made new" in capsys.readouterr().out
-    assert not [name for name, file in trees(tmp_path / "new").items() if plain.is_pickle(file)]
+    assert not [name for name, file in trees(tmp_path / "new").items() if plain_data.is_pickle(file)]
     # What came of it is what the run itself had written: tensors, states, batches.
     mine, own = trees(tmp_path / "new"), trees(run)
     assert mine.keys() == own.keys()
@@ -289,7 +289,7 @@ def test_a_run_of_before_is_refused_and_made_new_on_request(task, options, run, 
             assert got.keys() == sent.keys()
             assert all(torch.equal(got[key], sent[key]) for key in sent)
         elif name.endswith(".plain"):
-            assert repr(plain.load(mine[name])) == repr(plain.load(own[name]))
+            assert repr(plain_data.load(mine[name])) == repr(plain_data.load(own[name]))
         elif name.endswith("trainer.json"):
             got, sent = (json.loads(file.read_text()) for file in (mine[name], own[name]))
             assert got["state"] == sent["state"]

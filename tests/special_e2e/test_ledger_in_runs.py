@@ -9,7 +9,7 @@ from slow_reward import SECONDS
 from test_algorithms_by_hand import TWO_MICRO_BATCHES
 from test_layouts import UNEVEN
 
-from meshrl.telemetry.gantt import draw_step
+from meshrl.telemetry.timeline import draw_step
 
 WORK = {"generate", "prefill", "ref", "log_prob", "update_forward", "update_backward", "update_optimizer", "sync"}
 

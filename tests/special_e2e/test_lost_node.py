@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from test_resume import RUN, assert_equal, data  # noqa: F401
 
-from meshrl.trainer.ppo import PPOTrainer
+from meshrl.trainer.rl_trainer import PPOTrainer
 
 LONG = ("trainer.total_training_steps=7", "trainer.test_freq=-1", "trainer.save_freq=-1")
 

@@ -12,9 +12,8 @@ from test_layouts import UNEVEN, WITH_REFERENCE, compare
 from transformers import AutoConfig
 
 from meshrl.controller import Dispatch, register
-from meshrl.trainer.verify import SMALL, verify, write_model
-from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker
-from meshrl.workers.verification import Outcome, VerificationWorker
+from meshrl.tools.verify import SMALL, Outcome, VerificationWorker, verify, write_model
+from meshrl.workers.actor import ActorRolloutRefWorker
 
 sys.path.append(str(Path(__file__).parents[1] / "special_distributed"))
 
@@ -50,8 +49,8 @@ class VerificationOnCpu(VerificationWorker):
 @pytest.fixture
 def on_cpu(monkeypatch):
     pytest.importorskip("megatron.core")
-    monkeypatch.setattr("meshrl.trainer.run.ActorRolloutRefWorker", WorkerOnCpu)
-    monkeypatch.setattr("meshrl.trainer.verify.VerificationWorker", VerificationOnCpu)
+    monkeypatch.setattr("meshrl.trainer.launch.ActorRolloutRefWorker", WorkerOnCpu)
+    monkeypatch.setattr("meshrl.tools.verify.VerificationWorker", VerificationOnCpu)
 
 
 def test_tensor_and_pipeline_parallel_run_equals_one_process(task, on_cpu, tmp_path):

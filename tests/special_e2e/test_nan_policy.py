@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshrl.cli import main
-from meshrl.trainer.checkpoint import open_checkpoint, problems_of
+from meshrl.trainer.checkpoints import open_checkpoint, problems_of
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,12 @@ from test_layouts import SHORT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshrl.controller import ClassWithInitArgs, ResourcePool, create_worker_group
-from meshrl.data.proto import DataProto
-from meshrl.rewards.calling import RewardFunctionSpec
+from meshrl.data.batch import DataProto
 from meshrl.rewards.manager import RewardManager
-from meshrl.trainer.overlap import generate_beside_scoring
-from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker, WorkerSettings
+from meshrl.rewards.reward_calls import RewardFunctionSpec
+from meshrl.trainer.rollout_source import generate_beside_scoring
+from meshrl.workers.actor import ActorRolloutRefWorker
+from meshrl.workers.setup import WorkerSettings
 
 OPTIONS = (
     *SHORT,

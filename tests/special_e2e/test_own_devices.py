@@ -14,8 +14,8 @@ from test_overlap import judged
 from test_ppo import PPO
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshrl.trainer.ppo import PPOTrainer
-from meshrl.workers.reference import ReferenceWorker
+from meshrl.trainer.rl_trainer import PPOTrainer
+from meshrl.workers.actor import ReferenceWorker
 
 sys.path.append(str(Path(__file__).parents[1] / "special_distributed"))
 
@@ -137,7 +137,7 @@ class ReferenceOnCpu(OnCpu, ReferenceWorker):
 def test_a_larger_teacher_has_devices_and_a_layout_of_its_own(task, tmp_path, monkeypatch):
     """Of another shape than the policy, which only has to share its tokens; cut over ranks, in either engine."""
     pytest.importorskip("megatron.core")
-    monkeypatch.setattr("meshrl.trainer.run.ReferenceWorker", ReferenceOnCpu)
+    monkeypatch.setattr("meshrl.trainer.launch.ReferenceWorker", ReferenceOnCpu)
     teacher = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(task.model, intermediate_size=96))
     teacher.save_pretrained(tmp_path / "teacher")
     options = (

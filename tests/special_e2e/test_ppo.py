@@ -7,8 +7,8 @@ from test_layouts import SHORT, UNEVEN, compare
 from transformers import AutoModelForTokenClassification
 
 from meshrl.algorithms import compute_gae_advantage_return
-from meshrl.data.proto import DataProto
-from meshrl.workers.reward_model import on_last_tokens, with_end
+from meshrl.data.batch import DataProto
+from meshrl.workers.scoring import on_last_tokens, with_end
 
 PPO = (
     *UNEVEN,

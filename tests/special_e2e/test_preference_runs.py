@@ -17,9 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from meshrl.config import PreferenceConfig, load_config
-from meshrl.config.checks import ensure_runnable
-from meshrl.trainer.run import train_supervised
-from meshrl.workers.preferences import PreferenceWorker
+from meshrl.config.validate import ensure_runnable
+from meshrl.trainer.launch import train_supervised
+from meshrl.workers.supervised_worker import PreferenceWorker
 
 sys.path.append(str(Path(__file__).parents[1] / "special_distributed"))
 
@@ -259,7 +259,7 @@ def test_megatron_gives_the_same_run(run, reference, one_process, tmp_path, monk
     else:
         more = ("loss.name=reward", "loss.beta=0.1")
         expected = run(tmp_path / "one", *more)
-    monkeypatch.setattr("meshrl.trainer.run.PreferenceWorker", WorkerOnCpu)
+    monkeypatch.setattr("meshrl.trainer.launch.PreferenceWorker", WorkerOnCpu)
     megatron = (
         "engine.strategy=megatron", "engine.megatron.dtype=fp32", "trainer.n_gpus_per_node=4",
         "engine.fsdp_config.mixed_precision.param_dtype=bf16",

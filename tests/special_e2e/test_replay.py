@@ -17,16 +17,13 @@ from test_resume import assert_equal, without_own
 from meshrl.cli import main
 from meshrl.config import load_config
 from meshrl.config.show import to_yaml
-from meshrl.data.proto import DataProto
+from meshrl.data.batch import DataProto
 from meshrl.telemetry.run_folder import RunFiles
-from meshrl.trainer.batches import KeptBatches, batch_files, load_batch
-from meshrl.trainer.checkpoint import problems_of
-from meshrl.trainer.halves import train_only
-from meshrl.trainer.keeper import Keeper
-from meshrl.trainer.nonfinite import NonFiniteError
-from meshrl.trainer.ppo import PPOTrainer
-from meshrl.trainer.replay import explain_token, replay, replay_config
-from meshrl.trainer.stopping import RunStoppedError
+from meshrl.trainer.checkpoints import problems_of
+from meshrl.trainer.health_checks import NonFiniteError
+from meshrl.trainer.replay import explain_token, replay, replay_config, train_only
+from meshrl.trainer.rl_trainer import PPOTrainer
+from meshrl.trainer.run_state import Keeper, KeptBatches, RunStoppedError, batch_files, load_batch
 
 RUN = (
     *UNEVEN,

@@ -16,12 +16,12 @@ from test_megatron_run import MEGATRON, on_cpu  # noqa: F401
 from test_own_code_in_runs import NAMES, code  # noqa: F401
 
 from meshrl.cli import main
-from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import load_config
-from meshrl.config.sft import SFTConfig
-from meshrl.trainer.batches import batch_files, load_batch
-from meshrl.trainer.checkpoint import CheckpointError, Checkpoints, newest_complete, problems_of
-from meshrl.trainer.run import train, train_supervised
+from meshrl.config.supervised import SFTConfig
+from meshrl.config.validate import ensure_runnable
+from meshrl.trainer.checkpoints import CheckpointError, Checkpoints, newest_complete, problems_of
+from meshrl.trainer.launch import train, train_supervised
+from meshrl.trainer.run_state import batch_files, load_batch
 
 # Three batches of 12 make an epoch, validation at every second step, a learning rate that changes. All of a batch is
 # generated at once: nothing here depends on whose turn it is.
@@ -166,7 +166,7 @@ def test_a_finished_run_says_so_and_trains_nothing(task, data, whole, tmp_path, 
     folder = tmp_path / "run"
     shutil.copytree(whole.path, folder)
     before = (folder / "metrics.jsonl").read_bytes()
-    monkeypatch.setattr("meshrl.trainer.run.worker_groups", None)  # no worker is started
+    monkeypatch.setattr("meshrl.trainer.launch.worker_groups", None)  # no worker is started
     with (tmp_path / "screen.txt").open("w") as out:
         train(task.config(folder, *RUN, *data), console=Console(file=out, width=200))
     said = (tmp_path / "screen.txt").read_text()

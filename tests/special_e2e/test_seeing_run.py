@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from test_layouts import compare
 from transformers import AutoModelForImageTextToText
 
-from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import load_config
-from meshrl.config.sft import SFTConfig
-from meshrl.data.image_reader import ImageReader, as_png
-from meshrl.trainer.run import train, train_supervised
+from meshrl.config.supervised import SFTConfig
+from meshrl.config.validate import ensure_runnable
+from meshrl.data.images import ImageReader, as_png
+from meshrl.trainer.launch import train, train_supervised
 
 EXAMPLE = Path(__file__).parents[2] / "examples/images"
 # The recipe with half of its samples and larger steps.

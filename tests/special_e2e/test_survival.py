@@ -11,7 +11,7 @@ import pytest
 from test_resume import RUN, TWO, assert_equal, data  # noqa: F401
 
 from meshrl.controller import WorkerDied
-from meshrl.trainer.ppo import PPOTrainer
+from meshrl.trainer.rl_trainer import PPOTrainer
 
 SURVIVES = ("trainer.max_restarts=3", "trainer.restart_wait=0", "trainer.save_freq=2", TWO)
 
@@ -136,7 +136,7 @@ def test_a_stall_is_named(task, data, tmp_path, monkeypatch):  # noqa: F811
     page = next(page for page in pages if "step 2, update_actor" in page[0])
     assert "update_actor on 'actor_rollout_ref' has run for" in page[0]
     assert "ranks that have answered: [], ranks that have not: [0, 1]" in page[0]
-    assert any("in update_actor" in line and "actor_rollout_ref.py" in line for line in page)
+    assert any("in update_actor" in line and "workers/actor.py" in line for line in page)
 
 
 def sleeping_reward(data_source, solution_str, ground_truth, extra_info=None):

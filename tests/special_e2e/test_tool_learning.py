@@ -6,13 +6,13 @@ from functools import partial
 import pytest
 from rich.console import Console
 
-from meshrl.trainer.calculator import ACCURACY, TOOL_USE, main, warm_up
+from meshrl.trainer.calculator_demo import ACCURACY, TOOL_USE, main, warm_up
 
 
 @pytest.mark.slow
 def test_rl_teaches_a_tiny_model_to_use_the_calculator(tmp_path, monkeypatch):
     half = partial(warm_up, overrides=["data.train_batch_size=32", "trainer.device=cpu"])
-    monkeypatch.setattr("meshrl.trainer.calculator.warm_up", half)
+    monkeypatch.setattr("meshrl.trainer.calculator_demo.warm_up", half)
     short = [
         "trainer.total_training_steps=8",
         "trainer.test_freq=8",

@@ -6,12 +6,13 @@ import torch
 
 from meshrl.config.rollout import shares_weights
 from meshrl.controller import ClassWithInitArgs, ResourcePool, WorkerError, create_worker_group
+from meshrl.data.batch import DataProto
 from meshrl.data.prompts import PromptDataset
-from meshrl.data.proto import DataProto
 from meshrl.models.loading import load_model, load_tokenizer
-from meshrl.telemetry.memory import ProcessMeter
+from meshrl.telemetry.device_stats import ProcessMeter
 from meshrl.weights.colocated import over_ranks
-from meshrl.workers.actor_rollout_ref import ActorRolloutRefWorker, WorkerSettings
+from meshrl.workers.actor import ActorRolloutRefWorker
+from meshrl.workers.setup import WorkerSettings
 
 NAMES = ("input_ids", "attention_mask", "response_mask")
 

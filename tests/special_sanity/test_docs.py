@@ -11,14 +11,14 @@ from docs_runner import LANGUAGES, Runner, blocks_of, commands_of
 from rich.console import Console
 
 import meshrl.agents.calculator_task
-import meshrl.doctor.measure
-import meshrl.trainer.calculator
+import meshrl.tools.doctor.measure
+import meshrl.tools.verify
+import meshrl.trainer.calculator_demo
 import meshrl.trainer.demo
-import meshrl.trainer.verify
 from meshrl.agents.calculator_task import make_calculator_model
-from meshrl.config import packages
+from meshrl.config import validate_training
 from meshrl.controller import warm_up
-from meshrl.data.files import write_tables
+from meshrl.data.row_files import write_tables
 from meshrl.models.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def name_of(page):
 @pytest.fixture(autouse=True)
 def all_packages(monkeypatch):
     """Dry runs of the pages pass without vLLM and SGLang, whose keys they show."""
-    monkeypatch.setattr(packages, "is_installed", lambda package: True)
+    monkeypatch.setattr(validate_training, "is_installed", lambda package: True)
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +120,8 @@ def page_runner(scene, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     shorten_demos(monkeypatch)
-    families = {"qwen3": meshrl.trainer.verify.FAMILIES["qwen3"]}
-    monkeypatch.setattr(meshrl.trainer.verify, "FAMILIES", families)
+    families = {"qwen3": meshrl.tools.verify.FAMILIES["qwen3"]}
+    monkeypatch.setattr(meshrl.tools.verify, "FAMILIES", families)
     measure_briefly(monkeypatch)
     runner = Runner(ROOT)
     yield runner
@@ -130,14 +130,14 @@ def page_runner(scene, tmp_path, monkeypatch):
 
 def measure_briefly(patch):
     """Small products, few times: tests/doctor looks at the numbers."""
-    product = meshrl.doctor.measure.matmul_tflops
-    patch.setattr(meshrl.doctor.measure, "MINIMUM_SECONDS", 0.01)
-    patch.setattr(meshrl.doctor.measure, "matmul_tflops", lambda device, dtype, size: product(device, dtype, 64))
+    product = meshrl.tools.doctor.measure.matmul_tflops
+    patch.setattr(meshrl.tools.doctor.measure, "MINIMUM_SECONDS", 0.01)
+    patch.setattr(meshrl.tools.doctor.measure, "matmul_tflops", lambda device, dtype, size: product(device, dtype, 64))
 
 
 def shorten_demos(patch):
     """Demos on less data, and of a step or two."""
-    for module in (meshrl.trainer.demo, meshrl.trainer.calculator):
+    for module in (meshrl.trainer.demo, meshrl.trainer.calculator_demo):
         patch.setattr(module, "load_config", capped(module.load_config))
     for module in (meshrl.trainer.demo, meshrl.agents.calculator_task):
         patch.setattr(module, "PROMPTS", 640)

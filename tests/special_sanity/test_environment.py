@@ -17,8 +17,8 @@ GETTERS = {"os.getenv", "getenv", "switch", "number"}
 # (file, expression): reads of names that are no constants, and why.
 DYNAMIC = {
     ("rewards/judge.py", "api_key_env"): "a config key names it: reward.judge.api_key_env",
-    ("weights/pools.py", "name"): "what is set for a moment is put back",
-    ("weights/segments.py", "name"): "VARIABLES of that module, looked at below",
+    ("weights/disaggregated.py", "name"): "what is set for a moment is put back",
+    ("weights/colocated.py", "name"): "VARIABLES of that module, looked at below",
 }
 
 
@@ -65,9 +65,9 @@ def names_read():
 
 
 def test_the_table_has_all_that_is_read_and_nothing_else():
-    from meshrl.weights import segments
+    from meshrl.weights import colocated
 
-    read = {name for _, name in names_read()} | set(segments.VARIABLES)
+    read = {name for _, name in names_read()} | set(colocated.VARIABLES)
     assert read == set(VARIABLES)
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from meshrl.agents.calculator_task import make_calculator_model
 from meshrl.config import ensure_runnable, load_config
 from meshrl.models.tiny import make_tiny_model
-from meshrl.trainer.run import train
+from meshrl.trainer.launch import train
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -18,13 +18,13 @@ FLOORS = [
     {"models", "telemetry"},
     {"parallel"},
     {"engines", "rollout"},
-    {"weights"},
+    {"weights", "serving"},
     {"rewards"},
     {"agents"},
     {"controller"},
     {"workers"},
-    {"trainer", "plan"},
-    {"doctor"},
+    {"trainer"},
+    {"tools"},
     {"cli"},
     {"__main__"},
 ]
@@ -85,7 +85,7 @@ def test_help_is_quick():
 def test_without_ray_everything_but_the_ray_backend_works():
     code = (
         "import sys; sys.modules['ray'] = None\n"
-        "import meshrl.trainer.run, meshrl.trainer.demo, meshrl.controller\n"
+        "import meshrl.trainer.launch, meshrl.trainer.demo, meshrl.controller\n"
         "from meshrl.controller import *\n"
         "try: create_worker_group(ResourcePool([1], use_gpu=False), ClassWithInitArgs(Worker), backend='ray')\n"
         "except ImportError as error: print(error)\n"

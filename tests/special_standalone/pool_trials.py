@@ -17,9 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from contract import CHARACTERS, PROMPTS, chosen, log_probs_of, make_model
 
-from meshrl.config.engine import EngineConfig, FSDPConfig, MixedPrecisionConfig
-from meshrl.config.model import ModelConfig
-from meshrl.config.optim import OptimConfig
+from meshrl.config.engine import EngineConfig, FSDPConfig, MixedPrecisionConfig, ModelConfig, OptimConfig
 from meshrl.models.saving import save_hf_folder
 from meshrl.models.tiny import char_tokenizer
 
@@ -33,7 +31,7 @@ BUCKET = 1 << 15
 
 def fsdp_engine(folder: str, ranks: int, **model: Any) -> Any:
     """A trainer sharded over ranks, in float32; `model` holds more of its model's settings."""
-    from meshrl.engines.fsdp.engine import FSDPEngine
+    from meshrl.engines.fsdp.fsdp_engine import FSDPEngine
 
     precision = MixedPrecisionConfig(param_dtype="fp32", reduce_dtype="fp32", buffer_dtype="fp32")
     engine = FSDPEngine(
@@ -58,13 +56,13 @@ def set_weights(engine: Any, seed: int, make: Callable[[int], Any] = make_model)
 
 def train(rank: int, folder: str, results: str, address: str) -> None:
     """One rank of the trainer: every version, as soon as the rollout takes it."""
-    from meshrl.weights.pools import PoolGroup, connect_trainer
+    from meshrl.weights.disaggregated import PoolGroup, connect_trainer
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(TRAINERS), "MASTER_ADDR": "127.0.0.1"}
     dist.init_process_group("gloo", init_method=f"file://{results}/rendezvous", rank=rank, world_size=TRAINERS)
     engine = fsdp_engine(folder, TRAINERS)
     group = PoolGroup.join(address, rank, TRAINERS + 1, DEADLINE)
-    with patch("meshrl.weights.pools.MEGABYTE", BUCKET):
+    with patch("meshrl.weights.disaggregated.MEGABYTE", BUCKET):
         sync = connect_trainer(engine, group, 1, bucket_megabytes=1, deadline=DEADLINE)
     for version, seed in enumerate(SEEDS):
         set_weights(engine, seed)
@@ -84,7 +82,7 @@ def model_folder(folder: Path) -> Path:
 def fed_by_trainers(rollout: Any, folder: Path, results: Path) -> Iterator[Any]:
     """Gives the rollout's end of the sync; the trainers' processes are over in the end."""
     from meshrl.models.loading import empty_model
-    from meshrl.weights.pools import MeetingPoint, PoolGroup, connect_rollout
+    from meshrl.weights.disaggregated import MeetingPoint, PoolGroup, connect_rollout
 
     point = MeetingPoint()
     spawned: Any = torch.multiprocessing.spawn(
@@ -93,7 +91,7 @@ def fed_by_trainers(rollout: Any, folder: Path, results: Path) -> Iterator[Any]:
     try:
         model = empty_model(folder, "sdpa", dtype=torch.float32)
         group = PoolGroup.join(point.address, TRAINERS, TRAINERS + 1, DEADLINE)
-        with patch("meshrl.weights.pools.MEGABYTE", BUCKET):
+        with patch("meshrl.weights.disaggregated.MEGABYTE", BUCKET):
             sync = connect_rollout(rollout, group, TRAINERS, model=model, device=torch.device("cpu"))
         assert len(sync.sync.parts) > 3
         yield sync

@@ -10,9 +10,9 @@ from contract import PROMPTS, request
 from pool_trials import BUCKET, check_versions, fed_by_trainers, model_folder
 from test_sglang_server import ARGUMENTS
 
-from meshrl.rollout.remote.rollout import RemoteRollout
+from meshrl.rollout.remote import RemoteRollout
 from meshrl.rollout.requests import SamplingParams
-from meshrl.rollout.sglang.server import SglangServer
+from meshrl.rollout.sglang.sglang_engine import SglangServer
 
 ASKED = SamplingParams(max_tokens=24, temperature=0.8)
 

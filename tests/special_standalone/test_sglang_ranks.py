@@ -12,9 +12,9 @@ from test_sglang_server import ARGUMENTS
 
 from meshrl.models.saving import save_hf_folder
 from meshrl.models.tiny import char_tokenizer
-from meshrl.rollout.remote.rollout import RemoteRollout
+from meshrl.rollout.remote import RemoteRollout
 from meshrl.rollout.requests import SamplingParams
-from meshrl.rollout.sglang.server import SglangServer
+from meshrl.rollout.sglang.sglang_engine import SglangServer
 
 
 @pytest.mark.timeout(600)

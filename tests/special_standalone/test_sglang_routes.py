@@ -13,10 +13,9 @@ from transformers import Qwen3MoeConfig
 
 from meshrl.models.saving import save_hf_folder
 from meshrl.models.tiny import char_tokenizer
-from meshrl.rollout.remote.rollout import RemoteRollout
+from meshrl.rollout.remote import RemoteRollout
 from meshrl.rollout.requests import SamplingParams
-from meshrl.rollout.sglang.engine import SglangEngine
-from meshrl.rollout.sglang.server import SglangServer
+from meshrl.rollout.sglang.sglang_engine import SglangEngine, SglangServer
 
 
 def make_model(seed):

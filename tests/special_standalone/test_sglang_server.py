@@ -9,8 +9,8 @@ pytest.importorskip("sglang", reason="SGLang has an environment of its own: make
 
 from contract import CONTEXT, RolloutContract
 
-from meshrl.rollout.remote.rollout import RemoteRollout
-from meshrl.rollout.sglang.server import SglangServer
+from meshrl.rollout.remote import RemoteRollout
+from meshrl.rollout.sglang.sglang_engine import SglangServer
 
 ARGUMENTS = {
     "device": "cpu",

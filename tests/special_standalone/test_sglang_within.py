@@ -15,8 +15,8 @@ pytest.importorskip("sglang", reason="SGLang has an environment of its own: make
 from contract import RolloutContract
 from test_sglang_server import ARGUMENTS
 
-from meshrl.rollout.remote.rollout import RemoteRollout
-from meshrl.rollout.sglang.engine import SglangEngine
+from meshrl.rollout.remote import RemoteRollout
+from meshrl.rollout.sglang.sglang_engine import SglangEngine
 
 
 class TestSglangEngine(RolloutContract):

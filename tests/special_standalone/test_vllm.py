@@ -8,7 +8,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from contract import CONTEXT, RolloutContract
 
-from meshrl.rollout.vllm.engine import VllmRollout
+from meshrl.rollout.vllm.vllm_rollout import VllmRollout
 
 SMALL = {
     "dtype": "float32",

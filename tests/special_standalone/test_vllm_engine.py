@@ -17,8 +17,8 @@ from meshrl.models.saving import save_hf_folder
 from meshrl.models.tiny import char_tokenizer
 from meshrl.rollout.requests import Request, SamplingParams
 from meshrl.rollout.vllm.arguments import command_line, engine_arguments
-from meshrl.rollout.vllm.engine import VllmRollout
-from meshrl.rollout.vllm.sampling import sampling_fields
+from meshrl.rollout.vllm.log_probs import sampling_fields
+from meshrl.rollout.vllm.vllm_rollout import VllmRollout
 
 SMALL = {
     "dtype": "float32",

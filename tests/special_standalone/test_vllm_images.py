@@ -19,15 +19,15 @@ from rich.console import Console
 from test_seeing_rollout import PARAMS, asked, check, log_probs_of
 from transformers import AutoModelForImageTextToText
 
-from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import load_config
+from meshrl.config.validate import ensure_runnable
 from meshrl.models.tiny import make_tiny_seeing_model
-from meshrl.rollout.remote.rollout import RemoteRollout
+from meshrl.rollout.remote import RemoteRollout
 from meshrl.rollout.requests import Request
-from meshrl.rollout.vllm.engine import VllmRollout
-from meshrl.rollout.vllm.images import content_parts
+from meshrl.rollout.vllm.arguments import content_parts
 from meshrl.rollout.vllm.server import VllmServer
-from meshrl.trainer.run import train
+from meshrl.rollout.vllm.vllm_rollout import VllmRollout
+from meshrl.trainer.launch import train
 
 EXAMPLE = Path(__file__).parents[2] / "examples/images"
 TEMPLATE = (

@@ -16,7 +16,7 @@ pytest.importorskip("peft")
 from contract import CONTEXT, PROMPTS, chosen, log_probs_of, make_model, request
 from pool_trials import fsdp_engine, model_folder
 
-from meshrl.config.model import ModelConfig
+from meshrl.config.engine import ModelConfig
 from meshrl.config.rollout import EngineKwargs, RolloutConfig
 from meshrl.models.loading import load_tokenizer
 from meshrl.parallel.mesh import contiguous_group
@@ -74,8 +74,7 @@ def run(rank: int, folder: str, results: str, ranks: int, options: dict) -> None
 def work(rank: int, folder: str, ranks: int, adapters: str, split: int, as_server: bool) -> list[dict]:
     from meshrl.models.lora import adapter_rank
     from meshrl.rollout.build import build_rollout
-    from meshrl.weights.colocated import policy_sync, sends_adapters
-    from meshrl.weights.hybrid import HybridEngine
+    from meshrl.weights.colocated import HybridEngine, policy_sync, sends_adapters
 
     engine = fsdp_engine(folder, ranks, lora_rank=RANK, lora_alpha=10)
     config = RolloutConfig(

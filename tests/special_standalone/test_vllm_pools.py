@@ -14,7 +14,7 @@ from pool_trials import BUCKET, DEADLINE, check_versions, fed_by_trainers, model
 from vllm_runs import APART, ROLLOUT, short_run
 
 from meshrl.rollout.requests import SamplingParams
-from meshrl.rollout.vllm.engine import VllmRollout
+from meshrl.rollout.vllm.vllm_rollout import VllmRollout
 
 ASKED = SamplingParams(max_tokens=24, temperature=0.8)
 STEPS = ("trainer.total_training_steps=4",)

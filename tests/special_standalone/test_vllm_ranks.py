@@ -25,7 +25,7 @@ from contract import (
 )
 from pool_trials import fsdp_engine, set_weights
 
-from meshrl.config.model import ModelConfig
+from meshrl.config.engine import ModelConfig
 from meshrl.config.rollout import EngineKwargs, RolloutConfig
 from meshrl.models.loading import load_tokenizer
 from meshrl.models.saving import save_hf_folder
@@ -78,8 +78,7 @@ def run(rank: int, folder: str, results: str, trial: Trial) -> None:
 def work(rank: int, folder: str, trial: Trial) -> list[Found]:
     """Syncs and answers of two versions; before them the parameters as vLLM itself reads them from the folder."""
     from meshrl.rollout.build import build_rollout
-    from meshrl.weights.colocated import policy_sync
-    from meshrl.weights.hybrid import HybridEngine
+    from meshrl.weights.colocated import HybridEngine, policy_sync
 
     model = ModelConfig(path=folder, enable_gradient_checkpointing=False)
     engine = fsdp_engine(folder, RANKS)

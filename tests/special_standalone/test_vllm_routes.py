@@ -14,7 +14,7 @@ from test_vllm_engine import SMALL, of_family
 from meshrl.models.saving import save_hf_folder
 from meshrl.models.tiny import char_tokenizer
 from meshrl.rollout.requests import Request, SamplingParams
-from meshrl.rollout.vllm.engine import VllmRollout
+from meshrl.rollout.vllm.vllm_rollout import VllmRollout
 
 # The first layer has no experts.
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -9,7 +9,7 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from contract import CONTEXT, RolloutContract
 
-from meshrl.rollout.remote.rollout import RemoteRollout
+from meshrl.rollout.remote import RemoteRollout
 from meshrl.rollout.vllm.server import VllmServer
 
 ARGUMENTS = {

@@ -10,16 +10,13 @@ pytest.importorskip("vllm", reason="vLLM has an environment of its own: make tes
 
 from contract import CHARACTERS, CONTEXT, PROMPTS, chosen, log_probs_of, make_model, request
 
-from meshrl.config.engine import EngineConfig, FSDPConfig, MixedPrecisionConfig
-from meshrl.config.model import ModelConfig
-from meshrl.config.optim import OptimConfig
-from meshrl.engines.fsdp.engine import FSDPEngine
+from meshrl.config.engine import EngineConfig, FSDPConfig, MixedPrecisionConfig, ModelConfig, OptimConfig
+from meshrl.engines.fsdp.fsdp_engine import FSDPEngine
 from meshrl.models.saving import save_hf_folder
 from meshrl.models.tiny import char_tokenizer
 from meshrl.rollout.requests import SamplingParams
-from meshrl.rollout.vllm.engine import VllmRollout
-from meshrl.weights.colocated import policy_sync
-from meshrl.weights.hybrid import HybridEngine
+from meshrl.rollout.vllm.vllm_rollout import VllmRollout
+from meshrl.weights.colocated import HybridEngine, policy_sync
 
 TEMPERATURE = 0.8
 

@@ -9,11 +9,11 @@ from unittest.mock import patch
 
 from rich.console import Console
 
-from meshrl.config.checks import ensure_runnable
 from meshrl.config.load import load_config
+from meshrl.config.validate import ensure_runnable
 from meshrl.models.tiny import make_tiny_model
 from meshrl.trainer.demo import ALPHABET, write_data
-from meshrl.trainer.run import train
+from meshrl.trainer.launch import train
 
 ROLLOUT = "actor_rollout_ref.rollout"
 APART = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1")

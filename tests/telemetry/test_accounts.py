@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrl.telemetry.accounts import IDLE, Track, account, ledger_metrics, overlay, seconds_by_name, union
-from meshrl.telemetry.clocks import ClockOffset
-from meshrl.telemetry.ledger import Page
+from meshrl.telemetry.time_ledger import (
+    IDLE,
+    ClockOffset,
+    Page,
+    Track,
+    account,
+    ledger_metrics,
+    overlay,
+    seconds_by_name,
+    union,
+)
 
 END = 24
 NAMES = st.lists(st.sampled_from([IDLE, "generate", "sync"]), min_size=END, max_size=END)

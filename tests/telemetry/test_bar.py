@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from meshrl.telemetry.bar import counting_bar
+from meshrl.telemetry.console import counting_bar
 
 
 def text_of(terminal: bool) -> str:

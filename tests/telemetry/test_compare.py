@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from test_report import HOSTILE, Page, write_run
 
-from meshrl.telemetry.compare import config_differences, overlaid, run_names, side_by_side, write_comparison
+from meshrl.telemetry.report import config_differences, overlaid, run_names, side_by_side, write_comparison
 from meshrl.telemetry.run_folder import RunFolder
 
 

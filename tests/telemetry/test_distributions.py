@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.telemetry.distributions import BINS, MOST_VALUES, finish_shares, histogram, spread_of
-from meshrl.telemetry.heat_svg import draw_spread, quantile
+from meshrl.telemetry.charts import draw_spread, quantile
+from meshrl.telemetry.metrics import BINS, MOST_VALUES, finish_shares, histogram, spread_of
 
 
 def test_a_few_values_are_counted_one_by_one():

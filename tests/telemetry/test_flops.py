@@ -14,17 +14,17 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from meshrl.balance import flops_workload
+from meshrl.config.engine import ModelConfig
 from meshrl.config.families import SEEING
-from meshrl.config.model import ModelConfig
-from meshrl.data.image_reader import IMAGES, as_png
-from meshrl.data.proto import DataProto
-from meshrl.engines.base import Engine
-from meshrl.models.sight import find_sight, tower_of
-from meshrl.parallel.delta_rule import DeltaRule
-from meshrl.plan.hardware import known_peak
+from meshrl.data.batch import DataProto
+from meshrl.data.images import IMAGES, as_png
+from meshrl.engines.training_engine import Engine
+from meshrl.models.vision import find_sight, tower_of
+from meshrl.parallel.linear_attention import DeltaRule
 from meshrl.telemetry.flops import COUNTED, ModelShape, utilisation, utilisation_metrics
-from meshrl.telemetry.ledger import Ledger
-from meshrl.workers.answering import Answering
+from meshrl.telemetry.hardware import known_peak
+from meshrl.telemetry.time_ledger import Ledger
+from meshrl.workers.generation import Answering
 
 LENGTH = 40
 WITH_STATES = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"}

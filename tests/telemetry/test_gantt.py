@@ -5,9 +5,8 @@ import itertools
 import pytest
 
 from meshrl.cli import main
-from meshrl.telemetry.gantt import draw_step
-from meshrl.telemetry.ledger import Span
-from meshrl.telemetry.trace import TimelineFile, read_timeline
+from meshrl.telemetry.time_ledger import Span
+from meshrl.telemetry.timeline import TimelineFile, draw_step, read_timeline
 
 CONTROLLER, FIRST, SECOND = ("controller", 0), ("actor_rollout_ref", 0), ("actor_rollout_ref", 1)
 

@@ -4,9 +4,16 @@ import threading
 
 import pytest
 
-from meshrl.telemetry import ledger as ledger_module
-from meshrl.telemetry.accounts import seconds_by_name
-from meshrl.telemetry.ledger import IDLE, Ledger, booked, current_ledger, served_method, working_for
+from meshrl.telemetry import time_ledger as ledger_module
+from meshrl.telemetry.time_ledger import (
+    IDLE,
+    Ledger,
+    booked,
+    current_ledger,
+    seconds_by_name,
+    served_method,
+    working_for,
+)
 
 
 class Clock:

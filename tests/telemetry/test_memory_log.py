@@ -4,9 +4,16 @@ import mmap
 
 import pytest
 
-from meshrl.telemetry.ledger import Ledger
-from meshrl.telemetry.memory import GIB, MemoryLog, PeakMemory, reset_peak_rss, resident_bytes
-from meshrl.telemetry.profiler import ProcessProfiler, nsys_command
+from meshrl.telemetry.device_stats import (
+    GIB,
+    MemoryLog,
+    PeakMemory,
+    ProcessProfiler,
+    nsys_command,
+    reset_peak_rss,
+    resident_bytes,
+)
+from meshrl.telemetry.time_ledger import Ledger
 
 MIB = 1 << 20
 SIZE = 96 * MIB
@@ -76,7 +83,7 @@ def test_a_phase_above_the_budget_is_named():
 
 
 def test_without_a_peak_to_forget_the_budget_holds_for_what_is_left(monkeypatch):
-    monkeypatch.setattr("meshrl.telemetry.memory.reset_peak_rss", lambda: False)
+    monkeypatch.setattr("meshrl.telemetry.device_stats.reset_peak_rss", lambda: False)
     watch = PeakMemory(budget_bytes=1)
     watch.before = 0
     with pytest.raises(MemoryError, match=r"phase 'update_actor' .*smaller micro-batches"):
@@ -84,7 +91,7 @@ def test_without_a_peak_to_forget_the_budget_holds_for_what_is_left(monkeypatch)
 
 
 def test_without_a_peak_to_forget_none_is_told(monkeypatch):
-    monkeypatch.setattr("meshrl.telemetry.memory.reset_peak_rss", lambda: False)
+    monkeypatch.setattr("meshrl.telemetry.device_stats.reset_peak_rss", lambda: False)
     assert set(PeakMemory().metrics("ref")) == {"memory/ref/before_rss_gib", "memory/ref/after_rss_gib"}
 
 

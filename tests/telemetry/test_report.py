@@ -15,12 +15,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshrl.telemetry import report_samples
-from meshrl.telemetry.curves_png import curves_figure
-from meshrl.telemetry.curves_svg import HEIGHT, WIDTH, draw_panel, nice_ticks, sparkline
+from meshrl.telemetry import report
+from meshrl.telemetry.charts import HEIGHT, WIDTH, curves_figure, draw_panel, nice_ticks, sparkline
+from meshrl.telemetry.page import duration, number, visible
 from meshrl.telemetry.panels import Panel, Series, build_panels, merge_steps, smooth, thin
 from meshrl.telemetry.report import RunData, latest_by_step, read_run, run_page, write_report
-from meshrl.telemetry.report_text import duration, number, visible
 from meshrl.telemetry.run_folder import RunFolder
 
 HOSTILE = (
@@ -148,10 +147,10 @@ def test_samples_come_as_data_the_latest_first_and_within_bounds(tmp_path):
     assert samples[0]["score"] is None
     # A column that does not fit its tokens is left out.
     assert samples[0]["tokens"] == {"text": ["a", "</script>"], "log_prob": [-0.5, None], "version": 3, "of": 9}
-    odd = report_samples.page_samples([{"step": 10**400, "score": True}, {"score": None}])
+    odd = report.page_samples([{"step": 10**400, "score": True}, {"score": None}])
     assert [(sample["step"], sample["score"]) for sample in odd] == [(None, None), (None, 1)]
     many = [{"step": i, "prompt": "p", "response": "r", "tokens": {"text": ["t"] * 500}} for i in range(1000)]
-    chosen = report_samples.page_samples(many)
+    chosen = report.page_samples(many)
     assert len(chosen) == 200
     assert [sample["step"] for sample in chosen[:2]] == [999, 994]
     assert sum(len(sample["tokens"]["text"]) for sample in chosen if "tokens" in sample) == 60_000
@@ -392,8 +391,8 @@ def test_a_long_run_is_reported_quickly(tmp_path):
 def test_importing_telemetry_loads_neither_torch_nor_matplotlib():
     script = (
         "import sys\n"
-        "from meshrl.telemetry import compare, console, metrics, report, command_line\n"
-        "from meshrl.telemetry import run_folder, timers, trackers, watch\n"
+        "from meshrl.telemetry import report, console, metrics, report_command\n"
+        "from meshrl.telemetry import run_folder, time_ledger, trackers, live_report\n"
         "heavy = {'torch', 'matplotlib', 'jinja2', 'wandb', 'mlflow', 'tensorboard', 'trackio'}\n"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
     )

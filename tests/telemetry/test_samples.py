@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.data.proto import DataProto, object_array
+from meshrl.data.batch import DataProto, object_array
 from meshrl.telemetry.run_folder import RunFolder
 from meshrl.telemetry.samples import SampleLog
 

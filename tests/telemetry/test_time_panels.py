@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from meshrl.telemetry import panels, report
-from meshrl.telemetry.curves_png import COLORS
-from meshrl.telemetry.time_panels import accounts, color_of, time_panels
+from meshrl.telemetry.charts import PNG_COLORS
+from meshrl.telemetry.panels import accounts, color_of, time_panels
 
 
 def records(**names):
@@ -96,7 +96,7 @@ def test_balance_is_the_fullest_rank_above_the_mean():
 
 def test_each_wait_has_a_colour_of_its_own_that_can_be_told_from_the_others():
     waits = ["wait_controller", "wait_peers", "wait_reward", "wait_rollout", "wait_actor_rollout_ref", "wait_critic"]
-    shades = [[int(COLORS[color_of(name)][at : at + 2], 16) for at in (1, 3, 5)] for name in [*waits, "other"]]
+    shades = [[int(PNG_COLORS[color_of(name)][at : at + 2], 16) for at in (1, 3, 5)] for name in [*waits, "other"]]
     for first, second in itertools.combinations(shades, 2):
         assert max(abs(a - b) for a, b in zip(first, second, strict=True)) > 40
     assert color_of("generate") not in map(color_of, waits)
@@ -105,7 +105,7 @@ def test_each_wait_has_a_colour_of_its_own_that_can_be_told_from_the_others():
 
 def test_page_and_picture_have_the_same_colours():
     css = (Path(report.__file__).parent / "report.css").read_text()
-    assert len(COLORS) == panels.COLORS
-    for number, color in enumerate(COLORS):
+    assert len(PNG_COLORS) == panels.COLORS
+    for number, color in enumerate(PNG_COLORS):
         assert f"--c{number}: light-dark({color}, " in css
         assert f".c{number} {{ color: var(--c{number}); }}" in css

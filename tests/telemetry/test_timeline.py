@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from meshrl.telemetry.timeline import PipelineTimeline, Span, draw_gantt, write_chrome_trace
+from meshrl.telemetry.pipeline_timeline import PipelineTimeline, Span, draw_gantt, write_chrome_trace
 
 
 class Clock:

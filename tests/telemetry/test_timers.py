@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from meshrl.telemetry.timers import PhaseTimer
+from meshrl.telemetry.time_ledger import PhaseTimer
 
 
 class Clock:

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.data.proto import DataProto, object_array
+from meshrl.data.batch import DataProto, object_array
 from meshrl.telemetry.run_folder import RunFolder
-from meshrl.telemetry.samples import SampleLog
-from meshrl.telemetry.token_details import finish_reasons, token_details, token_pieces
+from meshrl.telemetry.samples import SampleLog, finish_reasons, token_details, token_pieces
 
 EOS = 256
 

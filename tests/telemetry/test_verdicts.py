@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from meshrl.telemetry.verdicts import BAD, GOOD, OPEN, WATCH, health, learning, time_spent, verdicts
+from meshrl.telemetry.diagnosis import BAD, GOOD, OPEN, WATCH, health, learning, time_spent, verdicts
 
 
 def run(count=50, **metrics):

@@ -13,11 +13,10 @@ from contextlib import contextmanager
 import pytest
 from test_report import HOSTILE, Page
 
-from meshrl.telemetry import watch
-from meshrl.telemetry.following import FollowedFile
+from meshrl.telemetry import live_report
+from meshrl.telemetry.live_report import LOOPBACK, FollowedFile, Mark, WatchedRun, make_server
 from meshrl.telemetry.panels import merge_steps
 from meshrl.telemetry.run_folder import RunFiles, RunFolder
-from meshrl.telemetry.watch import LOOPBACK, Mark, WatchedRun, make_server
 
 
 def log(run, step, **more):
@@ -288,7 +287,7 @@ def test_heads_are_bounded_in_bytes_number_and_time(tmp_path, monkeypatch):
         assert b" 431 " in raw(port, start + b"X: " + b"y" * 40_000 + b"\r\nY: " + b"y" * 40_000 + b"\r\n\r\n")
         assert b" 431 " in raw(port, start + b"X: y\r\n" * 101 + b"\r\n")
         assert b" 431 " in raw(port, b"GET /" + b"y" * 70_000)
-    monkeypatch.setattr(watch._Handler, "timeout", 0.3)
+    monkeypatch.setattr(live_report._Handler, "timeout", 0.3)
     with serving(tmp_path) as port:
         started = time.monotonic()
         assert (

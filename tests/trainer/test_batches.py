@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from meshrl.config import ConfigError, PPOConfig
-from meshrl.data.proto import DataProto
+from meshrl.data.batch import DataProto
 from meshrl.telemetry.run_folder import RunFiles
-from meshrl.trainer.batches import KeptBatches, batch_files
-from meshrl.trainer.halves import train_only
-from meshrl.trainer.replay import replay
+from meshrl.trainer.replay import replay, train_only
+from meshrl.trainer.run_state import KeptBatches, batch_files
 
 
 def batch(value: int) -> DataProto:

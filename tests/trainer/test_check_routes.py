@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.data.proto import DataProto
-from meshrl.models.routes import ROUTED_EXPERTS
-from meshrl.trainer.ppo import check_routes
+from meshrl.data.batch import DataProto
+from meshrl.models.moe_routing import ROUTED_EXPERTS
+from meshrl.trainer.rl_trainer import check_routes
 
 
 def check(records, column):

@@ -26,15 +26,16 @@ from torch.distributed.checkpoint.metadata import (
 
 from meshrl.config.trainer import RunConfig
 from meshrl.controller import ControllerError
-from meshrl.controller.shelves import Shelves
-from meshrl.data.proto import DataProto
-from meshrl.engines.stored_before import Place, StoredTensor, read_index
-from meshrl.engines.stored_reading import Stored
-from meshrl.engines.stored_state import Rectangle, Snapshot, record_file, write_index, write_snapshot
-from meshrl.telemetry.timers import PhaseTimer
-from meshrl.trainer.checkpoint import (
+from meshrl.controller.peer_memory import Shelves
+from meshrl.data.batch import DataProto
+from meshrl.engines.old_state_files import Place, StoredTensor, read_index
+from meshrl.engines.state_files import Rectangle, Snapshot, record_file, write_index, write_snapshot
+from meshrl.engines.state_reader import Stored
+from meshrl.telemetry.time_ledger import PhaseTimer
+from meshrl.trainer.checkpoints import (
     CheckpointError,
     Checkpoints,
+    Mirror,
     Part,
     checkpoint_to_resume,
     newest_complete,
@@ -42,7 +43,6 @@ from meshrl.trainer.checkpoint import (
     set_later_ones_aside,
     step_folders,
 )
-from meshrl.trainer.mirror import Mirror
 from meshrl.workers import checkpointing
 from meshrl.workers.checkpointing import CheckpointedWorker, Shelved, Written
 

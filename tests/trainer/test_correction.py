@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from meshrl.config.algorithm import RolloutCorrectionConfig
-from meshrl.config.checks import check_config
 from meshrl.config.load import load_config
-from meshrl.data.proto import DataProto
-from meshrl.trainer.correction import correct_rollout, corrects_rollout
+from meshrl.config.rl import RolloutCorrectionConfig
+from meshrl.config.validate import check_config
+from meshrl.data.batch import DataProto
+from meshrl.trainer.rl_trainer import correct_rollout, corrects_rollout
 
 
 def batch_of() -> DataProto:

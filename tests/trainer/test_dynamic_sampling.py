@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.config.algorithm import FilterGroupsConfig
-from meshrl.data.joining import concat_samples
-from meshrl.data.proto import DataProto, object_array
+from meshrl.config.rl import FilterGroupsConfig
+from meshrl.data.batch import DataProto, concat_samples, object_array
 from meshrl.data.sampling import BatchOrder
 from meshrl.trainer.dynamic_sampling import DynamicSampling, informative_groups, metric_values
 

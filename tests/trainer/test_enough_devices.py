@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from meshrl.config.errors import ConfigError
+from meshrl.config.keys import ConfigError
 from meshrl.config.trainer import TrainerConfig
-from meshrl.rollout.opened import EngineOptions, open_rollout
-from meshrl.trainer.run import Pool, check_devices
+from meshrl.rollout.build import EngineOptions, open_rollout
+from meshrl.trainer.launch import Pool, check_devices
 
 
 def pools(*counts, names=("trainer", "actor_rollout_ref.rollout", "critic")):

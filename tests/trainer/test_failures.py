@@ -7,16 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshrl.config.errors import ConfigError
-from meshrl.controller.errors import DeadlineError, GroupBrokenError, RayStartError, WorkerDied, WorkerError
+from meshrl.config.keys import ConfigError
+from meshrl.controller.calls import DeadlineError, GroupBrokenError, RayStartError, WorkerDied, WorkerError
 from meshrl.environment import SUPERVISED_SINCE
 from meshrl.rewards.results import RewardError
-from meshrl.trainer.checkpoint import CheckpointError
-from meshrl.trainer.failures import Failure, kind_of
-from meshrl.trainer.gates import GateError
-from meshrl.trainer.nonfinite import NonFiniteError
-from meshrl.trainer.restarts import Restarts, surviving
-from meshrl.weights.transport import SyncError, SyncRefusedError
+from meshrl.trainer.checkpoints import CheckpointError
+from meshrl.trainer.fault_tolerance import Failure, Restarts, kind_of, surviving
+from meshrl.trainer.health_checks import GateError, NonFiniteError
+from meshrl.weights.transports import SyncError, SyncRefusedError
 
 
 def died():
@@ -86,7 +84,7 @@ def test_only_infrastructure_is_tried_again_and_within_the_budget(error, attempt
 
 def test_waits_double_and_a_new_command_has_its_own_budget(tmp_path, monkeypatch):
     waits = []
-    monkeypatch.setattr("meshrl.trainer.restarts.time.sleep", waits.append)
+    monkeypatch.setattr("meshrl.trainer.fault_tolerance.time.sleep", waits.append)
     restarts = Restarts(tmp_path, 12, 1.0, say=lambda text: None)
     while restarts.failed("gone", "infrastructure"):
         pass
@@ -106,7 +104,7 @@ def test_waits_double_and_a_new_command_has_its_own_budget(tmp_path, monkeypatch
 def test_what_a_restart_costs_is_counted_once(tmp_path, monkeypatch):
     """A rollout is replaced between a checkpoint and a death, and the start after it fails once: by hand."""
     clock = SimpleNamespace(time=lambda: now, sleep=lambda seconds: None)
-    monkeypatch.setattr("meshrl.trainer.restarts.time", clock)
+    monkeypatch.setattr("meshrl.trainer.fault_tolerance.time", clock)
     told, now = [], 1000.0
     restarts = Restarts(tmp_path, 9, 0.0, since=1000.0, say=lambda text: None, tell=told.append)
     # The checkpoint is of 1010; a batch begun at 1020 is lost at 1023, and asked again at 1030.

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from meshrl.config.gates import GatesConfig, limit_problems
-from meshrl.data.proto import DataProto
-from meshrl.trainer.gates import GateError, Gates, non_finite
+from meshrl.config.trainer import GatesConfig, limit_problems
+from meshrl.data.batch import DataProto
+from meshrl.trainer.health_checks import GateError, Gates, non_finite
 
 HEALTHY = {
     "actor/ppo_kl_before": 0.0,

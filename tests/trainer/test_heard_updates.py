@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from meshrl.data.proto import DataProto
+from meshrl.data.batch import DataProto
 from meshrl.data.sampling import RowOrder
-from meshrl.trainer.heard_updates import HeardUpdates
+from meshrl.trainer.rollout_source import HeardUpdates
 
 
 class Learner(RowOrder):

@@ -13,16 +13,16 @@ from test_checkpoint import PretendGroup, PretendTrainer
 
 from meshrl.config.trainer import RunConfig
 from meshrl.controller import ControllerError, GroupBrokenError
-from meshrl.trainer import memory_copies, memory_warden
-from meshrl.trainer.checkpoint import FOLDER, CheckpointError, Checkpoints, Part
-from meshrl.trainer.memory_copies import MemoryCopies, copies_folder, held_copies, state_to_resume
+from meshrl.trainer import memory_checkpoints, shm_cleaner
+from meshrl.trainer.checkpoints import FOLDER, CheckpointError, Checkpoints, Part
+from meshrl.trainer.memory_checkpoints import MemoryCopies, copies_folder, held_copies, state_to_resume
 
 
 @pytest.fixture
 def memory(tmp_path, monkeypatch):
     """A folder instead of the machine's shared memory."""
     (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(memory_copies, "MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(memory_checkpoints, "MEMORY", tmp_path / "shm")
     return tmp_path / "shm"
 
 
@@ -154,15 +154,15 @@ def test_the_warden_waits_while_the_folder_is_in_use_and_then_removes_it(tmp_pat
     """A process that holds it is killed; a second warden ends at once."""
     folder = tmp_path / "copies"
     folder.mkdir()
-    hold = f"import fcntl, time; f = open({str(folder / memory_warden.LOCK)!r}, 'wb+'); fcntl.lockf(f, fcntl.LOCK_EX)"
+    hold = f"import fcntl, time; f = open({str(folder / shm_cleaner.LOCK)!r}, 'wb+'); fcntl.lockf(f, fcntl.LOCK_EX)"
     holder = subprocess.Popen(
         [sys.executable, "-S", "-c", f"{hold}; print('held', flush=True); time.sleep(60)"], stdout=-1
     )
     assert holder.stdout.readline() == b"held\n"
-    words = [sys.executable, "-I", str(Path(memory_warden.__file__)), str(folder), "0.1"]
+    words = [sys.executable, "-I", str(Path(shm_cleaner.__file__)), str(folder), "0.1"]
     warden = subprocess.Popen(words)
-    wait_for((folder / memory_warden.OWN_LOCK).exists)
-    time.sleep(3 * memory_warden.LOOK_SECONDS)
+    wait_for((folder / shm_cleaner.OWN_LOCK).exists)
+    time.sleep(3 * shm_cleaner.LOOK_SECONDS)
     assert subprocess.Popen(words).wait(30) == 0
     assert folder.is_dir()
     assert warden.poll() is None
@@ -180,7 +180,7 @@ def test_a_damaged_link_costs_the_copies_and_nothing_else(tmp_path, memory, capl
     trainer = settings(tmp_path)
     run_dir = Path(trainer.run_dir)
     take_steps(MemoryCopies(None, print), writer(run_dir / FOLDER, 1), 1)
-    (run_dir / memory_copies.LINK).write_text(content)
+    (run_dir / memory_checkpoints.LINK).write_text(content)
     assert copies_folder(run_dir) is None
     assert state_to_resume(trainer).step == 1
     with held_copies(trainer):
@@ -207,10 +207,13 @@ def test_a_copied_run_folder_has_copies_of_its_own(tmp_path, memory, caplog, way
         folder = tmp_path / "precious" / "global_step_2"
         folder.mkdir(parents=True)
         other_dir.mkdir()
-        named = memory / f"{memory_copies.PREFIX}link"
+        named = memory / f"{memory_checkpoints.PREFIX}link"
         named.symlink_to(folder)
-        said = {"folder": str(named if way == "linked by hand" else folder), "run": memory_copies.identity(other_dir)}
-        memory_copies.write_json(other_dir / memory_copies.LINK, said)
+        said = {
+            "folder": str(named if way == "linked by hand" else folder),
+            "run": memory_checkpoints.identity(other_dir),
+        }
+        memory_checkpoints.write_json(other_dir / memory_checkpoints.LINK, said)
     else:
         shutil.copytree(run_dir, other_dir)
     if way == "copied before its original was moved":
@@ -234,12 +237,12 @@ def test_a_copied_run_folder_has_copies_of_its_own(tmp_path, memory, caplog, way
 
 def test_the_warden_removes_what_a_killed_run_was_removing(tmp_path):
     folder = tmp_path / "copies"
-    words = [sys.executable, "-I", str(Path(memory_warden.__file__)), str(folder), "60"]
+    words = [sys.executable, "-I", str(Path(shm_cleaner.__file__)), str(folder), "60"]
     warden = subprocess.Popen(words)  # before the folder is there, as a run starts it
     folder.mkdir()
-    wait_for((folder / memory_warden.OWN_LOCK).exists)
+    wait_for((folder / shm_cleaner.OWN_LOCK).exists)
     (folder / "big").write_bytes(b"x")
-    folder.rename(memory_warden.half_removed(folder))
+    folder.rename(shm_cleaner.half_removed(folder))
     assert warden.wait(30) == 0
     assert not list(tmp_path.iterdir())
 
@@ -247,6 +250,6 @@ def test_the_warden_removes_what_a_killed_run_was_removing(tmp_path):
 def test_what_a_kill_while_removing_has_left_is_removed_by_the_next_attempt(tmp_path, memory):
     trainer = settings(tmp_path)
     with held_copies(trainer):
-        gone = memory_warden.half_removed(copies_folder(trainer.run_dir))
+        gone = shm_cleaner.half_removed(copies_folder(trainer.run_dir))
         (gone / "global_step_1").mkdir(parents=True)
     assert not list(memory.iterdir())

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshrl.config.sft import SFTConfig
+from meshrl.config.supervised import SFTConfig
 from meshrl.config.trainer import TrainerConfig
 from meshrl.telemetry.metrics import count_steps
-from meshrl.trainer.nonfinite import NonFiniteError, NonFiniteSteps
+from meshrl.trainer.health_checks import NonFiniteError, NonFiniteSteps
 
 
 @pytest.fixture

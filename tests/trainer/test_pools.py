@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshrl.config.root import PPOConfig
-from meshrl.trainer.run import ppo_pools
+from meshrl.config.rl import PPOConfig
+from meshrl.trainer.launch import ppo_pools
 
 
 @pytest.mark.parametrize(("warmup", "policy_steps"), [(0, 30), (4, 18), (10, 3), (12, 3)])

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from meshrl.algorithms import BatchStats, get_policy_loss_fn
-from meshrl.config.root import PPOConfig
-from meshrl.data.prompts import object_array
-from meshrl.data.proto import DataProto
-from meshrl.trainer.ppo import PPOTrainer, data_metrics
+from meshrl.config.rl import PPOConfig
+from meshrl.data.batch import DataProto, object_array
+from meshrl.trainer.rl_trainer import PPOTrainer, data_metrics
 
 
 def batch_of(**columns):

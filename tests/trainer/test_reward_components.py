@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from meshrl.config.algorithm import AlgorithmConfig
-from meshrl.data.prompts import object_array
-from meshrl.data.proto import DataProto
-from meshrl.rewards.calling import RewardFunctionSpec
-from meshrl.trainer.reward_components import reward_components
+from meshrl.config.rl import AlgorithmConfig
+from meshrl.data.batch import DataProto, object_array
+from meshrl.rewards.reward_calls import RewardFunctionSpec
+from meshrl.trainer.rollout_source import reward_components
 
 ONE = [RewardFunctionSpec("right")]
 TWO = [RewardFunctionSpec("right", 2.0), RewardFunctionSpec("form", 0.5)]

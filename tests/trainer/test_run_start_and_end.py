@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshrl.config.errors import ConfigError
+from meshrl.config.keys import ConfigError
 from meshrl.config.trainer import RunConfig
 from meshrl.telemetry.run_folder import RunFolder
-from meshrl.trainer.checkpoint import Found
-from meshrl.trainer.restarts import Restarts
-from meshrl.trainer.run import as_it_was, is_finished, open_run, report_run, saying_what_is_kept
+from meshrl.trainer.checkpoints import Found
+from meshrl.trainer.fault_tolerance import Restarts
+from meshrl.trainer.launch import as_it_was, is_finished, open_run, report_run, saying_what_is_kept
 
 
 def test_a_new_run_does_not_move_the_model_that_it_starts_from(tmp_path):
@@ -91,7 +91,7 @@ def test_a_report_that_cannot_be_drawn_is_a_warning(tmp_path, monkeypatch):
         raise ValueError("math domain error")
 
     said = []
-    monkeypatch.setattr("meshrl.trainer.run.write_report", broken)
+    monkeypatch.setattr("meshrl.trainer.launch.write_report", broken)
     with RunFolder(tmp_path) as run:
         run.start_log()
         report_run(run, SimpleNamespace(message=said.append))

@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from meshrl.config.root import PPOConfig
-from meshrl.data.prompts import object_array
-from meshrl.data.proto import DataProto
+from meshrl.config.rl import PPOConfig
+from meshrl.data.batch import DataProto, object_array
 from meshrl.data.sampling import BatchOrder
-from meshrl.trainer.sample_source import SampleSource, total_steps
+from meshrl.trainer.rollout_source import SampleSource, total_steps
 
 
 def steps(rows: int, batch: int, epochs: int, filters: bool, given: int | None = None) -> int:

@@ -5,11 +5,10 @@ import random
 import pytest
 import torch
 
-from meshrl.config.checks import check_config
-from meshrl.config.correction import correction_of
-from meshrl.config.root import PPOConfig
-from meshrl.data.proto import DataProto
-from meshrl.trainer.schedule import Schedule
+from meshrl.config.rl import PPOConfig, correction_of
+from meshrl.config.validate import check_config
+from meshrl.data.batch import DataProto
+from meshrl.trainer.rollout_source import Schedule
 
 
 def aged_batch(rows):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from meshrl.config.load import load_config
-from meshrl.config.sft import SFTConfig
-from meshrl.trainer import slow_types as module
-from meshrl.trainer.slow_types import slow_types, times_slower
+from meshrl.config.supervised import SFTConfig
+from meshrl.trainer import launch as module
+from meshrl.trainer.launch import slow_types, times_slower
 
 ACTOR = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"
 ROLLOUT = "actor_rollout_ref.rollout.dtype"

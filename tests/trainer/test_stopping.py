@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from meshrl.trainer.stopping import RunStoppedError, StopRequest
+from meshrl.trainer.run_state import RunStoppedError, StopRequest
 
 
 def ask() -> None:

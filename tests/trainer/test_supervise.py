@@ -9,15 +9,13 @@ import time
 
 import pytest
 
-from meshrl.config.errors import ConfigError
+from meshrl.config.keys import ConfigError
 from meshrl.config.trainer import RunConfig
 from meshrl.environment import SUPERVISED_PIPE, SUPERVISED_SINCE
 from meshrl.telemetry.samples import SampleLog
-from meshrl.trainer import supervise as module
-from meshrl.trainer.failures import INFRASTRUCTURE_EXIT
-from meshrl.trainer.restarts import Restarts
-from meshrl.trainer.run import open_run
-from meshrl.trainer.supervise import supervise
+from meshrl.trainer import fault_tolerance as module
+from meshrl.trainer.fault_tolerance import INFRASTRUCTURE_EXIT, Restarts, supervise
+from meshrl.trainer.launch import open_run
 
 
 @pytest.fixture
@@ -113,7 +111,7 @@ def test_what_a_killed_attempt_of_the_same_command_wrote_is_written_anew(tmp_pat
 PARENT = """
 import sys, time
 from meshrl.config.trainer import RunConfig
-from meshrl.trainer import supervise as module
+from meshrl.trainer import fault_tolerance as module
 real = module.subprocess.Popen
 code = sys.argv[1]
 module.GRACE_SECONDS = 1.0
@@ -124,7 +122,7 @@ sys.exit(module.supervise(["train"], trainer, print))
 """
 RUN = """
 import os, signal, time
-from meshrl.trainer.supervise import end_with_parent
+from meshrl.trainer.fault_tolerance import end_with_parent
 {handler}
 end_with_parent()
 print("began", os.getpid(), "pipe" if "MESHRL_SUPERVISED_PIPE" in os.environ else "", flush=True)

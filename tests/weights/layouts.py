@@ -9,13 +9,12 @@ import torch
 
 from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.engines.megatron.weight_map import ModuleNames, hf_tensors
-from meshrl.parallel.layout import shard_layout
+from meshrl.parallel.mesh import shard_layout
 from meshrl.weights import placement
-from meshrl.weights.plan import plan_reshard
-from meshrl.weights.rollout_placement import RolloutLayout, rollout
-from meshrl.weights.shards import Shards, local_tensors
-from meshrl.weights.sync import WORD_BYTES, WeightSync
-from meshrl.weights.transport import Mailboxes
+from meshrl.weights.placement import RolloutLayout, Shards, local_tensors, rollout
+from meshrl.weights.planner import plan_reshard
+from meshrl.weights.session import WORD_BYTES, WeightSync
+from meshrl.weights.transports import Mailboxes
 
 BASE = {
     "vocab_size": 41,

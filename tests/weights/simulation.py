@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshrl.models.key_map import matrix
+from meshrl.models.names import matrix
 
 
 def full_tensors(placement, seed=0):

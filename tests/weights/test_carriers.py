@@ -15,15 +15,19 @@ import torch
 import torch.distributed as dist
 from layouts import QWEN2, PlainRollout, copies, fsdp2, random_tensors, tp
 
-from meshrl.rollout.shared_file import MEMORY, SharedFile, memory_folder
-from meshrl.weights.exchange import Exchange
-from meshrl.weights.folder import FolderCarrier
-from meshrl.weights.plan import plan_reshard
-from meshrl.weights.process_group import ProcessGroupCarrier
-from meshrl.weights.shards import Shards, local_tensors
-from meshrl.weights.shared_memory import SharedMemoryCarrier, open_together
-from meshrl.weights.sync import WORD_BYTES, WeightSync
-from meshrl.weights.transport import Deadline, SyncTimeoutError
+from meshrl.rollout.weight_files import MEMORY, SharedFile, memory_folder
+from meshrl.weights.executor import Exchange
+from meshrl.weights.placement import Shards, local_tensors
+from meshrl.weights.planner import plan_reshard
+from meshrl.weights.session import WORD_BYTES, WeightSync
+from meshrl.weights.transports import (
+    Deadline,
+    FolderCarrier,
+    ProcessGroupCarrier,
+    SharedMemoryCarrier,
+    SyncTimeoutError,
+    open_together,
+)
 
 BUCKET = 4096
 
@@ -112,7 +116,7 @@ def run_ranks(function, kind, folder, plan, start="fork"):
     """One process a rank, by default a forked one; what each answered, None where it died."""
     context = multiprocessing.get_context(start)
     if start == "forkserver":
-        context.set_forkserver_preload(["torch.distributed", "torch.profiler", "meshrl.weights.sync"])
+        context.set_forkserver_preload(["torch.distributed", "torch.profiler", "meshrl.weights.session"])
     started = []
     for rank in plan.ranks:
         ours, theirs = context.Pipe()
@@ -206,7 +210,7 @@ def resident(line="VmRSS"):
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's counters of memory")
 def test_two_buckets_are_all_the_memory(tmp_path):
-    from meshrl.parallel.layout import shard_layout
+    from meshrl.parallel.mesh import shard_layout
     from meshrl.weights.placement import fsdp2 as placed
     from meshrl.weights.placement import replicas
 

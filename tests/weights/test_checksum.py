@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshrl.weights import checksum as module
-from meshrl.weights.checksum import _weights, checksum
+from meshrl.weights import executor as module
+from meshrl.weights.executor import _weights, checksum
 
 WRAP = 1 << 64
 

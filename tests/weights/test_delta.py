@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import MOE, QWEN2, ThreadGroup, copies, fsdp2, megatron, random_tensors, tp
 
-from meshrl.weights.delta import DeltaExchange, pack_bits, unpack_bits
-from meshrl.weights.transport import SyncRefusedError
+from meshrl.weights.executor import DeltaExchange, pack_bits, unpack_bits
+from meshrl.weights.transports import SyncRefusedError
 
 
 @settings(max_examples=40, deadline=None)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from meshrl.telemetry.memory import GIB
-from meshrl.weights.exchange import Traffic
-from meshrl.weights.hybrid import HybridEngine
-from meshrl.weights.sync import SyncReport
+from meshrl.telemetry.device_stats import GIB
+from meshrl.weights.colocated import HybridEngine
+from meshrl.weights.executor import Traffic
+from meshrl.weights.session import SyncReport
 
 
 class Log:

@@ -7,10 +7,8 @@ from layouts import LATENT, MOE, QWEN2, QWEN3, fsdp1, fsdp2, megatron, module_pa
 
 from meshrl.engines.megatron.ranks import ParallelRanks
 from meshrl.engines.megatron.weight_map import ModuleNames, describe, hf_tensors
-from meshrl.models.key_map import convert_weight_keys
-from meshrl.weights.placement import PlacementBuilder, replicas
-from meshrl.weights.rollout_placement import RolloutLayout, rollout, windows
-from meshrl.weights.shards import Shards, local_tensors
+from meshrl.models.names import convert_weight_keys
+from meshrl.weights.placement import PlacementBuilder, RolloutLayout, Shards, local_tensors, replicas, rollout, windows
 
 
 def whole_params(config, tensors):

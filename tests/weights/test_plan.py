@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from layouts import MOE, QWEN2, copies, fsdp2, megatron, tp
 from simulation import carry_out, full_tensors, memories
 
-from meshrl.weights.boxes import areas, overlapping
 from meshrl.weights.placement import PlacementBuilder
-from meshrl.weights.plan import plan_reshard
+from meshrl.weights.planner import plan_reshard
+from meshrl.weights.rectangles import areas, overlapping
 
 
 @st.composite
@@ -207,8 +207,8 @@ def test_a_model_of_671b_is_planned_in_seconds():
     from meshrl.engines.megatron.ranks import ParallelRanks
     from meshrl.engines.megatron.weight_map import hf_tensors
     from meshrl.parallel.pipeline import PipelineSplit
+    from meshrl.weights.placement import RolloutLayout, rollout
     from meshrl.weights.placement import megatron as megatron_side
-    from meshrl.weights.rollout_placement import RolloutLayout, rollout
 
     config = SimpleNamespace(
         model_type="deepseek_v3",

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from meshrl.cli import main
-from meshrl.weights.command_line import parse_axes
-from meshrl.weights.show import as_bytes
+from meshrl.weights.planner import as_bytes
+from meshrl.weights.sync_command import parse_axes
 
 CONFIG = {
     "model_type": "qwen3",

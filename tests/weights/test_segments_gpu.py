@@ -7,10 +7,9 @@ import sys
 import pytest
 import torch
 
-from meshrl.weights.exchange import Traffic
-from meshrl.weights.hybrid import HybridEngine
-from meshrl.weights.segments import Segments
-from meshrl.weights.sync import SyncReport
+from meshrl.weights.colocated import HybridEngine, Segments
+from meshrl.weights.executor import Traffic
+from meshrl.weights.session import SyncReport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = torch.device("cuda", 0)
@@ -116,7 +115,7 @@ def test_cached_memory_of_one_kind_is_given_back_for_the_other():
 def test_what_the_environment_sets_besides_stays():
     program = """
 import torch
-from meshrl.weights.segments import Segments
+from meshrl.weights.colocated import Segments
 torch.zeros(1, device="cuda")
 segments = Segments()
 for wanted in (True, False, True):

@@ -8,12 +8,12 @@ from layouts import QWEN2, PlainRollout, ThreadGroup, fsdp2, random_tensors, tp
 
 from meshrl.models.loading import new_causal_lm
 from meshrl.parallel.attention import ATTENTION_NAME
-from meshrl.rollout.embedded.engine import EmbeddedRollout
+from meshrl.rollout.embedded.embedded_rollout import EmbeddedRollout
 from meshrl.weights.colocated import Stream
-from meshrl.weights.exchange import Exchange
-from meshrl.weights.pools import connect_rollout
-from meshrl.weights.sync import refuse
-from meshrl.weights.transport import Mailboxes, SyncError, SyncRefusedError, SyncTimeoutError, ThreadCarrier
+from meshrl.weights.disaggregated import connect_rollout
+from meshrl.weights.executor import Exchange
+from meshrl.weights.session import refuse
+from meshrl.weights.transports import Mailboxes, SyncError, SyncRefusedError, SyncTimeoutError, ThreadCarrier
 
 
 def group_of(make_carrier=None, **options):
@@ -268,7 +268,7 @@ class DyingGroup:
 
 
 def test_giving_a_group_up_never_hides_why(caplog):
-    from meshrl.weights.process_group import ProcessGroupCarrier
+    from meshrl.weights.transports import ProcessGroupCarrier
 
     carrier = ProcessGroupCarrier(64, "cpu", DyingGroup(), owns=True)
     assert not carrier.owns_nccl  # gloo ends by itself
@@ -282,11 +282,11 @@ def test_giving_a_group_up_never_hides_why(caplog):
 
 
 def test_what_torch_reads_for_a_group_is_put_back(monkeypatch):
-    from meshrl.weights import pools
+    from meshrl.weights import disaggregated
 
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
-    with pools._surviving():
-        assert pools.OUTLIVES.items() <= os.environ.items()
+    with disaggregated._surviving():
+        assert disaggregated.OUTLIVES.items() <= os.environ.items()
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in os.environ

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from layouts import QWEN2, copies, fsdp2, random_tensors, tp
 
-from meshrl.weights.checksum import checksum
-from meshrl.weights.plan import plan_reshard
-from meshrl.weights.shards import Shards, local_tensors
-from meshrl.weights.sync import WORD_BYTES, SyncRefusedError, WeightSync
+from meshrl.weights.executor import checksum
+from meshrl.weights.placement import Shards, local_tensors
+from meshrl.weights.planner import plan_reshard
+from meshrl.weights.session import WORD_BYTES, WeightSync
+from meshrl.weights.transports import SyncRefusedError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GPU = torch.device("cuda", 0)
@@ -113,7 +114,7 @@ def test_one_process_exact_twice_and_a_wrong_bit_is_seen(monkeypatch):
 
 
 def ipc_rank(connection, folder, rank, plan):
-    from meshrl.weights.cuda_ipc import CudaIpcCarrier
+    from meshrl.weights.transports import CudaIpcCarrier
 
     blank = {name: torch.zeros(shape, dtype=torch.bfloat16, device=GPU) for name, shape in plan.source.tensors.items()}
     ours, theirs = (ranks.tolist() for ranks in (plan.source_ranks, plan.destination_ranks))
@@ -167,9 +168,8 @@ def test_what_a_trainer_sends_to_host_memory_leaves_the_device(tmp_path):
     """A sync keeps nothing of the trainer's between two versions, into a module of ours and into other engines."""
     from transformers import Qwen3Config
 
-    from meshrl.config.engine import EngineConfig
-    from meshrl.config.model import ModelConfig
-    from meshrl.engines.build import engine_class
+    from meshrl.config.engine import EngineConfig, ModelConfig
+    from meshrl.engines.engine_class import engine_class
     from meshrl.models.loading import new_causal_lm
     from meshrl.parallel.attention import ATTENTION_NAME
     from meshrl.weights.connect import connect, connect_stream, rollout_params

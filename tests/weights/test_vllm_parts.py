@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import Qwen3MoeConfig
 
-from meshrl.rollout.vllm.parallel import Parallel, complaint, parallel_of
-from meshrl.weights.rollout_placement import RolloutLayout
+from meshrl.rollout.vllm.arguments import Parallel, complaint, parallel_of
+from meshrl.weights.placement import RolloutLayout
 from meshrl.weights.vllm_parts import own_parts, owners_of_weights, unsent
 
 CONFIG = Qwen3MoeConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, hidden_size=16, num_experts=4)

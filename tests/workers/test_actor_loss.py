@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from meshrl.config.actor import ActorConfig
-from meshrl.data.proto import DataProto
-from meshrl.engines.gathering import add_metrics
-from meshrl.workers.actor_loss import FRESH, count_mini_batch, make_actor_loss
+from meshrl.config.actor_critic import ActorConfig
+from meshrl.data.batch import DataProto
+from meshrl.engines.batching import add_metrics
+from meshrl.workers.actor import FRESH, count_mini_batch, make_actor_loss
 
 DIFFERENCE = "training/rollout_log_prob_diff"
 # Two ranks of two samples each: the response tokens, and which of them the present weights have sampled.

@@ -5,19 +5,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 
-from meshrl.config.engine import FSDPConfig
-from meshrl.engines.fsdp.units import units_to_shard
+from meshrl.config.engine import FSDPConfig, WrapPolicyConfig
 from meshrl.engines.optim import own_parts
 from meshrl.models.loading import torch_dtype
-from meshrl.parallel.layout import Layout
-from meshrl.parallel.mesh import sharding_mesh
+from meshrl.parallel.mesh import Layout, sharding_mesh
 
 CLIP_EPS = 1e-6  # as torch's clip_grad_norm_ has it
 
@@ -110,3 +120,117 @@ def precision_policy(config: FSDPConfig) -> MixedPrecisionPolicy | None:
     if param == reduce == torch_dtype(config.model_dtype):
         return None
     return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+
+
+# FSDP1, for those who need it: flattened parameters instead of DTensors, otherwise the same promises as FSDP2.
+
+WRAPPER_NAME = "_fsdp_wrapped_module."
+
+
+class FSDP1(Sharding):
+    """`FullyShardedDataParallel` around every unit and the root; hybrid where there are copies of the weights."""
+
+    def __init__(
+        self, module: nn.Module, hf_model: nn.Module, shards: Layout, device: torch.device, config: FSDPConfig
+    ):
+        units = {id(unit) for unit in units_to_shard(hf_model, config.wrap_policy)}
+        mixed = config.mixed_precision
+        mesh = sharding_mesh(shards, device.type)
+        self.module = FullyShardedDataParallel(
+            module,
+            device_mesh=mesh,
+            sharding_strategy=ShardingStrategy.FULL_SHARD if mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD,
+            auto_wrap_policy=CustomPolicy(lambda m: id(m) in units),
+            mixed_precision=MixedPrecision(
+                param_dtype=torch_dtype(mixed.param_dtype),
+                reduce_dtype=torch_dtype(mixed.reduce_dtype),
+                buffer_dtype=torch_dtype(mixed.buffer_dtype),
+            ),
+            cpu_offload=CPUOffload(offload_params=True) if config.offload_policy else None,
+            device_id=device,
+            forward_prefetch=config.forward_prefetch,
+            # Adapters and frozen weights may share a unit only this way.
+            use_orig_params=config.use_orig_params or len({p.requires_grad for p in module.parameters()}) == 2,
+        )
+
+    def full_params(self) -> Iterator[tuple[str, Tensor]]:
+        """Gathers one unit at a time."""
+        for prefix, unit in self.module.named_modules():
+            if not isinstance(unit, FullyShardedDataParallel):
+                continue
+            with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
+                units = [m for m in unit.modules() if isinstance(m, FullyShardedDataParallel) and m is not unit]
+                inner = {id(p) for m in units for p in m.parameters()}
+                for name, param in unit.named_parameters(remove_duplicate=True):
+                    if id(param) not in inner:
+                        yield f"{prefix}.{name}".replace(WRAPPER_NAME, "").lstrip("."), param.detach().clone()
+
+    def _handles(self) -> list[Any]:
+        """What holds the flattened parameters of each unit that has some."""
+        units = FullyShardedDataParallel.fsdp_modules(self.module)
+        return [unit._handle for unit in units if unit._handle is not None]
+
+    def move(self, device: torch.device) -> None:
+        self.reshard()
+        super().move(device)
+        for handle in self._handles():  # where it finds its part after a forward: else the old memory would come back
+            handle.flat_param._local_shard = handle.flat_param.data
+
+    def reshard(self) -> None:
+        # After a forward without a backward the root is still gathered; before the first there is nothing to gather in.
+        for handle in self._handles():
+            if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded"):
+                handle.reshard(True)
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        super().zero_grad(optimizer)
+        # Of original parameters the optimizer lets go, and the flat one that they were views of stays.
+        for handle in self._handles():
+            handle.flat_param.grad = None
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        return float(self.module.clip_grad_norm_(max_norm))  # type: ignore[operator]
+
+
+# Which modules of a model become units of sharding: each is gathered, used and freed as one.
+
+
+def units_to_shard(hf_model: nn.Module, policy: WrapPolicyConfig) -> list[nn.Module]:
+    """The units by the configured policy, inner ones first; what is in none of them stays with the root.
+
+    By class (`_no_split_modules` unless named), or by size, or none at all. An embedding that is not tied to the output
+    projection is a unit of its own; the projection stays with the root, which computes log-probs with its weight.
+    """
+    if policy.disable:
+        return []
+    if policy.min_num_params > 0:
+        return _units_by_size(hf_model, policy.min_num_params)
+    classes = set(policy.transformer_layer_cls_to_wrap or getattr(hf_model, "_no_split_modules", None) or ())
+    units = [module for module in hf_model.modules() if type(module).__name__ in classes]
+    if not units:
+        names = ", ".join(sorted(classes)) or "(the model names none)"
+        raise ValueError(f"the model has no layer of class {names}: set fsdp_config.wrap_policy")
+    embedding, head = hf_model.get_input_embeddings(), hf_model.get_output_embeddings()  # type: ignore[operator]
+    if head is not None and embedding.weight is not head.weight:
+        units.append(embedding)
+    return units
+
+
+def _units_by_size(hf_model: nn.Module, min_num_params: int) -> list[nn.Module]:
+    """From the leaves up: a module whose parameters outside inner units are this many becomes a unit."""
+    head = hf_model.get_output_embeddings()  # type: ignore[operator]
+    taken = set() if head is None else {id(p) for p in head.parameters()}
+    units: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            visit(child)
+        own = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
+        # Lists of modules are never called, so nothing would gather their weights.
+        is_called = module is not hf_model and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if is_called and sum(own.values()) >= min_num_params:
+            units.append(module)
+            taken.update(own)
+
+    visit(hf_model)
+    return units

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -14,16 +15,22 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker, get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from meshrl.engines.megatron.latent import FixedRotary
-from meshrl.engines.megatron.layer_spec import use_own_modules
+from meshrl.engines.megatron.megatron_config import rope_frequencies
+from meshrl.engines.megatron.modules import PackedAttention, PackedDocuments, RMSNorm
+from meshrl.engines.megatron.packed_rows import Question
 from meshrl.engines.megatron.ranks import ParallelRanks
-from meshrl.engines.megatron.rows import Question
-from meshrl.engines.megatron.transformer_config import rope_frequencies
+from meshrl.engines.megatron.schedule import MicroBatch
 from meshrl.engines.megatron.vocab_parallel import VocabularyPart, vocab_parallel_log_probs
 
 
@@ -152,3 +159,195 @@ def use_rope_of(model: GPTModel, hf: PretrainedConfig) -> None:
     rotary = FixedRotary(frequencies, scale)
     for layer in model.decoder.layers:
         layer.self_attention.rotary_pos_emb = rotary
+
+
+# DeepSeek-V3's latent attention from Megatron-Core's modules, where there is no TransformerEngine.
+#
+# Its local spec names such a layer, but 0.16.1 cannot build it. Nor would its gradients be right: it cuts the down
+# projections over tensor-parallel ranks and takes back only a rank's own part of their gradient, while the rotated part
+# of the key is one for all heads, of which each rank has some: their sum over the ranks is missing. Here, as with
+# TransformerEngine, the down projections are whole on every rank, which applies them to its own tokens; gathering the
+# tokens sums the gradients. They are small, and no size has to divide by the ranks.
+
+
+class LatentNorm(RMSNorm):
+    """The norm of a latent vector, with the epsilon that Hugging Face's has whatever `rms_norm_eps` says."""
+
+    def __init__(self, config: MLATransformerConfig, hidden_size: int, **_: Any):
+        super().__init__(config, hidden_size, eps=1e-6)
+
+
+class WholeLinear(nn.Module):
+    """A projection that every tensor-parallel rank holds whole and applies to its own tokens."""
+
+    def __init__(self, config: MLATransformerConfig, inputs: int, outputs: int):
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
+        if config.perform_initialization:
+            config.init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """[tokens, 1, inputs] in, [tokens, 1, outputs] and no bias out."""
+        return F.linear(hidden, self.weight), None
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron-Core's latent attention, built here: its own constructor asks for TransformerEngine's types."""
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ):
+        # Builds the core attention and the output projection, for heads of `kv_channels` and scores of `softmax_scale`.
+        Attention.__init__(self, config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, pg_collection)
+        hidden, heads, rotated = config.hidden_size, config.num_attention_heads, config.qk_pos_emb_head_dim
+        self.q_head_dim = config.qk_head_dim + rotated
+        self.recompute_up_proj = config.recompute_granularity == "selective" and "mla_up_proj" in (
+            config.recompute_modules or ()
+        )
+        self.qkv_up_checkpoint, self.cache_mla_latents = None, False
+        self.rotary_pos_emb: FixedRotary | None = None  # the model's, set when it is built
+        if config.q_lora_rank is None:
+            self.linear_q_proj = self._up(submodules.linear_q_proj, hidden, heads * self.q_head_dim)
+        else:
+            self.linear_q_down_proj = WholeLinear(config, hidden, config.q_lora_rank)
+            self.linear_q_up_proj = self._up(submodules.linear_q_up_proj, config.q_lora_rank, heads * self.q_head_dim)
+            self.q_layernorm = LatentNorm(config, config.q_lora_rank)
+        self.linear_kv_down_proj = WholeLinear(config, hidden, config.kv_lora_rank + rotated)
+        outputs = heads * (config.qk_head_dim + config.v_head_dim)
+        self.linear_kv_up_proj = self._up(submodules.linear_kv_up_proj, config.kv_lora_rank, outputs)
+        self.kv_layernorm = LatentNorm(config, config.kv_lora_rank)
+
+    def _up(self, kind: Any, inputs: int, outputs: int) -> nn.Module:
+        """A projection whose heads are cut over the tensor-parallel ranks."""
+        module: nn.Module = kind(
+            inputs,
+            outputs,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            gather_output=False,
+            tp_group=self.tp_group,
+        )
+        return module
+
+
+class FixedRotary(nn.Module):
+    """Rotary angles of given frequencies, and the factor on what is rotated, as latent attention asks for them."""
+
+    def __init__(self, frequencies: Tensor, scale: float):
+        super().__init__()
+        self.frequencies, self.scale = frequencies, scale
+        self._last: Tensor | None = None
+
+    def get_rotary_seq_len(
+        self, inference: Any, transformer: Any, hidden: Tensor, config: Any, packed: PackedDocuments
+    ) -> int:
+        """The length of the longest document."""
+        assert packed.max_seqlen_q is not None
+        return int(packed.max_seqlen_q)
+
+    def forward(self, length: int, packed_seq: bool = True) -> tuple[Tensor, float]:
+        """The angles [length, 1, 1, dim] of a document's places, kept for the layers to come, and the factor."""
+        if self._last is None or len(self._last) != length:
+            places = torch.arange(length, device=self.frequencies.device, dtype=self.frequencies.dtype)
+            angles = torch.outer(places, self.frequencies)
+            self._last = torch.cat([angles, angles], -1)[:, None, None]
+        return self._last, self.scale
+
+
+# Megatron-Core's layer specification with our modules in the places where its own lack something.
+
+
+def use_own_modules(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """Puts our norms and attention into a block's specification, wherever Megatron's own stand."""
+    for layer in {id(spec): spec for spec in block.layer_specs}.values():
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        attention = parts.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if isinstance(attention, MLASelfAttentionSubmodules):
+            parts.self_attention.module = LatentAttention
+            continue
+        for name in ("q_layernorm", "k_layernorm"):
+            if "Identity" not in getattr(getattr(attention, name, None), "__name__", "Identity"):
+                setattr(attention, name, RMSNorm)
+    block.layer_norm = RMSNorm
+    return block
+
+
+# The routers' balancing losses: how much each micro-batch weighs, and what they were.
+#
+# Megatron-Core adds them to the gradient inside the routers, each micro-batch weighted by its tokens (without padding,
+# if
+# it is told which they are). Divided by all tokens, that is the weighted mean over the mini-batch, whatever the layout.
+
+TRACKED = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+
+# Megatron-Core 0.16 asks whether this is None, but binds the name only where TransformerEngine is installed.
+moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+
+
+def balancing_losses(config: TransformerConfig) -> list[str]:
+    """The names under which Megatron-Core tracks the losses that this config asks for."""
+    if config.num_moe_experts is None:
+        return []
+    kinds, weights = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    weights = list(weights) if isinstance(weights, list | tuple) else [weights] * len(kinds)
+    names = [TRACKED[kind] for kind, weight in zip(kinds, weights, strict=True) if weight and kind in TRACKED]
+    return names + (["z_loss"] if config.moe_z_loss_coeff else [])
+
+
+class RouterPadding:
+    """Tells the routers which tokens are padding; of a stand-in all but one, for a mean over nothing is no number."""
+
+    def __init__(self, config: TransformerConfig, ranks: ParallelRanks):
+        self.parts = ranks.tp if config.sequence_parallel else 1
+        self.part, self.embeds = ranks.tp_rank, ranks.pp_rank == 0
+
+    def __call__(self, part: MicroBatch) -> Tensor:
+        padding = part.row.padding
+        if part.rows is None:
+            padding = torch.ones_like(padding).index_fill(1, torch.zeros(1, dtype=torch.long, device=padding.device), 0)
+        # The first stage cuts the mask as it cuts its tokens, later ones take it as it is.
+        if self.parts == 1 or self.embeds:
+            return padding
+        return padding.chunk(self.parts, 1)[self.part]
+
+
+def auxiliary_tokens(parts: list[MicroBatch]) -> float:
+    """By what the routers' sums are divided: all tokens of the mini-batch."""
+    tokens = sum(1 if part.rows is None else len(part.row.row.input_ids) for part in parts)
+    total = torch.tensor(float(tokens), device=parts[0].row.device)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return float(total)
+
+
+def take_balancing_metrics(config: TransformerConfig, micro_batches: int, dp: int) -> dict[str, float]:
+    """The mean of each balancing loss over layers with experts and micro-batches, the same on every rank."""
+    tracker = get_moe_layer_wise_logging_tracker()
+    frequency = config.moe_layer_freq
+    layers = sum(frequency) if isinstance(frequency, list) else -(-config.num_layers // frequency)
+    metrics = {}
+    for name in balancing_losses(config):
+        held = tracker[name]["values"] if name in tracker else None
+        total = torch.zeros(1, device=torch.cuda.current_device()) if held is None else held.sum()[None].clone()
+        # Ranks that share a row hold shares of its loss, stages their own layers, data-parallel ranks their own rows.
+        dist.all_reduce(total, group=parallel_state.get_tensor_and_context_parallel_group())
+        dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        metrics[f"moe/{name}"] = float(total) / (layers * micro_batches * dp)
+    clear_aux_losses_tracker()
+    return metrics

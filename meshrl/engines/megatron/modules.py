@@ -17,7 +17,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from meshrl.engines.megatron.zigzag import ZigZag
-from meshrl.parallel.packed import PackedSequences
+from meshrl.parallel.attention import PackedSequences
 
 
 @dataclass

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from meshrl.config.engine import MegatronConfig
-from meshrl.parallel.layout import Layout
+from meshrl.parallel.mesh import Layout
 from meshrl.parallel.pipeline import PipelineSplit, layer_offsets
 
 

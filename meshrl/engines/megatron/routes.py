@@ -1,4 +1,4 @@
-"""Routes through Megatron-Core's routers (see `meshrl.models.routes`): this rank's tokens, this stage's layers.
+"""Routes through Megatron-Core's routers (see `meshrl.models.moe_routing`): this rank's tokens, this stage's layers.
 
 A pipeline has several micro-batches under way. Which one's routes count is said when it enters a chunk, and once more
 when its gradient does: layers that are computed again on the way back see what they saw before.
@@ -17,9 +17,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from meshrl.engines.megatron.packed_rows import SharedRow
 from meshrl.engines.megatron.ranks import ParallelRanks
-from meshrl.engines.megatron.rows import SharedRow
-from meshrl.models.routes import (
+from meshrl.models.moe_routing import (
     Choice,
     check_layers,
     choose,

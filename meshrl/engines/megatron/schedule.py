@@ -14,11 +14,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from meshrl.data.proto import DataProto
-from meshrl.engines.base import LossFunction
+from meshrl.data.batch import DataProto
+from meshrl.engines.megatron.megatron_config import check_point_to_point
+from meshrl.engines.megatron.packed_rows import SharedRow
 from meshrl.engines.megatron.routes import MegatronRouters
-from meshrl.engines.megatron.rows import SharedRow
-from meshrl.engines.megatron.transformer_config import check_point_to_point
+from meshrl.engines.training_engine import LossFunction
 
 OUTPUT_NAMES = {"lm": ("log_probs", "entropys"), "value": ("values",)}
 SCHEDULES = {
@@ -49,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Pass:
-    """What a pass over a mini-batch is to do; `auxiliary_tokens` weighs the routers' balancing losses (see `moe`)."""
+    """What a pass over a mini-batch is to do; `auxiliary_tokens` weighs the routers' balancing losses (see `model`)."""
 
     head: str
     temperature: float

@@ -1,6 +1,6 @@
 """Log-probs and entropy where every rank holds a part of the vocabulary.
 
-As in `meshrl.engines.log_probs`, logits exist for a chunk of tokens at a time, here only those of a rank's own part.
+As in `meshrl.engines.packed_model`, logits exist for a chunk of tokens at a time, here only those of a rank's own part.
 A token's soft-max needs three numbers of each rank: its largest logit, and two sums relative to it. They are exchanged
 once for all tokens, after the last chunk. The backward pass computes the chunks again and exchanges nothing: what it
 gives for the hidden states is this rank's share, to be summed by the region the hidden states came from.
@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshrl.engines.log_probs import chunk_functions, tokens_per_chunk
+from meshrl.engines.packed_model import chunk_functions, tokens_per_chunk
 
 # Below every logit, and still a number: a rank without any vocabulary of its own has this as its largest.
 LOWEST = -1e30

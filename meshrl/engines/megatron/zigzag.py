@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshrl.parallel.packed import HALF_TYPES, PackedSequences
-from meshrl.parallel.varlen import attend_varlen
+from meshrl.parallel.attention import HALF_TYPES, PackedSequences, attend_varlen
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshrl.parallel.delta_rule import EPSILON, DeltaRule, States
+from meshrl.parallel.linear_attention import EPSILON, DeltaRule, States
 
 CHANNELS_A_PROGRAM = 512
 VALUES_A_PROGRAM = 32

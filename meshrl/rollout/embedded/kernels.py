@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshrl.rollout.embedded.fp8 import FP8, Rows8, in_8_bits
+from meshrl.models.fp8 import FP8, Rows8, in_8_bits
 
 # Partial results of a row are worth computing apart when rows alone do not fill the processor.
 WANTED_PROGRAMS = 512

@@ -16,14 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from meshrl.models.eight_bits import Linear8
-from meshrl.models.sight import language_model, sees
+from meshrl.models.fp8 import Fp8Projection, Linear8
+from meshrl.models.vision import language_model, sees
 from meshrl.parallel.attention import ATTENTION_NAME, AttentionContext
-from meshrl.rollout.embedded.fp8 import Fp8Projection
 
 if TYPE_CHECKING:
-    from meshrl.models.sight import Deep
-    from meshrl.rollout.embedded.tensor_parallel import TensorParallel
+    from meshrl.models.vision import Deep
+    from meshrl.rollout.embedded.parallel import TensorParallel
 
 # Rotary embeddings whose angles do not depend on how long the sequence is.
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")

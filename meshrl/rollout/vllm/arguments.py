@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from meshrl.config.engine_arguments import server_words
+import numpy as np
+from safetensors.torch import save_file
+from torch import Tensor
+
+from meshrl.config.rollout import VLLM_ADAPTER_RANKS
+from meshrl.config.validate_rollout import server_words
+from meshrl.data.images import KEPT_BYTES, Images, Newest, open_image, upright
+from meshrl.data.prompt_images import encoded
+from meshrl.models.names import expert_count
+from meshrl.models.vision import Sight
+from meshrl.rollout.requests import Request
 
 FIXED: dict[str, Any] = {
     # See `log_probs`.
@@ -37,3 +50,131 @@ def command_line(path: str | Path, wanted: Mapping[str, Any]) -> list[str]:
     """The same as arguments of vLLM's server."""
     words = ["--enable-scale-out", "--weight-transfer-config", json.dumps({"backend": BACKEND})]
     return words + server_words("vllm", engine_arguments(path, wanted))
+
+
+# LoRA adapters on their way into vLLM: it reads them from a folder, which lies in memory.
+
+# The name that requests ask for it by.
+ADAPTER = "policy"
+
+
+def adapter_arguments(rank: int, device_type: str) -> dict[str, Any]:
+    """vLLM's arguments for one adapter of this rank, replaced again and again."""
+    room = next((most for most in VLLM_ADAPTER_RANKS if most >= rank), None)
+    if room is None:
+        raise ValueError(
+            f"vLLM takes adapters up to rank {VLLM_ADAPTER_RANKS[-1]}, not {rank}: set "
+            "actor_rollout_ref.rollout.update_weights_adapters=merged"
+        )
+    # On CPUs requests without an adapter would go through the last place.
+    return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1 if device_type == "cuda" else 2}
+
+
+def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """Writes peft's two files; returns their folder."""
+    folder.mkdir(exist_ok=True)
+    copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    save_file(copies, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(dict(config)))
+    return folder
+
+
+# How vLLM's ranks share a model, as far as a weight sync has to know.
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """One rank of an engine of `size` ranks, which cut matrices (`tp`) and spread experts (`ep`; 0: cut them)."""
+
+    size: int
+    rank: int
+    ep: int = 0
+
+    @property
+    def tp(self) -> int:
+        return self.size
+
+
+def parallel_of(config: Any, rank: int, hf_config: Any) -> Parallel | None:
+    """By vLLM's `ParallelConfig`; None where a rank keeps everything, or where we cannot tell what it keeps."""
+    size, experts = int(config.tensor_parallel_size), expert_count(hf_config)
+    spreads = bool(config.enable_expert_parallel) and experts > 0
+    # Over more ranks than matrices, or in an order of vLLM's own.
+    wider = config.data_parallel_size > 1 or getattr(config, "prefill_context_parallel_size", 1) > 1
+    moves = config.enable_eplb or config.expert_placement_strategy != "linear" or experts % size
+    if size == 1 or (experts and wider) or (spreads and moves):
+        return None
+    return Parallel(size, rank, size if spreads else 0)
+
+
+def complaint(unsent: Iterable[Sequence[str]], passed_over: Iterable[Sequence[str]]) -> str | None:
+    """What is wrong after an update: each rank's parameters that are no numbers, and those that stayed as they were."""
+    kept = [name for names in passed_over for name in names]
+    if kept:
+        return (
+            f"weight sync: vLLM did not take what it was sent for '{kept[0]}' ({len(kept)} parameters in all): it "
+            "cannot renew those of this model while it runs; set rollout.name to sglang, embedded or hf"
+        )
+    found = [name for names in unsent for name in names]
+    if not found:
+        return None
+    return (
+        f"weight sync: vLLM's '{found[0]}' ({len(found)} parameters in all) has values that are no numbers. Either the "
+        "trainer's weights have, or vLLM cuts this model over its ranks in another way than we think: then one rank "
+        "must have all of it (rollout.tensor_model_parallel_size and expert_parallel_size, or "
+        "engine_kwargs.vllm.tensor_parallel_size)"
+    )
+
+
+# Prompts with images in vLLM's words: one token for each image, which it makes room for itself, and the image.
+
+ORIENTATION = 0x0112  # the camera's note of how an image was held
+# Kinds of files in which any reader sees the same, if their pixels are plain.
+PLAIN = ("PNG", "JPEG", "WEBP")
+# The answers to a prompt come as requests of their own.
+_pictures: Newest[Any] = Newest(KEPT_BYTES)
+
+
+def token_prompt(request: Request, sight: Sight | None) -> dict[str, Any]:
+    """The fields of vLLM's `TokensPrompt`; a `ValueError` where an image cannot be decoded."""
+    if sight is None or not request.images:
+        return {"prompt_token_ids": list(request.prompt_token_ids)}
+    return {
+        "prompt_token_ids": with_one_each(request, sight),
+        "multi_modal_data": {"image": [_picture(image) for image in request.images]},
+        "multi_modal_uuids": {"image": _names(request.images)},
+    }
+
+
+def content_parts(images: Images) -> list[dict[str, str]]:
+    """The images of a request as parts of a message to vLLM's server."""
+    kinds = zip(map(_plain_file, images), _names(images), strict=True)
+    return [{"type": "image_url", "url": url, "uuid": name} for url, name in kinds]
+
+
+def with_one_each(request: Request, sight: Sight) -> list[int]:
+    """The tokens of a prompt with a single one for each image."""
+    ids = np.array(request.prompt_token_ids)
+    times = np.array([sight.reader.num_tokens(image) for image in request.images])
+    places = (ids == sight.image_token).nonzero()[0][: times.sum()]
+    return np.delete(ids, np.delete(places, times.cumsum() - times)).tolist()
+
+
+def _names(images: Images) -> list[str]:
+    """By which vLLM knows images again; it would hash their pixels."""
+    return [sha256(image).hexdigest() for image in images]
+
+
+def _picture(image: bytes) -> Any:
+    if (found := _pictures.get(image)) is not None:
+        return found
+    made = upright(image)
+    return _pictures.keep(image, made, 3 * made.width * made.height)
+
+
+def _plain_file(image: bytes) -> str:
+    """A data URL in which vLLM sees what our reader sees: it has ways of its own with turned or transparent images."""
+    opened = open_image(image)
+    is_plain = opened.format in PLAIN and opened.mode == "RGB" and opened.getexif().get(ORIENTATION, 1) == 1
+    kind, shown = (opened.format.lower(), image) if is_plain else ("png", encoded(upright(image)))
+    return f"data:image/{kind};base64,{base64.b64encode(shown).decode()}"

@@ -16,23 +16,26 @@ from typing import Any
 
 from torch import Tensor
 
-from meshrl.config.model import ModelConfig
+from meshrl.config.engine import ModelConfig
 from meshrl.models.loading import load_model_config
-from meshrl.models.sight import find_sight
+from meshrl.models.vision import find_sight
 from meshrl.rollout.base import TAGS
-from meshrl.rollout.remote.client import EngineClient, ModelFacts, Piece, span_versions
-from meshrl.rollout.remote.http import Http
-from meshrl.rollout.remote.owner import MIDDLEWARE, VARIABLE, new_token
-from meshrl.rollout.remote.process import ServerProcess, free_port
+from meshrl.rollout.engine_server import MIDDLEWARE, VARIABLE, Http, ServerProcess, free_port, new_token
+from meshrl.rollout.remote import EngineClient, ModelFacts, Piece, span_versions
 from meshrl.rollout.requests import Request
-from meshrl.rollout.shared_file import SharedFile, memory_folder
-from meshrl.rollout.stops import special_texts
-from meshrl.rollout.vllm.adapter import ADAPTER, write_adapter
-from meshrl.rollout.vllm.arguments import ADAPTERS_ENVIRONMENT, ENVIRONMENT, command_line
-from meshrl.rollout.vllm.images import content_parts, with_one_each
-from meshrl.rollout.vllm.parallel import complaint
-from meshrl.rollout.vllm.sampling import sampling_fields, vllm_refusal
-from meshrl.rollout.weight_stream import FileWeights
+from meshrl.rollout.text import special_texts
+from meshrl.rollout.vllm.arguments import (
+    ADAPTER,
+    ADAPTERS_ENVIRONMENT,
+    ENVIRONMENT,
+    command_line,
+    complaint,
+    content_parts,
+    with_one_each,
+    write_adapter,
+)
+from meshrl.rollout.vllm.log_probs import sampling_fields, vllm_refusal
+from meshrl.rollout.weight_files import FileWeights, SharedFile, memory_folder
 
 # The engine behind the server knows a request by its name with this before it.
 SERVED_AS = "generate-tokens-"

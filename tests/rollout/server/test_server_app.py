@@ -17,21 +17,16 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from meshrl.rollout.base import Rollout
+from meshrl.rollout.in_process_rollout import SteppingRollout
 from meshrl.rollout.requests import Chunk, Request, SamplingParams
-from meshrl.rollout.server import streaming
-from meshrl.rollout.server.answers import ChatShape, CompletionShape, Transcript
-from meshrl.rollout.server.app import build_app
-from meshrl.rollout.server.errors import ApiError
-from meshrl.rollout.server.limits import Slots
-from meshrl.rollout.server.metrics import Histogram
-from meshrl.rollout.server.protocol import ChatBody, CompletionBody
-from meshrl.rollout.server.run import _listen
-from meshrl.rollout.server.service import Service
-from meshrl.rollout.server.settings import Settings
-from meshrl.rollout.server.uploads import from_folder
-from meshrl.rollout.stepping import SteppingRollout
-from meshrl.rollout.stops import find_stop
-from meshrl.rollout.text import TextStream, answer_text
+from meshrl.rollout.text import TextStream, answer_text, find_stop
+from meshrl.serving import openai_answers
+from meshrl.serving.app import build_app, from_folder
+from meshrl.serving.openai_answers import ChatShape, CompletionShape, Transcript
+from meshrl.serving.openai_requests import ChatBody, CompletionBody
+from meshrl.serving.serve import _listen
+from meshrl.serving.service import ApiError, Histogram, Service, Slots
+from meshrl.serving.settings import Settings
 
 
 class Scripted(Rollout):
@@ -226,7 +221,7 @@ def test_reading_weights_ends_with_the_rollout_as_it_is_wanted_by_then(serve, tm
         slots.shut(shut)  # somebody pauses or resumes meanwhile
         return {"w": torch.zeros(1)}
 
-    monkeypatch.setattr("meshrl.rollout.server.uploads.folder_weights", read)
+    monkeypatch.setattr("meshrl.serving.app.folder_weights", read)
     assert set(from_folder(str(tmp_path), service)) == {"w"}
     assert rollout.paused == ("keep" if shut else None)
 
@@ -238,7 +233,7 @@ def test_a_request_that_takes_too_long_is_ended(serve):
 
 
 def test_a_client_that_stops_reading_is_not_waited_for(serve, monkeypatch):
-    monkeypatch.setattr(streaming, "LAST_WORDS_SECONDS", 0.05)
+    monkeypatch.setattr(openai_answers, "LAST_WORDS_SECONDS", 0.05)
     _, client = serve(two_tokens, request_seconds=0.1)
     app, read = client._transport.app, []
     body = json.dumps(BODY | {"stream": True}).encode()

@@ -16,8 +16,8 @@ import uvicorn
 from served import TOKEN
 
 from meshrl.config.web_access import MOST_HEADER_BYTES, MOST_HEADERS, own_names, refusal
-from meshrl.rollout.remote.owner import VARIABLE, OwnerOnly
-from meshrl.rollout.server.heads import BoundedProtocol
+from meshrl.rollout.engine_server import VARIABLE, OwnerOnly
+from meshrl.serving.bounded_http import BoundedProtocol
 
 BODY = json.dumps({"model": "tiny", "prompt": "ab", "max_tokens": 3}).encode()
 

@@ -1,0 +1,344 @@
+"""What all routes share: the rollout, its limits and counters, and the calls that change it."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import math
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, BinaryIO, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from torch import Tensor
+
+from meshrl.config.keys import count
+from meshrl.models.loading import load_model_config
+from meshrl.rollout.build import Opened, tied_names
+from meshrl.rollout.weight_files import checked, expected_shapes
+from meshrl.serving.settings import Settings
+
+T = TypeVar("T")
+# How long the metrics wait for an engine that is busy with a weight update.
+STATS_SECONDS = 2.0
+
+
+class Service:
+    """A rollout being served."""
+
+    def __init__(self, opened: Opened, settings: Settings):
+        self.opened, self.settings = opened, settings
+        self.rollout, self.tokenizer = opened.rollout, opened.tokenizer
+        self.slots = Slots(settings.max_concurrency, settings.max_queue)
+        self.metrics = Metrics()
+        self.failure: str | None = None  # of the last request, if the rollout failed at it
+        config = load_model_config(opened.path, trust_remote_code=opened.trust_remote_code)
+        self.shapes, self.tied = expected_shapes(config), tied_names(config)
+        # One at a time: tokenizers change their settings while they work. The first call settles them.
+        self._encoder = ThreadPoolExecutor(1, "encode")
+        self.tokenizer("0")
+        self._changing = asyncio.Lock()
+        self._stats: asyncio.Task[dict[str, float]] | None = None
+
+    async def encode(self, work: Callable[[], T]) -> T:
+        """Runs a call that uses the tokenizer beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
+
+    def upload_limit(self) -> int:
+        """The most bytes of an upload: by default those of the weights as float64, and their names."""
+        if self.settings.max_upload_bytes is not None:
+            return self.settings.max_upload_bytes
+        total = 0
+        for shape in self.shapes.values():
+            size = 8
+            for length in shape:
+                size *= length
+            total += size + 512
+        return total + (1 << 20)
+
+    async def stats(self) -> dict[str, float]:
+        """The rollout's stats, or nothing if it does not answer soon."""
+        if self._stats is None or self._stats.done():
+            self._stats = asyncio.create_task(asyncio.to_thread(self.rollout.stats))
+        await asyncio.wait({self._stats}, timeout=STATS_SECONDS)
+        return self._stats.result() if self._stats.done() else {}
+
+    async def pause(self, mode: str) -> None:
+        """Holds new requests back, then pauses the rollout."""
+        self.slots.shut(True)
+        await asyncio.to_thread(self.rollout.pause, mode)
+        if not self.slots.is_shut:  # somebody resumed while the last answers were waited for
+            await asyncio.to_thread(self.rollout.resume)
+
+    async def resume(self) -> None:
+        """Lets the rollout and those that wait go on."""
+        self.slots.shut(False)  # first: a pause that ends now looks at it
+        await asyncio.to_thread(self.rollout.resume)
+
+    async def update(self, read: Callable[[], Mapping[str, Tensor]], version: int | None) -> int:
+        """Brings weights in under a version (by default the next); wrong ones are refused before any is copied."""
+        if self._changing.locked():
+            raise ApiError(409, "another weight update is under way: try again later", retry_after=1)
+        async with self._changing:
+            weights = await asyncio.to_thread(read)
+            if version is None:
+                version = self.rollout.version + 1
+            try:
+                for _ in checked(weights.items(), self.shapes):
+                    pass
+            except ValueError as error:
+                raise ApiError(400, str(error)) from error
+            try:
+                await asyncio.to_thread(self.rollout.update_weights, weights.items(), version)
+            except Exception as error:
+                # Some weights may be new and some old: nothing may be generated with them.
+                await self.pause("keep")
+                raise ApiError(
+                    500, f"the update failed and the server is paused; send the weights again, then resume: {error}"
+                ) from error
+            self.metrics.updates += 1
+            return version
+
+    def close(self) -> None:
+        """Ends the rollout."""
+        self._encoder.shutdown(wait=False, cancel_futures=True)
+        self.rollout.close()
+
+
+# What the server says when it cannot serve: a status, a sentence, and for overload when to come back.
+
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    500: "server_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """An answer in OpenAI's error shape."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, retry_after: int | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param, self.retry_after = status, message, param, retry_after
+
+    def body(self) -> dict[str, Any]:
+        """The error object, as in a response and in a stream."""
+        kind = KINDS.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+    def response(self) -> JSONResponse:
+        """The error as a whole answer."""
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body(), self.status, headers)
+
+
+# Counts and times in Prometheus' text format.
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+# What a rollout's stats count up; all else goes up and down.
+COUNTERS = {
+    "generated_tokens",
+    "finished",
+    "steps",
+    "seconds",
+    "prompt_tokens",
+    "cached_prompt_tokens",
+    "preemptions",
+    "relabelled_tokens",
+}
+
+
+class Histogram:
+    """How many observations fell below each bound."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(SECONDS) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Counts one observation."""
+        self._counts[bisect.bisect_left(SECONDS, seconds)] += 1
+        self._sum += seconds
+
+    def lines(self, name: str, text: str) -> list[str]:
+        """The histogram in the text format."""
+        lines, total = _head(name, text, "histogram"), 0
+        for bound, responses in zip((*map(repr, SECONDS), "+Inf"), self._counts, strict=True):
+            total += responses
+            lines.append(f'{name}_bucket{{le="{bound}"}} {total}')
+        return [*lines, f"{name}_sum {self._sum!r}", f"{name}_count {total}"]
+
+
+class Metrics:
+    """What the server counts itself; what the rollout counts is added when asked for."""
+
+    def __init__(self) -> None:
+        self.responses: Counter[tuple[str, int]] = Counter()
+        self.prompt_tokens = self.completion_tokens = self.clients_gone = self.updates = 0
+        self.first_token, self.request = Histogram(), Histogram()
+
+    def text(self, running: int, waiting: int, stats: Mapping[str, float]) -> str:
+        """Everything, one metric a line."""
+        name = "meshrl_http_responses_total"
+        lines = _head(name, "Responses by route and status.", "counter")
+        for (route, status), responses in sorted(self.responses.items()):
+            lines.append(f'{name}{{route="{route}",status="{status}"}} {responses}')
+        for name, text, value in (
+            ("prompt_tokens", "Tokens of prompts served.", self.prompt_tokens),
+            ("completion_tokens", "Tokens of answers sent.", self.completion_tokens),
+            ("clients_gone", "Requests whose client went away.", self.clients_gone),
+            ("weight_updates", "Weight updates taken.", self.updates),
+        ):
+            lines += _single(f"meshrl_{name}_total", text, "counter", value)
+        lines += _single("meshrl_requests_running", "Requests being answered.", "gauge", running)
+        lines += _single("meshrl_requests_waiting", "Requests in the queue.", "gauge", waiting)
+        lines += self.first_token.lines("meshrl_first_token_seconds", "From request to first token.")
+        lines += self.request.lines("meshrl_request_seconds", "From request to last token.")
+        for name, number in sorted(stats.items()):
+            counts = name in COUNTERS
+            full = f"meshrl_rollout_{name}{'_total' if counts else ''}"
+            text = f"The rollout's {name.replace('_', ' ')}."
+            lines += _single(full, text, "counter" if counts else "gauge", number)
+        return "\n".join(lines) + "\n"
+
+
+def _head(name: str, text: str, kind: str) -> list[str]:
+    return [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
+
+
+def _single(name: str, text: str, kind: str, value: float) -> list[str]:
+    return [*_head(name, text, kind), f"{name} {value!r}"]
+
+
+# What keeps the server standing: bodies of limited size and time, few requests at once, a short queue.
+
+LONGEST_RETRY = 60
+# How much the newest request counts in the mean time of a request.
+NEWEST = 0.1
+
+
+class Slots:
+    """Lets `concurrency` requests run and `queue` wait, first come first served; while shut none starts."""
+
+    def __init__(self, concurrency: int, queue: int):
+        self.concurrency, self.queue = concurrency, queue
+        self.running = 0
+        self.is_shut = False
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._mean_seconds = 1.0
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    def check(self) -> None:
+        """Raises if a request that came now would be refused."""
+        if not self._has_room() and len(self._waiting) >= self.queue:
+            state = "paused" if self.is_shut else f"busy with {count(self.running, 'request')}"
+            raise ApiError(
+                503,
+                f"the server is {state} and {len(self._waiting)} more wait, the most that may: try again later",
+                retry_after=self.retry_after(),
+            )
+
+    def retry_after(self) -> int:
+        """Seconds until the queue has probably moved on."""
+        expected = self._mean_seconds * (1 + len(self._waiting) / self.concurrency)
+        return min(max(math.ceil(expected), 1), LONGEST_RETRY)
+
+    @asynccontextmanager
+    async def taken(self) -> AsyncIterator[None]:
+        """Inside, the caller holds a slot; raises at once if even the queue is full."""
+        self.check()
+        if self._has_room():
+            self.running += 1
+        else:
+            await self._wait()
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._mean_seconds += NEWEST * (time.monotonic() - started - self._mean_seconds)
+            self._release()
+
+    def shut(self, is_shut: bool) -> None:
+        """Closes or opens the way for those that wait."""
+        self.is_shut = is_shut
+        self._admit()
+
+    def _has_room(self) -> bool:
+        return not self.is_shut and self.running < self.concurrency
+
+    async def _wait(self) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # its turn came just then
+                self._release()
+            elif turn in self._waiting:
+                self._waiting.remove(turn)
+            raise
+
+    def _release(self) -> None:
+        self.running -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._has_room():
+            turn = self._waiting.popleft()
+            if not turn.cancelled():
+                self.running += 1
+                turn.set_result(None)
+
+
+async def read_body(request: Request, limit: int, seconds: float) -> bytes:
+    """The whole body, if it has at most `limit` bytes and comes within `seconds`."""
+    body = bytearray()
+    async for part in _parts(request, limit, seconds):
+        body += part
+    return bytes(body)
+
+
+async def save_body(request: Request, file: BinaryIO, limit: int, seconds: float) -> int:
+    """Writes the body to a file under the same conditions; returns its size."""
+    size = 0
+    async for part in _parts(request, limit, seconds):
+        size += await asyncio.to_thread(file.write, part)
+    return size
+
+
+async def _parts(request: Request, limit: int, seconds: float) -> AsyncIterator[bytes]:
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise ApiError(413, f"the body has {length} bytes, more than the {limit} allowed")
+    size = 0
+    stream = request.stream()
+    end = asyncio.get_running_loop().time() + seconds
+    try:
+        while True:
+            async with asyncio.timeout_at(end):
+                part = await anext(stream, None)
+            if part is None:
+                return
+            size += len(part)
+            if size > limit:
+                raise ApiError(413, f"the body has more than the {limit} bytes allowed")
+            yield part
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not come within {seconds:g} s") from error
+    except ClientDisconnect as error:
+        raise ApiError(400, "the body ended early") from error

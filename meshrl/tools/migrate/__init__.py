@@ -1,0 +1,1 @@
+"""`meshrl migrate`: scripts and configs of verl as commands for this package."""

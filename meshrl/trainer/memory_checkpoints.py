@@ -1,0 +1,259 @@
+"""Copies of a run's whole state in memory: a restart goes on from them where they are the newest.
+
+    /dev/shm/meshrl-copies-XXXX/global_step_17/    the files of a checkpoint, checksums included
+    RUN/memory_copies.json                         where they are, and which folder RUN is: one that was copied from it
+                                                   has copies of its own
+
+No process of the run holds them, so any of them may be killed, the controller included; a small one of their own
+(`shm_cleaner`) removes them when the run has ended or was not taken up again. On one machine they do not survive it.
+
+With several nodes the files of a rank lie on shelves (`meshrl.controller.peer_memory`): on its own node and on the
+next, so that a node may be lost. What the living nodes hold together is then written to the run's checkpoints and
+gone on from.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from meshrl.config.trainer import RayInitConfig, RunConfig
+from meshrl.controller.peer_memory import Shelves, end_shelves, write_newest
+from meshrl.files import read_json, write_json
+from meshrl.trainer import shm_cleaner
+from meshrl.trainer.checkpoints import (
+    FOLDER,
+    CheckpointError,
+    Checkpoints,
+    Found,
+    Resumable,
+    checkpoint_to_resume,
+    newest_complete,
+    problems_of,
+    step_folders,
+)
+from meshrl.trainer.fault_tolerance import kind_of
+
+logger = logging.getLogger(__name__)
+
+LINK = "memory_copies.json"
+MEMORY = Path("/dev/shm")
+PREFIX = "meshrl-copies-"
+# How long copies that no process works with are kept: longer than the longest wait before a restart.
+HOLD_SECONDS = 900.0
+
+
+def copies_folder(run_dir: str | Path) -> Path | None:
+    """Return where the copies of a run are; None if it has none."""
+    folder = linked_folder(Path(run_dir)) if (Path(run_dir) / LINK).is_file() else None
+    return folder if isinstance(folder, Path) and folder.is_dir() else None
+
+
+def linked_folder(run_dir: Path) -> Path | str:
+    """Return the folder that a run's link names, or why it is not this run's."""
+    try:
+        said = read_json(run_dir / LINK)
+        folder, of = Path(said["folder"]), said["run"]
+        own = identity(run_dir)
+        # A folder that was renamed stays what it is, and other machines have other numbers for the same disk.
+        is_near = of["device"] == own["device"] or of["path"] == own["path"]
+        is_own = of["inode"] == own["inode"] and is_near
+    except (ValueError, TypeError, KeyError) as error:
+        return f"it cannot be read ({error})"
+    if not is_own:
+        return f"it is of {of['path']}, from which this folder was copied"
+    if folder.parent != MEMORY or not folder.name.startswith(PREFIX) or folder.is_symlink():
+        return f"it names {folder}, which is no folder of copies"
+    if folder.is_dir() and folder.stat().st_uid != os.geteuid():
+        return f"it names {folder}, which another user owns"
+    return folder
+
+
+def identity(run_dir: Path) -> dict[str, Any]:
+    """Return what tells a folder from its copies."""
+    found = run_dir.stat()
+    return {"path": os.path.realpath(run_dir), "device": found.st_dev, "inode": found.st_ino}
+
+
+def drop_foreign_link(run_dir: Path) -> None:
+    """Remove a link to copies that are not this run's; the copies themselves stay."""
+    if (run_dir / LINK).is_file() and isinstance(why := linked_folder(run_dir), str):
+        logger.warning("%s is passed over, no copies in memory are gone on from: %s", run_dir / LINK, why)
+        (run_dir / LINK).unlink()
+
+
+def newest_copy(run_dir: str | Path, say: Callable[[str], None] = logger.warning) -> Found | None:
+    """The newest whole copy in memory."""
+    folder = copies_folder(run_dir)
+    try:
+        return newest_complete(folder, say) if folder else None
+    except CheckpointError as error:
+        say(f"the copies in memory are passed over: {error}")
+        return None
+
+
+def state_to_resume(
+    trainer: RunConfig, say: Callable[[str], None] = logger.warning, again: bool = False
+) -> Found | None:
+    """Where a run goes on: the newest of its checkpoints and its copies in memory, see `checkpoint_to_resume`."""
+    own = (trainer.resume_mode == "auto" or again) and trainer.nnodes == 1
+    copy = newest_copy(trainer.run_dir, say) if own else None
+    try:
+        found = checkpoint_to_resume(trainer, say, again)
+    except CheckpointError as error:
+        if copy is None:
+            raise
+        say(f"{error}; the copy in memory is taken")
+        return copy
+    is_of_run = found is None or found.path.resolve().parent == (Path(trainer.run_dir) / FOLDER).resolve()
+    return copy if copy and (found is None or not is_of_run or copy.step > found.step) else found
+
+
+def fetch_shelved(trainer: RunConfig, ray_init: RayInitConfig, say: Callable[[str], None], again: bool) -> None:
+    """Writes what the nodes hold in memory to the run's checkpoints, where it is newer than these."""
+    link = copies_folder(trainer.run_dir)
+    if trainer.nnodes == 1 or link is None or not (trainer.resume_mode == "auto" or again):
+        return
+    from meshrl.controller.ray import init_ray
+
+    init_ray(**asdict(ray_init))
+    folder = Path(trainer.run_dir).absolute() / FOLDER
+    there = max((int(p.name.rpartition("_")[2]) for p in step_folders(folder) if not problems_of(p)), default=-1)
+    aside = write_newest(link.name, there, lambda step: folder / f".global_step_{step}.fetched", trainer.deadlines.call)
+    if aside is None:
+        return
+    if problems := problems_of(aside):
+        say(f"the copy in the nodes' memory is passed over: {'; '.join(problems[:3])}")
+        return
+    path = aside.with_name(aside.name.removeprefix(".").removesuffix(".fetched"))
+    if path.exists():
+        shutil.rmtree(damaged := path.with_name(f"{path.name}.damaged"), ignore_errors=True)  # of an earlier time
+        path.rename(damaged)
+    aside.rename(path)
+    say(f"the copy in the nodes' memory was written to {path}")
+
+
+def remove_copies(run_dir: str | Path) -> None:
+    """Gives the memory back."""
+    if folder := copies_folder(run_dir):
+        if "ray" in sys.modules:
+            end_shelves(folder.name)
+        # Under another name first: a warden that only just starts may be about to make a file in it.
+        gone = shm_cleaner.half_removed(folder)
+        shutil.rmtree(gone, ignore_errors=True)  # what an attempt that was killed here has left
+        shutil.rmtree(folder.rename(gone), ignore_errors=True)
+    (Path(run_dir) / LINK).unlink(missing_ok=True)
+
+
+@contextmanager
+def held_copies(trainer: RunConfig) -> Iterator[None]:
+    """Inside, a run with `trainer.memory_copy_freq` has a folder for its copies.
+
+    They are removed at the end, unless infrastructure has ended the run: then the same command may go on from them.
+    """
+    run_dir = Path(trainer.run_dir)
+    drop_foreign_link(run_dir)
+    if trainer.resume_mode != "auto":
+        remove_copies(run_dir)  # of another run, which this one does not go on with
+    if trainer.memory_copy_freq < 0:
+        yield
+        return
+    # With several nodes the name leads to the shelves, also from another machine, and after the warden's time.
+    folder = linked_folder(run_dir) if (run_dir / LINK).is_file() else _new_name(run_dir)
+    assert isinstance(folder, Path)
+    # Where the warden of an earlier attempt still watches, this one ends at once. It is there before the folder is, so
+    # that no kill leaves a folder that nobody removes.
+    words = [sys.executable, "-I", str(Path(shm_cleaner.__file__)), str(folder), str(HOLD_SECONDS)]
+    # It has none of our files: who reads the output of a run that was killed would wait for its end.
+    nothing = subprocess.DEVNULL
+    warden = subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with open(folder / shm_cleaner.LOCK, "wb+") as stream:
+        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            yield
+        except BaseException as error:
+            if kind_of(error).may_be_tried_again:
+                raise
+            _end(trainer, warden)
+            raise
+        _end(trainer, warden)
+
+
+def _new_name(run_dir: Path) -> Path:
+    """Name a new folder for copies, and write down that it is this run's."""
+    if not MEMORY.is_dir():
+        raise ValueError(f"trainer.memory_copy_freq needs {MEMORY}, which this machine does not have: set it to -1")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    folder = MEMORY / f"{PREFIX}{secrets.token_hex(8)}"
+    write_json(run_dir / LINK, {"folder": str(folder), "run": identity(run_dir)})
+    return folder
+
+
+def _end(trainer: RunConfig, warden: subprocess.Popen[bytes]) -> None:
+    remove_copies(trainer.run_dir)
+    warden.terminate()
+    warden.wait(10)
+
+
+class MemoryCopies:
+    """Writes the copies as checkpoints are written, and gives up where that fails: a run needs none of them."""
+
+    def __init__(
+        self, writer: Checkpoints | None, say: Callable[[str], None], shelves: Callable[[], Shelves] | None = None
+    ):
+        self.writer, self.say, self._start_shelves = writer, say, shelves
+
+    def copy_if_due(self, trainer: Resumable, beside: Checkpoints) -> None:
+        """Copies the state after a step, unless a checkpoint of it is written at once."""
+        writer = self.writer
+        if writer is None or trainer.step % writer.every:
+            return
+        at_once = not any(part.background for part in beside.parts.values())
+        if not (beside.is_due(trainer.step) and at_once):
+            self._try(lambda: self._save(writer, trainer))
+
+    def commit(self) -> None:
+        """Completes the copy of a step whose metrics are logged by now; one that is still being written, later."""
+        writer = self.writer
+        if writer is not None:
+            self._try(lambda: self._complete(writer))
+
+    def _save(self, writer: Checkpoints, trainer: Resumable) -> None:
+        if self._start_shelves is not None and writer.shelves is None:
+            try:
+                writer.shelves = self._start_shelves()
+            except Exception as error:
+                raise CheckpointError(f"{type(error).__name__}: {error}") from error
+        writer.save(trainer)
+
+    def _complete(self, writer: Checkpoints) -> None:
+        path = writer.commit(wait=False)
+        if path and writer.shelves is not None:
+            files = {str(file.relative_to(path)): file for file in path.rglob("*") if file.is_file()}
+            try:
+                writer.shelves.complete(int(path.name.rpartition("_")[2]), files)
+            except Exception as error:
+                raise CheckpointError(f"{type(error).__name__}: {error}") from error
+            shutil.rmtree(path)
+        elif path and (problems := problems_of(path, checksums=False)):
+            raise CheckpointError(f"{'; '.join(problems[:3])}: workers on another machine have another memory")
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except CheckpointError as error:
+            if kind_of(error).may_be_tried_again:
+                raise
+            self.writer = None
+            self.say(f"there are no more copies of the state in memory (trainer.memory_copy_freq): {error}")
