@@ -1,9 +1,10 @@
-"""The trainer: one controller runs the algorithm as a plain loop; worker groups do the work.
+"""The RL training loop: one controller process runs the algorithm as a plain loop, and worker groups do the work.
 
     prompts → generate → reward → old and reference log-probs, values → advantages → updates → weight sync → metrics
 
-The first two are in `SampleSource`; here is what is learnt from a batch. Every call on a worker group is: cut the batch
-over the data-parallel ranks, run, put the answers together.
+`SampleSource` (rollout_source.py) does the steps up to the reward. `PPOTrainer` here does the rest of a training step.
+A call on a worker group splits the batch over the data-parallel ranks, runs the method and concatenates the results.
+After the class follow functions for batch metrics, rollout correction and the masking of truncated responses.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 
 class PPOTrainer(SampleSource):
-    """Trains a policy by PPO-style updates on its own samples, with the estimator and the loss of the config."""
+    """A trainer of a policy by PPO-style updates on its own samples, with the configured estimator and loss."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class PPOTrainer(SampleSource):
         self.best: dict[str, float] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the future of the run depends on beside the workers' state."""
+        """Return all state besides the workers' that the rest of the run depends on."""
         place = self.place if self.begun else {"batches": self.batches_begun, **self.order.state_dict()}
         waiting = self.dynamic_sampling.state_dict() if self.dynamic_sampling else {}
         return {
@@ -110,8 +111,8 @@ class PPOTrainer(SampleSource):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from where `state_dict` was taken."""
-        # The first thing `fit` does is to give the rollout its weights again, as the version they were.
+        """Restore the state that `state_dict` returned, so that the run continues from that step."""
+        # `fit` begins with a weight sync, which increments the version to its saved value.
         self.step, self.version = state["step"], state["version"] - 1
         self.place = dict(state["data"])
         self.order.load_state_dict(self.place)
@@ -139,7 +140,7 @@ class PPOTrainer(SampleSource):
         )
 
     def fit(self) -> None:
-        """The whole run."""
+        """Run the training loop from the current step to the last, with validation, checkpoints and logging."""
         self.sync_weights()
         val_before_train = self.config.trainer.val_before_train and self.step == 0
         if self.validator and (val_before_train or self.config.trainer.val_only):
@@ -166,7 +167,7 @@ class PPOTrainer(SampleSource):
                 self.gates.raise_if_stopped(self.step, metrics)
 
     def end_early(self) -> None:
-        """The data's epochs are used up before the last step: what is there is validated and saved."""
+        """Validate and save after the prompts of all epochs are used up before the last step."""
         self.step -= 1
         logger.warning("the prompts of all epochs are used up after step %d of %d", self.step, self.total_steps)
         if self.validator is not None and self.config.trainer.test_freq > 0:
@@ -174,7 +175,7 @@ class PPOTrainer(SampleSource):
         self.keeper.save_last(self)
 
     def train_step(self, batch: DataProto) -> dict[str, Any]:
-        """One step of the algorithm on scored samples."""
+        """Run one step of the algorithm on a batch of scored samples and return the step's metrics."""
         metrics: dict[str, Any] = {"training/global_step": self.step}
         metrics |= self.order.metrics()
         check_routes(batch, self.config)
@@ -198,7 +199,7 @@ class PPOTrainer(SampleSource):
         if not batch.batch["response_mask"][~cut_off].any():
             for asked in (values, references):
                 if asked is not None:
-                    asked()  # one that fails is heard of
+                    asked()  # wait for the result, so that an error of the call is raised
             return metrics | self.pass_over(batch)
         if self.needs_reference:
             with self.phase("ref"):
@@ -212,7 +213,7 @@ class PPOTrainer(SampleSource):
             metrics |= self.add_advantages(batch)
         if self.gates:
             self.gates.check_batch(batch, self.step)
-        # Only now: what was cut off has counted in its group's baseline.
+        # Mask truncated responses only after the advantages: their rewards count in the baseline of their group.
         trained = without_rows(batch, cut_off)
         critic_update: Callable[[], dict[str, float]] = dict
         if self.critic is not None:
@@ -232,7 +233,7 @@ class PPOTrainer(SampleSource):
         return metrics | data_metrics(trained, self.config)
 
     def pass_over(self, batch: DataProto) -> dict[str, Any]:
-        """A step without an update: no sample of its batch is left, all were rejected or cut off."""
+        """Finish a step without an update, because all samples of its batch were rejected or truncated."""
         cut_off = truncated_rows(batch, self.config.algorithm)
         if cut_off.any():
             logger.warning(
@@ -262,48 +263,54 @@ class PPOTrainer(SampleSource):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any term compares the policy with its reference."""
+        """True if a loss or reward term compares the policy with its reference."""
         return uses_reference(self.config)
 
     def begin_references(self, batch: DataProto) -> Answer:
-        """Asks the reference for its log-probs; one with devices of its own answers beside the policy's work."""
+        """Request the reference's log-probs for the responses of a batch.
+
+        A reference on its own devices computes concurrently with the policy's work.
+        """
         is_apart = self.config.actor_rollout_ref.ref.has_own_devices
         return self.begin_balanced(self.ref, "compute_ref_log_prob", batch, self.units.ref_dp_size, is_apart)
 
     def refresh_reference_if_due(self) -> None:
-        """Every `ref.update_every` steps the reference becomes the present policy."""
+        """Copy the policy's weights into the reference every `ref.update_every` steps."""
         every = self.config.actor_rollout_ref.ref.update_every
         if every is not None and self.step % every == 0:
             with self.phase("refresh_ref"):
                 self.actor.refresh_reference()
 
     def surplus_rows(self, batch: DataProto) -> Tensor:
-        """Samples that dynamic sampling kept from an earlier step, which an earlier version generated."""
+        """Return a `[B]` bool tensor: True for samples carried over by dynamic sampling from an older policy version."""
         older = (batch.batch["versions"] >= 0) & (batch.batch["versions"] < self.version)
         return older.any(1) & (self.dynamic_sampling is not None and not self.bypasses_old_log_probs)
 
     @property
     def bypasses_old_log_probs(self) -> bool:
-        """Whether the rollout's log-probs serve as the old policy's."""
+        """True if the rollout's log-probs serve as the old policy's log-probs."""
         return self.config.algorithm.rollout_correction.bypass_mode
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether a pass for them comes before the update."""
+        """True if a forward pass of the actor computes `old_log_probs` before the update."""
         return needs_old_log_probs(self.config, self.units.optimizer_steps_per_step)
 
     @property
     def corrects_rollout(self) -> bool:
-        """Whether the rollout's policy is weighed against the trainer's."""
+        """True if importance weights or rejection correct for differences between rollout policy and trainer policy."""
         return corrects_rollout(self.correction, self.loss_mode)
 
     @property
     def loss_mode(self) -> str:
-        """The policy loss by name."""
+        """The name of the configured policy loss."""
         return self.config.actor_rollout_ref.actor.policy_loss.loss_mode
 
     def add_old_log_probs(self, batch: DataProto) -> dict[str, float]:
-        """Adds the trainer's own `old_log_probs`; measures entropy and how far the rollout's log-probs are off."""
+        """Add the actor's `old_log_probs` `[B, T]`.
+
+        Return the actor's entropy and the difference between its log-probs and the rollout's.
+        """
         output = self.call_balanced(self.actor.compute_log_prob, batch, [ROUTED_EXPERTS])
         mask, old = batch.batch["response_mask"], output.batch["old_log_probs"]
         batch.batch["old_log_probs"] = old
@@ -313,7 +320,7 @@ class PPOTrainer(SampleSource):
             batch.non_tensor_batch[ROUTED_EXPERTS] = output.non_tensor_batch[ROUTED_EXPERTS]
         metrics = {"actor/entropy": float(agg_loss(output.batch["entropys"], mask, "token-mean"))}
         if "rollout_log_probs" in batch.batch.keys():
-            # Older tokens differ because the policy has moved, which is no fault of the rollout.
+            # Tokens of older versions differ because the policy was updated since, not because the rollout is wrong.
             fresh = mask.bool() & (batch.batch["versions"] == self.version)
             if fresh.any():
                 difference = (old - batch.batch["rollout_log_probs"])[fresh].abs().double()
@@ -321,12 +328,15 @@ class PPOTrainer(SampleSource):
                 metrics["training/rollout_log_prob_diff_max"] = float(difference.max())
         surplus = self.surplus_rows(batch)
         if surplus.any() and not self.corrects_rollout:
-            # The policy that sampled them is gone; what it said of its tokens is the rollout's word.
+            # An older version sampled these rows and its weights are gone: only the rollout's log-probs are left of it.
             batch.batch["old_log_probs"][surplus] = batch.batch["rollout_log_probs"][surplus]
         return metrics
 
     def add_advantages(self, batch: DataProto) -> dict[str, float]:
-        """Adds `token_level_rewards` (scores, less the KL if it counts there), `advantages` and `returns`."""
+        """Add `token_level_rewards`, `advantages` and `returns`, all `[B, T]`.
+
+        The rewards are the scores, less the KL penalty if `algorithm.use_kl_in_reward` is set.
+        """
         tensors, algorithm = batch.batch, self.config.algorithm
         if self.bypasses_old_log_probs:
             tensors["old_log_probs"] = tensors["rollout_log_probs"]
@@ -368,15 +378,18 @@ class PPOTrainer(SampleSource):
         return metrics | (self.add_teacher(tensors) if has_teacher(self.config) else {})
 
     def add_teacher(self, tensors: TensorDict) -> dict[str, float]:
-        """Adds the teacher's part to advantages that come from rewards; how far the policy is from the teacher."""
+        """Add the teacher's distillation advantage to the advantages from rewards; return the reverse KL."""
         mask = tensors["response_mask"]
         likelier, _ = compute_distillation_advantage(tensors["ref_log_prob"], tensors["old_log_probs"], mask)
-        # Not in place: estimators may give the returns in the same memory.
+        # Not in place: some estimators return the same tensor for advantages and returns.
         tensors["advantages"] = tensors["advantages"] + self.config.algorithm.distillation_coef * likelier
         return {"distillation/reverse_kl": -float(agg_loss(likelier, mask, "token-mean"))}
 
     def update_actor(self, batch: DataProto) -> dict[str, float]:
-        """Sends the samples to the actor so that every rank's mini-batches are parts of the same global ones."""
+        """Update the actor on the samples of a batch.
+
+        The samples are ordered so that the n-th mini-batches of all ranks together form one global mini-batch.
+        """
         names = ["input_ids", "attention_mask", "response_mask", "advantages"]
         compare_with = None
         if "old_log_probs" in batch.batch.keys():
@@ -390,7 +403,7 @@ class PPOTrainer(SampleSource):
         names += [name for name in ("rollout_is_weights", "watched") if name in batch.batch.keys()]
         tensors = batch.batch.select(*names)
         if compare_with is not None:
-            # Older tokens differ because the policy has moved, which is no fault of the rollout.
+            # Tokens of older versions differ because the policy was updated since, not because the rollout is wrong.
             tensors[FRESH] = batch.batch["versions"] == self.version
         measures_entropy = "old_log_probs" not in names or self.bypasses_old_log_probs
         meta = {"compare_with": compare_with, "measure_entropy": measures_entropy}
@@ -411,9 +424,10 @@ class PPOTrainer(SampleSource):
         return metrics | seqlen_metrics(lengths, order, self.units.dp_size)
 
     def begin_update_critic(self, batch: DataProto) -> Callable[[], dict[str, float]]:
-        """Regresses the values towards the returns, beside the actor's update where the critic has its own devices.
+        """Start to regress the critic's values towards the returns.
 
-        Returns how to get the metrics: among them how much of the returns' variance the values explained before.
+        A critic on its own devices computes concurrently with the actor's update. Return a function that waits for the
+        metrics. The metrics include the share of the returns' variance that the values explained before the update.
         """
         assert self.critic is not None
         names = ("input_ids", "attention_mask", "response_mask", "returns", "values")
@@ -430,11 +444,14 @@ class PPOTrainer(SampleSource):
         return lambda: answer()[0] | explained
 
     def covariance_of_mini_batches(self, data: DataProto) -> list[CovarianceStats | None]:
-        """What clip_cov, kl_cov and m2po must know of each whole mini-batch, which no rank sees alone."""
+        """Compute the statistics that clip_cov, kl_cov and m2po need of each global mini-batch.
+
+        The controller computes the statistics because each rank has only a part of a mini-batch.
+        """
         found: list[CovarianceStats | None] = []
         for part in data.chunk(self.units.mini_batches_per_epoch):
             old, advantages, mask = (part.batch[name] for name in ("old_log_probs", "advantages", "response_mask"))
-            if not mask.any():  # all its samples were dropped: none of its tokens is chosen
+            if not mask.any():  # all samples of the mini-batch were dropped: choose no token
                 found.append(CovarianceStats(0.0, 0.0, bound=float("inf")))
                 continue
             actor = self.config.actor_rollout_ref.actor
@@ -444,12 +461,12 @@ class PPOTrainer(SampleSource):
         return found
 
     def is_time_to_validate(self) -> bool:
-        """At every `test_freq`-th step and at the last."""
+        """Return whether this step is a multiple of `test_freq` or the last step."""
         every = self.config.trainer.test_freq
         return self.validator is not None and every > 0 and (self.step % every == 0 or self.step == self.total_steps)
 
     def validate(self) -> dict[str, float]:
-        """Accuracy on the held-out prompts."""
+        """Measure accuracy on the held-out prompts and update the best result so far."""
         assert self.validator is not None
         with self.phase("testing"):
             metrics = self.validator.run(self.step)
@@ -460,7 +477,7 @@ class PPOTrainer(SampleSource):
         return metrics
 
     def time_metrics(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """Where the step's time went; throughput counts the time without validation and checkpoints."""
+        """Return the step's timings and its throughput, which excludes the time of validation and checkpoints."""
         times = self.timer.metrics()
         aside = times.get("timing_s/testing", 0.0) + times.get("timing_s/save_checkpoint", 0.0)
         seconds = times["timing_s/step"] - aside
@@ -472,7 +489,7 @@ class PPOTrainer(SampleSource):
 
 
 def data_metrics(batch: DataProto, config: PPOConfig) -> dict[str, Any]:
-    """What the batch looked like: scores, advantages, lengths, groups without signal."""
+    """Return statistics of a batch: scores, rewards, advantages, lengths and the share of samples without advantage."""
     tensors, scored = batch.batch, torch.from_numpy(scored_rows(batch))
     mask, width = tensors["attention_mask"], tensors["responses"].shape[1]
     metrics: dict[str, Any] = compute_data_metrics(
@@ -493,7 +510,7 @@ def data_metrics(batch: DataProto, config: PPOConfig) -> dict[str, Any]:
 
 
 def check_routes(batch: DataProto, config: PPOConfig) -> None:
-    """Routes that the rollout took must be there where they are replayed, and not be taken for others."""
+    """Drop recorded expert routes that are not to be replayed, and raise if routes to be replayed are missing."""
     if not config.actor_rollout_ref.records_routes:
         batch.non_tensor_batch.pop(ROUTED_EXPERTS, None)
     elif all(routes is None for routes in batch.non_tensor_batch.get(ROUTED_EXPERTS, [None])):
@@ -507,16 +524,19 @@ def _without_advantage(advantages: Tensor) -> Tensor:
     return torch.count_nonzero(advantages, dim=1) == 0
 
 
-# Correcting a batch for a rollout policy that is not quite the trainer's: importance weights and rejection.
+# Correction for differences between rollout policy and trainer policy: importance weights and rejection.
 
 
 def corrects_rollout(config: RolloutCorrectionConfig, loss_mode: str) -> bool:
-    """Whether anything is done about the difference between `old_log_probs` and the rollout's."""
+    """Return whether anything corrects for the difference between `old_log_probs` and the rollout's log-probs."""
     return config.rollout_is is not None or config.rollout_rs is not None or loss_mode in RATIO_LOSSES
 
 
 def needs_old_log_probs(config: PPOConfig, optimizer_steps: int) -> bool:
-    """On-policy, with one optimizer step a batch, the update itself knows the old log-probs: no pass is needed."""
+    """Return whether a forward pass must compute `old_log_probs` before the update.
+
+    On-policy, with one optimizer step a batch, the update computes the old log-probs itself and needs no such pass.
+    """
     algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     loss_mode = actor.policy_loss.loss_mode
     if algorithm.rollout_correction.bypass_mode:
@@ -534,7 +554,7 @@ def needs_old_log_probs(config: PPOConfig, optimizer_steps: int) -> bool:
 
 
 def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, loss_mode: str) -> dict[str, float]:
-    """Adds `rollout_is_weights` and takes rejected tokens out of `response_mask`; returns the diagnostics."""
+    """Add `rollout_is_weights` `[B, T]` and remove rejected tokens from `response_mask`; return the diagnostics."""
     tensors = batch.batch
     old, rollout, mask = (tensors[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
     weights, kept, metrics = compute_rollout_correction_and_rejection_mask(
@@ -555,13 +575,16 @@ def correct_rollout(batch: DataProto, config: RolloutCorrectionConfig, loss_mode
     return metrics
 
 
-# Answers that the length limit cut off, kept out of the losses (`algorithm.mask_truncated_responses`).
+# Masking of responses that the length limit truncated (`algorithm.mask_truncated_responses`).
 
 ENDING, CUT_OFF = "ending", "length"
 
 
 def truncated_rows(batch: DataProto, algorithm: AlgorithmConfig) -> Tensor:
-    """Which samples were cut off and are to be masked, [samples] bool; none unless the config asks for it."""
+    """Return a `[B]` bool tensor: True for truncated samples to be masked.
+
+    All entries are False unless `mask_truncated_responses` is set.
+    """
     if not algorithm.mask_truncated_responses:
         return torch.zeros(len(batch), dtype=torch.bool)
     cut_off = torch.from_numpy((batch.non_tensor_batch[ENDING] == CUT_OFF).astype(bool))
@@ -569,7 +592,7 @@ def truncated_rows(batch: DataProto, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def without_rows(batch: DataProto, rows: Tensor) -> DataProto:
-    """The batch as the losses see it: no token of these rows counts. What is given stays as it is."""
+    """Return a batch in which no token of the given rows counts in the losses; the given batch is not changed."""
     if not rows.any():
         return batch
     tensors = batch.batch.clone(recurse=False)

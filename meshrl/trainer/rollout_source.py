@@ -1,6 +1,15 @@
-"""Where batches come from: prompts → generate → reward, by rollouts that always have the actor's newest weights.
+"""The rollout pipeline: prompts → generate → reward, on rollouts that always have the actor's newest weights.
 
-Batches may be begun before they are needed, see `Schedule`; a rollout that dies is asked again after it was replaced.
+    SampleSource             yields one scored batch a step and syncs weights to the rollout
+    Schedule, Begun          how many batches are generated ahead of training, and a batch in flight
+    generate_beside_scoring  computes rewards of finished samples while other samples are still generated
+    add_greedy_baselines     the baselines of ReMax
+    join_pools, both         connection between trainers and rollouts on different devices
+    HeardUpdates             feedback to an adaptive order of the data since the last checkpointed position
+    RolloutCare              restart of rollout workers that died
+    reward_components        the single rewards of a sample, for GDPO
+
+If a rollout dies, its workers are restarted and the batches in flight are requested again.
 """
 
 from __future__ import annotations
@@ -41,15 +50,15 @@ from meshrl.weights.colocated import over_ranks
 from meshrl.weights.disaggregated import MeetingPoint
 
 T = TypeVar("T")
-# How to get an answer that may not be there yet.
+# A function that waits for a result.
 Answer = Callable[[], DataProto]
 logger = logging.getLogger(__name__)
-# Batches in a row of which failed rewards leave nothing, before the run gives up.
+# The run fails after this many batches in a row of which no sample is left to train on.
 MOST_EMPTY = 8
 
 
 class SampleSource:
-    """Brings scored batches, one a step, and gives the rollouts the weights they are generated with."""
+    """The source of scored batches, one a step, which also syncs the actor's weights to the rollouts."""
 
     def __init__(
         self,
@@ -63,12 +72,12 @@ class SampleSource:
         self.config, self.train_data, self.order = config, train_data, order
         self.reward, self.timer = reward, timer
         self.actor = groups["actor_rollout_ref"]
-        # Where the rollout has no devices of its own, the actor's workers generate.
+        # If the rollout has no devices of its own, the actor's workers generate.
         self.rollout = groups.get("rollout", self.actor)
         self.reward_model = groups.get("reward_model")
-        # Set where rollouts that die can be started again.
+        # Set if dead rollout workers can be restarted.
         self.rollout_care: RolloutCare | None = None
-        # Set where the time of all processes is booked, and where steps are profiled.
+        # Set if the time of all processes is recorded, or if steps are profiled.
         self.books: Bookkeeper | None = None
         self.profiler: StepProfiler | None = None
         self.units = BatchUnits.from_config(config)
@@ -78,28 +87,31 @@ class SampleSource:
         self.batches_begun = 0
         self.schedule = Schedule.of(config)
         self.begun = deque[Begun]()
-        self.meeting: MeetingPoint | None = None  # of the two pools; held as long as they talk
-        # Where the data stood after the last batch trained on: what was begun later begins again when a run goes on.
+        self.meeting: MeetingPoint | None = None  # of the two pools; kept alive as long as they communicate
+        # The data position after the last trained batch: a resumed run generates the batches after it again.
         self.place = {"batches": 0, **order.state_dict()}
-        # What the order has learned since: it hears of it again when a run goes on.
+        # The batches that an adaptive order has learned from since then: a resumed run passes them to it again.
         self.updates = HeardUpdates(order)
         self._prompts = self.prompts()
 
     def prompts(self) -> Iterator[DataProto]:
-        """Batches of prompts in the order of the data's epochs."""
+        """Yield batches of prompts in the order of the data's epochs."""
         last = None if self.config.trainer.total_training_steps is not None else self.config.trainer.total_epochs
         place = {} if last is None else copy.deepcopy(self.order.state_dict())
         for rows in self.order:
             if last is not None and self.order.epoch >= last:
-                self.order.load_state_dict(place)  # these rows are for a run that goes on with more epochs
+                self.order.load_state_dict(place)  # leave these rows to a run that is resumed with more epochs
                 return
             yield self.train_data.batch(rows)
             place = {} if last is None else copy.deepcopy(self.order.state_dict())
 
     def next_batch(self) -> Scored | None:
-        """The oldest batch begun, answered and scored; what has become too old is dropped and counted."""
+        """Return the oldest batch in flight, generated and scored, or None if the prompts are used up.
+
+        Samples that are too old are dropped and counted. Batches of which no sample is left are skipped.
+        """
         dropped, empty = 0.0, 0
-        lost = dict.fromkeys(("reward/errors", "reward/dropped"), 0.0)  # of batches that are passed over
+        lost = dict.fromkeys(("reward/errors", "reward/dropped"), 0.0)  # of batches that are skipped
         while True:
             self.begin_batches()
             if not self.begun:
@@ -126,13 +138,16 @@ class SampleSource:
                 )
 
     def begin_batches(self) -> None:
-        """Begins the batch of this step, and as many of the next steps as the schedule allows."""
+        """Begin this step's batch and as many later batches as the schedule allows."""
         wanted = min(1 + self.schedule.batches_ahead, self.total_steps - self.step + 1)
         while len(self.begun) < wanted and (prompts := next(self._prompts, None)) is not None:
             self.begun.append(self.begin(prompts))
 
     def begin(self, prompts: DataProto) -> Begun:
-        """Asks for `rollout.n` answers to every prompt; where they are scored as they end, only `finish` does."""
+        """Request `rollout.n` responses to every prompt of a batch.
+
+        If scoring overlaps with generation, nothing is requested yet: `finish` does both.
+        """
         self.batches_begun += 1
         prompts.meta_info[NUMBER] = self.batches_begun
         request, columns = self.request(prompts, self.config.actor_rollout_ref.rollout.n)
@@ -141,22 +156,25 @@ class SampleSource:
             begin = self.actor.generate_sequences if self.rollout is self.actor else self.rollout.begin_sequences
             with self.phase("gen"):
                 answers = self.with_rollout(lambda: begin(request))
-        data = copy.deepcopy(self.order.state_dict())  # a sampler of the user's own may go on changing it
+        data = copy.deepcopy(self.order.state_dict())  # a user-defined sampler may still modify its state
         heard = self.updates.count
         return Begun(self.batches_begun, self.order.epoch, data, prompts, request, columns, answers, heard=heard)
 
     @property
     def scores_beside_generation(self) -> bool:
-        """Whether samples are scored as they end; batches that are begun early are scored while others generate."""
+        """True if each sample is scored as soon as it is generated.
+
+        Never true for batches begun ahead: such a batch is scored while the next ones are generated.
+        """
         return self.config.reward_manager.overlap and self.schedule.batches_ahead == 0
 
     def finish(self, begun: Begun) -> Scored:
-        """A batch's answers with their rewards."""
+        """Wait for a batch's responses and add their rewards."""
         if begun.answers is None:
             batch, metrics = self.generate_beside_scoring(begun)
         else:
             with self.phase("gen"):
-                # A rollout that was started again has been asked for this batch anew.
+                # After a restart of the rollout, `begun[0]` holds the new request for this batch.
                 batch = self.with_rollout(lambda: self.begun[0].finish() if self.begun else begun.finish())
             with self.phase("reward"):
                 metrics = self.score(batch)
@@ -168,7 +186,7 @@ class SampleSource:
         return batch, metrics
 
     def generate_beside_scoring(self, begun: Begun) -> Scored:
-        """Answers, scored while others are still generated."""
+        """Generate the responses of a batch, and score finished samples while other samples are still generated."""
         deadline = self.config.trainer.deadlines.call
         with self.phase("gen"):
             asked = self.rollout, begun.request, begun.columns, self.reward, deadline
@@ -179,13 +197,16 @@ class SampleSource:
             return batch, metrics | self.add_model_scores(batch, model_scores)
 
     def generate(self, prompts: DataProto, n: int = 1) -> DataProto:
-        """`n` answers to every prompt, at once."""
+        """Generate `n` responses to every prompt and wait for them."""
         request, columns = self.request(prompts, n)
         answers = self.with_rollout(lambda: self.rollout.generate_sequences(request))
         return DataProto(answers.batch, {**columns, **answers.non_tensor_batch}, answers.meta_info)
 
     def request(self, prompts: DataProto, n: int) -> tuple[DataProto, dict[str, np.ndarray]]:
-        """Every prompt `n` times, each with a seed of its own, and what else is known of them."""
+        """Repeat every prompt `n` times, each copy with its own seed.
+
+        Return the request for the rollout, and the remaining columns of the repeated prompts.
+        """
         repeated = prompts.repeat(n, interleave=True)
         number = prompts.meta_info[NUMBER]
         repeated.batch["seeds"] = sample_seeds(self.config.trainer.seed, TRAINING, number, len(repeated))
@@ -197,22 +218,25 @@ class SampleSource:
         return request, repeated.non_tensor_batch
 
     def score(self, batch: DataProto) -> dict[str, float]:
-        """Adds `token_level_scores`, and what else the reward function said of each sample."""
+        """Add `token_level_scores` `[B, T]` and the extra columns that the reward function returned; return metrics."""
         model_scores = self.begin_model_scores(batch)
         return self.reward.add_scores(batch) | self.add_model_scores(batch, model_scores)
 
     def begin_model_scores(self, batch: DataProto) -> Answer | None:
-        """Asks the reward model, if there is one; with devices of its own it works beside the reward functions."""
+        """Request the reward model's scores, or return None if there is no reward model.
+
+        A reward model on its own devices computes concurrently with the reward functions.
+        """
         if self.reward_model is None:
             return None
         is_apart, dp_size = self.config.reward_model.has_own_devices, self.units.reward_model_dp_size
         return self.begin_balanced(self.reward_model, "compute_rm_score", batch, dp_size, is_apart)
 
     def add_model_scores(self, batch: DataProto, answer: Answer | None) -> dict[str, float]:
-        """Adds a reward model's score to the functions'."""
+        """Add a reward model's weighted scores to the scores of the reward functions."""
         metrics: dict[str, float] = {}
         if answer is not None:
-            # Of samples that the functions have dropped meanwhile nothing is left to score.
+            # The reward functions may have dropped samples in the meantime: their mask is 0 and so is their score.
             rm_scores = answer().batch["rm_scores"] * batch.batch["response_mask"]
             if (scored := scored_rows(batch)).any():
                 metrics["reward/rm_score_mean"] = float(rm_scores[torch.from_numpy(scored)].sum(1).mean())
@@ -221,21 +245,24 @@ class SampleSource:
         return metrics
 
     def call_balanced(self, method: Any, batch: DataProto, columns: Sequence[str] = ()) -> DataProto:
-        """Calls a per-sample method with the samples spread so that all ranks get about the same number of tokens.
+        """Call a per-sample method with the samples ordered so that all ranks get about the same number of tokens.
 
-        It also gets the `columns` that the batch has of these.
+        The method also gets those of `columns` that the batch has.
         """
         request, order = self.balanced_request(batch, self.units.dp_size, columns)
         return in_order(method(request), order)
 
     def begin_balanced(self, group: WorkerGroup, method: str, batch: DataProto, dp_size: int, is_apart: bool) -> Answer:
-        """`call_balanced` by way of `begin_call`."""
+        """Begin a per-sample method with balanced tokens on the ranks; return a function that waits for the result."""
         request, order = self.balanced_request(batch, dp_size)
         answer = self.begin_call(group, method, request, is_apart)
         return lambda: in_order(answer(), order)
 
     def begin_call(self, group: WorkerGroup, method: str, data: DataProto, is_apart: bool) -> Callable[[], Any]:
-        """Calls a method, with the answer for later: a group with devices of its own (`is_apart`) works meanwhile."""
+        """Call a method and return a function that waits for its result.
+
+        A group on its own devices (`is_apart`) computes concurrently with the caller. Otherwise the call blocks here.
+        """
         if is_apart:
             begun = group.begin(method, data)
             return lambda: begun.get()
@@ -245,9 +272,12 @@ class SampleSource:
     def balanced_request(
         self, batch: DataProto, dp_size: int, columns: Sequence[str] = ()
     ) -> tuple[DataProto, np.ndarray]:
-        """What a per-sample method needs of a batch, in an order that spreads its tokens over the ranks."""
+        """Return the columns that a per-sample method needs, and the order that its rows are in.
+
+        The order balances tokens over the ranks.
+        """
         order = np.arange(len(batch))
-        if len(batch) % dp_size == 0:  # else the dispatch pads them
+        if len(batch) % dp_size == 0:  # otherwise the dispatch pads the batch
             lengths = batch.batch["attention_mask"].sum(1).numpy()
             order = self.balanced_order(lengths, 1, dp_size, kin_of(batch, self.config))
         tensors = batch.batch.select("input_ids", "attention_mask", "response_mask")
@@ -256,14 +286,17 @@ class SampleSource:
         return request, order
 
     def balanced_order(self, work: np.ndarray, mini_batches: int, dp_size: int, kin: int = 1) -> np.ndarray:
-        """The order in which samples go to the ranks; see `order_for_data_parallel`."""
+        """Return the order in which samples go to the ranks; see `order_for_data_parallel`.
+
+        `work` `[B]` is the number of tokens to compute for each sample.
+        """
         if self.config.trainer.balance_batch:
             return order_for_data_parallel(work, dp_size, mini_batches, group_size=kin)
         by_mini_batch_and_rank = np.arange(len(work)).reshape(mini_batches, dp_size, -1)
         return by_mini_batch_and_rank.swapaxes(0, 1).ravel()
 
     def sync_weights(self) -> dict[str, float]:
-        """Gives the rollout the actor's weights as the next version; what that took."""
+        """Sync the actor's weights to the rollout as the next version; return the sync's metrics."""
         self.version += 1
         if self.rollout is self.actor:
             return over_ranks(self.actor.sync_weights(self.version))
@@ -273,9 +306,9 @@ class SampleSource:
             return self.heal_rollout(error)
 
     def move_weights(self) -> dict[str, float]:
-        """Sends the actor's weights to rollouts on devices of their own."""
+        """Send the actor's weights to rollouts on devices of their own."""
         if self.meeting is None:
-            # Not before a checkpoint is loaded: what never changes travels now.
+            # Connect only after a checkpoint is loaded, because weights that never change are sent here, once.
             self.meeting = join_pools(self.actor, self.rollout, self.config.trainer)
         if not self.config.async_training.partial_rollout:
             self.rollout.finish_answers()
@@ -283,7 +316,7 @@ class SampleSource:
         return over_ranks([*both(lambda: self.rollout.receive_weights(self.version), sent), *sent.get()])
 
     def with_rollout(self, ask: Callable[[], T]) -> T:
-        """What `ask` asks of the rollout, asked again where that had to be started again meanwhile."""
+        """Return `ask()`; repeat the call after a restart of the rollout if the rollout died."""
         while True:
             try:
                 return ask()
@@ -291,9 +324,9 @@ class SampleSource:
                 self.heal_rollout(error)
 
     def heal_rollout(self, error: Exception) -> dict[str, float]:
-        """Starts lost rollouts again with the current weights and asks for the batches under way anew: the same seeds.
+        """Restart a dead rollout with the current weights, and request the batches in flight again with the same seeds.
 
-        What is not a lost rollout is raised again.
+        Raise the error again if the rollout is alive or may not be restarted.
         """
         if self.rollout_care is None or not self.rollout_care.replace(error):
             raise error
@@ -307,32 +340,35 @@ class SampleSource:
         return metrics
 
     def begin_step(self) -> None:
-        """A step's clock starts; it is profiled if it is one to be."""
+        """Reset the step's timer, and start the profiler if this step is to be profiled."""
         if self.profiler is not None:
             self.profiler.begin(self.step)
         self.timer.reset()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Charges the time of a block to a phase of the step."""
+        """Return a context that charges the time of its block to a phase of the step."""
         return self.timer.phase(name)
 
 
 def kin_of(batch: DataProto, config: PPOConfig) -> int:
-    """How many neighbours are better on one rank: it looks once at the images of all answers to a prompt."""
+    """Return how many neighbouring rows should stay on one rank.
+
+    Responses to the same prompt with images stay together, because their rank then encodes these images only once.
+    """
     return config.actor_rollout_ref.rollout.n if IMAGES in batch.non_tensor_batch else 1
 
 
 def in_order(answer: DataProto, order: np.ndarray) -> DataProto:
-    """Answers to samples that were sent in `order`, in that of the batch."""
+    """Return results for samples that were sent in `order` in the batch's own order."""
     return answer.select_idxs(np.argsort(order))
 
 
 def total_steps(config: PPOConfig, rows: int) -> int:
-    """How many steps the run has: as configured, or as the epochs over the data give."""
+    """Return the number of steps of the run: as configured, or computed from the epochs over the data."""
     data, trainer = config.data, config.trainer
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
-    # Filtered groups of one epoch and the next make a batch together.
+    # With dynamic sampling one batch may combine groups of two epochs.
     filters = config.algorithm.filter_groups.enable
     epochs = trainer.total_epochs
     steps = rows * epochs // data.train_batch_size if filters else rows // data.train_batch_size * epochs
@@ -345,34 +381,38 @@ def total_steps(config: PPOConfig, rows: int) -> int:
     return steps
 
 
-# How far generation runs ahead of training: the one thing in which synchronous and asynchronous runs differ.
+# How far generation runs ahead of training: the only difference between synchronous and asynchronous runs.
 #
 #     batches begun:   1 2 │ 3 │ 4 │ ...          batches_ahead = 1: while batch 1 trains, batch 2 is generated
 #     batches trained:     │ 1 │ 2 │ 3 ...        with the weights that batch 1 is about to change
 #
-# Batches are trained in the order in which they were begun, whichever answers end first: so every step has the prompts
-# it
-# has in a synchronous run, long answers are not put off, and a sample is never older than `batches_ahead` versions.
+# Batches are trained in the order in which they were begun, whichever responses end first. So every step has the same
+# prompts as in a synchronous run, long responses are not postponed, and no sample is more than `batches_ahead`
+# versions old.
 
-# In the prompts' meta_info: the number of their batch, from which the samples' seeds are made.
+# The key in the prompts' meta_info of the batch number, from which the samples' seeds are derived.
 NUMBER = "number"
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`batches_ahead`: batches begun before the one that is trained; samples older than `max_staleness` are dropped."""
+    """How far generation may run ahead of training.
+
+    `batches_ahead` batches are begun before the one that is trained. Samples with a token older than `max_staleness`
+    versions are dropped.
+    """
 
     batches_ahead: int = 0
     max_staleness: int = 0
 
     @classmethod
     def of(cls, config: PPOConfig) -> Schedule:
-        """As the config says."""
+        """Return the schedule that the config asks for."""
         how = config.async_training
         return cls(how.num_ahead, how.max_staleness)
 
     def drop_stale(self, batch: DataProto, version: int) -> dict[str, float]:
-        """Takes samples with a token that is too old out of `response_mask`; how old the batch is."""
+        """Remove samples with a token that is too old from `response_mask`; return metrics of the batch's staleness."""
         versions, mask = batch.batch["versions"], batch.batch["response_mask"]
         there = mask.bool()
         age = torch.where(there, version - versions, 0)
@@ -389,10 +429,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Begun:
-    """A batch whose answers are on their way: its prompts, what was asked, and where the data stood after it.
+    """A batch in flight: its prompts, the request to the rollout, and the data position (`data`) after its prompts.
 
-    `columns` are what else is known of the samples. Without `answers` nothing was asked yet. `heard`: of how many
-    batches an order that learns had heard by then.
+    `columns` are the other columns of the repeated prompts. `answers` is None if generation was not requested yet.
+    `heard` counts the batches that an adaptive order had learned from when this batch began.
     """
 
     number: int
@@ -406,28 +446,29 @@ class Begun:
     heard: int = 0
 
     def finish(self) -> DataProto:
-        """Waits for the answers."""
+        """Wait for the generated responses and join `columns` to them."""
         answers = self.answers.get() if isinstance(self.answers, Future) else self.answers
         assert answers is not None
         return DataProto(answers.batch, {**self.columns, **answers.non_tensor_batch}, answers.meta_info)
 
 
-# Scoring beside generation: a sample's reward is computed while others are still being generated.
+# Scoring overlapped with generation: a sample's reward is computed while other samples are still generated.
 
-# How long a worker waits for a first sample before it says that there is none yet.
+# Seconds that a worker waits for a first sample before it returns None.
 POLL_SECONDS = 0.1
 
 
 def generate_beside_scoring(
     actor: WorkerGroup, request: DataProto, columns: dict[str, np.ndarray], reward: RewardManager, deadline: float
 ) -> tuple[DataProto, ScoredParts, dict[str, float]]:
-    """Answers to a request, with `columns` of its rows, and their scores on the way: collect them with `add_scores`.
+    """Generate responses to a request, and score each sample as soon as it ends.
 
-    Both are what generating and then scoring gives. `deadline` is for the generation, in seconds.
+    Return the batch with `columns` joined to its rows, its scores (collect them with `add_scores`), and metrics. Batch
+    and scores are the same as when scoring follows generation. `deadline` limits the generation, in seconds.
     """
     until = time.monotonic() + deadline
     actor.start_generation(request)
-    # Every rollout has as many rows, but for the last ones; one rank of it answers.
+    # Every rollout gets `share` rows, the last ones fewer. One rank of each rollout returns the responses.
     num_rollouts, answering = check_mesh("rollout", actor.mesh_entries("rollout"))
     share = -(-len(request) // num_rollouts)
     scored, parts, places = ScoredParts(reward), [], []
@@ -455,7 +496,7 @@ def _columns_of(rows: np.ndarray, columns: dict[str, np.ndarray]) -> dict[str, n
     return {name: column[rows] for name, column in columns.items()}
 
 
-# ReMax's baseline: what the policy's likeliest answer to the same prompt is worth.
+# ReMax's baseline: the reward of the policy's greedy response to the same prompt.
 
 GREEDY = "greedy"
 
@@ -467,9 +508,9 @@ def add_greedy_baselines(
     generate: Callable[[DataProto], DataProto],
     score: Callable[[DataProto], dict[str, float]],
 ) -> dict[str, float]:
-    """Adds `reward_baselines` [samples]; a prompt whose greedy answer cannot be scored is dropped with its samples.
+    """Add `reward_baselines` `[B]`, and drop the samples of prompts whose greedy response cannot be scored.
 
-    `generate` answers every prompt once, and greedily where `meta_info["greedy"]` says so.
+    `generate` returns one response to every prompt, greedily decoded because `meta_info["greedy"]` is set.
     """
     asked = DataProto(prompts.batch, dict(prompts.non_tensor_batch), {**prompts.meta_info, GREEDY: True})
     answers = generate(asked)
@@ -483,14 +524,17 @@ def add_greedy_baselines(
     return metrics
 
 
-# Trainers and rollouts on different devices: how they meet, and whose error counts when both report one.
+# Trainers and rollouts on different devices: rendezvous, and the choice of error if both sides fail.
 
-# How long the other side may take to say what went wrong there.
+# Seconds to wait for the trainers' own error after the rollouts failed.
 GRACE_SECONDS = 5.0
 
 
 def join_pools(actor: WorkerGroup, rollout: WorkerGroup, trainer: RunConfig) -> MeetingPoint:
-    """Connects trainers with rollouts, for the weights; the meeting point must be held as long as they talk."""
+    """Connect trainers and rollouts for weight syncs; return the rendezvous.
+
+    The caller keeps the rendezvous alive as long as trainers and rollouts communicate.
+    """
     point = MeetingPoint("127.0.0.1" if trainer.backend == "local" else own_address())
     joined = actor.join_pool(point.address, rollout.world_size)
     both(lambda: rollout.join_pool(point.address, actor.world_size), joined)
@@ -499,7 +543,10 @@ def join_pools(actor: WorkerGroup, rollout: WorkerGroup, trainer: RunConfig) -> 
 
 
 def both(call: Callable[[], T], other: Future[object]) -> T:
-    """Calls the rollouts while the trainers work; where both fail, the trainers' error is the one that explains."""
+    """Call the rollouts while the trainers work.
+
+    If both fail, raise the trainers' error, because it explains the rollouts' error.
+    """
     try:
         return call()
     except ControllerError as error:
@@ -513,23 +560,22 @@ def both(call: Callable[[], T], other: Future[object]) -> T:
 
 
 def own_address() -> str:
-    """An address of this machine that others can reach."""
+    """Return an address of this machine that other machines can reach."""
     import ray
 
     return str(ray.util.get_node_ip_address())
 
 
-# What an order that learns was told since the place in the data that a checkpoint holds.
+# Feedback given to an adaptive order since the last checkpointed data position.
 #
-# With batches begun ahead that place is where the data stood when the last trained batch was begun; the batches that
-# were
-# trained on since then have taught the order something, which a run that goes on tells it again.
+# With batches begun ahead, that position is the one at which the last trained batch was begun. The order has learned
+# from batches that were trained after that. A resumed run passes these batches to the order again.
 
 NAME = "heard_"
 
 
 class HeardUpdates:
-    """Tells an order of every batch trained on, and keeps those that the place in the data does not know of."""
+    """The feedback to an adaptive order: every trained batch, kept until the checkpointed data position includes it."""
 
     def __init__(self, order: RowOrder):
         self.order = order
@@ -537,38 +583,44 @@ class HeardUpdates:
         self._kept = deque[DataProto]()
 
     def update(self, batch: DataProto) -> None:
-        """The order hears of a batch."""
+        """Pass a trained batch to the order, and keep the batch if the order learns from it."""
         self.order.update(batch)
         if self.order.learns:
             self.count += 1
             self._kept.append(batch)
 
     def forget_before(self, count: int) -> None:
-        """The place in the data is now one at which the order had heard of so many batches."""
+        """Forget the first `count` batches, which the order had seen at the new data position."""
         while self._kept and self.count - len(self._kept) < count:
             self._kept.popleft()
 
     def state_dict(self) -> dict[str, DataProto]:
-        """The batches to tell again, by names that sort as they came."""
+        """Return the kept batches, under names that sort by age."""
         return {f"{NAME}{number:04d}": batch for number, batch in enumerate(self._kept)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Tells the order, which stands at the place in the data, what it had heard since."""
+        """Pass the kept batches to the order again, after the order was set to the checkpointed data position."""
         for name in sorted(name for name in state if name.startswith(NAME)):
             self.update(state[name])
 
 
-# Rollouts with processes of their own that die are started again while the trainers keep what they have.
+# Restart of dead rollout workers in separate processes, while the trainers keep their state.
 
 
 class RolloutCare:
-    """Replaces the rollout's workers, all of them, when one is lost; they are not connected with the actor's yet."""
+    """The restart of all rollout workers if one of them is lost.
+
+    The caller connects the new workers with the actor's workers.
+    """
 
     def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, restarts: Restarts):
         self.actor, self.rollout, self.restarts = actor, rollout, restarts
 
     def replace(self, error: BaseException) -> bool:
-        """Starts the rollout again if it is what was lost and the budget allows; new workers have no weights yet."""
+        """Restart the rollout if its workers were lost and the restart budget allows it; return whether it restarted.
+
+        New workers have no weights yet.
+        """
         if self.rollout.is_alive() or not self.actor.is_alive() or not kind_of(error).may_be_tried_again:
             return False
         if not self.restarts.failed(f"{type(error).__name__}: {error}", "rollout"):
@@ -579,13 +631,13 @@ class RolloutCare:
         return True
 
     def resumed(self, step: int, asked_at: float) -> None:
-        """Takes note that the rollout has weights again and is asked again for what it was asked for first then."""
+        """Record that the rollout generates again the batches that were first requested at `asked_at` (unix seconds)."""
         self.restarts.resumed(step, asked_at)
 
 
-# The single rewards of a sample, for estimators that do not want them added up (GDPO).
+# The single rewards of a sample, for an estimator that does not use their sum (GDPO).
 
-# The column of a reward model's scores, before their weight.
+# The column of a reward model's unweighted scores.
 RM_SCORE = "rm_score"
 Components = tuple[dict[str, np.ndarray], list[float]]
 
@@ -593,7 +645,10 @@ Components = tuple[dict[str, np.ndarray], list[float]]
 def reward_components(
     batch: DataProto, config: AlgorithmConfig, functions: Sequence[RewardFunctionSpec], rm_weight: float
 ) -> Components | None:
-    """Rewards by name with their weights: `gdpo_reward_keys`, or each function's own score; None: there is but one."""
+    """Return the rewards by name and their weights, or None if there is only one reward.
+
+    The rewards are the columns in `gdpo_reward_keys`, or else each reward function's own score and the reward model's.
+    """
     columns, keys = batch.non_tensor_batch, list(config.gdpo_reward_keys)
     if keys:
         missing = [name for name in keys if name not in columns]
@@ -618,7 +673,7 @@ def reward_components(
 
 
 def _numbers(name: str, column: np.ndarray) -> np.ndarray:
-    """A column as numbers; a sample whose reward failed said nothing and counts as 0."""
+    """Convert a column to floats; a sample whose reward failed has no value and counts as 0."""
     if all(value is None for value in column):
         raise ValueError(f"algorithm.gdpo_reward_keys: no sample has a value of {name}")
     try:
