@@ -1,4 +1,4 @@
-"""Dynamic sampling (DAPO): groups whose samples are all alike teach nothing, so others are generated in their place.
+"""Dynamic sampling (DAPO): groups of samples with equal rewards give no gradient, so they are replaced by new groups.
 
 surplus of the last step ─┐
 prompts → generate, score → keep groups that differ → enough for a step? ── yes → batch; the rest is surplus
@@ -19,7 +19,7 @@ from meshrl.data.batch import DataProto, concat_samples, object_array, scored_ro
 from meshrl.telemetry.metrics import reduce_metrics
 
 Scored = tuple[DataProto, dict[str, Any]]
-# Over several rounds these add up, and of these the last counts; of all others the mean.
+# Metrics that are added up over the rounds of a step. Of `LAST` the last value is taken, of all other metrics the mean.
 COUNTED = (
     "reward/errors",
     "reward/dropped",
@@ -31,9 +31,10 @@ LAST = ("training/epoch",)
 
 
 class DynamicSampling:
-    """Makes batches of exactly `groups_per_step` groups that differ, each of `samples_per_group` neighbouring rows.
+    """The sampler of batches with exactly `groups_per_step` groups whose samples differ.
 
-    Surplus groups wait for the next step: nothing generated is thrown away, and no prompt is asked for twice.
+    A group is `samples_per_group` neighbouring rows. Surplus groups wait for the next step, so no informative group is
+    thrown away and no prompt is generated for twice.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class DynamicSampling:
         pad_token_id: int,
         next_batch: Callable[[], Scored | None],
     ):
-        """`most_rounds` holds where the config names no limit: there always is one."""
+        """Set the sampler up; `most_rounds` limits the rounds of a step if the config has no limit."""
         self.config, self.groups_per_step, self.samples_per_group = config, groups_per_step, samples_per_group
         self.most_rounds = config.max_num_gen_batches or most_rounds
         self.pad_token_id, self.more = pad_token_id, next_batch
@@ -54,7 +55,7 @@ class DynamicSampling:
         self.rounds = 0
 
     def next_batch(self) -> Scored | None:
-        """The samples of one step with the metrics of their rounds; None if the prompts end before."""
+        """Return the samples of one step with the metrics of their rounds; None if the prompts are used up before."""
         kept = [] if self.surplus is None else [self.surplus]
         reused = have = self._groups(self.surplus)
         rounds, generated, alike = 0, 0, 0
@@ -65,7 +66,7 @@ class DynamicSampling:
                 raise self._too_few(have, rounds, generated)
             found = self._round()
             if found is None:
-                # What was found waits for a run that goes on with more epochs.
+                # Keep the groups for a run that is resumed with more epochs.
                 self.surplus = concat_samples(kept, self.pad_token_id) if kept else None
                 return None
             batch, metrics = found
@@ -92,11 +93,11 @@ class DynamicSampling:
         return whole[:rows], metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups that wait for the next step, and how many rounds there were."""
+        """Return the surplus groups and the number of rounds so far."""
         return {"surplus": self.surplus, "rounds": self.rounds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state."""
+        """Restore the surplus groups and the number of rounds."""
         self.surplus, self.rounds = state["surplus"], int(state["rounds"])
 
     def _round(self) -> Scored | None:
@@ -104,7 +105,7 @@ class DynamicSampling:
         if found is None:
             return None
         self.rounds += 1
-        # The same row may come again in the next epoch while its group still waits here.
+        # Make uids unique: the same row may come again in the next epoch while its earlier group is still surplus.
         uids = [f"{uid}-round{self.rounds}" for uid in found[0].non_tensor_batch["uid"]]
         found[0].non_tensor_batch["uid"] = object_array(uids)
         return found
@@ -124,9 +125,12 @@ class DynamicSampling:
 
 
 def informative_groups(batch: DataProto, metric: str | None, samples_per_group: int) -> np.ndarray:
-    """For each group of neighbouring rows whether its samples differ in the metric; dropped samples do not count."""
+    """Return for each group of neighbouring rows whether its samples differ in the metric, `[groups]` bool.
+
+    Dropped samples and samples that are too old do not count.
+    """
     values = metric_values(batch, metric).reshape(-1, samples_per_group)
-    there = batch.batch["response_mask"].any(1).numpy() & scored_rows(batch)  # what became too old is not
+    there = batch.batch["response_mask"].any(1).numpy() & scored_rows(batch)  # stale ones have no mask
     dropped = ~there.reshape(values.shape)
     lowest = np.where(dropped, np.inf, values).min(1)
     highest = np.where(dropped, -np.inf, values).max(1)
@@ -134,7 +138,7 @@ def informative_groups(batch: DataProto, metric: str | None, samples_per_group: 
 
 
 def metric_values(batch: DataProto, metric: str | None) -> np.ndarray:
-    """One number a sample; a sample whose reward failed has no metric of its own and counts as 0."""
+    """Return the metric of each sample, `[B]`; a sample whose reward failed has no such metric and counts as 0."""
     columns = batch.non_tensor_batch
     name = metric or ("acc" if "acc" in columns else WHOLE_SCORE[0])
     if name in WHOLE_SCORE:

@@ -1,4 +1,15 @@
-"""From a checked config to a finished run: the parts are made here and put together."""
+"""Launch of a run: from a checked config to the finished run.
+
+    train, train_supervised   a run with restarts; `train_once` and `train_supervised_once` are one attempt each
+    ppo_pools, Pool           the workers of a run and the devices that they share
+    worker_groups             the worker processes, started and with their models loaded
+    open_run, make_keeper     the run's folder; its checkpoints, kept batches and dumps
+    check_machine             checks of this machine before any worker starts
+    GroupAsk                  requests to the LLM judge's workers
+    slow_types                notes about data types that this machine's processor is slow at
+
+The parts are made here and put together. The training loops are in rl_trainer.py and supervised_trainers.py.
+"""
 
 from __future__ import annotations
 
@@ -90,9 +101,9 @@ def train(
     console: Console | None = None,
     make_loop: Callable[..., PPOTrainer] = PPOTrainer,
 ) -> Path:
-    """Trains a policy as `config` says; returns the run's folder. `make_loop` may give another form of the trainer.
+    """Train a policy as `config` says; return the run's folder. `make_loop` may make another form of the trainer.
 
-    What infrastructure ends begins again from the newest checkpoint, up to `trainer.max_restarts` times.
+    After an infrastructure failure the run restarts from its newest checkpoint, up to `trainer.max_restarts` times.
     """
     restarts = Restarts.of(config.trainer)
     if make_loop is not PPOTrainer:
@@ -105,7 +116,7 @@ def train(
 
 @contextmanager
 def saying_what_is_kept(trainer: RunConfig) -> Iterator[None]:
-    """Has an interruption say from where the run can go on."""
+    """Add to a `KeyboardInterrupt` from which checkpoint the run can be resumed."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -123,7 +134,7 @@ def train_once(
     console: Console | None,
     make_loop: Callable[..., PPOTrainer],
 ) -> Path:
-    """One attempt at a run; goes on with what an attempt before has left in the run's folder."""
+    """Run one attempt of an RL run, which resumes from the state that an earlier attempt left in the run's folder."""
     model, trainer = config.actor_rollout_ref.model, config.trainer
     units = BatchUnits.from_config(config)
     with told_without_traceback():
@@ -199,13 +210,13 @@ def train_once(
 
 
 def ppo_pools(config: PPOConfig, units: BatchUnits, steps: int) -> list[Pool]:
-    """Which workers a run needs and on which devices: those of the policy, or some of a role's own."""
+    """Return the device pools of an RL run: the policy's with its colocated roles, and one per separate role."""
     config, trainer = with_absolute_files(config), config.trainer
     settings = WorkerSettings(
         device=trainer.device,
         collective_deadline=trainer.deadlines.collective,
         mini_batches=units.mini_batches_per_epoch,
-        # While only the critic learns, the policy's schedule waits.
+        # The policy's learning-rate schedule does not advance during the critic's warm-up.
         total_optimizer_steps=max(1, steps - trainer.critic_warmup) * units.optimizer_steps_per_step,
         with_reference=uses_reference(config) and not config.actor_rollout_ref.ref.has_own_devices,
         seed=trainer.seed,
@@ -235,7 +246,7 @@ def ppo_pools(config: PPOConfig, units: BatchUnits, steps: int) -> list[Pool]:
 
 
 def critic_worker(config: PPOConfig, settings: WorkerSettings, units: BatchUnits, steps: int) -> ClassWithInitArgs:
-    """The critic's class with its own numbers; without a model of its own it starts from the policy's."""
+    """Return the critic's worker class with its settings; without a model path the critic starts from the policy."""
     critic = copy.deepcopy(config.critic)
     if critic.model.path is None:
         critic.model.path = config.actor_rollout_ref.model.path
@@ -251,7 +262,7 @@ def critic_worker(config: PPOConfig, settings: WorkerSettings, units: BatchUnits
 def train_supervised(
     config: SupervisedConfig, sources: Mapping[str, str] | None = None, console: Console | None = None
 ) -> Path:
-    """Learns demonstrations or pairs of answers; writes the model to `model/` in the run's folder, which it returns."""
+    """Fine-tune a model on demonstrations or preferences; return the run's folder, which has the model in `model/`."""
     restarts = Restarts.of(config.trainer)
     with told_without_traceback("trainer.default_local_dir"):
         check_unheld(config.trainer.run_dir)
@@ -262,7 +273,7 @@ def train_supervised(
 def train_supervised_once(
     config: SupervisedConfig, restarts: Restarts, sources: Mapping[str, str] | None, console: Console | None
 ) -> Path:
-    """One attempt at fine-tuning, see `train_once`."""
+    """Run one attempt of a supervised run, see `train_once`."""
     trainer = config.trainer
     units = SupervisedBatchUnits.from_config(config)
     path = config.model.path or ""
@@ -318,7 +329,7 @@ def train_supervised_once(
 def supervised_parts(
     config: SupervisedConfig,
 ) -> tuple[str, type[SFTWorker], type[SFTTrainer], Sequence[Column]]:
-    """Who does the work of a run on demonstrations, pairs or judged answers, and what it shows of each step."""
+    """Return the role, worker class, trainer class and console columns for SFT, pair preferences or KTO."""
     if not isinstance(config, PreferenceConfig):
         return "sft", SFTWorker, SFTTrainer, SFT_COLUMNS
     if config.is_judged:
@@ -327,7 +338,7 @@ def supervised_parts(
 
 
 def phase_timer(screen: StepConsole, watch: StallWatch) -> PhaseTimer:
-    """The clock of the steps; screen and watch hear of every phase."""
+    """Return the timer of the steps, which notifies the console and the stall watch of every phase."""
 
     def tell(phase: str) -> None:
         screen.show_phase(phase)
@@ -337,7 +348,7 @@ def phase_timer(screen: StepConsole, watch: StallWatch) -> PhaseTimer:
 
 
 def note_restart(restarts: Restarts, found: Found | None, tracker: Tracking) -> None:
-    """Takes note of what a restart has cost, now that work begins."""
+    """Record what a restart has cost, now that the work begins again."""
     restarts.tell = tracker.constants.update
     if restarts.used:
         kept_at = (found.path / STATE).stat().st_mtime if found else restarts.since
@@ -346,11 +357,14 @@ def note_restart(restarts: Restarts, found: Found | None, tracker: Tracking) -> 
 
 
 def open_run(trainer: RunConfig, found: Found | None, restarts: Restarts, model_path: str | None = None) -> RunFolder:
-    """The run's folder: its files go on where the checkpoint to go on from is one of its own."""
+    """Open the run's folder, and resume its files if the checkpoint to resume from belongs to this run.
+
+    Otherwise the files of an earlier run in the folder are moved aside.
+    """
     again, restarts.opened = restarts.opened or restarts.is_since(RunFiles(trainer.run_dir).config), True
     folder = Path(trainer.run_dir).resolve() / FOLDER
     if found is None or found.path.resolve().parent not in (folder, copies_folder(trainer.run_dir)):
-        # What an attempt before has written of steps that were not kept is written again.
+        # Records of an earlier attempt without a checkpoint are discarded: its steps are taken again.
         with told_without_traceback("trainer.default_local_dir"):
             if not again and Path(model_path or "").resolve() == (own := RunFiles(trainer.run_dir).model):
                 raise ValueError(
@@ -366,7 +380,7 @@ def open_run(trainer: RunConfig, found: Found | None, restarts: Restarts, model_
 
 @contextmanager
 def as_it_was(run: RunFolder, restarts: Restarts, say: Callable[[str], None]) -> Iterator[None]:
-    """A run that fails before it has kept anything leaves an earlier one's files where they were."""
+    """Restore the earlier run's files in the folder if this run fails before it has kept anything."""
     try:
         yield
     except BaseException:
@@ -377,12 +391,15 @@ def as_it_was(run: RunFolder, restarts: Restarts, say: Callable[[str], None]) ->
 
 
 def is_finished(found: Found | None, steps: int, run: RunFolder, trainer: RunConfig, screen: StepConsole) -> bool:
-    """Whether nothing is left to do; says so."""
+    """Return whether all steps of the run are done, and print so.
+
+    False if the final model is still to be saved or `val_only` is set.
+    """
     if found is None or found.step < steps or getattr(trainer, "val_only", False):
         return False
     screen.message(f"the run is finished: {found.path} is after step {found.step} of {steps}, nothing is left to train")
     if trainer.save_final_model and not _is_newer(run.model, than=found.path / STATE):
-        return False  # also where it is of an earlier end, and the run was extended and lost after its last checkpoint
+        return False  # missing, or of an earlier end: the run was extended and then lost after its last checkpoint
     if not run.report.exists():
         report_run(run, screen)
     return True
@@ -393,7 +410,7 @@ def _is_newer(path: Path, than: Path) -> bool:
 
 
 def report_run(run: RunFolder, screen: StepConsole) -> None:
-    """Draws the report; a run whose report cannot be drawn has still done its work."""
+    """Draw the run's report; a report that cannot be drawn is only a warning, because the run has done its work."""
     try:
         said = f"report: {write_report(run.path)}"
     except Exception as error:
@@ -406,7 +423,7 @@ def report_run(run: RunFolder, screen: StepConsole) -> None:
 
 
 def ppo_parts(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> dict[str, Part]:
-    """What a checkpoint of an RL run holds: the policy and, where one is trained, the critic."""
+    """Return the roles that a checkpoint of an RL run holds: the policy and, if one is trained, the critic."""
     roles = {"actor": (groups["actor_rollout_ref"], config.actor_rollout_ref.actor.checkpoint)}
     if "critic" in groups:
         roles["critic"] = (groups["critic"], config.critic.checkpoint)
@@ -418,7 +435,7 @@ def ppo_parts(config: PPOConfig, groups: Mapping[str, WorkerGroup]) -> dict[str,
 def make_keeper(
     config: PPOConfig | SupervisedConfig, parts: Mapping[str, Part], run: RunFolder, steps: int, screen: StepConsole
 ) -> Keeper:
-    """What the run keeps of itself, as the config says."""
+    """Make the run's `Keeper` as configured: checkpoints, kept batches, dumps, stop requests, in-memory checkpoints."""
     trainer = config.trainer
     how: dict[str, Any] = {"last_step": steps, "config": asdict(config), "say": screen.message}
     mirror = Mirror(trainer.remote_dir, screen.message) if trainer.remote_dir and trainer.save_freq > 0 else None
@@ -444,14 +461,14 @@ def make_keeper(
 
 
 def tracking(config: PPOConfig | SupervisedConfig, run: RunFolder, screen: StepConsole) -> Tracking:
-    """The loggers, opened before any worker starts: one that cannot be used is found at once."""
+    """Open the configured loggers before any worker starts, so that a logger that cannot be used fails at once."""
     names = config.trainer.logger, run, config.trainer.project_name, config.trainer.experiment_name
     with told_without_traceback():
         return Tracking(*names, asdict(config), console=screen)
 
 
 def save_model(group: WorkerGroup, run: RunFolder, tokenizer: Tokenizer, source: str | None) -> Path:
-    """Writes the trained model with its tokenizer, and how it reads images, to `model/` in the run's folder."""
+    """Write the trained model with its tokenizer and image processor to `model/` in the run's folder."""
     with new_folder(run.model) as aside:
         group.save_model(str(aside.absolute()))
         tokenizer.save_pretrained(aside)
@@ -466,9 +483,9 @@ def start_run(
     sources: Mapping[str, str] | None,
     units: list[str],
 ) -> None:
-    """Writes down what is about to run and says it once on the terminal."""
+    """Start the run's log, write its config, and print notes and batch sizes on the terminal."""
     run.start_log()
-    # As a recipe: keys that follow others stay null, so that the file can be run again with overrides.
+    # As a recipe: keys that are derived from other keys stay null, so that the file can be run with overrides.
     run.write_config(as_recipe(config), sources)
     if run.moved_to is not None:
         screen.message(f"an earlier run's files are now in {run.moved_to}")
@@ -479,7 +496,10 @@ def start_run(
 
 @dataclass(frozen=True)
 class Pool:
-    """Devices, and the roles that share them: `processes` on each machine, as the section `key` says."""
+    """A set of devices and the worker roles that share them.
+
+    `processes` is the number of processes on each machine. `key` is the config section that sets this number.
+    """
 
     processes: list[int]
     workers: Mapping[str, ClassWithInitArgs]
@@ -490,10 +510,10 @@ class Pool:
 def worker_groups(
     pools: Sequence[Pool], trainer: RunConfig, ray_init: RayInitConfig
 ) -> Iterator[dict[str, WorkerGroup]]:
-    """The workers of a run by role, started and with their models loaded; ended in any case.
+    """Start the workers of a run, load their models, and yield the worker groups by role; end the workers in any case.
 
-    A single worker of the first pool lives in this process, where it costs least; those of others never do: they are
-    there to work at the same time.
+    A single worker of the first pool runs in this process, which is cheapest. Workers of other pools always have their
+    own processes, because they compute concurrently with the first pool.
     """
     if trainer.backend == "ray":
         from meshrl.controller.ray import init_ray
@@ -526,7 +546,7 @@ def worker_groups(
 
 
 def uses_gpu(trainer: RunConfig) -> bool:
-    """Whether workers get a GPU each."""
+    """Return whether each worker process gets a GPU."""
     if trainer.device != "auto":
         return trainer.device == "cuda"
     import torch
@@ -535,7 +555,7 @@ def uses_gpu(trainer: RunConfig) -> bool:
 
 
 def check_machine(config: PPOConfig, pools: Sequence[Pool]) -> None:
-    """What a run needs of this machine, before an earlier run's files are moved aside."""
+    """Check that this machine can run the config, before an earlier run's files are moved aside."""
     check_devices(pools, config.trainer)
     check_rounding(config)
     if uses_gpu(config.trainer) and (problems := gpu_generation_problems(config)):
@@ -556,13 +576,16 @@ def check_machine(config: PPOConfig, pools: Sequence[Pool]) -> None:
 
 
 def check_rounding(config: PPOConfig | SupervisedConfig) -> None:
-    """What of training in 8 bits workers would refuse on their GPUs."""
+    """Check that the GPUs support the configured FP8 training, which workers would otherwise refuse later."""
     if uses_gpu(config.trainer) and (problems := gpu_problems(config)):
         raise ConfigError(problems)
 
 
 def check_devices(pools: Sequence[Pool], trainer: RunConfig) -> None:
-    """As many GPUs as local processes, before any of them starts; of a cluster Ray knows."""
+    """Check that this machine has a GPU for each local process, before any worker starts.
+
+    With Ray nothing is checked here, because Ray knows the devices of its cluster.
+    """
     if trainer.backend != "local" or not uses_gpu(trainer):
         return
     import torch
@@ -578,17 +601,20 @@ def check_devices(pools: Sequence[Pool], trainer: RunConfig) -> None:
         )
 
 
-# Asking the judge's workers: what a `Judge` needs of a model, by way of a worker group.
+# Requests to the LLM judge's workers.
 
 
 class GroupAsk:
-    """Asks the judge's worker group, which starts after the reward functions are made: set `group` then."""
+    """A callable that sends texts to the judge's worker group.
+
+    The reward functions are made before the group starts, so `group` is set later.
+    """
 
     def __init__(self) -> None:
         self.group: WorkerGroup | None = None
 
     def __call__(self, texts: Sequence[str]) -> list[str | Exception]:
-        """A reply to each text, or what went wrong."""
+        """Return the judge's reply to each text, or an exception for a text that failed."""
         if self.group is None:
             raise RuntimeError("the judge's workers have not started yet")
         answers = self.group.reply(DataProto(None, {"text": object_array(list(texts))}, {})).non_tensor_batch
@@ -596,18 +622,21 @@ class GroupAsk:
         return [reply if error is None else RuntimeError(error) for reply, error in pairs]
 
 
-# Says before a run begins that this machine's processor has no products of the types that it is to compute with.
+# Notes about data types for which this machine's processor has no fast matmul.
 
-# So many times as long as float32's, and a run is told; types that are merely somewhat slower are not.
+# A note is given from this ratio to float32's time on; a type that is only somewhat slower gets no note.
 SLOW = 10.0
-# Rollouts that compute with torch in our own workers; the others choose their kernels themselves.
+# Rollout engines that compute with torch in the worker processes; other engines choose their own kernels.
 OWN_ROLLOUTS = ("embedded", "hf")
 
 
 def slow_types(config: PPOConfig | SupervisedConfig) -> list[str]:
-    """A line for each type that a run on CPUs asks for and this processor is slow at, with the keys to change."""
+    """Return a note for each data type of the config that this processor is slow at, with the keys to change.
+
+    Only runs on local CPUs have such notes.
+    """
     device = config.trainer.device
-    is_here = config.trainer.backend == "local"  # with Ray, the processors are others'
+    is_here = config.trainer.backend == "local"  # with Ray, the workers run on other machines
     if not is_here or device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         return []
     asked: dict[torch.dtype, list[str]] = {}
@@ -622,7 +651,7 @@ def slow_types(config: PPOConfig | SupervisedConfig) -> list[str]:
 
 
 def times_slower(dtype: torch.dtype) -> float:
-    """How many times as long as with float32 a small product takes on the CPU, the way workers there compute."""
+    """Return how many times longer a small CPU matmul takes than in float32, without mkldnn as in the workers."""
     if dtype == torch.float32:
         return 1.0
     before = torch.backends.mkldnn.enabled
@@ -644,7 +673,7 @@ def _product_seconds(dtype: torch.dtype) -> float:
 
 
 def _keys(config: PPOConfig | SupervisedConfig) -> dict[str, str]:
-    """The types that the run's own models compute with, by key."""
+    """Return the data types that the run's own models compute with, by config key."""
     found = dict(_engine_type(prefix, engine) for prefix, engine in used_engines(config).items())
     if isinstance(config, PPOConfig) and config.actor_rollout_ref.rollout.name in OWN_ROLLOUTS:
         found[f"{ROLLOUT}.dtype"] = config.actor_rollout_ref.rollout.dtype

@@ -282,7 +282,7 @@ class PPOTrainer(SampleSource):
                 self.actor.refresh_reference()
 
     def surplus_rows(self, batch: DataProto) -> Tensor:
-        """Return a `[B]` bool tensor: True for samples carried over by dynamic sampling from an older policy version."""
+        """Return a `[B]` bool tensor: True for samples that dynamic sampling kept from an older policy version."""
         older = (batch.batch["versions"] >= 0) & (batch.batch["versions"] < self.version)
         return older.any(1) & (self.dynamic_sampling is not None and not self.bypasses_old_log_probs)
 
@@ -307,7 +307,7 @@ class PPOTrainer(SampleSource):
         return self.config.actor_rollout_ref.actor.policy_loss.loss_mode
 
     def add_old_log_probs(self, batch: DataProto) -> dict[str, float]:
-        """Add the actor's `old_log_probs` `[B, T]`.
+        """Add the actor's `old_log_probs` `[B, T]` to a batch.
 
         Return the actor's entropy and the difference between its log-probs and the rollout's.
         """

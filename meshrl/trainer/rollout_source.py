@@ -631,7 +631,7 @@ class RolloutCare:
         return True
 
     def resumed(self, step: int, asked_at: float) -> None:
-        """Record that the rollout generates again the batches that were first requested at `asked_at` (unix seconds)."""
+        """Record that the rollout generates the batches again that were first requested at unix time `asked_at`."""
         self.restarts.resumed(step, asked_at)
 
 

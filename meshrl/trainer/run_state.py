@@ -1,4 +1,11 @@
-"""What a run keeps of itself: checkpoints, batches, dumps of what went wrong; and its end on request."""
+"""State that a run keeps on disk, and its end on request.
+
+    Keeper        calls checkpoints, kept batches, dumps and the stop request at the right points of a step
+    KeptBatches   the newest batches as they were generated, for `meshrl replay`
+    StopRequest   SIGTERM: the step is finished and saved, then the run ends
+
+The trainers call the `Keeper`, which is made in launch.py.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +26,7 @@ from meshrl.trainer.memory_checkpoints import MemoryCopies
 
 
 class Keeper:
-    """The trainers call it three times a step: with the batch, after the step, and when its metrics are logged."""
+    """The hooks that a trainer calls three times a step: with the batch, after the step, and after logging."""
 
     def __init__(
         self,
@@ -33,17 +40,17 @@ class Keeper:
         self.copies = copies
         nonfinite.before_dump = self._complete_checkpoint
         self._ending = False
-        self.saves = True  # whether an end on request saves the step
+        self.saves = True  # whether a stop request saves a checkpoint of the step
 
     def _complete_checkpoint(self) -> None:
         self.checkpoints.commit(wait=True)
 
     def keep_batch(self, batch: DataProto, metrics: Mapping[str, Any], step: int) -> None:
-        """Keeps a batch as it was generated."""
+        """Keep a batch as it was generated, before the trainer adds columns."""
         self.batches.keep(batch, metrics, step)
 
     def after_step(self, trainer: Resumable, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Looks for steps that were skipped, and saves if it is time, or if this is to be the last step."""
+        """Check for skipped optimizer steps; save a checkpoint if one is due or if the run was asked to stop."""
         found = self.nonfinite.check(trainer, metrics, self.batches.last)
         self._ending = self.stop.requested
         if self._ending and self.saves:
@@ -54,13 +61,13 @@ class Keeper:
         return found
 
     def save_last(self, trainer: Resumable) -> None:
-        """Saves a run that ends before its last step, if it saves at all and has not just done so."""
+        """Save a checkpoint of a run that ends early, unless saving is off or this step was already saved."""
         if self.checkpoints.every > 0 and not self.checkpoints.is_due(trainer.step):
             self.checkpoints.save(trainer)
             self.checkpoints.commit(wait=True)
 
     def after_log(self, trainer: Resumable) -> None:
-        """Completes what was saved; ends the run where that was asked for."""
+        """Complete the step's checkpoint, enforce the limits of non-finite steps, and end the run if requested."""
         self.checkpoints.commit(wait=self._ending)
         self.copies.commit()
         self.nonfinite.enforce(trainer.step)
@@ -70,39 +77,42 @@ class Keeper:
             raise RunStoppedError(f"stopped by SIGTERM after step {trainer.step}{what}")
 
     def restore(self, trainer: Resumable, found: Found | None) -> None:
-        """Brings a trainer to where a checkpoint was written, if there is one."""
+        """Restore workers and trainer from a checkpoint, if one was found."""
         if found is not None:
             self.checkpoints.restore(trainer, found)
 
     def fit(self, trainer: Any) -> None:
-        """Runs a trainer to its end."""
+        """Run a trainer to its end, with SIGTERM as a stop request, and complete its checkpoints."""
         with self.stop.listening():
             trainer.fit()
             self.checkpoints.finish()
 
 
-# The batches a run trained on, as they were generated: the newest ones, up to a size.
+# The newest batches of a run as they were generated, up to a total size.
 
 NEWS = "metrics"
 NAME = re.compile(r"step_(\d+)\.dataproto")
 
 
 class KeptBatches:
-    """`megabytes` of batches at most, but always the newest; 0 keeps none, None all. `last` stays in memory."""
+    """The newest batches of a run as files, at most `megabytes` of them but always the newest.
+
+    0 keeps none, None keeps all. `last` is the newest batch in memory.
+    """
 
     def __init__(self, folder: Path, megabytes: int | None):
         self.folder, self.megabytes = folder, megabytes
         self.last: DataProto | None = None
 
     def keep(self, batch: DataProto, metrics: Mapping[str, Any], step: int) -> None:
-        """Keeps a batch before anything is added to it, with what was measured while it was generated."""
+        """Keep a batch before columns are added to it, with the metrics of its generation."""
         self.last = copy.copy(batch)
         self.last.meta_info = {**batch.meta_info, NEWS: dict(metrics)}
         if self.megabytes == 0:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         for number, file in batch_files(self.folder).items():
-            if number > step:  # of an attempt that this run has gone back behind
+            if number > step:  # of an earlier attempt; this run resumed before that step
                 file.unlink()
         self.last.save_to_disk(self.folder / f"step_{step}.dataproto")
         self._delete_old()
@@ -118,30 +128,36 @@ class KeptBatches:
 
 
 def batch_files(folder: Path) -> dict[int, Path]:
-    """The kept batches by step, in order."""
+    """Return the files of kept batches by step, in ascending order."""
     found = {int(match[1]): file for file in folder.glob("*.dataproto") if (match := NAME.fullmatch(file.name))}
     return dict(sorted(found.items()))
 
 
 def load_batch(file: Path) -> tuple[DataProto, dict[str, Any]]:
-    """A kept batch, and what was measured while it was generated."""
+    """Load a kept batch, and the metrics of its generation."""
     batch = DataProto.load_from_disk(file)
     return batch, dict(batch.meta_info.pop(NEWS, {}))
 
 
-# SIGTERM, as a scheduler sends it before it takes the machine away: the step is finished, saved, and the run ends.
+# SIGTERM, which a scheduler sends before it takes the machine away: the step is finished and saved, then the run ends.
 
 EXIT_CODE = 128 + signal.SIGTERM
 
 
 class RunStoppedError(BaseException):
-    """The run was asked to end before its last step; nothing that handles errors may take it for one of its own."""
+    """The end of a run that was asked to stop before its last step.
+
+    A `BaseException`, so that no handler of ordinary errors catches it.
+    """
 
     exit_code = EXIT_CODE
 
 
 class StopRequest:
-    """Hears SIGTERM. `deadline` seconds after it the run ends where it is, saved or not."""
+    """A request by SIGTERM to end the run after its step.
+
+    If the step is not finished and saved `deadline` seconds after the signal, the run ends at once.
+    """
 
     def __init__(self, deadline: float):
         self.deadline, self.requested, self._is_late = deadline, False, False
@@ -149,7 +165,10 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, SIGTERM asks for an end instead of killing the process; only the main thread can hear it."""
+        """Make SIGTERM request a stop inside this context, instead of killing the process.
+
+        Only the main thread can receive signals. In another thread this context changes nothing.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -170,7 +189,7 @@ class StopRequest:
             )
         if not self.requested:
             self.requested = True
-            # A thread and the same signal: reward functions use the process's alarm for their own limits.
+            # A timer thread that sends the same signal, because reward functions use SIGALRM for their own limits.
             self._timer = threading.Timer(self.deadline, self._remind)
             self._timer.daemon = True
             self._timer.start()

@@ -1,4 +1,4 @@
-"""Accuracy on held-out prompts."""
+"""Validation: accuracy of the policy on held-out prompts."""
 
 from __future__ import annotations
 
@@ -20,23 +20,27 @@ from meshrl.telemetry.time_ledger import booked
 
 
 class Validator:
-    """Answers every held-out prompt `val_kwargs.n` times and scores the answers: mean@n, pass@k for each data source.
+    """Validation with `val_kwargs.n` responses to each held-out prompt: mean@n and pass@k for each data source.
 
-    What counts is the `acc` of a reward function that returns one, or else its score; without functions a reward
-    model's.
+    A sample's score is the reward function's `acc` if it returns one, or else its score. Without reward functions it is
+    the reward model's score.
     """
 
     def __init__(
         self, config: PPOConfig, rollout: WorkerGroup, data: PromptDataset, reward: RewardManager, samples: SampleLog
     ):
         self.config, self.rollout, self.data, self.reward, self.samples = config, rollout, data, reward, samples
-        # The trainer puts its own here, which may start lost rollouts again.
+        # The trainer replaces this by its own method, which may restart dead rollout workers.
         self.with_rollout: Callable[[Callable[[], DataProto]], DataProto] = lambda ask: ask()
-        # And here what adds a reward model's scores, where nothing else scores.
+        # The trainer sets this if only a reward model scores: a function that adds the model's scores to a batch.
         self.add_model_scores: Callable[[DataProto], object] | None = None
 
     def run(self, step: int) -> dict[str, float]:
-        """The metrics of one validation; samples that failed to be scored are counted, and those dropped left out."""
+        """Return the metrics of one validation.
+
+        Samples that could not be scored are counted in `val-aux/reward_errors`. Dropped samples are left out of the
+        scores.
+        """
         size, n = self.config.data.val_batch_size or len(self.data), self.config.actor_rollout_ref.rollout.val_kwargs.n
         sources: list[str] = []
         groups: list[int] = []
@@ -63,10 +67,10 @@ class Validator:
         return validation_metrics(sources, groups, scores) | {"val-aux/reward_errors": errors}
 
     def generate(self, rows: np.ndarray, step: int) -> DataProto:
-        """Answers to these prompts, sampled as `val_kwargs` says."""
+        """Generate responses to the prompts in `rows`, sampled as `val_kwargs` says."""
         n = self.config.actor_rollout_ref.rollout.val_kwargs.n
         repeated = self.data.batch(rows).repeat(n, interleave=True)
-        # The same seeds at every validation: differences between two are the policy's.
+        # The same seeds at every validation, so that differences between two validations come from the policy.
         seeds = sample_seeds(self.config.trainer.seed, VALIDATION, 0, len(self.data) * n)
         repeated.batch["seeds"] = seeds[rows[0] * n : (rows[-1] + 1) * n].clone()
         request = repeated.pop(batch_keys=["input_ids", "attention_mask", "seeds"])
