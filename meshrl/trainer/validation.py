@@ -36,7 +36,7 @@ class Validator:
         self.add_model_scores: Callable[[DataProto], object] | None = None
 
     def run(self, step: int) -> dict[str, float]:
-        """Return the metrics of one validation.
+        """Return the metrics of one validation over all held-out prompts.
 
         Samples that could not be scored are counted in `val-aux/reward_errors`. Dropped samples are left out of the
         scores.

@@ -1,4 +1,11 @@
-"""The policy in its three roles on the same devices: trained, generating, and frozen as its own reference."""
+"""The policy's workers: actor, rollout and reference on the same devices, or the reference on its own devices.
+
+    ActorRolloutRefWorker   one rank of the policy: trained, generating, and as its own frozen reference
+    make_actor_loss         the loss of a mini-batch: policy gradient, entropy bonus, KL to the reference
+    ReferenceWorker         one rank of a frozen reference or teacher on devices of its own
+
+The controller calls the methods that are marked with `register`.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +62,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Builds the engines and the rollout, in the order in which they share memory."""
+        """Build the engines and then the rollout; this order lets them share memory."""
         import_external_lib(self.config.model)
         self.device = join_ranks(self.settings.device, self.local_rank, self.settings.collective_deadline)
         actor, model = self.config.actor, self.config.model
@@ -72,7 +79,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         self.register_mesh("actor", self.actor.dp_rank, self.actor.dp_size, is_collect=self.actor.is_collect)
         split = self.config.rollout.replica_size
         self.register_mesh("rollout", self.rank // split, self.world_size // split, is_collect=self.rank % split == 0)
-        # With adapters the reference is the same model without them.
+        # With LoRA adapters the reference is the actor's model with the adapters disabled.
         self.ref: Engine | None = None
         if self.settings.with_reference and (own_weights := self._reference_model()) is not None:
             self.ref = engine_class(actor)(own_weights, actor, None, device=self.device)
@@ -80,7 +87,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             send_to_rest(self.ref, self.config.ref.fsdp_config.param_offload, False)
         self.phases: HybridEngine | None = None
         if self.settings.with_rollout:
-            # An unsharded trainer in the rollout's own type lends its module: no copy of the weights at all.
+            # The rollout may generate with an unsharded trainer's own module of the same dtype, without a copy.
             can_share = not self.actor.is_sharded and not self.actor.has_adapters and not rests(actor)[0]
             alone = sends_adapters(self.actor, self.config.rollout.update_weights_adapters)
             self.replica = contiguous_group(split, self.settings.collective_deadline)
@@ -101,7 +108,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         send_to_rest(self.actor, *rests(actor))
 
     def _make_phases(self, config: RolloutConfig) -> HybridEngine:
-        """The switch between training and generating."""
+        """Make the `HybridEngine` that switches this rank's memory between training and generation."""
         sync = policy_sync(
             self.actor,
             self.rollout,
@@ -123,12 +130,12 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             budget_bytes=self.config.memory_budget_bytes,
             expandable_segments=self.config.expandable_segments,
             rollout_seed=self.settings.seed,
-            # The engine of one rank takes and gives memory on the devices of all.
+            # One rank's engine allocates and frees memory on the devices of all ranks of the replica.
             meet=partial(wait_for_all, self.replica) if config.is_elsewhere and self.replica is not None else None,
         )
 
     def close(self) -> None:
-        """Ends the rollout, and what it may have started beside this process; leaves the allocator as it was."""
+        """Close the rollout with the processes that it started, and reset the allocator's settings."""
         phases: HybridEngine | None = getattr(self, "phases", None)
         if phases is not None:
             phases.close()
@@ -136,12 +143,15 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             self.rollout.close()
 
     def _reference_model(self) -> ModelConfig | None:
-        """What the reference is loaded from, or None where it is the policy without its adapters."""
+        """Return the config of the reference's model, or None if the reference is the policy without its adapters."""
         is_the_policy = self.config.ref.model.path is None and self.actor.has_adapters
         return None if is_the_policy else reference_model(self.config)
 
     def _awake(self, engine: Engine, *, optimizer: bool = False) -> AbstractContextManager[None]:
-        """Inside, the engine's weights (and optimizer) are on the device, and the rollout has made room."""
+        """Keep the engine's weights (and optimizer states) on the device inside the context.
+
+        The rollout frees its memory first.
+        """
         if self.phases is not None:
             self.phases.ensure(TRAIN)
         model, states = rests(self.config.actor)
@@ -159,22 +169,22 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             yield
 
     def _saved_beside(self) -> dict[str, Engine]:
-        """A reference that is refreshed now and then."""
+        """Return the reference if it is refreshed during the run, because a checkpoint must then hold its weights."""
         return {} if self.ref is None or self.config.ref.update_every is None else {"ref": self.ref}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("sync")
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Brings the actor's weights into the rollout as this version; times, bytes, and memory of each phase."""
+        """Sync the actor's weights to the rollout as `version`; return times, bytes and the memory of each phase."""
         assert self.phases is not None
         self.phases.ensure(TRAIN)
         return self.phases.to_rollout(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def join_pool(self, address: str, num_rollouts: int) -> None:
-        """Connects with rollouts on devices of their own, who join at the same time."""
+        """Connect with rollouts on devices of their own, which call their `join_pool` at the same time."""
         lost: PoolSync | None = getattr(self, "pool_sync", None)
-        if lost is not None:  # the rollouts that it went to are gone
+        if lost is not None:  # the rollouts of the earlier connection died
             lost.leave()
         deadline = self.settings.collective_deadline
         group = PoolGroup.join(address, self.rank, self.world_size + num_rollouts, deadline)
@@ -194,23 +204,23 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     @booked("sync")
     def send_weights(self, version: int) -> dict[str, float]:
-        """Sends the actor's weights as this version to rollouts on devices of their own, who take them meanwhile."""
+        """Send the actor's weights as `version` to rollouts on other devices, which receive them at the same time."""
         with self._awake(self.actor):
             return self.pool_sync(None, version).metrics()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("checkpoint")
     def save_model(self, folder: str) -> None:
-        """Writes the policy as a Hugging Face folder: all ranks take part, rank 0 writes."""
+        """Write the policy as a Hugging Face folder: all ranks take part, rank 0 writes."""
         with self._awake(self.actor):
             save_hf_folder(folder, self.actor.per_tensor_params(), self.actor.hf_model, writes=self.rank == 0)
 
     @register(dispatch_mode=nd_dispatch("rollout"))
     @booked("generate")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Answers prompts with the rollout's weights.
+        """Generate a response to each prompt with the rollout's weights.
 
-        `meta_info["validate"]` chooses the sampling of validation, `meta_info["greedy"]` the likeliest tokens.
+        `meta_info["validate"]` selects the sampling parameters of validation, `meta_info["greedy"]` greedy decoding.
         """
         assert self.phases is not None
         self.phases.ensure(ROLLOUT)
@@ -220,7 +230,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     @register(dispatch_mode=nd_dispatch("rollout"))
     @booked("generate")
     def start_generation(self, prompts: DataProto) -> None:
-        """`generate_sequences`, beside other calls: `take_generated` gives the answers as they end."""
+        """Start `generate_sequences` in the background; `take_generated` returns the responses as they end."""
         assert self.phases is not None
         self.phases.ensure(ROLLOUT)
         self.answering.start(prompts)
@@ -228,16 +238,16 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("generate")
     def take_generated(self, seconds: float) -> tuple[np.ndarray, DataProto] | None:
-        """What has ended of this rank's part: its rows and the answers, or None if nothing did within `seconds`."""
+        """Return the finished rows of this rank's part with their responses; None if none ends within `seconds`."""
         return self.answering.take(seconds)
 
     @register(dispatch_mode=nd_dispatch("actor"))
     @booked("log_prob")
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """The actor's own log-probs and entropies of the responses: `old_log_probs`, `entropys`.
+        """Compute the actor's log-probs and entropies of the responses: `old_log_probs`, `entropys`, both `[B, T]`.
 
-        Where an estimator needs them also `sum_pi_squared`. Routes through experts that come with the batch are taken;
-        where updates replay those of this pass, the answer has them.
+        If an estimator needs it, also `sum_pi_squared`. Expert routes that come with the batch are replayed. In mode R2
+        the result has the expert routes of this pass, for the updates to replay.
         """
         with MemoryLog("old_log_prob", self.device, self.config.memory_budget_bytes), self._awake(self.actor):
             request = log_prob_request(
@@ -260,7 +270,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     @register(dispatch_mode=nd_dispatch("actor"))
     @booked("ref")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """The reference's log-probs of the responses: `ref_log_prob`."""
+        """Compute the reference's log-probs of the responses: `ref_log_prob` `[B, T]`."""
         request = log_prob_request(data, self.config.ref, self.temperature, entropy=False)
         if self.ref is not None:
             with MemoryLog("ref", self.device, self.config.memory_budget_bytes), self._awake(self.ref):
@@ -279,7 +289,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("ref")
     def refresh_reference(self) -> None:
-        """The reference becomes what the actor is now."""
+        """Copy the actor's current weights into the reference."""
         if self.ref is None:
             raise ValueError("this worker has no reference of its own to refresh")
         with self._awake(self.actor), self._awake(self.ref):
@@ -287,16 +297,17 @@ class ActorRolloutRefWorker(CheckpointedWorker):
 
     @property
     def temperature(self) -> float:
-        """The temperature at which the policy is trained."""
+        """The sampling temperature at which the policy is trained."""
         return self.config.rollout.policy_temperature
 
     @register(dispatch_mode=nd_dispatch("actor", pad=False))
     def update_actor(self, data: DataProto) -> dict[str, float]:
-        """One PPO update: epochs → mini-batches → micro-batches. Returns its metrics, the same on every rank.
+        """Run one PPO update: epochs → mini-batches → micro-batches. Return its metrics, the same on every rank.
 
-        Without `old_log_probs` the update is on-policy: the old policy is the one before the step.
-        `meta_info["compare_with"]` names the rollout's log-probs, compared with the actor's before its first step on
-        the tokens that `FRESH` marks. What no token of a mini-batch is computed for is not measured on it.
+        Without `old_log_probs` the update is on-policy: the old policy is the policy before the step.
+        `meta_info["compare_with"]` names the rollout's log-probs. They are compared with the actor's log-probs before
+        its first step, on the tokens that `FRESH` marks. Metrics of tokens are not measured on a mini-batch without
+        computed tokens.
         """
         collected: dict[str, list[float]] = {}
         mini_batches = data.chunk(self.settings.mini_batches)
@@ -310,7 +321,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
                     covariance = data.meta_info.get("covariance", [None] * len(mini_batches))[number]
                     metrics = self._update_on(mini_batch, compare_with, covariance)
                     if epoch == number == 0 and "actor/ppo_kl" in metrics:
-                        # Before the first step of a batch the policy must still be the old one.
+                        # Before the first optimizer step of a batch, policy and old policy must be the same.
                         metrics["actor/ppo_kl_before"] = metrics["actor/ppo_kl"]
                     for name, value in metrics.items():
                         collected.setdefault(name, []).append(value)
@@ -321,7 +332,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     def _update_on(
         self, data: DataProto, compare_with: str | None, covariance: CovarianceStats | None
     ) -> dict[str, float]:
-        """One optimizer step on this rank's part of a mini-batch."""
+        """Take one optimizer step on this rank's part of a mini-batch."""
         config, engine = self.config.actor, self.actor
         computed = self._rows_to_compute(data)
         stats, counted = count_mini_batch(
@@ -353,16 +364,19 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         }
 
     def _rows_to_compute(self, data: DataProto) -> Tensor:
-        """Rows that can have a gradient: those with tokens and, where only the advantage drives the loss, with one."""
+        """Return the rows that can have a gradient.
+
+        These rows have response tokens. If only the advantage drives the loss, they also have a non-zero advantage.
+        """
         needed = data.batch["response_mask"].any(1)
         if skips_samples_without_advantage(self.config.actor):
-            # Not `> 0`: a NaN among the advantages must reach the loss and be seen.
+            # Not `> 0`: a NaN among the advantages must reach the loss, where it is noticed.
             needed &= (data.batch["advantages"] * data.batch["response_mask"]).abs().sum(1) != 0
         return needed.nonzero()[:, 0]
 
     @staticmethod
     def _blank(data: DataProto) -> DataProto:
-        """One row that counts for nothing, so that this rank still takes part in the collectives of the others."""
+        """Return one row with an empty mask, so that this rank still takes part in the other ranks' collectives."""
         row = data.select_idxs([0])
         row.batch["response_mask"] = torch.zeros_like(row.batch["response_mask"])
         return row
@@ -370,13 +384,14 @@ class ActorRolloutRefWorker(CheckpointedWorker):
 
 # The policy's loss on one micro-batch: policy gradient, entropy bonus, KL to the reference.
 
-# Marks the tokens that the weights of the update itself have sampled: only these can be held against the rollout.
+# The column that marks tokens sampled by the policy version that is updated. Only the rollout's log-probs of these
+# tokens are comparable with the actor's.
 FRESH = "fresh"
 
 
 @dataclass(frozen=True)
 class Counted:
-    """How many tokens of a mini-batch are computed, over all ranks, and how many of those are fresh."""
+    """The number of a mini-batch's tokens that are computed, over all ranks, and how many of them are fresh."""
 
     tokens: int
     fresh: int = 0
@@ -389,13 +404,13 @@ def make_actor_loss(
     compare_with: str | None,
     bypass: RolloutCorrectionConfig | None = None,
 ) -> LossFunction:
-    """The loss function of one mini-batch, which has `stats` over all ranks.
+    """Return the loss function of a mini-batch whose counts over all ranks are `stats`.
 
-    `computed` says how many of its tokens are computed at all: samples without advantage may be left out. They add
-    nothing to the loss, whose means are over all tokens; what is only watched (KL, clipping, entropy) is a mean over
-    the computed tokens, and not there where none is. `compare_with` names the rollout's log-probs; its `FRESH` tokens
-    are compared while the weights are still the same. With `bypass` the loss is that of two policies, corrected as it
-    says.
+    `computed` counts the tokens that are computed at all, because samples without advantage may be left out. Such
+    samples add nothing to the loss, which is a mean over all tokens. Metrics that have no gradient (KL, clipping,
+    entropy) are means over the computed tokens, and are left out if no token is computed. `compare_with` names the
+    rollout's log-probs, which are compared on `FRESH` tokens while the weights are still the same. With `bypass` the
+    loss has only two policies, rollout and actor, and corrects for their difference as `bypass` says.
     """
     name = "bypass_mode" if bypass else config.policy_loss.loss_mode
     policy_loss = get_policy_loss_fn(name)
@@ -408,7 +423,7 @@ def make_actor_loss(
     def loss_function(output: dict[str, Tensor], data: DataProto) -> tuple[Tensor, dict[str, Tensor]]:
         batch = {name: value.to(output["log_probs"].device) for name, value in data.batch.items()}
         log_prob, mask = output["log_probs"], batch["response_mask"]
-        # Before the first step of an on-policy update the old policy is the current one.
+        # In an on-policy update the old policy is the current one.
         old_log_prob = batch.get("old_log_probs", log_prob.detach())
         found = policy_loss(
             old_log_prob=old_log_prob,
@@ -431,9 +446,9 @@ def make_actor_loss(
             kl = _aggregate(config, kl_penalty(log_prob, batch["ref_log_prob"], config.kl_loss_type), mask, stats)
             loss = loss + config.kl_loss_coef * kl
             metrics["actor/kl_loss"] = kl.detach() / stats.dp_size
-        if computed.tokens == 0:  # over all ranks, so that all of them leave out the same
+        if computed.tokens == 0:  # counted over all ranks, so that all ranks leave out the same metrics
             metrics = {"actor/pg_loss": metrics["actor/pg_loss"]}
-        if "watched" in batch:  # one token that somebody wants to see, see meshrl.trainer.replay
+        if "watched" in batch:  # a token to explain, see meshrl.trainer.replay
             metrics["watched/log_prob"] = (log_prob.detach() * batch["watched"]).sum()
             metrics["watched/seen"] = batch["watched"].sum().to(log_prob.dtype)
         if compare_with is not None and computed.fresh > 0:
@@ -447,7 +462,7 @@ def make_actor_loss(
 
 
 def _checked(found: Any, name: str, stats: BatchStats) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a loss returned; one of the user's own may leave out metrics, or give plain numbers."""
+    """Check what a policy loss returned; a user's loss may leave out metrics or return plain numbers as metrics."""
     loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
     if not isinstance(loss, Tensor) or loss.ndim or not isinstance(metrics, dict):
         raise ValueError(
@@ -458,7 +473,7 @@ def _checked(found: Any, name: str, stats: BatchStats) -> tuple[Tensor, dict[str
 
 
 def skips_samples_without_advantage(config: ActorConfig) -> bool:
-    """Whether samples without advantage have no gradient at all, and are left out."""
+    """Return whether samples without advantage have no gradient at all and are therefore left out."""
     only_advantage = config.entropy_coeff == 0 and not config.use_kl_loss
     return (
         config.skip_zero_advantage and only_advantage and is_zero_where_advantage_is_zero(config.policy_loss.loss_mode)
@@ -477,17 +492,20 @@ def count_mini_batch(
     add_over_ranks: Callable[[Tensor], Tensor],
     fresh: Tensor | None = None,
 ) -> tuple[BatchStats, Counted]:
-    """Global counts of a mini-batch, and of the tokens in its rows that are `computed`, the `fresh` ones apart."""
+    """Count a mini-batch's tokens and sequences over all ranks, and the tokens of its `computed` rows.
+
+    The second result also counts the `fresh` ones among the computed tokens.
+    """
     tokens_of = response_mask.sum(1)
     compared = torch.zeros_like(response_mask) if fresh is None else response_mask * fresh
     local = [tokens_of.sum(), (tokens_of > 0).sum(), tokens_of[computed].sum(), compared[computed].sum()]
     tokens, sequences, computed_tokens, fresh_tokens = add_over_ranks(torch.stack(local)).tolist()
     scale = config.loss_scale_factor or float(response_mask.shape[1])
-    # A mini-batch may have lost all its samples: its loss is 0 then.
+    # All samples of a mini-batch may have been dropped: its loss is 0 then.
     return BatchStats(dp_size, max(1, tokens), max(1, sequences), scale), Counted(computed_tokens, fresh_tokens)
 
 
-# The policy's reference, or its teacher, on devices of its own: a frozen model that says how likely tokens are.
+# The policy's reference or teacher on devices of its own: a frozen model that computes log-probs of tokens.
 
 
 class ReferenceWorker(Worker):
@@ -498,7 +516,7 @@ class ReferenceWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Builds the engine; the model only answers."""
+        """Build the engine without an optimizer, because the reference only runs forward passes."""
         import_external_lib(self.config.model)
         self.device = join_ranks(self.settings.device, self.local_rank, self.settings.collective_deadline)
         engine = self.config.ref.engine(self.config.actor)
@@ -510,7 +528,7 @@ class ReferenceWorker(Worker):
     @register(dispatch_mode=nd_dispatch("ref"))
     @booked("ref")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """The reference's log-probs of the responses: `ref_log_prob`."""
+        """Compute the reference's log-probs of the responses: `ref_log_prob` `[B, T]`."""
         request = log_prob_request(data, self.config.ref, self.config.rollout.policy_temperature, entropy=False)
         resting = awake(self.engine, self.device, model=self.config.ref.fsdp_config.param_offload, optimizer=False)
         with MemoryLog("ref", self.device), resting:
@@ -518,7 +536,7 @@ class ReferenceWorker(Worker):
 
 
 def reference_model(config: ActorRolloutRefConfig) -> ModelConfig:
-    """What the reference is loaded from: weights of its own, or the policy's without adapters."""
+    """Return the config of the reference's model: its own path if it has one, or else the policy's without adapters."""
     plain = replace(config.model, lora_rank=0, lora_adapter_path=None)
     return plain if config.ref.model.path is None else replace(plain, path=config.ref.model.path, random_init=False)
 
@@ -526,7 +544,7 @@ def reference_model(config: ActorRolloutRefConfig) -> ModelConfig:
 def log_prob_request(
     data: DataProto, how: RolloutConfig | RefConfig, temperature: float, *, entropy: bool, sum_pi_squared: bool = False
 ) -> DataProto:
-    """What an engine needs of a batch for the log-probs of its responses, cut as `how` says."""
+    """Return the columns and settings that an engine needs to compute log-probs, with micro-batches as `how` says."""
     meta = {
         "temperature": temperature,
         "use_dynamic_bsz": how.log_prob_use_dynamic_bsz,
@@ -540,5 +558,5 @@ def log_prob_request(
 
 
 def renamed(output: dict[str, Tensor], **names: str) -> DataProto:
-    """An engine's outputs under the controller's names; only collecting ranks have any."""
+    """Return an engine's outputs under the controller's names; only collecting ranks have outputs."""
     return DataProto.from_dict({new: output[old] for new, old in names.items() if old in output})

@@ -1,4 +1,4 @@
-"""What every worker with a trained model can do: write its state, in the background if asked, and read it back."""
+"""Checkpoints of workers with a trained model: write and read this rank's state, on request in the background."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from meshrl.telemetry.time_ledger import booked
 # The role's Hugging Face files lie here: configs and tokenizer always, the weights with `hf_model`.
 HF_FOLDER = "huggingface"
 MEMORY = Path("/dev/shm")
-# Another run's process may live in a container of its own, where /proc does not show it: its folder is left alone for
-# longer than a copy takes.
+# Another run's process may live in another container, where /proc does not show it. So its folder is kept for this
+# many seconds, which is longer than a copy takes.
 LEFT_BEHIND_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote of a checkpoint, how long it took, and by folder where its tensors lie."""
+    """The files that one rank wrote of a checkpoint, the seconds it took, and by folder the places of its tensors."""
 
     files: list[FileRecord]
     seconds: float
@@ -47,13 +47,13 @@ class Written:
 
 @dataclass(frozen=True)
 class Shelved:
-    """Where the files of a step go that is copied to the memory of other nodes."""
+    """The destination of a step's files in the memory of this and another node (`meshrl.controller.peer_memory`)."""
 
     shelves: Shelves
     step: int
 
     def new_folder(self) -> Path:
-        """A folder of this process's in memory; those that killed processes have left there go."""
+        """Make a folder for this process in `/dev/shm`, and remove the folders that killed processes left there."""
         for folder in MEMORY.glob(f"{self.shelves.key.rpartition('-')[0]}-*-pid-*"):
             of_this_run = folder.name.startswith(f"{self.shelves.key}-")
             if not Path("/proc", folder.name.split("-")[-2]).exists() and (of_this_run or _is_old(folder)):
@@ -69,25 +69,28 @@ def _is_old(folder: Path) -> bool:
 
 
 class CheckpointedWorker(Worker):
-    """Adds `save_checkpoint`, `checkpoint_files` and `load_checkpoint` to a worker that has one trained engine."""
+    """A worker with one trained engine, which adds `save_checkpoint`, `checkpoint_files` and `load_checkpoint`."""
 
     preload: ClassVar[Sequence[str]] = ("meshrl.models.preloaded",)
 
     @cached_property
     def _writings(self) -> dict[Path, ThreadFuture[Written]]:
-        """By the folder that has all checkpoints: one may go to the disk while another is copied to memory."""
+        """The checkpoints being written, by the folder of all checkpoints.
+
+        One checkpoint may be written to the disk while another is copied to memory.
+        """
         return {}
 
     @abstractmethod
     def _checkpointed(self) -> tuple[Engine, ModelConfig]:
-        """The trained engine and the model it started from."""
+        """Return the trained engine and the config of the model it started from."""
 
     @abstractmethod
     def _engine_awake(self) -> AbstractContextManager[None]:
-        """Inside, the engine's weights and optimizer states are where it computes."""
+        """Keep the engine's weights and optimizer states on its compute device inside the context."""
 
     def _saved_beside(self) -> dict[str, Engine]:
-        """Models that are not trained and yet change: their weights are saved too, in folders of these names."""
+        """Return engines that are not trained and yet change, by the name of the folder that holds their weights."""
         return {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -95,7 +98,7 @@ class CheckpointedWorker(Worker):
     def save_checkpoint(
         self, root: str, role: str, contents: list[str], background: bool = False, shelved: Shelved | None = None
     ) -> None:
-        """Writes this rank's files into `root/role`; `checkpoint_files` says which.
+        """Write this rank's files into `root/role`; `checkpoint_files` returns their names.
 
         In the background the state is copied to host memory and a thread writes it. With `shelved` the files go into
         the memory of this and of another node instead.
@@ -118,7 +121,7 @@ class CheckpointedWorker(Worker):
                 else:
                     parts[role] = write_snapshot(snapshot, folder, self.rank)
         except BaseException:
-            if shelved is not None:  # memory that nobody else would free
+            if shelved is not None:  # free the memory, which no other process would free
                 shutil.rmtree(own, ignore_errors=True)
             raise
         held = time.perf_counter() - started
@@ -132,7 +135,10 @@ class CheckpointedWorker(Worker):
             self._writings[place].set_result(self._finish(left, own, files, parts, held, shelved))
 
     def _write_hf_files(self, folder: Path, with_weights: bool) -> list[Path]:
-        """Writes what Hugging Face needs to read the model: rank 0 writes, all ranks take part if there are weights."""
+        """Write the files that Hugging Face needs to read the model; return the files.
+
+        Rank 0 writes. With weights all ranks take part.
+        """
         engine, model = self._checkpointed()
         target = folder / HF_FOLDER
         if with_weights:
@@ -170,7 +176,7 @@ class CheckpointedWorker(Worker):
             if shelved is not None:
                 shelved.shelves.put(shelved.step, {record.name: root / record.name for record in records})
         except BaseException as error:
-            # Whoever asks gets it, perhaps never: its frames would hold the whole state until then.
+            # The error is raised by `checkpoint_files`, perhaps never. Its frames would hold the state until then.
             left = snapshot = None
             traceback.clear_frames(error.__traceback__)
             raise
@@ -182,7 +188,10 @@ class CheckpointedWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("checkpoint")
     def checkpoint_files(self, root: str, wait: bool = True) -> Written | None:
-        """What this rank wrote of the last checkpoint beside `root`; None while it still writes, unless `wait`."""
+        """Return what this rank wrote of the last checkpoint beside `root`.
+
+        While the rank still writes, return None unless `wait` is set.
+        """
         writing = self._writings.get(Path(root).parent)
         if writing is None:
             raise ValueError("no checkpoint was asked for: call save_checkpoint first")
@@ -193,7 +202,7 @@ class CheckpointedWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("checkpoint")
     def load_checkpoint(self, folder: str, contents: Sequence[str]) -> None:
-        """Reads what `contents` names of the state in a role's folder, whatever layout wrote it."""
+        """Load the parts of the state that `contents` names from a role's folder, whatever layout wrote it."""
         engine, _ = self._checkpointed()
         with self._engine_awake():
             engine.load_checkpoint(Path(folder), [name for name in contents if name in CONTENTS])

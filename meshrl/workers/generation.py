@@ -1,4 +1,9 @@
-"""The policy that generates on devices of its own, beside the one that is trained."""
+"""Generation inside workers, and the rollout workers on devices of their own.
+
+    RolloutWorker      one rank of the rollouts that generate beside the trainers
+    Answering          one rank's rollout with its agents and sampling parameters, in any worker that generates
+    Generation         generation in a thread, whose finished responses are taken while the rest continues
+"""
 
 from __future__ import annotations
 
@@ -39,9 +44,9 @@ from meshrl.workers.setup import WorkerSettings, import_external_lib, join_ranks
 
 
 class RolloutWorker(Worker):
-    """One rank of the rollouts: a whole copy of the model, or its part of one that is cut over neighbouring ranks.
+    """One rank of the rollouts: a whole copy of the model, or one shard of a copy over neighbouring ranks.
 
-    Its weights come from the actor's workers, into any engine; vLLM and SGLang get theirs a bucket at a time.
+    Its weights come from the actor's workers and fit any engine. vLLM and SGLang get their weights a bucket at a time.
     """
 
     preload = ("meshrl.models.preloaded", "meshrl.rollout.embedded.embedded_rollout")
@@ -51,7 +56,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Builds the rollout, without weights until the first sync."""
+        """Build the rollout, which has no weights until the first weight sync."""
         model, rollout, deadline = self.config.model, self.config.rollout, self.settings.collective_deadline
         split, group = rollout.replica_size, None
         import_external_lib(model)
@@ -68,7 +73,7 @@ class RolloutWorker(Worker):
             trust_remote_code=model.trust_remote_code,
         )
         self.answering = Answering(
-            replace(rollout, free_cache_engine=False),  # nobody trains on these devices
+            replace(rollout, free_cache_engine=False),  # no trainer needs the memory of these devices
             model,
             self.hf_model,
             device=self.device,
@@ -82,15 +87,15 @@ class RolloutWorker(Worker):
         self.register_mesh("rollout", self.rank // split, self.world_size // split, is_collect=self.rank % split == 0)
 
     def close(self) -> None:
-        """Ends the engine, and what it may have started beside this process."""
+        """Close the engine and the processes that it started."""
         if hasattr(self, "rollout"):
             self.rollout.close()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def join_pool(self, address: str, num_trainers: int) -> None:
-        """Connects with the trainers, who join at the same time."""
+        """Connect with the trainers, which call their `join_pool` at the same time."""
         lost: PoolSync | None = getattr(self, "pool_sync", None)
-        if lost is not None:  # another rollout of that connection is gone
+        if lost is not None:  # another rollout of the earlier connection died
             lost.leave()
         deadline = self.settings.collective_deadline
         group = PoolGroup.join(address, num_trainers + self.rank, num_trainers + self.world_size, deadline)
@@ -101,13 +106,13 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("generate")
     def finish_answers(self) -> None:
-        """Finishes what was begun, and begins nothing more until new weights are there."""
+        """Finish the requests that were begun, and begin no more until new weights have arrived."""
         self.rollout.pause("wait")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("sync")
     def receive_weights(self, version: int) -> dict[str, float]:
-        """Takes the actor's weights as this version, and goes on."""
+        """Receive the actor's weights as `version`, and resume generation."""
         try:
             return self.pool_sync(self.rollout, version).metrics()
         finally:
@@ -116,36 +121,40 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=nd_dispatch("rollout", direct=True))
     @booked("generate")
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Answers prompts, beside those that were begun; `meta_info["validate"]` chooses the sampling of validation."""
+        """Generate a response to each prompt, concurrently with the requests that were begun before.
+
+        `meta_info["validate"]` selects the sampling parameters of validation.
+        """
         return self.answering(prompts)
 
     @register(dispatch_mode=nd_dispatch("rollout", direct=True), blocking=False)
     @booked("generate")
     def begin_sequences(self, prompts: DataProto) -> DataProto:
-        """The same without waiting: the answers are a future, and go on while weights change."""
+        """Begin `generate_sequences` and return a future; its requests continue while weights change."""
         return self.answering(prompts)
 
     @register(dispatch_mode=nd_dispatch("rollout"))
     @booked("generate")
     def start_generation(self, prompts: DataProto) -> None:
-        """`generate_sequences`, beside other calls: `take_generated` gives the answers as they end."""
+        """Start `generate_sequences` in the background; `take_generated` returns the responses as they end."""
         self.answering.start(prompts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("generate")
     def take_generated(self, seconds: float) -> tuple[np.ndarray, DataProto] | None:
-        """What has ended of this rank's part: its rows and the answers, or None if nothing did within `seconds`."""
+        """Return the finished rows of this rank's part with their responses; None if none ends within `seconds`."""
         return self.answering.take(seconds)
 
 
-# Answering prompts inside a worker: the rollout, the agents around it, and how both sample.
+# Generation inside a worker: the rollout, the agents around it, and their sampling parameters.
 
 
 class Answering:
-    """One rank's rollout. `hf_model` says which model it is; with `can_share` the rollout generates with it.
+    """One rank's rollout of the model `hf_model`, with its agents and sampling parameters.
 
-    The ranks of a `rank_group` are one rollout: all of them get the same prompts and have the same answers, or only
-    the first of them does, where it alone speaks with the engine.
+    With `can_share` the rollout generates with that module's own weights. The ranks of a `rank_group` are one rollout
+    and get the same prompts. Either all of them return the same responses, or only the first rank does, if that rank
+    alone communicates with the engine.
     """
 
     def __init__(
@@ -191,9 +200,9 @@ class Answering:
             )
 
     def __call__(self, prompts: DataProto) -> DataProto:
-        """Answers prompts.
+        """Generate a response to each prompt.
 
-        `meta_info["validate"]` chooses the sampling of validation, `meta_info["greedy"]` the likeliest tokens.
+        `meta_info["validate"]` selects the sampling parameters of validation, `meta_info["greedy"]` greedy decoding.
         """
         if not self.answers:
             return DataProto()
@@ -202,7 +211,7 @@ class Answering:
             return self._kept(answers, prompts.meta_info, prompts.non_tensor_batch.get(IMAGES))
 
     def start(self, prompts: DataProto) -> None:
-        """The same beside other calls: `take` gives the answers as they end."""
+        """Start generation in the background; `take` returns the responses as they end."""
         if not self.answers:
             return
         self.memory = self._log_memory().start()
@@ -210,7 +219,7 @@ class Answering:
         self.asked, self.shown = prompts.meta_info, prompts.non_tensor_batch.get(IMAGES)
 
     def take(self, seconds: float) -> tuple[np.ndarray, DataProto] | None:
-        """Rows that have ended and their answers, or None if none did within `seconds`."""
+        """Return the rows that have ended and their responses; None if none ends within `seconds`."""
         if not self.answers:
             return None
         found = self.running.take(seconds)
@@ -221,20 +230,27 @@ class Answering:
         return rows, self._kept(answers, self.asked, None if self.shown is None else self.shown[rows])
 
     def _kept(self, output: DataProto, asked: Mapping[str, Any], shown: np.ndarray | None) -> DataProto:
-        """What of the answers to prompts with these images is given away; counts their operations."""
-        # Rows that only filled up the prompts have no answers.
+        """Remove the columns that the caller does not need from the responses, and count the FLOPs of the generation.
+
+        `shown` has the images of the prompts.
+        """
+        # Padding rows of the prompts have no responses.
         self._count(output, output.non_tensor_batch.get(IMAGES, None if shown is None else shown[: len(output)]))
         if asked.get("validate") or asked.get("greedy"):
-            output.non_tensor_batch.pop(ROUTED_EXPERTS, None)  # nobody trains on these
+            output.non_tensor_batch.pop(ROUTED_EXPERTS, None)  # these samples are not trained on
         elif self.records_routes and len(output):
-            # Samples that came to nothing have none; a part of a batch may hold no others.
+            # Failed samples have no routes, and a part of a batch may have only failed samples.
             output.non_tensor_batch.setdefault(ROUTED_EXPERTS, np.full(len(output), None, object))
         if not self.config.calculate_log_probs:
             output.pop(batch_keys=["rollout_log_probs"])
         return output
 
     def _count(self, output: DataProto, images: np.ndarray | None) -> None:
-        """Counts what the answers took: a prompt once for neighbours that share it, of an answer all but its end."""
+        """Count the FLOPs of the responses.
+
+        Neighbouring rows with the same prompt count the prompt once. The last token of a response is not fed to the
+        model.
+        """
         if self.shape is None or not len(output):
             return
         tensors, width = output.batch, output.batch["responses"].shape[1]
@@ -247,7 +263,7 @@ class Answering:
         flops += self.shape.forward(lengths - (lengths > starts), int(tensors["response_mask"].sum()), starts)
         if images is not None and self.sight is not None and self.shape.tower is not None:
             flops += self.shape.tower.forward(self.sight.grids(images))
-        # Ranks that take the same steps count a share each.
+        # The ranks of a replica take the same steps, so each rank counts its share.
         count_flops(flops if self.config.is_elsewhere else flops / self.config.replica_size)
 
     def _sampling(self, prompts: DataProto) -> SamplingParams:
@@ -266,14 +282,14 @@ class Answering:
         )
 
 
-# Generation that runs beside the worker's calls: what has ended is handed out while the rest goes on.
+# Generation in a thread beside the worker's calls: finished responses are taken while the rest continues.
 
-# A row of the worker's own part of the batch, and the answer to it.
+# A row of the worker's own part of the batch, and its response.
 Ended = tuple[int, Any]
 
 
 class Generation:
-    """One batch on its way: a thread generates, `take` gives what has ended since it was last asked."""
+    """One batch in generation: a thread generates, and `take` returns the responses that ended since its last call."""
 
     def __init__(self, ended: Iterator[Ended], expected: int, as_part: Callable[[np.ndarray, list[Any]], DataProto]):
         self.left, self._as_part = expected, as_part
@@ -286,11 +302,11 @@ class Generation:
             with working_for(ledger, method, "generate"):
                 for item in ended:
                     self._box.put(item)
-        except BaseException as error:  # handed to whoever asks next
+        except BaseException as error:  # raised by the next call of `take`
             self._box.put(error)
 
     def take(self, seconds: float) -> tuple[np.ndarray, DataProto] | None:
-        """Rows that have ended and their answers, waiting up to `seconds` for a first; None if there is none yet."""
+        """Return rows that have ended and their responses; None if none ends within `seconds`."""
         found: dict[int, Any] = {}
         while self.left > len(found):
             try:
@@ -310,7 +326,7 @@ class Generation:
 def start_generation(
     rollout: Rollout, agents: AgentRollout | None, prompts: DataProto, params: SamplingParams
 ) -> Generation:
-    """Begins to answer every prompt of a batch once, by the rollout or over several turns."""
+    """Start to generate one response to every prompt, directly by the rollout or by agents over several turns."""
     if rollout.version < 0:
         raise RuntimeError("the rollout has no weights yet: sync them before generating")
     prompts = prompts.slice(0, len(prompts) - prompts.meta_info.get(PADDING_ROWS_KEY, 0))
@@ -339,7 +355,7 @@ def _answers(rollout: Rollout, prompts: DataProto, params: SamplingParams) -> It
 
 
 def _conversations(agents: AgentRollout, prompts: DataProto, params: SamplingParams) -> Iterator[Ended]:
-    """Trajectories as they end, from the event loop that runs all of them."""
+    """Yield trajectories as they end, from the event loop that runs all of them."""
     loop = asyncio.new_event_loop()
     found = agents.run(as_samples(prompts), params)
     try:

@@ -1,4 +1,11 @@
-"""The critic of PPO: values of the states before each response token, and their regression towards the returns."""
+"""Workers that score responses: the critic of PPO, reward models and LLM judges.
+
+    CriticWorker        values of the states before each response token, and their regression towards the returns
+    RewardModelWorker   a token classifier whose value after the last token is the score of a whole response
+    JudgeWorker         a language model that replies to texts
+
+Reward model and judge are frozen; only the critic is trained.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +43,7 @@ class CriticWorker(CheckpointedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Builds the engine."""
+        """Build the engine with a value head, and offload what is configured to be offloaded."""
         import_external_lib(self.config.model)
         self.device = join_ranks(self.settings.device, self.local_rank, self.settings.collective_deadline)
         self.engine = engine_class(self.config)(
@@ -62,7 +69,7 @@ class CriticWorker(CheckpointedWorker):
     @register(dispatch_mode=nd_dispatch("critic"))
     @booked("value")
     def compute_values(self, data: DataProto) -> DataProto:
-        """`values` [batch, response]: what the critic expects of each state before a response token."""
+        """Compute `values` `[B, T]`: the critic's expected return of the state before each response token."""
         request = data.select(["input_ids", "attention_mask", "response_mask"], [])
         request.meta_info = self._meta()
         resting = awake(self.engine, self.device, model=rests(self.config)[0], optimizer=False)
@@ -71,7 +78,7 @@ class CriticWorker(CheckpointedWorker):
 
     @register(dispatch_mode=nd_dispatch("critic", pad=False))
     def update_critic(self, data: DataProto) -> dict[str, float]:
-        """One update: epochs → mini-batches → micro-batches. Returns its metrics, the same on every rank."""
+        """Run one update: epochs → mini-batches → micro-batches. Return its metrics, the same on every rank."""
         collected: dict[str, list[float]] = {}
         mini_batches = data.chunk(self.settings.mini_batches)
         memory = PeakMemory(self.device)
@@ -86,11 +93,11 @@ class CriticWorker(CheckpointedWorker):
         return reduce_metrics(collected) | counts | memory.metrics("update_critic")
 
     def _update_on(self, data: DataProto) -> dict[str, float]:
-        """One optimizer step on this rank's part of a mini-batch."""
+        """Take one optimizer step on this rank's part of a mini-batch."""
         engine = self.engine
         mask = data.batch["response_mask"]
         tokens, sequences = engine.sum_over_data_parallel(torch.stack([mask.sum(), mask.any(1).sum()])).tolist()
-        # A mini-batch may have lost all its samples: its loss is 0 then.
+        # All samples of a mini-batch may have been dropped: its loss is 0 then.
         stats = BatchStats(engine.gradient_ranks, max(1, tokens), max(1, sequences), float(mask.shape[1]))
         data.meta_info = self._meta()
         engine.optimizer_zero_grad()
@@ -111,7 +118,7 @@ class CriticWorker(CheckpointedWorker):
 
 
 def make_value_loss(config: CriticConfig, stats: BatchStats) -> LossFunction:
-    """The clipped regression of one mini-batch, which has `stats` over all ranks."""
+    """Return the clipped value loss of a mini-batch whose counts over all ranks are `stats`."""
     mode = config.loss_agg_mode or "token-mean"
     watched = BatchStats(dp_size=1, num_tokens=stats.num_tokens, num_sequences=stats.num_sequences)
 
@@ -132,7 +139,7 @@ def make_value_loss(config: CriticConfig, stats: BatchStats) -> LossFunction:
     return loss_function
 
 
-# A model that scores whole answers with one number: a token classifier read at an answer's last token.
+# A reward model: a token classifier whose value after the last token is the score of the whole response.
 
 
 class RewardModelWorker(Worker):
@@ -143,7 +150,7 @@ class RewardModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Builds the engine; the model only answers."""
+        """Build the engine without an optimizer, because the reward model only runs forward passes."""
         import_external_lib(self.config.model)
         self.device = join_ranks(self.settings.device, self.local_rank, self.settings.collective_deadline)
         self.engine = engine_class(self.config)(self.config.model, self.config, None, device=self.device, head="value")
@@ -154,7 +161,7 @@ class RewardModelWorker(Worker):
     @register(dispatch_mode=nd_dispatch("reward_model"))
     @booked("reward")
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """`rm_scores` [batch, response]: the score of each answer, on its last token."""
+        """Compute `rm_scores` `[B, T]`: the score of each response on its last token, and 0 elsewhere."""
         request = data.select(["input_ids", "attention_mask", "response_mask"], [])
         request = with_end(request)
         request.meta_info = {
@@ -170,9 +177,10 @@ class RewardModelWorker(Worker):
 
 
 def with_end(data: DataProto) -> DataProto:
-    """The batch with one more token after each sample's last: a value model's number for it is the whole sample's.
+    """Append one token to each sample, because a value model's number for that token covers the whole sample.
 
-    Packing closes the gap between the last token and the added one, whose own content is never looked at.
+    A value belongs to the state before its token. Packing closes the gap between the last token and the appended one,
+    whose own content is never read.
     """
     ids, mask = data.batch["input_ids"], data.batch["attention_mask"]
     ones = torch.ones(len(ids), 1, dtype=mask.dtype)
@@ -185,7 +193,7 @@ def with_end(data: DataProto) -> DataProto:
 
 
 def on_last_tokens(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """A number for each sample, put on the last token that its model sampled."""
+    """Put each sample's score `[B]` on the last token that its model sampled; return `[B, T]`."""
     columns = torch.arange(response_mask.shape[1])
     last = torch.where(response_mask.bool(), columns, -1).amax(1)
     spread = torch.zeros(response_mask.shape, dtype=torch.float32)
@@ -194,7 +202,7 @@ def on_last_tokens(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.T
     return spread
 
 
-# A language model that grades: a rollout of its own on the workers' devices, asked in texts.
+# An LLM judge: a rollout of its own on the workers' devices, which replies to texts.
 
 
 class JudgeWorker(Worker):
@@ -205,7 +213,7 @@ class JudgeWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the judge's folder into an engine."""
+        """Load the judge's model folder into a rollout engine."""
         config = self.config
         device = join_ranks(self.settings.device, self.local_rank, self.settings.collective_deadline)
         share, share_is_read = config.gpu_memory_utilization, config.engine in READERS["gpu_memory_utilization"]
@@ -228,7 +236,7 @@ class JudgeWorker(Worker):
 
     @register(dispatch_mode=nd_dispatch("judge"))
     def reply(self, questions: DataProto) -> DataProto:
-        """`reply` to each `text`; where there is none, `error` says why."""
+        """Return the judge's `reply` to each `text`; if a reply failed, `error` has the reason."""
         replies = self.ask(list(questions.non_tensor_batch["text"]))
         failed = [isinstance(reply, Exception) for reply in replies]
         columns: dict[str, list[Any]] = {

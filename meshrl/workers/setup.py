@@ -1,4 +1,4 @@
-"""What workers share: their settings, joining the process group, and engines that wait in host memory."""
+"""Shared parts of workers: their settings, joining the process group, and CPU offload of engines between phases."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from meshrl.config.user_code import import_code
 from meshrl.engines.training_engine import Engine
 from meshrl.parallel.mesh import init_process_group, prepare_device
 
-# What a worker needs to know beyond the config of its roles.
+# Settings of a worker besides the config of its roles.
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Numbers that the trainer derives once for all workers of a role."""
+    """The settings that the trainer derives once for all workers of a role."""
 
     device: str
     collective_deadline: float
@@ -29,20 +29,20 @@ class WorkerSettings:
     total_optimizer_steps: int
     with_reference: bool
     seed: int = 0
-    with_rollout: bool = True  # whether the actor's workers generate, too
-    # Of every token's distribution, the sum of its squares: for the optimal token baselines.
+    with_rollout: bool = True  # whether the actor's workers also generate
+    # Whether to compute the sum of squared probabilities of each token's distribution, for optimal token baselines.
     with_sum_pi_squared: bool = False
-    # Where the loss itself compares the policy with the rollout's.
+    # Set if the loss itself compares the policy with the rollout's policy.
     bypass: RolloutCorrectionConfig | None = None
-    # Variables of the chat template, as the prompts were rendered with.
+    # Variables of the chat template with which the prompts were rendered.
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-# What every worker with a model does first.
+# The first steps of every worker with a model.
 
 
 def join_ranks(device: str, local_rank: int, deadline: float) -> torch.device:
-    """Prepares this rank's device and joins the other ranks of its group; returns the device."""
+    """Prepare this rank's device and join the process group; return the device. `deadline` is in seconds."""
     transformers_logging.disable_progress_bar()
     own = prepare_device(device, local_rank)
     init_process_group(own, deadline)
@@ -50,29 +50,29 @@ def join_ranks(device: str, local_rank: int, deadline: float) -> torch.device:
 
 
 def import_external_lib(model: ModelConfig) -> None:
-    """Imports the user's own module, which may register losses and models, before the model is made."""
+    """Import the user's own module, which may register losses and models, before the model is made."""
     if model.external_lib:
         import_code(model.external_lib)
 
 
-# Engines that wait in host memory between phases.
+# CPU offload of engines between phases.
 
 
 def rests(config: EngineConfig) -> tuple[bool, bool]:
-    """Whether the weights, and whether the optimizer states, wait in host memory."""
+    """Return whether the weights are offloaded to host memory, and whether the optimizer states are."""
     settings = config.megatron if config.strategy == "megatron" else config.fsdp_config
     return settings.param_offload, settings.optimizer_offload
 
 
 def send_to_rest(engine: Engine, model: bool, optimizer: bool) -> None:
-    """Sends what is configured to wait in host memory there."""
+    """Offload the weights and optimizer states to host memory, as configured."""
     if model or optimizer:
         engine.to("cpu", model=model, optimizer=optimizer)
 
 
 @contextmanager
 def awake(engine: Engine, device: torch.device, *, model: bool, optimizer: bool) -> Iterator[None]:
-    """Inside, what rests in host memory is on the device."""
+    """Keep offloaded weights and optimizer states on the device inside the context."""
     if model or optimizer:
         engine.to(device, model=model, optimizer=optimizer)
     try:

@@ -1,4 +1,11 @@
-"""Supervised fine-tuning on the same engine as the policy."""
+"""Workers of supervised fine-tuning, on the same engine as the policy.
+
+    SFTWorker          learns demonstrations
+    PreferenceWorker   learns pairs of responses: a policy (DPO and its variants) or a reward model
+    JudgedWorker       learns single responses that are labelled good or bad (KTO)
+
+The workers' training loops are in meshrl/trainer/supervised_trainers.py.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +32,7 @@ from meshrl.workers.setup import awake, import_external_lib, join_ranks, send_to
 
 
 class SFTWorker(CheckpointedWorker):
-    """One rank of a model that learns demonstrations."""
+    """One rank of a model that is fine-tuned on demonstrations."""
 
     head = "lm"
 
@@ -34,7 +41,7 @@ class SFTWorker(CheckpointedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Builds the engine."""
+        """Build the training engine and register its data-parallel mesh as `model`."""
         trainer = self.config.trainer
         import_external_lib(self.config.model)
         self.device = join_ranks(trainer.device, self.local_rank, trainer.deadlines.collective)
@@ -58,7 +65,7 @@ class SFTWorker(CheckpointedWorker):
 
     @register(dispatch_mode=nd_dispatch("model", pad=False))
     def train_batch(self, data: DataProto) -> dict[str, float]:
-        """One optimizer step on the mean log-likelihood of the tokens to learn."""
+        """Take one optimizer step on the mean log-likelihood of the tokens to learn."""
         engine = self.engine
         counts = engine.sum_over_data_parallel(data.batch["response_mask"].sum(1).gt(0).sum()[None])
         tokens = engine.sum_over_data_parallel(data.batch["response_mask"].sum()[None])
@@ -73,7 +80,7 @@ class SFTWorker(CheckpointedWorker):
         return self._step(data, loss_function)
 
     def _step(self, data: DataProto, loss_function: LossFunction) -> dict[str, float]:
-        """An optimizer step on a batch; what the loss and the step tell."""
+        """Take one optimizer step on a batch; return the metrics of the loss and of the step."""
         engine = self.engine
         engine.optimizer_zero_grad()
         metrics = engine.forward_backward_batch(data, loss_function).metrics
@@ -84,7 +91,7 @@ class SFTWorker(CheckpointedWorker):
 
     @register(dispatch_mode=nd_dispatch("model"))
     def evaluate(self, data: DataProto) -> DataProto:
-        """The log-likelihood and the number of learned tokens of each sequence."""
+        """Compute the log-likelihood and the number of learned tokens of each sequence, both `[B]`."""
         data.meta_info = self._meta()
         output = self.engine.forward(data)
         if not output:  # another rank collects
@@ -104,19 +111,19 @@ class SFTWorker(CheckpointedWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @booked("checkpoint")
     def save_model(self, folder: str) -> None:
-        """Writes the model as a Hugging Face folder: all ranks take part, rank 0 writes."""
+        """Write the model as a Hugging Face folder: all ranks take part, rank 0 writes."""
         save_hf_folder(folder, self.engine.per_tensor_params(), self.engine.hf_model, writes=self.rank == 0)
 
 
-# Learning which of two answers is better, on the same engine as the policy: a policy by itself, or a reward model.
+# Preference learning from pairs of responses: a policy (DPO and its variants) or a reward model.
 
 ROWS = ("input_ids", "attention_mask", "response_mask")
-# The column of the reference's log-probs of whole answers.
+# The column of the reference's log-probs of whole responses.
 REFERENCE = "reference_log_probs"
 
 
 class PreferenceWorker(SFTWorker):
-    """One rank of a model that learns pairs. A batch has their chosen and rejected answers by turns."""
+    """One rank of a model that learns pairs. The rows of a batch alternate between chosen and rejected responses."""
 
     config: PreferenceConfig
 
@@ -127,7 +134,7 @@ class PreferenceWorker(SFTWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Builds the engine, and one that only answers where the reference is another model."""
+        """Build the training engine, and a frozen engine if the reference is another model."""
         super().init_model()
         config = self.config
         path = config.reference.path
@@ -142,7 +149,7 @@ class PreferenceWorker(SFTWorker):
     @register(dispatch_mode=nd_dispatch("model"))
     @booked("ref")
     def compute_reference(self, data: DataProto) -> DataProto:
-        """What the reference thinks of each answer: its log-prob."""
+        """Compute the reference's log-prob of each response, `[B]`."""
         request = self._request(data)
         if self.reference is None:
             with self.engine.adapters_off():
@@ -154,7 +161,7 @@ class PreferenceWorker(SFTWorker):
 
     @register(dispatch_mode=nd_dispatch("model", pad=False))
     def train_batch(self, data: DataProto) -> dict[str, float]:
-        """One optimizer step on the mean loss of the pairs."""
+        """Take one optimizer step on the mean loss of the pairs."""
         engine, config = self.engine, self.config.loss
         chosen = data.batch["response_mask"][::2]
         pairs, tokens = (int(engine.sum_over_data_parallel(n[None])) for n in (chosen.any(1).sum(), chosen.sum()))
@@ -183,7 +190,7 @@ class PreferenceWorker(SFTWorker):
 
     @register(dispatch_mode=nd_dispatch("model"))
     def evaluate(self, data: DataProto) -> DataProto:
-        """How much the model likes each answer (`scores`)."""
+        """Compute the `scores` `[B]` of the responses, in the terms of the loss."""
         request = self._request(data)
         output = self.engine.forward(request)
         if not output:  # another rank collects
@@ -193,14 +200,20 @@ class PreferenceWorker(SFTWorker):
         return DataProto.from_dict({"scores": self._scores(output, request)})
 
     def _request(self, data: DataProto) -> DataProto:
-        """What an engine needs of answers; a reward model's number for an answer is that of what would follow it."""
+        """Return the columns and settings that an engine needs.
+
+        A reward model reads its score of a response on an appended token, see `with_end`.
+        """
         rows = data.select(list(ROWS), [])
         rows = with_end(rows) if self.config.trains_scores else rows
         rows.meta_info = self._meta()
         return rows
 
     def _scores(self, output: dict[str, Tensor], rows: DataProto) -> Tensor:
-        """How much the model likes each answer, in the loss's own terms."""
+        """Return the score of each response `[B]`, in the terms of the loss.
+
+        The score is a reward model's value, or computed from the log-probs of policy and reference.
+        """
         if self.config.trains_scores:
             return output["values"][:, 0].float()
         log_probs = output["log_probs"]
@@ -209,15 +222,15 @@ class PreferenceWorker(SFTWorker):
         return compute_answer_scores(self.config.loss.name, (log_probs * mask).sum(1), mask.sum(1), reference)
 
 
-# Learning from answers that were judged one by one, on the same engine as the policy.
+# KTO: learning from single responses that are labelled good or bad.
 
 
 class JudgedWorker(PreferenceWorker):
-    """One rank of a policy that learns which answers are good."""
+    """One rank of a policy that learns by KTO from responses labelled good or bad."""
 
     @register(dispatch_mode=nd_dispatch("model", pad=False))
     def train_batch(self, data: DataProto) -> dict[str, float]:
-        """One optimizer step on the mean loss of the answers; `meta_info` has the baseline."""
+        """Take one optimizer step on the mean loss of the responses; `meta_info` has the KL baseline."""
         engine, config, baseline = self.engine, self.config.loss, float(data.meta_info["baseline"])
         counts = torch.stack([data.batch[GOOD].sum(), (~data.batch[GOOD]).sum()])
         all_good, all_bad = (int(n) for n in engine.sum_over_data_parallel(counts))
