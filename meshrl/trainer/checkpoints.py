@@ -1,12 +1,15 @@
 """Checkpoints of a whole run: complete or absent, kept up to a number, found again by the next start.
 
     checkpoints/global_step_12/
-        actor/  critic/        what the workers wrote (`meshrl.engines.state_files`), configs in `huggingface/`
-        trainer.json           step, version, place in the data, KL controller, the config, ...
+        actor/  critic/        the workers' files (`meshrl.engines.state_files`), configs in `huggingface/`
+        trainer.json           step, version, data position, KL controller, the config, ...
         manifest.json          every file's size and checksum, written last
 
-All is written into `.global_step_12.partial` and renamed, so a folder of that name without a manifest, or with a file
-that does not fit it, has been damaged later: it is passed over and the one before is taken.
+A checkpoint is written into `.global_step_12.partial` and then renamed. So a folder `global_step_12` without a
+manifest, or with a file that does not match it, was damaged later. It is skipped, and the previous checkpoint is used.
+
+`Checkpoints` writes and restores; `checkpoint_to_resume` chooses where a run resumes; `Mirror` copies checkpoints to a
+second place.
 """
 
 from __future__ import annotations
@@ -44,19 +47,19 @@ FOLDER = "checkpoints"
 STATE = "trainer.json"
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
 FORMAT = 3
-# Format 1 had safetensors with listings and format 2 torch's distributed checkpoints for the sharded state; both had
-# batches, random states and samplers' states as pickles.
+# Format 1 had safetensors with listings for the sharded state, format 2 torch's distributed checkpoints. Both had
+# pickles of batches, random states and samplers' states.
 BEFORE = (1, 2)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or cannot be used."""
+    """A checkpoint that could not be written or cannot be used."""
 
 
 class Resumable(Protocol):
-    """What a trainer has to offer to be saved.
+    """A trainer whose state can be saved in a checkpoint.
 
-    `state_dict` holds plain values for JSON; a `DataProto` among them is written to a file of its own.
+    `state_dict` holds plain values for JSON. A `DataProto` among them is written to its own file.
     """
 
     step: int
@@ -68,7 +71,7 @@ class Resumable(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """A role that is saved: its workers, what of it is saved and loaded, and whether while training goes on."""
+    """A role that is saved: its workers, the contents to save and to load, and whether to save in the background."""
 
     group: WorkerGroup
     save_contents: Sequence[str]
@@ -78,7 +81,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Found:
-    """A complete checkpoint."""
+    """A complete checkpoint: its folder, its step, and the content of its `trainer.json`."""
 
     path: Path
     step: int
@@ -87,7 +90,7 @@ class Found:
 
 @dataclass
 class _Pending:
-    """A checkpoint in the making."""
+    """A checkpoint that is being written: its temporary folder and what the ranks have written so far."""
 
     step: int
     aside: Path
@@ -96,7 +99,7 @@ class _Pending:
 
 
 class Checkpoints:
-    """Saves the run every `every` steps and at the last one; `every` < 0 saves nothing."""
+    """Checkpoints of a run every `every` steps and at the last step; `every` < 0 saves none."""
 
     def __init__(
         self,
@@ -112,20 +115,20 @@ class Checkpoints:
     ):
         self.folder, self.parts, self.every, self.last_step, self.keep = folder, parts, every, last_step, keep
         self.config, self.mirror, self.say = dict(config or {}), mirror, say
-        self.shelves: Shelves | None = None  # where the workers' files go instead of the folder
+        self.shelves: Shelves | None = None  # other nodes' memory, where the workers' files go instead of the folder
         self._pending: _Pending | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether the run is saved after this step."""
+        """Return whether the run is to be saved after this step."""
         return self.every > 0 and (step % self.every == 0 or step == self.last_step)
 
     def save_if_due(self, trainer: Resumable) -> None:
-        """Saves after the step that was just taken, if it is time; `commit` completes it."""
+        """Save after the step that was just taken, if it is due; `commit` completes the checkpoint."""
         if self.is_due(trainer.step):
             self.save(trainer)
 
     def save(self, trainer: Resumable) -> None:
-        """Writes everything aside, or starts to."""
+        """Write the checkpoint into its temporary folder, or start to write it in the background."""
         with trainer.timer.phase("save_checkpoint"):
             self.commit(wait=True)
             for left_over in self.folder.glob(".global_step_*"):
@@ -161,9 +164,9 @@ class Checkpoints:
         return [record_file(file, aside) for file in files]
 
     def commit(self, wait: bool = False) -> Path | None:
-        """Completes the checkpoint in the making once all ranks have written it: manifest, rename, keep-N; where it is.
+        """Complete the pending checkpoint once all ranks have written: manifest, rename, keep-N. Return its folder.
 
-        None where there is nothing to complete, or not yet.
+        Return None if no checkpoint is pending, or if ranks are still writing and `wait` is False.
         """
         pending = self._pending
         if pending is None:
@@ -191,7 +194,7 @@ class Checkpoints:
         return path
 
     def _write_indexes(self, aside: Path, ranks: Sequence[Written]) -> list[FileRecord]:
-        """Completes the folders of the sharded state, now that all ranks have said where their tensors lie."""
+        """Write the indexes of the sharded state, now that all ranks have returned the places of their tensors."""
         folders = dict.fromkeys(name for written in ranks for name in written.entries)
         parts = {name: [written.entries.get(name, []) for written in ranks] for name in folders}
         for name in folders:
@@ -199,7 +202,7 @@ class Checkpoints:
         return [record_file(write_index(aside / name, entries), aside) for name, entries in parts.items()]
 
     def finish(self) -> None:
-        """Completes all that is under way, here and at the mirror."""
+        """Complete the pending checkpoint and its copy at the mirror."""
         self.commit(wait=True)
         if self.mirror is not None:
             self.mirror.wait()
@@ -226,17 +229,17 @@ class Checkpoints:
         )
 
     def _delete_old(self) -> None:
-        """Deletes all but the newest `keep` checkpoints; damaged ones do not count among these."""
+        """Delete all but the newest `keep` checkpoints; damaged checkpoints are neither counted nor deleted."""
         if self.keep is None:
             return
         whole = [path for path in step_folders(self.folder) if not problems_of(path, checksums=False)]
         for path in whole[self.keep :]:
-            # Under another name first: one that is half deleted must not look like one.
+            # Rename first, so that a half-deleted folder does not look like a checkpoint.
             gone = path.rename(self.folder / f".{path.name}.deleted")
             shutil.rmtree(gone)
 
     def restore(self, trainer: Resumable, found: Found) -> None:
-        """Brings workers and trainer to where the checkpoint was written."""
+        """Restore workers and trainer to the state of a checkpoint."""
         for role, part in self.parts.items():
             held = found.content["contents"].get(role)
             if held is None:
@@ -245,7 +248,7 @@ class Checkpoints:
             if missing := [name for name in wanted if name not in held]:
                 raise ValueError(f"{role}.checkpoint.load_contents asks for {missing}, but {found.path} holds {held}")
             part.group.load_checkpoint(str((found.path / role).absolute()), list(wanted))
-        if found.content["state"] is None:  # weights of another origin: the run begins with them
+        if found.content["state"] is None:  # weights without a run: a new run begins with them
             self.say(f"begins with the weights of {found.path}")
             return
         state = dict(found.content["state"])
@@ -259,19 +262,19 @@ class Checkpoints:
 
 
 def batch_file(name: str) -> str:
-    """The file of a batch that is part of the state under this name."""
+    """Return the file name of a `DataProto` that is saved in the state under this name."""
     return f"{name}.dataproto"
 
 
 def _checked_file(folder: Path, name: str, file: Any) -> Path:
-    """The file that the state names, which can only be the one that it was written to."""
+    """Return the path of a state's batch file, after a check that the state names the file it was written to."""
     if file != batch_file(name):
         raise CheckpointError(f"{folder / STATE} names {file!r} as the file of {name}: it is {batch_file(name)!r}")
     return inside(folder, file)
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, whole or not, the newest first."""
+    """Return the checkpoint folders in a folder, complete or not, the newest first."""
     found = [
         (int(match[1]), path) for path in folder.glob("global_step_*") if (match := STEP_FOLDER.fullmatch(path.name))
     ]
@@ -279,7 +282,7 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def problems_of(path: Path, checksums: bool = True, formats: Sequence[int] = (FORMAT,)) -> list[str]:
-    """Why a checkpoint cannot be used: files that are missing, of another size or, on request, of other content."""
+    """Return why a checkpoint cannot be used: missing files, wrong sizes or, with `checksums`, changed content."""
     manifest = path / MANIFEST
     if not manifest.is_file():
         if (path / "metrics.jsonl").is_file() and not step_folders(path):
@@ -323,7 +326,7 @@ def _size_problem(path: Path, record: FileRecord) -> str | None:
 
 
 def open_checkpoint(path: Path) -> Found:
-    """A checkpoint that somebody named; a `CheckpointError` if it is not whole."""
+    """Return the checkpoint that a user named, or raise a `CheckpointError` if it is not complete."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     if problems := problems_of(path):
@@ -337,14 +340,14 @@ def _found(path: Path) -> Found:
 
 
 def _is_whole(path: Path, say: Callable[[str], None]) -> bool:
-    """Says why, where it is not."""
+    """Return whether a checkpoint is complete; if it is not, report why."""
     if problems := problems_of(path):
         say(f"the checkpoint {path} is passed over: {'; '.join(problems[:3])}")
     return not problems
 
 
 def newest_complete(folder: Path, say: Callable[[str], None] = logger.warning) -> Found | None:
-    """The newest checkpoint that is whole; says which newer ones are not, and why."""
+    """Return the newest complete checkpoint, and report which newer ones are not complete and why."""
     paths = step_folders(folder)
     for path in paths:
         if _is_whole(path, say):
@@ -360,9 +363,9 @@ def newest_complete(folder: Path, say: Callable[[str], None] = logger.warning) -
 def checkpoint_to_resume(
     trainer: RunConfig, say: Callable[[str], None] = logger.warning, again: bool = False
 ) -> Found | None:
-    """Where a run goes on, as `trainer.resume_mode` says; None: at the beginning.
+    """Return the checkpoint from which a run resumes under `trainer.resume_mode`, or None to start from the beginning.
 
-    `again`: an attempt before has made the run's folder this run's own, so what is there comes first.
+    `again` means that an earlier attempt has already written this run's folder, so its checkpoints come first.
     """
     if again and trainer.resume_mode != "auto" and (own := newest_complete(Path(trainer.run_dir) / FOLDER, say)):
         return own
@@ -382,7 +385,7 @@ def checkpoint_to_resume(
 
 
 def _from_mirror(address: str, folder: Path, say: Callable[[str], None]) -> Found | None:
-    """The newest of a mirror's checkpoints that arrives whole."""
+    """Fetch the mirror's newest checkpoint that arrives complete."""
     for path in Mirror(address).fetched(folder):
         if _is_whole(path, say):
             say(f"the checkpoint {path} was fetched from {address}")
@@ -391,7 +394,7 @@ def _from_mirror(address: str, folder: Path, say: Callable[[str], None]) -> Foun
 
 
 def set_later_ones_aside(folder: Path, step: int) -> None:
-    """Renames the checkpoints after this step, which a run that goes on from here will not lead to."""
+    """Rename the checkpoints after this step, because a run that resumes here will not lead to them."""
     for path in step_folders(folder):
         if int(path.name.rpartition("_")[2]) > step:
             aside = path.with_name(path.name + ".superseded")
@@ -400,19 +403,19 @@ def set_later_ones_aside(folder: Path, step: int) -> None:
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """A short name for a whole config."""
+    """Return a short hash of a whole config, 16 hex digits."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """`key: old -> new` for every key that two configs differ in."""
+    """Yield `key: old -> new` for every key in which two configs differ."""
     old, new = dict(flatten_config(before)), dict(flatten_config(now))
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             yield f"{name}: {old.get(name)} -> {new.get(name)}"
 
 
-# A second place for checkpoints, such as `s3://bucket/run` or another disk: anything fsspec can write to.
+# Copies of checkpoints in a second place, such as `s3://bucket/run` or another disk: anything fsspec can write to.
 
 MANIFEST = "manifest.json"
 SUPERSEDED = "manifest.superseded.json"
@@ -420,9 +423,9 @@ PREFIX = "global_step_"
 
 
 class Mirror:
-    """Copies complete checkpoints in a thread, the manifest last, so that one there is complete or has none.
+    """Copies of complete checkpoints in a second place, made in a thread.
 
-    One that another takes the place of loses its manifest first.
+    The manifest is copied last, so a copy is complete if it has one. A copy that is replaced loses its manifest first.
     """
 
     def __init__(self, address: str, say: Callable[[str], None] = logger.warning):
@@ -432,12 +435,12 @@ class Mirror:
         self._pushing: Future[None] | None = None
 
     def push(self, checkpoint: Path) -> None:
-        """Begins to copy a checkpoint, after the one before."""
+        """Begin to copy a checkpoint, after the previous copy has ended."""
         self.wait()
         self._pushing = self._pool.submit(self._push, checkpoint)
 
     def wait(self) -> None:
-        """Waits for the copy under way. One that fails is said; the run has its own copy and goes on."""
+        """Wait for the copy in progress. A failed copy is only reported, because the run has its own checkpoint."""
         pushing, self._pushing = self._pushing, None
         if pushing is None:
             return
@@ -448,7 +451,7 @@ class Mirror:
 
     def _push(self, checkpoint: Path) -> None:
         target = f"{self.root}/{checkpoint.name}"
-        # Steps are copied as they are taken: what is there of this one or of later ones, the run has gone back from.
+        # Copies of this step or later ones are of an earlier attempt, because the run has resumed before them.
         for step, name in self._steps():
             if step >= int(checkpoint.name.removeprefix(PREFIX)):
                 self._supersede(f"{self.root}/{name}")
@@ -460,7 +463,7 @@ class Mirror:
             self.files.put_file(str(file), place)
 
     def fetched(self, folder: Path) -> Iterator[Path]:
-        """Brings the complete checkpoints here, one when it is asked for, the newest first."""
+        """Fetch the complete checkpoints into `folder`, the newest first, each when the iterator reaches it."""
         for _, name in self._steps():
             if self.files.exists(f"{self.root}/{name}/{MANIFEST}"):
                 with new_folder(folder / name) as aside:
@@ -468,7 +471,7 @@ class Mirror:
                 yield folder / name
 
     def _steps(self) -> list[tuple[int, str]]:
-        """Those that are there, complete or not, by number and name, the newest first."""
+        """Return the number and name of each checkpoint at the mirror, complete or not, the newest first."""
         if not self.files.exists(self.root):
             return []
         names = [str(path).rstrip("/").rpartition("/")[2] for path in self.files.ls(self.root, detail=False)]
@@ -476,7 +479,7 @@ class Mirror:
         return sorted(((int(number), name) for number, name in numbers if number.isdecimal()), reverse=True)
 
     def _supersede(self, folder: str) -> None:
-        """Takes its manifest from a checkpoint, which is then no longer one."""
+        """Rename the manifest of a copy, which then no longer counts as a checkpoint."""
         if self.files.exists(f"{folder}/{MANIFEST}"):
             self.files.mv(f"{folder}/{MANIFEST}", f"{folder}/{SUPERSEDED}")
 

@@ -1,15 +1,16 @@
-"""Copies of a run's whole state in memory: a restart goes on from them where they are the newest.
+"""In-memory checkpoints: copies of a run's whole state, from which a restart resumes if they are the newest.
 
     /dev/shm/meshrl-copies-XXXX/global_step_17/    the files of a checkpoint, checksums included
-    RUN/memory_copies.json                         where they are, and which folder RUN is: one that was copied from it
-                                                   has copies of its own
+    RUN/memory_copies.json                         the copies' folder, and the identity of RUN: a folder that was
+                                                   copied from RUN has its own copies
 
-No process of the run holds them, so any of them may be killed, the controller included; a small one of their own
-(`shm_cleaner`) removes them when the run has ended or was not taken up again. On one machine they do not survive it.
+No process of the run holds the copies open, so any process may be killed, the controller included. A small separate
+process (`shm_cleaner`) removes them after the run has ended or if it is not resumed in time. On a single machine the
+copies do not survive the machine.
 
-With several nodes the files of a rank lie on shelves (`meshrl.controller.peer_memory`): on its own node and on the
-next, so that a node may be lost. What the living nodes hold together is then written to the run's checkpoints and
-gone on from.
+With several nodes each rank's files are kept by `meshrl.controller.peer_memory`, on its own node and on the next node.
+So one node may be lost. The copy that the living nodes hold together is then written to the run's checkpoints, and the
+run resumes from it.
 """
 
 from __future__ import annotations
@@ -49,23 +50,23 @@ logger = logging.getLogger(__name__)
 LINK = "memory_copies.json"
 MEMORY = Path("/dev/shm")
 PREFIX = "meshrl-copies-"
-# How long copies that no process works with are kept: longer than the longest wait before a restart.
+# Seconds for which unused copies are kept: longer than the longest wait before a restart.
 HOLD_SECONDS = 900.0
 
 
 def copies_folder(run_dir: str | Path) -> Path | None:
-    """Return where the copies of a run are; None if it has none."""
+    """Return the folder of a run's in-memory copies, or None if the run has none."""
     folder = linked_folder(Path(run_dir)) if (Path(run_dir) / LINK).is_file() else None
     return folder if isinstance(folder, Path) and folder.is_dir() else None
 
 
 def linked_folder(run_dir: Path) -> Path | str:
-    """Return the folder that a run's link names, or why it is not this run's."""
+    """Return the folder that a run's link names, or as a string why it does not belong to this run."""
     try:
         said = read_json(run_dir / LINK)
         folder, of = Path(said["folder"]), said["run"]
         own = identity(run_dir)
-        # A folder that was renamed stays what it is, and other machines have other numbers for the same disk.
+        # A renamed folder keeps its inode, and other machines have other device numbers for the same disk.
         is_near = of["device"] == own["device"] or of["path"] == own["path"]
         is_own = of["inode"] == own["inode"] and is_near
     except (ValueError, TypeError, KeyError) as error:
@@ -80,20 +81,20 @@ def linked_folder(run_dir: Path) -> Path | str:
 
 
 def identity(run_dir: Path) -> dict[str, Any]:
-    """Return what tells a folder from its copies."""
+    """Return the path, device and inode of a folder, which distinguish it from its copies."""
     found = run_dir.stat()
     return {"path": os.path.realpath(run_dir), "device": found.st_dev, "inode": found.st_ino}
 
 
 def drop_foreign_link(run_dir: Path) -> None:
-    """Remove a link to copies that are not this run's; the copies themselves stay."""
+    """Remove a link to copies that do not belong to this run; the copies themselves stay."""
     if (run_dir / LINK).is_file() and isinstance(why := linked_folder(run_dir), str):
         logger.warning("%s is passed over, no copies in memory are gone on from: %s", run_dir / LINK, why)
         (run_dir / LINK).unlink()
 
 
 def newest_copy(run_dir: str | Path, say: Callable[[str], None] = logger.warning) -> Found | None:
-    """The newest whole copy in memory."""
+    """Return the newest complete copy in memory, or None if there is none that can be used."""
     folder = copies_folder(run_dir)
     try:
         return newest_complete(folder, say) if folder else None
@@ -105,7 +106,7 @@ def newest_copy(run_dir: str | Path, say: Callable[[str], None] = logger.warning
 def state_to_resume(
     trainer: RunConfig, say: Callable[[str], None] = logger.warning, again: bool = False
 ) -> Found | None:
-    """Where a run goes on: the newest of its checkpoints and its copies in memory, see `checkpoint_to_resume`."""
+    """Return where a run resumes: the newest of its checkpoints and in-memory copies, see `checkpoint_to_resume`."""
     own = (trainer.resume_mode == "auto" or again) and trainer.nnodes == 1
     copy = newest_copy(trainer.run_dir, say) if own else None
     try:
@@ -120,7 +121,7 @@ def state_to_resume(
 
 
 def fetch_shelved(trainer: RunConfig, ray_init: RayInitConfig, say: Callable[[str], None], again: bool) -> None:
-    """Writes what the nodes hold in memory to the run's checkpoints, where it is newer than these."""
+    """Write the nodes' in-memory copy to the run's checkpoints, if it is newer than these checkpoints."""
     link = copies_folder(trainer.run_dir)
     if trainer.nnodes == 1 or link is None or not (trainer.resume_mode == "auto" or again):
         return
@@ -137,44 +138,46 @@ def fetch_shelved(trainer: RunConfig, ray_init: RayInitConfig, say: Callable[[st
         return
     path = aside.with_name(aside.name.removeprefix(".").removesuffix(".fetched"))
     if path.exists():
-        shutil.rmtree(damaged := path.with_name(f"{path.name}.damaged"), ignore_errors=True)  # of an earlier time
+        shutil.rmtree(damaged := path.with_name(f"{path.name}.damaged"), ignore_errors=True)  # of an earlier fetch
         path.rename(damaged)
     aside.rename(path)
     say(f"the copy in the nodes' memory was written to {path}")
 
 
 def remove_copies(run_dir: str | Path) -> None:
-    """Gives the memory back."""
+    """Remove a run's in-memory copies and the link to them."""
     if folder := copies_folder(run_dir):
         if "ray" in sys.modules:
             end_shelves(folder.name)
-        # Under another name first: a warden that only just starts may be about to make a file in it.
+        # Rename first, because a cleaner process that is just starting may be about to make a file in the folder.
         gone = shm_cleaner.half_removed(folder)
-        shutil.rmtree(gone, ignore_errors=True)  # what an attempt that was killed here has left
+        shutil.rmtree(gone, ignore_errors=True)  # left by an attempt that was killed at this point
         shutil.rmtree(folder.rename(gone), ignore_errors=True)
     (Path(run_dir) / LINK).unlink(missing_ok=True)
 
 
 @contextmanager
 def held_copies(trainer: RunConfig) -> Iterator[None]:
-    """Inside, a run with `trainer.memory_copy_freq` has a folder for its copies.
+    """Keep a folder for in-memory copies inside the context, if `trainer.memory_copy_freq` is set.
 
-    They are removed at the end, unless infrastructure has ended the run: then the same command may go on from them.
+    The copies are removed at the end, unless an infrastructure failure ended the run. The same command may then resume
+    from them.
     """
     run_dir = Path(trainer.run_dir)
     drop_foreign_link(run_dir)
     if trainer.resume_mode != "auto":
-        remove_copies(run_dir)  # of another run, which this one does not go on with
+        remove_copies(run_dir)  # of another run, which this run does not resume
     if trainer.memory_copy_freq < 0:
         yield
         return
-    # With several nodes the name leads to the shelves, also from another machine, and after the warden's time.
+    # With several nodes the name identifies the copies in peer memory, also from another machine and after the cleaner
+    # process has removed the folder.
     folder = linked_folder(run_dir) if (run_dir / LINK).is_file() else _new_name(run_dir)
     assert isinstance(folder, Path)
-    # Where the warden of an earlier attempt still watches, this one ends at once. It is there before the folder is, so
-    # that no kill leaves a folder that nobody removes.
+    # If an earlier attempt's cleaner process still watches, the new one ends at once. The cleaner starts before the
+    # folder is made, so that a kill at any point leaves no folder without a cleaner.
     words = [sys.executable, "-I", str(Path(shm_cleaner.__file__)), str(folder), str(HOLD_SECONDS)]
-    # It has none of our files: who reads the output of a run that was killed would wait for its end.
+    # The cleaner inherits no open files: a reader of a killed run's output would otherwise wait for the cleaner's end.
     nothing = subprocess.DEVNULL
     warden = subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -191,7 +194,7 @@ def held_copies(trainer: RunConfig) -> Iterator[None]:
 
 
 def _new_name(run_dir: Path) -> Path:
-    """Name a new folder for copies, and write down that it is this run's."""
+    """Choose the name of a new folder for copies, and write the link from the run's folder to it."""
     if not MEMORY.is_dir():
         raise ValueError(f"trainer.memory_copy_freq needs {MEMORY}, which this machine does not have: set it to -1")
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -207,7 +210,7 @@ def _end(trainer: RunConfig, warden: subprocess.Popen[bytes]) -> None:
 
 
 class MemoryCopies:
-    """Writes the copies as checkpoints are written, and gives up where that fails: a run needs none of them."""
+    """The writer of in-memory copies. If writing fails, only the copying ends, because a run does not need the copies."""
 
     def __init__(
         self, writer: Checkpoints | None, say: Callable[[str], None], shelves: Callable[[], Shelves] | None = None
@@ -215,7 +218,7 @@ class MemoryCopies:
         self.writer, self.say, self._start_shelves = writer, say, shelves
 
     def copy_if_due(self, trainer: Resumable, beside: Checkpoints) -> None:
-        """Copies the state after a step, unless a checkpoint of it is written at once."""
+        """Copy the state after a step, unless a checkpoint of the step is already written synchronously."""
         writer = self.writer
         if writer is None or trainer.step % writer.every:
             return
@@ -224,7 +227,7 @@ class MemoryCopies:
             self._try(lambda: self._save(writer, trainer))
 
     def commit(self) -> None:
-        """Completes the copy of a step whose metrics are logged by now; one that is still being written, later."""
+        """Complete the copy of a step after its metrics were logged, unless workers are still writing it."""
         writer = self.writer
         if writer is not None:
             self._try(lambda: self._complete(writer))

@@ -1,10 +1,10 @@
-"""The process that keeps a run's copies in memory: it outlives all others of the run, and then clears up.
+"""The process that removes a run's in-memory checkpoints from `/dev/shm`; it outlives all other processes of the run.
 
     python shm_cleaner.py FOLDER SECONDS
 
-It ends when the folder is gone, and removes it once nobody has held its lock for so many seconds. What a run that was
-killed while it removed the folder has left goes as well. It is run as a
-script, with the standard library alone, so that it costs a few MB.
+The process ends when the folder is gone. It removes the folder after its lock was free for SECONDS. It also removes
+what a run left that was killed while it removed the folder. It is run as a script with only the standard library, so
+that it costs a few MB.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 LOCK = "in-use"
 OWN_LOCK = "watched"
 LOOK_SECONDS = 0.5
-# The folder is made right after this process was started, unless whoever did it was killed in between.
+# Seconds to wait for the folder. The run makes it right after it started this process, unless the run was killed.
 APPEAR_SECONDS = 30.0
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a living process has the folder in use."""
+    """Return whether a living process holds the folder's lock."""
     try:
         with open(folder / LOCK, "rb+") as stream:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -40,7 +40,10 @@ def half_removed(folder: Path) -> Path:
 
 
 def watch(folder: Path, seconds: float) -> None:
-    """Waits until the folder is gone or has not been in use for so long; one such process is enough."""
+    """Wait until the folder is gone, or remove it once its lock was free for `seconds`.
+
+    Only one such process watches a folder; a second one returns at once.
+    """
     until = time.monotonic() + APPEAR_SECONDS
     while not folder.is_dir() and time.monotonic() < until:
         time.sleep(LOOK_SECONDS / 10)

@@ -3,6 +3,8 @@
     RolloutWorker      one rank of the rollouts that generate beside the trainers
     Answering          one rank's rollout with its agents and sampling parameters, in any worker that generates
     Generation         generation in a thread, whose finished responses are taken while the rest continues
+
+The actor's workers use `Answering` if they generate themselves.
 """
 
 from __future__ import annotations
@@ -200,7 +202,7 @@ class Answering:
             )
 
     def __call__(self, prompts: DataProto) -> DataProto:
-        """Generate a response to each prompt.
+        """Generate a response to each prompt and wait for all of them.
 
         `meta_info["validate"]` selects the sampling parameters of validation, `meta_info["greedy"]` greedy decoding.
         """
@@ -246,7 +248,7 @@ class Answering:
         return output
 
     def _count(self, output: DataProto, images: np.ndarray | None) -> None:
-        """Count the FLOPs of the responses.
+        """Add the FLOPs of generating the responses to the worker's counts.
 
         Neighbouring rows with the same prompt count the prompt once. The last token of a response is not fed to the
         model.
