@@ -1,11 +1,16 @@
-"""A run that infrastructure has ended begins again by itself, from its newest checkpoint, a limited number of times.
+"""Fault tolerance: an infrastructure failure restarts a run from its newest checkpoint, a limited number of times.
 
     restarts.jsonl     {"event": "failed", "kind": ..., "error": ...}
                        {"event": "resumed", "step": ..., "thrown_away": ..., "restart": ..., "seconds_lost": ...}
 
-What is lost is the wall time of work that is done again, from when the state was kept to the failure, and that of
-starting again, from the failure to when work goes on. No second is counted twice. The count is that of one command: one
-that supervises the run (`meshrl train --supervise`) and the run itself count together, by this file.
+    Restarts, surviving   the restart budget of one command, and the loop that restarts
+    kind_of, advice       the kind of a failure, and what to do about a full disk or memory
+    StallWatch            a report of all processes if nothing has moved for a while
+    supervise             `meshrl train --supervise`: a parent process that restarts a killed run
+
+Lost time is the wall time of work that is done again, from the saved state to the failure, and of the restart, from the
+failure to when work goes on. No second is counted twice. Restarts are counted per command. A supervising command
+(`meshrl train --supervise`) and its run count together, by means of this file.
 """
 
 from __future__ import annotations
@@ -44,41 +49,41 @@ T = TypeVar("T")
 
 @dataclass
 class Restarts:
-    """The budget of one command: at most `limit` restarts, each after twice the wait of the one before."""
+    """The restart budget of one command: at most `limit` restarts, each after twice the wait of the previous one."""
 
     folder: Path
     limit: int
     first_wait: float
     since: float = field(default_factory=lambda: float(os.environ.get(SUPERVISED_SINCE, time.time())))
     say: Callable[[str], None] = logger.warning
-    # Whether an attempt has made the run's folder this run's own: the next one goes on with what is there.
+    # Whether an attempt of this command has already opened the run's folder: the next attempt resumes what is there.
     opened: bool = False
-    # Hears the new metrics whenever something was started again.
+    # Called with the new metrics after every restart.
     tell: Callable[[dict[str, float]], None] = lambda metrics: None
 
     @classmethod
     def of(cls, trainer: RunConfig) -> Restarts:
-        """As the config says."""
+        """Return the restart budget that the config sets."""
         return cls(Path(trainer.run_dir), trainer.max_restarts, trainer.restart_wait)
 
     def records(self) -> list[dict[str, Any]]:
-        """What this command has written down, the oldest first."""
+        """Return the records that this command has written, the oldest first."""
         file = self.folder / FILE
         lines = file.read_bytes().splitlines() if file.exists() else []
-        records = [record for line in lines if (record := parse_line(line)) is not None]  # not one that was cut off
+        records = [record for line in lines if (record := parse_line(line)) is not None]  # None: a cut-off line
         return [record for record in records if record.get("time", 0.0) >= self.since]
 
     @property
     def used(self) -> int:
-        """How often something was started again."""
+        """The number of restarts so far, of whole runs and of rollouts."""
         return sum(record["event"] == "failed" for record in self.records())
 
     def is_since(self, file: Path) -> bool:
-        """Whether a file was written by this command, maybe by an attempt that was killed."""
+        """Return whether a file was written since this command began, for example by an attempt that was killed."""
         return file.is_file() and file.stat().st_mtime >= self.since
 
     def failed(self, what: str, kind: str) -> bool:
-        """Takes note of a failure and waits before the next start; False where there is to be none."""
+        """Record a failure and wait before the next start; return False if no restart is left."""
         used = self.used
         if used >= self.limit:
             return False
@@ -90,11 +95,11 @@ class Restarts:
         return True
 
     def resumed(self, step: int, kept_at: float) -> float:
-        """Takes note that work goes on after a step whose state was kept at a time; the seconds lost."""
+        """Record that work goes on after a step whose state was saved at unix time `kept_at`; return the seconds lost."""
         now, records = time.time(), self.records()
         spans = [(record["since"], record["time"]) for record in records if record["event"] == "resumed"]
         since, last = max(kept_at, self.since), max((end for _, end in spans), default=0.0)
-        # A start that fails as well belongs to the same restart.
+        # A restart that fails during the start belongs to the same restart.
         failures = [record["time"] for record in records if record["event"] == "failed" and record["time"] >= last]
         failed_at = min(failures, default=now)
         thrown_away, restart = seconds_outside(since, failed_at, spans), seconds_outside(failed_at, now, spans)
@@ -112,7 +117,7 @@ class Restarts:
         return thrown_away + restart
 
     def metrics(self) -> dict[str, float]:
-        """For the run's metrics; nothing where there are no restarts to count."""
+        """Return the restart metrics of the run; empty if restarts are off."""
         if not self.limit:
             return {}
         lost = sum(record.get("seconds_lost", 0.0) for record in self.records())
@@ -124,7 +129,7 @@ class Restarts:
 
 
 def seconds_outside(begin: float, end: float, spans: Sequence[tuple[float, float]]) -> float:
-    """How much of the time from `begin` to `end` lies in none of the spans."""
+    """Return the seconds from `begin` to `end` that lie in none of the spans."""
     seconds = 0.0
     for low, high in sorted(spans):
         seconds += max(0.0, min(low, end) - begin)
@@ -133,7 +138,7 @@ def seconds_outside(begin: float, end: float, spans: Sequence[tuple[float, float
 
 
 def surviving(attempt: Callable[[], T], restarts: Restarts) -> T:
-    """Runs `attempt()` until it ends in another way than by infrastructure, or the restarts are used up."""
+    """Call `attempt()` until it returns, fails for a reason other than infrastructure, or uses up the restarts."""
     while True:
         try:
             return attempt()
@@ -145,16 +150,20 @@ def surviving(attempt: Callable[[], T], restarts: Restarts) -> T:
                 raise
 
 
-# What kind of failure ended a run, which decides whether it may be tried again.
+# The kind of failure that ended a run, which decides whether to try again.
 #
-# Errors are known by their names: those of workers arrive as such, and libraries that raise them may not be there.
+# Errors are classified by the names of their types: a worker's errors arrive as names, and the libraries that raise
+# some of them may not be installed.
 
-# Exit code of a run that infrastructure has ended (EX_TEMPFAIL): the same command may work another time.
+# Exit code of a run that an infrastructure failure has ended (EX_TEMPFAIL): the same command may work another time.
 INFRASTRUCTURE_EXIT = 75
 
 
 class Failure(StrEnum):
-    """Only infrastructure is tried again: the others would fail in the same way."""
+    """The kind of a failure.
+
+    Only infrastructure failures are tried again, because failures of the other kinds would occur again.
+    """
 
     INFRASTRUCTURE = "infrastructure"  # a process, a connection or a machine was lost, or a deadline passed
     DATA = "data"  # a file that cannot be read or written, a row that does not fit
@@ -207,21 +216,24 @@ _DATA_NAMES = {
     "DamagedFileError",
     "OSError",
 }
-# Whatever a reward function met, such as a service that does not answer, is its own; ranks that differ stay different.
+# Not infrastructure: any error in a reward function, such as a service that does not answer, and ranks that differ.
 _OF_USERS = {"RewardError", "SyncRefusedError"}
-# What collectives say, as a plain RuntimeError, of ranks that are gone.
+# Messages of the plain RuntimeErrors that collectives raise if a rank is lost.
 _LOST_RANK = re.compile(
     r"Connection (closed|reset|refused)|closed by peer|Timed out waiting|gloo.*(timeout|closed)|NCCL (error|timeout)"
     r"|Broken pipe|Socket Timeout",
     re.IGNORECASE,
 )
 
-# Collectives that do not fit together do so each time.
+# Collectives that do not match each other fail again in the same way.
 _RANKS_DIFFER = re.compile(r"doesn't match expected size|Detected mismatch between collectives")
 
 
 def kind_of(error: BaseException) -> Failure:
-    """The kind of a failure: that of what caused it, where that is infrastructure."""
+    """Return the kind of a failure.
+
+    It is infrastructure if the error or one of its causes is. Otherwise it is the error's own kind.
+    """
     seen: set[int] = set()
     at: BaseException | None = error
     while at is not None and id(at) not in seen and type(at).__name__ not in _OF_USERS:
@@ -279,7 +291,7 @@ def advice(error: BaseException) -> str | None:
         seen.add(id(at))
         text = str(at)
         if getattr(at, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or _NO_ROOM.search(text):
-            return None if "--shm-size" in text else _DISK  # which says itself what to do
+            return None if "--shm-size" in text else _DISK  # the message itself has the advice
         if isinstance(at, MemoryError) or getattr(at, "errno", None) == errno.ENOMEM or _NO_MEMORY.search(text):
             is_workers = any(kind.__name__ == "ControllerError" for kind in type(error).__mro__)
             where = "the worker that is named above" if is_workers else "the controller, the process of this command"
@@ -290,28 +302,28 @@ def advice(error: BaseException) -> str | None:
     return None
 
 
-# When nothing has moved for a while: one page that says where every process is and who waits for whom.
+# A report for when nothing has moved for a while: where every process is and who waits for whom.
 
 LOG_LINES = 20
 FRAMES = 12
 
 
 class StallWatch:
-    """Hears of every phase that begins or ends; `seconds` after the last one it writes `stall-N.txt`, once a stall."""
+    """A watch that writes `stall-N.txt` if no phase has begun or ended for `seconds`, once for each stall."""
 
     def __init__(
         self, seconds: float | None, run: RunFolder, groups: Mapping[str, WorkerGroup], say: Callable[[str], None]
     ):
         self.seconds, self.run, self.groups, self.say = seconds, run, groups, say
         self.step: Callable[[], int] = lambda: 0
-        # Others than worker groups who can say what they wait for.
+        # Besides the worker groups: functions that return what another part of the run waits for, such as rewards.
         self.waits: list[Callable[[], list[str]]] = []
         self._phase, self._moved_at, self._reported = "the start", time.monotonic(), False
         self._ended = threading.Event()
         self._reports = 0
 
     def moved(self, phase: str) -> None:
-        """A phase has begun; "" for the time between phases."""
+        """Record that a phase has begun; "" stands for the time between phases."""
         self._phase, self._moved_at, self._reported = phase or "between phases", time.monotonic(), False
 
     def __enter__(self) -> StallWatch:
@@ -340,7 +352,7 @@ class StallWatch:
         self.say(f"nothing has moved for {waited:.0f} s: {page.splitlines()[0]}; see {file}")
 
     def page(self, waited: float) -> str:
-        """The whole report; its first line says the most."""
+        """Return the whole report; its first line is a summary."""
         groups = self._whole_groups()
         waits = [line for ask in (*(group.waits for group in groups), *self.waits) for line in ask()]
         collectives = {group.role: group.collectives() for group in groups}
@@ -359,7 +371,7 @@ class StallWatch:
         return "\n\n".join(parts) + "\n"
 
     def _whole_groups(self) -> list[WorkerGroup]:
-        """One for each set of processes: colocated roles are views over the same."""
+        """Return one worker group for each set of processes; colocated roles are views over the same processes."""
         return list({id(group._backend): group for group in self.groups.values()}.values())
 
 
@@ -377,7 +389,7 @@ def _collective_lines(
 
 
 def _own_place() -> str:
-    """The innermost line of the main thread, and that of ours which led there."""
+    """Return the innermost line of the main thread, and the innermost line of meshrl that led there."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.extract_stack(frame)
     ours = [place for place in stack if "meshrl" in place.filename]
@@ -394,23 +406,25 @@ def _own_stacks() -> str:
     return "\n".join(found)
 
 
-# `meshrl train --supervise`: a small parent that starts the run again when its process was killed or infrastructure
-# ended it. The run itself goes on from its newest checkpoint, as it would for a person who gives the command again.
+# `meshrl train --supervise`: a small parent process that restarts the run after its process was killed or ended by an
+# infrastructure failure. The run resumes from its newest checkpoint, as if a person had given the command again.
 #
-# The run ends with its parent, however that ends: it holds the other end of a pipe, which closes with the parent. It
-# then
-# does what SIGTERM asks for, and saves the step under way.
+# The run also ends if its parent ends in any way: the run holds one end of a pipe, which closes with the parent. Then
+# the run sends itself SIGTERM, which saves the current step.
 
-# What the user or a scheduler says to the parent is meant for the run.
+# Signals to the parent, from a user or a scheduler, are meant for the run.
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# Signals that end a process because somebody wants it ended.
+# Signals that ask a process to end, so that the run is not restarted.
 WANTED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# Seconds that a run has beyond `trainer.deadlines.stop` to end after its parent has, before it is killed.
+# After its parent has ended, the run is killed unless it ends within `trainer.deadlines.stop` and these seconds.
 GRACE_SECONDS = 60.0
 
 
 def supervise(words: Sequence[str], trainer: RunConfig, say: Callable[[str], None]) -> int:
-    """Runs `meshrl WORDS` as a child, again after kill -9, within `trainer.max_restarts`; returns its exit code."""
+    """Run `meshrl WORDS` as a child and return its exit code.
+
+    The child is restarted within `trainer.max_restarts` if it was killed or an infrastructure failure ended it.
+    """
     if trainer.resume_mode != "auto":
         raise ConfigError([f"--supervise goes on from checkpoints: trainer.resume_mode={trainer.resume_mode} cannot"])
     if trainer.max_restarts < 1:
@@ -430,14 +444,20 @@ def supervise(words: Sequence[str], trainer: RunConfig, say: Callable[[str], Non
 
 
 def is_lost(code: int) -> bool:
-    """Whether a process that ended so was ended by infrastructure: by a signal nobody meant for it, or by its word."""
+    """Return whether an exit code means an infrastructure failure.
+
+    Such a process was killed by a signal that is not a request to end, or it returned `INFRASTRUCTURE_EXIT`.
+    """
     return code == INFRASTRUCTURE_EXIT or (code < 0 and -code not in WANTED)
 
 
 def run_child(words: Sequence[str], environment: dict[str, str], grace: float) -> tuple[int, bool]:
-    """Runs the command to its end and passes signals on; its exit code as `subprocess` says it, and whether its end
-    was asked for. The run has `grace` seconds to end after this process has."""
-    theirs, ours = os.pipe()  # ours closes with this process, and no other has it
+    """Run the command to its end and pass signals on to it.
+
+    Return its exit code as `subprocess` gives it, and whether a signal requested the end. After the end of this process
+    the child has `grace` seconds to end.
+    """
+    theirs, ours = os.pipe()  # `ours` closes with this process, because no other process has it
     child = subprocess.Popen(
         [sys.executable, "-m", "meshrl.cli", *words],
         env=environment | {SUPERVISED_PIPE: f"{theirs},{grace}"},
@@ -467,7 +487,7 @@ def run_child(words: Sequence[str], environment: dict[str, str], grace: float) -
 
 
 def end_with_parent() -> None:
-    """In the run's process: have the end of the supervising command end it; nothing if no such command started it."""
+    """End this run with the command that supervises it; do nothing if no such command started the run."""
     if (said := os.environ.pop(SUPERVISED_PIPE, None)) is None:
         return
     pipe, _, grace = said.partition(",")
@@ -476,10 +496,10 @@ def end_with_parent() -> None:
 
 
 def _wait_for_end(pipe: int, grace: float) -> None:
-    os.read(pipe, 1)  # nobody writes: it returns when the parent is gone
+    os.read(pipe, 1)  # nothing is ever written: the read returns when the parent has ended
     try:
         sys.stderr.write("meshrl: the command that supervised this run has ended: the run ends with it\n")
-    except OSError:  # a pipe that went with the parent
+    except OSError:  # stderr is a pipe that closed with the parent
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace)

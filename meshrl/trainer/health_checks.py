@@ -1,7 +1,10 @@
-"""Numeric gates: a run says early that something is off, what that means and what to do, and stops where asked.
+"""Health checks of training: gates that warn early with likely causes and remedies, and stop the run if configured.
 
-before the update   NaN or inf in what is trained on
-after each step     first step on-policy? rollout and trainer agreed? entropy there? rewards that differ? your limits
+before the update   NaN or inf in the tensors to train on
+after each step     first step on-policy? rollout and trainer agree? entropy left? rewards that differ? the user's
+limits
+
+`NonFiniteSteps` counts optimizer steps that were skipped because their gradient was NaN or infinite.
 """
 
 from __future__ import annotations
@@ -26,23 +29,23 @@ from meshrl.trainer.checkpoints import Checkpoints, Resumable
 logger = logging.getLogger(__name__)
 
 DIFFERENCE, ENTROPY = "training/rollout_log_prob_diff_mean", "actor/entropy"
-# What the policy's KL to the old log-probs was before the first optimizer step of a batch.
+# The policy's KL to the old log-probs before the first optimizer step of a batch.
 FIRST_KL = "actor/ppo_kl_before"
-# Told of every update of the policy.
+# A metric that every update of the policy has.
 LEARNING_RATE = "actor/lr"
 WITHOUT_SIGNAL = "training/zero_advantage_share"
-# What is trained on: NaN or inf counts where the mask is set, and in scores anywhere.
+# Tensors to train on. NaN and inf are counted under the response mask, and in scores and rewards anywhere.
 EVERYWHERE = ("token_level_scores", "token_level_rewards")
 UNDER_MASK = ("advantages", "returns", "old_log_probs", "rollout_log_probs", "ref_log_prob", "values")
 
 
 class GateError(RuntimeError):
-    """A gate that is to stop the run found something."""
+    """A finding of a gate that is configured to stop the run."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a gate found, in words, and whether it ends the run."""
+    """A finding of a gate: its message, and whether it stops the run."""
 
     gate: str
     message: str
@@ -50,7 +53,10 @@ class Finding:
 
 
 class Gates:
-    """Looks at every step. `say` hears warnings; batches that stop a run are written to `folder`/dumps."""
+    """The gates of a run, which check every step.
+
+    `say` receives warnings. Batches that stop a run are written to `folder`/dumps.
+    """
 
     def __init__(
         self,
@@ -60,7 +66,10 @@ class Gates:
         say: Callable[[str], None] | None = None,
         old_is_trainers: bool = True,
     ):
-        """`old_is_trainers`: the old log-probs are the trainer's own, so that the first KL must be 0."""
+        """Set up the gates of a new run.
+
+        `old_is_trainers` means that the old log-probs are the trainer's own, so that the first KL must be 0.
+        """
         self.config, self.folder, self.old_is_trainers = config, folder, old_is_trainers
         self._say = say
         self._first_entropy: float | None = None
@@ -73,7 +82,10 @@ class Gates:
         self._batch: DataProto | None = None
 
     def check_batch(self, batch: DataProto, step: int) -> None:
-        """Refuses to train on NaN or inf, and keeps the batch in case a later gate stops."""
+        """Check the batch for NaN and inf before it is trained on; raise if `non_finite` is configured to stop.
+
+        The batch is kept in case a later gate stops the run.
+        """
         self._batch = batch
         if self.config.non_finite == "off" or not (bad := non_finite(batch)):
             return
@@ -88,9 +100,9 @@ class Gates:
             raise self._stop(finding, step, {})
 
     def after_step(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Looks at a step's metrics; `raise_if_stopped` comes after these are logged."""
+        """Check a step's metrics and return the gates' metrics; call `raise_if_stopped` after these are logged."""
         found = [*self._first(metrics), *self._every(metrics), *self._limits(metrics), *self._blind_limits(metrics)]
-        self._first_step = self._first_step and FIRST_KL not in metrics  # while the critic warms up there is none
+        self._first_step = self._first_step and FIRST_KL not in metrics  # the critic's warm-up has no such metric
         for finding in found:
             self._note(finding, step)
             if finding.stops and self._stopping is None:
@@ -99,17 +111,17 @@ class Gates:
         return counts | {"gates/warnings": float(self._warnings)}
 
     def raise_if_stopped(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Ends the run if a gate of this step says so."""
+        """Raise a `GateError` if a gate of this step stops the run."""
         if self._stopping is not None:
             raise self._stop(self._stopping, step, metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the gates remember of the steps so far."""
+        """Return the state that the gates carry from step to step."""
         remembered = {"first_entropy": self._first_entropy, "first_step": self._first_step, "said": dict(self._said)}
         return remembered | {"in_a_row": dict(self._in_a_row), "warnings": self._warnings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from there."""
+        """Restore the state that `state_dict` returned, for a resumed run."""
         self._first_entropy, self._first_step = state["first_entropy"], state["first_step"]
         self._said, self._in_a_row, self._warnings = dict(state["said"]), dict(state["in_a_row"]), state["warnings"]
 
@@ -175,7 +187,7 @@ class Gates:
         if config.equal_rewards == "off":
             return
         same = metrics.get("critic/score/max", 1.0) == metrics.get("critic/score/min", 0.0)
-        # Equal scores alone do not say it: a critic, or the KL in the reward, may still give advantages.
+        # Equal scores are not enough: a critic, or the KL in the reward, may still give advantages.
         if self._lasts("equal_rewards", metrics.get(WITHOUT_SIGNAL) == 1.0):
             what = (
                 f"every sample has the reward {metrics['critic/score/mean']:.3g}"
@@ -205,11 +217,14 @@ class Gates:
                 yield Finding("limits", message, fields.get("then") == "stop")
 
     def _blind_limits(self, metrics: Mapping[str, Any]) -> Iterator[Finding]:
-        """Once, after the policy's first update: limits of metrics that are not there, and so would never be passed."""
+        """Report limits of metrics that do not exist, once, after the policy's first update.
+
+        Such a limit could never be exceeded.
+        """
         if self._knows_metrics or LEARNING_RATE not in metrics:
             return
         self._knows_metrics = True
-        # Validation comes now and then only.
+        # Only some steps have validation metrics.
         missing = [name for name in self.config.limits if name not in metrics and not name.startswith("val")]
         for name in missing:
             near, entry = nearest(name, metrics), self.config.limits[name]
@@ -221,12 +236,12 @@ class Gates:
             yield Finding("limits", message, stops)
 
     def _lasts(self, gate: str, is_off: bool) -> bool:
-        """Whether something has been off for as many steps as patience asks for."""
+        """Return whether a condition has been wrong for `patience` steps in a row."""
         self._in_a_row[gate] = self._in_a_row.get(gate, 0) + 1 if is_off else 0
         return self._in_a_row[gate] >= self.config.patience
 
     def _note(self, finding: Finding, step: int) -> None:
-        """Counts a finding and says it, unless it was said lately."""
+        """Count a finding and report it, unless the same gate reported lately."""
         self._warnings += 1
         last = self._said.get(finding.gate)
         if last is not None and step - last < self.config.repeat_every and not finding.stops:
@@ -255,7 +270,7 @@ class Gates:
 
 
 def non_finite(batch: DataProto) -> dict[str, tuple[int, int]]:
-    """For each tensor with NaN or inf where it counts: how many, and the first sample that has one."""
+    """Return the number of NaN or inf values of each tensor that has any, and the first sample with one."""
     mask = batch.batch["response_mask"].bool()
     found = {}
     for name in (*EVERYWHERE, *UNDER_MASK):
@@ -268,21 +283,21 @@ def non_finite(batch: DataProto) -> dict[str, tuple[int, int]]:
     return found
 
 
-# Optimizer steps whose gradient is NaN or infinite: the workers skip them; counted, dumped and limited here.
+# Optimizer steps whose gradient is NaN or infinite: workers skip them, and they are counted, dumped and limited here.
 
-# The models that are trained, as their metrics call them.
+# The trained models by the prefix of their metrics, with their names in messages.
 TRAINED = {"actor": "the actor", "critic": "the critic", "train": "the model"}
 SKIPPED, TAKEN = "skipped_steps", "optimizer_steps"
 DUMPS = 3
 
 
 class NonFiniteError(FloatingPointError):
-    """Too many optimizer steps, or all of too many steps in a row, had a gradient that is not finite."""
+    """Too many optimizer steps with a non-finite gradient, in all or in a row."""
 
 
 @dataclass(frozen=True)
 class _WithBatch:
-    """A trainer's state together with the batch that it stumbled over."""
+    """A trainer's state together with the batch whose gradient was not finite."""
 
     trainer: Resumable
     batch: DataProto | None
@@ -303,21 +318,21 @@ class _WithBatch:
 
 
 class NonFiniteSteps:
-    """Counts over the whole run; the first few are dumped (weights and batch).
+    """The count of skipped optimizer steps over the whole run; the first few are dumped with weights and batch.
 
-    The run ends after `limit` skipped optimizer steps, and after `in_a_row` steps in a row in which all optimizer steps
-    of a model were skipped: the run would only repeat itself.
+    The run ends after more than `limit` skipped optimizer steps. It also ends after `in_a_row` steps in a row in which
+    all optimizer steps of a model were skipped, because further steps would repeat the same failure.
     """
 
     def __init__(self, limit: int | None, in_a_row: int | None, dumps: Checkpoints, say: Callable[[str], None]):
         self.limit, self.in_a_row, self.dumps, self.say = limit, in_a_row, dumps, say
-        # Dumps and checkpoints are written by the same workers, one at a time.
+        # Completes a pending checkpoint first: the same workers write dumps and checkpoints, one at a time.
         self.before_dump: Callable[[], None] = lambda: None
         self.count = 0
-        self.rows: dict[str, int] = {}  # of each model: the steps in a row, up to now, that changed nothing
+        self.rows: dict[str, int] = {}  # by model: the current number of steps in a row that changed nothing
 
     def check(self, trainer: Resumable, metrics: Mapping[str, Any], batch: DataProto | None) -> dict[str, float]:
-        """Takes note of a step's metrics."""
+        """Count the skipped optimizer steps in a step's metrics, and dump weights and batch of the first such steps."""
         of_model = {name: int(found) for name in TRAINED if (found := metrics.get(f"{name}/{SKIPPED}")) is not None}
         for name, number in of_model.items():
             changed_nothing = number >= max(1, metrics.get(f"{name}/{TAKEN}", 1))
@@ -335,7 +350,7 @@ class NonFiniteSteps:
         return {"training/nonfinite_steps": float(self.count)}
 
     def enforce(self, step: int) -> None:
-        """A `NonFiniteError` after too many, or after too many in a row."""
+        """Raise a `NonFiniteError` after too many skipped optimizer steps, or too many steps in a row without update."""
         if self.limit is not None and self.count > self.limit:
             raise NonFiniteError(
                 f"{self.count} optimizer steps had a gradient that is not finite, more than trainer.max_nan_steps "
@@ -354,9 +369,9 @@ class NonFiniteSteps:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts, for a checkpoint."""
+        """Return the counts of skipped optimizer steps for a checkpoint."""
         return {"nonfinite_steps": self.count, "skipped_in_a_row": dict(self.rows)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from there; checkpoints of earlier versions do not have the steps in a row."""
+        """Restore the counts; checkpoints of earlier versions do not have the steps in a row."""
         self.count, self.rows = state["nonfinite_steps"], dict(state.get("skipped_in_a_row", {}))

@@ -210,7 +210,7 @@ def _end(trainer: RunConfig, warden: subprocess.Popen[bytes]) -> None:
 
 
 class MemoryCopies:
-    """The writer of in-memory copies. If writing fails, only the copying ends, because a run does not need the copies."""
+    """The writer of in-memory copies. A write failure only ends the copying, because a run does not need the copies."""
 
     def __init__(
         self, writer: Checkpoints | None, say: Callable[[str], None], shelves: Callable[[], Shelves] | None = None

@@ -1,4 +1,4 @@
-"""Closes the books of every step: asks all workers where their time went, and writes it down."""
+"""Time accounting of every step: collects from all workers how they spent their time, and profiles chosen steps."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from meshrl.telemetry.timeline import CONTROLLER, TimelineFile
 
 logger = logging.getLogger(__name__)
 
-# The first measure of a worker's clock is the best of so many.
+# The first measurement of a worker's clock is the best of this many.
 PINGS = 3
-# How long a worker may take to say what it did; it answers beside its calls.
+# Seconds that a worker may take to return its ledger, which it does concurrently with its other calls.
 ANSWER_SECONDS = 60.0
 
 
 class Bookkeeper:
-    """One for a run. `peak`: FLOP/s of one device at best, where that is known."""
+    """The collector of the time ledgers of a run's processes. `peak` is the peak FLOP/s of one device, if known."""
 
     def __init__(
         self, groups: Mapping[str, WorkerGroup], timeline: TimelineFile | None = None, peak: float | None = None
@@ -55,7 +55,7 @@ class Bookkeeper:
 
     @contextmanager
     def watching(self, first_step: int) -> Iterator[None]:
-        """Around the steps of a run, in the thread that takes them."""
+        """Account for the steps of a run inside this context, in the thread that takes the steps."""
         self._collect(first_step)
         try:
             with self.ledger.serving("fit", is_call=False):
@@ -65,7 +65,10 @@ class Bookkeeper:
                 self.timeline.close()
 
     def close_step(self, step: int, begin: float, end: float) -> dict[str, float]:
-        """The metrics of a step that lasted from `begin` to `end` of our clock, and what it took to have them."""
+        """Return the time metrics of a step that lasted from `begin` to `end` on the controller's clock.
+
+        The metrics include the overhead of the accounting itself.
+        """
         self._collect(step + 1)
         accounts = account(self.controller, list(self.tracks.values()), begin, end)
         everyone = {CONTROLLER: self.controller} | self.tracks
@@ -86,10 +89,10 @@ class Bookkeeper:
         return metrics | {"ledger/collect_s": collecting, "ledger/overhead": (booking + collecting) / (end - begin)}
 
     def _collect(self, next_step: int) -> None:
-        """Takes everybody's pages; from now on spans are kept if the next step is to be drawn."""
+        """Collect the ledgers of all processes; keep spans from now on if the next step is to be drawn."""
         traces = self.timeline is not None and self.timeline.wants(next_step)
         answers: dict[str, tuple[float, Future[list[Page]]]] = {}
-        # All are asked before the first is waited for.
+        # Send all requests before waiting for the first result.
         for who, group in self.groups.items():
             with self._if_alive(who):
                 if self._restarts.get(who) != group.restarts:
@@ -107,14 +110,14 @@ class Bookkeeper:
 
     @contextmanager
     def _if_alive(self, who: str) -> Iterator[None]:
-        """What happens to a group that breaks or is silent is the next call's matter, not the ledger's."""
+        """Log and ignore a broken or silent group: the next call of that group handles the failure."""
         try:
             yield
         except (ControllerError, TimeoutError) as error:
             logger.warning("the time of '%s' is not known: %s", who, error)
 
     def _meet(self, who: str, group: WorkerGroup) -> None:
-        """Workers that are new: their clocks have to be measured, one by one."""
+        """Measure the clocks of new workers, one by one."""
         self._restarts[who] = group.restarts
         for rank in range(group.world_size):
             clock, track = ClockOffset(), Track(who, rank)
@@ -132,7 +135,7 @@ class Bookkeeper:
 def bookkeeping(
     trainer: RunConfig, groups: Mapping[str, WorkerGroup], run: RunFolder, last_step: int
 ) -> Iterator[Bookkeeper | None]:
-    """The bookkeeper of a run that goes on after `last_step`, watching; None where nothing is to be booked."""
+    """Yield the active bookkeeper of a run that resumes after `last_step`, or None if `trainer.ledger` is off."""
     if not trainer.ledger:
         yield None
         return
@@ -143,7 +146,7 @@ def bookkeeping(
 
 
 def device_peak(trainer: RunConfig) -> float | None:
-    """FLOP/s of one device at best: as configured or, for GPUs of this machine that are known, by name."""
+    """Return the peak FLOP/s of one device: as configured, or by name for known GPUs of this machine."""
     if trainer.peak_tflops is not None:
         return trainer.peak_tflops * 1e12
     import torch
@@ -155,11 +158,11 @@ def device_peak(trainer: RunConfig) -> float | None:
     return known_peak(torch.cuda.get_device_name())
 
 
-# `global_profiler`: profiles of chosen steps, from chosen ranks of every group of workers.
+# `global_profiler`: profiles of chosen steps, from chosen ranks of every worker group.
 
 
 class StepProfiler:
-    """Hears of every step: starts the workers' profilers before one that is chosen, and ends them after it."""
+    """The profiler of chosen steps: it starts the workers' profilers before such a step and stops them after it."""
 
     def __init__(self, config: ProfilerConfig, groups: Mapping[str, WorkerGroup], say: Callable[[str], None]):
         self.config, self.groups, self.say = config, groups, say
@@ -169,14 +172,14 @@ class StepProfiler:
         self._processes = {id(group._backend): (role, group) for role, group in reversed(list(groups.items()))}
 
     def begin(self, step: int) -> None:
-        """A step begins: the one before has ended."""
+        """End the profile of the previous step, and start one if this step is chosen."""
         self.end()
         if step in self.config.steps:
             self._each("start_profile", self.config.tool)
             self._running = step
 
     def end(self) -> None:
-        """The step that is profiled has ended, if one is."""
+        """Stop the profilers of the current step, if it is profiled, and report the written files."""
         if self._running is None:
             return
         written = self._each("stop_profile", str(self.folder), self._running)
@@ -197,7 +200,7 @@ class StepProfiler:
 def step_profiler(
     config: PPOConfig, groups: Mapping[str, WorkerGroup], screen: StepConsole
 ) -> Iterator[StepProfiler | None]:
-    """As the config says; None without a tool. What is still profiled at the end is written, too."""
+    """Yield the configured profiler, or None without a tool; write a running profile at the end."""
     chosen = config.global_profiler
     if chosen.tool is None:
         yield None
