@@ -1,4 +1,4 @@
-"""The `meshrl` command. Nothing heavy is imported before a command needs it: `--help` answers at once."""
+"""The `meshrl` command. Heavy modules are imported only by the command that needs them, so `--help` is fast."""
 
 import argparse
 import os
@@ -26,8 +26,11 @@ OVERRIDES_HELP = "recipe file or shipped name, then overrides such as trainer.se
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 (the run failed), 2 (config or usage), 75 (infrastructure failed),
-    130 (interrupted), 143 (stopped by SIGTERM)."""
+    """Run one command and return its exit code.
+
+    0: success; 1: the run failed; 2: config or usage; 75: infrastructure failed; 130: interrupted; 143: stopped by
+    SIGTERM.
+    """
     arguments = _parse(argv)
     try:
         with_traceback = switch(TRACEBACK)
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 sys.stderr.write(traceback.format_exc())
             for problem in problems:
                 _complain(problem)
-            # A service that did not answer may do so another time; what else is refused stays so.
+            # A service that did not answer may answer later (exit code 75); other problems with the config will stay.
             tried = _exit_code_of(error)
             return CONFIG_PROBLEM if tried == RUN_ERROR else tried
         tip = _advice(error)
@@ -63,23 +66,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:
         if (code := getattr(error, "exit_code", None)) is None:
             raise
-        _complain(str(error))  # an end that was asked for
+        _complain(str(error))  # an end that was requested, such as by SIGTERM
         return int(code)
 
 
 def _reader_has_gone() -> bool:
-    """Whether our standard output is a pipe that was closed at its other end; a run has other pipes, to its workers."""
+    """Return whether standard output is a pipe that its reader has closed.
+
+    A run has other pipes, to its workers, whose errors must not end the command silently.
+    """
     try:
         output = sys.stdout.fileno()
-    except OSError:  # it is no file
+    except OSError:  # not a real file
         return False
     poll = select.poll()
     poll.register(output, 0)
-    return bool(poll.poll(0))  # errors and hang-ups are told without being asked for
+    return bool(poll.poll(0))  # `poll` always reports errors and hang-ups
 
 
 def _exit_code_of(error: Exception) -> int:
-    """75 where infrastructure ended a run, which may work another time; errors of light commands load nothing heavy."""
+    """Return 75 if infrastructure ended the run, because the same command may work later; otherwise 1.
+
+    The check is skipped if no run was started, so that errors of light commands import nothing heavy.
+    """
     if "meshrl.trainer.launch" not in sys.modules:
         return RUN_ERROR
     from meshrl.trainer.fault_tolerance import INFRASTRUCTURE_EXIT, kind_of
@@ -88,7 +97,7 @@ def _exit_code_of(error: Exception) -> int:
 
 
 def _advice(error: Exception) -> str | None:
-    """What to do where a machine ran out of room or memory."""
+    """Return what to do about a machine that ran out of room or memory, or None."""
     if "meshrl.trainer.launch" not in sys.modules:
         return None
     from meshrl.trainer.fault_tolerance import advice
@@ -99,7 +108,7 @@ def _advice(error: Exception) -> str | None:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    # argparse takes positionals only in one piece; overrides may also stand after an option.
+    # argparse takes positionals only in one block, but overrides may also follow an option.
     stray = [word for word in rest if word.startswith("-") or not hasattr(arguments, "words")]
     if stray:
         dashed = next((w for w in stray if "." in w.partition("=")[0] and hasattr(arguments, "words")), None)
@@ -115,7 +124,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _named_config(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> list[str]:
-    """The words of a command with the recipe before them that Hydra's options name."""
+    """Return the command's words with the recipe that Hydra's options name in front."""
     from meshrl.config.recipe import is_recipe
 
     words: list[str] = arguments.words
@@ -164,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _hydra_options(parser: argparse.ArgumentParser) -> None:
-    """The words by which verl's scripts name a config."""
+    """Add the options by which verl's scripts name a config."""
     parser.add_argument("--config-name", "-cn", metavar="NAME", help="a recipe, by the words of verl's scripts")
     parser.add_argument("--config-path", "-cp", metavar="DIR", help="the folder of that recipe")
 
@@ -275,7 +284,7 @@ def _train(arguments: argparse.Namespace) -> int | None:
 
 
 def _warm_up(trainer: "RunConfig", processes: int, *modules: str) -> None:
-    """The process that local workers are forked from imports what they need while this one does the same."""
+    """Let the process from which local workers are forked import their modules, while this process imports its own."""
     if trainer.backend == "local" and (processes > 1 or len(modules) > 1):
         from meshrl.controller import warm_up
 
@@ -283,7 +292,7 @@ def _warm_up(trainer: "RunConfig", processes: int, *modules: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """A run that `--supervise` has started ends with that command."""
+    """End a run that `--supervise` has started if the supervising command ends."""
     if SUPERVISED_PIPE in os.environ:
         from meshrl.trainer.fault_tolerance import end_with_parent
 
@@ -291,7 +300,10 @@ def _end_with_parent() -> None:
 
 
 def _supervised(command: str, arguments: argparse.Namespace, loaded: "Loaded[Any]") -> int:
-    """Leaves the run to a child; the options that are left say that this is the whole of it."""
+    """Run the command as a supervised child and return its exit code.
+
+    Options that select a part of a run are refused, because only the command and its words are passed to the child.
+    """
     if getattr(arguments, "rollout_only", False) or getattr(arguments, "train_only", None):
         from meshrl.config.keys import ConfigError
 
@@ -530,7 +542,7 @@ def _timeline(arguments: argparse.Namespace) -> int | None:
 
 
 def _load(words: Sequence[str], command: str) -> "Loaded[Any]":
-    """The config of a command; the first word is the recipe unless it sets a key."""
+    """Load the config of a command; the first word is the recipe unless it sets a key."""
     from meshrl.config import load_config
     from meshrl.config.load import ROOTS
     from meshrl.config.recipe import is_recipe
@@ -545,7 +557,7 @@ def _load(words: Sequence[str], command: str) -> "Loaded[Any]":
 
 
 def _ready(loaded: "Loaded[Any]", arguments: argparse.Namespace) -> bool:
-    """Check the config; on a dry run show what would run, and return False."""
+    """Check the config and return True; on a dry run print the layout instead, and return False."""
     from meshrl.config import check_config, ensure_runnable
     from meshrl.config.show import summary_lines
     from meshrl.config.validate import check_notes
@@ -573,7 +585,7 @@ def _ready(loaded: "Loaded[Any]", arguments: argparse.Namespace) -> bool:
 
 
 def _sandboxes(config: Any) -> Iterator[str]:
-    """Say which sandbox would run the programs that the reward function `code` scores; an error if none would."""
+    """Yield which sandbox would run the programs that the reward function `code` scores; raise if none would."""
     from meshrl.config.keys import told_without_traceback
     from meshrl.config.reward import built_in_arguments
 

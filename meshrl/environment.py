@@ -1,6 +1,6 @@
-"""The environment variables that the package reads: the table of them, and how switches and numbers are read.
+"""The environment variables that the package reads: their table, and functions to read switches and numbers.
 
-What other libraries read for themselves (`HF_HOME`, `NCCL_DEBUG`, `WANDB_MODE`, ...) is theirs.
+Variables that other libraries read themselves (`HF_HOME`, `NCCL_DEBUG`, `WANDB_MODE`, ...) are not listed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ TRACEBACK = "MESHRL_TRACEBACK"
 SUPERVISED_SINCE = "MESHRL_SUPERVISED_SINCE"
 SUPERVISED_PIPE = "MESHRL_SUPERVISED_PIPE"
 TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
-# Each with the line that the docs have of it (docs/config.md).
+# Each variable with its line in the docs (docs/config.md).
 VARIABLES = {
     TRACEBACK: "A switch. On: an error that is told in one line comes with its traceback.",
     "MESHRL_TOKEN": "`meshrl serve`: the token of pauses and weight updates, as `--token`.",
@@ -42,7 +42,7 @@ VARIABLES = {
 
 
 def switch(name: str) -> bool:
-    """Return whether a switch is on; off if it is not set. A word that says neither is a `ValueError`."""
+    """Return whether a switch is on; off if it is not set. Raise a `ValueError` for any other word."""
     word = os.environ.get(name, "").strip().lower()
     if word in TRUE or word in FALSE:
         return word in TRUE
@@ -50,7 +50,7 @@ def switch(name: str) -> bool:
 
 
 def number(name: str, default: int) -> int:
-    """Return a whole number, or the default if it is not set; anything else is a `ValueError`."""
+    """Return a whole number, or the default if the variable is not set. Raise a `ValueError` for anything else."""
     word = os.environ.get(name, "").strip()
     try:
         return int(word) if word else default

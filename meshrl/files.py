@@ -1,8 +1,8 @@
-"""Files that are there whole or not at all, and the reading of those that something else has damaged.
+"""Files that are written completely or not at all, and reading of files that were damaged.
 
-A process that is killed and a disk that is full leave the file as it was before: all that is written to be read again
-goes through `writing_whole`. Not so journals, which grow by whole lines and whose readers pass over a cut one, and
-files inside a folder that takes its own name only when it is whole.
+A killed process or a full disk leaves the file as it was before, because all files that are read again are written by
+`writing_whole`. There are two exceptions. Journals grow by whole lines, and their readers skip a line that was cut off.
+Files inside a folder that gets its name only when it is complete need no such care.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
 
 
 class DamagedFileError(ValueError):
-    """A file that does not hold what its name promises; the message names it."""
+    """A file whose content is not what its name promises; the message names the file."""
 
     needs_no_traceback = True
 
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Have an error of the system that names no file, as that of a full disk, name this one."""
+    """Add this path to an error of the operating system that names no file, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -37,10 +37,10 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def writing_whole(path: str | os.PathLike[str], on_disk: bool = True) -> Iterator[Path]:
-    """Yield a path to write to, which takes the place of `path` only after it was written and is on the disk.
+    """Yield a path to write to, which replaces `path` only after it was written and is on the disk.
 
-    Without `on_disk` it may be lost with the machine, though not with the process. A link stays one, and what is no
-    file (`/dev/stdout`) is written to as it is.
+    Without `on_disk` the file may be lost if the machine fails, but not if only the process does. If `path` is a
+    symbolic link, its target is replaced. A path that is no regular file (`/dev/stdout`) is written to directly.
     """
     named, path = Path(path), Path(os.path.realpath(path))
     if str(named).startswith(STREAMS) or (path.exists() and not path.is_file()):
@@ -63,18 +63,18 @@ def writing_whole(path: str | os.PathLike[str], on_disk: bool = True) -> Iterato
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes | bytearray) -> None:
-    """Write a file that is complete or as it was before; half of a surrogate pair becomes its escape."""
+    """Write a file that is complete or as it was before; a lone surrogate is written as its escape."""
     with writing_whole(path) as aside:
         aside.write_bytes(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
 
 
 def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 1) -> None:
-    """Write plain data as JSON, complete or not at all."""
+    """Write plain data as a JSON file, complete or not at all."""
     write_whole(path, json.dumps(value, indent=indent) + "\n")
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Return what a JSON file holds; a `DamagedFileError` names a file that is empty, cut off or no JSON."""
+    """Return the content of a JSON file; raise a `DamagedFileError` for a file that is empty, cut off or no JSON."""
     content = Path(path).read_bytes()
     try:
         return json.loads(content.decode())
@@ -84,13 +84,13 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def sync_file(path: Path) -> None:
-    """Put a file's content on the disk."""
+    """Flush a file's content to the disk."""
     with path.open("rb+") as stream:
         os.fsync(stream.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Put the names in a folder on the disk, such as one that was just given."""
+    """Flush the names in a folder to the disk, such as that of a file just renamed."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Importing large packages quickly: what they make stays, so nobody looks for garbage among it.
+"""Fast imports of large packages: their objects stay for good, so the garbage collector need not search them.
 
-With torch and transformers that looking takes a sixth of the time: once while they are imported, and again in every
-later search of the whole memory.
+With torch and transformers this search takes a sixth of the import time. It is done once during the import, and again
+in every later full collection.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Around imports, near a process's start: if any is new, what there is at the end is never looked at again."""
+    """Disable garbage collection during the imports in this context, near the start of a process.
+
+    If a module is new, all objects that exist at the end are excluded from later collections.
+    """
     was_enabled, known = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""Functions by name: the built-in ones, those that users register, and those that are named by file.
+"""Registries of functions by name: built-in functions, functions that users register, and functions in named files.
 
-The tables are here, below the algorithms that fill them, so that a config can be checked against them without torch.
+The registries are here, below the algorithms that fill them, so that a config can be checked without importing torch.
 """
 
 import difflib
@@ -11,26 +11,26 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def unknown_name(kind: str, name: str, known: list[str]) -> ValueError:
-    """The error for a name that is in no table: it proposes the nearest known one."""
+    """Return the error for a name that is in no registry, with the nearest known name as a suggestion."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return ValueError(f"unknown {kind} {name!r}{hint} Known: {', '.join(sorted(known))}")
 
 
 def names_a_place(name: str) -> bool:
-    """Whether a name says where to find a function, as `file.py:name` or `module:name`."""
+    """Return whether a name gives a function's location, as `file.py:name` or `module:name`."""
     return ":" in name
 
 
 class Registry:
-    """Functions of one kind by name. A name can be given once; the same function may carry several names."""
+    """Functions of one kind by name. Each name is registered once; a function may have several names."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def register(self, name: str) -> Callable[[Function], Function]:
-        """Decorator that enters a function under `name`."""
+        """Return a decorator that registers a function under `name`."""
 
         def enter(function: Function) -> Function:
             present = self._functions.get(name)
@@ -44,7 +44,10 @@ class Registry:
         return enter
 
     def get(self, name: str) -> Callable[..., Any]:
-        """The function called `name`, or found where `file.py:name` says; a ValueError has the nearest known name."""
+        """Return the function called `name`, or the one at a location such as `file.py:name`.
+
+        Raise a `ValueError` with the nearest known name if there is none.
+        """
         if name in self._functions:
             return self._functions[name]
         if names_a_place(name):

@@ -1,4 +1,4 @@
-"""Threads that never keep a process from ending, unlike those of `concurrent.futures`."""
+"""Threads that never keep a process from exiting, unlike the threads of `concurrent.futures`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Threads:
         self._lock = threading.Lock()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """The result of a call to come."""
+        """Schedule a call and return a future of its result."""
         future: Future[T] = Future()
         self._calls.put((call, future))
         with self._lock:
@@ -31,7 +31,10 @@ class Threads:
         return future
 
     def close(self) -> None:
-        """Ends the threads after the calls given so far; without it they wait for more as long as the process lives."""
+        """End the threads after the calls submitted so far.
+
+        Without this the threads wait for calls as long as the process lives.
+        """
         for _ in range(self.count):
             self._calls.put(None)
 
@@ -44,4 +47,4 @@ class Threads:
                 future.set_result(call())
             except BaseException as error:
                 future.set_exception(error)
-            del asked, call, future  # else the last batch lives until the next
+            del asked, call, future  # otherwise the last call's data stay in memory until the next call

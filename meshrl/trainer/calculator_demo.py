@@ -1,6 +1,6 @@
-"""The calculator recipe as a whole: a tiny model learns by RL to use a tool for what it cannot work out itself.
+"""The calculator demo: a tiny model learns by RL to use a tool for calculations that it cannot do itself.
 
-Nothing is downloaded: model, tokenizer and data are made on the spot, as in the demo.
+Nothing is downloaded: model, tokenizer and data are made on the spot, as in demo.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ def main(
     overrides: Sequence[str] = (),
     console: Console | None = None,
 ) -> Path:
-    """Makes the task, warms the model up on demonstrations of which few use the tool, and trains it by RL."""
+    """Make the task, warm the model up on demonstrations of which few use the tool, and train it by RL.
+
+    Return the RL run's folder.
+    """
     console = console or Console()
     out = Path(out)
     console.print(
@@ -37,7 +40,7 @@ def main(
     )
     make_calculator_model(out / "assets" / "model", seed)
     files = write_calculator_data(out / "assets", seed)
-    # A mistake is told before the warm-up has trained.
+    # Report a mistake in the config before the warm-up trains.
     ensure_runnable(rl_config(out, out / "sft" / "model", files, seed, overrides).config, check_files=False)
     console.print("[bold]2. Supervised warm-up[/] on the demonstrations")
     warm = warm_up(out, files, seed, console)
@@ -48,7 +51,7 @@ def main(
 
 
 def warm_up(out: Path, files: dict[str, str], seed: int, console: Console, overrides: Sequence[str] = ()) -> Path:
-    """The warm-up; returns the folder of the model it wrote."""
+    """Run the supervised warm-up; return the folder of the model it wrote."""
     settings = [
         f"data.train_files=[{files['demonstrations']}]",
         f"model.path={out / 'assets' / 'model'}",
@@ -64,14 +67,14 @@ def warm_up(out: Path, files: dict[str, str], seed: int, console: Console, overr
 def rl_run(
     out: Path, model: Path, files: dict[str, str], seed: int, overrides: Sequence[str], console: Console
 ) -> Path:
-    """The RL part, with the user's own overrides on top of the recipe."""
+    """Run the RL part, with the user's own overrides on top of the recipe; return the run's folder."""
     loaded = rl_config(out, model, files, seed, overrides)
     ensure_runnable(loaded.config)
     return train(loaded.config, loaded.sources, console)
 
 
 def rl_config(out: Path, model: Path, files: dict[str, str], seed: int, overrides: Sequence[str]) -> Loaded[PPOConfig]:
-    """The config of the RL part."""
+    """Load the config of the RL part, with the user's own overrides on top of the recipe."""
     settings = [
         f"data.train_files=[{files['prompts']}]",
         f"data.val_files=[{files['held_out']}]",
@@ -84,7 +87,7 @@ def rl_config(out: Path, model: Path, files: dict[str, str], seed: int, override
 
 
 def show_results(folder: Path, console: Console) -> None:
-    """Accuracy on held-out products and the share of samples that used the tool, over the run."""
+    """Print held-out accuracy and the share of samples that used the tool over the run's steps."""
     table = Table(title="Products of two-digit numbers, with a calculator at hand")
     for heading in ("step", "held-out accuracy (greedy)", "samples that use the tool", "training reward"):
         table.add_column(heading, justify="right")

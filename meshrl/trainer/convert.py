@@ -1,4 +1,7 @@
-"""Checkpoints to Hugging Face folders and back, tensor by tensor: at most one file's worth is held in memory."""
+"""Conversion between checkpoints and Hugging Face folders (`meshrl convert`).
+
+Tensors are converted one by one, so at most one file's worth of tensors is in memory.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ ROLES = ("actor", "model", "critic")
 
 @dataclass(frozen=True)
 class Converted:
-    """What came out of a conversion."""
+    """The result of a conversion: the output path, the number of tensors and their size in bytes."""
 
     path: Path
     tensors: int
@@ -51,7 +54,7 @@ class Converted:
 
 
 def convert(arguments: Namespace) -> str:
-    """`meshrl convert`: the direction follows from the source. Returns what to say."""
+    """Run `meshrl convert` and return its message. The source decides the direction of the conversion."""
     source, out = Path(arguments.source), Path(arguments.out)
     if arguments.shard_mb is not None and arguments.shard_mb < 1:
         raise ValueError(f"--shard-mb ({arguments.shard_mb}) must be at least 1")
@@ -117,9 +120,10 @@ def to_hf(
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
 ) -> Converted:
-    """Writes a role of a checkpoint (or of a run's newest one) as a folder that plain transformers loads.
+    """Write a role of a checkpoint (or of a run's newest checkpoint) as a folder that plain transformers loads.
 
-    Adapters are merged into the weights or, with `adapter`, written alone as peft's folder. `dtype`: else as stored.
+    Adapters are merged into the weights or, with `adapter`, written alone as a PEFT folder. Without `dtype` the weights
+    keep their stored type.
     """
     folder = _role_folder(Path(checkpoint), role)
     out = _free_place(out, overwrite, checkpoint)
@@ -139,7 +143,7 @@ def to_hf(
 
 
 def _role_folder(path: Path, role: str | None) -> Path:
-    """The role's part of what was named: a run's folder, a checkpoint, or such a part itself."""
+    """Return the folder of a role in `path`, which is a run's folder, a checkpoint or a role's folder itself."""
     if (path / FOLDER).is_dir():
         found = newest_complete(path / FOLDER)
         if found is None:
@@ -161,7 +165,10 @@ def _role_folder(path: Path, role: str | None) -> Path:
 def _free_place(
     to: str | Path, overwrite: bool, *read: str | Path, made: tuple[str, ...] = ("config.json", "adapter_config.json")
 ) -> Path:
-    """Where to write: nothing is there, or what `overwrite` may replace, which is what was `made` so before."""
+    """Return the path to write to, if nothing is there or `overwrite` may replace what is there.
+
+    Only an earlier output is replaced, which is recognised by one of the files `made`.
+    """
     out = Path(to).resolve()
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return out
@@ -178,14 +185,17 @@ def _free_place(
 
 
 def _model_of(folder: Path) -> PreTrainedModel:
-    """The role's model without memory, for its names and shapes."""
+    """Return the role's model without allocated weights, for its names and shapes."""
     config = read_json(folder / HF_FOLDER / "config.json")
     is_value = any("Classification" in name for name in config.get("architectures") or [])
     return empty_model(folder / HF_FOLDER, "eager", "value" if is_value else "lm")
 
 
 def expected_tensors(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """What a folder of this model holds, under its modules' names: parameters, tied ones once, and some buffers."""
+    """Return names and shapes of the tensors of a model's folder.
+
+    The names are those of the modules. Parameters are included, tied parameters once, and persistent buffers.
+    """
     own = {name: tuple(param.shape) for name, param in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - own.keys()
     kept = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
@@ -193,7 +203,7 @@ def expected_tensors(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 
 
 def _check_names(folder: Path, stored: Stored, expected: dict[str, tuple[int, ...]]) -> None:
-    """The checkpoint must hold the model's tensors, all of them and in their shapes, and nothing else."""
+    """Check that the checkpoint has exactly the model's tensors, in their shapes."""
     found = {
         name.replace(".base_layer.", "."): stored.shapes["param", name]
         for name in stored.names()
@@ -212,7 +222,7 @@ def _check_names(folder: Path, stored: Stored, expected: dict[str, tuple[int, ..
 
 
 def _plain_tensors(folder: Path, stored: Stored, names: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
-    """The model's own tensors in its order, adapters merged in."""
+    """Yield the model's own tensors in the order of `names`, with adapters merged into them."""
     scaling_file = folder / SCALING_FILE
     if not scaling_file.is_file():
         for name in names:
@@ -256,7 +266,7 @@ def _set_dtype(config: Path, dtype: torch.dtype) -> None:
 
 
 def _measured(out: Path) -> Converted:
-    """Reads back what was written: every tensor that the index names must be in its file."""
+    """Read the written folder and measure it; every tensor that the index names must be in its file."""
     total = held = 0
     files = tensor_files(out)
     for file in sorted(set(files.values())):
@@ -277,7 +287,7 @@ def from_megatron(
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
 ) -> Converted:
-    """Writes a Megatron-Core distributed checkpoint as a Hugging Face folder, with configs and tokenizer of `like`."""
+    """Write a Megatron-Core distributed checkpoint as a Hugging Face folder, with configs and tokenizer of `like`."""
     out, like = _free_place(out, overwrite, folder, like), Path(like)
     hf_config = load_model_config(like)
     expected = hf_tensors(hf_config)
@@ -301,16 +311,16 @@ def from_megatron(
 
 
 def _copy_but_weights(folder: Path, target: Path) -> None:
-    """Configs, tokenizer and chat template."""
+    """Copy all files of a folder except weights: configs, tokenizer and chat template."""
     for file in folder.iterdir():
         if file.is_file() and not file.name.endswith((".safetensors", ".index.json", ".bin", ".pt")):
             shutil.copy(file, target / file.name)
 
 
 def from_hf(folder: str | Path, out: str | Path, *, role: str = "actor", overwrite: bool = False) -> Converted:
-    """Makes a checkpoint of the weights of a Hugging Face folder: no optimizer, step 0.
+    """Make a checkpoint from the weights of a Hugging Face folder, without optimizer state, at step 0.
 
-    A run goes on from it with `trainer.resume_mode=resume_path`.
+    A run starts from it with `trainer.resume_mode=resume_path`.
     """
     source, out = Path(folder), _free_place(out, overwrite, folder, made=(MANIFEST,))
     if not (source / "config.json").is_file():
@@ -340,7 +350,10 @@ def from_hf(folder: str | Path, out: str | Path, *, role: str = "actor", overwri
 
 
 def _rectangles(folder: Path, model: PreTrainedModel) -> Iterator[Rectangle]:
-    """The folder's tensors under the modules' names, file by file; an expert's is a slice of its layer's stack."""
+    """Yield the folder's tensors under the modules' names, file by file.
+
+    The tensor of a single expert becomes a slice of its layer's stacked experts.
+    """
     files = tensor_files(folder)
     if not files:
         raise ValueError(f"'{folder}' has no safetensors")

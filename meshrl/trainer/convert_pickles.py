@@ -1,11 +1,11 @@
-"""Files of before that are pickles, in part or whole, become plain data: `meshrl convert SOURCE OUT --trust-pickle`.
+"""Conversion of older files with pickles to plain data: `meshrl convert SOURCE OUT --trust-pickle`.
 
-    a checkpoint of format 1 or 2       a checkpoint of this format
-    a kept batch (*.dataproto)          the same batch
-    a run's folder, or checkpoints/     the same folder, with all of these made new and the rest copied
-    a model or adapter with *.bin alone  the same in safetensors
+    a checkpoint of format 1 or 2        a checkpoint of the current format
+    a kept batch (*.dataproto)           the same batch
+    a run's folder, or checkpoints/      the same folder, with all of these converted and the rest copied
+    a model or adapter with only *.bin   the same in safetensors
 
-Reading a pickle runs what it says. Nothing else in this package reads one, and this only where it was asked for.
+Reading a pickle executes the code in it. Only this conversion reads pickles, and only if a user asks for it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ PICKLED_BATCHES = (".dataproto", ".pkl")
 PICKLED_ADAPTER, ADAPTER = "adapter_model.bin", "adapter_model.safetensors"
 PICKLED_SAMPLER = "pickled_sampler"
 EXTRA = re.compile(r"extra-(\d+)\.pt")
-# Where copies in memory are, which belong to the run that made them.
+# The link to in-memory checkpoints, which belong only to the run that made them.
 NOT_COPIED = ("memory_copies.json",)
-# Where the classes and functions that pickled batches name have moved to.
+# Former modules of the classes and functions in pickled batches, and where these are now.
 MOVED = {"meshrl.data.proto": "meshrl.data.batch", "meshrl.data.serialize": "meshrl.data.serialization"}
 
 
@@ -52,7 +52,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def pickles_in(source: Path) -> list[Path]:
-    """Return what `from_pickles` would make new: checkpoints, batches and a model's folder."""
+    """Return the places that `from_pickles` would convert: checkpoints, batches and a model's folder."""
     if source.is_file():
         return [source] if plain_data.is_pickle(source) else []
     if is_pickled_model(source):
@@ -61,13 +61,13 @@ def pickles_in(source: Path) -> list[Path]:
 
 
 def is_pickled_model(folder: Path) -> bool:
-    """Return whether a model's or an adapter's folder has its weights as pickles alone."""
+    """Return whether a model's or adapter's folder has its weights only as pickles."""
     is_model = (folder / "config.json").is_file() or (folder / PICKLED_ADAPTER).is_file()
     return is_model and pickle_problem(folder) is not None
 
 
 def refuse_pickles(source: Path) -> None:
-    """Raise a `ValueError` that says what to do, where a source has any."""
+    """Raise a `ValueError` with the remedy if a source has pickles."""
     if found := pickles_in(source):
         raise ValueError(
             f"{source} holds pickles ({count(len(found), 'place')}, first of all {found[0]}), which run what they say "
@@ -76,7 +76,7 @@ def refuse_pickles(source: Path) -> None:
 
 
 def from_pickles(source: Path, out: Path) -> tuple[int, int]:
-    """Make OUT of SOURCE without pickles; returns how many places were made new, and OUT's size in bytes."""
+    """Convert SOURCE to OUT without pickles; return the number of converted places and OUT's size in bytes."""
     found = pickles_in(source)
     if not found:
         raise ValueError(f"--trust-pickle: {source} holds no pickles that need converting")
@@ -94,7 +94,7 @@ def from_pickles(source: Path, out: Path) -> tuple[int, int]:
 
 
 def _checkpoints_of(folder: Path) -> list[Path]:
-    """Return the checkpoints of an older format in a folder, itself included."""
+    """Return the checkpoints of an older format in a folder, possibly the folder itself."""
     return [file.parent for file in sorted(folder.rglob(MANIFEST)) if _format_of(file) in BEFORE]
 
 
@@ -107,7 +107,7 @@ def _format_of(manifest: Path) -> Any:
 
 
 def _batches_of(folder: Path) -> list[Path]:
-    """Return the pickled batches in a folder that no older checkpoint holds."""
+    """Return the pickled batches in a folder, except those inside checkpoints of an older format."""
     inner = _checkpoints_of(folder)
     files = [file for suffix in PICKLED_BATCHES for file in sorted(folder.rglob(f"*{suffix}")) if file.is_file()]
     return [
@@ -137,7 +137,7 @@ def _convert_tree(source: Path, out: Path) -> None:
 
 
 def _convert_checkpoint(source: Path, out: Path) -> None:
-    """Write a checkpoint of this format with the same tensors, states and batches."""
+    """Write a checkpoint of the current format with the same tensors, states and batches."""
     if problems := problems_of(source, formats=BEFORE):
         raise CheckpointError(f"the checkpoint {source} cannot be used: {'; '.join(problems[:3])}")
     out.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def _convert_checkpoint(source: Path, out: Path) -> None:
 
 
 def _with_plain_sampler(value: Any) -> Any:
-    """Return a part of the trainer's state, with a sampler's own state, wherever it is, as plain data."""
+    """Convert a pickled sampler state to plain data, at any depth of a part of the trainer's state."""
     if not isinstance(value, dict):
         return value
     found = {name: _with_plain_sampler(part) for name, part in value.items() if name != PICKLED_SAMPLER}
@@ -200,7 +200,7 @@ def _load_batch(file: Path) -> DataProto:
 
 
 def _convert_model(source: Path, out: Path) -> None:
-    """Write weights as safetensors under the names that Transformers gives them; what else is there is copied."""
+    """Write the weights as safetensors under the names that Transformers uses, and copy the other files."""
     if (source / PICKLED_ADAPTER).is_file():
         save_tensors(torch.load(source / PICKLED_ADAPTER, map_location="cpu", weights_only=True), out / ADAPTER)
     else:

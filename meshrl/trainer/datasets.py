@@ -1,4 +1,4 @@
-"""What a run reads: prompts, demonstrations or judged answers, and the order in which they come."""
+"""Datasets of a run: prompts, demonstrations or preferences, and the order of their rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Tools = list[dict[str, Any]] | None
 def run_prompts(
     config: PPOConfig, tokenizer: Tokenizer, tools: Tools, console: Console | None
 ) -> tuple[PromptDataset | PromptStream, RowOrder, PromptDataset | None]:
-    """The training prompts, the order in which they come, and those to validate with."""
+    """Return the training prompts, their order, and the validation prompts or None."""
     data = config.data
     with told_without_traceback():
         images = _prompt_images(config.actor_rollout_ref.model, data.image_key, tokenizer)
@@ -42,7 +42,7 @@ def run_prompts(
 
 
 def run_rows(config: SupervisedConfig, tokenizer: Tokenizer) -> tuple[Rows, BatchOrder, Rows | None]:
-    """The training data, its order, which needs at least one batch, and the held-out data."""
+    """Return the training data, its order, and the held-out data; the order needs at least one batch of rows."""
     data, seed = config.data, config.trainer.seed if config.data.seed is None else config.data.seed
     with told_without_traceback():
         if isinstance(data, SFTDataConfig):
@@ -57,7 +57,7 @@ def run_rows(config: SupervisedConfig, tokenizer: Tokenizer) -> tuple[Rows, Batc
 
 
 def _prompt_images(model: ModelConfig, key: str | None, tokenizer: Tokenizer) -> PromptImages | None:
-    """What finds the images of rows, for a model that sees."""
+    """Return the reader of images in prompts if the model is a VLM, or None."""
     if not sees(load_model_config(model.path or "", trust_remote_code=model.trust_remote_code)):
         return None
     return PromptImages(model.path or "", tokenizer, key, model.trust_remote_code)
@@ -70,7 +70,7 @@ def _training_prompts(
     images: PromptImages | None,
     console: Console | None,
 ) -> tuple[PromptDataset | PromptStream, RowOrder]:
-    """The training prompts, and the order in which they come."""
+    """Return the training prompts and their order: streamed, mixed by weight, shuffled, or by a user's sampler."""
     data = config.data
     seed, size = data.seed if data.seed is not None else config.trainer.seed, data.gen_batch_size
     size = size or data.train_batch_size
@@ -85,5 +85,5 @@ def _training_prompts(
             return prompts, MixedOrder(prompts.source_of_row, data.train_weights, size, data.shuffle, seed)
         if data.sampler.class_path is None:
             return prompts, BatchOrder(len(prompts), size, data.shuffle, seed)
-    # A sampler is the user's own code: what it raises is told with its traceback.
+    # A sampler is user code, so its errors keep their traceback.
     return prompts, SamplerOrder(prompts, data, size)

@@ -37,9 +37,9 @@ def main(
     overrides: Sequence[str] = (),
     console: Console | None = None,
 ) -> Path:
-    """Runs the whole demo, with GRPO or `ppo`; `control` rewards by coin toss instead, which must not help.
+    """Run the whole demo, with GRPO or PPO; return the RL run's folder.
 
-    Returns the RL run's folder.
+    With `control` the rewards are coin tosses, from which the model must not learn.
     """
     console = console or Console()
     out = Path(out)
@@ -47,7 +47,7 @@ def main(
     make_tiny_model(out / "assets" / "model", ALPHABET, seed)
     files = write_data(out / "assets", seed)
     loaded = rl_config(out, out / "sft" / "model", files, seed, control, algorithm, overrides)
-    ensure_runnable(loaded.config, check_files=False)  # a mistake is told before the warm-up has trained
+    ensure_runnable(loaded.config, check_files=False)  # report a mistake before the warm-up trains
     console.print("[bold]2. Supervised warm-up[/] on the demonstrations")
     sft_run(out, files, seed, console)
     rewards = "coin-toss rewards (control)" if control else "a checker's rewards"
@@ -59,7 +59,10 @@ def main(
 
 
 def write_data(folder: Path, seed: int) -> dict[str, str]:
-    """Held-out prompts (the same for every seed), training prompts that are none of them, and demonstrations."""
+    """Write held-out prompts, training prompts and demonstrations; return their files by name.
+
+    The held-out prompts are the same for every seed. The training prompts and demonstrations contain none of them.
+    """
     held_out = new_tasks(random.Random(12345), HELD_OUT, exclude=set())
     rng = random.Random(seed)
     demonstrations = new_tasks(rng, DEMONSTRATIONS, exclude=set(held_out))
@@ -73,7 +76,7 @@ def write_data(folder: Path, seed: int) -> dict[str, str]:
 
 
 def new_tasks(rng: random.Random, count: int, exclude: set[str]) -> list[str]:
-    """Different random digit strings."""
+    """Return `count` different random digit strings that are not in `exclude`."""
     tasks: dict[str, None] = {}
     while len(tasks) < count:
         digits = "".join(rng.choices("0123456789", k=DIGITS))
@@ -83,12 +86,12 @@ def new_tasks(rng: random.Random, count: int, exclude: set[str]) -> list[str]:
 
 
 def task_row(digits: str) -> dict[str, Any]:
-    """A prompt as the trainer reads it; the checker gets the digits, nobody gets the answer."""
+    """Return a prompt row for the trainer; the checker gets the digits, and no answer is stored."""
     return {"prompt": f"{digits}>", "data_source": "sort_digits", "extra_info": {"digits": digits}}
 
 
 def sft_run(out: Path, files: dict[str, str], seed: int, console: Console) -> Path:
-    """The warm-up; returns the folder of the model it wrote."""
+    """Run the supervised warm-up; return the folder of the model it wrote."""
     loaded = load_config(
         "demo_sft",
         [
@@ -112,7 +115,7 @@ def rl_config(
     algorithm: str,
     overrides: Sequence[str],
 ) -> Loaded[PPOConfig]:
-    """The RL part, with the user's own overrides on top of the recipe."""
+    """Load the config of the RL part, with the user's own overrides on top of the recipe."""
     return load_config(
         f"demo_{algorithm}",
         [
@@ -129,7 +132,7 @@ def rl_config(
 
 
 def show_results(folder: Path, console: Console) -> None:
-    """A table of the held-out accuracy over the run, and where the pictures are."""
+    """Print a table of the held-out accuracy over the run, and the paths of its picture and report."""
     run = RunFiles(folder)
     rows = [r for r in run.read_metrics() if ACCURACY in r]
     table = Table(title="Held-out accuracy (512 prompts, greedy)")

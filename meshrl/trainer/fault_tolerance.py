@@ -95,7 +95,7 @@ class Restarts:
         return True
 
     def resumed(self, step: int, kept_at: float) -> float:
-        """Record that work goes on after a step whose state was saved at unix time `kept_at`; return the seconds lost."""
+        """Record that work resumes after a step whose state was saved at unix time `kept_at`; return the seconds lost."""
         now, records = time.time(), self.records()
         spans = [(record["since"], record["time"]) for record in records if record["event"] == "resumed"]
         since, last = max(kept_at, self.since), max((end for _, end in spans), default=0.0)
@@ -160,7 +160,7 @@ INFRASTRUCTURE_EXIT = 75
 
 
 class Failure(StrEnum):
-    """The kind of a failure.
+    """The kind of a failure, which decides whether to try again.
 
     Only infrastructure failures are tried again, because failures of the other kinds would occur again.
     """
@@ -230,7 +230,7 @@ _RANKS_DIFFER = re.compile(r"doesn't match expected size|Detected mismatch betwe
 
 
 def kind_of(error: BaseException) -> Failure:
-    """Return the kind of a failure.
+    """Return the kind of a failure from the error and its causes.
 
     It is infrastructure if the error or one of its causes is. Otherwise it is the error's own kind.
     """

@@ -350,7 +350,7 @@ class NonFiniteSteps:
         return {"training/nonfinite_steps": float(self.count)}
 
     def enforce(self, step: int) -> None:
-        """Raise a `NonFiniteError` after too many skipped optimizer steps, or too many steps in a row without update."""
+        """Raise a `NonFiniteError` after too many skipped optimizer steps, or too many steps in a row."""
         if self.limit is not None and self.count > self.limit:
             raise NonFiniteError(
                 f"{self.count} optimizer steps had a gradient that is not finite, more than trainer.max_nan_steps "

@@ -1,4 +1,11 @@
-"""Past steps again: kept batches and the checkpoint before them give a step's numbers to the bit, and one token's."""
+"""Replay of past steps: kept batches and the checkpoint before them reproduce a step's numbers to the bit.
+
+    replay, show, explain_token   `meshrl replay`: one step of a run again, compared with its record
+    TrainOnly, train_only         training without generation, on kept batches
+    RolloutOnly, rollout_only     generation without training
+
+Kept batches are the files of `KeptBatches` (run_state.py).
+"""
 
 from __future__ import annotations
 
@@ -27,14 +34,14 @@ from meshrl.trainer.rl_trainer import PPOTrainer
 from meshrl.trainer.run_state import batch_files, load_batch
 
 DUMPED = "batch.dataproto"
-# What no two runs share: clocks, memory, and what moved between processes.
+# Metrics that differ between any two runs: clocks, memory and traffic between processes.
 CLOCKS = ("timing_s/", "time", "perf/", "ledger_s/", "ledger/", "mfu/", "memory/", "weight_sync/")
 OWN = (*CLOCKS, "data/", "val-", "step", "training/nonfinite_metrics")
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """A step that was taken again: (recorded, replayed) of every number that both have."""
+    """A replayed step: (recorded, replayed) of every number that both runs have."""
 
     step: int
     numbers: dict[str, tuple[float, float]]
@@ -49,7 +56,7 @@ class Replayed:
 
 
 def replay(run_dir: str | Path, step: int, token: tuple[int, int] | None = None, words: Sequence[str] = ()) -> Replayed:
-    """Takes a step of a run again, from the checkpoint before it and the batches kept since; `words` are overrides."""
+    """Replay a step of a run from the checkpoint before it and the batches kept since; `words` are config overrides."""
     if not Path(run_dir).is_dir():
         raise ValueError(f"there is no run folder {run_dir}")
     run = RunFiles(run_dir)
@@ -88,9 +95,9 @@ def _check_token(batch: DataProto, token: tuple[int, int]) -> None:
 
 
 def starting_point(run: RunFiles, step: int) -> tuple[Found | None, list[Path]]:
-    """The checkpoint before a step (None: the run's first weights), and the batches from there to the step.
+    """Return the checkpoint before a step (None: the run's first weights), and the batches from there to the step.
 
-    A dump of the step itself also serves: optimizer steps that were skipped have left the weights as they were.
+    A dump of the step itself also serves, because skipped optimizer steps have left the weights as they were.
     """
     start = checkpoint_before(run.path, step)
     kept = batch_files(run.batches)
@@ -110,7 +117,7 @@ def starting_point(run: RunFiles, step: int) -> tuple[Found | None, list[Path]]:
 
 
 def checkpoint_before(run: Path, step: int) -> Found | None:
-    """The newest whole checkpoint before a step."""
+    """Return the newest complete checkpoint before a step, or None if there is none."""
     for path in step_folders(run / FOLDER):
         if int(path.name.rpartition("_")[2]) < step and not problems_of(path):
             return open_checkpoint(path)
@@ -118,18 +125,18 @@ def checkpoint_before(run: Path, step: int) -> Found | None:
 
 
 def check_whole(run: RunFiles) -> None:
-    """Refuse a config whose last section is missing: cut off, it would still be YAML, of another run."""
+    """Raise if the config's last section is missing: a file that was cut off would still be valid YAML."""
     last = list(leaves(PPOConfig))[-1].partition(".")[0]
     if last not in run.read_config():
         raise ValueError(f"{run.config} cannot be used: it has no section '{last}', as if it was cut off")
 
 
 def replay_config(run: RunFiles, start: Found | None, folder: str, words: Sequence[str]) -> PPOConfig:
-    """The run's own config, without all that does not belong to the step."""
+    """Return the run's own config without the settings that do not belong to the step."""
     check_whole(run)
     resume = ["trainer.resume_mode=disable"]
     if start is None and load_config(run.config, []).config.trainer.resume_mode == "resume_path":
-        resume = []  # the run's first weights are those it was told to begin with
+        resume = []  # the run's first weights are from the checkpoint in its config
     elif start is not None:
         resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={start.path}"]
     config: PPOConfig = load_config(
@@ -165,7 +172,7 @@ def replay_config(run: RunFiles, start: Found | None, folder: str, words: Sequen
 
 
 def show(replayed: Replayed, token: tuple[int, int] | None, console: Console) -> None:
-    """Recorded and replayed numbers, and the token that was asked about."""
+    """Print the recorded and replayed numbers, and the explanation of a token if one is given."""
     table = Table(title=f"step {replayed.step}: recorded and replayed")
     for heading in ("number", "recorded", "replayed", ""):
         table.add_column(heading)
@@ -182,7 +189,7 @@ def show(replayed: Replayed, token: tuple[int, int] | None, console: Console) ->
 
 
 def explain_token(replayed: Replayed, token: tuple[int, int]) -> Iterator[str]:
-    """Where a token came from and what the loss made of it."""
+    """Yield lines that describe a token's origin and its part in the loss."""
     row, column = token
     tensors, actor = replayed.batch.batch, replayed.config.actor_rollout_ref.actor
     if not tensors["response_mask"][row, column]:
@@ -219,24 +226,24 @@ def explain_token(replayed: Replayed, token: tuple[int, int]) -> Iterator[str]:
     yield f"  ratio                  {ratio:.9g}, bounds [{low:g}, {high:g}]: {'clipped' if clipped else 'not clipped'}"
 
 
-# The two halves of a run: generation without training, and training without generation.
+# Partial runs: generation without training, and training without generation.
 
 BATCHES = "RUN/batches/step_N.dataproto"
 SCORE_DIFFERENCE = "replay/score_difference"
 
 
 class TrainOnly(PPOTrainer):
-    """Trains on batches from files, one a step, and generates nothing."""
+    """A trainer on batches from files, one a step, which generates nothing."""
 
     files: Sequence[Path] = ()
-    # The step that the first file is of; by default the one after the checkpoint's.
+    # The step of the first file; by default the step after the checkpoint's.
     first_step: int | None = None
     token: tuple[int, int] | None = None
     last: DataProto | None = None
 
     def fit(self) -> None:
-        """A step on each file."""
-        self.gates = None  # whoever takes a step again wants to see what happens
+        """Train one step on the batch in each file."""
+        self.gates = None  # a replay must not stop at the step that it is to show
         self.sync_weights()
         if self.first_step is not None:
             self.step = self.first_step - 1
@@ -256,32 +263,32 @@ class TrainOnly(PPOTrainer):
             self.keeper.after_log(self)
 
     def score_difference(self, batch: DataProto) -> float:
-        """By how much rewards computed again differ from those that were kept with the batch."""
+        """Return the largest difference between rewards computed again and the rewards kept with the batch."""
         again = copy.copy(batch)
         with self.phase("reward"):
             again.batch["token_level_scores"] = self.reward.score(batch, again=True).token_level
             self.add_model_scores(again, self.begin_model_scores(again))
-        kept = batch.batch["response_mask"].any(1)  # samples that were dropped have nothing left to score
+        kept = batch.batch["response_mask"].any(1)  # dropped samples have no score to compare
         difference = (again.batch["token_level_scores"] - batch.batch["token_level_scores"])[kept]
         return float(difference.abs().max()) if len(difference) else 0.0
 
     def sync_weights(self) -> dict[str, float]:
-        """Nothing generates: the weights only get their number."""
+        """Only increment the version: without generation no weights are sent."""
         self.version += 1
         return {}
 
     def add_advantages(self, batch: DataProto) -> dict[str, float]:
-        """As ever; what is known of the batch by now is kept to look at."""
+        """Add the advantages as usual, and keep the batch with all its columns for inspection."""
         metrics = super().add_advantages(batch)
         self.last = batch
         return metrics
 
 
 class RolloutOnly(PPOTrainer):
-    """Generates, scores and keeps the batches of every step; the weights stay as they are."""
+    """A trainer that generates, scores and keeps the batches of every step; its weights do not change."""
 
     def train_step(self, batch: DataProto) -> dict[str, Any]:
-        """Nothing but a look at the samples."""
+        """Log the samples and return their statistics, without training."""
         tensors = batch.batch
         scored = torch.from_numpy(scored_rows(batch))
         self.samples.log_training(batch, self.reward.decode, self.step)
@@ -294,9 +301,9 @@ class RolloutOnly(PPOTrainer):
 
 
 def rollout_only(config: PPOConfig, sources: Mapping[str, str] | None = None, console: Console | None = None) -> Path:
-    """Generates the batches of all steps with the weights there are; returns the folder that has them."""
+    """Generate the batches of all steps with the weights the run starts from; return the folder of the batches."""
     config.trainer.save_final_model = False
-    config.trainer.save_freq = -1  # a checkpoint would say that these steps were trained
+    config.trainer.save_freq = -1  # a checkpoint would claim that these steps were trained
 
     def make_loop(*parts: Any) -> RolloutOnly:
         loop = RolloutOnly(*parts)
@@ -311,7 +318,7 @@ def rollout_only(config: PPOConfig, sources: Mapping[str, str] | None = None, co
 def train_only(
     config: PPOConfig, batches: str | Path, sources: Mapping[str, str] | None = None, console: Console | None = None
 ) -> Path:
-    """Takes a step on a kept batch, or one on each of a folder of them; returns the run's folder."""
+    """Train one step on a kept batch, or on each batch of a folder; return the run's folder."""
     path = Path(batches)
     files = list(batch_files(path).values()) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):

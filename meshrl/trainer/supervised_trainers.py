@@ -1,4 +1,9 @@
-"""Supervised fine-tuning: demonstrations → optimizer step → metrics, with a look at held-out ones now and then."""
+"""Training loops of supervised runs: SFT on demonstrations, preference learning on pairs, and KTO.
+
+    batch → (reference log-probs) → optimizer step → metrics, with validation on held-out rows every few steps
+
+The workers are in meshrl/workers/supervised_worker.py.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,7 @@ Rows = DemonstrationDataset | PairDataset | JudgedDataset
 
 
 class SFTTrainer:
-    """Trains on demonstrations with the same engine, packing and balancing as the policy."""
+    """A trainer on demonstrations, with the same engine, packing and balancing as the policy."""
 
     def __init__(
         self,
@@ -45,20 +50,20 @@ class SFTTrainer:
         self.config, self.model, self.tracker, self.timer, self.steps = config, model, tracker, timer, steps
         self.train_data, self.order, self.val_data = train_data, order, val_data
         self.units = SupervisedBatchUnits.from_config(config)
-        self.books: Bookkeeper | None = None  # set where the time of all processes is booked
+        self.books: Bookkeeper | None = None  # set if the time of all processes is recorded
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the future of the run depends on beside the workers' state."""
+        """Return all state besides the workers' that the rest of the run depends on."""
         return {"step": self.step, "data": self.order.state_dict(), **self.keeper.nonfinite.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from where `state_dict` was taken."""
+        """Restore the state that `state_dict` returned, so that the run continues from that step."""
         self.step = state["step"]
         self.keeper.nonfinite.load_state_dict(state)
         self.order.load_state_dict(state["data"])
 
     def fit(self) -> None:
-        """The whole run."""
+        """Run the training loop from the current step to the last, with validation, checkpoints and logging."""
         for step, rows in zip(range(self.step + 1, self.steps + 1), self.order, strict=False):
             self.step = step
             self.timer.reset()
@@ -83,12 +88,12 @@ class SFTTrainer:
             self.keeper.after_log(self)
 
     def learn(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step."""
+        """Take one optimizer step on a batch and return its metrics."""
         with self.timer.phase("train"):
             return self.model.train_batch(batch)[0]
 
     def validate(self, data: Rows) -> dict[str, float]:
-        """Mean negative log-likelihood of the held-out tokens."""
+        """Compute the mean negative log-likelihood of the held-out tokens."""
         total = tokens = 0.0
         for batch in self.batches(data):
             answer = self.model.evaluate(batch)
@@ -97,14 +102,14 @@ class SFTTrainer:
         return {"val/loss": total / tokens}
 
     def batches(self, data: Rows) -> Iterator[DataProto]:
-        """All rows in their order, a batch at a time."""
+        """Yield all rows in their order, one batch at a time."""
         size = self.config.data.train_batch_size
         for start in range(0, len(data), size):
             yield data.batch(np.arange(start, min(start + size, len(data))))
 
 
 def epochs_in_steps(trainer: SupervisedRunConfig, steps_per_epoch: int) -> None:
-    """Say in steps what is to be done after every pass over the data."""
+    """Set `test_freq` and `save_freq` to the steps of one epoch, if validation or saving is wanted after each epoch."""
     if trainer.test_after_epoch:
         trainer.test_freq = steps_per_epoch
     if trainer.save_after_epoch:
@@ -112,28 +117,28 @@ def epochs_in_steps(trainer: SupervisedRunConfig, steps_per_epoch: int) -> None:
 
 
 def total_supervised_steps(config: SupervisedConfig, rows: int) -> int:
-    """How many optimizer steps the run has: as configured, or as the epochs over the data give."""
+    """Return the number of optimizer steps of the run: as configured, or computed from the epochs over the data."""
     per_epoch = rows // config.data.train_batch_size
     return config.trainer.total_training_steps or per_epoch * config.trainer.total_epochs
 
 
-# Learning from pairs of answers: what the reference thinks of them → optimizer step → metrics.
+# Preference learning from pairs of responses: reference log-probs → optimizer step → metrics.
 
 
 class PreferenceTrainer(SFTTrainer):
-    """The loop of fine-tuning, on pairs."""
+    """A trainer on pairs of chosen and rejected responses."""
 
     config: PreferenceConfig
 
     def learn(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step."""
+        """Compute the reference's log-probs if the loss has a reference, and take one optimizer step."""
         if self.config.has_reference:
             with self.timer.phase("reference"):
                 batch = batch.union(self.model.compute_reference(batch))
         return super().learn(batch)
 
     def validate(self, data: Rows) -> dict[str, float]:
-        """The mean loss of the held-out pairs, how often and by how much the chosen answer leads."""
+        """Compute the mean loss of the held-out pairs, the share whose chosen response leads, and the mean margin."""
         scores = torch.cat([self._scores(batch) for batch in self.batches(data)])
         loss = self.config.loss
         losses, margin = compute_preference_loss(loss.name, scores[::2], scores[1::2], **loss.options)
@@ -146,21 +151,25 @@ class PreferenceTrainer(SFTTrainer):
         return self.model.evaluate(batch).batch["scores"]
 
 
-# Learning from judged answers: a baseline of answers to other prompts → the reference → optimizer step → metrics.
+# KTO: KL baseline from responses to other prompts → reference log-probs → optimizer step → metrics.
 
 
 class JudgedTrainer(PreferenceTrainer):
-    """The loop of fine-tuning, on answers that are good or bad."""
+    """A trainer by KTO on single responses that are labelled good or bad."""
 
     def learn(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step."""
+        """Compute the KL baseline and take one optimizer step."""
         with self.timer.phase("baseline"):
             baseline = self._take_baseline(batch)
         batch.meta_info["baseline"] = baseline
         return super().learn(batch) | {"train/kl": baseline}
 
     def validate(self, data: Rows) -> dict[str, float]:
-        """The mean loss of the held-out answers, how often they are on their side of the baseline, how far apart."""
+        """Compute the mean loss of the held-out responses, the accuracy and the margin.
+
+        Accuracy is the share of responses on the right side of the baseline. The margin is `beta` times the difference
+        between the mean scores of good and bad responses.
+        """
         losses, leads, scores, good = [], [], [], []
         options = self.config.loss.options
         for batch in self.batches(data):
@@ -176,7 +185,10 @@ class JudgedTrainer(PreferenceTrainer):
         return {"val/loss": float(torch.cat(losses).mean()), "val/accuracy": accuracy, "val/margin": margin}
 
     def _take_baseline(self, batch: DataProto) -> float:
-        """Takes the answers to other prompts out of the batch: by how much the policy likes them better on average."""
+        """Remove the responses to other prompts from the batch, and return their mean score, or 0 if that is negative.
+
+        The mean score estimates the KL between policy and reference.
+        """
         names = [f"{OTHER}{name}" for name in ROWS]
         others = batch.pop(names).rename(names, list(ROWS))
         return max(0.0, float(self._scores(others).mean()))
