@@ -95,7 +95,7 @@ class Restarts:
         return True
 
     def resumed(self, step: int, kept_at: float) -> float:
-        """Record that work resumes after a step whose state was saved at unix time `kept_at`; return the seconds lost."""
+        """Record that work resumes after a step whose state was saved at unix time `kept_at`; return seconds lost."""
         now, records = time.time(), self.records()
         spans = [(record["since"], record["time"]) for record in records if record["event"] == "resumed"]
         since, last = max(kept_at, self.since), max((end for _, end in spans), default=0.0)

@@ -168,7 +168,7 @@ class StepProfiler:
         self.config, self.groups, self.say = config, groups, say
         self.folder = Path(config.save_path).absolute()
         self._running: int | None = None
-        # Colocated roles are views over the same processes: one profile for all of them.
+        # Colocated roles are views over the same processes, so they have one profile together.
         self._processes = {id(group._backend): (role, group) for role, group in reversed(list(groups.items()))}
 
     def begin(self, step: int) -> None:

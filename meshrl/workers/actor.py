@@ -407,7 +407,7 @@ def make_actor_loss(
     """Return the loss function of a mini-batch whose counts over all ranks are `stats`.
 
     `computed` counts the tokens that are computed at all, because samples without advantage may be left out. Such
-    samples add nothing to the loss, which is a mean over all tokens. Metrics that have no gradient (KL, clipping,
+    samples add nothing to the loss, whose means are over all tokens. Metrics that are only monitored (KL, clipping,
     entropy) are means over the computed tokens, and are left out if no token is computed. `compare_with` names the
     rollout's log-probs, which are compared on `FRESH` tokens while the weights are still the same. With `bypass` the
     loss has only two policies, rollout and actor, and corrects for their difference as `bypass` says.

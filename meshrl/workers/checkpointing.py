@@ -28,7 +28,7 @@ from meshrl.models.lora import save_adapter_config
 from meshrl.models.saving import copy_processor, save_configs, save_hf_folder
 from meshrl.telemetry.time_ledger import booked
 
-# The role's Hugging Face files lie here: configs and tokenizer always, the weights with `hf_model`.
+# The subfolder of a role's Hugging Face files: configs and tokenizer always, weights if the contents have `hf_model`.
 HF_FOLDER = "huggingface"
 MEMORY = Path("/dev/shm")
 # Another run's process may live in another container, where /proc does not show it. So its folder is kept for this
