@@ -308,7 +308,7 @@ class SampleSource:
     def move_weights(self) -> dict[str, float]:
         """Send the actor's weights to rollouts on devices of their own."""
         if self.meeting is None:
-            # Connect only after a checkpoint is loaded, because weights that never change are sent here, once.
+            # Connect only after a checkpoint is loaded: with LoRA the base weights, which never change, are sent here.
             self.meeting = join_pools(self.actor, self.rollout, self.config.trainer)
         if not self.config.async_training.partial_rollout:
             self.rollout.finish_answers()
