@@ -584,7 +584,7 @@ def check_rounding(config: PPOConfig | SupervisedConfig) -> None:
 def check_devices(pools: Sequence[Pool], trainer: RunConfig) -> None:
     """Check that this machine has a GPU for each local process, before any worker starts.
 
-    With Ray nothing is checked here, because Ray knows the devices of its cluster.
+    With Ray nothing is checked here, because Ray manages the devices of its cluster.
     """
     if trainer.backend != "local" or not uses_gpu(trainer):
         return
@@ -636,7 +636,7 @@ def slow_types(config: PPOConfig | SupervisedConfig) -> list[str]:
     Only runs on local CPUs have such notes.
     """
     device = config.trainer.device
-    is_here = config.trainer.backend == "local"  # with Ray, the workers run on other machines
+    is_here = config.trainer.backend == "local"  # with Ray, the workers may run on other machines
     if not is_here or device == "cuda" or (device == "auto" and torch.cuda.is_available()):
         return []
     asked: dict[torch.dtype, list[str]] = {}
