@@ -3,8 +3,8 @@
 - `Parcel`, `send_message` and `receive_message`: messages over a Unix socket, with tensors in shared memory.
 - `run_worker`: the main function of a worker process.
 
-Reading has its own thread, so that the process notices the end of the controller and ends itself, even if the main
-thread is inside a collective that will never finish.
+Because reading has its own thread, the process notices the end of the controller and ends itself. It does so even if
+the main thread is inside a collective that will never finish.
 """
 
 import faulthandler

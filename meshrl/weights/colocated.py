@@ -107,7 +107,7 @@ def policy_sync(
 
 
 def sends_adapters(engine: Engine, adapters: str) -> bool:
-    """Return whether the engine's adapters can be sent without the base model, and `adapters` says so."""
+    """Return whether the engine's adapters can be sent without the base model, and `adapters` is `alone`."""
     return isinstance(engine, FSDPEngine) and engine.has_adapters and takes_plans(engine) and adapters == "alone"
 
 

@@ -362,7 +362,7 @@ class _Rollout:
                 f"the model's {self.heads} attention heads must be divisible by tensor_model_parallel_size ({self.tp})"
             )
         self.place = np.arange(layout.world_size) % layout.tp
-        # The arguments of `_cut`, one row for each tensor.
+        # The cuts recorded by `_cut`, one row for each tensor.
         self.cut_rows: list[tuple[int, ...]] = []
 
     def build(self) -> Placement:

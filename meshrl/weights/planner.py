@@ -373,7 +373,7 @@ class _Draft:
         if not self.paths:
             return np.empty((0, 3), np.int64)
         count = np.bincount(self.message_way)
-        turn = ranges(np.zeros(len(count), np.int64), count)  # messages are numbered way by way
+        turn = ranges(np.zeros(len(count), np.int64), count)  # messages are numbered path by path
         length = np.array([len(path) - 1 for path in self.paths], np.int64)
         message = np.repeat(np.arange(len(self.paths)), length)
         step = ranges(np.zeros(len(length), np.int64), length)

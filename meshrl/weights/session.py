@@ -125,7 +125,7 @@ class WeightSync:
         self.version = -1
         self.is_mixed = False  # whether the destination may hold parts of two versions
         self.may_repeat = may_repeat
-        self._is_open = False  # whether ranks may still wait for this one's messages
+        self._is_open = False  # whether other ranks may still wait for this rank's messages
         # The next version while it arrives. With `delta` it stays, because the next changes are applied to it.
         self._stage: dict[str, Tensor] | None = None
         self.tag = 1  # the tag of the next message; all ranks count alike
@@ -436,7 +436,7 @@ class StreamedSync:
         self.is_mixed = False  # whether the engine may hold parts of two versions
         self.may_repeat = True
         self._tag = 1
-        self._is_open = False  # whether ranks may still wait for this one's messages
+        self._is_open = False  # whether other ranks may still wait for this rank's messages
 
     @property
     def source(self) -> Shards | None:

@@ -56,7 +56,7 @@ class Receiver(WeightTransferEngine[NoInit, Bucket]):
 
     @cached_property
     def parallel(self) -> Parallel | None:
-        """The shard that this rank keeps of every tensor, or None if it keeps all."""
+        """The shard that this rank keeps of every tensor, or None if it keeps all or its shard is not known."""
         return parallel_of(self.parallel_config, get_tensor_model_parallel_rank(), self.hf_config)
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
