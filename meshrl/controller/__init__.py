@@ -1,4 +1,4 @@
-"""The controller: pools of devices, groups of workers on them, and calls on a whole group at once."""
+"""The controller: resource pools, worker groups on them, and calls on all ranks of a group at once."""
 
 from meshrl.controller.calls import (
     ControllerError,

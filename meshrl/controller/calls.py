@@ -1,7 +1,14 @@
-"""The book of calls that are under way on a group: who has answered, who failed, whose time is up.
+"""Calls of a worker group: futures, errors, and the book of open calls.
 
-Both backends feed it (an answer, a failure, a death, the passing of time) and it settles the futures. When the group
-can no longer be trusted it is broken: every open call fails, the processes are ended, later calls are told why.
+Both backends report results, failures, deaths and the passing of time to the `CallBook`, which settles the futures. If
+the group can no longer be trusted, it is broken: every open call fails, the processes are ended, and later calls raise
+an error with the reason.
+
+- `Future` and `SerialThread`: results of non-blocking calls, and background jobs.
+- `ControllerError` and its subclasses.
+- `CallBook`: the open calls of one group.
+- `Collective` and `disagreements`: torch's flight recorder, for ranks that wait in different collectives.
+- `Backend`: the interface of the backends.
 """
 
 import json
@@ -16,7 +23,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from meshrl.controller.dispatch import Failure, RankCall
 from meshrl.telemetry.time_ledger import booked
 
-# Results that are not there yet, and the thread that waits for them in order.
+# Results of non-blocking calls, and a thread that runs jobs in order.
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +31,14 @@ T = TypeVar("T")
 
 
 class Future(Generic[T]):
-    """The result of a non-blocking call.
+    """A result of a non-blocking call, which may not be ready yet.
 
-    It may be passed as an argument to another group's method before it is ready. The collect step (concatenating the
-    ranks' answers) runs in the first thread that asks for the value, so that an unused result costs nothing.
+    A future may be passed as an argument to another group's method before it is ready. The collect step (concatenating
+    the ranks' results) runs in the first thread that calls `get`, so that an unused result costs nothing.
     """
 
     def __init__(self, whom: str = "workers") -> None:
-        self.whom = whom  # whose answer it is
+        self.whom = whom  # the role whose result is awaited
         self._settled = threading.Event()
         self._lock = threading.Lock()
         self._raw: Any = None
@@ -40,11 +47,14 @@ class Future(Generic[T]):
         self.describe: Callable[[], str] = lambda: "the call has not been sent yet: it waits for its arguments"
 
     def done(self) -> bool:
-        """Whether `get` would return or raise without waiting for a worker."""
+        """Return whether `get` would return or raise without waiting for a worker."""
         return self._settled.is_set()
 
     def get(self, timeout: float | None = None) -> T:
-        """The result, or the error of the call. `TimeoutError` after `timeout` seconds leaves the call running."""
+        """Return the result, or raise the call's error.
+
+        After `timeout` seconds raise a TimeoutError, which leaves the call running.
+        """
         if not self._settled.is_set():
             with booked(f"wait_{self.whom}"):
                 if not self._settled.wait(timeout):
@@ -62,15 +72,15 @@ class Future(Generic[T]):
             return self._raw
 
     def set_transform(self, transform: Callable[[Any], T]) -> None:
-        """Say how the raw answers become the result (by whoever makes the future)."""
+        """Set the function that makes the result from the raw results of the ranks. For the maker of the future."""
         self._transform = transform
 
     def set_result(self, raw: Any) -> None:
-        """Settle with the workers' raw answers (by whoever makes the future)."""
+        """Settle the future with the raw results of the ranks. For the maker of the future."""
         self._settle(raw, None)
 
     def set_error(self, error: BaseException) -> None:
-        """Settle with an error (by whoever makes the future)."""
+        """Settle the future with an error. For the maker of the future."""
         self._settle(None, error)
 
     def _settle(self, raw: Any, error: BaseException | None) -> None:
@@ -78,7 +88,7 @@ class Future(Generic[T]):
             if self._settled.is_set():
                 return
             self._raw, self._error = raw, error
-            self.describe = _answered  # the call's own leads back here: such a circle would keep the answers in memory
+            self.describe = _answered  # drop the call's `describe`, whose reference cycle would keep results in memory
             self._settled.set()
 
 
@@ -87,12 +97,12 @@ def _answered() -> str:
 
 
 def has_pending(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether one of the arguments is a future that is not ready."""
+    """Return whether one of the arguments is a future that is not ready."""
     return any(isinstance(value, Future) and not value.done() for value in (*args, *kwargs.values()))
 
 
 def materialize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace futures among the arguments by their results, waiting for them."""
+    """Replace futures among the arguments by their results, waiting for each of them."""
 
     def value_of(value: Any) -> Any:
         return value.get() if isinstance(value, Future) else value
@@ -101,9 +111,9 @@ def materialize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[An
 
 
 class SerialThread:
-    """Runs jobs one after another in one daemon thread, started with the first job.
+    """A daemon thread that runs jobs one after another; it starts with the first job.
 
-    Not a ThreadPoolExecutor: its threads are joined when the interpreter exits, which would keep Ctrl-C waiting.
+    It is not a ThreadPoolExecutor, whose threads are joined when the interpreter exits, which would delay Ctrl-C.
     """
 
     def __init__(self, name: str) -> None:
@@ -115,11 +125,11 @@ class SerialThread:
 
     @property
     def busy(self) -> bool:
-        """Whether a job waits or runs."""
+        """True if a job is queued or runs."""
         return self._unfinished > 0
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job; it should handle its own exceptions: nobody hears of others but the log."""
+        """Queue a job. It should handle its own exceptions, because others are only logged."""
         with self._lock:
             self._unfinished += 1
             if self._thread is None:
@@ -135,12 +145,12 @@ class SerialThread:
             except BaseException:
                 logger.exception("a job of thread %s failed", self._name)
             finally:
-                del job  # with what it was called with, which may be large, while this waits for the next
+                del job  # frees its arguments, which may be large, while this thread waits for the next job
                 with self._lock:
                     self._unfinished -= 1
 
 
-# What can go wrong between the controller and its workers.
+# The errors of calls on workers.
 
 
 class ControllerError(RuntimeError):
@@ -157,7 +167,7 @@ def _rebuild(kind: type[ControllerError], message: str, fields: dict[str, Any]) 
 
 
 class WorkerError(ControllerError):
-    """A worker's method raised; the message ends with the worker's own traceback."""
+    """An error that a worker's method raised; the message ends with the worker's own traceback."""
 
     def __init__(
         self, message: str, *, rank: int, role: str, method: str, error_type: str, traceback_text: str
@@ -171,7 +181,7 @@ class WorkerError(ControllerError):
 
 
 class WorkerDied(ControllerError):  # noqa: N818
-    """A worker's process ended while it was needed."""
+    """An error because a worker's process ended while the group was in use."""
 
     def __init__(
         self, message: str, *, rank: int, role: str, method: str | None, pid: int | None, exitcode: int | None
@@ -185,7 +195,7 @@ class WorkerDied(ControllerError):  # noqa: N818
 
 
 class DeadlineError(ControllerError, TimeoutError):
-    """A call took longer than its deadline; says which ranks have answered and which have not."""
+    """A call took longer than its deadline. `answered` and `silent` have the ranks with and without a result."""
 
     def __init__(
         self, message: str, *, role: str, method: str, answered: list[int], silent: list[int], waited: float
@@ -199,7 +209,7 @@ class DeadlineError(ControllerError, TimeoutError):
 
 
 class GroupBrokenError(ControllerError):
-    """The group cannot be called any more; the message and `__cause__` say what happened first."""
+    """The group can no longer be called. The message and `__cause__` have the first error."""
 
 
 class RayStartError(ControllerError):
@@ -208,8 +218,11 @@ class RayStartError(ControllerError):
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long the controller waits, in seconds: for workers to start and to build themselves; for a call; for the
-    other ranks after one has failed; for the processes to end at shutdown."""
+    """The time limits of the controller's waits, in seconds.
+
+    `start`: for workers to start and to construct themselves. `call`: for one call. `release`: for the other ranks
+    after one rank has failed. `shutdown`: for the processes to end at shutdown.
+    """
 
     start: float = 300.0
     call: float = 3600.0
@@ -224,7 +237,7 @@ class Deadlines:
 
 @dataclass
 class OpenCall:
-    """One call on some ranks of a group."""
+    """One call on some ranks of a group, with the results and failures so far."""
 
     number: int
     method: str
@@ -239,7 +252,7 @@ class OpenCall:
 
     @property
     def line(self) -> str:
-        """Where it queues: direct calls behind those of the same method alone, with which they share the worker."""
+        """The queue in which the call waits: the queue of its method for direct calls, else the common queue ""."""
         return self.method if self.direct else ""
 
     @property
@@ -252,7 +265,10 @@ class OpenCall:
 
 
 class CallBook:
-    """The open calls of one group. Thread-safe."""
+    """The open calls of one group. Thread-safe.
+
+    `end_workers` kills the worker processes. `stacks_of` returns the stacks of the given ranks as text.
+    """
 
     def __init__(
         self,
@@ -268,16 +284,16 @@ class CallBook:
         self._lock = threading.RLock()
         self._open: dict[int, OpenCall] = {}
         self._next_number = 0
-        self._turn_began: dict[str, float] = {}  # by line: when the oldest call of it became the oldest
+        self._turn_began: dict[str, float] = {}  # by line: the time at which its oldest call became the oldest
         self._broken: ControllerError | None = None
 
     @property
     def broken(self) -> ControllerError | None:
-        """What broke the group, if anything did."""
+        """The error that broke the group, or None."""
         return self._broken
 
     def check(self) -> None:
-        """Raise if the group is broken."""
+        """Raise a GroupBrokenError if the group is broken."""
         if self._broken is not None:
             raise GroupBrokenError(
                 f"worker group '{self._role}' can no longer be called: {self._broken}"
@@ -292,7 +308,7 @@ class CallBook:
         limit: float | None = None,
         direct: bool = False,
     ) -> int:
-        """Enter a call; returns its number. The future is settled with the answers in the order of `ranks`."""
+        """Enter a call and return its number. The future is settled with the results in the order of `ranks`."""
         with self._lock:
             self.check()
             number, self._next_number = self._next_number, self._next_number + 1
@@ -303,7 +319,7 @@ class CallBook:
             return number
 
     def answer(self, number: int, rank: int, value: Any) -> None:
-        """A rank's part of a call is done: `value` is its result, or a `Failure`."""
+        """Record a rank's `value` for a call, a result or a `Failure`, and settle the future after the last rank's."""
         with self._lock:
             call = self._open.get(number)
             if call is None:
@@ -324,13 +340,13 @@ class CallBook:
             call.future.set_result([call.answers[rank] for rank in call.ranks])
 
     def waits(self) -> list[str]:
-        """What is under way, in words."""
+        """Return a text line for every open call."""
         with self._lock:
             calls = list(self._open.values())
         return [self._describe(call) for call in calls]
 
     def died(self, rank: int, pid: int | None, exitcode: int | None, why: str) -> None:
-        """A rank's process has ended although nobody asked it to."""
+        """Break the group because a rank's process ended unexpectedly."""
         with self._lock:
             if self._broken is not None:
                 return
@@ -345,7 +361,7 @@ class CallBook:
         )
 
     def tick(self) -> None:
-        """Look at the clock: break the group if a call is past its deadline. To be called a few times a second."""
+        """Break the group if a call is past its deadline. Must be called a few times a second."""
         now = time.monotonic()
         with self._lock:
             late = next((call for call in self._open.values() if self._is_late(call, now)), None)
@@ -358,7 +374,11 @@ class CallBook:
         self.break_group(error, first=late)
 
     def break_group(self, error: ControllerError, first: OpenCall | None = None) -> None:
-        """Fail every open call (`first` with the error itself, the others with a pointer to it) and end the workers."""
+        """Fail every open call and end the workers.
+
+        The call `first` fails with `error` itself, the others with a GroupBrokenError caused by it. Without `first`,
+        all calls fail with `error`.
+        """
         with self._lock:
             if self._broken is not None:
                 return
@@ -376,14 +396,14 @@ class CallBook:
     def _is_late(self, call: OpenCall, now: float) -> bool:
         if call.failed_at is not None:
             if self._queues(call, call.silent):
-                return False  # the others have not come to it yet
+                return False  # the silent ranks still run an older call
             return now - max(call.failed_at, self._started(call)) > self._deadlines.release
         if self._queues(call):
             return False  # the older call has its own deadline
         return now - self._started(call) > call.limit
 
     def _queues(self, call: OpenCall, on: Sequence[int] | None = None) -> bool:
-        """Whether an older call of its line is under way, on some of the ranks `on` if they are given."""
+        """Return whether an older call of the same line is open, on any of the ranks `on` if given."""
         older = [each for each in self._open.values() if each.number < call.number and each.line == call.line]
         return any(on is None or not set(on).isdisjoint(each.silent) for each in older)
 
@@ -435,16 +455,15 @@ class CallBook:
         return "".join(f"\nrank {rank}:\n{failure.traceback_text}" for rank, failure in sorted(call.failures.items()))
 
 
-# What torch's flight recorder knows of the collectives of each rank, and where the ranks do not fit together.
+# The newest collectives of each rank from torch's flight recorder, and the disagreements between ranks.
 #
 # torch keeps the newest collectives of a process in a ring buffer (`TORCH_FR_BUFFER_SIZE`), with NCCL and with gloo.
-# Ranks that wait for each other are in the same collective of the same group; where one is in another, has another
-# shape
-# or has not come, that is the reason.
+# Ranks that wait for each other should be in the same collective of the same group. If a rank is in another collective,
+# has another shape or has not arrived, that is the reason of the wait.
 
-# The newest ones of each group are enough: ranks that wait for each other are never far apart.
+# The newest collectives of each group are enough, because ranks that wait for each other are never far apart.
 NEWEST = 32
-# In these, the ranks' own shapes may differ.
+# The collectives in which the ranks' shapes may differ.
 UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv")
 EVEN = ("all_gather", "_all_gather", "reduce_scatter", "_reduce_scatter")
 
@@ -461,14 +480,14 @@ class Collective:
 
     @property
     def words(self) -> str:
-        """What was called, with shapes where all ranks must have the same."""
+        """The collective's name, with its shapes if all ranks must have the same shapes."""
         is_even = self.name.startswith(EVEN) or not self.name.startswith(UNEVEN)
         sizes = " of " + ", ".join(str(list(size)) for size in self.sizes) if self.sizes and is_even else ""
         return self.name + sizes
 
 
 def recorded() -> list[Collective] | None:
-    """The newest collectives of this process; None where this torch does not record them."""
+    """Return the newest collectives of this process, or None if this torch does not record them."""
     import torch._C._distributed_c10d as c10d
 
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -490,7 +509,7 @@ def recorded() -> list[Collective] | None:
 
 
 def disagreements(by_rank: Mapping[int, Iterable[Collective]]) -> list[str]:
-    """A line for each group in which a rank waits: who is in another collective, or has not come to it."""
+    """Return a text line for each group in which a rank waits: the ranks in another collective, or not yet in it."""
     lines = []
     for group in sorted({entry.group for entries in by_rank.values() for entry in entries}):
         members = {
@@ -519,43 +538,43 @@ def _about(group: str, number: int, members: Mapping[int, Mapping[int, Collectiv
     return f"{place}: ranks {sorted(inside)} are in {words}"
 
 
-# What a worker group asks of the backend that runs its workers.
+# The interface between a worker group and the backend that runs its workers.
 
 
 class Backend(Protocol):
-    """Runs the workers of one group, wherever they are."""
+    """The interface of a backend, which runs the workers of one group."""
 
     world_size: int
 
     def submit(
         self, method: str, calls: Sequence[RankCall], future: Future[Any], *, blocking: bool, direct: bool
     ) -> None:
-        """Send each rank its part; settle the future with the answers in the order of `calls`.
+        """Send each rank its part; settle the future with the results in the order of `calls`.
 
-        Calls of a rank run in the order they were submitted; `direct` ones at once, beside them. `blocking` says that
-        the caller will wait, so a backend may run the call right here.
+        Calls of a rank run in the order they were submitted. `direct` calls run at once, concurrently with other calls.
+        `blocking` means that the caller will wait, so a backend may run the call in the caller's thread.
         """
 
     def check(self) -> None:
-        """Raise if the group cannot be called any more."""
+        """Raise a GroupBrokenError if the group can no longer be called."""
 
     def alive(self) -> list[bool]:
-        """Which ranks' workers live."""
+        """Return, for each rank, whether its worker is alive."""
 
     def pids(self) -> list[int]:
-        """The ranks' process ids, each on its own machine."""
+        """Return the ranks' process ids, each on its own machine."""
 
     def stop(self, error: ControllerError, graceful: bool) -> None:
-        """End the workers, letting them finish what is queued if `graceful`; later calls get `error`."""
+        """End the workers, letting them finish queued calls if `graceful`. Later calls get `error`."""
 
     def waits(self) -> list[str]:
-        """A line for every call that is under way: which ranks have answered and which have not."""
+        """Return a text line for every open call, with the ranks that have answered and those that have not."""
 
     def stacks(self) -> str:
-        """Where the ranks' processes are."""
+        """Return the current stacks of the ranks' processes as text."""
 
     def last_words(self) -> str:
-        """The ends of what the ranks have written to their standard error, where that is known."""
+        """Return the stderr tails of the ranks as far as they are known."""
 
     def collectives(self) -> dict[int, list[Collective]]:
-        """The newest collectives of the ranks that say so within a short time and whose torch records them."""
+        """Return the newest collectives of the ranks that answer within a short time and whose torch records them."""

@@ -1,4 +1,9 @@
-"""How one call on a group becomes a call on each rank, and how the answers become one result."""
+"""Workers, and the dispatch of a group's call to its ranks.
+
+- `Worker` is the base class of workers, with `WorkerInfo` for a rank's place and `ClassWithInitArgs` to construct it.
+- `register` and the dispatch modes split one call on a group into a call on each rank (`RankCall`), and collect the
+  ranks' results into one result.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +29,19 @@ if TYPE_CHECKING:
     from meshrl.data.batch import DataProto
 
 
-# What runs in a worker's process: the base class of workers, and who each of them is.
+# The code that runs in a worker's process: the base class of workers, and each worker's place in its group.
 
 _current_info: ContextVar[WorkerInfo | None] = ContextVar("meshrl_worker_info", default=None)
 _hosted_store: Any = None
-# Questions about a worker are no work of its.
+# Queries about a worker, whose time is not booked as the worker's work.
 _UNBOOKED = frozenset({"take_ledger", "_mesh_entry"})
-# What makes each rank the GPU that its local rank says; the pool decides it.
+# The variables that select the GPUs a rank sees. The group sets them from its pool.
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where one worker stands: its place in the group, its node, its role, and where the group meets."""
+    """The place of one worker: its rank in the group, its node, its role, and the address of the group's rendezvous."""
 
     rank: int = 0
     world_size: int = 1
@@ -48,7 +53,7 @@ class WorkerInfo:
     master_port: int = 0
 
     def environment(self) -> dict[str, str]:
-        """The variables that `torch.distributed.init_process_group(init_method="env://")` and others read."""
+        """Return the variables that `torch.distributed.init_process_group(init_method="env://")` and others read."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -62,7 +67,7 @@ class WorkerInfo:
 
     @staticmethod
     def from_environment() -> WorkerInfo:
-        """The place this process was given by its environment; rank 0 of 1 if nothing is set."""
+        """Read this process's place from its environment; rank 0 of 1 if nothing is set."""
 
         return WorkerInfo(
             rank=number("RANK", 0),
@@ -77,7 +82,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class MeshEntry:
-    """What one rank says about itself for one mesh: which shard it takes and whether its answer counts."""
+    """The entry of one rank for one mesh: the shard it takes, and whether its result is collected."""
 
     dp_rank: int
     dp_size: int | None
@@ -87,20 +92,20 @@ class MeshEntry:
 class Worker:
     """One process of a role. Methods marked with `@register` can be called through the worker group.
 
-    `rank`, `world_size` and the others are there before `__init__` runs.
+    The fields of `info`, such as `rank` and `world_size`, are set as attributes before `__init__` runs.
     """
 
     info: WorkerInfo
     rank: int
     world_size: int
-    local_rank: int  # among the group's workers on this node; also the number of its GPU among the visible ones
+    local_rank: int  # among the group's workers on this node; also the index of its GPU among the visible GPUs
     local_world_size: int
     node_rank: int
     role: str
     master_addr: str
     master_port: int
-    ledger: Ledger  # where this worker's time goes
-    preload: ClassVar[Sequence[str]] = ()  # modules that its methods import: whom it is forked from does so for all
+    ledger: Ledger  # the accounting of this worker's time
+    preload: ClassVar[Sequence[str]] = ()  # modules that its methods import; the fork server imports them once
     _meshes: dict[str, MeshEntry]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
@@ -113,7 +118,7 @@ class Worker:
         return worker
 
     def register_mesh(self, mesh_name: str, dp_rank: int, dp_size: int | None, is_collect: bool) -> None:
-        """Say which data-parallel shard this rank takes in calls over `mesh_name`, and whether its answer counts."""
+        """Register this rank's data-parallel shard in calls over `mesh_name`, and whether its result is collected."""
         entry = MeshEntry(int(dp_rank), None if dp_size is None else int(dp_size), bool(is_collect))
         known = self._meshes.setdefault(mesh_name, entry)
         if known != entry:
@@ -126,26 +131,26 @@ class Worker:
         return self._meshes.get(mesh_name)
 
     def take_ledger(self, traces: bool = False) -> Page:
-        """What this worker did since it was last asked; `traces`: keep spans for a timeline from now on."""
+        """Return this worker's time ledger since the last call. `traces`: keep spans for a timeline from now on."""
         self.ledger.traces = traces
         return self.ledger.take()
 
     def start_profile(self, tool: str) -> None:
-        """Begin to profile this process."""
+        """Start to profile this process with the profiler `tool`."""
         self._profiler = ProcessProfiler(tool)
         self._profiler.start()
 
     def stop_profile(self, folder: str, step: int) -> str | None:
-        """End the profile that was begun, of this step; the file it is in, if the tool writes one."""
+        """Stop the profile of `step`, and return the path of its file if the tool writes one."""
         written = self._profiler.stop(Path(folder) / f"step_{step}_{self.role}_rank_{self.rank}")
         return None if written is None else str(written)
 
     def close(self) -> None:
-        """Called once when the group shuts down in order; override to free what outlives a process."""
+        """Do nothing; called once when the group shuts down gracefully. Override it to free what outlives a process."""
 
 
 class ClassWithInitArgs:
-    """A worker class and the arguments to make one with, to be made in every rank's process."""
+    """A worker class and its constructor arguments, with which every rank's process constructs its worker."""
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
         if not isinstance(cls, type):
@@ -155,7 +160,7 @@ class ClassWithInitArgs:
         self.kwargs = kwargs
 
     def build(self, info: WorkerInfo) -> Any:
-        """Make the worker, as the rank that `info` says."""
+        """Construct the worker as the rank given by `info`."""
         token = _current_info.set(info)
         try:
             return self.cls(*self.args, **self.kwargs)
@@ -163,13 +168,13 @@ class ClassWithInitArgs:
             _current_info.reset(token)
 
     def roles(self) -> dict[str, type]:
-        """The classes of the colocated roles; empty for an ordinary worker."""
+        """Return the classes of the colocated roles; empty for an ordinary worker."""
         return getattr(self.cls, "role_classes", lambda spec: {})(self)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception as it travels from a worker to the controller."""
+    """An exception in the form in which a worker sends it to the controller."""
 
     error_type: str
     message: str
@@ -178,12 +183,12 @@ class Failure:
 
     @staticmethod
     def of(error: BaseException) -> Failure:
-        """Describe an exception that is being handled."""
+        """Describe an exception that is being handled, with its traceback and the current time."""
         return Failure(type(error).__name__, str(error), traceback.format_exc(), time.time())
 
 
 def call_worker(worker: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `method`, or `role/method` of a colocated worker."""
+    """Call `method` of a worker, or `role/method` of a colocated worker, and book its time in the worker's ledger."""
     role, _, method = path.rpartition("/")
     target = worker.workers[role] if role else worker
     ledger = getattr(target, "ledger", None)
@@ -194,13 +199,13 @@ def call_worker(worker: Any, path: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def close_worker(worker: Any) -> None:
-    """Call the worker's own `close`, if it has one."""
+    """Call the worker's own `close` if it has one."""
     if hasattr(worker, "close"):
         _awaited("close", worker.close())
 
 
 def _awaited(method: str, answer: Any) -> Any:
-    """A method's answer; a coroutine is run to its end, in an event loop of its own. A `TypeError` for a generator."""
+    """Return a method's result. A coroutine is run to its end in its own event loop; a generator is a TypeError."""
     if inspect.iscoroutine(answer):
         import asyncio  # few workers need it
 
@@ -221,8 +226,8 @@ def _awaited(method: str, answer: Any) -> Any:
 def host_rendezvous(address: str) -> int:
     """Open this process's rendezvous store and return its port.
 
-    The store listens from now on, so the port cannot be taken by anyone else; `init_process_group("env://")` on rank 0
-    finds the running store of its own process (torch shares it per port) instead of opening a second one.
+    The store listens from now on, so no other process can take the port. `init_process_group("env://")` on rank 0 finds
+    the running store of its own process (torch shares it per port) instead of opening a second one.
     """
     global _hosted_store
     import torch.distributed as dist
@@ -235,7 +240,10 @@ def host_rendezvous(address: str) -> int:
 
 
 def check_environment(env: Mapping[str, str], use_gpu: bool) -> None:
-    """Refuse variables that the group itself sets on each rank: with others the ranks would not find each other."""
+    """Raise a ValueError for variables that the group itself sets on each rank.
+
+    With other values the ranks would not find each other.
+    """
     owned = {*WorkerInfo().environment(), *(GPU_VARIABLES if use_gpu else ())}
     if taken := sorted(owned & set(env)):
         hint = ""
@@ -248,13 +256,13 @@ def check_environment(env: Mapping[str, str], use_gpu: bool) -> None:
 
 
 def apply_environment(info: WorkerInfo, env: Mapping[str, str]) -> None:
-    """Set the variables of this rank and those of `env`, which `check_environment` has seen."""
+    """Set this rank's variables, and those of `env`, which must have passed `check_environment`."""
     os.environ.update(info.environment())
     os.environ.update(env)
 
 
 def limit_threads(local_world_size: int) -> None:
-    """Let torch use OMP_NUM_THREADS threads or, if that is not set, this worker's share of the cores."""
+    """Limit torch to OMP_NUM_THREADS threads or, if that is not set, to this worker's share of the cores."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -262,12 +270,12 @@ def limit_threads(local_world_size: int) -> None:
 
 
 def loopback_interface() -> str | None:
-    """The name of the loopback interface, for process groups that stay on one machine."""
+    """Return the name of the loopback interface, for process groups that stay on one machine, or None."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def place_ranks(process_on_nodes: list[int], role: str) -> list[WorkerInfo]:
-    """The places of all ranks of a group, node by node, without the rendezvous address."""
+    """Return the places of all ranks of a group, node by node, without the rendezvous address."""
     total = sum(process_on_nodes)
     infos: list[WorkerInfo] = []
     for node_rank, count in enumerate(process_on_nodes):
@@ -277,20 +285,20 @@ def place_ranks(process_on_nodes: list[int], role: str) -> list[WorkerInfo]:
 
 
 def at_role(info: WorkerInfo, role: str) -> WorkerInfo:
-    """The same place, in another role."""
+    """Return the same place with another role."""
     return replace(info, role=role)
 
 
 logger = logging.getLogger(__name__)
 
-# In a dispatched chunk's meta_info: how many of its last rows only fill up the chunk. Absent where there are none.
+# The key in a dispatched chunk's meta_info for the number of padding rows at its end. Absent if there are none.
 PADDING_ROWS_KEY = "padding_rows"
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Execute(Enum):
-    """Which ranks run a call."""
+    """The ranks that run a call: all, or only rank 0."""
 
     ALL = "all"
     RANK_ZERO = "rank_zero"
@@ -312,14 +320,14 @@ DispatchMode = Dispatch
 
 
 class Ranks(Protocol):
-    """What a dispatch function may ask of the group it dispatches to."""
+    """The interface of a worker group that dispatch functions may use."""
 
     @property
     def world_size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
 
     def mesh_entries(self, mesh_name: str) -> list[MeshEntry]:
-        """What each rank registered for a mesh."""
+        """Return the entry that each rank registered for a mesh."""
 
 
 @dataclass(frozen=True)
@@ -333,9 +341,10 @@ class RankCall:
 
 @dataclass(frozen=True)
 class Plan:
-    """A call on a group, taken apart: what each rank gets, and how the answers (in the order of `calls`) become one.
+    """A call on a group, split into a call on each rank.
 
-    `direct` calls do not queue behind the rank's running call.
+    `collect` makes one result of the ranks' results (in the order of `calls`). `direct` calls do not queue behind the
+    rank's running call.
     """
 
     calls: list[RankCall]
@@ -348,7 +357,7 @@ PlanFn = Callable[[Ranks, tuple[Any, ...], dict[str, Any]], Plan]
 
 @dataclass(frozen=True)
 class CallSpec:
-    """What `@register` says about a method."""
+    """The settings that `@register` attaches to a method."""
 
     plan: PlanFn
     execute_mode: Execute
@@ -367,13 +376,13 @@ def register(
     blocking: bool = True,
     materialize_futures: bool = True,
 ) -> Callable[[F], F]:
-    """Let a worker's method be called through its group.
+    """Mark a worker's method as callable through its group.
 
-    `dispatch_mode` is a `Dispatch` name, `nd_dispatch(mesh)`, or `{"dispatch_fn": f, "collect_fn": g}` with
-    `f(group, *args, **kwargs) -> (lists, dict of lists)`, one entry per rank, and `g(group, answers) -> result`.
-    With `blocking=False` the call returns a `Future`. Futures among the arguments are replaced by their results before
-    `dispatch_fn` sees them, unless `materialize_futures=False`. An `async def` method runs to its end in the worker, in
-    an event loop of that call.
+    `dispatch_mode` is a `Dispatch` name, `nd_dispatch(mesh)`, or `{"dispatch_fn": f, "collect_fn": g}` with `f(group,
+    *args, **kwargs) -> (lists, dict of lists)`, one entry per rank, and `g(group, results) -> result`. With
+    `blocking=False` the call returns a `Future`. Futures among the arguments are replaced by their results before the
+    call reaches `dispatch_fn`, unless `materialize_futures=False`. An `async def` method runs to its end in the worker,
+    in an event loop of that call.
     """
     plan = _plan_of(dispatch_mode)
     mesh = getattr(dispatch_mode, _MESH_ATTRIBUTE, None)
@@ -390,7 +399,7 @@ def register(
 
 
 def _check_method(method: Any) -> None:
-    """Refuse what cannot answer a call, or would not be found on the class: a `TypeError` that says why."""
+    """Raise a TypeError for objects that `@register` cannot mark: static methods, properties, classes, generators."""
     name = getattr(method, "__qualname__", None) or getattr(method, "__name__", None) or repr(method)
     if isinstance(method, staticmethod | classmethod | property) or not callable(method):
         raise TypeError(f"@register needs a method, and got a {type(method).__name__} ({name}): leave the other out")
@@ -401,7 +410,7 @@ def _check_method(method: Any) -> None:
 
 
 def call_spec(method: Any) -> CallSpec | None:
-    """What `@register` said about a method, or None."""
+    """Return the settings that `@register` attached to a method, or None."""
     return getattr(method, _SPEC_ATTRIBUTE, None)
 
 
@@ -410,7 +419,7 @@ def register_dispatch_mode(
     dispatch_fn: Callable[..., Any] | None = None,
     collect_fn: Callable[..., Any] | None = None,
 ) -> str:
-    """Add a mode under `Dispatch.<name>`; its functions can be given now or with `update_dispatch_mode`."""
+    """Add a mode under `Dispatch.<name>`; set its functions now or later with `update_dispatch_mode`."""
     if name in _modes:
         raise ValueError(f"dispatch mode '{name}' exists already; change it with update_dispatch_mode")
     if not name.isidentifier():
@@ -425,18 +434,19 @@ def register_dispatch_mode(
 
 
 def update_dispatch_mode(dispatch_mode: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]) -> None:
-    """Set the functions of a mode; methods registered with it use them from their next call on."""
+    """Set the functions of a mode; methods registered with it use the new functions from their next call on."""
     if dispatch_mode not in _modes:
         raise ValueError(f"unknown dispatch mode '{dispatch_mode}'; known: {', '.join(sorted(_modes))}")
     _modes[dispatch_mode] = _plan_from_functions(dispatch_fn, collect_fn)
 
 
 def nd_dispatch(mesh_name: str, pad: bool = True, direct: bool = False) -> PlanFn:
-    """Dispatch by what each rank registered for `mesh_name`.
+    """Return a dispatch mode that follows the shards each rank registered for `mesh_name`.
 
-    The dp_rank-th chunk goes to every rank with that dp_rank; the answers of the ranks that collect are concatenated in
-    dp order. A batch that does not divide is padded and the result unpadded, or refused with `pad=False` (for updates,
-    where padding rows would be trained on). `direct` calls do not queue behind the rank's running call.
+    The dp_rank-th chunk goes to every rank with that dp_rank. The results of the collecting ranks are concatenated in
+    dp order. A batch that does not divide is padded and the result is unpadded. With `pad=False` such a batch is an
+    error (for updates, where padding rows would be trained on). `direct` calls do not queue behind the rank's running
+    call.
     """
 
     def plan(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -454,7 +464,10 @@ make_nd_compute_dataproto_dispatch_fn = nd_dispatch
 
 
 def check_mesh(mesh_name: str, entries: Sequence[MeshEntry]) -> tuple[int, list[int]]:
-    """The data-parallel size of a mesh, and the rank that answers for each dp_rank; an error if the ranks disagree."""
+    """Return the data-parallel size of a mesh, and the collecting rank of each dp_rank.
+
+    Raise a ValueError if the ranks disagree.
+    """
     stated = {entry.dp_size for entry in entries if entry.dp_size is not None}
     dp_size = max(entry.dp_rank for entry in entries) + 1 if not stated else max(stated)
     if len(stated) > 1:
@@ -475,11 +488,11 @@ def check_mesh(mesh_name: str, entries: Sequence[MeshEntry]) -> tuple[int, list[
 
 @dataclass(frozen=True)
 class _Shards:
-    """Arguments cut into chunks: of each, one entry per chunk."""
+    """The arguments of a call cut into chunks: each argument has one entry per chunk."""
 
     args: list[list[Any]]
     kwargs: dict[str, list[Any]]
-    rows: int | None  # of the batch with its padding; None if no argument is a batch
+    rows: int | None  # the rows of the batch with its padding; None if no argument is a batch
     padding: int
 
     def of(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -528,8 +541,8 @@ def _shard(args: tuple[Any, ...], kwargs: dict[str, Any], count: int, pad: bool)
 
 
 def is_proto(value: Any) -> TypeGuard[DataProto]:
-    """Whether this is a `DataProto`; does not import what it is made of, which takes seconds."""
-    proto = sys.modules.get("meshrl.data.batch")  # whoever has one has imported it
+    """Return whether `value` is a `DataProto`, without importing that class's module, which takes seconds."""
+    proto = sys.modules.get("meshrl.data.batch")  # a process with a DataProto has imported the module
     return proto is not None and isinstance(value, proto.DataProto)
 
 

@@ -1,8 +1,8 @@
-"""The process that workers are forked from.
+"""The fork server: the process from which workers are forked.
 
-Importing torch takes seconds, so it happens once: the controller starts one nursery, which imports what workers need
-and then forks a worker whenever it is asked to, in milliseconds. It never runs the user's script, holds no threads and
-touches no GPU. It reports how each worker ended, and ends itself when the controller does.
+Importing torch takes seconds, so it happens once. The controller starts one fork server (`Nursery`), which imports the
+modules that workers need. It then forks a worker on request, in milliseconds. The fork server never runs the user's
+script, holds no threads and touches no GPU. It reports how each worker ended, and ends when the controller ends.
 """
 
 import contextlib
@@ -24,11 +24,11 @@ _SIZE_BYTES = 8
 
 
 class NurseryError(RuntimeError):
-    """The nursery process ended or did not answer."""
+    """The fork server ended or did not answer in time."""
 
 
 class Nursery:
-    """The controller's side: asks for workers and hears how they ended."""
+    """The controller's end of the fork server: requests workers and receives their exit codes."""
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
         self._control, theirs = socket.socketpair()
@@ -39,11 +39,11 @@ class Nursery:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", code], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=env
             )
-        self._fork_lock = threading.Lock()  # one request at a time, so that each asker gets its own pid
+        self._fork_lock = threading.Lock()  # one request at a time, so that each caller gets its own worker's pid
         self._lock = threading.Lock()
         self._pids: list[int] = []
         self._asked = 0
-        self._awaited: int | None = None  # the number of the request that somebody waits for
+        self._awaited: int | None = None  # the number of the request that `fork` currently waits for
         self._arrived = threading.Condition(self._lock)
         self._listeners: dict[int, Callable[[int | None], None]] = {}
         self._ended: dict[int, int | None] = {}
@@ -54,7 +54,10 @@ class Nursery:
     def fork(
         self, sock: socket.socket, preload: Sequence[str], timeout: float, on_exit: Callable[[int | None], None]
     ) -> int:
-        """Fork a worker that talks over `sock`; returns its pid. `on_exit` gets its exit code (-N: by signal N)."""
+        """Fork a worker that communicates over `sock`, and return its pid.
+
+        `timeout` is in seconds. `on_exit` is called with the worker's exit code (-N: ended by signal N; None: unknown).
+        """
         options = {"preload": list(preload), "sys_path": sys.path, "cwd": os.getcwd()}
         with self._fork_lock, self._lock:
             if not self.alive:
@@ -77,7 +80,7 @@ class Nursery:
         return pid
 
     def _listen(self) -> None:
-        # a nursery that was killed with a request unread resets the connection
+        # a fork server that was killed with a request unread resets the connection
         with contextlib.suppress(ConnectionError), self._control.makefile("rb") as stream:
             for line in stream:
                 kind, pid, value = line.split()
@@ -99,7 +102,7 @@ class Nursery:
                 self._pids.append(pid)
                 self._arrived.notify_all()
             else:
-                # it came too late: whoever asked has closed its socket, which ends it, and nobody wants to hear of that
+                # it came too late: the caller has closed the worker's socket, which ends it; its exit is not reported
                 self._listeners[pid] = lambda exitcode: None
 
     def _tell(self, pid: int, exitcode: int | None) -> None:
@@ -117,7 +120,7 @@ _nursery_lock = threading.Lock()
 
 
 def get_nursery(preload: Sequence[str] = ()) -> Nursery:
-    """The controller's nursery, started at the first call, or again if it was killed."""
+    """Return the controller's fork server, started at the first call, or again if it was killed."""
     global _nursery
     with _nursery_lock:
         if _nursery is None or not _nursery.alive:
@@ -126,15 +129,16 @@ def get_nursery(preload: Sequence[str] = ()) -> Nursery:
 
 
 def warm_up(*modules: str) -> None:
-    """Start the process that workers are forked from, without waiting for it: the first group then starts sooner.
+    """Start the fork server without waiting for it, so that the first group starts sooner.
 
-    It begins by importing `modules`, such as those of the workers' classes. Nothing happens if it runs already.
+    The fork server begins by importing `modules`, such as those of the workers' classes. If it is already running,
+    nothing happens.
     """
     get_nursery(modules)
 
 
 def _forget_nursery() -> None:
-    # a forked child (a data loader's worker) has neither the listening thread nor a right to the nursery
+    # a forked child (a data loader's worker) has no listening thread and must not use the fork server
     global _nursery
     _nursery = None
 
@@ -143,9 +147,9 @@ os.register_at_fork(after_in_child=_forget_nursery)
 
 
 def serve(control_fd: int, preload: Sequence[str] = ()) -> None:
-    """The nursery's side: fork when asked, report who ended, end when the controller does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's business
-    # Many modules ask torch for a GPU when they are imported. Unless it asks NVML, who is forked after that has none.
+    """Run the fork server: fork on request, report ended workers, and exit when the controller ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller handles Ctrl-C
+    # Many modules ask torch for a GPU when they are imported. Unless torch asks NVML, workers forked later get no GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     control = socket.socket(fileno=control_fd)
     woken, waker = socket.socketpair()

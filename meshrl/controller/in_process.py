@@ -1,4 +1,4 @@
-"""The worker of a single-rank group as an object in the controller's own process."""
+"""The in-process backend: the worker of a single-rank group as an object in the controller's own process."""
 
 import copy
 import os
@@ -35,8 +35,11 @@ LOOPBACK = "127.0.0.1"
 
 
 class InProcessBackend:
-    """The single rank of a group as a plain object. Blocking calls run in the caller's thread, so debuggers work and
-    Ctrl-C interrupts them, but no deadline bounds them; others run one by one in a background thread."""
+    """A backend that holds the single rank of a group as a plain object.
+
+    Blocking calls run in the caller's thread. So debuggers work and Ctrl-C interrupts the calls, but no deadline bounds
+    them. Other calls run one by one in a background thread.
+    """
 
     world_size = 1
 
@@ -50,7 +53,7 @@ class InProcessBackend:
         self._background = SerialThread(f"meshrl-{role}")
         info = replace(place_ranks([1], role)[0], master_port=host_rendezvous(LOOPBACK))
         if pool.use_gpu:
-            # the controller's own CUDA_VISIBLE_DEVICES stays as it is, so the rank's device is not always number 0
+            # the controller's own CUDA_VISIBLE_DEVICES stays unchanged, so the rank's device is not always number 0
             info = replace(info, local_rank=device_indices(pool, 0)[0])
         apply_environment(info, {**loopback_environment(), **env})
         self._worker = self._run("__init__", spec.build, (info,))
@@ -58,8 +61,8 @@ class InProcessBackend:
     def submit(
         self, method: str, calls: Sequence[RankCall], future: Future[Any], *, blocking: bool, direct: bool
     ) -> None:
-        """Run the call here (`blocking`) or in the background."""
-        # what the worker adds to or takes out of a batch must not show in the caller's, as with a process
+        """Run the call in this thread (`blocking`) or in the background; `direct` calls do not wait for other calls."""
+        # copies, so that a worker's changes to a batch do not appear in the caller's batch, as with worker processes
         args = tuple(_own(value) for value in calls[0].args)
         kwargs = {key: _own(value) for key, value in calls[0].kwargs.items()}
 
@@ -85,36 +88,39 @@ class InProcessBackend:
             self._background.submit(run)
 
     def check(self) -> None:
-        """Raise if the group was shut down."""
+        """Raise a GroupBrokenError if the group was shut down."""
         if self._stopped is not None:
             raise GroupBrokenError(f"worker group '{self._role}' can no longer be called: {self._stopped}")
 
     def alive(self) -> list[bool]:
-        """Whether the group has not been shut down."""
+        """Return, for the single rank, whether the group has not been shut down."""
         return [self._stopped is None]
 
     def pids(self) -> list[int]:
-        """The controller's own."""
+        """Return the process id of the controller, in which the worker lives."""
         return [os.getpid()]
 
     def waits(self) -> list[str]:
-        """Nothing: a call is a part of the controller's own stack."""
+        """Return an empty list: a running call is part of the controller's own stack."""
         return []
 
     def stacks(self) -> str:
-        """The controller's own process has them."""
+        """Return a note that the controller's own stack shows the worker's."""
         return f"'{self._role}' lives in the controller's process"
 
     def last_words(self) -> str:
-        """The controller's own standard error has them."""
+        """Return "": the worker writes to the controller's own standard error."""
         return ""
 
     def collectives(self) -> dict[int, list[Collective]]:
-        """A single rank waits for nobody."""
+        """Return no collectives, because a single rank never waits for another rank."""
         return {}
 
     def stop(self, error: ControllerError, graceful: bool) -> None:
-        """Let go of the worker, after what is queued if `graceful`; a call that outlasts the deadline runs on."""
+        """Close the worker if `graceful`, after the queued calls, and drop it.
+
+        A call that outlasts the shutdown deadline keeps running.
+        """
         if self._stopped is None:
             self._stopped = error
             if graceful:
@@ -128,7 +134,7 @@ class InProcessBackend:
         else:
             queued_ones_done.set()
         limit = self._deadlines.shutdown
-        # the turn as well: another thread may be in a call of its own
+        # the lock is needed as well, because another thread may be running a call
         if queued_ones_done.wait(limit) and self._turn.acquire(timeout=limit):
             try:
                 if self._worker is not None:
@@ -142,7 +148,7 @@ class InProcessBackend:
         except BaseException as error:
             in_main_thread = threading.current_thread() is threading.main_thread()
             if in_main_thread and not isinstance(error, (Exception, SystemExit)):
-                raise  # Ctrl-C, or the end of the run: the caller's
+                raise  # Ctrl-C or the end of the run, which concern the caller
             failure = Failure.of(error)
             raise WorkerError(
                 f"{method} failed on rank 0 of '{self._role}': {failure.error_type}: {failure.message}\n"
@@ -156,13 +162,13 @@ class InProcessBackend:
 
 
 def loopback_environment() -> dict[str, str]:
-    """What process groups that stay on this machine need to find each other whatever its host name is."""
+    """Return the variables with which process groups on this machine find each other whatever its host name is."""
     loopback = loopback_interface()
     return {} if loopback is None or "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": loopback}
 
 
 def device_indices(pool: ResourcePool, node_rank: int) -> list[int]:
-    """The GPUs of this machine that the pool's slots stand for, in rank order."""
+    """Return the GPUs of this machine that belong to the pool's slots, in rank order."""
     part = pool.parts[node_rank]
     return [part.origin.first_device + slot for slot in part.slots]
 

@@ -1,4 +1,4 @@
-"""Workers as processes of this machine, each behind a socket of its own."""
+"""The local backend: workers as processes of this machine, each behind its own socket."""
 
 import contextlib
 import os
@@ -36,8 +36,8 @@ from meshrl.controller.worker_process import (
     send_message,
 )
 
-_TICK = 0.2  # seconds between two looks at the clock
-_LAST_WORDS = 4096  # bytes of a rank's standard error that are remembered
+_TICK = 0.2  # seconds between two checks of the deadlines
+_LAST_WORDS = 4096  # bytes of a rank's stderr tail
 
 
 @dataclass
@@ -46,18 +46,18 @@ class _Rank:
 
     sock: socket.socket
     stacks: int  # the file that its stack dumps go to
-    stderr: int  # what it writes there is passed on to the controller's
+    stderr: int  # the read end of the worker's stderr, which is forwarded to the controller's stderr
     pid: int = 0
     send_lock: threading.Lock = field(default_factory=threading.Lock)
     gone: bool = False
     exitcode: int | None = None
     last_words: bytes = b""
-    sending: tuple[str, float] | None = None  # what is being sent to it, and since when
+    sending: tuple[str, float] | None = None  # the method that is being sent to it, and the start time
     collectives: list[Collective] | None = None
 
 
 class ProcessBackend:
-    """One process per rank, forked from the nursery, each behind a socket of its own."""
+    """A backend with one process per rank, forked from the fork server, each behind its own socket."""
 
     def __init__(
         self,
@@ -187,13 +187,16 @@ class ProcessBackend:
                 record.sending = (request.method if request else "shutdown", time.monotonic())
                 send_message(record.sock, request, parcels)
         except OSError:
-            # the process is gone or does not read; the pump sees its end, and the deadline its silence
+            # the process is gone or does not read; the pump notices its end, and the deadline its silence
             self._wake()
         finally:
             record.sending = None
 
     def _pump(self) -> None:
-        """Read the answers and the ends of the workers, and watch the clock, until all workers are gone."""
+        """Read results and exits of the workers, forward their stderr and check deadlines.
+
+        Return when all workers are gone.
+        """
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_in, selectors.EVENT_READ, None)
             for rank, record in enumerate(self._ranks):
@@ -228,7 +231,7 @@ class ProcessBackend:
         except OSError:
             message = None
         if message is None:
-            return False  # the nursery reports how the process ended
+            return False  # the fork server reports how the process ended
         number, (parcel,) = message
         try:
             value = parcel.unpack()
@@ -243,7 +246,7 @@ class ProcessBackend:
     def _note_exit(self, rank: int, exitcode: int | None) -> None:
         record = self._ranks[rank]
         while not record.gone and _readable(record.sock) and self._read_answer(rank):
-            pass  # what it had sent before its end still counts
+            pass  # results that were sent before the end still count
         record.gone, record.exitcode = True, exitcode
         _end_children(record.pid, signal.SIGTERM if self._stopping else signal.SIGKILL)
         if not self._stopping:
@@ -254,19 +257,19 @@ class ProcessBackend:
             self._book.died(rank, record.pid, exitcode, "\n".join(part for part in parts if part))
 
     def check(self) -> None:
-        """Raise if the group is broken or was shut down."""
+        """Raise a GroupBrokenError if the group is broken or was shut down."""
         self._book.check()
 
     def alive(self) -> list[bool]:
-        """Which ranks' processes live."""
+        """Return, for each rank, whether its process is alive."""
         return [not record.gone for record in self._ranks]
 
     def pids(self) -> list[int]:
-        """The ranks' process ids."""
+        """Return the process ids in rank order."""
         return [record.pid for record in self._ranks]
 
     def waits(self) -> list[str]:
-        """A line for every call that is under way, after one for every rank that takes no more calls."""
+        """Return a text line for every open call, after a line for every rank that takes no more calls."""
         now, full = time.monotonic(), []
         for rank, record in enumerate(self._ranks):
             if (sending := record.sending) is not None and now - sending[1] > _TICK:
@@ -277,16 +280,16 @@ class ProcessBackend:
         return full + self._book.waits()
 
     def stacks(self) -> str:
-        """Where the ranks' processes are."""
+        """Return the current stacks of the ranks' processes as text."""
         return self._stacks_of(range(len(self._ranks)))
 
     def last_words(self) -> str:
-        """The ends of what the ranks have written to their standard error."""
+        """Return the stderr tails of the ranks as text."""
         told = {rank: record.last_words.decode(errors="replace").strip() for rank, record in enumerate(self._ranks)}
         return "\n".join(f"rank {rank}:\n{words}" for rank, words in told.items() if words)
 
     def collectives(self) -> dict[int, list[Collective]]:
-        """The newest collectives of the ranks that answer within a second."""
+        """Return the newest collectives of the ranks that answer within a second."""
         asked = [record for record in self._ranks if not record.gone and record.sending is None]
         for record in asked:
             record.collectives = None
@@ -299,7 +302,7 @@ class ProcessBackend:
         return {rank: record.collectives for rank, record in enumerate(self._ranks) if record.collectives}
 
     def stop(self, error: ControllerError, graceful: bool) -> None:
-        """End the workers: in order if `graceful` and the group is whole, else at once."""
+        """End the workers: after their queued calls if `graceful` and the group is not broken, else at once."""
         if os.getpid() != self._owner or self._stopping:
             return
         whole = self._book.broken is None
@@ -324,19 +327,19 @@ class ProcessBackend:
         try:
             self._wake_out.send(b"x")
         except OSError:
-            return  # it is being woken already, or has ended
+            return  # the pump is already being woken, or has ended
 
     def _stacks_of(self, ranks: Sequence[int]) -> str:
         asked = [rank for rank in ranks if not self._ranks[rank].gone]
         for rank in asked:
             os.ftruncate(self._ranks[rank].stacks, 0)
-            os.lseek(self._ranks[rank].stacks, 0, os.SEEK_SET)  # the worker's end of the file has the same place in it
+            os.lseek(self._ranks[rank].stacks, 0, os.SEEK_SET)  # the worker's descriptor shares the file offset
             os.kill(self._ranks[rank].pid, signal.SIGUSR1)
         time.sleep(0.2)
         return "\n".join(f"rank {rank}:\n{self._read_stack(rank) or self._no_stack(rank)}" for rank in asked)
 
     def _no_stack(self, rank: int) -> str:
-        """Why a process has not said where it is."""
+        """Explain why a process has not written its stack, with its state from /proc if that can be read."""
         try:
             with open(f"/proc/{self._ranks[rank].pid}/status") as status:
                 state = next(line.partition(":")[2].strip() for line in status if line.startswith("State"))
@@ -356,7 +359,7 @@ def start_local(
     env: Mapping[str, str],
     in_process: bool | None,
 ) -> InProcessBackend | ProcessBackend:
-    """Start the workers of a group on this machine."""
+    """Start the workers of a group on this machine: in the controller's process or as processes of their own."""
     if in_process and pool.world_size != 1:
         raise ValueError(f"in_process=True needs a pool of 1 process, this one has {pool.world_size}")
     if pool.use_gpu and len(pool.process_on_nodes) > 1:
@@ -370,7 +373,10 @@ def start_local(
 
 
 def _visible_gpus(pool: ResourcePool, node_rank: int) -> dict[str, str]:
-    """Let a rank see the pool's GPUs in rank order, so that its local rank is the number of its own."""
+    """Return a CUDA_VISIBLE_DEVICES with the pool's GPUs in rank order.
+
+    A rank's local rank is then the index of its own GPU.
+    """
     if not pool.use_gpu:
         return {}
     indices = device_indices(pool, node_rank)
@@ -382,7 +388,7 @@ def _visible_gpus(pool: ResourcePool, node_rank: int) -> dict[str, str]:
 
 
 def _pack_spec(spec: ClassWithInitArgs, receivers: int) -> tuple[Parcel, Script | None]:
-    """Serialise the class and its arguments, and find out whether the workers must load the user's script for it."""
+    """Serialise the class and its arguments, and return the user's script if the workers must load it for the class."""
     parcel = Parcel.pack(spec, receivers)
     classes = [spec.cls, *spec.roles().values()]
     in_script = [cls.__name__ for cls in classes if cls.__module__ == "__main__"]
@@ -415,20 +421,20 @@ def _how_it_ended(exitcode: int | None) -> str:
 
 
 def _pass_on(record: _Rank) -> bool:
-    """Passes what a worker has written to its standard error on to ours and keeps the end of it; False at its end."""
+    """Forward a worker's stderr to the controller's and keep its tail; return False if there was nothing to read."""
     try:
         data = os.read(record.stderr, 65536)
     except BlockingIOError:
         return False
     record.last_words = (record.last_words + data)[-_LAST_WORDS:]
     if data:
-        with contextlib.suppress(OSError):  # ours may be closed
+        with contextlib.suppress(OSError):  # the controller's stderr may be closed
             os.write(2, data)
     return bool(data)
 
 
 def _kill_group(pid: int) -> None:
-    for kill in (os.killpg, os.kill):  # before its first line has run, the worker has no group of its own
+    for kill in (os.killpg, os.kill):  # before its first line has run, the worker has no process group of its own
         try:
             kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -436,7 +442,10 @@ def _kill_group(pid: int) -> None:
 
 
 def _end_children(pid: int, number: signal.Signals) -> None:
-    """End what a worker that is gone has left running: in its own way if the worker was told to end."""
+    """Send signal `number` to the processes that a worker has left running.
+
+    The caller passes SIGTERM if the group is being stopped, so that they can clean up, else SIGKILL.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
 

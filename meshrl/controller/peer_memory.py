@@ -1,8 +1,8 @@
-"""Memory on other machines for copies of a run's state: a small process, a shelf, on every node of a Ray cluster.
+"""Copies of a run's state in the memory of other machines: a small process, a shelf, on every node of a Ray cluster.
 
-A rank puts its files onto the shelf of its own node and onto that of the next node in a ring, so that whatever is lost,
-processes or a whole node, a copy of every file is left. Shelves belong to no process of the run: they are ended with
-it, or by themselves when nobody has used them for hours.
+A rank puts its files onto the shelf of its own node and onto the shelf of the next node in a ring. So after the loss of
+processes or of one whole node, a copy of every file is left. Shelves belong to no process of the run. They are ended
+with the run, or end themselves if they are unused for hours.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from meshrl.files import write_whole
 logger = logging.getLogger(__name__)
 
 BLOCK = 32 << 20
-# Seconds after which a shelf that nobody uses ends, and between looks at the clock.
+# Seconds after which an unused shelf ends, and seconds between two checks.
 UNUSED_SECONDS, LOOK_SECONDS = 4 * 3600.0, 10.0
-# Seconds for an answer to a question without a load: a node that takes longer counts as lost.
+# Seconds for an answer to a query without payload. A node that takes longer counts as lost.
 ANSWER_SECONDS = 30.0
-# Seconds in which shelves are started.
+# Seconds in which all shelves should have started.
 START_SECONDS = 120.0
-# With this file a step is whole, as far as its ranks' files are on some shelf.
+# The list of a step's files. The step is complete if this file and all listed files are on some shelf.
 LAST = "manifest.json"
 
 
 class Shelf:
-    """The files of some steps in one node's memory."""
+    """The files of some steps in one node's memory, a Ray actor."""
 
     def __init__(self, unused_seconds: float = UNUSED_SECONDS) -> None:
         self._files: dict[int, dict[str, bytearray]] = {}
@@ -41,7 +41,7 @@ class Shelf:
         threading.Thread(target=self._end_unused, name="meshrl-shelf", daemon=True).start()
 
     def add(self, step: int, name: str, at: int, block: bytes) -> None:
-        """The next bytes of a file; at 0 it begins anew."""
+        """Append a block to a file. At offset 0 the file is started again."""
         self._used_at = time.monotonic()
         files = self._files.setdefault(step, {})
         if at == 0:
@@ -49,22 +49,22 @@ class Shelf:
         files[name] += block
 
     def complete(self, step: int, files: Mapping[str, bytes]) -> None:
-        """Adds the last files of a step; those of all other steps go."""
+        """Add the last files of a step, and drop the files of all other steps."""
         self._used_at = time.monotonic()
         held = self._files.get(step, {}) | {name: bytearray(content) for name, content in files.items()}
         self._files = {step: held}
 
     def names(self) -> dict[int, list[str]]:
-        """What is here of each step."""
+        """Return the names of the files that are held of each step."""
         self._used_at = time.monotonic()
         return {step: list(files) for step, files in self._files.items()}
 
     def read(self, step: int, name: str) -> bytes:
-        """A small file."""
+        """Return a whole file; meant for small files."""
         return bytes(self._files[step][name])
 
     def write(self, step: int, names: list[str], folder: str) -> None:
-        """Writes files into a folder, which all nodes share."""
+        """Write files into a folder that all nodes share."""
         for name in names:
             file = inside(Path(folder), name)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -78,14 +78,14 @@ class Shelf:
 
 @dataclass(frozen=True)
 class Shelves:
-    """A run's shelves by their nodes' ids, in the order of the ring; `deadline`: seconds to bring a block there."""
+    """A run's shelves by their nodes' ids, in the order of the ring. `deadline`: seconds to send a block."""
 
     key: str
     ring: tuple[str, ...]
     deadline: float
 
     def put(self, step: int, files: Mapping[str, Path]) -> None:
-        """Copies files of a rank's to its own node's shelf and to the next one's."""
+        """Copy a rank's files to the shelf of its own node and to that of the next node."""
         import ray
 
         shelves = [_shelf(self.key, node) for node in places_of(ray.get_runtime_context().get_node_id(), self.ring)]
@@ -97,7 +97,7 @@ class Shelves:
                     at += max(1, len(block))
 
     def complete(self, step: int, files: Mapping[str, Path]) -> None:
-        """Copies the controller's files to all shelves: now the step can be taken up again."""
+        """Copy the controller's files to all shelves. From now on the run can resume from the step."""
         import ray
 
         contents = ray.put({name: file.read_bytes() for name, file in files.items()})
@@ -106,7 +106,7 @@ class Shelves:
 
 
 def places_of(node: str, ring: tuple[str, ...]) -> tuple[str, str]:
-    """On which nodes the files of a node's ranks lie: its own, and the one after it."""
+    """Return the nodes that hold the files of a node's ranks: the node itself and the next in the ring."""
     if node not in ring:
         raise ValueError(f"node {node} has no shelf: it did not answer when the copies began")
     at = ring.index(node)
@@ -114,9 +114,9 @@ def places_of(node: str, ring: tuple[str, ...]) -> tuple[str, str]:
 
 
 def start_shelves(key: str, deadline: float) -> Shelves:
-    """A shelf on every living node, those that are there already included.
+    """Start a shelf on every living node, or use the one that is already there, and return the shelves.
 
-    Ray takes seconds to notice that a node is lost: one that does not answer is left out.
+    Ray takes seconds to notice the loss of a node, so nodes that do not answer are left out.
     """
     import ray
 
@@ -132,7 +132,10 @@ def start_shelves(key: str, deadline: float) -> Shelves:
 
 
 def _ask_shelf(key: str, node: str) -> Any:
-    """Asks a node's shelf, which is started where there is none, what it holds; None where its name is still taken."""
+    """Query the contents of a node's shelf, which is started if it does not exist.
+
+    Return None if the shelf's name is still taken by a shelf that is ending.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -146,12 +149,12 @@ def _ask_shelf(key: str, node: str) -> Any:
     )
     try:
         return options.remote().names.remote()
-    except ValueError:  # by one that is just ending
+    except ValueError:  # the name is taken by a shelf that is just ending
         return None
 
 
 def _answers(key: str, node: str, answer: Any, until: float) -> bool:
-    """Whether a node has a shelf; where one has died alone, a new one is started."""
+    """Return whether a node has a shelf that answers. If the first query fails, a new shelf is tried once."""
     import ray
 
     problem = "its shelf is ending"
@@ -168,9 +171,9 @@ def _answers(key: str, node: str, answer: Any, until: float) -> bool:
 
 
 def write_newest(key: str, newer_than: int, folder: Callable[[int], Path], deadline: float) -> Path | None:
-    """Writes the newest step that all nodes which live hold together into `folder(step)`; None where there is none.
+    """Write the newest complete step that the living nodes hold together into `folder(step)`, and return the folder.
 
-    Which files a step has is said by its own list of them, `LAST`.
+    Only steps after `newer_than` count; return None if there is none. A step's list of its files is its file `LAST`.
     """
     import json
 
@@ -197,7 +200,7 @@ def write_newest(key: str, newer_than: int, folder: Callable[[int], Path], deadl
 
 
 def end_shelves(key: str) -> None:
-    """Gives the memory back, on all nodes that can be reached."""
+    """End the shelves on all nodes that can be reached, which frees their memory."""
     import ray
 
     for shelf, _ in _living(key):
@@ -211,7 +214,7 @@ def _shelf(key: str, node: str) -> Any:
 
 
 def _living(key: str) -> list[tuple[Any, dict[int, list[str]]]]:
-    """The shelves that answer, with what they hold."""
+    """Return the shelves that answer, with the names of the files that each holds."""
     import ray
 
     if not ray.is_initialized():

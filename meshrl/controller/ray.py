@@ -1,4 +1,4 @@
-"""Workers as Ray actors, on one machine or a cluster. Imported only when this backend is asked for."""
+"""The Ray backend: workers as Ray actors, on one machine or a cluster. Imported only if this backend is used."""
 
 import contextlib
 import logging
@@ -51,7 +51,7 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 _TICK = 0.2
-REACH_SECONDS = 10.0  # for a cluster's address to answer
+REACH_SECONDS = 10.0  # the time in which a cluster's address must answer
 _NAMESPACE = "meshrl"
 
 
@@ -63,9 +63,10 @@ def init_ray(
     namespace: str = _NAMESPACE,
     **options: Any,
 ) -> None:
-    """Connect to the cluster at `address`, or start Ray on this machine with these resources; nothing if connected.
+    """Connect to the cluster at `address`, or start Ray on this machine with these resources.
 
-    `auto` is the cluster that `ray start` began on this machine.
+    The address `auto` is the cluster that `ray start` began on this machine. If Ray is already connected, nothing
+    happens.
     """
     if ray.is_initialized():
         return
@@ -79,7 +80,7 @@ def init_ray(
     _check_reachable(address or os.environ.get("RAY_ADDRESS") or "local")
     try:
         ray.init(
-            # Without a word Ray would join whatever cluster somebody has last started on this machine.
+            # Without an address Ray would join the cluster that was last started on this machine, by any user.
             address=address or os.environ.get("RAY_ADDRESS") or "local",
             num_cpus=num_cpus,
             num_gpus=num_gpus,
@@ -87,15 +88,15 @@ def init_ray(
             namespace=namespace,
             **options,
         )
-    except (ValueError, TypeError):  # what was asked for is wrong
+    except (ValueError, TypeError):  # the arguments are wrong
         raise
     except Exception as error:
-        ray.shutdown()  # half of it may have started
+        ray.shutdown()  # Ray may have started in part
         raise RayStartError(f"Ray could not be started or reached: {type(error).__name__}: {error}") from error
 
 
 def _check_reachable(address: str) -> None:
-    """Somebody must listen at `host:port`: Ray itself tries for many minutes, whatever the reason."""
+    """Raise a RayStartError if nothing listens at `host:port`, because Ray itself would retry for many minutes."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or "//" in address:  # auto, local, or Ray's client
         return
@@ -108,7 +109,7 @@ def _check_reachable(address: str) -> None:
 
 
 def devices_per_node(use_gpu: bool) -> list[int]:
-    """How many GPUs (or CPUs) each living node of the cluster has."""
+    """Return the number of GPUs (or CPUs) of each living node of the cluster that has any."""
     init_ray()
     kind = "GPU" if use_gpu else "CPU"
     counts = [int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]]
@@ -116,7 +117,7 @@ def devices_per_node(use_gpu: bool) -> list[int]:
 
 
 class Sealed:
-    """A serialised object whose memory Ray puts in its object store as it is, out of band."""
+    """A serialised object whose buffers Ray puts into its object store unchanged, out of band."""
 
     def __init__(self, data: bytes, buffers: Sequence[Any]) -> None:
         self._data = data
@@ -124,11 +125,11 @@ class Sealed:
 
     @staticmethod
     def of(obj: Any) -> "Sealed":
-        """Serialise an object."""
+        """Serialise an object into data and out-of-band buffers."""
         return Sealed(*dumps(obj))
 
     def open(self) -> Any:
-        """The object, on memory of its own: the object store's is read-only."""
+        """Return the object on its own memory, because the memory of the object store is read-only."""
         return loads(self._data, self._buffers)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -137,7 +138,7 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an actor has been started."""
+    """The place where an actor runs: process, node, GPUs and placement group."""
 
     pid: int
     node_id: str
@@ -147,7 +148,7 @@ class Place:
 
 
 class RayWorker:
-    """The actor: holds the worker and runs the calls on it."""
+    """The Ray actor of one rank, which holds the worker and runs the calls on it."""
 
     def __init__(self, sys_path: list[str]) -> None:
         sys.path += [path for path in sys_path if path not in sys.path]
@@ -156,24 +157,24 @@ class RayWorker:
         self._never = threading.Event()
 
     def place(self) -> Place:
-        """Where this actor is."""
+        """Return the process, node, GPUs and placement group of this actor."""
         context = ray.get_runtime_context()
         group = ray.util.get_current_placement_group()
         gpu_ids = [str(gpu) for gpu in ray.get_gpu_ids()]
         return Place(os.getpid(), context.get_node_id(), ray.util.get_node_ip_address(), gpu_ids, group)
 
     def world_size(self) -> int:
-        """How many ranks the group of this actor has; 0 if it was never built."""
+        """Return the number of ranks in this actor's group; 0 if the worker was never built."""
         return self._world_size
 
     def host(self, address: str) -> int:
-        """Open the rendezvous store; its port."""
+        """Open the rendezvous store at `address` and return its port."""
         return host_rendezvous(address)
 
     def build(self, info: WorkerInfo, env: dict[str, str], threads: str | None, spec: bytes) -> Failure | None:
-        """Make the worker."""
+        """Construct the worker; return a `Failure` if that fails."""
         try:
-            os.environ.pop("OMP_NUM_THREADS", None)  # Ray's own guess; the controller's setting holds on every backend
+            os.environ.pop("OMP_NUM_THREADS", None)  # set by Ray; the controller's setting applies on every backend
             apply_environment(info, {**({"OMP_NUM_THREADS": threads} if threads else {}), **env})
             limit_threads(info.local_world_size)
             with importing():
@@ -185,7 +186,7 @@ class RayWorker:
         return None
 
     def call(self, method: str, n_args: int, keywords: list[str], *sealed: Sealed) -> Sealed | Failure:
-        """Run one call on the worker."""
+        """Run one call on the worker, and return its sealed result or a `Failure`."""
         try:
             values = [value.open() for value in sealed]
             kwargs = dict(zip(keywords, values[n_args:], strict=True))
@@ -194,26 +195,26 @@ class RayWorker:
             return Failure.of(error)
 
     def watch(self) -> None:
-        """Never returns: the end of this call is the end of the actor."""
+        """Block forever: this call ends only with the actor, so its end reports the actor's death."""
         self._never.wait()
 
     def stacks(self) -> str:
-        """Where this process's threads are."""
+        """Return the last frames of the stacks of all threads in this process."""
         frames = sys._current_frames().items()
         return "\n".join("".join(traceback.format_stack(frame)[-8:]) for _, frame in frames)
 
     def collectives(self) -> list[Collective] | None:
-        """The newest collectives of this process."""
+        """Return the newest collectives of this process, or None if torch does not record them."""
         return recorded()
 
     def close(self) -> None:
-        """Let the worker free what outlives a process."""
+        """Close the worker, so that it frees what outlives a process."""
         if self._worker is not None:
             close_worker(self._worker)
 
 
 class RayBackend:
-    """The actors of one group."""
+    """A backend that runs the workers of one group as Ray actors."""
 
     def __init__(
         self,
@@ -223,7 +224,10 @@ class RayBackend:
         deadlines: Deadlines,
         pool: ResourcePool | None,
     ) -> None:
-        """`pool` is None for actors that another process has started."""
+        """Watch the actors and start to collect their results.
+
+        `pool` is None for actors that another process has started.
+        """
         self.world_size = len(actors)
         self._actors = actors
         self._places = places
@@ -258,7 +262,7 @@ class RayBackend:
                 self._track(number, call.rank, method_of.remote(method, len(call.args), list(call.kwargs), *arguments))
 
     def build(self, infos: list[WorkerInfo], envs: list[dict[str, str]], spec: bytes) -> None:
-        """Make the workers in the actors."""
+        """Construct the workers in the actors, and wait until all are constructed."""
         built: Future[list[None]] = Future()
         number = self._book.open("__init__", [info.rank for info in infos], built, limit=self._deadlines.start)
         threads = os.environ.get("OMP_NUM_THREADS")
@@ -270,7 +274,7 @@ class RayBackend:
         ref.future().add_done_callback(lambda done: self._events.put((number, rank, done)))
 
     def _pump(self) -> None:
-        """Hand answers and deaths to the book and watch the clock, until the group has ended."""
+        """Report results and deaths to the call book and check deadlines, until the group has ended."""
         while not self._ended.is_set():
             try:
                 self._note(*self._events.get(timeout=_TICK))
@@ -303,25 +307,25 @@ class RayBackend:
             self._book.answer(number, rank, Failure(type(error).__name__, str(error), str(error), 0.0))
 
     def check(self) -> None:
-        """Raise if the group is broken or was shut down."""
+        """Raise a GroupBrokenError if the group is broken or was shut down."""
         if not self._ended.is_set():
             self._notice_shutdown()
         self._book.check()
 
     def alive(self) -> list[bool]:
-        """Which ranks' actors live, as far as is known."""
+        """Return, for each rank, whether its actor is alive as far as is known."""
         return [rank not in self._gone for rank in range(self.world_size)]
 
     def pids(self) -> list[int]:
-        """The ranks' process ids, each on its own machine."""
+        """Return the ranks' process ids, each on its own machine."""
         return [place.pid for place in self._places]
 
     def waits(self) -> list[str]:
-        """A line for every call that is under way, after one for every node of ranks that cannot be reached."""
+        """Return a text line for every open call, after a line for every unreachable node with ranks of the group."""
         return self._lost_nodes() + self._book.waits()
 
     def _lost_nodes(self) -> list[str]:
-        # Ray itself calls a node dead only after some failed health checks, half a minute later.
+        # Ray itself reports a node as dead only after several failed health checks, half a minute later.
         lines = []
         for node in ray.nodes():
             ranks = [rank for rank, place in enumerate(self._places) if place.node_id == node["NodeID"]]
@@ -333,11 +337,11 @@ class RayBackend:
         return lines
 
     def stacks(self) -> str:
-        """Where the ranks' processes are."""
+        """Return the current stacks of the ranks' processes as text."""
         return self._stacks_of(range(len(self._actors)))
 
     def stop(self, error: ControllerError, graceful: bool) -> None:
-        """End the actors and, if no other group uses them, give the pool's resources back."""
+        """End the actors and, if no other group uses the pool's resources, release them."""
         if self._stopping or not ray.is_initialized():
             self._ended.set()
             return
@@ -351,7 +355,7 @@ class RayBackend:
         self._ended.set()
         if threading.current_thread() is not self._pump_thread:
             self._pump_thread.join(self._deadlines.shutdown)
-        # Ray ends the whole process if a handle is let go after ray.shutdown(): do it now, not when we are collected
+        # Ray ends the whole process if a handle is freed after ray.shutdown(), so the handles are freed now
         self._actors.clear()
         if self._pool is not None:
             _release_placement_groups(self._pool)
@@ -370,15 +374,18 @@ class RayBackend:
         return "\n".join(f"rank {rank}:\n{told.get(rank, silent)}" for rank in ranks)
 
     def last_words(self) -> str:
-        """Ray has them, in the logs of its session."""
+        """Return "": Ray keeps the stderr of the actors in the logs of its session."""
         return ""
 
     def collectives(self) -> dict[int, list[Collective]]:
-        """The newest collectives of the ranks that answer in time."""
+        """Return the newest collectives of the ranks that answer in time."""
         return {rank: found for rank, found in self._ask("collectives", range(len(self._actors))).items() if found}
 
     def _ask(self, method: str, ranks: Sequence[int], seconds: float = 2.0) -> dict[int, Any]:
-        """What actors say beside their calls, without those that do not answer."""
+        """Call a method of the actors concurrently with other calls.
+
+        Return the results by rank, without the ranks that do not answer within `seconds`.
+        """
         methods = {rank: getattr(self._actors[rank], method) for rank in ranks}
         asked = {rank: found.options(concurrency_group="watch").remote() for rank, found in methods.items()}
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=seconds)
@@ -391,7 +398,7 @@ class RayBackend:
 
 
 def _why_lost(node: Mapping[str, Any]) -> str | None:
-    """Why a node cannot be reached; None for one that lives."""
+    """Return the reason why a node cannot be reached, or None if the node is alive."""
     if not node["Alive"]:
         return f"Ray says that it is dead ({node.get('DeathReasonMessage') or 'no reason given'})"
     try:
@@ -443,7 +450,7 @@ def start_ray(
 
 
 def attach_worker_group(name: str, cls: type, role: str = "actor", deadlines: Deadlines | None = None) -> WorkerGroup:
-    """The group of detached actors that another process started under this name."""
+    """Return the group of detached actors that another process started under this name."""
     init_ray()
     deadlines = deadlines or Deadlines()
     try:
@@ -469,7 +476,10 @@ def _start_actor(group: PlacementGroup, bundle: int, pool: ResourcePool, name: s
 
 
 def _environments(infos: list[WorkerInfo], places: list[Place], env: Mapping[str, str]) -> list[dict[str, str]]:
-    """Of each rank: the GPUs of its pool node in rank order, and the loopback interface if there is only one node."""
+    """Return each rank's variables: the GPUs of its pool node in rank order, and `env`.
+
+    If all ranks are on one node, the loopback interface is set for gloo.
+    """
     loopback = loopback_interface() if len({place.node_id for place in places}) == 1 else None
     environments = []
     for info in infos:
@@ -485,7 +495,7 @@ def _environments(infos: list[WorkerInfo], places: list[Place], env: Mapping[str
 
 
 def _hold_placement_groups(pool: ResourcePool, timeout: float, detached: bool) -> dict[int, list[PlacementGroup]]:
-    """The placement groups under the pool's slots, made if they are not there, each counted as used once more."""
+    """Return the placement groups under the pool's slots, created if missing, and count one more user of each."""
     held: dict[int, list[PlacementGroup]] = {}
     for origin in {id(part.origin): part.origin for part in pool.parts}.values():
         _, groups, users = _placement_groups.get(id(origin), (origin, [], 0))

@@ -1,4 +1,4 @@
-"""Pools of devices, and which role runs on which pool."""
+"""Pools of devices, and the mapping of roles to pools."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from meshrl.controller.calls import Backend, GroupBrokenError
 
 
 class Role(StrEnum):
-    """What a worker does; the value is the role's name in configs, metrics and messages."""
+    """The role of a worker. The value is the role's name in configs, metrics and messages."""
 
     Actor = "actor"
     Rollout = "rollout"
@@ -31,7 +31,7 @@ class NodeSlots:
 
 
 class ResourcePool:
-    """Slots for worker processes: `process_on_nodes[i]` of them on the i-th node, one GPU each with `use_gpu`.
+    """Slots for worker processes: `process_on_nodes[i]` of them on the i-th node, with one GPU each if `use_gpu`.
 
     Up to `max_colocate_count` worker groups may share a pool. `split` and `merge` make pools over the same slots.
     """
@@ -51,22 +51,22 @@ class ResourcePool:
         self.use_gpu = use_gpu
         self.max_colocate_count = max_colocate_count
         self.name_prefix = name_prefix
-        self.first_device = 0  # of this machine, for the local backend; ResourcePoolManager sets it
+        self.first_device = 0  # the first GPU on this machine, for the local backend; ResourcePoolManager sets it
         self.parts = [NodeSlots(self, node, tuple(range(count))) for node, count in enumerate(counts)]
-        self._tenants: dict[tuple[int, int], WeakSet[Backend]] = defaultdict(WeakSet)  # of each node's slot
+        self._tenants: dict[tuple[int, int], WeakSet[Backend]] = defaultdict(WeakSet)  # by (node, slot)
 
     @property
     def process_on_nodes(self) -> list[int]:
-        """How many processes each node holds."""
+        """The number of processes on each node."""
         return [len(part.slots) for part in self.parts]
 
     @property
     def world_size(self) -> int:
-        """How many processes the pool holds."""
+        """The number of processes in the pool."""
         return sum(self.process_on_nodes)
 
     def check_room(self) -> None:
-        """Raise if `max_colocate_count` worker groups live on one of the slots already."""
+        """Raise a ValueError if `max_colocate_count` worker groups already live on one of the slots."""
         for part in self.parts:
             for slot in part.slots:
                 living = sum(_lives(tenant) for tenant in part.origin._tenants[part.node, slot])
@@ -78,16 +78,16 @@ class ResourcePool:
                     )
 
     def add_tenant(self, backend: Backend) -> None:
-        """Count the workers of a group on the pool's slots, until they end."""
+        """Count a group's workers on the pool's slots until they end."""
         for part in self.parts:
             for slot in part.slots:
                 part.origin._tenants[part.node, slot].add(backend)
 
     def split(self, sizes_or_ratios: Sequence[int] | Sequence[float]) -> list["ResourcePool"]:
-        """Disjoint pools that together are this one.
+        """Return disjoint pools that together are this pool.
 
-        Whole numbers are sizes: the first takes that many slots in rank order, and so on. Fractions are shares of
-        every node, so that each part spans all nodes.
+        Whole numbers are sizes: the first pool takes that many slots in rank order, and so on. Fractions are shares of
+        every node, so that each pool spans all nodes.
         """
         values = list(sizes_or_ratios)
         if not values or any(value <= 0 for value in values):
@@ -136,7 +136,7 @@ class ResourcePool:
 
     @staticmethod
     def merge(pools: Sequence["ResourcePool"]) -> "ResourcePool":
-        """One pool over the slots of all; parts that were split from one node become one node again."""
+        """Return one pool over the slots of all pools. Parts that were split from one node become one node again."""
         if not pools:
             raise ValueError("merge needs at least one pool")
         first = pools[0]
@@ -184,7 +184,7 @@ class ResourcePoolManager:
                 raise ValueError(f"role '{role}' is mapped to pool '{pool}', which is not one of: {known}")
 
     def create_resource_pool(self) -> dict[str, ResourcePool]:
-        """Make the pools (once)."""
+        """Create the pools at the first call, and return all pools by name."""
         first_device = 0
         for name, counts in self.resource_pool_spec.items():
             if name not in self.resource_pool_dict:
@@ -195,17 +195,20 @@ class ResourcePoolManager:
         return self.resource_pool_dict
 
     def get_resource_pool(self, role: Role | str) -> ResourcePool:
-        """The pool that a role runs on."""
+        """Return the pool that a role runs on."""
         if str(role) not in self.mapping:
             raise ValueError(f"role '{role}' has no pool; mapped roles: {', '.join(sorted(self.mapping))}")
         return self.create_resource_pool()[self.mapping[str(role)]]
 
     def get_n_gpus(self) -> int:
-        """How many processes (GPUs, with `use_gpu`) the pools hold together."""
+        """Return the number of processes (GPUs, with `use_gpu`) in all pools."""
         return sum(sum(counts) for counts in self.resource_pool_spec.values())
 
     def check_available(self, devices_per_node: Sequence[int] | None = None, *, backend: str = "local") -> None:
-        """Raise, with the numbers, if the pools do not fit on the nodes (asked from the backend if not given)."""
+        """Raise a ValueError with the numbers if the pools do not fit on the nodes.
+
+        Without `devices_per_node` the backend is asked for the devices.
+        """
         have = list(devices_per_node) if devices_per_node is not None else self._devices_of(backend)
         kind = "GPUs" if self.use_gpu else "CPUs"
         wanted = ", ".join(f"{name} {'+'.join(map(str, counts))}" for name, counts in self.resource_pool_spec.items())

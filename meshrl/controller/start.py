@@ -1,4 +1,4 @@
-"""Starting a group of workers: the one place where a backend is chosen by name."""
+"""The start of worker groups: the only place that chooses a backend by name."""
 
 import itertools
 from collections.abc import Mapping
@@ -27,8 +27,8 @@ def create_worker_group(
     """Start one worker on each slot of the pool and return the group of them.
 
     `backend` is "local" (this machine; a single rank is an object in this process unless `in_process=False`) or "ray".
-    `env` adds environment variables, other than those that the group sets itself (RANK, WORLD_SIZE, ...). With Ray,
-    `name` names the actors, and `detached` lets them outlive this process.
+    `env` adds environment variables, except those that the group sets itself (RANK, WORLD_SIZE, ...). With Ray, `name`
+    names the actors, and `detached` lets them outlive this process.
     """
     deadlines = deadlines or Deadlines()
     env = {key: str(value) for key, value in (env or {}).items()}

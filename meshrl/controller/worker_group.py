@@ -1,4 +1,4 @@
-"""All ranks of a role, called as one."""
+"""Worker groups: all ranks of a role, called as one object."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -28,9 +28,9 @@ from meshrl.controller.dispatch import (
 
 
 class WorkerGroup:
-    """Calls on all ranks of a role: every method that the worker class has marked with `@register` is a method here.
+    """All ranks of a role. Every method that the worker class marks with `@register` is a method of the group.
 
-    Make one with `create_worker_group`. Use it as a context manager, or call `shutdown`.
+    Make a group with `create_worker_group`. Use it as a context manager, or call `shutdown`.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class WorkerGroup:
         view_of: "WorkerGroup | None" = None,
     ) -> None:
         self.role = role
-        self._owner = view_of  # kept alive: the workers end with the group that started them
+        self._owner = view_of  # kept alive, because the workers end with the group that started them
         self._backend = backend
         self._start_again: Callable[[], Backend] | None = None
-        self.restarts = 0  # how often the workers were started again
+        self.restarts = 0  # the number of restarts of the workers
         self._prefix = f"{role}/" if view_of is not None else ""
         self._role_classes = dict(role_classes)
         self._launcher = SerialThread(f"meshrl-{role}-launcher")
@@ -58,15 +58,18 @@ class WorkerGroup:
 
     @property
     def world_size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
         return self._backend.world_size
 
     def execute_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call any method, registered or not, with the same arguments on all ranks; the answers in rank order."""
+        """Call any method, registered or not, with the same arguments on all ranks.
+
+        Return the results in rank order.
+        """
         return self.execute_all_async(method, *args, **kwargs).get()
 
     def execute_all_async(self, method: str, /, *args: Any, **kwargs: Any) -> Future[list[Any]]:
-        """`execute_all` without waiting."""
+        """Call any method on all ranks like `execute_all`, but return a future."""
 
         def plan(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
             return Plan([RankCall(rank, args, kwargs) for rank in range(self.world_size)], list)
@@ -74,23 +77,26 @@ class WorkerGroup:
         return self._start(method, plan, args, kwargs, blocking=False)
 
     def ask_all(self, method: str, /, *args: Any) -> Future[list[Any]]:
-        """Ask all ranks something beside their running calls, without waiting; the answers in rank order."""
+        """Call a method on all ranks concurrently with their running calls.
+
+        Return a future of the results in rank order.
+        """
         future: Future[list[Any]] = Future(self.role)
         calls = [RankCall(rank, args, {}) for rank in range(self.world_size)]
         self._backend.submit(self._prefix + method, calls, future, blocking=True, direct=True)
         return future
 
     def begin(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call a registered method without waiting, also one that is waited for when it is called by its name."""
-        getattr(self, method)  # says what there is where there is no such method
+        """Call a registered method and return a future, even if the method is registered as blocking."""
+        getattr(self, method)  # an unknown method raises an error that lists the registered methods
         return self._call(method, self._specs[method], args, kwargs, blocking=False)
 
     def execute_rank_zero(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call any method on rank 0 alone; its answer."""
+        """Call any method on rank 0 alone, and return its result."""
         return self.execute_rank(0, method, *args, **kwargs)
 
     def execute_rank(self, rank: int, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call any method on one rank alone; its answer."""
+        """Call any method on one rank alone, and return its result."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not one of the group's {self.world_size} ranks")
 
@@ -100,9 +106,9 @@ class WorkerGroup:
         return self._start(method, plan, args, kwargs, blocking=True).get()
 
     def mesh_entries(self, mesh_name: str) -> list[MeshEntry]:
-        """What each rank has registered for a mesh (asked once, then remembered)."""
+        """Return each rank's entry for a mesh. The ranks are asked once, then the entries are cached."""
         if mesh_name not in self._meshes:
-            # not through the launcher: a deferred call asks this from there
+            # not through the launcher thread, because a deferred call runs this method in that thread
             future: Future[list[MeshEntry | None]] = Future(self.role)
             calls = [RankCall(rank, (mesh_name,), {}) for rank in range(self.world_size)]
             self._backend.submit(f"{self._prefix}_mesh_entry", calls, future, blocking=True, direct=False)
@@ -117,7 +123,7 @@ class WorkerGroup:
         return self._meshes[mesh_name]
 
     def spawn(self, roles: Iterable[str] | None = None) -> dict[str, "WorkerGroup"]:
-        """Views of the colocated roles, each with its own methods, over the same processes."""
+        """Return views of the colocated roles, each with its own methods, over the same processes."""
         if not self._role_classes:
             raise ValueError(f"'{self.role}' holds one role; make its class with create_colocated_worker_cls to spawn")
         wanted = [str(role) for role in roles] if roles is not None else list(self._role_classes)
@@ -127,7 +133,7 @@ class WorkerGroup:
         return {role: WorkerGroup(self._backend, self._role_classes[role], role, {}, self) for role in wanted}
 
     def is_alive(self) -> bool:
-        """Whether all ranks' workers live and the group can be called."""
+        """Return whether all ranks' workers are alive and the group can be called."""
         try:
             self._backend.check()
         except GroupBrokenError:
@@ -135,27 +141,27 @@ class WorkerGroup:
         return all(self._backend.alive())
 
     def pids(self) -> list[int]:
-        """The workers' process ids in rank order, each on its own machine."""
+        """Return the workers' process ids in rank order, each on its own machine."""
         return self._backend.pids()
 
     def waits(self) -> list[str]:
-        """A line for every call that is under way: which ranks have answered and which have not."""
+        """Return a text line for every open call, with the ranks that have answered and those that have not."""
         return self._backend.waits()
 
     def stacks(self) -> str:
-        """Where the workers' processes are, as stacks."""
+        """Return the current stacks of the workers' processes as text."""
         return self._backend.stacks()
 
     def last_words(self) -> str:
-        """The ends of what the workers have written to their standard error, where that is known."""
+        """Return the stderr tails of the workers as far as they are known."""
         return self._backend.last_words()
 
     def collectives(self) -> dict[int, list[Collective]]:
-        """The newest collectives of each rank, as torch's flight recorder has them; without those that cannot say."""
+        """Return each rank's newest collectives from torch's flight recorder, without the ranks that do not answer."""
         return self._backend.collectives()
 
     def restart(self) -> None:
-        """End what is left of the workers and start all of them again, as new; what they held is gone."""
+        """End the remaining workers and start all of them again as new workers; their state is lost."""
         if self._start_again is None:
             raise ValueError(f"'{self.role}' cannot be started again: it is a view, or was started by another process")
         self._backend.stop(GroupBrokenError("it is being started again"), graceful=False)
@@ -166,14 +172,14 @@ class WorkerGroup:
         end_with(self, self._backend)
 
     def shutdown(self) -> None:
-        """End the workers (of all views over them) after what they are doing, within the shutdown deadline."""
+        """End the workers (of all views over them) after their queued calls, within the shutdown deadline."""
         self._backend.stop(GroupBrokenError("it was shut down"), graceful=True)
 
     def __enter__(self) -> "WorkerGroup":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # after an error the workers may be in the middle of anything: do not wait for them
+        # after an error the workers may be in the middle of a call, so they are not waited for
         self._backend.stop(GroupBrokenError("it was shut down"), graceful=kind is None)
 
     def __getattr__(self, name: str) -> Any:
@@ -210,9 +216,9 @@ class WorkerGroup:
         blocking: bool,
         resolve: bool = True,
     ) -> Future[Any]:
-        """Dispatch now, or, if an argument is not ready, in the background; calls keep their order either way."""
+        """Dispatch now or, if an argument is not ready, in the background. Calls keep their order either way."""
         future: Future[Any] = Future(self.role)
-        backend = self._backend  # a call that waits for its arguments is none for workers that were started meanwhile
+        backend = self._backend  # a call that waits for its arguments must not run on workers restarted in the meantime
 
         def dispatch() -> None:
             ready_args, ready_kwargs = materialize(args, kwargs) if resolve else (args, kwargs)
@@ -236,7 +242,7 @@ class WorkerGroup:
 
 
 def end_with(group: WorkerGroup, backend: Backend) -> None:
-    """A group that nobody holds any more ends, and all groups do when the interpreter exits."""
+    """End the workers when the group is garbage-collected or the interpreter exits."""
     weakref.finalize(group, backend.stop, GroupBrokenError("nobody held it any more"), False)
 
 
@@ -249,28 +255,28 @@ def _registered_methods(cls: type) -> dict[str, CallSpec]:
     return {name: spec for name, spec in found.items() if spec is not None}
 
 
-# Several roles in one process per rank, sharing its devices and its process group.
+# Several roles in one process per rank, which share its devices and its process group.
 
 
 class ColocatedWorker(Worker):
-    """Holds one worker of each role; the group's `spawn` gives each role its own view."""
+    """A worker that holds one worker of each role; the group's `spawn` gives each role its own view."""
 
     def __init__(self, specs: dict[str, ClassWithInitArgs]) -> None:
         self.workers = {role: spec.build(at_role(self.info, role)) for role, spec in specs.items()}
 
     def close(self) -> None:
-        """Close the roles' workers."""
+        """Close the worker of each role, in order."""
         for worker in self.workers.values():
             close_worker(worker)
 
     @staticmethod
     def role_classes(spec: ClassWithInitArgs) -> dict[str, type]:
-        """The class of each role."""
+        """Return the worker class of each role."""
         return {role: role_spec.cls for role, role_spec in spec.args[0].items()}
 
 
 def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ClassWithInitArgs:
-    """One worker class that holds a worker of each role; make a group of it, then `group.spawn(roles)`."""
+    """Return a worker class that holds a worker of each role; make a group of it, then call `group.spawn(roles)`."""
     if not class_dict:
         raise ValueError("create_colocated_worker_cls needs at least one role")
     for role in class_dict:

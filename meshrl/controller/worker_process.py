@@ -1,7 +1,10 @@
 """A worker's process: one thread reads from the controller, the main thread runs the calls, one after the other.
 
-Because reading has its own thread, the end of the controller is noticed, and ends this process, also while the main
-thread is inside a collective that will never finish.
+- `Parcel`, `send_message` and `receive_message`: messages over a Unix socket, with tensors in shared memory.
+- `run_worker`: the main function of a worker process.
+
+Because reading has its own thread, the process notices the end of the controller and ends itself. It does so even if
+the main thread is inside a collective that will never finish.
 """
 
 import faulthandler
@@ -39,10 +42,11 @@ from meshrl.data.serialization import dumps, loads
 
 # Messages over a Unix socket, with the memory of tensors passed as file descriptors.
 #
-# A parcel is one serialised object. What is large in it lies in one anonymous file (memfd): the sender copies it there
-# once, the receiver maps it and builds tensors on the mapping without a copy. The file has no name, so nothing is left
-# behind whatever is killed, and it is no part of /dev/shm, so no container limit on that applies. A parcel for several
-# receivers is written once; each maps it privately and does not see the others' writes.
+# A parcel is one serialised object. Large data lies in one anonymous file (memfd). The sender copies the data there
+# once. The receiver maps the file and builds tensors on the mapping without a copy. The file has no name, so nothing is
+# left behind whichever process is killed. It is not part of /dev/shm, so no container limit on /dev/shm applies. A
+# parcel for several receivers is written once. Each receiver maps it privately and does not see the writes of the other
+# receivers.
 
 INLINE_BYTES = 32 * 1024  # parcels up to this size travel through the socket itself
 MAX_FDS = 200  # Linux passes at most 253 descriptors in one message
@@ -53,9 +57,9 @@ _MAX_WRITE = 1 << 30
 
 @dataclass(frozen=True)
 class Parcel:
-    """One serialised object: through the socket (`inline`), or in the file `fd` at `extents` (offset, size).
+    """One serialised object: sent through the socket (`inline`), or in the file `fd` at `extents` (offset, size).
 
-    The first of `inline` or `extents` is the pickle, the others are its out-of-band buffers.
+    The first entry of `inline` or `extents` is the pickle, the others are its out-of-band buffers.
     """
 
     inline: list[bytes]
@@ -65,7 +69,7 @@ class Parcel:
 
     @staticmethod
     def pack(obj: Any, receivers: int = 1, may_use_fd: bool = True) -> "Parcel":
-        """Serialise an object for so many receivers."""
+        """Serialise an object for `receivers` receivers; `may_use_fd` allows an anonymous file for large objects."""
         data, buffers = dumps(obj)
         views: list[Any] = [data, *buffers]
         if not may_use_fd or sum(memoryview(view).nbytes for view in views) <= INLINE_BYTES:
@@ -79,11 +83,11 @@ class Parcel:
         return Parcel([], extents, receivers > 1, fd)
 
     def unpack(self) -> Any:
-        """The object; its tensors lie on the mapped file. Closes the descriptor."""
+        """Return the object, whose tensors lie on the mapped file, and close the descriptor."""
         if self.fd is None:
             return loads(self.inline[0], [bytearray(view) for view in self.inline[1:]])
         try:
-            # a private mapping cannot be filled in ahead: that would copy every page
+            # a private mapping cannot be populated in advance, because that would copy every page
             flags = mmap.MAP_PRIVATE if self.private else mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
             offset, size = self.extents[-1]
             mapped = memoryview(mmap.mmap(self.fd, offset + size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE))
@@ -93,13 +97,13 @@ class Parcel:
         return loads(views[0], views[1:])  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the file descriptor if there is one."""
         if self.fd is not None:
             os.close(self.fd)
 
 
 def anonymous_file() -> int:
-    """A descriptor of a file without a name, in memory where the system has that."""
+    """Return a descriptor of a file without a name, in memory if the system supports that."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("meshrl", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:
@@ -130,7 +134,7 @@ def send_message(sock: socket.socket, header: Any, parcels: Sequence[Parcel]) ->
 
 
 def receive_message(sock: socket.socket) -> tuple[Any, list[Parcel]] | None:
-    """The next message, or None at the end of the stream."""
+    """Return the next message, or None at the end of the stream."""
     preamble, fds = b"", []
     while len(preamble) < _PREAMBLE.size:
         part, new_fds, _, _ = socket.recv_fds(
@@ -169,7 +173,7 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytearray | None:
 logger = logging.getLogger(__name__)
 
 HELLO = "start"
-# Asked at any time, beside all calls; the answer has no number in the book of calls.
+# The request for the flight recorder. It may come at any time, concurrently with calls, and is not in the call book.
 RECORDED = "flight recorder"
 RECORDED_NUMBER = -1
 BUILD = "__init__"
@@ -177,7 +181,10 @@ BUILD = "__init__"
 
 @dataclass(frozen=True)
 class Request:
-    """The header of a message to a worker: the parcels that follow are the arguments, then the keyword arguments."""
+    """The header of a message to a worker.
+
+    The parcels that follow are the arguments, then the keyword arguments.
+    """
 
     number: int
     method: str
@@ -196,7 +203,10 @@ class Script:
 
 @dataclass(frozen=True)
 class BuildOrder:
-    """Everything a fresh process needs to become a worker. `spec` is packed apart: it may need the script first."""
+    """The data with which a fresh process becomes a worker.
+
+    The `ClassWithInitArgs` is sent as a separate parcel, because unpickling it may need the script first.
+    """
 
     info: WorkerInfo
     environment: dict[str, str]
@@ -212,11 +222,11 @@ class _Process:
         self.worker: Any = None
 
     def read(self, controller_pid: int) -> None:
-        """Queue what comes from the controller; end the process when the controller has ended."""
+        """Queue the requests of the controller, and end the process when the controller has ended."""
         watched = select.poll()
         watched.register(self.sock, select.POLLIN)
         if hasattr(os, "pidfd_open"):
-            # the socket alone would not tell if a child of the controller had inherited its end
+            # the socket alone would not show the end of the controller if a child had inherited the other end
             try:
                 watched.register(os.pidfd_open(controller_pid), select.POLLIN)
             except ProcessLookupError:
@@ -243,11 +253,11 @@ class _Process:
                 self.requests.put((request, parcels))
 
     def serve(self, request: Request, parcels: list[Parcel]) -> None:
-        """Run one call and send its answer."""
+        """Run one call and send its result."""
         answer: Any
         try:
             answer = Parcel.pack(self.run(request, parcels))
-        except BaseException as error:  # whatever it was, the controller waits for an answer
+        except BaseException as error:  # the controller waits for a result in any case
             answer = Parcel.pack(Failure.of(error))
         with self.send_lock:
             send_message(self.sock, request.number, [answer])
@@ -280,12 +290,12 @@ class _Process:
 
 
 def run_worker(sock: socket.socket) -> int:
-    """The life of a worker's process; returns its exit code."""
-    os.setpgid(0, 0)  # Ctrl-C in the terminal goes to the controller alone, and our children end with us
+    """Run a worker process until it is told to end, and return its exit code."""
+    os.setpgid(0, 0)  # Ctrl-C in the terminal goes to the controller alone, and child processes end with this process
     hello, stacks, _, _ = socket.recv_fds(sock, 4, 2)
     controller_pid = int.from_bytes(hello, "little")
     stack_file = os.fdopen(stacks[0], "w")
-    # What libraries say on their way out is for the controller to pass on and to remember.
+    # Libraries may write to stderr when they crash, so the controller forwards stderr and keeps its tail.
     os.dup2(stacks[1], 2)
     os.close(stacks[1])
     faulthandler.enable(stack_file)
@@ -303,7 +313,7 @@ def run_worker(sock: socket.socket) -> int:
 
 
 def end_process_group() -> None:
-    """End this process and all that it has started, now."""
+    """Kill this process and all processes that it has started, at once."""
     os.killpg(0, signal.SIGKILL)
 
 
@@ -331,7 +341,7 @@ def _unpack(parcel: Parcel) -> Any:
 
 
 def _reseed_numpy() -> None:
-    # all workers are forked from one process and would else draw the same numbers
+    # all workers are forked from one process, and would otherwise draw the same numbers
     import numpy as np
 
     np.random.seed()

@@ -1,14 +1,18 @@
-"""The sync of a worker that trains and generates on the same devices: which way the weights go, chosen by its engines.
+"""Weight sync and memory switch of a worker that trains and generates on the same devices.
 
-| rollout | way |
+- `policy_sync` chooses the sync (`Shared`, `Stream`, a plan, LoRA adapters) from the engine and the rollout.
+- `HybridEngine` switches a rank between training and generation, with offloading.
+- `Segments` sets the CUDA allocator for each phase.
+
+| rollout | sync |
 |---|---|
-| generates with the trainer's own module | none: only the version moves on |
-| embedded or hf, with a copy of its own | a plan (`connect`) |
-| embedded, cut or with experts spread over ranks | a plan, for each rank its part; adapters are merged by the senders |
-| embedded or hf, of a sharded trainer with LoRA | the base once, then adapters alone, or merged by a plan |
-| vLLM, SGLang | a plan for each bucket of tensors (`session`), of which each rank of a vLLM gets its part |
-| vLLM, with LoRA | the base once in that way, then adapters alone (`lora_sync`), or all of it merged |
-| any, of FSDP1 with adapters | a stream of whole tensors |
+| generates with the trainer's own module | none: only the version changes |
+| embedded or hf, with its own copy of the weights | a reshard plan (`connect`) |
+| embedded, tensor-parallel or expert-parallel | a plan that brings each rank its shard; the senders merge adapters |
+| embedded or hf, of a sharded trainer with LoRA | the base once, then adapters alone, or merged weights by a plan |
+| vLLM, SGLang | a plan for each bucket of tensors (`session`), of which each rank of a vLLM gets its shard |
+| vLLM, with LoRA | the base once by such plans, then adapters alone (`lora_sync`), or all weights merged |
+| any, if the trainer is FSDP1 with adapters | a stream of whole tensors |
 """
 
 from __future__ import annotations
@@ -40,12 +44,12 @@ from meshrl.weights.transports import SyncError
 
 
 class PolicySync(Protocol):
-    """Brings a version from the engine to the rollout; all ranks together."""
+    """A callable that syncs a version of the weights from the engine to the rollout. All ranks call it together."""
 
     def __call__(self, rollout: Rollout, version: int) -> SyncReport: ...
 
     def forget(self) -> None:
-        """Says that the rollout has given its weights up."""
+        """Record that the rollout has released its weights, so that the next sync sends all of them."""
 
 
 def policy_sync(
@@ -59,11 +63,11 @@ def policy_sync(
     adapters: str = "alone",
     dtype: torch.dtype = torch.float32,
 ) -> PolicySync:
-    """The way that fits an engine and the rollout of its own process.
+    """Return the sync that fits an engine and the rollout in the same process.
 
-    `adapters`: of a sharded model with LoRA, send the base once and then adapters `alone`, or always all weights
-    `merged`. What lies whole in the same process is merged there. `dtype`: of the weights of an engine without a module
-    of ours.
+    `adapters`: a sharded model with LoRA sends the base once and then adapters `alone`, or always all weights `merged`.
+    An unsharded model is always merged. `dtype`: the dtype of the empty model that stands for the weights of a rollout
+    without `hf_model`.
     """
     hf_model: Any = getattr(rollout, "hf_model", None)
     if getattr(rollout, "shares_weights", False):
@@ -103,24 +107,27 @@ def policy_sync(
 
 
 def sends_adapters(engine: Engine, adapters: str) -> bool:
-    """Whether an engine's adapters can travel alone, and are to."""
+    """Return whether the engine's adapters can be sent without the base model, and `adapters` is `alone`."""
     return isinstance(engine, FSDPEngine) and engine.has_adapters and takes_plans(engine) and adapters == "alone"
 
 
 def takes_adapters(engine: Engine, rollout: Rollout, adapters: str) -> bool:
-    """Whether they come to a rollout that computes with them as they are."""
+    """Return whether adapters are sent alone to a rollout that computes with LoRA adapters itself."""
     return sends_adapters(engine, adapters) and getattr(rollout, "takes_adapters", False)
 
 
 def takes_plans(engine: Engine) -> bool:
-    """Whether plans can be made of an engine's weights: not of adapters under FSDP1's flat parameters."""
+    """Return whether reshard plans can be made from the engine's weights.
+
+    Adapters under FSDP1's flat parameters cannot be planned.
+    """
     if not isinstance(engine, FSDPEngine) or not engine.has_adapters:
         return True
     return isinstance(engine.sharding, Whole) or has_fsdp2(engine.module)
 
 
 class Shared:
-    """The rollout generates with the trainer's module."""
+    """A sync for a rollout that generates with the trainer's module: only the version changes."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -132,13 +139,14 @@ class Shared:
         return SyncReport(version, time.perf_counter() - started, Traffic(copied=self.size, shared=self.size), 0)
 
     def forget(self) -> None:
-        """Nothing is remembered."""
+        """Do nothing: the sync keeps no state between versions."""
 
 
 class Stream:
-    """Every tensor whole, one after the other, in whatever buckets the rollout makes of them.
+    """A sync that streams every tensor whole, one after the other, into whatever buckets the rollout forms.
 
-    `verify` compares the sums of what passed with those of what the rollout's module has then, where it has one.
+    `verify` compares the checksums of the streamed tensors with those of the rollout's parameters afterwards, if the
+    rollout has an `hf_model`.
     """
 
     def __init__(self, engine: Engine, verify: bool = False):
@@ -168,7 +176,7 @@ class Stream:
         return SyncReport(version, time.perf_counter() - started, traffic, 0)
 
     def forget(self) -> None:
-        """Nothing is remembered."""
+        """Do nothing: the sync keeps no state between versions."""
 
 
 def _sum_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -176,7 +184,7 @@ def _sum_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _difference(sums: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    """Which parameter has other sums than what was sent, if any."""
+    """Return a message that names the first parameter whose checksum differs from the sent one, or ""."""
     if not sums:
         return ""
     found = [_sum_of(own[name], own[name].dtype) for name in sums]
@@ -188,7 +196,7 @@ def _difference(sums: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
 
 
 class AtFirstUse:
-    """A sync that is made when it first runs: only then are the engine's weights sure to be on the device."""
+    """A sync that is constructed at its first call, when the engine's weights are certainly on the device."""
 
     def __init__(self, make: Callable[[], PolicySync]):
         self._make = make
@@ -205,7 +213,7 @@ class AtFirstUse:
 
 
 def over_ranks(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One step's sync metrics of all ranks as one: bytes moved add up, times and memory are those of the worst rank."""
+    """Merge one step's sync metrics of all ranks: sum the bytes moved, and take the maximum of times and memory."""
     names = {name: None for metrics in found for name in metrics}
     return {
         name: (sum if name.endswith("_bytes") and "buffer" not in name else max)(
@@ -215,35 +223,34 @@ def over_ranks(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-# Trainer and rollout on the same devices, taking turns: the switch between their phases.
+# The memory switch between the phases of trainer and rollout, which take turns on the same devices.
 #
 #     train ──to_rollout(version)──> rollout ──to_train()──> train ──back_to_rollout()──> rollout ...
 #
-#     to_rollout: load      the trainer's weights, if they wait in host memory
-#                 weights   the rollout takes memory for its weights
-#                 sync      they are streamed, bucket by bucket
-#                 offload   what the trainer does not need meanwhile goes to host memory
-#                 kv_cache  the rollout takes the rest
-#     to_train:   release   the rollout gives up its cache and, where it has its own, its weights
-#     back_to_rollout: as to_rollout, with the version that the rollout had; the trainer must not have moved on
+#     to_rollout: load      the trainer's weights return to the device, if they are offloaded
+#                 weights   the rollout allocates memory for its weights
+#                 sync      the weights are streamed, bucket by bucket
+#                 offload   the trainer's weights and optimizer states go to host memory, as configured
+#                 kv_cache  the rollout allocates its KV cache
+#     to_train:   release   the rollout frees its KV cache and, if it has its own weights, the weights
+#     back_to_rollout: as to_rollout, with the rollout's last version; the trainer must not have updated its weights
 #
-# Weights come before the cache and the trainer leaves in between: so the peak is both shards and two buckets, never
-# both
-# shards and the cache. Each step's memory is measured, and held against a budget. While training the allocator's
-# segments
-# may grow in place; from `weights` to `release` they have fixed sizes.
+# The rollout's weights come before its KV cache, and the trainer is offloaded in between. So the peak is both shards of
+# the weights and two buckets, never both shards and the cache. The memory of each step is measured and compared with a
+# budget. During training the allocator's segments may grow in place. From `weights` to `release` they have fixed sizes.
 
 TRAIN, ROLLOUT = "train", "rollout"
 
 
 class HybridEngine:
-    """One rank's engine and rollout. All ranks switch together.
+    """One rank's engine and rollout, which take turns on a device. All ranks switch together.
 
-    `sync` brings a version from the engine to the rollout. `param_offload` and `optimizer_offload`: what of the
-    trainer waits in host memory while the rollout works (and, for `param_offload`, between all phases).
-    `free_cache_engine`: the rollout gives its memory up while the trainer works. `budget_bytes`: a step whose peak is
-    above it is an error that names the step. `expandable_segments`: on a GPU, those of the trainer. `meet` waits for
-    the ranks whose devices the rollout's engine works on: before it takes memory there, and after it gave it back.
+    `sync` brings a version from the engine to the rollout. `param_offload` and `optimizer_offload` keep the trainer's
+    weights and optimizer states in host memory while the rollout works. `param_offload` also keeps the weights there
+    between all phases. With `free_cache_engine` the rollout releases its memory while the trainer works. A step whose
+    peak memory exceeds `budget_bytes` raises an error that names the step. `expandable_segments` lets the trainer's
+    CUDA allocator segments grow in place. `meet` is a barrier of the ranks whose devices the rollout's engine uses. It
+    is called before the rollout takes memory and after it has released memory.
     """
 
     def __init__(
@@ -273,19 +280,22 @@ class HybridEngine:
         self._grow_segments(True)
         self.phase = TRAIN
         self.version = -1
-        # Whether the trainer's weights may have changed since this version; for whoever trains to say.
+        # Whether the trainer's weights may have changed since this version. The code that trains sets it.
         self.has_trained = False
         self._kept: dict[str, float] = {}
         self._released: tuple[str, ...] = ()
         self._rollout_state = self._seeded(rollout_seed)
 
     def ensure(self, phase: str) -> None:
-        """Switches to a phase if it is not on; the measures come with those of the next `to_rollout`."""
+        """Switch to `phase` unless it is already active.
+
+        The memory metrics of the switch are returned with those of the next `to_rollout`.
+        """
         if self.phase != phase:
             self._kept |= self.back_to_rollout() if phase == ROLLOUT else self.to_train()
 
     def to_rollout(self, version: int) -> dict[str, float]:
-        """Brings the trainer's weights to the rollout as `version` and lets it work; gives each step's measures."""
+        """Sync the trainer's weights to the rollout as `version`, switch to it, and return the metrics of each step."""
         self._expect(TRAIN)
         if version <= self.version:
             raise ValueError(f"weight sync: version {version} is not newer than the rollout's {self.version}")
@@ -317,7 +327,7 @@ class HybridEngine:
         return metrics | report.metrics()
 
     def back_to_rollout(self) -> dict[str, float]:
-        """Lets the rollout go on with the version it had before the trainer's turn."""
+        """Switch back to the rollout with the version that it had before the training phase."""
         self._expect(TRAIN)
         if self.version < 0:
             raise RuntimeError("the rollout has no weights yet: sync them before generating")
@@ -341,7 +351,7 @@ class HybridEngine:
         return metrics
 
     def to_train(self) -> dict[str, float]:
-        """Takes the rollout's memory back for the trainer."""
+        """Switch to training: release the rollout's memory if `free_cache_engine` is set, and return the metrics."""
         self._expect(ROLLOUT)
         metrics: dict[str, float] = {}
         with self._step("release", metrics):
@@ -361,7 +371,7 @@ class HybridEngine:
             self.engine.to("cpu", model=self.param_offload, optimizer=self.optimizer_offload)
 
     def close(self) -> None:
-        """Gives the allocator back as it was."""
+        """Restore the allocator setting that the environment asks for."""
         if self.segments is not None:
             self.segments.restore()
 
@@ -370,7 +380,7 @@ class HybridEngine:
             raise RuntimeError(f"the devices are in phase '{self.phase}', but the switch starts in phase '{phase}'")
 
     def _give_free_memory_back(self) -> None:
-        """What torch holds of the trainer's activations and gradients is not free for an engine beside it."""
+        """Empty torch's CUDA cache: cached blocks are not free for a rollout engine with its own allocator."""
         if self.device.type == "cuda" and not self.rollout.shares_allocator:
             torch.cuda.empty_cache()
 
@@ -382,7 +392,7 @@ class HybridEngine:
 
     @contextmanager
     def _fixed_segments(self) -> Iterator[None]:
-        """Around what leads to the rollout's phase; where it fails, the trainer's is on."""
+        """Use segments of fixed size for a switch to the rollout; restore growing segments if the switch fails."""
         self._grow_segments(False)
         try:
             yield
@@ -396,14 +406,14 @@ class HybridEngine:
 
     @contextmanager
     def _step(self, name: str, metrics: dict[str, float]) -> Iterator[None]:
-        """Measures a step."""
+        """Measure the peak memory of the enclosed step and add it to `metrics`."""
         watch = PeakMemory(budget_bytes=self.budget_bytes, meter=self.meter)
         yield
         metrics |= watch.metrics(f"switch_{name}")
 
     @contextmanager
     def own_random_numbers(self) -> Iterator[None]:
-        """Around generating: the rollout's random numbers are its own; how many it draws does not change training."""
+        """Give the rollout its own random state, so that the number of its draws does not change training."""
         mine = self._random_state()
         self._set_random_state(self._rollout_state)
         try:
@@ -429,20 +439,22 @@ class HybridEngine:
         return made
 
 
-# Settings of torch's CUDA allocator by phase: memory that can grow in place while training, and not while generating.
+# Settings of torch's CUDA allocator by phase: segments grow in place during training, and not during generation.
 #
-# Training takes tensors of many sizes. In segments of fixed size the gaps between them add up; segments that grow in
-# place (`expandable_segments`) have few. A rollout hands memory to other processes or puts it to sleep by an allocator
-# of
-# its own, and neither goes with such segments.
+# Training allocates tensors of many sizes. In segments of fixed size the gaps between them add up. Segments that grow
+# in place (`expandable_segments`) have few gaps. A rollout shares memory with other processes, or puts it to sleep with
+# its own allocator. Neither works with expandable segments.
 
 GROWS = "expandable_segments"
-# Where users set the allocator; the second is the older name, and wins for GPUs.
+# The variables in which users configure the allocator. The second is the older name, and it takes precedence for GPUs.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class Segments:
-    """The process's choice. Whatever else its environment sets (`PYTORCH_ALLOC_CONF`) stays as it is."""
+    """The process's choice of growing or fixed allocator segments.
+
+    All other settings of the environment (`PYTORCH_ALLOC_CONF`) stay unchanged.
+    """
 
     def __init__(self) -> None:
         now = ",".join(os.environ.get(name, "") for name in VARIABLES)
@@ -450,16 +462,16 @@ class Segments:
         self.grow_now = self.grew = f"{GROWS}:True" in now
 
     def grow(self, wanted: bool) -> None:
-        """From now on new segments grow in place, or have fixed sizes.
+        """Let new segments grow in place, or give them fixed sizes.
 
-        Memory that is cached but not in use goes back: the allocator would not use one kind's for the other.
+        Empty the cache first, because the allocator would not use cached memory of one kind for the other.
         """
         if wanted != self.grow_now:
             torch.cuda.empty_cache()
-            # A call drops what it does not name.
+            # The call resets every setting that it does not name, so the other settings are passed again.
             torch._C._accelerator_setAllocatorSettings(",".join([*self.others, f"{GROWS}:{wanted}"]))
             self.grow_now = wanted
 
     def restore(self) -> None:
-        """As the environment has it."""
+        """Restore the segment kind that the environment asks for."""
         self.grow(self.grew)

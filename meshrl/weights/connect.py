@@ -1,4 +1,4 @@
-"""Joins a training engine and a rollout on the same ranks: makes the plan, the connections and the sync, once."""
+"""Weight sync between a training engine and a rollout on the same ranks: plan, transport and sync are made once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ CARRIERS = ("auto", "shared_memory", "process_group")
 
 @contextmanager
 def lent(tensors: Mapping[str, Tensor], sync: WeightSync | StreamedSync) -> Iterator[None]:
-    """Inside, a sync has an engine's tensors. Kept longer, they would hold memory that offloading is to give back."""
+    """Give a sync the engine's tensors inside the context.
+
+    A sync that kept the tensors longer would hold memory that offloading is meant to free.
+    """
     if sync.source is not None:
         sync.source = sync.source.with_tensors(tensors)
     try:
@@ -42,9 +45,9 @@ def lent(tensors: Mapping[str, Tensor], sync: WeightSync | StreamedSync) -> Iter
 
 
 class EngineSync:
-    """Brings an engine's weights to the rollout of its own process, again and again.
+    """A repeatable sync of an engine's weights to the rollout of the same process.
 
-    The engine's tensors are asked for anew at every sync: offloading and optimizers may have moved them.
+    Every sync asks the engine for its tensors again, because offloading and optimizers may have moved them.
     """
 
     def __init__(self, source: Source, sync: WeightSync | StreamedSync):
@@ -52,21 +55,21 @@ class EngineSync:
 
     @property
     def plan(self) -> ReshardPlan:
-        """The plan, where it is a single one."""
+        """The reshard plan of a sync that has a single plan."""
         assert isinstance(self.sync, WeightSync)
         return self.sync.plan
 
     def __call__(self, rollout: Rollout | None, version: int) -> SyncReport:
-        """All ranks together; see `WeightSync.run`."""
+        """Sync `version` to the rollout. All ranks call it together; see `WeightSync.run`."""
         with lent(self.source.tensors(), self.sync):
             return self.sync.run(version, rollout)
 
     def forget(self) -> None:
-        """To be called when the rollout has given its weights up; see `WeightSync.forget`."""
+        """Record that the rollout has released its weights; see `WeightSync.forget`."""
         self.sync.forget()
 
     def close(self) -> None:
-        """Gives memory and connections back."""
+        """Close the transport, which frees its message memory and its connections."""
         if self.sync.carrier is not None:
             self.sync.carrier.close()
 
@@ -86,10 +89,10 @@ def connect(
     feed: str = "auto",
     adapters: str = "merged",
 ) -> EngineSync:
-    """The sync from an engine to rollouts in the same processes; all ranks call it alike.
+    """Return the sync from an engine to rollouts in the same processes. All ranks must call it alike.
 
     `params` are the rollout's parameters on this rank (`rollout_params`). Without `layout` every rank has a whole
-    Hugging Face module; with one (and the model's `hf_config`) the first ranks of the world form that rollout.
+    Hugging Face module. With a `layout` (and the model's `hf_config`) the first ranks of the world form that rollout.
     """
     rank, world = rank_and_world()
     has_part = layout is None or rank < layout.world_size
@@ -132,10 +135,11 @@ def connect_stream(
     replica_ranks: int = 1,
     adapters: str = "merged",
 ) -> EngineSync:
-    """The same to engines that take whole tensors by the names of `model`, which needs no memory; see `session`.
+    """Return the sync to rollout engines that take whole tensors by the names of `model`; see `session`.
 
-    Without `layout` every rank's engine takes all of every tensor; with one it cuts its part out itself, as vLLM does.
-    Of `replica_ranks` neighbours only the first has an engine, and gets anything.
+    `model` only provides names, shapes and dtypes, so it may lie on the meta device. Without `layout` every rank's
+    engine takes all of every tensor. With a `layout` the engine cuts its shard out of whole tensors itself, as vLLM
+    does. Of `replica_ranks` neighbouring ranks only the first has an engine and receives weights.
     """
     if layout is not None:
         check_cuttable(model)
@@ -148,7 +152,7 @@ def connect_stream(
         target = replicas(shapes, len(engines), source.model_type)
     else:
         target = windows(shapes, model.config, layout, source.model_type)
-    dtypes = tensor_dtypes(target, 0, weights, asks=False)  # of every kind the first rank has something
+    dtypes = tensor_dtypes(target, 0, weights, asks=False)  # the first rank holds a tensor of every kind
     device, hosts = _device(engine, {}), hosts_of_ranks()
 
     def plan(ours: Placement, theirs: Placement, bucket_bytes: int) -> ReshardPlan:
@@ -168,29 +172,40 @@ def connect_stream(
 
 
 def _own_shards(source: Source, rank: int) -> Shards | None:
-    """Where this rank holds an engine's weights; some ranks of a world may hold nothing that others do not."""
+    """Return this rank's shards of the engine's weights, or None for a rank outside the source's placement.
+
+    Ranks outside the placement hold only copies of weights that other ranks hold as well.
+    """
     if rank >= source.placement.world_size:
         return None
     return Shards(source.placement, rank, source.tensors()).with_tensors({})
 
 
 def rollout_params(hf_model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a rollout's Hugging Face module, and the buffers that are weights.
+    """Return the parameters of a rollout's Hugging Face module and the buffers that are weights.
 
-    Not their data: a rollout that gives its memory back and takes it again keeps the parameters.
+    The mapping holds the parameters themselves. A rollout that frees its memory and takes it again keeps its
+    parameters, but not their data.
     """
     return dict(hf_model.named_parameters()) | persistent_buffers(hf_model)
 
 
 def all_float32(params: Mapping[str, Tensor]) -> bool:
-    """Whether a rollout can take more than bfloat16 has; buffers that are weights are float32 in every rollout."""
+    """Return whether a rollout can take more than bfloat16 precision: all its floating-point parameters are float32.
+
+    Buffers that are weights are float32 in every rollout.
+    """
     return {param.dtype for param in params.values() if param.is_floating_point()} == {torch.float32}
 
 
 def tensor_dtypes(
     target: Placement, rank: int, params: Mapping[str, Tensor], *, asks: bool = True
 ) -> dict[str, torch.dtype]:
-    """The type of each tensor in the destination, by what this rank (`asks`: all ranks) has of its kind."""
+    """Return the dtype of each destination tensor, taken from a held parameter of the same kind.
+
+    Tensors are of one kind if their names differ only in layer and expert numbers (`_kind`). With `asks` the dtypes of
+    all ranks are gathered, else only this rank's `params` are used.
+    """
     names = list(target.tensors)
     held = target.of_rank(rank) if params else target.slices[:0]
     kinds = {
@@ -206,14 +221,17 @@ def tensor_dtypes(
 
 
 def _kind(name: str) -> str:
-    """A tensor's name without the numbers of layer and expert."""
+    """Return a tensor's name without the numbers of layer and expert."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def carrier_for(
     plans: Sequence[ReshardPlan], device: torch.device, kind: str = "auto", deadline: float = 600.0
 ) -> Carrier | None:
-    """The carrier that fits where the ranks are; None where nothing has to move. All ranks call it alike."""
+    """Return the transport that fits the hosts of the ranks, or None if there is only one rank.
+
+    All ranks must call it alike. `auto` uses shared memory for CPU tensors on a single host, else a process group.
+    """
     if kind not in CARRIERS:
         raise ValueError(f"unknown carrier '{kind}': use one of {', '.join(CARRIERS)}")
     _, world = rank_and_world()
@@ -232,19 +250,19 @@ def carrier_for(
 
 
 def shared_folder() -> Path:
-    """A folder in the host's memory that all ranks know."""
+    """Return a folder in the host's memory that rank 0 has made and broadcast to all ranks."""
     found: list[Any] = [memory_folder() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found, src=0)
     return Path(found[0])
 
 
 def rank_and_world() -> tuple[int, int]:
-    """This process's rank and how many there are; one without a process group."""
+    """Return this process's rank and the world size; `(0, 1)` without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def hosts_of_ranks() -> Sequence[int] | None:
-    """The host of each rank, as numbers."""
+    """Return the host of each rank as a number, or None for a single rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     found: list[Any] = [None] * dist.get_world_size()

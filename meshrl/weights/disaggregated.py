@@ -1,17 +1,17 @@
-"""Weight sync between two pools of processes that have no process group in common: trainers and rollouts.
+"""Weight sync between two pools of processes without a common process group: trainers and rollouts.
 
     trainers  0 .. n-1    ─┐
                            ├─ PoolGroup.join(address, ...) ─> placements exchanged ─> the same plan ─> sync(version)
     rollouts  n .. n+m-1  ─┘
 
-The two meet at a store in one process (`MeetingPoint`); either side may have a default process group of its own, or
-none. A rollout is a whole copy of the model, or one that is cut over neighbouring ranks; copies feed each other. A
-whole one goes on generating while a version arrives beside its weights (`staged`), and stops only to take it over; one
-that is cut must not generate meanwhile, since its ranks would take the version over at different steps. An engine that
-has no module of ours, such as vLLM, gets whole tensors, a bucket at a time (`session`).
+The two pools rendezvous at a TCP store (`MeetingPoint`). Either pool may have its own default process group, or none. A
+rollout is a whole copy of the model, or is sharded over neighbouring ranks. Rollout copies can pass messages on to each
+other. A whole copy goes on generating while a version arrives in separate memory (`staged`), and stops only to take the
+version over. A sharded rollout must not generate during a sync, because its ranks would take the version over at
+different steps. An engine without an `hf_model`, such as vLLM, gets whole tensors, a bucket at a time (`session`).
 
-A connection is good until a rank of it dies. Whoever is left then meets the newcomer at a new address, and the first
-sync there may bring the version that is current: those who have it already are not disturbed.
+A connection is good until one of its ranks dies. The remaining ranks then rendezvous with the replacement at a new
+address. The first sync there may bring the current version: rollouts that already have it are not disturbed.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ from meshrl.weights.transports import (
 )
 
 CARRIERS = ("auto", "shared_memory", "cuda_ipc", "process_group")
-# A store takes values of a few megabytes.
+# Longer values are split, because a store takes values of only a few megabytes.
 PART_BYTES = 4 * MEGABYTE
 LOOK_EVERY = 0.005
-# What torch reads when it makes an NCCL group. After an error: clean up only, write no dump, and do not wait for one.
+# Variables that torch reads when it makes an NCCL group: after an error only clean up, write no dump, wait for no dump.
 OUTLIVES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -70,7 +70,10 @@ OUTLIVES = {
 
 
 class MeetingPoint:
-    """Where the ranks of a pool group find each other; best held by the controller, until they have all connected."""
+    """The rendezvous of a pool group's ranks: a TCP store.
+
+    The controller should hold it until all ranks have connected.
+    """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0):
         self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
@@ -78,7 +81,7 @@ class MeetingPoint:
 
 
 class PoolGroup:
-    """One rank of a joint numbering of trainers and rollouts. All ranks make the same calls in the same order."""
+    """One rank in a joint numbering of trainers and rollouts. All ranks must make the same calls in the same order."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, deadline: float):
         self.store, self.rank, self.world, self.deadline = store, rank, world, deadline
@@ -87,9 +90,9 @@ class PoolGroup:
 
     @classmethod
     def join(cls, address: str, rank: int, world: int, deadline: float = 60.0) -> PoolGroup:
-        """Meets the others at `address` (host:port of a `MeetingPoint`); returns when all are there.
+        """Join the group at `address` (host:port of a `MeetingPoint`) and return when all ranks have joined.
 
-        `deadline`: seconds for this, and for every later step until the sync stands.
+        `deadline`: seconds for joining, and for every later step until the sync is connected.
         """
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} is not among the {world} ranks of a pool group")
@@ -108,7 +111,7 @@ class PoolGroup:
         return group
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Every rank's value, of types that JSON knows, in the order of the ranks; `what` is for messages."""
+        """Return every rank's JSON-serialisable value, in the order of the ranks. `what` is for error messages."""
         self._calls += 1
         data = json.dumps(value)
         parts = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
@@ -122,7 +125,7 @@ class PoolGroup:
             raise SyncError(f"weight sync: rank {self.rank} lost the meeting point: {error}") from error
 
     def backend(self, device: torch.device) -> Any:
-        """A new process group over these ranks, outside of the default one: NCCL for GPUs, else gloo."""
+        """Return a new process group over these ranks, outside the default group: NCCL for GPUs, else gloo."""
         self._calls += 1
         store = dist.PrefixStore(f"group{self._calls}", self.store)
         limit = timedelta(seconds=self.deadline)
@@ -154,9 +157,10 @@ class PoolGroup:
 
 @contextmanager
 def _surviving() -> Iterator[None]:
-    """NCCL groups made inside outlive the loss of a rank: one of another pool may die and come back.
+    """Create NCCL groups that survive the death of a rank, so that a restarted process of the other pool can reconnect.
 
-    By default that ends the whole process, at once or minutes later. Every wait for a message has a deadline anyway.
+    By default torch ends the whole process after such a loss, at once or minutes later. Every wait for a message has a
+    deadline in any case.
     """
     before = {name: os.environ.get(name) for name in OUTLIVES}
     os.environ.update(OUTLIVES)
@@ -171,7 +175,7 @@ def _surviving() -> Iterator[None]:
 
 
 class PoolSync:
-    """One rank's end of a connection between the pools: `sync(rollout, version)`, on all ranks together."""
+    """One rank's end of a connection between the pools. All ranks call `sync(rollout, version)` together."""
 
     def __init__(self, sync: WeightSync | StreamedSync, group: PoolGroup, source: Source | None = None):
         self.sync, self.group, self.source = sync, group, source
@@ -179,10 +183,10 @@ class PoolSync:
             sync.source = sync.source.with_tensors({})  # until a sync runs
 
     def __call__(self, rollout: Rollout | None, version: int) -> SyncReport:
-        """Brings the trainers' weights to all rollouts as `version`; trainers give no rollout.
+        """Sync the trainers' weights to all rollouts as `version`. Trainers pass None as `rollout`.
 
-        A rollout may generate in other threads meanwhile. Raises on all ranks if it failed on any; rollouts then still
-        have the version they had, or refuse to generate (`session`).
+        A rollout may generate in other threads during the sync. A failure on any rank raises on all ranks. The rollouts
+        then keep their old version, or refuse to generate (`session`).
         """
         if self.source is None:
             return self.sync.run(version, rollout)
@@ -190,12 +194,12 @@ class PoolSync:
             return self.sync.run(version, rollout)
 
     def close(self) -> None:
-        """Gives memory and connections back."""
+        """Close the transport, which frees its message memory and its connections."""
         if self.sync.carrier is not None:
             self.sync.carrier.close()
 
     def leave(self) -> None:
-        """Closes a connection whose other side may be gone: waits for nobody."""
+        """Close a connection whose other side may be dead, without waiting for any rank."""
         if self.sync.carrier is not None:
             self.sync.carrier.abort("it was left for a new one")
         self.close()
@@ -214,22 +218,23 @@ def connect_trainer(
     feed: str = "auto",
     adapters: str = "alone",
 ) -> PoolSync:
-    """A trainer rank's end; rank r of the engine must be rank r of the group. The settings hold for all ranks.
+    """Connect a trainer rank. Rank r of the engine must be rank r of the group.
 
-    `deadline`: seconds of one sync. `verify`, `delta`, `feed`: see `connect`. `adapters`: a model with LoRA sends its
-    base now and then adapters `alone`, or all weights `merged` every time.
+    The settings of rank 0 apply to all ranks. `deadline`: seconds for one sync. `verify`, `delta`, `feed`: see
+    `connect`. `adapters`: a model with LoRA sends its base when it connects and then adapters `alone`, or all weights
+    `merged` in every sync.
     """
     trainers = _checked_split(group, group.world - num_rollouts)
     if carrier not in CARRIERS:
         raise ValueError(f"unknown carrier '{carrier}': use one of {', '.join(CARRIERS)}")
     rollouts = group.gather(None, "to describe their weights")[trainers:]
     is_float32 = {entry[1] for entry in rollouts[0]["params"].values() if "float" in entry[1]} == {"float32"}
-    # Engines with weights of their own form have nothing to merge into.
+    # Engines that store weights in their own form cannot merge adapters into them.
     alone = engine.has_adapters and adapters == "alone" and not rollouts[0]["streams"]
     source = source_of(engine, adapters="base" if alone else "merged", master=is_float32)
     if source.placement.world_size > trainers:
         raise ValueError(f"'{source.placement.title}' has more ranks than the group's {trainers} trainers")
-    # Ranks beyond the source's hold nothing that is not elsewhere.
+    # Ranks beyond the source's placement hold only copies of other ranks' weights.
     has_part = group.rank < source.placement.world_size
     only = source_of(engine, adapters="only", master=is_float32) if alone else None
     settings = {
@@ -268,10 +273,11 @@ def connect_rollout(
     model: nn.Module | None = None,
     device: torch.device | None = None,
 ) -> PoolSync:
-    """A rollout rank's end: of one that generates with a Hugging Face module (`rollout.hf_model`), whole or cut.
+    """Connect a rollout rank that generates with a Hugging Face module (`rollout.hf_model`), whole or sharded.
 
-    `staged` takes a second copy of the weights while a sync runs; without it generation stops for the whole sync.
-    An engine that has no such module gets whole tensors by the names of `model`, which needs no memory, on `device`.
+    `staged` needs a second copy of the weights while a sync runs. Without `staged`, generation stops for the whole
+    sync. An engine without such a module gets whole tensors by the names of `model` on `device`. `model` only provides
+    names, shapes and dtypes, so it may lie on the meta device.
     """
     trainers = _checked_split(group, num_trainers)
     if getattr(rollout, "shares_weights", False):
@@ -283,7 +289,7 @@ def connect_rollout(
         if getattr(rollout, "parallel", None) is not None:
             check_cuttable(model)
         params = named_weights(model)
-        # An engine elsewhere takes its weights from host memory.
+        # An engine in another process takes its weights from host memory.
         device = device if device is not None and isinstance(rollout, SteppingRollout) else torch.device("cpu")
     else:
         end_refusal(rollout)
@@ -323,7 +329,7 @@ def connect_rollout(
 
 
 class MergingPoolSync(PoolSync):
-    """A rollout's end where adapters travel alone: they are merged here with the base, which waits in host memory."""
+    """A rollout's end if adapters are sent alone: it merges them with the base, which is kept in host memory."""
 
     sync: WeightSync
 
@@ -356,14 +362,14 @@ class MergingPoolSync(PoolSync):
 
 
 def _described_adapters(engine: Any, base: Source, only: Source) -> dict[str, Any]:
-    """What rollouts must know to merge."""
+    """Return what rollouts need to merge adapters: their placement, the scaling by layer and the dtypes of the base."""
     assert isinstance(base, FSDP2Source)
     dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in base_dtypes(base).items()}
     return {"placement": only.placement.to_json(), "scaling": engine.adapter_scaling, "dtypes": dtypes}
 
 
 def _sizes_to_cut(hf_config: Any) -> dict[str, int]:
-    """What a model's cut depends on, for those who do not have its config."""
+    """Return the config sizes that determine how a model is sharded, for ranks that do not have the config."""
     hf_config = of_text(hf_config)
     heads = hf_config.num_attention_heads
     return {
@@ -375,16 +381,17 @@ def _sizes_to_cut(hf_config: Any) -> dict[str, int]:
 
 
 def _adapters(placement: Placement) -> dict[str, Any]:
-    """Adapters travel exactly."""
+    """Return the shape and dtype of every adapter tensor: float32, so that adapters are sent exactly."""
     return {name: [list(shape), "float32"] for name, shape in placement.tensors.items()}
 
 
 @dataclass(frozen=True)
 class _Plans:
-    """Makes plans, the same on all ranks, and this rank's end of each. `told` is what every rank said of itself.
+    """A factory of reshard plans, which are equal on all ranks, and of this rank's end of each plan.
 
-    `cut`: into how many parts (`tp`) rollouts cut the model, over how many they spread its experts (`ep`, 0: they cut
-    those), and its sizes; None where they are whole. `replica_ranks`: neighbours of which only the first has an engine.
+    `told` has the device type of every rank, and the settings in the entry of rank 0. `cut` is None for whole rollouts.
+    For sharded rollouts it has `tp`, `ep` (the ranks over which whole experts are spread, 0: experts are sharded like
+    the rest) and the sizes from `_sizes_to_cut`. Of `replica_ranks` neighbouring ranks only the first has an engine.
     """
 
     group: PoolGroup
@@ -396,7 +403,7 @@ class _Plans:
 
     @property
     def engines(self) -> range:
-        """The ranks of the group with a rollout that takes weights."""
+        """The ranks of the group that have a rollout engine, which receives weights."""
         return range(self.trainers, self.group.world, self.replica_ranks)
 
     @property
@@ -406,7 +413,7 @@ class _Plans:
     def bring_base(
         self, described: Mapping[str, Any], placement: Placement, source: Shards | None = None
     ) -> dict[str, Tensor]:
-        """Brings the base model, in the types of the trainer, into the host memory of rollouts."""
+        """Send the base model, in the trainer's dtypes, into the host memory of the rollouts, and return it there."""
         dtypes = self.settings["adapters"]["dtypes"]
         wanted = {name: [shape, dtypes.get(name, dtype)] for name, (shape, dtype) in described.items()}
         kept: dict[str, Tensor] = {}
@@ -425,7 +432,11 @@ class _Plans:
         params: Mapping[str, Tensor] | None = None,
         staged: bool = False,
     ) -> WeightSync:
-        """`described`: shape and type of every parameter of the rollouts; `params`: those of this one."""
+        """Return this rank's end of a single plan.
+
+        `described` has the shape and dtype of every parameter of the rollouts. `params` are the parameters of this
+        rollout.
+        """
         target, dtypes = self._target(described)
         plan = self._plan(placement, target, dtypes, self._bucket_bytes)
         place = self.group.rank - self.trainers
@@ -445,7 +456,7 @@ class _Plans:
         )
 
     def stream(self, described: Mapping[str, Any], placement: Placement, source: Shards | None = None) -> StreamedSync:
-        """A plan for every bucket of whole parameters, in their order."""
+        """Return a sync with one plan for every bucket of whole parameters, in the order of the parameters."""
         if self.settings["delta"]:
             raise ValueError(
                 "changes alone need the last version in place, which whole tensors are not: set delta=False"
@@ -470,7 +481,7 @@ class _Plans:
     def _target(
         self, described: Mapping[str, Any], *, streams: bool = False
     ) -> tuple[Placement, dict[str, torch.dtype]]:
-        """Where the rollouts want what is sent, and the type of each tensor there."""
+        """Return the placement of the tensors on the rollouts, and the dtype of each tensor there."""
         rollouts = len(self.engines)
         shapes = {name: tuple(shape) for name, (shape, _) in described.items()}
         if self.cut is None:
@@ -512,7 +523,11 @@ class _Plans:
 def carrier_between(
     group: PoolGroup, slot: int, device: torch.device, devices: Sequence[str], kind: str = "auto"
 ) -> Carrier:
-    """The carrier of messages up to `slot` bytes that fits where the ranks are; `devices` are the types of them all."""
+    """Return the transport that fits the hosts of the ranks, for messages of up to `slot` bytes.
+
+    `devices` are the device types of all ranks. `auto` uses a process group between hosts, CUDA IPC between GPUs of one
+    host, and else shared memory.
+    """
     on_gpus = set(devices) == {"cuda"}
     if kind == "auto":
         kind = "process_group" if len(set(group.hosts)) > 1 else "cuda_ipc" if on_gpus else "shared_memory"
@@ -531,7 +546,7 @@ def carrier_between(
 
 
 def _checked_split(group: PoolGroup, trainers: int) -> int:
-    """The number of trainers, which this rank must agree with the others about."""
+    """Return the number of trainers after checking that all ranks pass the same number."""
     if not 0 < trainers < group.world:
         raise ValueError(f"{trainers} trainers of {group.world} ranks leave no trainer or no rollout")
     told = group.gather(trainers, "to say how many trainers there are")
@@ -541,7 +556,7 @@ def _checked_split(group: PoolGroup, trainers: int) -> int:
 
 
 def _same_everywhere(rollouts: Sequence[Mapping[str, Any]], trainers: int) -> dict[str, Any]:
-    """The parameters of the rollouts, which must be copies of each other."""
+    """Return the parameters of the rollouts, and raise a ValueError if the rollouts are not copies of each other."""
     first = dict(rollouts[0]["params"])
     for number, other in enumerate(rollouts[1:], trainers + 1):
         if any(other.get(field) != rollouts[0].get(field) for field in ("cut", "ranks")):
@@ -559,6 +574,9 @@ def _same_everywhere(rollouts: Sequence[Mapping[str, Any]], trainers: int) -> di
 
 
 def _host_name() -> str:
-    """Equal for processes that can share memory and see whether the other is alive: containers on one host are two."""
+    """Return a name that is equal for processes that can share memory and check whether the other process is alive.
+
+    The name includes the PID namespace, so two containers on one host have different names.
+    """
     own = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {os.readlink(own) if own.is_symlink() else ''}"

@@ -1,7 +1,12 @@
-"""Carries out one rank's part of a plan: pack, send, pass on, unpack, copy; and the sums that prove it.
+"""The execution of one rank's part of a reshard plan: pack, send, pass on, unpack, copy, and checksums.
 
-Hops are started in the plan's order. While a message is on its way the next one is packed and the last one unpacked;
-local copies are done in between. Memory beyond the two models: two outgoing and two incoming slots of half a bucket.
+- `Exchange` runs a plan.
+- `checksum` sums rectangles to verify the outcome.
+- `DeltaExchange` sends only what changed since the last version.
+
+Hops are started in the plan's order. While a message is in transit the next one is packed and the last one is unpacked.
+Local copies are done in between. Besides the two models an exchange needs two outgoing and two incoming slots of half a
+bucket.
 """
 
 from __future__ import annotations
@@ -25,28 +30,28 @@ if TYPE_CHECKING:
 
 
 IN_FLIGHT = 2
-# Local copies that are handed to torch at once.
+# The number of local copies in one call of torch.
 COPIES_AT_ONCE = 64
 
 
 @dataclass
 class Traffic:
-    """What a rank moved, in bytes."""
+    """The bytes that one rank moved in a sync."""
 
     sent: int = 0
     received: int = 0
     copied: int = 0
-    shared: int = 0  # of the copied ones: those that already lay in the destination's own storage
+    shared: int = 0  # the part of `copied` that already lay in the destination's storage
 
     def add(self, other: Traffic) -> None:
-        """Counts what another exchange moved as well."""
+        """Add the bytes that another exchange moved."""
         for name, amount in vars(other).items():
             setattr(self, name, getattr(self, name) + amount)
 
 
 @dataclass
 class Exchange:
-    """One rank's part of one sync. `first_tag`: messages get tags from there on."""
+    """One rank's part of one sync. Messages get tags from `first_tag` on."""
 
     plan: ReshardPlan
     part: RankPlan
@@ -56,25 +61,25 @@ class Exchange:
     dtypes: Mapping[str, torch.dtype]
     verify: bool = True
     first_tag: int = 1
-    tables: Tables | None = None  # where local copies and sums go through one kernel
+    tables: Tables | None = None  # set if local copies and checksums run in one kernel
     traffic: Traffic = field(default_factory=Traffic)
 
     def __post_init__(self) -> None:
         self.rank = self.part.rank
         self._asked: deque[tuple[int, int, Incoming]] = deque()  # tag, message
         self._sent: deque[int] = deque([0] * IN_FLIGHT, IN_FLIGHT)  # tags
-        # Sums of pieces: by piece where sent from here, by destination slice where expected here.
+        # Checksums: of sent pieces by piece number, of local copies by destination slice.
         self.sent_sums: dict[int, Tensor] = {}
         self.copied_sums: list[tuple[np.ndarray | list[int], Tensor]] = []
 
     @cached_property
     def dtype_of(self) -> list[torch.dtype]:
-        """By number of tensor."""
+        """The destination dtype of each tensor, by its number in the plan."""
         return [self.dtypes.get(name, torch.float32) for name in self.plan.names]
 
     @torch.no_grad()
     def run(self) -> None:
-        """Moves everything; returns when this rank's shard is complete and its messages are taken."""
+        """Move everything. Return when this rank's shard is complete and its messages have been taken."""
         hops = self.part.hops.tolist()
         mine = (self.plan.hops[:, 1:] == self.rank).any(1)
         tags = self.first_tag + np.flatnonzero(mine)
@@ -110,9 +115,10 @@ class Exchange:
         self._post(message, to)
 
     def _outgoing(self, message: int) -> Tensor:
-        """Memory to send from."""
-        # This may wait until an earlier send is read, by a rank that may wait for us: take in what came before it.
-        # (Nobody ever waits for a message while one that comes before it in the plan's order lies unread here.)
+        """Return memory to send a message from."""
+        # This may wait until an earlier send is read, by a rank that may itself wait for this rank. So the messages
+        # that come before that send in the plan's order are unpacked first. (No rank ever waits for a message while an
+        # earlier message in the plan's order lies unread there.)
         while self._asked and self._asked[0][0] < self._sent[0]:
             self._take_in()
         return self._carrier().outgoing(self._size(message))
@@ -130,7 +136,7 @@ class Exchange:
             dtype = self.dtype_of[piece["tensor"]]
             write_piece(buffer, piece, region, dtype)
             if self.verify:
-                # From the parameter and not from the message: what is sent may be wrong.
+                # The sum of the parameter, not of the message, because the message may be wrong.
                 self.sent_sums[int(piece["number"])] = checksum(region, piece["row"], piece["col"], dtype)
 
     def _receive(self, message: int, origin: int) -> None:
@@ -142,7 +148,7 @@ class Exchange:
         self.traffic.received += size
 
     def _take_in(self) -> None:
-        """Waits for the oldest message asked for, and brings its pieces to their places."""
+        """Wait for the oldest message asked for, and unpack its pieces."""
         _, message, incoming = self._asked.popleft()
         buffer = incoming.wait()
         self._unpack(buffer, self.part.drops[message])
@@ -155,19 +161,22 @@ class Exchange:
             region.copy_(read_piece(buffer, piece, self.dtype_of[piece["tensor"]]))
 
     def _pass_on(self, message: int, to: int) -> None:
-        """Sends a message that came last from another rank."""
+        """Receive a message from another rank, unpack it, and send it on."""
         buffer = self._outgoing(message)
         while self._asked[0][1] != message:
             self._take_in()
         _, _, incoming = self._asked.popleft()
         buffer.copy_(incoming.wait())
-        # Kept and given back first: whoever sent it can go on while it travels further.
+        # Unpacked and released before it is sent on, so that its sender can continue.
         self._unpack(buffer, self.part.drops[message])
         incoming.release()
         self._post(message, to)
 
     def _copies(self) -> Iterator[None]:
-        """Copies within this rank, some at a time; what already shares its memory is left alone."""
+        """Copy within this rank, up to `COPIES_AT_ONCE` rectangles at each `next`.
+
+        Rectangles that already share the destination's memory are skipped.
+        """
         part = self.part
         if self._copied_at_once():
             yield
@@ -198,7 +207,7 @@ class Exchange:
         yield
 
     def _copied_at_once(self) -> bool:
-        """All copies by one kernel, where there is one for them."""
+        """Run all copies in one kernel and return True, or return False if no kernel can run them."""
         if self.tables is None or self.source is None or self.destination is None or not len(self.part.copies):
             return False
         made = self.tables.copies(self.plan, self.part, self.source, self.destination)
@@ -212,17 +221,20 @@ class Exchange:
         return True
 
     def sums_for(self, rank: int) -> Tensor:
-        """The sums of the pieces that this rank sent to another, in the plan's order."""
+        """Return the checksums of the pieces that this rank sent to another rank, `[pieces]` in the plan's order."""
         sums = [self.sent_sums[number][None] for number in self.part.sent[rank]["number"].tolist()]
         return torch.from_numpy(_on_host(sums))
 
     def check(self, told: Mapping[int, Tensor]) -> str | None:
-        """Compares this rank's shard with what its senders say; names the first slice that differs, if any."""
+        """Compare this rank's shard with the senders' checksums `told`.
+
+        Return a description of the first slice that differs, or None.
+        """
         if self.destination is None:
             return None
         slices = self.plan.destination.slices
         mine = np.flatnonzero(self.plan.destination_ranks[slices["rank"]] == self.rank)
-        # Asked for first: a device adds up what is there while the host adds up what should be.
+        # Launched first, so that the device sums the actual values while the host sums the expected checksums.
         sums = [self._sums_of(slices[mine])]
         expected = np.zeros(len(slices), dtype=np.int64)
         for origin, theirs in told.items():
@@ -234,7 +246,7 @@ class Exchange:
         return self._complaint(int(mine[wrong[0]]), list(told)) if len(wrong) else None
 
     def _sums_of(self, slices: np.ndarray) -> Tensor:
-        """The sums of slices as they now lie in the destination."""
+        """Return the checksums of slices as they now are in the destination, `[slices]`."""
         assert self.destination is not None
         made = self.tables.sums(self.destination, slices) if self.tables is not None else None
         if made is not None:
@@ -255,7 +267,10 @@ class Exchange:
 
 
 def _on_host(sums: Sequence[Tensor]) -> np.ndarray:
-    """Sums one after the other, fetched together; weights of one rank may lie on several devices."""
+    """Concatenate checksums in host memory, fetched together.
+
+    If the tensors of one rank lie on several devices, each checksum is fetched alone.
+    """
     devices = {tensor.device for tensor in sums}
     if len(devices) > 1:
         sums = [tensor.cpu() for tensor in sums]
@@ -263,12 +278,12 @@ def _on_host(sums: Sequence[Tensor]) -> np.ndarray:
 
 
 def write_piece(buffer: Tensor, piece: np.ndarray, region: Tensor, dtype: torch.dtype) -> None:
-    """Lays a piece down at its place in a message."""
+    """Write a piece to its place in a message."""
     read_piece(buffer, piece, dtype).copy_(region)
 
 
 def read_piece(buffer: Tensor, piece: np.ndarray, dtype: torch.dtype) -> Tensor:
-    """A piece in a message, as a view."""
+    """Return a piece of a message as a view `[rows, cols]`."""
     rows, cols, place = int(piece["rows"]), int(piece["cols"]), int(piece["place"])
     return buffer[place : place + rows * cols * dtype.itemsize].view(dtype).view(rows, cols)
 
@@ -277,22 +292,23 @@ def _same_memory(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and left.data_ptr() == right.data_ptr() and left.stride() == right.stride()
 
 
-# Checksums of rectangles that add up: those of disjoint parts of a rectangle make that of the whole, on any layout.
+# Additive checksums of rectangles: the checksums of disjoint parts of a rectangle add up to that of the whole, on any
+# layout.
 #
-# Every element counts by its bits, times a number that depends on its row plus one that depends on its column, modulo
-# 2^64. So what is missing, changed, or at another place changes the sum, unless the sums of all rows and of all columns
-# stay as they were: of equal elements that trade places crosswise it sees nothing. Integer sums are the same on every
-# device whatever the order. No temporary of the data's size is made: some rows are summed at a time.
+# The bits of every element, as an integer, are multiplied by a weight of its row plus a weight of its column, modulo
+# 2^64. So an element that is missing, changed, or at another place changes the sum, unless the sums of all rows and of
+# all columns stay the same. Equal elements that trade places crosswise are not detected. Integer sums are the same on
+# every device in any order. No temporary of the data's size is made, because some rows are summed at a time.
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Elements that are converted at once.
+# The number of elements that are converted at once, by device type.
 CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 23}
-# Weights of rows and of columns.
+# The seeds of the weights of rows and of columns.
 ROW_SEED, COL_SEED = 0x1234567, 0x7654321
 
 
 def checksum(values: Tensor, row: int, col: int, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum (one int64) of a matrix that starts at (row, col) of its tensor, as elements of `dtype`."""
+    """Return the checksum (one int64) of a matrix that starts at (row, col) of its tensor, as elements of `dtype`."""
     dtype = dtype or values.dtype
     rows, cols = values.shape
     by_row = _weights(rows, row, ROW_SEED, values.device)
@@ -316,7 +332,7 @@ def _weights(count: int, first: int, seed: int, device: torch.device) -> Tensor:
 
 
 def weight_table(count: int, seed: int, device: torch.device) -> Tensor:
-    """Odd 64-bit numbers that look random, one for each index; at least `count` of them."""
+    """Return at least `count` pseudo-random odd int64 weights, one for each row or column index."""
     return _weight_table(1 << max(10, (count - 1).bit_length()), seed, str(device))
 
 
@@ -330,21 +346,21 @@ def _weight_table(count: int, seed: int, device: str) -> Tensor:
 
 # Sending only what changed since the last version, bit for bit.
 #
-# A step of reinforcement learning in bfloat16 leaves most elements as they were. A message is then a bit for each
-# 16-bit
-# unit (changed or not) and the units that changed; where that is no shorter, the message itself. Senders keep what they
-# last sent, receivers have it in place. The sums of a sync cover the outcome as they always do.
+# A step of reinforcement learning in bfloat16 leaves most elements unchanged. A message then consists of a bit for each
+# 16-bit unit (changed or not) and of the units that changed. If that is not shorter, the message itself is sent.
+# Senders keep what they last sent, and receivers have it in place. Checksums cover the outcome as in every sync.
 
 UNITS = {1: torch.uint8, 2: torch.int16}
 
 
 class DeltaExchange(Exchange):
-    """An exchange whose messages may be shorter than planned. `sizes` says how long each is on its way."""
+    """An exchange whose messages may be shorter than planned. `sizes` has the bytes of each message as it is sent."""
 
     def prepare(self, memory: dict[int, Tensor], *, is_known: bool) -> None:
-        """Packs and compares all messages that start here; `memory` has what was last sent, and is brought up to date.
+        """Pack all messages that start here and compare them with what was last sent.
 
-        `is_known`: whether the receivers still have that.
+        `memory` has the messages that were last sent, and is updated. `is_known`: whether the receivers still have
+        them.
         """
         self.sizes: dict[int, int] = {}
         self.memory = memory
@@ -362,7 +378,7 @@ class DeltaExchange(Exchange):
                     self.sizes[message], self._changed[message] = size, pack_bits(changed)
 
     def learn(self, messages: np.ndarray, sizes: Tensor) -> None:
-        """Takes in how long another rank's messages are."""
+        """Record the sizes in bytes of another rank's messages."""
         self.sizes |= dict(zip(messages.tolist(), sizes.tolist(), strict=True))
 
     def sizes_for(self, rank: int) -> Tensor:
@@ -409,18 +425,18 @@ class DeltaExchange(Exchange):
 
 
 def messages_of(pieces: np.ndarray) -> list[int]:
-    """The messages that pieces come in, in order."""
+    """Return the sorted numbers of the messages that contain the pieces."""
     return np.unique(pieces["message"]).tolist()
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """Eight booleans a byte."""
+    """Pack booleans `[n]` into bytes, eight in each."""
     padded = torch.nn.functional.pad(mask, (0, -len(mask) % 8)).view(-1, 8)
     return (padded * _powers(mask.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
-    """The inverse of `pack_bits`."""
+    """Unpack `count` booleans from the bytes of `pack_bits`."""
     return (packed[:, None] & _powers(packed.device)).ne(0).view(-1)[:count]
 
 

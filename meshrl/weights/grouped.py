@@ -1,7 +1,7 @@
-"""Many rectangles at once on a GPU: copied and summed by one kernel, from a table of tiles that is made once.
+"""Copies and checksums of many rectangles on a GPU in one kernel, from a table of tiles that is made once.
 
-A sync between layouts of one process has hundreds of copies and as many sums, each a few microseconds of work: one by
-one, launching them would take longer than moving the bytes. The sums are those of `executor`.
+A sync between layouts of one process has hundreds of copies and as many checksums, each a few microseconds of work.
+Launching them one by one would take longer than moving the bytes. The checksums are those of `executor`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from meshrl.weights.planner import RankPlan, ReshardPlan
 
 TILE_ROWS, TILE_COLS = 64, 1024
 AT_ONCE = 16  # rows of a tile that are read before they are written
-# Bytes that a thread reads or writes at once, where addresses, strides and widths are multiples of them.
+# Bytes that a thread reads or writes at once, if addresses, strides and widths are multiples of this number.
 WORD = 16
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-# A table's columns: where a rectangle is read and written (0: only summed), its size, row strides, and its place.
+# A table's columns: the addresses that a rectangle is read from and written to (0: only summed), its size, the row
+# strides, and its place in the tensor.
 FROM, TO, ROWS, COLS, FROM_STRIDE, TO_STRIDE, ROW, COL = range(8)
 FIELDS = 8
 Made = TypeVar("Made")
@@ -39,10 +40,10 @@ def _move(  # type: ignore[no-untyped-def]
     tile_rows: tl.constexpr, tile_cols: tl.constexpr, at_once: tl.constexpr, fields: tl.constexpr,
     together: tl.constexpr, word: tl.constexpr,
 ):  # fmt: skip
-    """One tile a program, some rows at a time: read once, written if there is somewhere to write, summed by its bits.
+    """Process one tile per program, some rows at a time: read, write if there is a target address, and sum the bits.
 
-    Every thread adds up its own elements, by column over the rows and by row over its few columns, and multiplies these
-    sums by the weights; only the last step brings the threads together.
+    Every thread sums its own elements, by column over the rows and by row over its few columns. It multiplies these
+    sums by the weights. Only the last step combines the threads.
     """
     tile = tiles + tl.program_id(0) * fields
     origin, target = tl.load(tile).to(tl.pointer_type(from_type)), tl.load(tile + 1)
@@ -81,25 +82,25 @@ def _move(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class _Batch:
-    """The tiles of the rectangles of one pair of types that are, or are not, turned and aligned to words."""
+    """The tiles of rectangles with the same pair of dtypes that are alike in `turned` and `aligned`."""
 
     from_type: torch.dtype
     to_type: torch.dtype
     turned: bool
     aligned: bool
-    tiles: Tensor  # int64 [tiles, FIELDS]: a table of their own
-    numbers: Tensor  # int32 [tiles]: of their rectangles
+    tiles: Tensor  # int64 [tiles, FIELDS]: a table of the tiles
+    numbers: Tensor  # int32 [tiles]: the number of each tile's rectangle
 
     @property
     def together(self) -> int:
-        """Neighbours in a row that one thread has, so that it can sum them before anything is multiplied."""
+        """The number of neighbouring elements of a row in one thread, which sums them before it multiplies."""
         return WORD // self.to_type.itemsize if self.aligned else 1
 
 
 class Grouped:
     """Rectangles of one rank, in the order given: `run` copies those that have a target, and sums all of them.
 
-    With `records`, what runs a second time is recorded: launching takes the host longer than replaying.
+    With `records`, a second run is recorded as a CUDA graph, because launching takes the host longer than replaying.
     """
 
     def __init__(
@@ -122,10 +123,14 @@ class Grouped:
             sent = (torch.from_numpy(array).to(device) for array in (tiles, numbers[owners].astype(np.int32)))
             self.batches.append(_Batch(*kind, *sent))
         self.sums = torch.zeros(self.count, dtype=torch.int64, device=device)
-        self._recorded: dict[bool, torch.cuda.CUDAGraph | None] = {}  # with or without sums; None: has run once
+        self._recorded: dict[bool, torch.cuda.CUDAGraph | None] = {}  # by `with_sums`; None: has run once, not recorded
 
     def run(self, with_sums: bool = True) -> Tensor:
-        """The sum of each rectangle as it was read (zeros without `with_sums`), int64, until the next run."""
+        """Copy the rectangles that have a target, and sum all of them.
+
+        Return the checksum of each rectangle as it was read (zeros without `with_sums`), int64 `[rectangles]`. The next
+        run overwrites the returned tensor.
+        """
         with torch.cuda.device(self.device):
             if with_sums not in self._recorded or not self.records:
                 self._launch(with_sums)
@@ -137,7 +142,7 @@ class Grouped:
 
     def _record(self, with_sums: bool) -> torch.cuda.CUDAGraph:
         graph, stream, collects = torch.cuda.CUDAGraph(), torch.cuda.Stream(), gc.isenabled()
-        gc.disable()  # what it frees might call CUDA, which a recording does not bear
+        gc.disable()  # freeing objects may call CUDA, which is not allowed during a recording
         try:
             with torch.cuda.stream(stream):
                 graph.capture_begin(capture_error_mode="thread_local")
@@ -161,7 +166,7 @@ class Grouped:
 
 
 def _turned(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The table with vectors, which come as columns in one piece, as rows; and which these are."""
+    """Return the table with contiguous column vectors turned into rows, and a mask of the turned rectangles."""
     steps = table[:, FROM_STRIDE] == 1, (table[:, TO_STRIDE] == 1) | (table[:, TO] == 0)
     turned = (table[:, COLS] == 1) & steps[0] & steps[1]
     table = table.copy()
@@ -171,7 +176,10 @@ def _turned(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _aligned(table: np.ndarray) -> np.ndarray:
-    """Which rectangles are read and written in whole words, row after row: widths and strides count elements."""
+    """Return a mask of the rectangles that can be read and written in whole words.
+
+    Widths and strides count elements of the smallest type.
+    """
     elements = WORD // 2  # of the smallest type
     starts = (table[:, [FROM, TO]] % WORD == 0).all(1)
     steps = (table[:, [FROM_STRIDE, TO_STRIDE]] % elements == 0).all(1) | (table[:, ROWS] == 1)
@@ -179,7 +187,10 @@ def _aligned(table: np.ndarray) -> np.ndarray:
 
 
 def _tiles(table: np.ndarray, from_size: int, to_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """A table of the tiles of rectangles, whose elements have these sizes; and the index of each tile's rectangle."""
+    """Return a table of the rectangles' tiles, and the index of each tile's rectangle.
+
+    `from_size` and `to_size` are the bytes of an element.
+    """
     down, across = -(-table[:, ROWS] // TILE_ROWS), -(-table[:, COLS] // TILE_COLS)
     counts = down * across
     owner = np.repeat(np.arange(len(table)), counts)
@@ -196,7 +207,7 @@ def _tiles(table: np.ndarray, from_size: int, to_size: int) -> tuple[np.ndarray,
 
 
 def can_group(*sides: tuple[Shards, np.ndarray]) -> bool:
-    """Whether these slices can go through the kernel: on the device, of known types, rows in one piece."""
+    """Return whether the kernel can process these slices: on a GPU, of known dtypes, with contiguous rows."""
     for shards, held in sides:
         tensors = [shards.tensors[shards.placement.parameters[number]] for number in np.unique(held["parameter"])]
         if not all(tensor.is_cuda and tensor.dtype in TYPES for tensor in tensors):
@@ -207,7 +218,7 @@ def can_group(*sides: tuple[Shards, np.ndarray]) -> bool:
 
 
 def addresses(shards: Shards, held: np.ndarray, boxes: np.ndarray) -> tuple[np.ndarray, list[torch.dtype]]:
-    """Where each rectangle `boxes` of the slices `held` begins in memory, and its type."""
+    """Return the memory address and the dtype of each rectangle `boxes` within the slices `held`."""
     owners, of_owner = np.unique(held["parameter"], return_inverse=True)
     tensors = [shards.tensors[shards.placement.parameters[owner]] for owner in owners]
     bases = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)[of_owner]
@@ -217,7 +228,7 @@ def addresses(shards: Shards, held: np.ndarray, boxes: np.ndarray) -> tuple[np.n
 
 
 def grouped_sums(shards: Shards, held: np.ndarray, records: bool = True) -> Grouped | None:
-    """Sums of whole slices; None where the kernel cannot."""
+    """Return the checksums' kernel table for whole slices, or None if the kernel cannot process them."""
     if not can_group((shards, held)):
         return None
     table = np.zeros((len(held), FIELDS), dtype=np.int64)
@@ -228,7 +239,7 @@ def grouped_sums(shards: Shards, held: np.ndarray, records: bool = True) -> Grou
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies within one rank of a plan, and their bytes; `shared` of these lie in the same memory already."""
+    """The copies within one rank of a plan, and their bytes. `shared` bytes already lie in the destination's memory."""
 
     moves: Grouped
     copied: int
@@ -238,7 +249,7 @@ class Copies:
 def grouped_copies(
     plan: ReshardPlan, part: RankPlan, source: Shards, destination: Shards, records: bool = True
 ) -> Copies | None:
-    """All copies of a rank; None where the kernel cannot."""
+    """Return the kernel table for all copies of a rank, or None if the kernel cannot process them."""
     boxes = part.copies
     ours, theirs = plan.source.slices[part.copy_source], plan.destination.slices[part.copy_destination]
     if not can_group((source, ours), (destination, theirs)):
@@ -263,9 +274,10 @@ def _describe(table: np.ndarray, held: np.ndarray, boxes: np.ndarray) -> None:
 
 
 class Tables:
-    """Keeps what was made for a sync's copies and sums, as long as the memory that it points to stays where it is.
+    """A cache of the kernel tables of a sync's copies and checksums.
 
-    `records`: whether they may be recorded, which is not while a rollout may record steps of its own beside them.
+    The tables are valid while the tensors stay at the same addresses. `records`: whether the kernels may be recorded as
+    CUDA graphs. They may not while a rollout may record its own steps at the same time.
     """
 
     def __init__(self, records: bool = True) -> None:
@@ -273,13 +285,13 @@ class Tables:
         self._made: dict[str, tuple[list[int], Any]] = {}
 
     def copies(self, plan: ReshardPlan, part: RankPlan, source: Shards, destination: Shards) -> Copies | None:
-        """See `grouped_copies`."""
+        """Return the cached result of `grouped_copies` for this plan."""
         return self._get(
             "copies", (source, destination), lambda: grouped_copies(plan, part, source, destination, self.records)
         )
 
     def sums(self, shards: Shards, held: np.ndarray) -> Grouped | None:
-        """See `grouped_sums`; `held` are always the same slices."""
+        """Return the cached result of `grouped_sums`; `held` must be the same slices in every call."""
         return self._get("sums", (shards,), lambda: grouped_sums(shards, held, self.records))
 
     def _get(self, what: str, sides: Sequence[Shards], make: Callable[[], Made | None]) -> Made | None:

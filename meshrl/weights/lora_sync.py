@@ -1,7 +1,9 @@
-"""LoRA: the base model once, then the adapters alone, to rollouts that take adapters (`update_adapter`).
+"""LoRA weight sync: the base model once, then the adapters alone.
 
-Rollouts that take none merge them where they arrive (`merging.MergingSync`), or get the weights that the adapters
-amount to: `connect(engine, ..., adapters="merged")`.
+- `AdapterSync` is for rollouts that take adapters (`update_adapter`).
+- `MergingSync` is for rollouts that do not: it merges the adapters where they arrive.
+
+The alternative is to send merged weights in every sync: `connect(engine, ..., adapters="merged")`.
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ PEFT_PREFIX = "base_model.model."
 
 
 class AdapterSync:
-    """`base_sync_done` says whether the rollout has the base model, which it then keeps: only adapters travel.
+    """A sync of adapters to a rollout that keeps the base model. `base_sync_done`: whether the rollout has the base.
 
-    `scaling` is by how much each layer multiplies its adapter's product; the second matrix travels with it.
+    `scaling` is the factor of each layer's adapter product. The second matrix is sent with the scaling applied.
     """
 
     def __init__(
@@ -52,11 +54,11 @@ class AdapterSync:
         self.base_sync_done = False
 
     def forget(self) -> None:
-        """The rollout has given its weights up, but for the base: a version may come once more."""
+        """Record that the rollout has released its weights except the base, so that a version may be synced again."""
         self.sync.version = -1
 
     def __call__(self, rollout: Any, version: int) -> SyncReport:
-        """All ranks together."""
+        """Sync `version` to the rollout, with the base if the rollout lacks it. All ranks call it together."""
         traffic, seconds = Traffic(), 0.0
         if not self.base_sync_done:
             report = self.send_base(rollout, version)
@@ -86,9 +88,9 @@ def connect_adapters(
     carrier: str = "auto",
     master: bool = False,
 ) -> AdapterSync:
-    """Adapters, whole, to the rollout of every rank; all ranks call it alike.
+    """Return the sync of whole adapters to the rollout of every rank. All ranks must call it alike.
 
-    `send_base` brings the base model; by default as a stream of whole tensors. See `source_of` for `master`.
+    `send_base` sends the base model, by default as a stream of whole tensors. See `source_of` for `master`.
     """
     source, sync = adapter_exchange(
         engine, dtype=dtype, bucket_megabytes=bucket_megabytes, verify=verify, deadline=deadline, carrier=carrier,
@@ -114,7 +116,10 @@ def adapter_exchange(
     deadline: float = 600.0,
     carrier: str = "auto",
 ) -> tuple[FSDP2Source, WeightSync]:
-    """The engine's adapters, and the sync that brings them, whole, to every rank; see `source_of` for `master`."""
+    """Return the engine's adapters as a source, and the sync that brings all adapters whole to every rank.
+
+    See `source_of` for `master`.
+    """
     source = FSDP2Source(engine, "only", master)
     rank, world = rank_and_world()
     shapes = source.placement.tensors
@@ -140,7 +145,10 @@ def adapter_exchange(
 
 
 def base_params(engine: FSDPEngine) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of the model without its adapters, whole, one at a time; all ranks take part."""
+    """Yield every parameter of the model without its adapters, whole, one at a time.
+
+    All ranks must iterate together.
+    """
     for name, param in engine.module.named_parameters():
         if DOWN in name or UP in name:
             continue
@@ -151,23 +159,21 @@ def base_params(engine: FSDPEngine) -> Iterator[tuple[str, Tensor]]:
 
 
 def peft_config(adapters: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What peft's files say of adapters whose second matrices have the scaling in them already."""
+    """Return a peft config for adapters whose second matrices already include the scaling."""
     rank = max(len(tensor) for name, tensor in adapters.items() if DOWN in name)
     modules = sorted({name.split(DOWN)[0].rpartition(".")[2] for name in adapters if DOWN in name})
     return {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
 
 
 def peft_name(name: str) -> str:
-    """What peft's files call an adapter's matrix."""
+    """Return the name of an adapter's matrix in peft's files."""
     return PEFT_PREFIX + name.replace(".default.", ".")
 
 
 # LoRA for rollouts that take no adapters: the base model once, then the adapters alone, merged where they arrive.
 #
-# Merging anew for every version needs the base as it was: each rollout keeps it in host memory. In return the trainer
-# sends a few megabytes a step instead of the model, and a rollout that gave its weights up has them back without
-# anybody
-# sending.
+# Merging every version needs the original base, so each rollout keeps it in host memory. In return the trainer sends a
+# few megabytes a step instead of the model. A rollout that released its weights restores them without a transfer.
 
 
 @torch.no_grad()
@@ -179,7 +185,11 @@ def merged(
     *,
     is_there: bool,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of a rollout: the base's with its adapters, or as it is; itself where the rollout has that."""
+    """Yield every parameter of a rollout, merged with its adapter if it has one.
+
+    A parameter without an adapter is taken from the base, or yielded as it is if the rollout already has it
+    (`is_there`).
+    """
     for name, param in params.items():
         layer, _, kind = name.rpartition(".")
         down, up = (f"{layer}{part}default.weight" for part in (DOWN, UP))
@@ -192,14 +202,14 @@ def merged(
 
 
 def base_dtypes(source: FSDP2Source) -> dict[str, torch.dtype]:
-    """The types in which the trainer holds its base model: copies to merge from must not round."""
+    """Return the dtypes in which the trainer holds its base model: copies to merge from must not be rounded."""
     return {name: tensor.dtype for name, tensor in source.tensors().items()}
 
 
 class MergingSync:
-    """Brings base and adapters to the rollout of its own process; `base_sync_done`: from then on adapters alone.
+    """A sync of base and adapters to the rollout of the same process. After `base_sync_done` only adapters are sent.
 
-    `delta`: of adapters only what changed.
+    `delta`: send only what changed in the adapters.
     """
 
     def __init__(self, engine: FSDPEngine, hf_model: Any, *, delta: bool = False, **options: Any):
@@ -215,11 +225,11 @@ class MergingSync:
         return bool(self.base)
 
     def forget(self) -> None:
-        """The rollout has given its weights up. The base waits in host memory."""
+        """Record that the rollout has released its weights; the base stays in host memory."""
         self._is_there, self.sync.version = False, -1
 
     def __call__(self, rollout: Rollout, version: int) -> SyncReport:
-        """All ranks together."""
+        """Sync `version` to the rollout, with the base if it is missing. All ranks call it together."""
         traffic, seconds = Traffic(), 0.0
         if not self.base_sync_done:
             report = self._bring_base()

@@ -1,8 +1,12 @@
-"""Which rank holds which rectangle of which tensor, and where in its memory: what weight-sync plans are made of.
+"""Placements: which rank holds which rectangle of which tensor, and where in its memory.
 
-Everything here follows from sizes alone; no process group, no device. A tensor is a matrix (a vector is a column,
-further dims join the columns). A slice is a rectangle of it and lies in one local parameter, at an offset and with two
-strides, all in elements: this covers shards, packed and stacked parameters, transposed and flattened ones alike.
+Weight-sync plans are made from two placements. A placement follows from sizes alone, without process group or device.
+Every tensor is treated as a matrix: a vector is a column, and further dims are joined to the columns. A slice is a
+rectangle of a tensor in one local parameter, with an offset and two strides, all in elements. So slices describe
+shards, packed and stacked parameters, and transposed and flattened ones alike.
+
+- `replicas`, `fsdp2`, `fsdp1` and `megatron` are placements of trainers, `rollout` and `windows` of rollouts.
+- `Shards` is one rank's local parameters with their slices.
 """
 
 from __future__ import annotations
@@ -51,17 +55,17 @@ class Placement:
     slices: np.ndarray
 
     def of_rank(self, rank: int) -> np.ndarray:
-        """The slices that a rank holds."""
+        """Return the records of the slices that a rank holds."""
         return self.slices[self.slices["rank"] == rank]
 
     def to_json(self) -> dict[str, Any]:
-        """For another process."""
+        """Return the placement as plain JSON data for another process."""
         fields = {name: getattr(self, name) for name in ("title", "world_size", "tensors", "parameters")}
         return fields | {"slices": base64.b64encode(zlib.compress(self.slices.tobytes(), 1)).decode()}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Placement:
-        """The inverse of `to_json`, also after a way through text."""
+        """Rebuild a placement from the data of `to_json`, also after a round trip through text."""
         return cls(
             fields["title"],
             fields["world_size"],
@@ -71,7 +75,7 @@ class Placement:
         )
 
     def only(self, names: Iterable[str]) -> Placement:
-        """The same placement of some tensors alone; parameters keep their numbers."""
+        """Return the same placement of the named tensors alone. Parameters keep their numbers."""
         wanted = set(names)
         kept = np.array([place for place, name in enumerate(self.tensors) if name in wanted], np.int64)
         known = list(self.tensors)
@@ -83,17 +87,17 @@ class Placement:
         return replace(self, tensors=tensors, slices=slices)
 
     def elements(self) -> int:
-        """How many elements the tensors have together, each counted once."""
+        """Return the number of elements of all tensors, each counted once."""
         return sum(rows * cols for rows, cols in map(matrix, self.tensors.values()))
 
     def elements_of_ranks(self) -> np.ndarray:
-        """How many elements each rank holds."""
+        """Return the number of elements that each rank holds, `[world_size]`."""
         size = self.slices["rows"] * self.slices["cols"]
         return np.bincount(self.slices["rank"], weights=size, minlength=self.world_size).astype(np.int64)
 
 
 class PlacementBuilder:
-    """Collects slices; numbers may be arrays that broadcast against each other."""
+    """A collector of slices. The numbers given may be arrays that broadcast against each other."""
 
     def __init__(self, title: str, world_size: int):
         self.title, self.world_size = title, world_size
@@ -104,7 +108,7 @@ class PlacementBuilder:
         self._arrays: list[np.ndarray] = []
 
     def tensor(self, name: str, shape: Shape) -> int:
-        """The number of a tensor; the same name must always have the same shape."""
+        """Return the number of a tensor, and raise a ValueError if the name came with another shape before."""
         known = self.tensors.setdefault(name, shape)
         if known != shape:
             raise ValueError(f"{self.title}: '{name}' has shape {list(known)} and {list(shape)}")
@@ -114,12 +118,12 @@ class PlacementBuilder:
         return self._parameter_ids.setdefault(name, len(self._parameter_ids))
 
     def add(self, *numbers: int) -> None:
-        """One slice, its numbers in the order of `FIELDS`."""
+        """Add one slice, its numbers in the order of `FIELDS`; an empty rectangle is left out."""
         if numbers[3] > 0 and numbers[5] > 0:
             self._single.append(numbers)
 
     def add_arrays(self, **numbers: Any) -> None:
-        """Many slices by field name; empty rectangles are left out."""
+        """Add many slices by field name; empty rectangles are left out."""
         shape = np.broadcast_shapes(*(np.shape(value) for value in numbers.values()))
         made = np.empty(shape, SLICE)
         for name in FIELDS:
@@ -134,7 +138,7 @@ class PlacementBuilder:
 
 
 def replicas(params: Mapping[str, Shape], world_size: int, model_type: str = "", title: str = "") -> Placement:
-    """Every rank holds the whole model as a Hugging Face module."""
+    """Return the placement in which every rank holds the whole model as a Hugging Face module."""
     builder = PlacementBuilder(title or f"{world_size} whole copies", world_size)
     ranks = np.arange(world_size)
     for name, parts in convert_weight_keys(params, model_type).items():
@@ -149,9 +153,9 @@ def replicas(params: Mapping[str, Shape], world_size: int, model_type: str = "",
 
 
 def fsdp2(params: Mapping[str, Shape], layout: Layout, model_type: str = "") -> Placement:
-    """FSDP2 by a `shard_layout`: rows of every parameter in equal steps, rounded up, over the axis `fsdp`.
+    """Return the FSDP2 placement of a `shard_layout`: rows of every parameter over the axis `fsdp`.
 
-    Ranks that differ along `ddp` hold the same rows: HSDP.
+    The rows are cut in equal steps, rounded up. Ranks that differ along `ddp` hold the same rows (HSDP).
     """
     builder = PlacementBuilder(f"FSDP2 {_sizes(layout)}", layout.world_size)
     place = np.array([layout.index(rank, "fsdp") for rank in range(layout.world_size)])
@@ -168,10 +172,10 @@ def fsdp2(params: Mapping[str, Shape], layout: Layout, model_type: str = "") -> 
 def fsdp1(
     units: Mapping[str, Mapping[str, Shape]], layout: Layout, model_type: str = "", *, alignment: int = 1
 ) -> Placement:
-    """FSDP1: each unit's parameters laid end to end in one flat parameter, which is cut into equal parts.
+    """Return the FSDP1 placement: each unit's parameters end to end in one flat parameter, cut into equal parts.
 
-    `units` maps the name of a unit's flat parameter to its parameters in order. `alignment`: every parameter starts at
-    a multiple of this many elements (torch pads to 16 bytes where `use_orig_params` is set).
+    `units` maps the name of a unit's flat parameter to its parameters in order. Every parameter starts at a multiple of
+    `alignment` elements (torch pads to 16 bytes if `use_orig_params` is set).
     """
     builder = PlacementBuilder(f"FSDP1 {_sizes(layout)}", layout.world_size)
     place = np.array([layout.index(rank, "fsdp") for rank in range(layout.world_size)])
@@ -197,7 +201,7 @@ def megatron(
     vocab_size: int | None = None,
     value_head: bool = False,
 ) -> Placement:
-    """A Megatron layout, from the engine's own description. Parameters are called `<chunk>/<name>`."""
+    """Return a Megatron placement, from the engine's own description. Parameters are called `<chunk>/<name>`."""
     sizes = {axis: getattr(ranks, axis) for axis in ("tp", "pp", "vpp", "cp", "dp", "ep", "etp")}
     sizes["etp"] = 1 if ranks.etp == ranks.tp and ranks.ep == 1 else ranks.etp
     title = " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1)
@@ -233,18 +237,21 @@ def _megatron_numbers(builder: PlacementBuilder, piece: MegatronSlice) -> tuple[
 def _add_ranges(
     builder: PlacementBuilder, parameter: int, parts: Sequence[Part], low: np.ndarray, high: np.ndarray
 ) -> None:
-    """Slices of ranks that hold elements [low, high) of a flat parameter: whole rows, or pieces of rows at the ends."""
+    """Add the slices of ranks that hold elements [low, high) of a flat parameter.
+
+    Each range becomes whole rows, and parts of rows at both ends.
+    """
     tensor = np.array([builder.tensor(part.name, part.shape) for part in parts])
     size = np.array([matrix(part.shape) for part in parts])
     start = np.array([part.offset for part in parts])
     cols = size[:, 1]
     ranks = np.arange(builder.world_size)[:, None]
     low, high = low[:, None], high[:, None]
-    # Of each part, in its own elements.
+    # The range within each part, counted in the part's own elements.
     first = np.clip(low - start, 0, size[:, 0] * cols)
     last = np.clip(high - start, 0, size[:, 0] * cols)
     full, end = -(-first // cols), last // cols
-    # A piece of the first row, whole rows, a piece of the last row; the first and the last may be the same row.
+    # Part of the first row, whole rows, and part of the last row. The first and the last may be the same row.
     head = np.where(first % cols > 0, np.minimum(last, full * cols) - first, 0)
     tail = np.where((last % cols > 0) & (end >= full), last % cols, 0)
     pieces: Iterable[tuple[Any, Any, Any, Any, Any]] = (
@@ -263,13 +270,12 @@ def _sizes(layout: Layout) -> str:
     return " ".join(f"{name}{size}" for name, size in layout.axes if size > 1) or "1 rank"
 
 
-# How tensor- and expert-parallel rollouts place a model: cut by columns and rows, heads kept whole, experts spread.
+# The placement of tensor- and expert-parallel rollouts: matrices are cut by columns or rows, heads are kept whole,
+# experts are spread over ranks or cut.
 #
-# Two forms of the same cut: `separate`, every parameter of the Hugging Face module for itself, and `packed`, as vLLM
-# has
-# them: queries, keys and values, gate and up, and the experts of a layer in one parameter each. An engine that cuts
-# whole
-# tensors itself gets them with nothing but its own part filled in (`windows`).
+# The same cut has two forms. `separate` keeps every parameter of the Hugging Face module on its own. `packed` is vLLM's
+# form: one parameter each for queries, keys and values, for gate and up, and for the experts of a layer. An engine that
+# cuts whole tensors itself gets tensors in which only its own shard is filled in (`windows`).
 
 FORMS = ("separate", "packed")
 EXPERT = re.compile(r"(?P<block>.+\.)experts\.(?P<number>\d+)\.(?P<kind>\w+)\.weight")
@@ -278,15 +284,16 @@ BY_ROWS = {"q_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj"}
 BY_KV_HEADS = {"k_proj", "v_proj"}
 BY_COLS = {"o_proj", "down_proj"}
 VOCABULARY = {"embed_tokens", "lm_head"}
-# vLLM pads the vocabulary to multiples of this before it cuts it.
+# vLLM pads the vocabulary to a multiple of this number before it cuts the vocabulary.
 PACKED_VOCAB_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
 class RolloutLayout:
-    """`dp` copies of `tp` ranks, tp fastest. `ep`: the experts are not cut but spread over this many ranks (0: cut).
+    """`dp` copies of `tp` ranks, with tp varying fastest.
 
-    `form`: see `FORMS`. `vocab_multiple`: the vocabulary is padded to a multiple of this before it is cut (0: by form).
+    With `ep` above 0, whole experts are spread over this many ranks; with 0 the experts are cut. `form`: see `FORMS`.
+    The vocabulary is padded to a multiple of `vocab_multiple` before it is cut (0: by form).
     """
 
     tp: int = 1
@@ -305,7 +312,7 @@ class RolloutLayout:
 
     @classmethod
     def of(cls, parallel: Any, ranks: int, form: str = "separate") -> RolloutLayout:
-        """How rollouts whose ranks share a model so (`rollout.parallel`) place it over so many ranks."""
+        """Return the layout over `ranks` ranks of rollouts that share a model over ranks as `parallel` describes."""
         return cls(tp=parallel.tp, dp=ranks // parallel.tp, ep=parallel.ep, form=form)
 
     @property
@@ -319,19 +326,22 @@ class RolloutLayout:
 
 
 def rollout(tensors: Mapping[str, Shape], hf_config: Any, layout: RolloutLayout) -> Placement:
-    """The placement of a rollout for tensors by the names of Hugging Face's files (one for each expert's matrix)."""
+    """Return a rollout's placement of tensors that are named as in Hugging Face's files.
+
+    Each matrix of each expert is a tensor of its own.
+    """
     return _Rollout(tensors, hf_config, layout).build()
 
 
 def windows(params: Mapping[str, Shape], hf_config: Any, layout: RolloutLayout, model_type: str = "") -> Placement:
-    """The same cut where each rank has memory for whole parameters of a Hugging Face module: its part at its place.
+    """Return the placement of `rollout` for ranks that have memory for whole Hugging Face parameters.
 
-    A tensor that is not known to be cut is there whole.
+    Each rank's shard lies at its place in the whole parameter. Tensors without a known cut are held whole.
     """
     whole = replicas(params, 1, model_type)
     cut = rollout(whole.tensors, hf_config, layout)
     slices = cut.slices.copy()
-    home = whole.slices[slices["tensor"]]  # one for each tensor, in their order
+    home = whole.slices[slices["tensor"]]  # `whole` has one slice for each tensor, in order
     for field in ("parameter", "row_stride", "col_stride"):
         slices[field] = home[field]
     slices["offset"] = home["offset"] + slices["row"] * home["row_stride"] + slices["col"] * home["col_stride"]
@@ -352,7 +362,7 @@ class _Rollout:
                 f"the model's {self.heads} attention heads must be divisible by tensor_model_parallel_size ({self.tp})"
             )
         self.place = np.arange(layout.world_size) % layout.tp
-        # Fields of all slices of cut tensors, one row a tensor.
+        # The cuts recorded by `_cut`, one row for each tensor.
         self.cut_rows: list[tuple[int, ...]] = []
 
     def build(self) -> Placement:
@@ -404,7 +414,7 @@ class _Rollout:
         return self.layout.form == "packed" and name.replace("kv_a_proj_with_mqa", "q_a_proj") in self.tensors
 
     def _packed(self, name: str, module: str, packed: str, offset: int) -> tuple[int, int]:
-        """The parameter that holds a tensor, and where in it."""
+        """Return the parameter that holds a tensor, and the tensor's offset in it."""
         if self.layout.form == "separate" or module == packed:
             return self._parameter(name), 0
         return self._parameter(name.replace(f".{module}.", f".{packed}.")), offset
@@ -416,7 +426,7 @@ class _Rollout:
         return self.heads // self.tp * self.dim
 
     def _kv_rows(self, name: str, rows: int) -> int:
-        """Rows of whole heads: a share of them, or one head that several ranks hold."""
+        """Return the rows of key-value heads on a rank: a share of the heads, or one head that several ranks hold."""
         if self.kv_heads % self.tp and self.tp % self.kv_heads:
             raise ValueError(
                 f"'{name}' {list(self.tensors[name])}: tensor_model_parallel_size ({self.tp}) must divide the "
@@ -442,14 +452,14 @@ class _Rollout:
         self, name: str, shape: Shape, rows: int, cols: int, parameter: int, offset: int,
         *, kv: bool = False, by_cols: bool = False, whole: bool = False,
     ) -> None:  # fmt: skip
-        """Notes that each rank holds `rows` x `cols` of a tensor, at its own place along one dim."""
+        """Record that each rank holds `rows` x `cols` of a tensor, at its own place along one dim."""
         tensor = self.builder.tensor(name, shape)
         height, width = matrix(shape)
         kind = 0 if whole else 1 + kv + 2 * by_cols
         self.cut_rows.append((tensor, height, width, rows, cols, parameter, offset, kind))
 
     def _flush(self) -> None:
-        """All noted tensors times all ranks at once."""
+        """Add the slices of all recorded tensors for all ranks at once."""
         if not self.cut_rows:
             return
         tensor, height, width, rows, cols, parameter, offset, kind = np.array(self.cut_rows).T[:, :, None]
@@ -464,7 +474,7 @@ class _Rollout:
         )  # fmt: skip
 
     def _expert(self, name: str, shape: Shape, match: re.Match[str]) -> None:
-        """A projection of one expert, cut over tp ranks or whole on the ep ranks that serve it."""
+        """Add a projection of one expert, cut over tp ranks or whole on the ep ranks that serve the expert."""
         number, kind = int(match["number"]), match["kind"]
         rows, cols = matrix(shape)
         spread = self.layout.ep
@@ -495,7 +505,7 @@ class _Rollout:
         )  # fmt: skip
 
 
-# A rank's own part of a model: its local parameters, and the rectangles in them.
+# One rank's shard of a model: its local parameters, and the rectangles in them.
 
 
 class Shards:
@@ -520,11 +530,11 @@ class Shards:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's parameters are."""
+        """The device of this rank's parameters, taken from the first."""
         return next(iter(self.tensors.values())).device
 
     def region(self, held: np.ndarray, box: np.ndarray | None = None) -> Tensor:
-        """The rectangle `box` (by default all) of a slice, as a view of the local parameter."""
+        """Return the rectangle `box` (by default all) of a slice, as a view `[rows, cols]` of the local parameter."""
         tensor = self.tensors[self.placement.parameters[held["parameter"]]]
         offset = int(held["offset"])
         if box is None:
@@ -540,14 +550,14 @@ class Shards:
         )
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Shards:
-        """The same shards in other memory."""
+        """Return the same shards over other tensors, which are not checked."""
         made = copy.copy(self)
         made.tensors = tensors
         return made
 
 
 def local_tensors(placement: Placement, rank: int, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Cuts whole tensors into a rank's local parameters, as flat tensors: for tests, benchmarks and replicas."""
+    """Cut whole tensors into a rank's local parameters, as flat tensors: for tests, benchmarks and replicas."""
     held = placement.of_rank(rank)
     names = list(placement.tensors)
     ends = held["offset"] + (held["rows"] - 1) * held["row_stride"] + (held["cols"] - 1) * held["col_stride"] + 1

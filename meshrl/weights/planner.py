@@ -1,12 +1,17 @@
-"""Reshard plans: who sends which rectangle of which tensor to whom so that every rank gets its own shard, and no more.
+"""Reshard plans: which rank sends which rectangle of which tensor to which rank.
 
     source placement ─┐
                       ├─ intersect ─ choose senders ─ bucket ─ order ──> ReshardPlan ──> `of_rank(r)`
     destination ──────┘
 
-Pure NumPy on sizes: the same plan comes out on every rank without a word between them. What a rank already holds is
-copied locally. Where several ranks hold the same rectangle they share the sending. Many copies of a rollout are fed as
-chains, each copy passing on what it got, where senders would else have to send everything several times.
+After a plan every rank has its own shard, and has received no more than that. Planning is pure NumPy on sizes, so every
+rank computes the same plan without communication. Weights that a rank already holds are copied locally. Ranks that hold
+the same rectangle share the sending. If senders would otherwise have to send everything several times, copies of a
+rollout form chains, in which each copy passes on what it received.
+
+- `plan_reshard` makes a `ReshardPlan`, of which `RankPlan` is one rank's part.
+- `Holders` and `choose_senders` choose the sender of each rectangle.
+- `plan_lines` describes a plan as text.
 """
 
 from __future__ import annotations
@@ -42,11 +47,13 @@ MEGABYTE = 1 << 20
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does. Boxes are records of `BOX`; `source` and `destination` number slices of the two placements.
+    """The part of one rank in a plan.
 
-    `hops` are [message, from, to] in the order in which this rank starts them. `packs` are the pieces of each message
-    that starts here, `drops` those that are kept of each that comes here. `sent` and `kept` are the same drops by the
-    rank that keeps them and by the rank that first sent them.
+    Boxes are records of `BOX`. `copy_source` and `copy_destination` index slices of the two placements. `hops` are
+    [message, from, to] in the order in which this rank starts them. `packs` has the pieces of each message that starts
+    here. `drops` has the pieces that this rank keeps of each message that comes here. `sent` has the drops that this
+    rank first sent, grouped by the rank that keeps them. `kept` has the drops that this rank keeps, grouped by the rank
+    that first sent them.
     """
 
     rank: int
@@ -60,7 +67,7 @@ class RankPlan:
     kept: dict[int, np.ndarray]
 
 
-# A piece of a message: its rectangle, the slice it lies in, the message and its first byte there, and its own number.
+# A piece of a message: its rectangle, its slice, its message, its first byte in the message (`place`), and its number.
 PIECE = np.dtype([*((name, np.int64) for name in ("tensor", *BOX_FIELDS, "slice", "message", "place", "number"))])
 
 
@@ -81,30 +88,30 @@ class ReshardPlan:
     copy_destination: np.ndarray
     packs: np.ndarray  # PIECE records, by message
     drops: np.ndarray  # PIECE records, by message
-    senders: np.ndarray  # of each message
+    senders: np.ndarray  # [message]: the rank that first sends it
     message_bytes: np.ndarray
     hops: np.ndarray  # [number, 3]: message, from, to, in global order
 
     @property
     def slot_bytes(self) -> int:
-        """The most bytes of one message: two slots out and two slots in are two buckets."""
+        """The maximum bytes of one message. Two outgoing and two incoming slots are two buckets."""
         return self.bucket_bytes // 2
 
     @cached_property
     def ranks(self) -> list[int]:
-        """All ranks that take part."""
+        """All global ranks of source and destination, sorted."""
         return sorted({*self.source_ranks.tolist(), *self.destination_ranks.tolist()})
 
     @cached_property
     def digest(self) -> int:
-        """The same number on two ranks only if they made the same plan."""
+        """A hash of the plan, equal on two ranks only if they made the same plan."""
         found = hashlib.blake2b(digest_size=7)
         for part in (self.hops, self.packs, self.drops, self.itemsize):
             found.update(np.ascontiguousarray(part).tobytes())
         return int.from_bytes(found.digest(), "little")
 
     def of_rank(self, rank: int) -> RankPlan:
-        """One rank's part."""
+        """Return the hops, copies and pieces that concern one rank."""
         mine = self.hops[(self.hops[:, 1] == rank) | (self.hops[:, 2] == rank)]
         here = self.destination_ranks[self.destination.slices["rank"][self.copy_destination]] == rank
         packs = self.packs[self.senders[self.packs["message"]] == rank]
@@ -118,12 +125,12 @@ class ReshardPlan:
 
     @cached_property
     def ends_of_drops(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each drop the rank that first sent it and the rank that keeps it."""
+        """The rank that first sent each drop, and the rank that keeps it."""
         held = self.destination.slices["rank"][self.drops["slice"]]
         return self.senders[self.drops["message"]], self.destination_ranks[held]
 
     def pairs(self) -> list[tuple[int, int, int]]:
-        """Who keeps pieces of whom and how many, in an order that all ranks keep."""
+        """Return (sender, keeper, number of pieces) for all pairs of ranks, in an order that is equal on all ranks."""
         sender, keeper = self.ends_of_drops
         world = self.world_size
         keys, counts = np.unique(sender * world + keeper, return_counts=True)
@@ -131,7 +138,7 @@ class ReshardPlan:
         return sorted(found, key=lambda pair: ((pair[1] - pair[0]) % world, pair[0]))
 
     def message_pairs(self) -> list[tuple[int, int, int]]:
-        """As `pairs`, with the number of messages."""
+        """Return (sender, keeper, number of messages) in the order of `pairs`."""
         sender, keeper = self.ends_of_drops
         world = self.world_size
         messages = np.unique(np.stack([sender * world + keeper, self.drops["message"]], 1), axis=0)
@@ -144,26 +151,29 @@ class ReshardPlan:
         return max(self.ranks) + 1
 
     def sent(self) -> np.ndarray:
-        """Bytes that each rank sends, passing on included."""
+        """Return the bytes that each rank sends, including messages that it passes on."""
         return self._sum(self.hops[:, 1], self.message_bytes[self.hops[:, 0]])
 
     def received(self) -> np.ndarray:
         return self._sum(self.hops[:, 2], self.message_bytes[self.hops[:, 0]])
 
     def copied(self) -> np.ndarray:
-        """Bytes that each rank copies within itself."""
+        """Return the bytes that each rank copies locally."""
         ranks = self.destination_ranks[self.destination.slices["rank"][self.copy_destination]]
         return self._sum(ranks, areas(self.copies) * self.itemsize[self.copies["tensor"]])
 
     def missing(self) -> np.ndarray:
-        """Bytes of each rank's destination shard that it does not hold as a source: the least it must receive."""
+        """Return the bytes of each rank's destination shard that it does not hold as a source.
+
+        A rank must receive at least these bytes.
+        """
         slices = self.destination.slices
         tensors = _tensor_map(self.source, self.destination)[slices["tensor"]]
         whole = self._sum(self.destination_ranks[slices["rank"]], areas(slices) * self.itemsize[tensors])
         return whole - self.copied()
 
     def gathered(self) -> np.ndarray:
-        """Bytes that each destination rank would receive if every tensor were gathered whole on it."""
+        """Return the bytes that each destination rank would receive if every tensor were gathered whole on it."""
         rows = np.array([np.prod(self.source.tensors[name], dtype=np.int64) for name in self.names])
         total = int((rows * self.itemsize).sum())
         slices = self.source.slices
@@ -189,11 +199,11 @@ def plan_reshard(
     hosts: Sequence[int] | None = None,
     feed: str = "auto",
 ) -> ReshardPlan:
-    """How to bring every tensor of the destination from the source.
+    """Plan how to bring every tensor of the destination from the source.
 
-    `itemsize` is that of the elements on the way (the destination's), for all tensors or by name. The two sides' ranks
-    are the same processes unless their global ranks are given. `hosts`: the host of each global rank; senders on the
-    receiver's own host are preferred. `feed`: `direct`, `chain` or `auto`.
+    `itemsize` is the size in bytes of the elements in messages (the destination's), for all tensors or by name. Without
+    explicit global ranks the ranks of both sides are the same processes. `hosts` has the host of each global rank;
+    senders on the receiver's own host are preferred. `feed` is `direct`, `chain` or `auto`.
     """
     if feed not in FEEDS:
         raise ValueError(f"unknown feed '{feed}': use one of {', '.join(FEEDS)}")
@@ -220,7 +230,7 @@ def plan_reshard(
 
 
 class _Draft:
-    """A plan in the making; every step adds its arrays."""
+    """A plan under construction; every step adds its arrays."""
 
     def __init__(
         self, source: Placement, destination: Placement, holders: Holders, to_ranks: np.ndarray, wanted: np.ndarray,
@@ -235,7 +245,10 @@ class _Draft:
         self.world = world
 
     def match(self) -> None:
-        """Pairs every destination slice with the source boxes that make it up; what lies there already is copied."""
+        """Pair every destination slice with the source boxes that cover it.
+
+        Boxes that the rank already holds become local copies.
+        """
         numbers, first = numbered(self.wanted, ("tensor", *BOX_FIELDS))
         boxes = as_boxes(self.wanted[first])
         order = np.argsort(boxes["tensor"], kind="stable")
@@ -243,7 +256,7 @@ class _Draft:
         target = order[target]
         covered = np.bincount(target, weights=areas(shared), minlength=len(boxes)).astype(np.int64)
         self._check_cover(covered, boxes, first)
-        # From distinct boxes to all slices with that box.
+        # Expand the pairs of distinct boxes to all slices with that box.
         members = np.argsort(numbers, kind="stable")
         count = np.bincount(numbers, minlength=len(boxes))
         start = offsets_of(count)[:-1]
@@ -273,20 +286,20 @@ class _Draft:
         )
 
     def split(self) -> None:
-        """Cuts pieces that are larger than a slot."""
+        """Cut pieces that are larger than a slot."""
         self.piece, origin = cut_to(self.piece, self.slot_bytes // self.itemsize[self.piece["tensor"]])
         self.box, self.slice, self.rank = self.box[origin], self.slice[origin], self.rank[origin]
         self.bytes = areas(self.piece) * self.itemsize[self.piece["tensor"]]
 
     def assign(self, feed: str) -> None:
-        """Chooses who sends each piece, and whether copies of the rollout pass pieces on."""
+        """Choose the sender of each piece, and whether copies of the rollout pass pieces on in chains."""
         self.sender = choose_senders(self.holders, self.box, self.rank, self.bytes, self.hosts)
         out = np.bincount(self.sender, weights=self.bytes, minlength=self.world)
         into = np.bincount(self.rank, weights=self.bytes, minlength=self.world)
         if feed == "auto":
             feed = "chain" if out.max(initial=0) > CHAIN_ABOVE * into.max(initial=0) else "direct"
         self.feed = feed
-        # A parcel is a piece as it is sent: in a chain it serves all ranks that lack it.
+        # A parcel is a piece as it is sent. In a chain one parcel serves all ranks that lack the piece.
         if feed == "direct":
             self.parcel = np.arange(len(self.piece))
             self.parcel_first = self.parcel
@@ -301,12 +314,12 @@ class _Draft:
         self.sender = chosen[self.parcel]
 
     def pack(self) -> None:
-        """Lays parcels of the same way into messages of up to a slot."""
+        """Pack the parcels with the same path into messages of at most a slot."""
         way, paths = self._ways()
         first = self.parcel_first
         piece, size = self.piece[first], self.bytes[first]
         item = self.itemsize[piece["tensor"]]
-        # Larger elements first: every piece then starts at a multiple of its own element's size, without padding.
+        # Larger elements come first, so that every piece starts at a multiple of its element size without padding.
         order = sorted_by(way, item.max(initial=0) - item, piece["tensor"], piece["row"], piece["col"])
         message, place, message_way = _fill(way[order], size[order], self.slot_bytes)
         self.paths = [paths[number] for number in message_way]
@@ -332,7 +345,7 @@ class _Draft:
         return made
 
     def _ways(self) -> tuple[np.ndarray, list[tuple[int, ...]]]:
-        """For each parcel the number of its way, and each way as the ranks it passes, the sender first."""
+        """Return each parcel's path number, and each path as the ranks that it passes, the sender first."""
         order = np.argsort(self.parcel, kind="stable")
         count = np.bincount(self.parcel, minlength=len(self.parcel_first))
         start = offsets_of(count)[:-1]
@@ -345,22 +358,22 @@ class _Draft:
         for parcel in first.tolist():
             ranks = np.unique(self.rank[order[start[parcel] : start[parcel] + count[parcel]]]).tolist()
             sender = int(keys["sender"][parcel])
-            # Senders begin at different copies, so that all links carry something from the start.
+            # Senders begin at different copies, so that all links are used from the start.
             turn = sender % len(ranks)
             paths.append((sender, *ranks[turn:], *ranks[:turn]))
         return way, paths
 
     def hops(self) -> np.ndarray:
-        """Every message from rank to rank along its path, in an order that all ranks keep.
+        """Return every hop of a message from rank to rank along its path, `[hops, 3]`, in an order equal on all ranks.
 
-        Each rank starts its hops in this order and waits only for earlier ones, so nobody can wait in a circle; and a
-        message is passed on before the next one is taken in. The n-th messages of all ways come before the (n+1)-th;
-        among them, senders turn to different receivers.
+        Each rank starts its hops in this order and waits only for earlier ones, so no deadlock is possible. A rank
+        passes a message on before it receives the next one. The n-th messages of all paths come before the (n+1)-th.
+        Among the n-th messages, senders turn to different receivers.
         """
         if not self.paths:
             return np.empty((0, 3), np.int64)
         count = np.bincount(self.message_way)
-        turn = ranges(np.zeros(len(count), np.int64), count)  # messages are numbered way by way
+        turn = ranges(np.zeros(len(count), np.int64), count)  # messages are numbered path by path
         length = np.array([len(path) - 1 for path in self.paths], np.int64)
         message = np.repeat(np.arange(len(self.paths)), length)
         step = ranges(np.zeros(len(length), np.int64), length)
@@ -372,7 +385,10 @@ class _Draft:
 
 
 def _fill(way: np.ndarray, size: np.ndarray, slot_bytes: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Greedy messages of parcels sorted by way: the message and first byte of each, and each message's way."""
+    """Fill messages greedily with parcels sorted by path.
+
+    Return the message and first byte of each parcel, and the path of each message.
+    """
     message, place = np.empty(len(way), np.int64), np.empty(len(way), np.int64)
     ends = np.cumsum(size)
     ways: list[int] = []
@@ -389,7 +405,7 @@ def _fill(way: np.ndarray, size: np.ndarray, slot_bytes: int) -> tuple[np.ndarra
 
 
 def _by(keys: np.ndarray, pieces: np.ndarray) -> dict[int, np.ndarray]:
-    """Pieces by a key, in their own order."""
+    """Group pieces by a key, keeping their order."""
     if not len(pieces):
         return {}
     order = np.argsort(keys, kind="stable")
@@ -400,7 +416,7 @@ def _by(keys: np.ndarray, pieces: np.ndarray) -> dict[int, np.ndarray]:
 
 
 def _tensor_map(source: Placement, destination: Placement) -> np.ndarray:
-    """The source's number of each tensor of the destination."""
+    """Return the source's number of each destination tensor; raise a ValueError for missing tensors or other shapes."""
     number = {name: i for i, name in enumerate(source.tensors)}
     for name, shape in destination.tensors.items():
         if name not in number:
@@ -418,13 +434,13 @@ def _tensor_map(source: Placement, destination: Placement) -> np.ndarray:
 
 
 def _holders(source: Placement, global_ranks: np.ndarray) -> Holders:
-    """The source's boxes, pairwise disjoint, with the slices that hold each."""
+    """Return the source's boxes, pairwise disjoint, with the slices that hold each box."""
     slices = source.slices
     boxes, of_slice = as_boxes(slices), np.arange(len(slices))
     _, first = numbered(boxes, ("tensor", *BOX_FIELDS))
     crossing = overlapping(boxes["tensor"][first], boxes[first])
     if len(crossing):
-        # Boxes that overlap without being equal are cut along each other's borders.
+        # Boxes that overlap but are not equal are cut along each other's borders.
         keep = ~np.isin(boxes["tensor"], crossing)
         parts, origin = [boxes[keep]], [of_slice[keep]]
         for tensor in crossing.tolist():
@@ -438,7 +454,7 @@ def _holders(source: Placement, global_ranks: np.ndarray) -> Holders:
 
 
 def _grid(box: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """A box cut along the borders of others."""
+    """Cut a box along the borders of other boxes."""
     lines = []
     for first, length in (("row", "rows"), ("col", "cols")):
         low, high = box[first][0], box[first][0] + box[length][0]
@@ -453,7 +469,7 @@ def _grid(box: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def _check_memory(placement: Placement) -> None:
-    """No two slices of a rank may lie on the same memory: each destination element is written once."""
+    """Raise a ValueError if two slices of a rank overlap in memory: each destination element must be written once."""
     slices = placement.slices
     turned = slices["row_stride"] < slices["col_stride"]
     stride = np.maximum(np.where(turned, slices["col_stride"], slices["row_stride"]), 1)
@@ -485,21 +501,21 @@ def _few(values: Sequence[object], most: int = 6) -> str:
     return f"{shown}, ... ({len(values)})" if len(values) > most else shown
 
 
-# Who holds which rectangle, and who of several holders sends it: a share each, by bytes.
+# The holders of each rectangle, and the choice of a sender among several holders: equal shares by bytes.
 
 
 class Holders:
-    """Disjoint boxes of a source, sorted by tensor, and the slices that hold each."""
+    """The disjoint boxes of a source, sorted by tensor, and the slices that hold each box."""
 
     def __init__(self, boxes: np.ndarray, slices: np.ndarray, rank_of_slice: np.ndarray, global_ranks: np.ndarray):
-        """`boxes[i]` is held by slice `slices[i]`; equal boxes become one with several holders."""
+        """Group the boxes: slice `slices[i]` holds `boxes[i]`, and equal boxes become one box with several holders."""
         self.global_ranks = global_ranks
         number, first = numbered(boxes, ("tensor", *BOX_FIELDS))
         self.boxes = boxes[first]
         rank = global_ranks[rank_of_slice[slices]]
         self.world = int(global_ranks.max(initial=0)) + 1
         order = np.lexsort([rank, number])
-        # A rank may hold a box in two parameters, such as a tied output projection: one of them is enough.
+        # A rank may hold a box in two parameters, such as a tied output projection. One parameter is enough.
         key = number[order] * self.world + rank[order]
         kept = order[np.concatenate([[True], key[1:] != key[:-1]])] if len(order) else order
         self.number, self.rank, self.slice = number[kept], rank[kept], slices[kept]
@@ -507,7 +523,7 @@ class Holders:
         self.start = offsets_of(np.bincount(self.number, minlength=len(self.boxes)))
 
     def slice_on(self, box: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """The slice with which a global rank holds a box, or -1."""
+        """Return the slice with which a global rank holds a box, or -1."""
         wanted = box * self.world + rank
         at = np.minimum(np.searchsorted(self._key, wanted), len(self._key) - 1)
         return np.where((self._key[at] == wanted) & (rank < self.world), self.slice[at], -1)
@@ -516,10 +532,10 @@ class Holders:
 def choose_senders(
     holders: Holders, box: np.ndarray, receiver: np.ndarray, size: np.ndarray, hosts: np.ndarray
 ) -> np.ndarray:
-    """The global rank that sends each piece (of a box, to a receiver, of a size in bytes).
+    """Return the global rank that sends each piece, given its box, its receiver and its bytes (all `[pieces]`).
 
-    Pieces with the same possible senders are dealt out so that all senders' bytes level out: those with few possible
-    senders first, the others fill up what is left.
+    Pieces with the same candidate senders are dealt out so that the bytes of all senders level out. Pieces with few
+    candidates come first, and pieces with more candidates fill up what is left.
     """
     sender = np.empty(len(box), np.int64)
     load = np.zeros(max(holders.world, len(hosts)), np.float64)
@@ -539,10 +555,10 @@ def choose_senders(
 def _alike(
     holders: Holders, box: np.ndarray, receiver: np.ndarray, hosts: np.ndarray
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Pieces grouped by their possible senders, fewest first: (pieces, senders)."""
+    """Group pieces by their candidate senders, fewest candidates first, as (pieces, senders)."""
     if not len(box):
         return []
-    # A set of ranks as one number: the sum of a random mark for each.
+    # A set of ranks is identified by one number: the sum of the random marks of its ranks.
     marks = np.random.default_rng(1).integers(1, 1 << 40, holders.world)
     one_host = hosts.max(initial=0) == 0
     host_of = np.zeros_like(hosts) if one_host else hosts
@@ -567,22 +583,25 @@ def _alike(
 
 
 def _fill_up(load: np.ndarray, amount: float) -> np.ndarray:
-    """How much each sender takes of an amount so that the least loaded come level, as water would."""
+    """Distribute `amount` bytes over senders so that the least loaded reach an equal level.
+
+    Return the share of each sender, `[senders]`.
+    """
     ordered = np.sort(load)
-    room = np.cumsum(np.arange(1, len(load)) * np.diff(ordered))  # until one more sender takes part
+    room = np.cumsum(np.arange(1, len(load)) * np.diff(ordered))  # the amount from which one more sender takes part
     count = int(np.searchsorted(room, amount, "right")) + 1
     level = (amount + ordered[:count].sum()) / count
     return np.maximum(level - load, 0)
 
 
-# A plan in words and numbers.
+# The description of a plan as text.
 
 ROWS = 16
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def as_bytes(number: float) -> str:
-    """A number of bytes as people read it."""
+    """Format a number of bytes with a unit, such as "1.50 MiB"."""
     for unit in UNITS:
         if number < 1024 or unit == UNITS[-1]:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.2f} {unit}"
@@ -591,7 +610,10 @@ def as_bytes(number: float) -> str:
 
 
 def plan_lines(plan: ReshardPlan, most_ranks: int = ROWS) -> list[str]:
-    """Who sends, receives and copies how much, beside what gathering every tensor whole would cost."""
+    """Return text lines with the bytes that each rank sends, receives and copies.
+
+    The last column has the bytes that gathering every tensor whole would cost.
+    """
     sent, received, copied, gathered = plan.sent(), plan.received(), plan.copied(), plan.gathered()
     total = int((plan.itemsize * _elements(plan)).sum())
     lines = [

@@ -1,4 +1,7 @@
-"""Many rectangles at once, as NumPy records with `row`, `rows`, `col`, `cols`: equal, overlapping, intersecting."""
+"""Operations on many rectangles at once: numbering, sorting, overlaps, intersections and cuts.
+
+Rectangles are NumPy records with the fields `row`, `rows`, `col` and `cols`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import numpy as np
 
 BOX_FIELDS = ("row", "rows", "col", "cols")
 BOX = np.dtype([(name, np.int64) for name in ("tensor", *BOX_FIELDS)])
-# Pairs looked at in one go: bounds the memory of a join.
+# The number of pairs that a join examines at once, which bounds its memory.
 JOIN_PAIRS = 1 << 22
 KEY_BITS = 62
 
@@ -18,7 +21,7 @@ def areas(boxes: np.ndarray) -> np.ndarray:
 
 
 def as_boxes(records: np.ndarray) -> np.ndarray:
-    """The tensor and rectangle of each record."""
+    """Return the tensor and rectangle of each record, as records of `BOX`."""
     made = np.empty(len(records), BOX)
     for name in BOX.names or ():
         made[name] = records[name]
@@ -26,7 +29,10 @@ def as_boxes(records: np.ndarray) -> np.ndarray:
 
 
 def numbered(records: np.ndarray, fields: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """For each record the number of its combination of fields, and the first record of each combination."""
+    """Number the records by their combinations of `fields`.
+
+    Return the number of each record's combination, and the index of the first record of each combination.
+    """
     if not len(records):
         return np.empty(0, np.int64), np.empty(0, np.int64)
     keys = joined_keys([records[name] for name in fields])
@@ -42,7 +48,11 @@ def numbered(records: np.ndarray, fields: Sequence[str]) -> tuple[np.ndarray, np
 
 
 def joined_keys(columns: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Columns of numbers from 0 on as few columns that sort alike: as many as fit are joined into one number."""
+    """Join columns of numbers into as few columns with the same sort order as possible.
+
+    Columns of non-negative numbers are joined into one number while their bits fit; a column with negative numbers
+    stays alone.
+    """
     keys: list[np.ndarray] = []
     bits = KEY_BITS
     for column in columns:
@@ -57,25 +67,25 @@ def joined_keys(columns: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def sorted_by(*columns: np.ndarray) -> np.ndarray:
-    """The order that sorts by the first column, then the second, and so on."""
+    """Return the order that sorts by the first column, then the second, and so on."""
     keys = joined_keys(columns)
     return np.argsort(keys[0], kind="stable") if len(keys) == 1 else np.lexsort(keys[::-1])
 
 
 def offsets_of(counts: np.ndarray) -> np.ndarray:
-    """Where each group starts when groups of these sizes lie end to end, and the end."""
+    """Return the start of each group if groups of these sizes lie end to end, and the end, `[groups + 1]`."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The numbers [start, start + count) of each group, end to end."""
+    """Return the numbers [start, start + count) of each group, end to end."""
     total = int(counts.sum())
     first = offsets_of(counts)[:-1]
     return np.arange(total) + np.repeat(starts - first, counts)
 
 
 def overlapping(group: np.ndarray, boxes: np.ndarray) -> np.ndarray:
-    """The groups in which two rectangles share an element."""
+    """Return the groups in which two rectangles share an element."""
     if len(boxes) < 2:
         return np.empty(0, np.int64)
     order = sorted_by(group, boxes["row"], boxes["col"])
@@ -86,7 +96,7 @@ def overlapping(group: np.ndarray, boxes: np.ndarray) -> np.ndarray:
     found: list[np.ndarray] = []
     done = counts == 1
     for along, length, across, width in (("row", "rows", "col", "cols"), ("col", "cols", "row", "rows")):
-        # Groups cut along one dim only need a look at neighbours.
+        # In groups that are cut along one dim, only neighbours can overlap.
         level = _constant(boxes[across], starts) & _constant(boxes[width], starts) & ~done
         if along == "col":
             order = sorted_by(group, boxes["col"])
@@ -112,7 +122,7 @@ def _any_overlap(boxes: np.ndarray) -> bool:
 
 
 def intersections(left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All pairs of rectangles of one tensor that share elements: left and right index, and the shared rectangles.
+    """Return all pairs of rectangles of one tensor that share elements: left index, right index, shared rectangle.
 
     Both sides must be sorted by tensor.
     """
@@ -144,7 +154,7 @@ def _intersect(
     j = np.repeat(np.arange(start, stop), count[start:stop])
     i = ranges(begin[start:stop], count[start:stop])
     for first, length in (("row", "rows"), ("col", "cols")):
-        # One dim after the other, so that the second looks at fewer pairs.
+        # Filtered one dim after the other, so that fewer pairs are left for the second dim.
         a, b = left[first][i], right[first][j]
         low, high = np.maximum(a, b), np.minimum(a + left[length][i], b + right[length][j])
         keep = low < high
@@ -159,9 +169,9 @@ def _intersect(
 
 
 def cut_to(boxes: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cuts rectangles into parts of at most `most` elements: by rows, and rows that are too long by columns.
+    """Cut rectangles into parts of at most `most` elements: by rows, and rows that are too long by columns.
 
-    Gives the parts and for each the number of the rectangle it came from.
+    Return the parts and the index of each part's rectangle.
     """
     origin = np.arange(len(boxes))
     for first, length, other in (("row", "rows", "cols"), ("col", "cols", "rows")):

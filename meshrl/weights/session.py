@@ -1,11 +1,15 @@
-"""Bringing the policy's weights from the training engine into the rollout, under a version number.
+"""Sync of the policy's weights from the training engine into the rollout, under a version number.
+
+- `WeightSync` runs one reshard plan.
+- `StreamedSync` runs a plan for each part of the model, for rollouts that take whole tensors.
 
 A sync is all or nothing, over all ranks together:
 
-    agree on plan and version -> exchange -> compare sums -> agree that all is well -> stamp the version
+    agree on plan and version -> exchange -> compare checksums -> agree that all is well -> stamp the version
 
-`staged` keeps the old weights until the last step, at the price of a second copy of the rollout's shard. Without it a
-failed sync leaves a rollout that refuses to generate until the next one succeeds; it never generates with a mix.
+`staged` keeps the old weights until the last step, which needs memory for a second copy of the rollout's shard. Without
+it, a rollout refuses to generate after a failed sync until a sync succeeds. A rollout never generates with a mix of two
+versions.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A rank's word to the others: numbers first, then a text.
+# The size of a rank's status message: NUMBERS int64 values, then a text.
 WORD_BYTES = 1024
 NUMBERS = 4
 
@@ -49,9 +53,9 @@ def sync_weights(
     version: int,
     watch: Callable[[Iterator[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]] = iter,
 ) -> None:
-    """Streams every parameter to the rollout, one whole tensor at a time, and stamps it with `version`.
+    """Stream every parameter to the rollout, one whole tensor at a time, and stamp it with `version`.
 
-    `watch` may look at the stream as it passes.
+    `watch` may wrap the stream to look at the tensors.
     """
     if version <= rollout.version:
         raise ValueError(f"weight sync: version {version} is not newer than the rollout's {rollout.version}")
@@ -60,16 +64,16 @@ def sync_weights(
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a sync did on this rank."""
+    """The version, duration and traffic of one sync on this rank."""
 
     version: int
     seconds: float
     traffic: Traffic
     buffer_bytes: int
-    stall_seconds: float = 0.0  # the largest gap between two tokens of the rollout that generated meanwhile
+    stall_seconds: float = 0.0  # the largest gap between two tokens of a rollout that generated during the sync
 
     def metrics(self) -> dict[str, float]:
-        """For the metrics of a step."""
+        """Return the report as `weight_sync/...` metrics of a training step."""
         return {
             "weight_sync/seconds": self.seconds,
             "weight_sync/version": float(self.version),
@@ -83,12 +87,13 @@ class SyncReport:
 
 
 class WeightSync:
-    """One rank's end of a plan, to be run once for each version; all ranks of the plan run it together.
+    """One rank's end of a plan, to be run once for each version. All ranks of the plan run it together.
 
-    `source` and `destination` are this rank's parts of the two sides, None where it has no part in one. `dtypes` are
-    those of the destination, by tensor. `verify` compares sums of both sides after every sync. `delta` sends only what
-    changed since the last sync; senders then keep a copy of what they sent. `staged`: the rollout generates until the
-    new version is complete beside the old one. `may_repeat`: the first sync may bring the version that is there.
+    `source` and `destination` are this rank's shards on the two sides, or None if the rank has none there. `dtypes` are
+    the destination's dtypes by tensor. `verify` compares checksums of both sides after every sync. `delta` sends only
+    what changed since the last sync, for which senders keep a copy of what they sent. With `staged` the rollout
+    generates until the new version is complete in separate memory. With `may_repeat` the first sync may bring the
+    version that is already there.
     """
 
     def __init__(
@@ -114,25 +119,25 @@ class WeightSync:
         self.source, self.destination = source, destination
         self.verify, self.staged, self.delta, self.deadline = verify, staged, delta, deadline
         self._sent: dict[int, Tensor] = {}
-        self._has_last = False  # whether the destination here has what was sent last
+        self._has_last = False  # whether this rank's destination still has what was last sent
         self.part = plan.of_rank(rank)
         self.pairs = plan.pairs()
         self.version = -1
         self.is_mixed = False  # whether the destination may hold parts of two versions
         self.may_repeat = may_repeat
-        self._is_open = False  # whether ranks may still wait for this one's messages
-        # The next version while it arrives; with `delta` it stays, as what the next changes are laid upon.
+        self._is_open = False  # whether other ranks may still wait for this rank's messages
+        # The next version while it arrives. With `delta` it stays, because the next changes are applied to it.
         self._stage: dict[str, Tensor] | None = None
-        self.tag = 1  # of the next message; all ranks count alike
+        self.tag = 1  # the tag of the next message; all ranks count alike
         self._tables: Tables | None = None
-        # Memory that is new in every sync is not worth a recording.
+        # Staged memory is new in every sync, so recording a CUDA graph for it does not pay.
         self._records = destination is not None and not staged
 
     @torch.no_grad()
     def run(self, version: int, rollout: Rollout | None = None) -> SyncReport:
-        """Brings `version` to the destination; `rollout` is the engine that generates with it on this rank.
+        """Sync `version` to the destination. `rollout` is the engine that generates with it on this rank.
 
-        Raises on every rank if it failed on any. The rollout then still has its old version (`staged`), or refuses to
+        A failure on any rank raises on every rank. The rollout then keeps its old version (`staged`), or refuses to
         generate.
         """
         started = time.perf_counter()
@@ -163,10 +168,13 @@ class WeightSync:
         return SyncReport(version, seconds, exchange.traffic, buffers, stall)
 
     def _begin(self, version: int, held: int) -> Exchange:
-        """All ranks must have the same plan and bring the same version, newer than the one there is."""
+        """Return the exchange of this sync, after all ranks have agreed on the plan and the version.
+
+        The version must be newer than the one that a rollout has, except in a first sync with `may_repeat`.
+        """
         if self.carrier is not None:
             self.carrier.begin(Deadline(self.deadline))
-        # A new connection's first sync may be for the sake of others, who joined late.
+        # A new connection's first sync may bring the current version to rollouts that joined late.
         newer = self.destination is None or version > held or (version == held and self.may_repeat)
         knows = self._agree("" if newer else f"version {version} is not newer than the {held} there", version)
         self.may_repeat = False
@@ -182,7 +190,7 @@ class WeightSync:
         return exchange
 
     def _grouping(self) -> Tables | None:
-        """On a GPU: the tables of this rank's copies and sums."""
+        """Return the kernel tables of this rank's copies and checksums if the destination is on a GPU, else None."""
         where = self.destination
         if self._tables is None and where is not None and where.tensors and where.device.type == "cuda":
             from meshrl.weights.grouped import Tables
@@ -191,7 +199,7 @@ class WeightSync:
         return self._tables
 
     def _target(self) -> Shards | None:
-        """Where the new weights arrive: in their place, or beside it."""
+        """Return the shards that receive the new weights: the destination itself, or separate memory if `staged`."""
         if not self.staged or self.destination is None:
             return self.destination
         if self._stage is None:
@@ -199,27 +207,28 @@ class WeightSync:
         return self.destination.with_tensors(self._stage)
 
     def _settle(self, exchange: Exchange, version: int) -> None:
-        """All ranks agree that what has arrived is right."""
+        """Compare the checksums if `verify` is set, and agree with all ranks that the weights are correct."""
         self._agree(self._compare(exchange) if self.verify else "", version)
         self._is_open = False
 
     def _hand_over(self, exchange: Exchange, version: int, held: int, rollout: Rollout | None) -> None:
-        """The rollout takes the version over, between two of its steps."""
+        """Let the rollout take the version over, between two of its generation steps."""
         arrivals = self._arrivals(exchange, version)
         if rollout is not None and self.staged and version == held:
-            # It has this version: what came was for others, who joined late, and need not disturb it.
+            # The rollout has this version already. The sync was for rollouts that joined late.
             self.version, self._has_last = version, True
             return
         if rollout is not None:
             rollout.update_weights(arrivals, version)
-        # A rollout that shares the trainer's weights asks for none; the other ranks still need ours.
+        # A rollout that shares the trainer's weights takes no tensors, but other ranks need this rank's messages.
         for _ in arrivals:
             pass
 
     def _arrivals(self, exchange: Exchange, version: int) -> Iterator[tuple[str, Tensor]]:
-        """The exchange, then every parameter of the destination by name; being in place, they cost nothing more.
+        """Run the exchange, then yield every parameter of the destination by name. The parameters are already in place.
 
-        Unless they were staged they are compared last: until then a device still moves them and nobody may use them.
+        Unless the weights are staged, the checksums are compared after the last yield: until then a device still moves
+        the weights, and nothing may use them.
         """
         if not self.staged:
             self.is_mixed = True
@@ -235,11 +244,14 @@ class WeightSync:
         self.is_mixed, self.version, self._has_last = False, version, True
 
     def forget(self) -> None:
-        """Says that the destination has lost its weights: the next sync sends everything even with `delta`."""
+        """Record that the destination has lost its weights.
+
+        The next sync then sends everything, even with `delta`.
+        """
         self._has_last, self._stage = False, None
 
     def _announce(self, exchange: DeltaExchange) -> None:
-        """Tells the receivers how long each message is."""
+        """Send the receivers the length of each message, which varies with `delta`."""
         for origin, to, count in self.plan.message_pairs():
             if origin == self.rank:
                 self._tell(exchange.sizes_for(to).view(torch.uint8), to)
@@ -250,7 +262,7 @@ class WeightSync:
                 self.tag += self._parts(8 * count)
 
     def _compare(self, exchange: Exchange) -> str:
-        """Sends the sums of what was sent after it, and compares those that come in; a problem in words."""
+        """Exchange the checksums of the sent weights and compare the received ones; return a problem as text, or ""."""
         told: dict[int, Tensor] = {}
         for origin, to, count in self.pairs:
             if origin == self.rank:
@@ -282,9 +294,9 @@ class WeightSync:
         return torch.cat(found)
 
     def _agree(self, problem: str, version: int) -> bool:
-        """Every rank's word goes to the first rank, which tells all; raises everywhere if there is a problem.
+        """Gather every rank's status on the first rank, which sends a verdict to all. A problem raises on every rank.
 
-        Says whether all ranks still have what was sent last.
+        Return whether all ranks still have what was last sent.
         """
         root, *others = self.plan.ranks
         if self.carrier is None:
@@ -316,22 +328,22 @@ class WeightSync:
 
 
 def refuse(rollout: Rollout, because: BaseException) -> None:
-    """Has a rollout with half of its weights new and half old refuse to generate until a sync succeeds."""
+    """Make a rollout with a mix of old and new weights refuse to generate until a sync succeeds."""
     rollout.version = -1
     try:
         rollout.release(("weights",))
-    except Exception as error:  # its engine may be gone: what came first is to be told
+    except Exception as error:  # the engine may be gone; the first error is the one to report
         because.add_note(f"nor could the rollout give its weights up: {type(error).__name__}: {error}")
 
 
 def end_refusal(rollout: Rollout) -> None:
-    """Has a rollout take memory for weights again that it gave up after a sync that failed, by whatever way."""
+    """Let a rollout allocate memory for the weights that it released after a failed sync of any kind."""
     if rollout.version < 0:
         rollout.resume(("weights",))
 
 
 def check_dtypes(plan: ReshardPlan, destination: Shards | None, dtypes: Mapping[str, torch.dtype]) -> None:
-    """The plan's element sizes, the types given and the destination's parameters must fit each other."""
+    """Raise a ValueError unless the plan's element sizes, `dtypes` and the destination's parameters fit together."""
     for name, size in zip(plan.names, plan.itemsize.tolist(), strict=True):
         if name in plan.destination.tensors and dtypes[name].itemsize != size:
             raise ValueError(f"'{name}' is planned with {size} bytes an element, but {dtypes[name]} has another size")
@@ -349,7 +361,7 @@ def check_dtypes(plan: ReshardPlan, destination: Shards | None, dtypes: Mapping[
 
 
 def _word(digest: int, version: int, text: str, known: bool) -> Tensor:
-    """A rank's word as bytes."""
+    """Encode a rank's status as `[WORD_BYTES]` bytes: plan digest, version, text length, `known`, text."""
     data = text.encode()[: WORD_BYTES - 8 * NUMBERS]
     word = torch.zeros(WORD_BYTES, dtype=torch.uint8)
     word[: 8 * NUMBERS] = torch.tensor([digest, version, len(data), known]).view(torch.uint8)
@@ -365,7 +377,7 @@ def _read(word: Tensor) -> tuple[int, int, str, bool]:
 
 
 def _verdict(words: Mapping[int, tuple[int, int, str, bool]]) -> str:
-    """What is wrong with the words of all ranks, or nothing."""
+    """Return the problem in the statuses of all ranks as text, or "" if there is none."""
     problems = [f"rank {rank}: {text}" for rank, (_, _, text, _) in words.items() if text]
     if problems:
         return "; ".join(problems)
@@ -379,34 +391,33 @@ def _verdict(words: Mapping[int, tuple[int, int, str, bool]]) -> str:
     return ""
 
 
-# A version for rollouts that take whole tensors, such as vLLM and SGLang: in parts, never the model beside itself.
+# The sync of rollouts that take whole tensors, such as vLLM and SGLang. The model is sent in parts, so that no rank
+# needs memory for a second whole copy.
 #
 #     part 1: exchange -> compare sums -> all agree ─┐
 #     part 2: exchange -> compare sums -> all agree ─┼─> update_weights(whole tensors by name, version)
 #     ...                                           ─┘
 #
-# A part is what fits into half a bucket, or one tensor that is larger. The first is there before the engine is stopped,
-# the others while it stands still, each before the engine takes the one before it: memory for two of them is enough,
-# and
-# with messages of half the usual size a sync takes two buckets, as everywhere. What an engine has taken cannot be
-# looked
-# at again, so sums are compared before a part is handed on. A sync that fails in its first part leaves the old version;
-# later, it leaves a rollout that refuses to generate until the next one succeeds.
+# A part is what fits into half a bucket, or one tensor that is larger. The first part arrives before the engine stops.
+# The other parts arrive while the engine stands still, each before the engine takes the previous part. So memory for
+# two parts is enough. With messages of half the usual size a sync takes two buckets, like every other sync. The weights
+# that an engine has taken cannot be read back, so checksums are compared before a part is handed over. A sync that
+# fails in its first part leaves the old version. A sync that fails later leaves a rollout that refuses to generate
+# until a sync succeeds.
 #
-# An engine that is cut over ranks cuts the tensors itself: each rank gets whole ones in which nothing but its own part
-# is
-# filled in (`rollout_placement.windows`), the rest being no numbers. So no rank receives more than it keeps, and one
-# that
-# took another part would show it.
+# An engine that is sharded over ranks cuts the tensors itself. Each rank gets whole tensors in which only its own shard
+# is filled in (`placement.windows`) and the rest is NaN. So no rank receives more than it keeps, and a rank that took
+# another shard would have NaN in its parameters.
 
 Blank = tuple[Sequence[int], torch.dtype]
 
 
 class StreamedSync:
-    """One rank's end of a plan for each part, over one carrier; all ranks run it together, once for each version.
+    """One rank's end of a plan for each part, over one transport. All ranks run it together, once for each version.
 
-    `blanks` are shape and type of the rollout's parameters by name, on the rank `place` of the rollouts; None on a
-    trainer. The deadline of a part is that of a whole sync elsewhere. Without a carrier there is one rank alone.
+    `blanks` has the shape and dtype of the rollout's parameters by name, on the rank `place` of the rollouts; it is
+    None on a trainer. Each part has the deadline that other syncs have for the whole model. Without a transport there
+    is a single rank.
     """
 
     def __init__(
@@ -425,11 +436,11 @@ class StreamedSync:
         self.is_mixed = False  # whether the engine may hold parts of two versions
         self.may_repeat = True
         self._tag = 1
-        self._is_open = False  # whether ranks may still wait for this one's messages
+        self._is_open = False  # whether other ranks may still wait for this rank's messages
 
     @property
     def source(self) -> Shards | None:
-        """A trainer's weights."""
+        """This trainer rank's shards of the weights."""
         return self.parts[0].source
 
     @source.setter
@@ -438,9 +449,10 @@ class StreamedSync:
             part.source = shards
 
     def run(self, version: int, rollout: Rollout | None = None) -> SyncReport:
-        """Brings `version` to the rollouts; trainers give none.
+        """Sync `version` to the rollouts. Trainers pass no `rollout`.
 
-        Raises on every rank if it failed on any before the last part was there; later, on that rank alone.
+        A failure on any rank before the last part has arrived raises on every rank. A later failure raises on that rank
+        alone.
         """
         started, traffic = time.perf_counter(), Traffic()
         held = self.version if rollout is None else rollout.version
@@ -450,10 +462,10 @@ class StreamedSync:
         self._is_open = True
         try:
             parts = self._arrivals(version, held, traffic)
-            arrivals = chain([next(parts)], parts)  # the first while the rollout still generates
+            arrivals = chain([next(parts)], parts)  # the first part arrives while the rollout still generates
             if rollout is not None and version != held:
                 stood = self._hand_over(rollout, _one_by_one(arrivals), version)
-            # A trainer's are empty; a rollout that has the version already only passes them on.
+            # Trainers have no tensors. A rollout that already has the version only passes messages on.
             for tensors in arrivals:
                 tensors.clear()
         except BaseException as error:
@@ -468,10 +480,10 @@ class StreamedSync:
         return SyncReport(version, seconds, traffic, self._buffer_bytes(), stall)
 
     def forget(self) -> None:
-        """Nothing is remembered: every version is sent whole."""
+        """Do nothing: the sync keeps no state, because every version is sent whole."""
 
     def _hand_over(self, rollout: Rollout, weights: Iterator[tuple[str, Tensor]], version: int) -> float:
-        """The engine takes the version; for how long answers stood still meanwhile."""
+        """Let the engine take the version, and return for how many seconds generation stood still."""
         started, runs = time.perf_counter(), rollout.stats()["running"] > 0
         end_refusal(rollout)
         self.is_mixed = True
@@ -480,7 +492,7 @@ class StreamedSync:
         return time.perf_counter() - started if runs else 0.0
 
     def _arrivals(self, version: int, held: int, traffic: Traffic) -> Iterator[dict[str, Tensor]]:
-        """The rollout's parameters of each part, once all ranks agree that they are right."""
+        """Yield the rollout's parameters of each part, after all ranks have agreed that the part is correct."""
         for part in self.parts:
             part.version, part.may_repeat, part.tag = held, self.may_repeat, self._tag
             tensors = self._blank_tensors(part)
@@ -493,7 +505,10 @@ class StreamedSync:
             yield tensors
 
     def _blank_tensors(self, part: WeightSync) -> dict[str, Tensor]:
-        """New memory for a part on a rollout: an engine may keep what it got last until a layer is complete."""
+        """Allocate the tensors of a part on a rollout, and make them the part's destination.
+
+        The memory is new for each part, because an engine may keep tensors until a layer is complete.
+        """
         wanted, placement = self._blanks_of(part), part.plan.destination
         made = {name: torch.empty(*shape, dtype=dtype, device=self.device) for name, (shape, dtype) in wanted.items()}
         if made:
@@ -503,7 +518,7 @@ class StreamedSync:
         return made
 
     def _blanks_of(self, part: WeightSync) -> dict[str, Blank]:
-        """All parameters of a part; of some a rank may have no element."""
+        """Return all parameters of a part, including those of which this rank holds no element."""
         if self.blanks is None:
             return {}
         placement = part.plan.destination
@@ -511,20 +526,23 @@ class StreamedSync:
         return {name: self.blanks[name] for name in (placement.parameters[number] for number in numbers)}
 
     def _buffer_bytes(self) -> int:
-        """Memory for messages, and on a rollout for the two largest parts."""
+        """Return the bytes of memory for messages and, on a rollout, for the two largest parts."""
         messages = self.carrier.memory_bytes() if self.carrier is not None else 0
         return messages + sum(self._part_bytes[-2:])
 
 
 def _one_by_one(parts: Iterable[dict[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """All tensors; each is let go as it is handed on, since only the engine knows how long it needs it."""
+    """Yield all tensors, dropping the reference to each one.
+
+    Only the engine can tell how long it needs a tensor.
+    """
     for tensors in parts:
         for name in list(tensors):
             yield name, tensors.pop(name)
 
 
 def fill_with_nothing(tensors: Iterable[Tensor]) -> None:
-    """Fills tensors with what is no number, where their type has that."""
+    """Fill floating-point tensors with NaN; other tensors stay as they are."""
     for tensor in tensors:
         if tensor.is_floating_point():
             tensor.fill_(math.nan)
@@ -546,9 +564,10 @@ def streamed_sync(
     deadline: float,
     device: torch.device,
 ) -> StreamedSync:
-    """A plan for every part of the rollouts' parameters, in their order, and this rank's end of them.
+    """Plan the sync of every part of the rollouts' parameters, in their order, and return this rank's end.
 
-    `plan` makes one of a part's two sides and a bucket's bytes; `carrier` the connections for them all.
+    `plan` makes a plan from the two placements of a part and the bytes of a bucket. `carrier` makes the transport for
+    all plans.
     """
     half = max(1, bucket_bytes // 2)
     plans = [plan(placement.only(p), target.only(p), half) for p in names_of_parts(target, blanks, half)]
@@ -570,7 +589,10 @@ def streamed_sync(
 
 
 def names_of_parts(target: Placement, blanks: Mapping[str, Blank], bucket_bytes: int) -> list[list[str]]:
-    """The tensors of each part: those of neighbouring parameters up to a bucket, or of one that is larger."""
+    """Return the names of the tensors of each part.
+
+    A part has the tensors of neighbouring parameters up to a bucket, or of one larger parameter.
+    """
     tensors, inside = list(target.tensors), defaultdict[str, list[str]](list)
     held = np.unique(np.stack([target.slices["parameter"], target.slices["tensor"]], 1), axis=0)
     for parameter, tensor in held.tolist():

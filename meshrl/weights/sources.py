@@ -1,4 +1,4 @@
-"""A training engine's weights as the source of a sync: where its ranks hold what, and this rank's own tensors."""
+"""A training engine's weights as the source of a sync: the placement over its ranks, and this rank's tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ ALIGNED_BYTES = 16
 
 
 class Lazy(Mapping[str, Tensor]):
-    """Tensors that are made when they are asked for; the last one is kept, as its pieces come one after the other."""
+    """A mapping of tensors that are made at access.
+
+    The last tensor is kept, because its pieces are read one after the other.
+    """
 
     def __init__(self, makers: Mapping[str, Callable[[], Tensor]]):
         self._makers = makers
@@ -45,21 +48,21 @@ class Lazy(Mapping[str, Tensor]):
 
 
 class Source(ABC):
-    """What a plan needs to know of an engine. All ranks make one together."""
+    """The placement and model type of an engine's weights, for plans. All ranks make a source together."""
 
     placement: Placement
     model_type: str
 
     @abstractmethod
     def tensors(self) -> Mapping[str, Tensor]:
-        """This rank's parameters as they are now, by the placement's names; all ranks call it together."""
+        """Return this rank's parameters as they are now, by the placement's names. All ranks call it together."""
 
 
 def source_of(engine: Engine, *, adapters: str = "merged", master: bool = False) -> Source:
-    """The source that fits an engine.
+    """Return the source that fits an engine.
 
-    `adapters`: for a model with LoRA, send the weights they amount to (`merged`), the model without them (`base`), or
-    them alone (`only`). `master`: where the engine keeps bfloat16 with exact remainders, send exact float32.
+    `adapters`: for a model with LoRA, send the merged weights (`merged`), the model without adapters (`base`), or the
+    adapters alone (`only`). `master`: if the engine keeps bfloat16 with exact remainders, send exact float32.
     """
     if not isinstance(engine, FSDPEngine):
         return MegatronSource(engine)
@@ -75,13 +78,17 @@ def has_fsdp2(module: nn.Module) -> bool:
 
 
 class FSDP2Source(Source):
-    """Rows of every parameter, or a plain module on one rank; adapters merged, left out, or alone."""
+    """The weights of an FSDP2 engine, rows of every parameter, or of a plain module on one rank.
+
+    Adapters are merged, left out, or sent alone.
+    """
 
     def __init__(self, engine: FSDPEngine, adapters: str = "merged", master: bool = False):
         if adapters not in ("merged", "base", "only"):
             raise ValueError(f"adapters must be merged, base or only, got '{adapters}'")
         self.engine, self.adapters, self.master = engine, adapters, master
-        # Walking through all modules takes longer than moving small models; an unsharded one keeps its parameters.
+        # Cached, because walking through all modules takes longer than moving a small model. An unsharded model keeps
+        # its parameters, so they are cached as well.
         self._units = [part for part in engine.module.modules() if isinstance(part, FSDPModule)]
         self._named: list[tuple[str, nn.Parameter]] | None = None
         self._unsharded: dict[str, Tensor] | None = None
@@ -100,7 +107,7 @@ class FSDP2Source(Source):
         if self._named is not None:
             return self._named
         for part in self._units:
-            # A forward pass may leave units whole.
+            # A forward pass may leave units unsharded.
             part.reshard()
         prefix = self.engine.prefix
         named = [(name.removeprefix(prefix), param) for name, param in self.engine.module.named_parameters()]
@@ -109,11 +116,11 @@ class FSDP2Source(Source):
         return named
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Weights that are no parameters; every rank has them whole."""
+        """Return the buffers that are weights; every rank has them whole."""
         return {name: owner.get_buffer(own) for name, owner, own in self._homes}
 
     def _own_rows(self, buffer: Tensor) -> Tensor:
-        """The rows that would be this rank's if the buffer were sharded: what the placement takes from it."""
+        """Return the rows that this rank would hold if the buffer were sharded, as the placement expects."""
         shards, buffer = self.engine.shards, buffer if buffer.dim() else buffer[None]
         step = -(-len(buffer) // shards.size("fsdp"))
         place = 0 if isinstance(self.engine.sharding, Whole) else shards.index(self.engine.rank, "fsdp")
@@ -150,12 +157,15 @@ class FSDP2Source(Source):
             local = {name: _local(param) for name, param in params.items()}
         if self.engine.has_adapters and self.adapters == "merged":
             return self._merged(params, local)
-        if isinstance(local, Lazy):  # exact values are made one at a time: all of them would be a second model
+        if isinstance(local, Lazy):  # exact values are made one at a time: together they would be a second model
             return Lazy({sent: partial(local.__getitem__, name) for name, sent in self._sent.items()})
         return {sent: local[name] for name, sent in self._sent.items()}
 
     def _merged(self, params: Mapping[str, nn.Parameter], local: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Rows of weight plus product: the second matrix has its rows where the weight has, the first is whole."""
+        """Return this rank's rows of the weights plus the adapter products.
+
+        The second matrix is sharded by rows like the weight, and the first matrix is gathered whole.
+        """
         makers: dict[str, Callable[[], Tensor]] = {}
         for name, sent in self._sent.items():
             layer = name.split(BASE)[0]
@@ -169,7 +179,7 @@ class FSDP2Source(Source):
 
 
 class FSDP1Source(Source):
-    """Equal parts of the flat parameter of every unit."""
+    """The weights of an FSDP1 engine: equal parts of the flat parameter of every unit."""
 
     def __init__(self, engine: FSDPEngine):
         self.engine = engine
@@ -192,12 +202,12 @@ class FSDP1Source(Source):
             yield name, handle.flat_param, ALIGNED_BYTES // itemsize if handle._use_orig_params else 1
 
     def tensors(self) -> Mapping[str, Tensor]:
-        # Until its first forward pass a unit has nothing but its shard.
+        # Before its first forward pass a unit has only its shard, and no `_local_shard`.
         return {name: getattr(flat, "_local_shard", flat).detach() for name, flat, _ in self._flat_params()}
 
 
 class MegatronSource(Source):
-    """The chunks of a Megatron engine, by the engine's own map."""
+    """The weights of a Megatron engine: its model chunks, by the engine's own weight map."""
 
     def __init__(self, engine: Any):
         from meshrl.engines.megatron.weight_map import ModuleNames, padded_vocab_size
@@ -205,7 +215,7 @@ class MegatronSource(Source):
 
         self.engine, self.model_type = engine, str(engine.hf_config.model_type)
         found: list[Any] = [None] * dist.get_world_size()
-        # A rank without sparse layers cannot see how others call theirs.
+        # A rank without sparse layers cannot see the expert names of the other ranks.
         dist.all_gather_object(found, module_names(engine.model))
         experts = next((names.experts for names in found if names.experts != "sequential"), "sequential")
         names = ModuleNames(any(n.transformer_engine for n in found), experts)
@@ -234,7 +244,8 @@ class MegatronSource(Source):
 
 
 def _local(param: Tensor) -> Tensor:
-    # A sync reads without gradients; hundreds of views more take as long as moving a small model.
+    # A sync reads without gradients, so plain tensors are not detached: hundreds of views take as long as moving a
+    # small model.
     if not isinstance(param, DTensor):
         return param
     own: Any = param.detach()

@@ -1,4 +1,4 @@
-"""`meshrl plan-sync`: what a weight sync between two layouts would move, from a model's config alone."""
+"""The command `meshrl plan-sync`: the bytes that a weight sync between two layouts would move, from a config alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the options of `meshrl plan-sync` to a parser."""
     parser.add_argument("model", metavar="DIR", help="folder with the model's config.json; its weights are not read")
     parser.add_argument(
         "--train",
@@ -32,7 +32,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def planned(arguments: argparse.Namespace) -> list[str]:
-    """The plan as lines of text."""
+    """Plan the sync that the arguments describe, and return the plan as lines of text."""
     import time
 
     from meshrl.engines.megatron.weight_map import hf_tensors
@@ -59,7 +59,7 @@ def planned(arguments: argparse.Namespace) -> list[str]:
 
 
 def training_placement(config: Any, text: str) -> Placement:
-    """The placement of a training layout given as `axis=size,...`: with an axis `fsdp` FSDP2, else Megatron."""
+    """Return the placement of a training layout given as `axis=size,...`: FSDP2 if it names `fsdp`, else Megatron."""
     from meshrl.engines.megatron.ranks import ParallelRanks
     from meshrl.parallel.mesh import shard_layout
     from meshrl.rollout.weight_files import expected_shapes
@@ -79,7 +79,7 @@ def training_placement(config: Any, text: str) -> Placement:
 
 
 def parse_axes(text: str, known: tuple[str, ...]) -> dict[str, int]:
-    """`tp=2,pp=4` as numbers."""
+    """Parse an axis list such as `tp=2,pp=4` into sizes by axis; raise a ValueError for other axes."""
     found: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.partition("=")

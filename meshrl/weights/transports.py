@@ -1,6 +1,6 @@
-"""How messages of a plan get from rank to rank: one interface, several carriers.
+"""Transports of a plan's messages from rank to rank: one interface (`Carrier`) and several implementations.
 
-| where the two ends are | carrier |
+| location of the two ranks | transport |
 |---|---|
 | the same storage | none: nothing is copied |
 | the same process | none: copied in place; `Mailboxes` between threads |
@@ -8,8 +8,9 @@
 | any two hosts of a process group | `ProcessGroupCarrier` (gloo, NCCL) |
 | a common folder | `FolderCarrier`: slow, works anywhere |
 
-A carrier owns the memory of messages: two outgoing and two incoming slots, so that one is filled or emptied while the
-other is on its way. All ranks start their messages in the plan's order; every wait has a deadline and names who waits.
+A transport owns the memory of messages: two outgoing and two incoming slots, so that one slot is filled or emptied
+while the other is in transit. All ranks start their messages in the plan's order. Every wait has a deadline, and its
+error names the two ranks.
 """
 
 from __future__ import annotations
@@ -38,24 +39,24 @@ from meshrl.files import write_whole
 from meshrl.rollout.weight_files import aligned, take_memory
 from meshrl.threads import Threads
 
-# How long to sleep before looking again, at first and at most.
+# The first and the longest sleep of a polling wait, in seconds.
 FIRST_NAP, LONGEST_NAP = 2e-5, 2e-3
 
 
 class SyncError(RuntimeError):
-    """A weight sync failed."""
+    """A weight sync failed and was not completed."""
 
 
 class SyncRefusedError(SyncError):
-    """All ranks agreed that a sync failed; their connections are still good."""
+    """All ranks agreed that a sync failed. Their connections are still usable."""
 
 
 class SyncTimeoutError(SyncError):
-    """A rank waited for another until the deadline."""
+    """A rank waited for another rank until the deadline."""
 
 
 class Deadline:
-    """A point in time for a whole sync."""
+    """A point in time, `seconds` from now, by which a whole sync must end."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
@@ -69,36 +70,42 @@ class Deadline:
 
 
 class Incoming(ABC):
-    """A message that was asked for."""
+    """A message that this rank has started to receive."""
 
     @abstractmethod
     def wait(self) -> Tensor:
-        """Its bytes, once they are here."""
+        """Wait for the message and return its bytes as a tensor `[bytes]`."""
 
     @abstractmethod
     def release(self) -> None:
-        """Says that the bytes have been read."""
+        """Mark the bytes as read, so that the sender may reuse its slot."""
 
 
 class Carrier(ABC):
-    """One rank's end. `tag` is the same on both ends of a message and grows from message to message."""
+    """One rank's end of a transport, with two outgoing slots for messages.
+
+    A message has the same `tag` on both ends, and tags grow from message to message.
+    """
 
     def __init__(self, rank: int, slots: Sequence[Tensor]):
         self.rank = rank
         self.slot_bytes = len(slots[0])
         self.deadline = Deadline(600.0)
         self.broken: str | None = None
-        # Each with what to wait for before it can be filled again.
+        # Each slot has a ticket to wait for before the slot can be filled again.
         self._slots: deque[tuple[Tensor, Any]] = deque((slot, None) for slot in slots)
 
     def begin(self, deadline: Deadline) -> None:
-        """Starts a sync."""
+        """Start a sync with a new deadline; raise a SyncError if an earlier sync broke the connections."""
         if self.broken is not None:
             raise SyncError(f"weight sync: the connections broke in an earlier sync ({self.broken}): make new ones")
         self.deadline = deadline
 
     def outgoing(self, nbytes: int) -> Tensor:
-        """Memory for the next message, to be handed to `send`; waits until one of the two slots is free."""
+        """Return memory for the next message, to be passed to `send`.
+
+        Wait first until one of the two slots is free.
+        """
         slot, ticket = self._slots[0]
         if ticket is not None:
             self._finish(ticket)
@@ -106,38 +113,38 @@ class Carrier(ABC):
         return slot[:nbytes]
 
     def send(self, nbytes: int, to: int, tag: int) -> None:
-        """Starts sending what was written into the memory of `outgoing`."""
+        """Start sending the bytes that were written into the memory of `outgoing`."""
         slot, _ = self._slots.popleft()
         self._slots.append((slot, self._post(slot, nbytes, to, tag)))
 
     def flush(self) -> None:
-        """Waits until everything sent has been taken."""
+        """Wait until the receivers have taken everything that was sent."""
         for _ in range(len(self._slots)):
             self.outgoing(0)
             self._slots.rotate(-1)
 
     @abstractmethod
     def receive(self, origin: int, nbytes: int, tag: int) -> Incoming:
-        """Starts taking in a message."""
+        """Start receiving a message of `nbytes` bytes from rank `origin`."""
 
     @abstractmethod
     def _post(self, slot: Tensor, nbytes: int, to: int, tag: int) -> Any:
-        """Starts sending a slot; gives what `_finish` waits for."""
+        """Start sending a slot, and return a ticket for `_finish`."""
 
     @abstractmethod
     def _finish(self, ticket: Any) -> None:
-        """Waits until a slot has been read."""
+        """Wait until the receiver has read the slot of a ticket."""
 
     def abort(self, reason: str) -> None:
-        """Gives up, and tells the others where that is possible."""
+        """Mark the transport as broken and, if the transport allows it, notify the other ranks."""
         self.broken = reason
 
     def close(self) -> None:
-        """Gives memory and connections back."""
+        """Free the slots; subclasses also close their connections."""
         self._slots.clear()
 
     def memory_bytes(self) -> int:
-        """Memory held for messages on this rank."""
+        """Return the bytes of memory held for messages on this rank."""
         return len(self._slots) * self.slot_bytes
 
     def late(self, peer: int, what: str) -> SyncTimeoutError:
@@ -148,7 +155,7 @@ class Carrier(ABC):
 
 
 class Naps:
-    """Sleeps longer and longer between looks."""
+    """A backoff whose sleeps grow longer between two polls."""
 
     def __init__(self) -> None:
         self.length = FIRST_NAP
@@ -159,13 +166,13 @@ class Naps:
 
 
 def new_slots(slot_bytes: int, device: torch.device | str = "cpu") -> list[Tensor]:
-    """Two slots; on the host they are pinned where a GPU is to copy from them."""
+    """Allocate two slots of `slot_bytes`. Host slots are pinned if there is a GPU that could copy from them."""
     pinned = torch.device(device).type == "cpu" and torch.cuda.is_available()
     return [torch.empty(slot_bytes, dtype=torch.uint8, device=device, pin_memory=pinned) for _ in range(2)]
 
 
 class Mailboxes:
-    """What the carriers of one process share: the messages that have been sent and not yet read."""
+    """The in-process queues that the `ThreadCarrier`s of one process share: messages sent and not yet read."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -177,7 +184,7 @@ class Mailboxes:
 
 
 class ThreadCarrier(Carrier):
-    """Between threads of one process: a message is read where it was written."""
+    """A transport between threads of one process: a message is read where it was written."""
 
     def __init__(self, boxes: Mailboxes, rank: int, slot_bytes: int):
         super().__init__(rank, new_slots(slot_bytes))
@@ -228,21 +235,20 @@ class _FromThread(Incoming):
             boxes.changed.notify_all()
 
 
-# Messages between processes of one host, through memory that they share: the receiver reads where the sender wrote.
+# Messages between processes of one host, through shared memory: the receiver reads where the sender wrote.
 #
-# Every rank has one file: numbers (its process, whether it gave up, and for each slot the message in it) and two slots.
-# A
-# slot says whom it is for and by which tag; the reader answers by writing the tag beside it.
+# Every rank has one file with a header of numbers and two slots. The numbers are the process id, whether the rank gave
+# up, and for each slot its message: tag, receiver and size. The reader acknowledges by writing the tag to READ.
 
-PROCESS, GAVE_UP, SLOT = 0, 1, 8  # places of numbers; those of a slot follow from SLOT on, SLOT apart
+PROCESS, GAVE_UP, SLOT = 0, 1, 8  # indices of the numbers; slot i has its numbers from SLOT * (1 + i) on
 TAG, TO, READ, SIZE = range(4)
 HEADER_BYTES = 4096
-# How often a waiting rank asks whether the process it waits for is still alive.
+# Seconds between two checks of a waiting rank that the process it waits for is still alive.
 LOOK_EVERY = 0.2
 
 
 class SharedMemoryCarrier(Carrier):
-    """One rank of a group of processes that share `folder`, best in a file system that lives in memory."""
+    """One rank of a group of processes that share `folder`, preferably in a file system in memory."""
 
     def __init__(self, folder: str | Path, rank: int, slot_bytes: int):
         self.folder, slot_bytes = Path(folder), aligned(slot_bytes)
@@ -250,13 +256,16 @@ class SharedMemoryCarrier(Carrier):
         self._peers: dict[int, tuple[np.ndarray, list[Tensor]]] = {}
         super().__init__(rank, self._own_slots(memory, slot_bytes))
         self._order = {slot.data_ptr(): number for number, (slot, _) in enumerate(self._slots)}
-        self._taken = [0] * len(self._slots)  # bytes of each slot that have memory
+        self._taken = [0] * len(self._slots)  # bytes of each slot for which memory is allocated
 
     def _path(self, rank: int) -> Path:
         return self.folder / f"rank{rank}"
 
     def _own(self, rank: int, slot_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Makes this rank's file complete under another name first: whoever finds it can use it."""
+        """Create this rank's file and return its numbers and memory.
+
+        The file is created under a temporary name and then renamed, so that peers only see complete files.
+        """
         path, draft = self._path(rank), self._path(rank).with_suffix(".new")
         self._file = draft.open("wb")
         take_memory(self._file, 0, HEADER_BYTES)
@@ -274,7 +283,7 @@ class SharedMemoryCarrier(Carrier):
         return _slots_of(memory, (len(memory) - HEADER_BYTES) // 2)
 
     def peer(self, rank: int) -> tuple[np.ndarray, list[Tensor]]:
-        """Another rank's numbers and slots; waits for its file."""
+        """Return another rank's numbers and slots, after waiting for its file."""
         if rank not in self._peers:
             naps = Naps()
             while not self._path(rank).exists():
@@ -291,7 +300,7 @@ class SharedMemoryCarrier(Carrier):
         return slot
 
     def _take_memory(self, number: int, nbytes: int) -> None:
-        """Only now: a rank that sends little takes little."""
+        """Allocate the slot's memory at its first use, so that a rank that sends little takes little memory."""
         if nbytes > self._taken[number]:
             take_memory(self._file, HEADER_BYTES + number * self.slot_bytes, nbytes)
             self._taken[number] = nbytes
@@ -305,7 +314,7 @@ class SharedMemoryCarrier(Carrier):
         return at, to, tag
 
     def _written(self) -> None:
-        """Waits until what was written to a slot is there for other processes."""
+        """Wait until the data written to a slot is visible to other processes; a no-op in host memory."""
 
     def _finish(self, ticket: tuple[int, int, int]) -> None:
         at, to, tag = ticket
@@ -315,7 +324,7 @@ class SharedMemoryCarrier(Carrier):
         return _FromMemory(self, origin, nbytes, tag)
 
     def until(self, condition: Callable[[], bool], peer: int, what: str) -> None:
-        """Waits; a peer that died or gave up ends it."""
+        """Wait for `condition`, and raise a SyncError if the peer died or gave up or the deadline has passed."""
         naps, next_look = Naps(), time.monotonic() + LOOK_EVERY
         while not condition():
             numbers, _ = self.peer(peer)
@@ -334,7 +343,7 @@ class SharedMemoryCarrier(Carrier):
         self.numbers[GAVE_UP] = 1
 
     def unlink(self) -> None:
-        """Takes the name off this rank's memory, which those who have opened it keep."""
+        """Remove the name of this rank's memory. Processes that have opened the memory keep it."""
         self._path(self.rank).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -345,9 +354,9 @@ class SharedMemoryCarrier(Carrier):
 
 
 def open_together(carrier: SharedMemoryCarrier, world_size: int, barrier: Callable[[], object]) -> None:
-    """Opens the memory of all ranks, which all do together, and takes the names off.
+    """Open the memory of all ranks and remove the names. All ranks must call it together.
 
-    From then on memory goes with the last process that has it, however that ends.
+    Afterwards the memory is freed with the last process that has it open, however that process ends.
     """
     try:
         for rank in range(world_size):
@@ -359,7 +368,7 @@ def open_together(carrier: SharedMemoryCarrier, world_size: int, barrier: Callab
         if carrier.rank == 0:
             carrier.folder.rmdir()
     except BaseException:
-        # Without this rank no other gets through either, and one that died leaves its file to the others.
+        # Without this rank no other rank gets past the barrier, and a dead rank cannot remove its own file.
         shutil.rmtree(carrier.folder, ignore_errors=True)
         raise
 
@@ -409,17 +418,20 @@ def _is_alive(process: int) -> bool:
     except PermissionError:
         return True
     try:
-        # A child that ended but was not waited for still has a number.
+        # A child that has ended but was not waited for (a zombie) still has a process id.
         return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[-1].split()[0] != "Z"
     except (OSError, IndexError):
         return True
 
 
-# Messages between processes of one host through GPU memory that one opens to the others (CUDA IPC).
+# Messages between processes of one host through GPU memory that the sender shares with its peers (CUDA IPC).
 
 
 class CudaIpcCarrier(SharedMemoryCarrier):
-    """As shared memory, but the slots lie on the sender's GPU; the file holds only the numbers and the GPU's handle."""
+    """A shared-memory transport whose slots are in the sender's GPU memory.
+
+    The file holds only the numbers. A second file holds the GPU memory's IPC handle.
+    """
 
     def __init__(self, folder: str | Path, rank: int, slot_bytes: int, device: torch.device):
         self.cuda_slots = torch.empty(2 * aligned(slot_bytes), dtype=torch.uint8, device=device)
@@ -434,14 +446,14 @@ class CudaIpcCarrier(SharedMemoryCarrier):
         return list(self.cuda_slots.split(slot_bytes))
 
     def _take_memory(self, number: int, nbytes: int) -> None:
-        """The GPU's is there from the beginning."""
+        """Do nothing: the GPU memory is allocated from the beginning."""
 
     def _peer_slots(self, rank: int, memory: np.ndarray) -> list[Tensor]:
         both = _opened(json.loads((self.folder / f"rank{rank}.handle").read_text()))
         return list(both.split(len(both) // 2))
 
     def _written(self) -> None:
-        # The other process knows nothing of this one's stream.
+        # The other process cannot wait for this process's CUDA stream.
         self.stream.synchronize()
 
     def unlink(self) -> None:
@@ -450,7 +462,7 @@ class CudaIpcCarrier(SharedMemoryCarrier):
 
 
 def _handle_of(slots: Tensor) -> Any:
-    """What another process opens flat bytes of this GPU by, as plain data."""
+    """Return the IPC handle with which another process opens these flat bytes of GPU memory, as plain data."""
     _, (_, size, _, _, _, _, *handles) = reduce_tensor(slots)
     return plain_data.to_json([int(size[0]), *handles])
 
@@ -462,28 +474,28 @@ def _opened(handle: Any) -> Tensor:
     return found
 
 
-# Messages point to point over a `torch.distributed` process group of their own, between any hosts.
+# Point-to-point messages over a `torch.distributed` process group of their own, between any hosts.
 
 logger = logging.getLogger(__name__)
 
-# A process group, or one backend of it alone.
+# A process group, or a single backend of one.
 Group = Any
 
 
 class ProcessGroupCarrier(Carrier):
-    """Ranks are those of `group`, by default all ranks of the default one. Every rank of it must make a carrier.
+    """A transport over the ranks of `group`, by default of the default group. Every rank of the group must make one.
 
-    `owns`: the group is the carrier's alone. Gloo moves host memory only: with GPUs, slots are in pinned host memory;
-    NCCL moves them on the GPU.
+    `owns`: the group belongs to the transport alone. Gloo moves host memory only: with GPUs, its slots are in pinned
+    host memory. NCCL moves slots on the GPU.
     """
 
     def __init__(self, slot_bytes: int, device: torch.device | str = "cpu", group: Group = None, owns: bool = False):
         everyone: Group = dist.group.WORLD
         self.group: Group = group or everyone
-        # Whether the group ends with the carrier. Left alone, NCCL's kernels would wait for a lost rank for ever.
+        # Whether the group ends with the transport. Otherwise NCCL's kernels would wait for a lost rank for ever.
         self.owns_nccl = owns and torch.device(device).type == "cuda"
-        # NCCL remembers by thread which calls belong together, and one that fails leaves that open: later connections
-        # of the same thread are never made. So every connection has a thread, which goes with it.
+        # NCCL groups calls by thread, and a failed call leaves its group open: later connections of the same thread are
+        # never made. So every connection has its own thread, which ends with it.
         self._caller = Threads(1, "meshrl-weight-sync") if self.owns_nccl else None
         super().__init__(self.group.rank(), new_slots(slot_bytes, device))
         self._in_slots = new_slots(slot_bytes, device)
@@ -507,11 +519,11 @@ class ProcessGroupCarrier(Carrier):
         return asked
 
     def posted(self, post: Callable[[], dist.Work | None], peer: int) -> dist.Work | None:
-        """Begins a send or receive; a peer that is gone already is seen here."""
+        """Start a send or receive. Raise a SyncError if the peer is already gone."""
         try:
             if self._caller is None:
                 return post()
-            # NCCL's first message to a peer waits for that peer.
+            # NCCL's first message to a peer blocks until the peer connects.
             return self._caller.submit(on_stream(post)).result(max(0.001, self.deadline.left()))
         except TimeoutError as error:
             raise self.late(peer, "to connect") from error
@@ -519,7 +531,7 @@ class ProcessGroupCarrier(Carrier):
             raise SyncError(f"weight sync: rank {self.rank} lost rank {peer} before a message: {error}") from error
 
     def wait_for(self, work: dist.Work | None, peer: int, what: str) -> None:
-        """Waits for a send or receive until the deadline; gloo's own errors become ours."""
+        """Wait for a send or receive until the deadline; errors of the backend are raised as SyncErrors."""
         if work is None:
             return
         try:
@@ -538,9 +550,9 @@ class ProcessGroupCarrier(Carrier):
             return
         try:
             self.group.abort()
-            # Left to the garbage collector, its threads and the interpreter could wait for each other.
+            # If the garbage collector ended the group, its threads and the interpreter could wait for each other.
             self.group.shutdown()
-        except RuntimeError as error:  # what made us give up is to be told, not this
+        except RuntimeError as error:  # the reason of the abort is the error to report, not this one
             logger.warning("weight sync: rank %d could not end its NCCL group: %s", self.rank, error)
         self._end_thread()
 
@@ -559,7 +571,7 @@ class ProcessGroupCarrier(Carrier):
 
 
 def on_stream(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call in any thread, after what the stream of this one has been asked to do."""
+    """Wrap a call for another thread, so that its GPU work is queued on the current stream of this thread."""
     stream = torch.cuda.current_stream()
 
     def made() -> Any:
@@ -585,11 +597,14 @@ class _FromGroup(Incoming):
         self.released = True
 
 
-# Messages as files in a folder that all ranks see: slow, but it needs nothing else.
+# Messages as files in a folder that all ranks share: slow, but without any other requirement.
 
 
 class FolderCarrier(Carrier):
-    """A message is a file named by its ends and tag, complete from the moment it has that name."""
+    """A transport whose messages are files named `<sender>-<receiver>-<tag>`.
+
+    A file gets this name by a rename, after it is complete.
+    """
 
     def __init__(self, folder: str | Path, rank: int, slot_bytes: int):
         super().__init__(rank, new_slots(slot_bytes))
@@ -602,7 +617,7 @@ class FolderCarrier(Carrier):
         draft.rename(path)
 
     def _finish(self, ticket: None) -> None:
-        """A file needs no reader to be finished."""
+        """Do nothing: a message is complete as a file, whether or not it has been read."""
 
     def receive(self, origin: int, nbytes: int, tag: int) -> Incoming:
         return _FromFolder(self, origin, nbytes, tag)

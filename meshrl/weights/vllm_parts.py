@@ -1,8 +1,8 @@
-"""Which part of every tensor a rank of vLLM keeps. vLLM cuts whole tensors itself, and never looks at the rest of them.
+"""The shard of every tensor that a rank of vLLM keeps.
 
-So a rank needs to get no more than its part, at its place in a tensor of the whole shape. The rest is filled with what
-is no number: a model that vLLM cuts in another way than we think is found out, by its parameters or, where those are
-packed away (linear layers on CPUs), by the log-probs of its first answer.
+vLLM cuts whole tensors itself, and never reads the rest of them. So a rank needs to get only its shard, at its place in
+a tensor of the whole shape. The rest is filled with NaN. If vLLM cuts a model in another way than expected, NaN appears
+in its parameters. In packed parameters (linear layers on CPUs) NaN appears in the log-probs of the first completion.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from meshrl.rollout.vllm.arguments import Parallel
 from meshrl.weights.placement import RolloutLayout, Shards, windows
 from meshrl.weights.session import fill_with_nothing
 
-# Types that can be looked at for what is no number; quantized ones are made of these.
+# Dtypes that can be checked for NaN; quantized parameters are made from these.
 LOOKED_AT = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def own_parts(
     tensors: Iterable[tuple[str, Tensor]], parallel: Parallel, hf_config: Any, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors, by the names of a model's files, on a device: nothing but a rank's part is copied there."""
+    """Yield tensors of whole shape on `device`, in which only this rank's shard is filled in.
+
+    `tensors` are whole tensors, named as in a model's files. The elements outside the shard are NaN.
+    """
     found, layout = dict(tensors), RolloutLayout.of(parallel, parallel.size, "packed")
     placement = windows({name: tuple(t.shape) for name, t in found.items()}, hf_config, layout)
     made = {name: torch.empty_like(tensor, device=device) for name, tensor in found.items()}
@@ -37,7 +40,7 @@ def own_parts(
 
 
 def unsent(model: nn.Module) -> list[str]:
-    """The parameters in which a rank has kept something that it was not sent."""
+    """Return the parameters in which a rank has kept elements that it was not sent, which are NaN."""
     params = {name: p for name, p in model.named_parameters() if p.dtype in LOOKED_AT and p.numel()}
     if not params:
         return []
@@ -47,7 +50,10 @@ def unsent(model: nn.Module) -> list[str]:
 
 
 def owners_of_weights(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The layers that have each parameter: several share one, as an embedding and a head do."""
+    """Return the layers that own each parameter.
+
+    Layers may share a parameter, as an embedding and an output head do.
+    """
     names = {id(p): name for name, p in model.named_parameters() if p.numel()}
     owners: dict[str, list[nn.Module]] = {}
     for layer in model.modules():

@@ -1,7 +1,8 @@
-"""Inside vLLM's workers: takes buckets of weights, by Hugging Face name, into the model that is running.
+"""The receiver of weights inside vLLM's workers: loads buckets, by Hugging Face name, into the running model.
 
-Registers itself as a backend of vLLM's weight transfer when imported, which `worker_extension_cls` makes every worker
-do. Buckets come as tensors where the worker lives in the sender's process, and otherwise as a file in shared memory.
+The module registers itself as a backend of vLLM's weight transfer when it is imported. `worker_extension_cls` makes
+every worker import it. Buckets come as tensors if the worker lives in the sender's process, and otherwise as a file in
+shared memory.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from meshrl.weights.vllm_parts import own_parts, owners_of_weights, unsent
 
 @dataclass
 class NoInit(WeightTransferInitInfo):
-    """Nothing has to be agreed upon beforehand."""
+    """Empty initialisation data: the transfer needs no agreement beforehand."""
 
 
 @dataclass
 class Bucket(WeightTransferUpdateInfo):
-    """Some of the weights: tensors themselves, or a file with a list of what lies where."""
+    """Some of the weights: the tensors themselves, or a file with a list of its entries."""
 
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     path: str = ""
@@ -42,7 +43,10 @@ class Bucket(WeightTransferUpdateInfo):
 
 
 class Receiver(WeightTransferEngine[NoInit, Bucket]):
-    """vLLM collects the tensors of a layer until it is complete, then brings them into its own form in place."""
+    """The weight transfer engine that meshrl registers with vLLM.
+
+    vLLM collects the tensors of a layer until the layer is complete, then converts them in place into its own form.
+    """
 
     init_info_cls, update_info_cls = NoInit, Bucket
 
@@ -52,24 +56,24 @@ class Receiver(WeightTransferEngine[NoInit, Bucket]):
 
     @cached_property
     def parallel(self) -> Parallel | None:
-        """What this rank keeps of every tensor."""
+        """The shard that this rank keeps of every tensor, or None if it keeps all or its shard is not known."""
         return parallel_of(self.parallel_config, get_tensor_model_parallel_rank(), self.hf_config)
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
-        """Nothing to connect to."""
+        """Do nothing: there is no connection to set up."""
 
     def start_weight_update(self) -> None:
-        """From here until the end the model must not run."""
+        """Begin an update. The model must not run until `finish_weight_update`."""
         self.owners = owners_of_weights(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """One bucket."""
+        """Load one bucket, given as a dict of its fields."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Bucket) -> None:
-        """Loads a bucket's tensors."""
-        # Copies, since a layer's tensors wait for each other while the sender fills the file anew.
+        """Load a bucket's tensors into the model."""
+        # Copies, because a layer's tensors wait until the layer is complete while the sender overwrites the file.
         found = read_tensors(update_info.path, update_info.entries) if update_info.path else []
         if self.parallel is not None:
             copies = own_parts(found, self.parallel, self.hf_config, self.device)
@@ -78,7 +82,7 @@ class Receiver(WeightTransferEngine[NoInit, Bucket]):
         self.model.load_weights([*copies, *update_info.tensors])
 
     def finish_weight_update(self) -> None:
-        """The model may run again."""
+        """End an update, so that the model may run again."""
         self.passed_over = [name for name, layers in self.owners.items() if all(map(_took_nothing, layers))]
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
@@ -86,9 +90,10 @@ class Receiver(WeightTransferEngine[NoInit, Bucket]):
             self._repack_experts()
 
     def _repack_tied_layers(self) -> None:
-        """On CPUs every layer computes with a packed copy, and vLLM renews it only where a weight was loaded by name.
+        """Repack layers that share a weight with another layer, on CPUs.
 
-        A tied output projection shares the embedding's weight, but would go on with a copy of the old one.
+        There every layer computes with a packed copy, which vLLM renews only if a weight was loaded by name. A tied
+        output projection shares the embedding's weight, and would otherwise keep a packed copy of the old weight.
         """
         users: dict[int, list[torch.nn.Module]] = {}
         for module in self.model.modules():
@@ -102,42 +107,46 @@ class Receiver(WeightTransferEngine[NoInit, Bucket]):
                     method.process_weights_after_loading(module)
 
     def _repack_experts(self) -> None:
-        """The experts of a layer are packed as well, but vLLM does it only once: it would read new ones as packed."""
+        """Repack the experts of every layer, on CPUs.
+
+        vLLM packs them only once, and would otherwise read new weights as if they were packed.
+        """
         for module in self.model.modules():
             kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
             if kernel is not None:
                 kernel.fused_experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""
 
 
 def _took_nothing(layer: torch.nn.Module) -> bool:
-    """Whether a layer still waits for the first of its weights: one that has them all no longer waits.
+    """Return whether a layer still waits for the first of its weights.
 
-    Of embeddings it cannot be told: vLLM's count for those that are padded and shared may be 0 where they were loaded.
+    A layer that has all its weights no longer waits. Embeddings always give False: vLLM's count for padded and shared
+    embeddings may be 0 although they were loaded.
     """
     info = get_layerwise_info(layer)
     return info.can_load() and not info.load_numel and not hasattr(layer, "num_embeddings")
 
 
 class WorkerExtension:
-    """What we add to vLLM's worker; naming this class makes it import this module."""
+    """The methods that meshrl adds to vLLM's worker. Naming this class makes the worker import this module."""
 
     def unsent_weights(self: Any) -> list[str]:
-        """Parameters in which this rank has kept something that it was not sent, after an update."""
+        """Return the parameters in which this rank has kept elements that it was not sent in an update."""
         return unsent(self.get_model()) if self.parallel_config.tensor_parallel_size > 1 else []
 
     def passed_over(self: Any) -> list[str]:
-        """Parameters of layers that took nothing in the last update, with which vLLM goes on as they were."""
+        """Return the parameters of layers that took nothing in the last update; vLLM goes on with their old values."""
         return self.weight_transfer_engine.passed_over
 
     def record_routes(self: Any) -> None:
-        """From now on it is noted which experts tokens go to."""
+        """Start to record the experts to which tokens are routed."""
         self.step_routes = StepRoutes(self)
 
     def routes_of_step(self: Any) -> list[Computed]:
-        """What the last step computed, and where its tokens went."""
+        """Return (request, first position, expert routes) of each request in the last step."""
         return self.step_routes.of_step()
 
 
