@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class States(NamedTuple):
-    """The recurrent states of several sequences.
+    """The recurrent states of several sequences, one row each.
 
     `recent`: channels before the convolution `[sequences, width - 1, channels]`. `memory`: the matrices S `[sequences,
     value_heads, key_dim, value_dim]` in float32.
@@ -75,7 +75,7 @@ class DeltaRule:
         return States(recent, like.new_zeros(shape, dtype=torch.float32))
 
     def heads_of(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Split channels `[tokens, channels]` by head.
+        """Split channels `[tokens, channels]` into heads of queries, keys and values.
 
         Returns queries and keys `[tokens, key_heads, key_dim]` and values `[tokens, value_heads, value_dim]`.
         """
