@@ -238,7 +238,7 @@ class MasterAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.steps, self.scale = 0, 1.0
         self._host = HostMemory()
-        self._is_spent = True  # whether the gradients have been applied
+        self._is_spent = True  # True once the gradients have been applied
         (group,) = self.param_groups
         self.trained: list[nn.Parameter] = group["params"]
         self.offsets: list[int] = []

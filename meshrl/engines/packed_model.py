@@ -323,7 +323,7 @@ def chunk_gradient(
 
 
 def chunk_functions(on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`chunk_outputs` and `chunk_gradient`, or the GPU's kernels for them, which write the gradient over the logits."""
+    """Return `chunk_outputs` and `chunk_gradient`, or their GPU kernels, which write the gradient over the logits."""
     if not on_gpu:
         return chunk_outputs, chunk_gradient
     from meshrl.engines import log_prob_kernels as kernels
@@ -380,13 +380,13 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, log_sums, entropy = ctx.saved_tensors
         n, step = hidden.shape[0], ctx.step
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # A rank without tokens still owes its peers a gradient of zeros.
+        # A rank without tokens still needs a gradient of zeros for the collectives with its peers.
         grad_weight = None if n > 0 else torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         _, gradient_of = chunk_functions(hidden.is_cuda)
         for i in range(0, n, step):
             part = slice(i, i + step)
-            grads = [None if g is None else g[part] for g in grad_outputs]  # None where the loss does not use it
+            grads = [None if g is None else g[part] for g in grad_outputs]  # None if the loss does not use it
             logits = ctx.kept.pop(i, None)
             if logits is None:
                 logits = F.linear(hidden[part], weight, bias)

@@ -64,7 +64,7 @@ class Engine(ABC):
     # The Hugging Face model that gives config, class and parameter names; its parameters may be on the meta device.
     hf_model: PreTrainedModel
     has_adapters: bool = False
-    sight: Sight | None = None  # how the model takes images, if it does
+    sight: Sight | None = None  # the image side of a VLM
     _shape: ModelShape | None = None
     _is_measured: bool = False
 

@@ -27,7 +27,7 @@ from meshrl.data.packing import PackedRow
 ROUTED_EXPERTS = "routed_experts"
 # The share of replayed choices (one per token and layer) that differ from the pass's own choice.
 CHANGED = "actor/routes_changed"
-NAMES = ("gate", "router")  # of routers beside their `experts`
+NAMES = ("gate", "router")  # attribute names of a router beside `experts`
 TOP_K = frozenset((torch.topk, Tensor.topk))
 
 

@@ -88,7 +88,7 @@ def make_tiny_seeing_model(
     if family == "qwen3_vl_moe":
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     text |= overrides
-    text["rope_parameters"]["mrope_interleaved"] = family.startswith("qwen3")  # other libraries ask for it
+    text["rope_parameters"]["mrope_interleaved"] = family.startswith("qwen3")  # other libraries read it
     patches = {"patch_size": PATCH, "temporal_patch_size": 1, "spatial_merge_size": MERGE, "depth": 2, "num_heads": 2}
     vision: dict[str, dict[str, Any]] = {
         "qwen2_vl": {"embed_dim": 32, "hidden_size": text["hidden_size"], "mlp_ratio": 2},

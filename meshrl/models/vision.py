@@ -78,7 +78,7 @@ class Sight:
         """Return the images of documents that lie end to end in a row; None if no document has any.
 
         The first image tokens of a document belong to its images. Later image tokens were sampled and are text. With
-        `known`, the first `known` tokens of each document are left out.
+        `known`, the first `known[i]` tokens of document i are left out.
         """
         shown = [image for own in images for image in own or ()]
         if not shown:
@@ -158,7 +158,7 @@ class Sight:
         if seen is None:
             embedded = hf_model.get_input_embeddings()(ids[None])
             return {"inputs_embeds": embedded + self._nothing(hf_model, ids.device) if always else embedded}
-        # Embed `ids[None]` instead of viewing an embedded row: code compiled for a view does not fit other layer inputs.
+        # Embed `ids[None]` instead of viewing an embedded row: code compiled for a view fits no other layer input.
         embedded, deep = self.embedded(hf_model, hf_model.get_input_embeddings()(ids[None]), seen)
         inputs: dict[str, Any] = {"inputs_embeds": embedded}
         if deep is not None:

@@ -61,7 +61,7 @@ def ring_block(row: PackedSequences, size: int, own: int, other: int) -> RingBlo
     lengths, first_query = lengths[seen], first_query[seen]
     packed = PackedSequences.of(lengths.tolist(), row.device)
     if packed.num_tokens == row.num_tokens // size:
-        assert shift == 0  # the first query of a stripe sees nothing of a later one
+        assert shift == 0  # the first query of a stripe sees no key of a later stripe
         return RingBlock(None, None, packed)
     offsets = first_query - (lengths.cumsum(0) - lengths)
     places = (torch.arange(packed.num_tokens) + offsets.repeat_interleave(lengths)).to(row.device)

@@ -23,7 +23,7 @@ LAYER_LETTERS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
 
 @dataclass(frozen=True)
 class PipelineSplit:
-    """How layers are divided among stages; by default evenly. The fields are Megatron's, under shorter names.
+    """The division of layers among stages, which is even by default. The fields are Megatron's, under shorter names.
 
     `first` and `last` fix the number of layers of those stages. `embedding` and `loss` count the embedding and the loss
     as one layer each. `layout` lists what each chunk holds, in the order of the chunks: `"Ett|tt|tt|tL"`, or the same

@@ -434,8 +434,9 @@ class FSDPEngine(Engine):
 class MicroBatch:
     """One micro-batch that is ready on the device.
 
-    `rows`: its rows in the batch (None: a stand-in). `row`: the packed row. `data`: its samples for the loss, if there
-    is one. `routes`: the experts that this rank's tokens are to be routed to.
+    `rows`: its rows in the batch (None: a stand-in). `row`: the packed row. `shard`: this rank's part of the row (None
+    for padded samples). `data`: its samples for the loss, if there is one. `routes`: the experts that this rank's
+    tokens are to be routed to.
     """
 
     rows: np.ndarray | None

@@ -33,7 +33,7 @@ from meshrl.engines.optim import own_parts
 from meshrl.models.loading import torch_dtype
 from meshrl.parallel.mesh import Layout, sharding_mesh
 
-CLIP_EPS = 1e-6  # as torch's clip_grad_norm_ has it
+CLIP_EPS = 1e-6  # the epsilon of torch's clip_grad_norm_
 
 
 class Sharding(ABC):

@@ -266,6 +266,6 @@ def set_steps(optimizer: ChainedOptimizer, steps: int) -> None:
         for state in inner.state.values():
             if "step" in state:
                 state["step"].fill_(steps)
-        if not isinstance(inner, torch.optim.AdamW):  # fused kinds count by group
+        if not isinstance(inner, torch.optim.AdamW):  # fused optimizers count steps by group
             for group in inner.param_groups:
                 group["step"] = steps

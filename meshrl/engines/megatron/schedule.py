@@ -86,7 +86,7 @@ def run_schedule(
 ) -> list[Answer]:
     """Run all micro-batches forward and, unless `forward_only`, backward.
 
-    Only the last stage gets the answers, in the order of the micro-batches.
+    The last stage returns an `Answer` per micro-batch, in order; other stages return an empty list.
     """
     config = model[0].config
     # A loss that is already a share of the global loss must reach the parameters unscaled.

@@ -187,7 +187,7 @@ class _RankChunk:
         elif not tied:
             yield from self._vocabulary("output_layer.weight", HfTensor("lm_head.weight", embedding.shape))
         elif not self.ranks.has_embedding(self.chunk):
-            # A tied head on another stage than the embedding is a copy of it.
+            # A tied head on another stage than the embedding is a copy of the embedding.
             yield from self._vocabulary("output_layer.weight", embedding)
 
     def _layer(self, layer: int, ours: str, theirs: str) -> Iterator[Slice]:
