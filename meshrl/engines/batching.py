@@ -1,4 +1,9 @@
-"""How a rank cuts its mini-batch into micro-batches, in step with its data-parallel peers."""
+"""Micro-batches: how a rank cuts its mini-batch, in step with its data-parallel peers, and how results are merged.
+
+- `split_into_micro_batches`, `split_by_units`: under a token budget or of a fixed size.
+- `in_batch_order`, `column_in_batch_order`, `add_metrics`: results of micro-batches and ranks.
+- `split_for_pipeline`: micro-batches in number and order for a pipeline schedule.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +29,11 @@ def split_into_micro_batches(
     agree: Callable[[int], int],
     kin: np.ndarray | None = None,
 ) -> list[np.ndarray | None]:
-    """Row indices of each micro-batch: under a token budget, or of a fixed size when there is none.
+    """Return the row indices of each micro-batch: under a token budget, or of a fixed size if there is no budget.
 
-    `agree` returns the largest count among the ranks. A rank with fewer micro-batches splits further, and where it has
-    not even enough samples for that, adds None: a stand-in to be run without effect. Under a budget, rows that have
-    the same number in `kin` come into as few micro-batches as can be.
+    `agree` returns the largest count among the ranks. A rank with fewer micro-batches splits further. If it lacks
+    samples for that, it adds None: a stand-in that runs without effect. Under a budget, rows with the same number in
+    `kin` are kept in as few micro-batches as possible.
     """
     if max_token_len is None and not micro_batch_size:
         raise ValueError("without use_dynamic_bsz a micro-batch size is needed: set ppo_micro_batch_size_per_gpu")
@@ -49,14 +54,17 @@ def split_into_micro_batches(
 def split_by_units(
     lengths: np.ndarray, rows_together: int, split: Callable[[np.ndarray], list[np.ndarray | None]]
 ) -> list[np.ndarray | None]:
-    """What `split` makes of the lengths of whole units of so many neighbouring rows, as rows."""
+    """Apply `split` to units of `rows_together` neighbouring rows, and return its micro-batches as row indices."""
     inside = np.arange(rows_together)
     plan = split(lengths.reshape(-1, rows_together).sum(1))
     return [None if part is None else (part[:, None] * rows_together + inside).ravel() for part in plan]
 
 
 def runs_of_kin(lengths: np.ndarray, max_token_len: int, kin: np.ndarray) -> list[np.ndarray]:
-    """Rows next to their kin, cut into the fewest runs of this order that the budget allows, of about the same size."""
+    """Order rows so that kin are neighbours, and cut this order into micro-batches of similar size.
+
+    The number of micro-batches is the smallest that the token budget allows for this order.
+    """
     check_budget(lengths, max_token_len)
     _, first, number = np.unique(kin, return_index=True, return_inverse=True)
     order = np.argsort(first[number], kind="stable")
@@ -79,7 +87,7 @@ def runs_of_kin(lengths: np.ndarray, max_token_len: int, kin: np.ndarray) -> lis
 
 
 def split_heaviest(plan: list[np.ndarray], lengths: np.ndarray) -> list[np.ndarray]:
-    """Halves the micro-batch with the most tokens among those of more than one row."""
+    """Halve the micro-batch with the most tokens among the micro-batches of more than one row."""
     loads = [int(lengths[part].sum()) if len(part) > 1 else -1 for part in plan]
     at = int(np.argmax(loads))
     left, right = np.array_split(plan[at], 2)
@@ -87,22 +95,22 @@ def split_heaviest(plan: list[np.ndarray], lengths: np.ndarray) -> list[np.ndarr
 
 
 def fixed_size_parts(samples: int, size: int) -> list[np.ndarray]:
-    """Neighbouring rows, `size` at a time; the last part may be smaller."""
+    """Return neighbouring rows, `size` at a time; the last part may be smaller."""
     return [np.arange(start, min(start + size, samples)) for start in range(0, samples, size)]
 
 
-# Putting together what the micro-batches and the ranks of a batch gave.
+# Merging the results of a batch's micro-batches and ranks.
 
 
 def in_batch_order(rows: Sequence[np.ndarray | None], outputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The outputs of all micro-batches but stand-ins (None), on the host, in the order of the batch."""
+    """Concatenate the outputs of all micro-batches on the host, in batch order; stand-ins (None) are left out."""
     real = [(part, output) for part, output in zip(rows, outputs, strict=True) if part is not None]
     order = torch.from_numpy(np.concatenate([part for part, _ in real])).argsort()
     return {name: torch.cat([output[name] for _, output in real]).cpu()[order] for name in real[0][1]}
 
 
 def column_in_batch_order(rows: Sequence[np.ndarray | None], columns: Sequence[Sequence[Any]]) -> np.ndarray:
-    """The same of what is no tensor: one value a sample."""
+    """Merge the micro-batches' columns of Python values, one per sample, in batch order; stand-ins are left out."""
     real = [(part, column) for part, column in zip(rows, columns, strict=True) if part is not None]
     together = np.empty(sum(len(part) for part, _ in real), object)
     for part, column in real:
@@ -111,7 +119,7 @@ def column_in_batch_order(rows: Sequence[np.ndarray | None], columns: Sequence[S
 
 
 def add_metrics(parts: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | None) -> dict[str, float]:
-    """Adds metrics over micro-batches and the group's ranks; of names that end in `_max` it takes the largest."""
+    """Add metrics over micro-batches and the group's ranks; for names that end in `_max`, take the largest."""
     names = sorted(parts[0], key=lambda name: name.endswith("_max"))
     sums = sum(not name.endswith("_max") for name in names)
     table = torch.stack([torch.stack([part[name].detach().double() for name in names]) for part in parts])
@@ -124,7 +132,7 @@ def add_metrics(parts: Sequence[dict[str, Tensor]], group: dist.ProcessGroup | N
     return dict(zip(names, [*added.tolist(), *largest.tolist()], strict=True))
 
 
-# Micro-batches for a pipeline: a count that the schedule takes, even work, small ones at both ends.
+# Micro-batches for a pipeline: a number that the schedule accepts, even work, small micro-batches at both ends.
 
 
 def split_for_pipeline(
@@ -137,9 +145,10 @@ def split_for_pipeline(
     algorithm: str,
     largest: Callable[[int], int],
 ) -> list[np.ndarray | None]:
-    """Row indices of each micro-batch; None marks a stand-in. Their number is the same on all data-parallel ranks.
+    """Return the row indices of each micro-batch, as many on every data-parallel rank; None marks a stand-in.
 
-    It is a `multiple` of what the interleaved schedule takes at a time; `largest` gives the maximum over the ranks.
+    The number of micro-batches is divisible by `multiple`, the group size of the interleaved schedule. `largest`
+    returns the maximum over the ranks.
     """
     plan = split_into_micro_batches(
         lengths,
@@ -158,7 +167,7 @@ def split_for_pipeline(
 
 
 def _balanced(plan: list[np.ndarray], lengths: np.ndarray, max_token_len: int, algorithm: str) -> list[np.ndarray]:
-    """The same number of micro-batches with more even tokens, if the budget of tokens allows them."""
+    """Return equally many micro-batches with more even token counts, or `plan` if those exceed the budget."""
     parts = balanced_partition(lengths.astype(np.float64), len(plan), equal_size=False, algorithm=algorithm)
     if any(not len(part) or lengths[part].sum() > max_token_len for part in parts):
         return plan

@@ -1,4 +1,4 @@
-"""The one place where `strategy` chooses an engine."""
+"""Selection of the training engine by `strategy`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from meshrl.engines.training_engine import Engine
 
 
 def engine_class(config: EngineConfig) -> type[Engine]:
-    """The engine of `config.strategy`, imported only if it is asked for."""
+    """Return the engine class of `config.strategy`; only that engine's module is imported."""
     if config.strategy == "megatron":
         from meshrl.engines.megatron.megatron_engine import MegatronEngine
 

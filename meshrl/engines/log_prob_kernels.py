@@ -1,6 +1,6 @@
-"""Two GPU kernels between logits and log-probs: each reads the 16-bit logits once, and holds float32 in registers only.
+"""Two GPU kernels from logits to log-probs: each reads the 16-bit logits once and keeps float32 only in registers.
 
-The gradient is written over the logits, so that no second `tokens × vocabulary` buffer exists.
+The gradient is written over the logits, so that there is no second `tokens × vocabulary` buffer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NUM_WARPS = 8
 
 @triton.jit
 def _tempered(logits, inverse_temperature, limit, with_limit: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Logits in float32 at the temperature, soft-capped if there is a limit."""
+    """Return logits in float32, multiplied by the inverse temperature and soft-capped if there is a limit."""
     x = logits.to(tl.float32) * inverse_temperature
     if with_limit:
         x = limit * (2.0 * tl.sigmoid(2.0 * x / limit) - 1.0)
@@ -29,7 +29,7 @@ def _forward(  # type: ignore[no-untyped-def]
     logits, targets, log_sums, log_probs, entropies, vocab, inverse_temperature, limit,
     with_entropy: tl.constexpr, with_limit: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """One row a program: running maximum, sum of exponentials and, for the entropy, their mean logit."""
+    """Process one row per program: running maximum, sum of exponentials and, for the entropy, their mean logit."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * vocab
     largest = -float("inf")
@@ -62,7 +62,7 @@ def _backward(  # type: ignore[no-untyped-def]
     logits, targets, log_sums, entropies, grad_log_probs, grad_entropies, vocab, inverse_temperature, limit,
     with_log_prob: tl.constexpr, with_entropy: tl.constexpr, with_limit: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """d loss / d logit, written over the logit."""
+    """Write d loss / d logit over each logit."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * block + tl.arange(0, block)
     inside = columns < vocab
@@ -84,7 +84,10 @@ def _backward(  # type: ignore[no-untyped-def]
 def chunk_outputs(
     logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, limit: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-sum, log-prob of the target, and entropy (or nothing) of each row of logits."""
+    """Return the log-sum-exp, the target's log-prob and the entropy of each row of logits.
+
+    The entropy is an empty tensor unless `with_entropy`.
+    """
     rows, vocab = logits.shape
     log_sums, log_probs = (torch.empty(rows, device=logits.device) for _ in range(2))
     entropy = torch.empty(rows if with_entropy else 0, device=logits.device)
@@ -106,7 +109,7 @@ def chunk_gradient(
     temperature: float,
     limit: float | None = None,
 ) -> Tensor:
-    """The gradient with respect to the logits, in their own memory."""
+    """Return the gradient with respect to the logits, written into the memory of the logits."""
     rows, vocab = logits.shape
     grads = [None if g is None else g.contiguous() for g in (grad_log_prob, grad_entropy)]
     if rows:

@@ -1,8 +1,8 @@
-"""The sharded state of checkpoints before format 3, which `meshrl convert` alone reads, and torch's index of them.
+"""Checkpoints older than format 3, which only `meshrl convert` reads, and the index of torch's distributed checkpoints.
 
-Format 1 had safetensors and listings in JSON, format 2 the files of torch's distributed checkpoints (DCP), as
-Megatron-Core writes them too. Their index is a pickle: of it only the classes it is made of are let in, so that reading
-runs nothing. A tensor's bytes are taken from the archive that `torch.save` made, whose pickle is not looked at.
+Format 1 was safetensors with listings in JSON. Format 2 was torch's distributed checkpoints (DCP), which Megatron-Core
+writes as well. The index of DCP is a pickle. Only the classes of such an index are allowed in it, so that reading runs
+no foreign code. A tensor's bytes are read directly from the archive that `torch.save` wrote, without unpickling.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from meshrl.engines.state_files import PARAM, STEP, Shape
 from meshrl.files import read_json
 
 DCP_INDEX = ".metadata"
-# Kind, name, shape of the whole, start and size of the rectangle, and how it is looked at.
+# Kind, name, whole shape, start and size of the rectangle, and a function that returns its values.
 Listed = tuple[str, str, Shape, Shape, Shape, Callable[[], Any]]
-# The lengths of a name and of what follows it stand here in a zip entry's header, which ends with these two.
+# The offset of the two length fields (name, extra data) in a zip entry's header, and the size of that header in bytes.
 ZIP_LENGTHS, ZIP_HEADER = 26, 30
-# What an index also names; `getattr` is how Python 3.11 up to 3.11.3 writes members of enums.
+# Other names in an index. Python 3.11 up to 3.11.3 pickles members of enums with `getattr`.
 STRANGERS = (
     ("torch.serialization", "_get_layout"),
     ("builtins", "getattr"),
@@ -43,17 +43,17 @@ STRANGERS = (
     ("pathlib", "PurePosixPath"),
     ("collections", "OrderedDict"),
 )
-# Megatron-Core's index also has the plans by which it was written.
+# Megatron-Core's index also holds the plans by which it was written.
 PLANS = ("torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.")
 
 
 def is_before(folder: Path) -> bool:
-    """Return whether a role's folder is of a format before this one."""
+    """Return whether a role's folder has a format older than the current one."""
     return (folder / DCP_INDEX).is_file() or any(folder.glob("tensors-*.json"))
 
 
 def entries(folder: Path) -> list[Listed]:
-    """Return all rectangles in a folder of format 1 or 2; none where it is of another."""
+    """Return all rectangles in a folder of format 1 or 2; none if the folder has another format."""
     return _of_format_2(folder) if (folder / DCP_INDEX).is_file() else _of_format_1(folder)
 
 
@@ -89,13 +89,13 @@ def _of_format_1(folder: Path) -> list[Listed]:
 
 
 def _slice(opened: Callable[[Path], Any], file: Path, entry: str) -> Any:
-    return opened(file).get_tensor(entry)  # as it lies: its pages are read when they are looked at
+    return opened(file).get_tensor(entry)  # memory-mapped: pages are read at first access
 
 
 def _tensor(
     folder: Path, mapped: dict[str, mmap.mmap], info: Place, size: Shape, dtype: torch.dtype, name: str
 ) -> Tensor:
-    """A stored tensor where it lies: its pages are read when they are looked at."""
+    """Return a stored tensor as a view of the memory-mapped file; its pages are read at first access."""
     path, end = inside(folder, info.file), info.offset + info.length
     if not path.is_file():
         raise FileNotFoundError(f"the checkpoint lacks '{path}', which holds '{name}'")
@@ -110,7 +110,7 @@ def _tensor(
 
 
 class _Window(io.RawIOBase):
-    """A stretch of memory as a file."""
+    """A read-only file object over a stretch of memory."""
 
     def __init__(self, memory: mmap.mmap, offset: int, length: int):
         self._memory, self._begin, self._end, self._at = memory, offset, offset + length, offset
@@ -133,7 +133,7 @@ class _Window(io.RawIOBase):
 
 
 def _data_offset(memory: mmap.mmap, info: Place) -> int:
-    """Where a tensor's bytes begin in what `torch.save` wrote: a zip archive in which they are not compressed."""
+    """Return the byte offset of a tensor's data in what `torch.save` wrote: a zip archive without compression."""
     try:
         with zipfile.ZipFile(_Window(memory, info.offset, info.length)) as archive:
             entry = next(entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
@@ -145,26 +145,26 @@ def _data_offset(memory: mmap.mmap, info: Place) -> int:
 
 
 class _Word:
-    """Stands for what an index also names and nobody asks for: enums, layouts, paths, plans. It takes anything."""
+    """A stand-in for objects of an index that nothing reads: enums, layouts, paths, plans. It accepts any arguments."""
 
     def __init__(self, *values: Any):
         self.values = values
 
     def __setstate__(self, state: Any) -> None:
-        """Forgets it."""
+        """Ignore the state, because nothing reads it."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Forgets it."""
+        """Ignore the item, because nothing reads it."""
 
     def append(self, value: Any) -> None:
-        """Forgets it."""
+        """Ignore the value, because nothing reads it."""
 
     def extend(self, values: Any) -> None:
-        """Forgets them."""
+        """Ignore the values, because nothing reads them."""
 
 
 class _Properties:
-    """Stands for what an index says of a tensor beside its size, of which the type alone is asked for."""
+    """A stand-in for a tensor's properties in an index, of which only the dtype is read."""
 
     dtype: Any = None
 
@@ -173,9 +173,10 @@ class _Properties:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Lets in what torch's index is made of, and nothing else.
+    """An unpickler that allows only the classes of torch's index.
 
-    What a pickle gets it can also change. So it gets types made for this one reading, and torch's that cannot change.
+    A pickle can change any class that it gets. So the unpickler returns classes made for this reading, or torch's
+    immutable types.
     """
 
     def __init__(self, stream: BinaryIO):
@@ -188,7 +189,7 @@ class _IndexUnpickler(pickle.Unpickler):
         return self._made[module, name]
 
     def _make(self, module: str, name: str) -> Any:
-        # Not whatever the module can reach: it has imports of its own, and a name may have dots.
+        # Only the module's own classes: it also has imports, and a name may have dots.
         known = getattr(torch_metadata, name, None) if module == torch_metadata.__name__ else None
         if (module, name) == (_StorageInfo.__module__, _StorageInfo.__name__):
             known = _StorageInfo
@@ -207,7 +208,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rectangle's bytes lie: `length` of them in a file of the folder."""
+    """The location of a rectangle's bytes: `length` bytes from `offset` in a file of the folder."""
 
     file: str
     offset: int
@@ -216,7 +217,7 @@ class Place:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of an index: its whole size, its type, and where its rectangles begin and how large they are."""
+    """A tensor of an index: its whole size, its type, and the start and size of each rectangle."""
 
     size: Shape
     dtype: torch.dtype
@@ -225,7 +226,10 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class DcpIndex:
-    """What torch's index of a folder says, as plain values; `paths`: where a tensor is in the nested state."""
+    """The contents of torch's index of a folder, as plain values.
+
+    `paths` maps a tensor to its path in the nested state.
+    """
 
     tensors: dict[str, StoredTensor]
     places: dict[tuple[str, Shape], Place]
@@ -233,7 +237,7 @@ class DcpIndex:
 
 
 def read_index(file: Path) -> DcpIndex:
-    """Return torch's index of a folder; a `ValueError` where it is none, or holds anything else."""
+    """Read torch's index of a folder; raise a `ValueError` if the file is no index or holds anything else."""
     try:
         with file.open("rb") as stream:
             index = _IndexUnpickler(stream).load()

@@ -1,4 +1,10 @@
-"""Optimizer and learning-rate schedule from the config."""
+"""Optimizers, learning-rate schedule, and the offload of optimizer states to host memory.
+
+- `LocalAdamW`, `build_optimizer`: fused AdamW on this rank's shards.
+- `MasterAdamW`, `build_master_optimizer`: AdamW over bfloat16 parameters with exact float32 master weights.
+- `LearningRate`, `lr_factor`: warm-up and decay.
+- `HostMemory`, `move_optimizer`: page-locked host memory for offloaded tensors.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +25,20 @@ from meshrl.config.engine import OptimConfig
 
 
 def own_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """What this rank holds of each."""
+    """Return this rank's shard of each tensor; a plain tensor is returned as it is."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 class LocalAdamW(torch.optim.AdamW):
-    """Fused AdamW on this rank's part of sharded parameters.
+    """Fused AdamW on this rank's shards of the parameters.
 
-    It goes element by element, so that parts can be updated on their own. Asked to update DTensors, torch would first
-    find out how the result is sharded, for every tensor, which takes longer than the update.
+    AdamW works element by element, so shards can be updated independently. For DTensors, torch would first derive the
+    sharding of each result, which takes longer than the update.
     """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Updates the parameters that have a gradient."""
+        """Update the parameters that have a gradient."""
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             states = [self._state(param) for param in params]
@@ -58,7 +64,10 @@ class LocalAdamW(torch.optim.AdamW):
             )
 
     def make_states(self) -> None:
-        """Those of a first step, before it: torch, asked for states that are not there yet, would take a step."""
+        """Create the optimizer states before the first step.
+
+        If states are missing, torch's functions that return optimizer states would take a step to create them.
+        """
         for group in self.param_groups:
             for param in group["params"]:
                 self._state(param)
@@ -68,14 +77,14 @@ class LocalAdamW(torch.optim.AdamW):
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
             for name in ("exp_avg", "exp_avg_sq"):
-                # Of an empty tensor like it torch knows how it is sharded, since the weights were read into one.
+                # Not `zeros_like`: torch derived the sharding of `empty_like` already, when it read the weights.
                 state[name] = torch.empty_like(param)
                 torch._foreach_zero_(own_parts([state[name]]))
         return state
 
 
 def build_optimizer(params: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
-    """Fused AdamW over the parameters that require gradients."""
+    """Build fused AdamW over the parameters that require gradients."""
     trained = [p for p in params if p.requires_grad]
     beta1, beta2 = config.betas
     return LocalAdamW(
@@ -86,7 +95,7 @@ def build_optimizer(params: Iterable[nn.Parameter], config: OptimConfig) -> torc
 def build_master_optimizer(
     params: Iterable[nn.Parameter], config: OptimConfig, accumulate_in_float32: bool
 ) -> MasterAdamW:
-    """AdamW with float32 master weights over bfloat16 parameters."""
+    """Build AdamW with float32 master weights over the bfloat16 parameters that require gradients."""
     beta1, beta2 = config.betas
     return MasterAdamW(
         [p for p in params if p.requires_grad],
@@ -99,7 +108,7 @@ def build_master_optimizer(
 
 
 def lr_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
-    """The learning rate as a fraction of `lr`, for the optimizer step numbered from 0."""
+    """Return a function from the optimizer step (from 0) to the learning rate as a fraction of `lr`."""
     warmup = config.lr_warmup_steps
     if warmup < 0:
         warmup = int(config.lr_warmup_steps_ratio * total_steps)
@@ -123,7 +132,7 @@ def lr_factor(config: OptimConfig, total_steps: int) -> Callable[[int], float]:
 
 
 class LearningRate:
-    """Warm-up, then constant, or a linear, cosine or late (wsd) decay to `min_lr_ratio`.
+    """A schedule: warm-up, then a constant rate or a linear, cosine or late (wsd) decay to `min_lr_ratio`.
 
     Its state is the number of steps so far.
     """
@@ -135,14 +144,14 @@ class LearningRate:
         self._apply()
 
     def step(self) -> float:
-        """Goes on to the next step; returns the rate that the last one had."""
+        """Advance by one step and return the learning rate of the step just taken."""
         used = self.peak * self.factor(self.steps)
         self.steps += 1
         self._apply()
         return used
 
     def set_steps(self, steps: int) -> None:
-        """Goes to where a run had stopped."""
+        """Set the number of steps so far, as stored in a checkpoint."""
         self.steps = steps
         self._apply()
 
@@ -163,12 +172,12 @@ class LearningRate:
 
 
 def join(high: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 master weights of bfloat16 parameters and their remainders."""
+    """Return the float32 master weights from bfloat16 parameters and their remainders."""
     return ((high.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest bfloat16 of each weight (halves go up) and the remainder that `join` needs."""
+    """Return the nearest bfloat16 of each weight (ties round up) and the remainder that `join` needs."""
     bits = master.view(torch.int32)
     high = (bits + 0x8000) >> 16
     remainder = bits - (high << 16)
@@ -183,7 +192,10 @@ def _update(
     square: Tensor,
     scalars: Tensor,
 ) -> None:
-    """One AdamW step in place; `scalars` are lr, beta1, beta2, eps, decay, the two bias corrections and the scale."""
+    """Take one AdamW step, in place, on flat tensors.
+
+    `scalars` are lr, beta1, beta2, eps, decay, the two bias corrections and the gradient scale.
+    """
     lr, beta1, beta2, eps, decay, correction1, correction2, scale = scalars.unbind()
     grad = grad.float() * scale
     master = join(param, remainder) * (1 - lr * decay)
@@ -200,15 +212,17 @@ def _fused_update() -> Callable[..., None]:
     return torch.compile(_update, dynamic=True)
 
 
-# Parameters start at multiples of this many elements, as fast matrix kernels want; a kernel updates at most so many.
+# Parameters start at multiples of `ALIGNMENT` elements, as fast matrix kernels need. One kernel call updates at most
+# `SLICE` elements.
 ALIGNMENT = 128
 SLICE = 1 << 28
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """AdamW over bfloat16 parameters. With `accumulate_in_float32`, gradients of micro-batches add up in float32.
+    """AdamW over bfloat16 parameters with float32 master weights.
 
-    A parameter without a gradient counts as one with a gradient of zero.
+    With `accumulate_in_float32`, gradients of micro-batches are accumulated in float32. A parameter without a gradient
+    is treated as if its gradient were zero.
     """
 
     def __init__(
@@ -224,7 +238,7 @@ class MasterAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.steps, self.scale = 0, 1.0
         self._host = HostMemory()
-        self._is_spent = True  # whether the gradients have been applied
+        self._is_spent = True  # True once the gradients have been applied
         (group,) = self.param_groups
         self.trained: list[nn.Parameter] = group["params"]
         self.offsets: list[int] = []
@@ -246,19 +260,19 @@ class MasterAdamW(torch.optim.Optimizer):
         for param, view in zip(self.trained, self._views("param"), strict=True):
             view.copy_(param.detach())
         self._point()
-        # Weak: a hook lives in the graph's own memory, where a cycle through the optimizer would never be found.
+        # Weak, because the autograd graph owns the hooks, and a reference cycle through it would never be collected.
         accumulate = weakref.WeakMethod(self._accumulate)
         for number, param in enumerate(self.trained if accumulate_in_float32 else ()):
             param.register_post_accumulate_grad_hook(_hook(accumulate, number))
 
     def _views(self, name: str) -> list[Tensor]:
-        """Each parameter's part of a flat buffer, in its shape."""
+        """Return each parameter's part of a flat buffer, in the parameter's shape."""
         buffer = self.flat[name]
         ends = zip(self.offsets, self.trained, strict=True)
         return [buffer[start : start + p.numel()].view(p.shape) for start, p in ends]
 
     def _point(self) -> None:
-        """Makes parameters, states and gradients views of the flat buffers."""
+        """Make parameters, states and gradients views of the flat buffers."""
         for name in ("remainder", "exp_avg", "exp_avg_sq"):
             for param, view in zip(self.trained, self._views(name), strict=True):
                 self.state[param][name] = view
@@ -268,11 +282,11 @@ class MasterAdamW(torch.optim.Optimizer):
             param.grad = grad if not self.accumulates and grad.device == view.device else None
 
     def move(self, device: torch.device, *, params: bool, states: bool) -> None:
-        """Brings the parameters, or the states, or both to a device."""
+        """Move the parameters, the states, or both to a device."""
         for name in ["param"] * params + ["remainder", "exp_avg", "exp_avg_sq"] * states:
             self.flat[name] = self._host.move(name, self.flat[name], device)
         if states and self._is_spent:
-            # Nobody needs gradients that have been applied: where the others rest these take nothing.
+            # Applied gradients are not needed again: while the states are offloaded, the gradients take no memory.
             self.flat["grad"] = torch.zeros_like(self.flat["grad"], device=device if device == self._home else "meta")
         elif states:
             self.flat["grad"] = self._host.move("grad", self.flat["grad"], device)
@@ -281,12 +295,12 @@ class MasterAdamW(torch.optim.Optimizer):
         self._point()
 
     def master(self, param: nn.Parameter) -> Tensor:
-        """The float32 weights of a parameter."""
+        """Return the float32 master weights of a parameter, in its shape."""
         return join(param.detach(), self.state[param]["remainder"].to(param.device))
 
     @torch.no_grad()
     def set_master(self, param: nn.Parameter, master: Tensor) -> None:
-        """Gives a parameter its float32 weights."""
+        """Set a parameter and its remainder from float32 weights."""
         high, low = split(master.to(param.device, torch.float32))
         param.copy_(high)
         self.state[param]["remainder"].copy_(low)
@@ -301,7 +315,7 @@ class MasterAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> float:
-        """The norm of all gradients; they are scaled down to `max_norm` inside the next step."""
+        """Return the norm of all gradients; the next step scales the gradients down to `max_norm`."""
         parts = [torch.linalg.vector_norm(x, dtype=torch.float32) for x in self.flat["grad"].split(SLICE)]
         norm = float(torch.linalg.vector_norm(torch.stack(parts)))
         self.scale = min(1.0, max_norm / (norm + 1e-6))
@@ -309,7 +323,7 @@ class MasterAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Applies the accumulated gradients."""
+        """Apply the accumulated gradients to parameters and states."""
         self.steps += 1
         (group,) = self.param_groups
         beta1, beta2 = group["betas"]
@@ -324,9 +338,9 @@ class MasterAdamW(torch.optim.Optimizer):
         self._is_spent = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients; the buffer they add up in stays."""
+        """Zero the gradients; the buffer in which they accumulate is kept."""
         self.flat["grad"].zero_()
-        self._is_spent = self.accumulates  # else they add up without our seeing it
+        self._is_spent = self.accumulates  # otherwise autograd accumulates without `_accumulate`
 
 
 def _hook(accumulate: weakref.WeakMethod, number: int) -> Callable[[Tensor], None]:
@@ -338,22 +352,25 @@ def _hook(accumulate: weakref.WeakMethod, number: int) -> Callable[[Tensor], Non
     return after_backward
 
 
-# Tensors that rest in host memory between phases, and the way there and back.
+# Offload of tensors to host memory between phases, and back.
 
 logger = logging.getLogger(__name__)
 
 
 class HostMemory:
-    """The host's memory for tensors that rest there: page-locked, taken at the first rest and kept.
+    """Page-locked host memory for offloaded tensors, allocated at the first offload and then reused.
 
-    Memory that is new each time, and that the system may swap, is ten times slower than the link to the device.
+    Newly allocated memory, which the system may swap, is ten times slower than the link to the device.
     """
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, Tensor] = {}
 
     def move(self, key: Hashable, tensor: Tensor, device: torch.device) -> Tensor:
-        """The tensor on a device; `key` says which one it is among those that rest here. The copy may be under way."""
+        """Return the tensor on a device; the copy may still be in flight.
+
+        `key` identifies the tensor, so that its host memory is found again.
+        """
         if tensor.device.type == device.type:
             return tensor
         if device.type != "cpu":
@@ -365,7 +382,10 @@ class HostMemory:
 
 
 def locked_like(tensor: Tensor) -> Tensor:
-    """Page-locked memory for a tensor of a GPU, of exactly its size (torch's own rounds up to a power of two)."""
+    """Return page-locked host memory of exactly the size of a GPU tensor.
+
+    torch's own pinned memory rounds the size up to a power of two.
+    """
     made = torch.empty_like(tensor, device="cpu")
     own = made.to_local() if isinstance(made, DTensor) else made
     if not own.nbytes:  # a rank may have no rows of a small parameter
@@ -376,13 +396,13 @@ def locked_like(tensor: Tensor) -> Tensor:
         weakref.finalize(made, runtime.cudaHostUnregister, own.data_ptr())
     else:
         logger.warning("%d bytes of host memory cannot be page-locked (%s): offloading is slow", own.nbytes, problem)
-        with suppress(RuntimeError):  # CUDA would tell it once more, to whoever launches the next kernel
+        with suppress(RuntimeError):  # consume CUDA's pending error here, not at the next kernel launch
             torch.zeros(1, device=tensor.device)
     return made
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, host: HostMemory) -> None:
-    """Brings every tensor of the optimizer's states to a device; step counters stay where the optimizer wants them."""
+    """Move the optimizer's state tensors to a device; step counters stay where the optimizer keeps them."""
     for number, (param, state) in enumerate(optimizer.state.items()):
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == param.shape:

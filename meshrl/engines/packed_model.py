@@ -1,4 +1,8 @@
-"""What the training engines ask of a Hugging Face model: answers for the targets of a row of samples."""
+"""The packed model of the training engines: a Hugging Face model over a row of samples, and its outputs per target.
+
+- `PackedCausalLM`, `PackedValueModel`: log-probs and entropies, or values.
+- `linear_log_probs`, `linear_sum_pi_squared`: outputs from hidden states, without `tokens × vocabulary` in float32.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +26,13 @@ from meshrl.parallel.linear_attention import enter_recurrences
 from meshrl.parallel.prefix_tree import PrefixTree
 from meshrl.parallel.sequence import SequenceShard
 
-# A row runs as a tree of its prefixes where that leaves at most this share of its tokens.
+# A row runs as a tree of its prefixes if the tree has at most this share of the row's tokens.
 MOST_NODES = 0.9
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a model is asked for beside log-probs (or values)."""
+    """The temperature of a forward, and the outputs that it computes in addition to log-probs (or values)."""
 
     temperature: float
     entropy: bool
@@ -36,16 +40,16 @@ class Wanted:
 
 
 class PackedModel(nn.Module):
-    """A Hugging Face model over one row of samples that answers for its targets only.
+    """A Hugging Face model over one row of samples, which returns outputs for the targets only.
 
-    It is the root that gets sharded: embedding, last norm and head are whole inside its forward. With a `sight` it
-    takes rows with images; `looks_always`: its tower runs for rows without any, too.
+    It is the root that is sharded: embedding, last norm and head are whole inside its forward. With a `sight` it
+    accepts rows with images. With `looks_always`, its vision tower also runs for rows without images.
     """
 
     def __init__(self, hf_model: PreTrainedModel, sight: Sight | None = None, looks_always: bool = False):
         super().__init__()
         self.hf_model, self.sight, self.looks_always = hf_model, sight, looks_always
-        # With dropout, equal prefixes get unequal states: each place draws its own.
+        # With dropout, equal prefixes get different states, because each token draws its own mask.
         self.drops_out = any(isinstance(m, nn.Dropout) and m.p > 0 for m in hf_model.base_model.modules())
         self.has_states = enter_recurrences(hf_model)
         hand_contexts_down(hf_model)
@@ -61,9 +65,10 @@ class PackedModel(nn.Module):
         with_sum_pi_squared: bool = False,
         shares_prefixes: bool = True,
     ) -> dict[str, Tensor]:
-        """One number a target under each name; ranks that share a sequence compute a part and all get all.
+        """Return one number per target under each output's name.
 
-        Equal prefixes of several samples may be computed once, unless they are told to differ (`shares_prefixes`).
+        Ranks that share a sequence compute a part each, and all of them get the whole result. Equal prefixes of several
+        samples may be computed once, unless `shares_prefixes` is False.
         """
         wanted = Wanted(temperature, with_entropy, with_sum_pi_squared)
         self._check_lengths(row)
@@ -78,7 +83,7 @@ class PackedModel(nn.Module):
         hidden = self._packed(shard.take(row.input_ids), self._positions(shard, seen), shard.context, seen)
         if shard.parallel.size == 1:
             return self.answer(hidden[row.predictors], row.targets, wanted)
-        # Each rank computes the targets that its own tokens predict and puts them at those tokens' places.
+        # Each rank computes the targets that its own tokens predict and puts the results at these tokens' indices.
         target_at = torch.full((shard.padded_length,), -1, device=hidden.device)
         target_at[row.predictors] = row.targets
         mine = target_at[shard.index]
@@ -92,17 +97,20 @@ class PackedModel(nn.Module):
         return {name: spread(values) for name, values in answers.items()}
 
     def _positions(self, shard: SequenceShard, seen: Seen | None) -> Tensor:
-        """Of a row's tokens: on three axes where the model sees, also without images. Layers compile for one kind."""
+        """Return the positions of the row's tokens: `[1, local]`, or `[3, 1, local]` for a VLM.
+
+        A VLM has three axes also without images, so that layers are compiled for one shape only.
+        """
         if seen is not None:
             return seen.positions[:, None]
         return shard.position_ids if self.sight is None else shard.position_ids.expand(3, 1, -1)
 
     def _tree(self, row: PackedRow, shard: SequenceShard) -> PrefixTree | None:
-        """The row's distinct prefixes, where computing each once saves enough to pay for finding them."""
+        """Return the row's tree of distinct prefixes if sharing is possible and saves enough tokens, otherwise None."""
         on_host = row.input_ids.device.type == "cpu"
         if not on_host or shard.parallel.size > 1 or len(row.predictors) == 0 or (self.drops_out and self.training):
             return None
-        # Equal tokens may stand for different images; and a state goes one way, not into several branches.
+        # Equal tokens may stand for different images, and a recurrent state cannot follow several branches.
         if self.sight is not None or self.has_states:
             return None
         tree = PrefixTree.of(row.input_ids, row.lengths, row.predictors)
@@ -111,7 +119,7 @@ class PackedModel(nn.Module):
     def _packed(
         self, input_ids: Tensor, position_ids: Tensor, context: AttentionContext, seen: Seen | None = None
     ) -> Tensor:
-        """The hidden states [tokens, dim] of a row of tokens."""
+        """Return the hidden states `[tokens, dim]` of a row of tokens."""
         model: Any = body_of(self.hf_model)
         inputs: dict[str, Any] = {"input_ids": input_ids[None]}
         if self.sight is not None:
@@ -133,7 +141,7 @@ class PackedModel(nn.Module):
             )
 
     def _padded(self, row: PackedRow) -> Tensor:
-        """The hidden states of a padded rectangle, by the model's own attention."""
+        """Return the hidden states `[batch * length, dim]` of a padded rectangle, by the model's own attention."""
         assert row.attention_mask is not None
         hidden = body_of(self.hf_model)(
             input_ids=row.input_ids.view(row.attention_mask.shape),
@@ -145,11 +153,11 @@ class PackedModel(nn.Module):
 
     @abstractmethod
     def answer(self, hidden: Tensor, targets: Tensor, wanted: Wanted) -> dict[str, Tensor]:
-        """From the hidden states that predict `targets` to the model's outputs, each [targets]."""
+        """Compute the model's outputs, each `[targets]`, from the hidden states that predict `targets`."""
 
 
 class PackedCausalLM(PackedModel):
-    """A language model that answers with `log_probs` (and `entropys`) instead of logits."""
+    """A language model that returns `log_probs` (and `entropys`) instead of logits."""
 
     def __init__(
         self,
@@ -186,7 +194,7 @@ class PackedCausalLM(PackedModel):
 
 
 class PackedValueModel(PackedModel):
-    """A model with a head of one number a token: `values` of the states before each target."""
+    """A model whose head gives one number per token: `values` of the states before each target."""
 
     def answer(self, hidden: Tensor, targets: Tensor, wanted: Wanted) -> dict[str, Tensor]:
         head: Any = getattr(self.hf_model, VALUE_HEAD)
@@ -196,17 +204,16 @@ class PackedValueModel(PackedModel):
 # From hidden states to log-probs and entropy, without ever holding `tokens × vocabulary` in float32.
 #
 # The output projection, the soft-max and their gradients run over chunks of tokens. The forward pass keeps two numbers
-# a
-# token and, up to a limit, the logits in their 16-bit type; beyond it the backward pass computes each chunk's logits
-# again: one matrix product more, and the memory saved.
+# per token and, up to a limit, the logits in their 16-bit type. Beyond the limit, the backward pass computes each
+# chunk's logits again, which trades one more matrix product for the memory.
 
-# How many logits a chunk holds at most. On a GPU a chunk must be large enough to keep the matrix units busy.
+# The largest number of logits in a chunk. On a GPU a chunk must be large enough to keep the matrix units busy.
 CHUNK_ELEMENTS = 1 << 25
 CHUNK_ELEMENTS_ON_GPU = 1 << 29
 
 
 def tokens_per_chunk(vocab_size: int, on_gpu: bool = False) -> int:
-    """How many tokens' logits fit a chunk."""
+    """Return how many tokens' logits fit into a chunk."""
     return max(1, (CHUNK_ELEMENTS_ON_GPU if on_gpu else CHUNK_ELEMENTS) // vocab_size)
 
 
@@ -221,11 +228,11 @@ def linear_log_probs(
     keep_bytes: int = 0,
     scaling: LogitScaling = UNSCALED,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `targets` [tokens] and entropies, for logits `scaled(hidden @ weight.T + bias) / temperature`.
+    """Compute log-probs of `targets` and entropies, for logits `scaled(hidden @ weight.T + bias) / temperature`.
 
-    `scaling` is what the model's family does to the product of its head. Both results are float32 [tokens] and
-    differentiable in hidden, weight and bias. Logits of a 16-bit type that take at most `keep_bytes` wait for the
-    backward pass instead of being computed twice.
+    `scaling` is the logit scaling and soft cap of the model's family. Both results are float32 `[tokens]` and
+    differentiable in hidden, weight and bias. Logits of a 16-bit type that take at most `keep_bytes` bytes are kept for
+    the backward pass; otherwise they are computed again.
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(
@@ -247,7 +254,7 @@ def linear_sum_pi_squared(
     temperature: float = 1.0,
     scaling: LogitScaling = UNSCALED,
 ) -> Tensor:
-    """The sum over the vocabulary of p^2, float32 [tokens], for the logits of `linear_log_probs`."""
+    """Compute the sum over the vocabulary of p^2, float32 `[tokens]`, for the logits of `linear_log_probs`."""
     divisor, limit = _divisor_and_limit(temperature, scaling)
     sums = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
     step = tokens_per_chunk(weight.shape[0], hidden.is_cuda)
@@ -258,12 +265,12 @@ def linear_sum_pi_squared(
 
 
 def _divisor_and_limit(temperature: float, scaling: LogitScaling) -> tuple[float, float | None]:
-    """What the head's product is divided by, and the soft cap behind the division: both with the temperature."""
+    """Return the divisor of the head's output, and the soft cap after the division; both include the temperature."""
     return temperature / scaling.factor, None if scaling.cap is None else scaling.cap / temperature
 
 
 def tempered(logits: Tensor, divisor: float, limit: float | None) -> Tensor:
-    """Logits in float32, divided and then soft-capped: a new tensor."""
+    """Return a new float32 tensor of the logits, divided by `divisor` and then soft-capped."""
     logits = logits.float() / divisor
     return logits if limit is None else logits.div_(limit).tanh_().mul_(limit)
 
@@ -271,7 +278,10 @@ def tempered(logits: Tensor, divisor: float, limit: float | None) -> Tensor:
 def chunk_outputs(
     logits: Tensor, targets: Tensor, temperature: float, with_entropy: bool, limit: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-sum, log-prob of the target, and entropy (or nothing) of each row of logits."""
+    """Return the log-sum-exp, the target's log-prob and the entropy of each row of logits.
+
+    The entropy is an empty tensor unless `with_entropy`.
+    """
     logits = tempered(logits, temperature, limit)
     log_sum = logits.logsumexp(-1)
     log_prob = logits.gather(-1, targets[:, None])[:, 0] - log_sum
@@ -292,7 +302,10 @@ def chunk_gradient(
     temperature: float,
     limit: float | None = None,
 ) -> Tensor:
-    """The gradient with respect to the logits, in their own type; a target may lie outside of a rank's own columns."""
+    """Return the gradient with respect to the logits, in the logits' type.
+
+    A target may lie outside the columns of this rank.
+    """
     scaled = tempered(logits, temperature, limit)
     log_p = scaled - log_sum[:, None]
     probs = log_p.exp()
@@ -310,7 +323,7 @@ def chunk_gradient(
 
 
 def chunk_functions(on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`chunk_outputs` and `chunk_gradient`, or the GPU's kernels for them, which write the gradient over the logits."""
+    """Return `chunk_outputs` and `chunk_gradient`, or their GPU kernels, which write the gradient over the logits."""
     if not on_gpu:
         return chunk_outputs, chunk_gradient
     from meshrl.engines import log_prob_kernels as kernels
@@ -319,7 +332,7 @@ def chunk_functions(on_gpu: bool) -> tuple[Callable[..., Any], Callable[..., Any
 
 
 def _weight_gradient(grad_logits: Tensor, hidden: Tensor) -> Tensor:
-    """The product in float32, so that chunks add up without loss."""
+    """Return the weight's gradient in float32, so that the sum over chunks loses no digits."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(grad_logits.t(), hidden, out_dtype=torch.float32)
     return grad_logits.t() @ hidden
@@ -341,9 +354,9 @@ class _LinearLogProbs(torch.autograd.Function):
         n = hidden.shape[0]
         size = hidden.element_size()
         keeps = size == 2 and any(ctx.needs_input_grad) and n * weight.shape[0] * size <= keep_bytes
-        # An attribute, not a saved tensor: activation offload must not carry it to the host.
+        # An attribute, not a saved tensor, because activation offload must not copy it to the host.
         ctx.kept = {}
-        # What is kept anyway needs no chunks.
+        # Logits that are kept anyway need no chunks.
         ctx.step = step = n if keeps and n else tokens_per_chunk(weight.shape[0], hidden.is_cuda)
         log_sums, log_probs = (hidden.new_empty(n, dtype=torch.float32) for _ in range(2))
         entropy = hidden.new_empty(n if with_entropy else 0, dtype=torch.float32)
@@ -367,13 +380,13 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, log_sums, entropy = ctx.saved_tensors
         n, step = hidden.shape[0], ctx.step
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # A rank without tokens still owes its peers a gradient of zeros.
+        # A rank without tokens still needs a gradient of zeros for the collectives with its peers.
         grad_weight = None if n > 0 else torch.zeros_like(weight, dtype=torch.float32)
         grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
         _, gradient_of = chunk_functions(hidden.is_cuda)
         for i in range(0, n, step):
             part = slice(i, i + step)
-            grads = [None if g is None else g[part] for g in grad_outputs]  # None where the loss does not use it
+            grads = [None if g is None else g[part] for g in grad_outputs]  # None if the loss does not use it
             logits = ctx.kept.pop(i, None)
             if logits is None:
                 logits = F.linear(hidden[part], weight, bias)

@@ -1,15 +1,17 @@
-"""An engine's state in a folder of safetensors, which any layout and either engine can read.
+"""An engine's state as a folder of safetensors, which any layout and either engine can read.
 
     tensors.json                  the index: names, whole shapes, and in which file each rectangle lies
     tensors-<rank>.safetensors    the rectangles a rank wrote (-<rank>-1: a second one of the same tensor, and so on)
-    extra-<rank>.plain            schedule and random states, beside it, as plain data
+    extra-<rank>.plain            schedule and random states, as plain data
 
-Tensors are `model.<name>` (float32 masters where there are any) and `optimizer.state.<name>.<kind>` (AdamW's moments
-and `step`) under the modules' names. A rank writes the rectangles that no rank before it holds, and nobody waits for
-anybody: what each rank says of its file (`Part`) makes the index. Where a rectangle begins also stands in the file's
-header as torch's distributed checkpoints (DCP) have it, whose `HuggingFaceStorageReader` reads such a folder. torch's
-own planners are not used: they know DTensors, not parts of Megatron's packed parameters, and agree over collectives;
-nor are its files, whose index is a pickle.
+Tensors are named `model.<name>` (float32 masters if there are any) and `optimizer.state.<name>.<kind>` (AdamW's moments
+and `step`), where `<name>` is the modules' name. A rank writes the rectangles that no lower rank holds, and ranks do
+not wait for each other. The index is made from each rank's description of its files (`Part`).
+
+The start of a rectangle also stands in the file's header, in the form of torch's distributed checkpoints (DCP). torch's
+`HuggingFaceStorageReader` can therefore read such a folder. torch's planners are not used: they handle DTensors but not
+parts of Megatron's packed parameters, and they need collectives. torch's files are not used either, because their index
+is a pickle.
 """
 
 from __future__ import annotations
@@ -33,9 +35,9 @@ from meshrl.engines.optim import LearningRate
 
 Shape = tuple[int, ...]
 INDEX = "tensors.json"
-# Of the index and the files that it names.
+# The format of the index and of the files that it names.
 VERSION = 3
-# What torch's reader looks for in the header of a file.
+# The key that torch's reader looks for in the header of a file.
 DCP_PLACES = "DCP_SHARDING_INFO"
 PARAM = "param"
 STEP = "step"
@@ -44,7 +46,7 @@ READ_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Rectangle:
-    """`[start, start + tensor.shape)` of the whole tensor with this name and shape, of one kind of state."""
+    """The part `[start, start + tensor.shape)` of the whole tensor with this name and shape, of one kind of state."""
 
     kind: str
     name: str
@@ -55,20 +57,23 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank writes. The tensors may be the engine's own: `copied` makes them independent of it."""
+    """The part of a model's state that one rank writes.
+
+    The tensors may be the engine's own memory; `copied` makes them independent of the engine.
+    """
 
     rectangles: Iterable[Rectangle] = ()
     extra: dict[str, Any] | None = None
 
     def copied(self) -> Snapshot:
-        """The same in host memory of its own."""
+        """Return a snapshot whose tensors are copies in host memory."""
         kept = [replace(r, tensor=r.tensor.detach().to("cpu", copy=True)) for r in self.rectangles]
         return replace(self, rectangles=kept)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """In which file of its folder a rectangle lies, under the name that `key_of` gives it."""
+    """An entry of the index: the file of its folder in which a rectangle lies, under the name given by `key_of`."""
 
     kind: str
     name: str
@@ -81,9 +86,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has written into a folder; `write_index` completes the folder with those of all ranks.
+    """The files that one rank has written into a folder; `write_index` completes the folder from all ranks' entries.
 
-    `sums` has the checksums that were taken while writing.
+    `sums` holds the checksums that were computed while writing.
     """
 
     files: list[Path] = field(default_factory=list)
@@ -91,13 +96,13 @@ class Part:
     sums: dict[Path, int] = field(default_factory=dict)
 
     def records(self, root: Path) -> list[FileRecord]:
-        """The files as they must be found again."""
+        """Return the name, size and checksum of each file of this rank."""
         return [record_file(file, root, self.sums.get(file)) for file in self.files]
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file of a checkpoint as it must be found again; `name` is relative to the checkpoint."""
+    """The expected size (bytes) and CRC-32 of a checkpoint file; `name` is relative to the checkpoint."""
 
     name: str
     size: int
@@ -105,12 +110,12 @@ class FileRecord:
 
 
 def key_of(kind: str, name: str) -> str:
-    """What a tensor is called in a file, and in the state that torch makes of the folder."""
+    """Return a tensor's name in a file, which is also its name in the state that torch reads from the folder."""
     return f"model.{name}" if kind == PARAM else f"optimizer.state.{name}.{kind}"
 
 
 def write_snapshot(snapshot: Snapshot, folder: Path, rank: int) -> Part:
-    """Writes a rank's files; one tensor at a time is copied to host memory."""
+    """Write a rank's files; one tensor at a time is copied to host memory."""
     folder.mkdir(parents=True, exist_ok=True)
     part = Part()
     files: list[dict[str, Rectangle]] = []
@@ -140,7 +145,7 @@ def write_snapshot(snapshot: Snapshot, folder: Path, rank: int) -> Part:
 
 
 class _Summed:
-    """A file that takes its checksum while it is written: reading it again would cost as much as writing it."""
+    """A binary file that computes its CRC-32 while it is written; reading it again would cost as much as writing it."""
 
     def __init__(self, stream: BinaryIO):
         self._stream, self.sum = stream, 0
@@ -154,7 +159,7 @@ class _Summed:
 
 
 def write_index(folder: Path, parts: Iterable[Iterable[Entry]]) -> Path:
-    """Completes a folder: what all ranks have written."""
+    """Write the index of a folder from the entries of all ranks, which completes the folder."""
     listed = [
         [e.kind, e.name, e.shape, e.start, e.size, str(e.dtype).removeprefix("torch."), e.file]
         for part in parts
@@ -166,14 +171,17 @@ def write_index(folder: Path, parts: Iterable[Iterable[Entry]]) -> Path:
 
 
 def record_file(file: Path, root: Path, crc32: int | None = None) -> FileRecord:
-    """Size and checksum (unless it is known) of a file that has just been written; it is on the disk afterwards."""
+    """Flush a newly written file to disk and return its size and checksum.
+
+    The checksum is computed unless `crc32` gives it.
+    """
     with file.open("rb+") as stream:
         os.fsync(stream.fileno())
     return FileRecord(str(file.relative_to(root)), file.stat().st_size, checksum(file) if crc32 is None else crc32)
 
 
 def checksum(file: Path) -> int:
-    """CRC-32 of a file's content."""
+    """Compute the CRC-32 of a file's content, block by block."""
     value = 0
     with file.open("rb") as stream:
         while block := stream.read(READ_BYTES):
@@ -181,11 +189,11 @@ def checksum(file: Path) -> int:
     return value
 
 
-# What a checkpoint keeps beside tensors: the schedule and the random states, one file a rank.
+# The state that a checkpoint keeps besides tensors: the schedule and the random states, one file per rank.
 
 
 def extra_state(device: torch.device, schedule: LearningRate | None) -> dict[str, Any]:
-    """This rank's schedule and random states, as tensors and plain values only."""
+    """Return this rank's schedule and random states, as tensors and plain values only."""
     kind, keys, *rest = np.random.get_state()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -198,7 +206,10 @@ def extra_state(device: torch.device, schedule: LearningRate | None) -> dict[str
 
 
 def load_extra(folder: Path, rank: int, device: torch.device, schedule: LearningRate | None) -> dict[str, Any]:
-    """Reads it back; on a larger world new ranks take the schedule of rank 0 and keep their own random states."""
+    """Load the schedule and random states of this rank.
+
+    On a larger world, new ranks take the schedule of rank 0 and keep their own random states.
+    """
     own = folder / f"extra-{rank}.plain"
     extra: dict[str, Any] = plain_data.load(own if own.is_file() else folder / "extra-0.plain")
     if schedule is not None and extra["schedule_steps"] is not None:

@@ -1,4 +1,4 @@
-"""Reading what `state_files` describes: of all files only the bytes that overlap what is asked for."""
+"""Reading of the folders that `state_files` describes; only bytes that overlap the requested rectangles are read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stored rectangle; `view()` is something that can be sliced without reading the rest."""
+    """A stored rectangle; `view()` returns an object that can be sliced without reading the rest."""
 
     start: Shape
     size: Shape
@@ -35,7 +35,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class _File:
-    """A file of tensors where it lies: its pages are read when they are looked at."""
+    """A memory-mapped file of tensors, whose pages are read at first access."""
 
     memory: mmap.mmap
     begin: int
@@ -43,7 +43,10 @@ class _File:
 
 
 class Stored:
-    """All rectangles of a role's checkpoint, wherever they lie; those `before` this format are for `meshrl convert`."""
+    """All rectangles of a role's checkpoint, in whichever files they are.
+
+    With `before`, folders of older formats are accepted as well; `meshrl convert` uses this.
+    """
 
     def __init__(self, folder: Path, before: bool = False):
         self.folder = Path(folder)
@@ -80,22 +83,25 @@ class Stored:
         self._where.setdefault(key, []).append(chunk)
 
     def rectangles(self) -> Iterator[Rectangle]:
-        """All that is stored, as it was written."""
+        """Yield all stored rectangles as they were written."""
         for (kind, name), chunks in self._where.items():
             for chunk in chunks:
                 yield Rectangle(kind, name, self.shapes[kind, name], chunk.start, chunk.view())
 
     def steps_of(self, name: str | None = None) -> int:
-        """How many optimizer steps a parameter has had; as many as any other where it has no number of its own."""
+        """Return how many optimizer steps a parameter has had.
+
+        A parameter without its own count gets the largest count of all parameters.
+        """
         names = [name] if name is not None and (STEP, name) in self.shapes else self.names(STEP)
         return max((int(self.whole(found, STEP)) for found in names), default=0)
 
     def names(self, kind: str = PARAM) -> list[str]:
-        """The tensors of a kind, in the order they were written in."""
+        """Return the names of the tensors of a kind, in the order in which they were written."""
         return [name for found, name in self._where if found == kind]
 
     def check_no_more_than(self, names: Collection[str]) -> None:
-        """A `ValueError` if there are weights that a model with these does not have."""
+        """Raise a `ValueError` if there are weights whose names are not in `names`, the model's weights."""
         more = [name for name in self.names() if name not in names]
         if more:
             raise ValueError(
@@ -103,13 +109,13 @@ class Stored:
             )
 
     def check(self, name: str, shape: Shape, kind: str = PARAM) -> None:
-        """A `ValueError` unless all of a tensor of this shape is there."""
+        """Raise a `ValueError` unless all elements of a tensor of this shape are stored."""
         held = sum(prod(chunk.size) for chunk in self._where.get((kind, name), []))
         if held != prod(shape) or self.shapes.get((kind, name)) != shape:
             raise ValueError(f"'{self.folder}' holds {held} of {prod(shape)} elements of '{name}' ({kind})")
 
     def whole(self, name: str, kind: str = PARAM, dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor, put together."""
+        """Return one whole tensor, assembled from its rectangles."""
         if (kind, name) not in self.shapes:
             raise ValueError(f"the checkpoint at '{self.folder}' has no '{name}' ({kind})")
         first, shape = self._where[kind, name][0], self.shapes[kind, name]
@@ -122,7 +128,10 @@ class Stored:
         return target
 
     def fill(self, kind: str, name: str, shape: Shape, start: Shape, target: Tensor) -> None:
-        """Copies all that is stored of a rectangle of a tensor of `shape` into `target`, which has the rectangle's."""
+        """Copy the stored values of a rectangle into `target`, which has the rectangle's shape.
+
+        The rectangle begins at `start` of a tensor of `shape`. Raise a `ValueError` if any element of it is not stored.
+        """
         filled = 0
         found = self.shapes.get((kind, name), shape)
         if found != shape:
@@ -147,7 +156,7 @@ class Stored:
             )
 
     def _tensor(self, name: str, key: str, size: Shape, dtype: torch.dtype) -> Tensor:
-        """A stored tensor where it lies."""
+        """Return a stored tensor as a view of the memory-mapped file."""
         path = self.folder / name
         if name not in self._opened:
             self._opened[name] = _open(path, key)

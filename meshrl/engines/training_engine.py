@@ -1,4 +1,4 @@
-"""What every training engine offers to the workers, whatever shards the model inside."""
+"""The interface of a training engine: a sharded model with its optimizer, whatever shards the model."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from meshrl.telemetry.time_ledger import current_ledger
 
 logger = logging.getLogger(__name__)
 
-# (model output, micro-batch) -> (loss to back-propagate, metrics). Metrics add up over micro-batches and ranks (see
-# meshrl.algorithms.BatchStats), but for those whose name ends in `_max`.
+# (model output, micro-batch) -> (loss to back-propagate, metrics). Metrics are added over micro-batches and ranks (see
+# meshrl.algorithms.BatchStats), except metrics whose name ends in `_max`.
 LossFunction = Callable[[dict[str, Tensor], DataProto], tuple[Tensor, dict[str, Tensor]]]
 
-# What a checkpoint may hold: the weights; optimizer states; schedule and random states.
+# The possible contents of a checkpoint: the weights; optimizer states; schedule and random states.
 CONTENTS = ("model", "optimizer", "extra")
 
 
 @dataclass(frozen=True)
 class BatchOutput:
-    """What a batch gave: reduced metrics, the same on every rank, and per-sample tensors in the batch's own order.
+    """The result of a batch: reduced metrics, equal on every rank, and per-sample tensors in batch order.
 
-    `tensors` holds what `forward_only` computed (`log_probs`, `entropys`, `values`), on collecting ranks only, and
-    `routes` which experts the tokens of each sample went to, where that was asked for.
+    `tensors` holds the outputs of a `forward_only` pass (`log_probs`, `entropys`, `values`), on collecting ranks only.
+    `routes` holds the experts that the tokens of each sample were routed to, if `record_routes` was set.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -49,22 +49,22 @@ class BatchOutput:
 
 
 def rows_together(data: DataProto) -> int:
-    """How many neighbouring rows of a batch a loss looks at together, such as the two answers of a pair."""
+    """Return how many neighbouring rows of a batch the loss needs together, such as the two responses of a pair."""
     return int(data.meta_info.get("rows_together", 1))
 
 
 class Engine(ABC):
-    """A sharded model with its optimizer. Every rank of the group calls every method, in the same order.
+    """A sharded model with its optimizer. Every rank of the group must call every method, in the same order.
 
-    `head`: `lm` for log-probs, `value` for one number a token. Without `optim` the model only answers. With
-    `replays_routes` tokens go to the experts that a batch names.
+    `head`: `lm` for log-probs, `value` for one number per token. Without `optim` the model only runs forward. With
+    `replays_routes`, tokens are routed to the experts that a batch names.
     """
 
     module: nn.Module
-    # The Hugging Face model whose config, class and parameter names this is; its parameters may be without memory.
+    # The Hugging Face model that gives config, class and parameter names; its parameters may be on the meta device.
     hf_model: PreTrainedModel
     has_adapters: bool = False
-    sight: Sight | None = None  # how the model takes images, if it does
+    sight: Sight | None = None  # the image side of a VLM
     _shape: ModelShape | None = None
     _is_measured: bool = False
 
@@ -87,50 +87,50 @@ class Engine(ABC):
 
     @abstractmethod
     def lay_out(self) -> None:
-        """Finds this rank's place on the axes; nothing is loaded yet."""
+        """Compute this rank's position on the parallel axes, before any weights are loaded."""
 
     @abstractmethod
     def initialize(self) -> None:
-        """Loads, shards and moves the model, and builds the optimizer if there is one."""
+        """Load, shard and move the model, and build the optimizer if there is one."""
 
     @property
     @abstractmethod
     def dp_rank(self) -> int:
-        """Which shard of a batch this rank works on."""
+        """The index of the batch shard that this rank works on."""
 
     @property
     @abstractmethod
     def dp_size(self) -> int:
-        """Into how many shards a batch is cut."""
+        """The number of shards that a batch is cut into."""
 
     @property
     @abstractmethod
     def is_collect(self) -> bool:
-        """Whether this rank answers for its shard; its peers along other axes hold the same answer."""
+        """True if this rank returns the outputs of its shard; its peers along other axes would return the same."""
 
     @property
     @abstractmethod
     def gradient_ranks(self) -> int:
-        """Over how many ranks gradients are averaged: losses are multiplied by it (`BatchStats.dp_size`)."""
+        """The number of ranks over which gradients are averaged; losses are multiplied by it (`BatchStats.dp_size`)."""
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the model is anything but a plain module of this rank."""
+        """True if the model is anything other than a plain module on this rank."""
         return True
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Inside, the model answers without its adapters, as the reference policy."""
+        """Return a context manager that disables the adapters, so that the model acts as the reference policy."""
         raise ValueError("this model has no adapters to turn off")
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
-        """Inside, the model trains (dropout on, gradients recorded)."""
+        """Put the model into training mode (dropout on) for the duration of the context."""
         self._switch(training=True)
         yield
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Inside, the model only answers."""
+        """Put the model into evaluation mode for the duration of the context."""
         self._switch(training=False)
         yield
 
@@ -144,25 +144,31 @@ class Engine(ABC):
     def forward_backward_batch(
         self, data: DataProto, loss_function: LossFunction | None, forward_only: bool = False
     ) -> BatchOutput:
-        """Runs a whole mini-batch, micro-batch by micro-batch, and accumulates the gradient of its loss.
+        """Run a whole mini-batch, micro-batch by micro-batch, and accumulate the gradient of its loss.
 
-        `forward_only` computes without gradients and gives back the model's outputs; a loss is then optional and only
-        measured. `data` holds `input_ids`, `attention_mask` [batch, length] and `response_mask` [batch, columns] over
-        the last columns; `data.meta_info` says `temperature`, `calculate_entropy` and how to cut micro-batches
-        (`use_dynamic_bsz`, `max_token_len`, `micro_batch_size`; `rows_together` neighbouring rows stay together and
-        count as one). A column `routed_experts` (see `meshrl.models.moe_routing`) is replayed; `record_routes` asks a
-        `forward_only` pass for one.
+        With `forward_only`, compute without gradients and return the model's outputs. A loss is then optional and only
+        measured. A column `routed_experts` (see `meshrl.models.moe_routing`) is replayed.
+
+        `data` holds `input_ids`, `attention_mask` `[batch, length]` and `response_mask` `[batch, columns]` over the
+        last columns.
+
+        `data.meta_info` holds `temperature`, `calculate_entropy`, and how to cut micro-batches: `use_dynamic_bsz`,
+        `max_token_len`, `micro_batch_size`, `rows_together` (so many neighbouring rows stay together and count as one).
+        With `record_routes`, a `forward_only` pass also returns the routes.
         """
 
     def routes_of(self, data: DataProto) -> np.ndarray | None:
-        """The routes that a batch brings, by sample; an engine that would not take them says so."""
+        """Return the routes of a batch by sample, if it has any.
+
+        Raise a `ValueError` if there are routes but the engine was not built to replay them.
+        """
         routes = data.non_tensor_batch.get(ROUTED_EXPERTS)
         if routes is not None and not self.replays_routes:
             raise ValueError(f"a batch has {ROUTED_EXPERTS}, but this engine was not built to replay them")
         return routes
 
     def count_flops(self, data: DataProto, forward_only: bool) -> None:
-        """Counts this rank's share of what a batch takes; peers that share its samples take theirs."""
+        """Count this rank's share of a batch's operations; peers that share its samples count their own share."""
         if current_ledger() is None:
             return
         if not self._is_measured:
@@ -179,7 +185,7 @@ class Engine(ABC):
         lengths = data.batch["attention_mask"].sum(1)[targets.any(1)].numpy()
         flops = self._shape.forward(lengths, int(targets.sum()))
         if not forward_only:
-            # Frozen weights get no gradient, only what they were given does.
+            # Frozen weights get no gradient; only their inputs do.
             flops *= 2 if self.has_adapters else 3
         if self.sight is not None and self._shape.tower is not None and IMAGES in data.non_tensor_batch:
             tower = tower_of(self.hf_model)
@@ -189,7 +195,7 @@ class Engine(ABC):
         count_flops(flops * self.dp_size / dist.get_world_size())
 
     def forward(self, data: DataProto) -> dict[str, Tensor]:
-        """The model's outputs for a batch, without gradients."""
+        """Return the model's outputs for a batch, computed without gradients."""
         return self.forward_backward_batch(data, None, forward_only=True).tensors
 
     @abstractmethod
@@ -197,27 +203,27 @@ class Engine(ABC):
 
     @abstractmethod
     def optimizer_step(self) -> float:
-        """Clips and applies the gradient; returns its norm before clipping. A non-finite gradient is not applied."""
+        """Clip and apply the gradient; return its norm before clipping. A non-finite gradient is not applied."""
 
     @abstractmethod
     def lr_scheduler_step(self) -> float:
-        """Moves the schedule on by one optimizer step; returns the learning rate that the step just taken had."""
+        """Advance the schedule by one optimizer step and return the learning rate of the step just taken."""
 
     @abstractmethod
     def sum_over_data_parallel(self, values: Tensor) -> Tensor:
-        """Adds a small tensor of counts over the data-parallel ranks."""
+        """Add a small tensor of counts over the data-parallel ranks."""
 
     @abstractmethod
     def to(self, device: torch.device | str, *, model: bool = True, optimizer: bool = True) -> None:
-        """Brings this rank's part of model and optimizer to a device, such as the host's memory between phases."""
+        """Move this rank's part of model and optimizer to a device, such as to host memory between phases."""
 
     @abstractmethod
     def per_tensor_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields every parameter whole, under its Hugging Face name, one at a time."""
+        """Yield every parameter whole, one at a time, under its Hugging Face name."""
 
     @torch.no_grad()
     def copy_weights_from(self, other: Engine) -> None:
-        """Takes the weights of an engine of the same kind and layout, rank by rank; nothing travels."""
+        """Copy the weights of an engine of the same kind and layout, rank by rank, without communication."""
         pairs = zip(named_weights(self.module).items(), named_weights(other.module).items(), strict=True)
         for (name, mine), (_, theirs) in pairs:
             if mine.shape != theirs.shape:
@@ -226,10 +232,10 @@ class Engine(ABC):
 
     @abstractmethod
     def snapshot(self, contents: Sequence[str] = CONTENTS) -> Snapshot:
-        """What this rank has to write of this model's state; all ranks take part."""
+        """Return the part of this model's state that this rank has to write; all ranks must take part."""
 
     def save_checkpoint(self, folder: Path, contents: Sequence[str] = CONTENTS) -> None:
-        """Writes this model's sharded state; all ranks take part and the folder is shared by them."""
+        """Write this model's sharded state into a folder that all ranks share; all ranks must take part."""
         entries: list[list[Entry]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(entries, write_snapshot(self.snapshot(contents), folder, dist.get_rank()).entries)
         if dist.get_rank() == 0:
@@ -238,4 +244,4 @@ class Engine(ABC):
 
     @abstractmethod
     def load_checkpoint(self, folder: Path, contents: Sequence[str] = CONTENTS) -> None:
-        """Reads back what `save_checkpoint` wrote, also on another layout or by another engine."""
+        """Load what `save_checkpoint` wrote, also on another layout or in another engine."""

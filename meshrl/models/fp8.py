@@ -1,9 +1,13 @@
-"""Products of 8-bit floats (e4m3): how numbers are rounded to them, and linears that compute with them in training.
+"""FP8 matmuls (e4m3): the rounding of numbers to FP8, and linear layers that compute with FP8.
 
-Every token and every row of a matrix of weights has its own scale, made from what is there at that moment: nothing is
-kept from step to step, and a token's result does not depend on which others are computed beside it. Scales of weights
-are powers of two. So a weight is rounded to the same number whatever it shares its scale with: in a product and in
-that of its gradient, in a trainer and in a rollout, whose matrices have one scale for all of their rows.
+- `in_8_bits`, `weights_in_8_bits`: rounding, with a scale per row.
+- `Linear8`, `compute_in_8_bits`: FP8 in training.
+- `Fp8Projection`: FP8 in a rollout, with one scale per weight matrix.
+
+In training, every token and every row of a weight matrix has its own scale, computed from the current values. So no
+state is kept from step to step, and a token's result does not depend on the tokens computed with it. Scales of weights
+are powers of two. So a weight is rounded to the same number whatever values share its scale: in a matmul and in its
+gradient's matmul, in a trainer and in a rollout, whose matrices have one scale for all rows.
 """
 
 from __future__ import annotations
@@ -22,18 +26,19 @@ from meshrl.models.vision import language_model
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
-# The least that a scale is made of; in training, since the gradients of a token may be far less than what it is.
+# The smallest magnitude that a scale is computed from. It is smaller in training, because a token's gradients may be
+# far smaller than its activations.
 TINY, TINY_IN_TRAINING = 1e-10, 1e-30
-# What the processor's products take: sizes that are multiples of this.
+# The GPU's FP8 matmuls take sizes that are multiples of this.
 MULTIPLE = 16
-# The first processors that have such products.
+# The first compute capability with FP8 matmuls.
 CAPABILITY = (8, 9)
 
 
 def in_8_bits(x: Tensor, least: float = TINY) -> tuple[Tensor, Tensor]:
-    """Vectors along the last dim as 8-bit floats, and their scales [..., 1]: the largest element becomes `LARGEST`.
+    """Round vectors along the last dim to FP8; return the values and their scales `[..., 1]`.
 
-    Unless all of them are below the `least`.
+    The largest element of a vector becomes `LARGEST`, unless all its elements are below `least`.
     """
     x = x.float()
     scales = x.abs().amax(-1, keepdim=True).clamp(min=least) / LARGEST
@@ -41,31 +46,35 @@ def in_8_bits(x: Tensor, least: float = TINY) -> tuple[Tensor, Tensor]:
 
 
 def weight_scale(largest: Tensor) -> Tensor:
-    """The scale (float32) of weights of which this is the largest: the least power of two that has room for it."""
+    """Return the scale (float32) of weights with this largest magnitude: the smallest power of two that fits it."""
     wanted = largest.float().clamp(min=TINY) / LARGEST
     mantissa = 0x7FFFFF
     return ((wanted.view(torch.int32) + mantissa) & ~mantissa).view(torch.float32)
 
 
 def weights_in_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of a matrix as 8-bit floats, and their scales [rows, 1]."""
+    """Round the rows of a matrix to FP8; return the values and their scales `[rows, 1]`."""
     scales = weight_scale(weight.abs().amax(-1, keepdim=True))
     return (weight.float() / scales).clamp(-LARGEST, LARGEST).to(FP8), scales
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [rows, inner] times weight [columns, inner], both rounded to 8 bits, in the type of x."""
+    """Multiply x `[rows, inner]` by the transpose of weight `[columns, inner]`, both rounded to FP8.
+
+    The result `[rows, columns]` has the type of x.
+    """
     (a, a_scales), (b, b_scales) = in_8_bits(x, TINY_IN_TRAINING), weights_in_8_bits(weight)
-    if x.device.type == "cpu":  # which has no such products: what they would give
+    if x.device.type == "cpu":  # a CPU has no FP8 matmul: compute what it would give
         return (F.linear(a.to(x.dtype), b.to(x.dtype)) * a_scales * b_scales.t()).to(x.dtype)
-    a, b = a.contiguous(), b.contiguous()  # rows of a turned matrix lie across
+    a, b = a.contiguous(), b.contiguous()  # the rows of a transposed matrix are not contiguous
     return torch._scaled_mm(a, b.t(), a_scales, b_scales.view(1, -1), out_dtype=x.dtype, use_fast_accum=True)
 
 
 class _Product8(torch.autograd.Function):
-    """x times the weight, and the gradient of x, from 8-bit floats; the gradient of the weight from what was given.
+    """A matmul in FP8, whose gradient of x is in FP8 as well.
 
-    That one is a sum over tokens: rounded, it would depend on which of them a micro-batch has.
+    The gradient of the weight uses unrounded values. It is a sum over tokens, so rounded values would make it depend on
+    which tokens a micro-batch has.
     """
 
     @staticmethod
@@ -81,7 +90,7 @@ class _Product8(torch.autograd.Function):
 
 
 class Linear8(nn.Linear):
-    """A linear that computes with 8-bit floats; its weight is as it was."""
+    """A linear layer that computes with FP8 matmuls; its weight keeps its type."""
 
     def forward(self, input: Tensor) -> Tensor:
         made = _Product8.apply(input.flatten(0, -2), self.weight).unflatten(0, input.shape[:-1])
@@ -89,7 +98,7 @@ class Linear8(nn.Linear):
 
 
 def compute_in_8_bits(hf_model: PreTrainedModel, device: torch.device) -> None:
-    """Has all linears of the model's layers compute with 8-bit floats; head, embeddings and towers stay as they are."""
+    """Make all linear layers in the decoder layers compute with FP8; head, embeddings and towers are not changed."""
     key = "mixed_precision.product_dtype=fp8"
     if experts := expert_count(of_text(hf_model.config)):
         raise ValueError(f"{key} takes no experts, and {type(hf_model).__name__} has {experts} a layer: leave it out")
@@ -108,11 +117,11 @@ def compute_in_8_bits(hf_model: PreTrainedModel, device: torch.device) -> None:
                 f"{type(hf_model).__name__} is {rows} by {width}: leave it out"
             )
     for _, linear in linears:
-        linear.__class__ = Linear8  # with its weights, and whatever else knows it
+        linear.__class__ = Linear8  # in place: weights and references to the module stay
 
 
 def lacks_products(device: torch.device) -> str | None:
-    """What is wrong with a GPU that has no products of 8-bit floats (a CPU does with others what they would give)."""
+    """Return why a GPU has no FP8 matmul, or None; on a CPU the same results are computed in another type."""
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_capability(device)
@@ -124,25 +133,24 @@ def lacks_products(device: torch.device) -> str | None:
     )
 
 
-# Products of 8-bit floats (e4m3): a matrix of weights has one scale, and each token gets its own on the way.
+# FP8 matmuls (e4m3) in a rollout: a weight matrix has one scale, and each token gets its own scale at run time.
 #
-# Half the bytes to read, and products that a processor makes twice as fast. What a product gives remains to be
-# multiplied
-# by the scale of each token, which the next kernel does.
+# This halves the bytes to read, and matmuls are twice as fast. The output must still be multiplied by the scale of each
+# token, which the next kernel does.
 
-ROWS = 1024  # that are rounded at once, in float32
+ROWS = 1024  # rows that are rounded at once, in float32
 
 
 @dataclass(frozen=True)
 class Rows8:
-    """Rows in 8 bits [rows, width] with their scales [rows, 1]."""
+    """Rows in FP8 `[rows, width]` with their scales `[rows, 1]`."""
 
     values: Tensor
     scales: Tensor
 
 
 class Fp8Projection:
-    """Several linears of one input as one product of 8-bit floats; `refresh` looks at their weights again."""
+    """Several linear layers of one input as one FP8 matmul; `refresh` rounds their current weights again."""
 
     def __init__(self, weights: list[Tensor], biases: list[Tensor]):
         rows, width = sum(map(len, weights)), weights[0].shape[1]
@@ -154,14 +162,14 @@ class Fp8Projection:
         self._weights, self._biases = weights, biases
         self.dtype, device = weights[0].dtype, weights[0].device
         self.values = torch.empty(rows, width, dtype=FP8, device=device)
-        # Apart: products take numbers only where memory is aligned.
+        # Separate tensors, because the matmul takes scales only from aligned memory.
         self.scale, self._one = (torch.ones((), dtype=torch.float32, device=device) for _ in range(2))
         self.bias = torch.cat(biases) if biases else None
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Takes the weights as they are now to where they were before: recorded graphs go on reading there."""
+        """Round the current weights into the existing memory, which captured CUDA graphs continue to read."""
         largest = torch.stack([weight.abs().amax() for weight in self._weights]).amax().float()
         self.scale.copy_(weight_scale(largest))
         for weight, values in zip(self._weights, self.values.split([len(w) for w in self._weights]), strict=True):
@@ -171,8 +179,8 @@ class Fp8Projection:
             torch.cat(self._biases, out=self.bias)
 
     def raw(self, x: Rows8) -> tuple[Tensor, Tensor]:
-        """The product without bias, and the factors [rows, 1] that its rows remain to be multiplied by."""
-        if x.values.device.type == "cpu":  # which has no such products: what they would give
+        """Return the matmul without bias, and the factors `[rows, 1]` by which its rows must still be multiplied."""
+        if x.values.device.type == "cpu":  # a CPU has no FP8 matmul: compute what it would give
             return F.linear(x.values.to(self.dtype), (self.values.float() * self.scale).to(self.dtype)), x.scales
         made = torch._scaled_mm(
             x.values, self.values.t(), self._one, self.scale, out_dtype=self.dtype, use_fast_accum=True
@@ -185,5 +193,5 @@ class Fp8Projection:
         return out if self.bias is None else out + self.bias
 
     def halves(self, x: Tensor) -> Iterable[Tensor]:
-        """The products of two linears."""
+        """Return the outputs of two equally wide linear layers."""
         return self(x).chunk(2, -1)

@@ -1,6 +1,6 @@
-"""Models by their names on the Hugging Face hub: found in its cache on this machine, or downloaded into it.
+"""Models named as on the Hugging Face hub: found in the hub's cache on this machine, or downloaded into it.
 
-Everything else reads folders: names become folders before a run is checked.
+All other code reads folders, so names are replaced by folders before a run is checked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from meshrl.config.keys import ConfigError, get_value, leaves, set_value
 from meshrl.config.model_folder import is_hub_name
 from meshrl.files import read_json
 
-# The keys that name a model, and those of them that need no weights.
+# The keys that name a model, and the key that needs no weights.
 MODEL_KEYS = re.compile(r"(.*\.)?(model\.path|judge\.path|reference\.path|tokenizer_path)")
 TOKENIZER_KEY = "tokenizer_path"
 FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja", "*.py")
@@ -23,7 +23,7 @@ LEFT_OUT = ("original/*", "consolidated*", "*/*.safetensors", "*.bin.index.json"
 
 
 def cached_folder(name: str, weights: bool = True) -> Path | None:
-    """The folder of a model in the cache, if it is there with all that is needed."""
+    """Return the folder of a model in the cache, or None unless all needed files are there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -35,7 +35,7 @@ def cached_folder(name: str, weights: bool = True) -> Path | None:
 
 
 def downloaded_folder(name: str, weights: bool = True) -> Path:
-    """Downloads what is missing of a model; ValueError where that cannot be done."""
+    """Download the missing files of a model and return its folder; raise a `ValueError` if that fails."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -58,14 +58,14 @@ def downloaded_folder(name: str, weights: bool = True) -> Path:
 
 
 def _patterns(weights: bool) -> dict[str, Any]:
-    """Which of its files a model needs."""
+    """Return the download patterns for a model's needed files."""
     if not weights:
         return {"allow_patterns": [pattern for pattern in FILES if pattern != "*.safetensors"]}
     return {"allow_patterns": list(FILES), "ignore_patterns": list(LEFT_OUT)}
 
 
 def _is_whole(folder: Path, weights: bool) -> bool:
-    """Whether a folder has what its own listing says."""
+    """Return whether a folder has all files that its own index lists, or a tokenizer if `weights` is False."""
     if not weights:
         return any(folder.glob("tokenizer*"))
     if not (folder / "config.json").is_file():
@@ -78,7 +78,7 @@ def _is_whole(folder: Path, weights: bool) -> bool:
 
 
 def folder_of(path: str, say: Callable[[str], None], may_download: bool = True, weights: bool = True) -> str:
-    """A model's folder: `path` itself, or where the hub's model of that name lies."""
+    """Return a model's folder: `path` itself, or the cached folder of the hub's model of that name."""
     if not is_hub_name(path):
         return path
     folder = cached_folder(path, weights)
@@ -92,7 +92,7 @@ def folder_of(path: str, say: Callable[[str], None], may_download: bool = True, 
 
 
 def resolve_models(config: Any, sources: dict[str, str], say: Callable[[str], None], may_download: bool) -> None:
-    """Puts folders in the place of names of the hub in all keys of a config that name a model."""
+    """Replace the hub's names by folders in all keys of a config that name a model."""
     problems = []
     for key in leaves(type(config)):
         value = get_value(config, key) if MODEL_KEYS.fullmatch(key) else None

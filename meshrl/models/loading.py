@@ -1,4 +1,11 @@
-"""Hugging Face models and tokenizers from a folder."""
+"""Hugging Face models and tokenizers, loaded from a folder and checked.
+
+- `load_model`, `empty_model`, `new_causal_lm`: a model with its weights, on the meta device, or with random weights.
+- `load_tokenizer`, `run_tokenizer`, `stop_token_ids`: tokenizers and end tokens.
+- `without_memory`: modules with parameters on the meta device and real buffers.
+- `persistent_buffers`, `named_weights`: the tensors of a model's files.
+- `check_engine`, `check_training`, `logit_scaling_of`, `body_of`: properties of a model's family.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +59,7 @@ from meshrl.config.model_folder import (
 from meshrl.files import read_json
 from meshrl.models.vision import sees
 
-# What Transformers calls the head of its token classifiers.
+# The name of the head of Transformers' token classifiers.
 VALUE_HEAD = "score"
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -65,7 +72,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch type for a config's word such as `bf16` or `float32`."""
+    """Return the torch dtype for a config's name of it, such as `bf16` or `float32`."""
     if name not in DTYPES:
         raise ValueError(f"unknown dtype '{name}': use one of {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -73,7 +80,10 @@ def torch_dtype(name: str) -> torch.dtype:
 
 @contextmanager
 def naming_what_is_damaged(folder: str | Path) -> Iterator[None]:
-    """Libraries say what is wrong with a file, not with which: a `ValueError` names the one that cannot be read."""
+    """Turn an exception inside the context into a `ValueError` that names the damaged file, if there is one.
+
+    Libraries report what is wrong with a file, but not which file it is.
+    """
     try:
         yield
     except Exception as error:
@@ -85,14 +95,14 @@ def naming_what_is_damaged(folder: str | Path) -> Iterator[None]:
 def load_model_config(
     path: str | Path, override: dict[str, Any] | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """Reads a model folder's config.json, sets `override` in it and refuses fields the model does not know."""
+    """Load a model folder's config.json and apply `override`; raise a `ValueError` for fields that the model lacks."""
     folder = Path(path)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"no model at '{path}': expected a folder with config.json")
     with naming_what_is_damaged(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     for name, value in (override or {}).items():
-        # Of a model that sees, most fields are its language model's.
+        # Most fields of a VLM's config belong to its language model.
         owner = config if hasattr(config, name) else config.get_text_config()
         if not hasattr(owner, name):
             raise ValueError(f"model.override_config.{name}: {type(config).__name__} has no field '{name}'")
@@ -101,7 +111,7 @@ def load_model_config(
 
 
 def refuse_quantized(path: str | Path) -> None:
-    """A `ValueError` for a folder with quantized weights: read as they are, they would be other numbers."""
+    """Raise a `ValueError` for a folder with quantized weights, which would be wrong numbers if read as they are."""
     if problem := quantized_problem(Path(path)):
         raise ValueError(problem)
 
@@ -115,10 +125,10 @@ def load_model(
     override: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Loads a model on the CPU with this attention function and head; every weight must be in the folder.
+    """Load a model on the CPU with this attention function and head; every weight must be in the folder.
 
-    A value head that the folder does not have starts at zero: so do the values. What of the folder does not fit the
-    model is a `ValueError` that names it.
+    A value head that the folder does not have starts at zero, so the values are zero too. Raise a `ValueError` that
+    names what in the folder does not fit the model.
     """
     if problem := pickle_problem(Path(path)):
         raise ValueError(problem)
@@ -156,7 +166,7 @@ def load_model(
 
 
 def refuse_misfit(path: str | Path, override: Mapping[str, Any] | None = None) -> None:
-    """A `ValueError` for a folder whose tensors are not those of its config.json, as far as their headers tell."""
+    """Raise a `ValueError` for a folder whose tensors do not match its config.json, as far as file headers show."""
     if problem := next(iter(misfit_problems(Path(path), override or {})), None):
         raise ValueError(problem)
 
@@ -164,7 +174,7 @@ def refuse_misfit(path: str | Path, override: Mapping[str, Any] | None = None) -
 def refuse_unread(
     path: str | Path, names: Collection[str], model: PreTrainedModel, override: Mapping[str, Any] | None = None
 ) -> None:
-    """A `ValueError` for tensors of a folder that a model has no place for, but for those left out on purpose."""
+    """Raise a `ValueError` for tensors of a folder that the model has no place for and does not ignore on purpose."""
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     shape = model.config.get_text_config().to_dict()
     if problem := unread_problem(unread_tensors(names, shape, ignored, override or {})):
@@ -172,7 +182,7 @@ def refuse_unread(
 
 
 def load_pickled_model(path: str | Path) -> PreTrainedModel:
-    """Loads a model whose weights are pickles alone, which torch reads as `weights_only`, in the type they have."""
+    """Load a model that has only pickled weights, with torch's `weights_only`, in the dtype of the weights."""
     config = load_model_config(path)
     scores = any("Classification" in kind for kind in config.architectures or [])
     auto_class = _auto_class(config, "value" if scores else "lm")
@@ -182,8 +192,10 @@ def load_pickled_model(path: str | Path) -> PreTrainedModel:
 
 @contextmanager
 def holding_load_reports() -> Iterator[list[logging.LogRecord]]:
-    """Keeps Transformers' reports of weights that do not match back: a value head in place of the language model's is
-    new to it, and no news to us."""
+    """Hold back Transformers' reports of weights that do not match, and yield the list of them.
+
+    A value head in place of the language model's head always causes such a report, and it is expected.
+    """
     reports: list[logging.LogRecord] = []
 
     def passes(record: logging.LogRecord) -> bool:
@@ -208,7 +220,7 @@ def empty_model(
     override: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model of a folder without memory for its parameters; its buffers are real: most are in no file."""
+    """Build a folder's model with parameters on the meta device and real buffers, most of which are in no file."""
     refuse_quantized(path)
     config = _config_for(head, path, override, trust_remote_code)
     model = _without_memory(_auto_class(config, head), config, attention, dtype, trust_remote_code)
@@ -218,7 +230,7 @@ def empty_model(
 
 
 def empty_causal_lm(config: PretrainedConfig, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A causal language model of this shape without memory for its parameters."""
+    """Build a causal language model of this config with parameters on the meta device."""
     return _without_memory(_auto_class(config, "lm"), copy.deepcopy(config), attention, dtype)
 
 
@@ -237,7 +249,7 @@ def _without_memory(
 
 
 def _with_exact_buffers(model: PreTrainedModel) -> PreTrainedModel:
-    """Buffers that are weights are float32 whatever the model's type, as trainers read them."""
+    """Convert floating-point buffers that are weights to float32, whatever the model's dtype, as trainers read them."""
     for buffer in persistent_buffers(model).values():
         if buffer.is_floating_point():
             buffer.data = buffer.data.float()
@@ -253,12 +265,15 @@ def _auto_class(config: PretrainedConfig, head: str) -> Any:
 
 
 def causal_lm_class(config: PretrainedConfig) -> Any:
-    """What builds a model with a language model's head of this config; one that sees is of another kind."""
+    """Return the auto class that builds a language model of this config; VLMs have another class."""
     return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
 
 
 def _attention_of(config: PretrainedConfig, attention: str) -> str | dict[str, str]:
-    """The same for all layers, but for those that look at images: they see all of an image at once."""
+    """Return the attention function by part of the model.
+
+    It is the same for all layers, except in the vision tower, whose layers see all of an image at once.
+    """
     attention = attention_name(config, attention)
     return {"": attention, "text_config": attention, "vision_config": "sdpa"} if sees(config) else attention
 
@@ -269,19 +284,19 @@ def _config_for(
     config = load_model_config(path, override, trust_remote_code)
     if head == "value":
         config.num_labels = 1
-        # A value model's two ends are different things.
+        # A value model's head is not the transpose of its embedding.
         config.tie_word_embeddings = False
     return config
 
 
 def is_value_head(name: str) -> bool:
-    """Whether a parameter belongs to the head of a value or reward model."""
+    """Return whether a parameter belongs to the head of a value or reward model."""
     return name.split(".")[0] == VALUE_HEAD
 
 
 def new_causal_lm(config: PretrainedConfig, attention: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A causal language model of this shape with fresh random weights."""
-    # A copy: Transformers notes the attention in the config, where the layers of another model of it would read it.
+    """Build a causal language model of this config with new random weights."""
+    # A copy: Transformers stores the attention in the config, which the layers of other models may share.
     made = _auto_class(config, "lm").from_config(
         copy.deepcopy(config), dtype=dtype, attn_implementation=_attention_of(config, attention)
     )
@@ -289,7 +304,7 @@ def new_causal_lm(config: PretrainedConfig, attention: str, dtype: torch.dtype =
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokenizer:
-    """Loads a tokenizer and makes sure that it has a padding and an end token."""
+    """Load a tokenizer and make sure that it has a padding token and an end token."""
     if not Path(path).is_dir():
         raise FileNotFoundError(f"no tokenizer at '{path}': expected a folder with tokenizer files")
     if not any((Path(path) / file).is_file() for file in TOKENIZER_FILES):
@@ -304,7 +319,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokeniz
 
 
 def run_tokenizer(model: ModelConfig) -> Tokenizer:
-    """Load the tokenizer of a run's model, with the chat template that the config gives it."""
+    """Load the tokenizer of a run's model, with the chat template that the config sets."""
     tokenizer = load_tokenizer(model.tokenizer_path or model.path or "", model.trust_remote_code)
     if model.custom_chat_template is not None:
         tokenizer.chat_template = model.custom_chat_template
@@ -312,7 +327,10 @@ def run_tokenizer(model: ModelConfig) -> Tokenizer:
 
 
 def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> list[int]:
-    """The tokens that end an answer: the tokenizer's end token and those of the generation config, if there is one."""
+    """Return the tokens that end a response.
+
+    They are the tokenizer's end token and the end tokens of the generation config, if there is one.
+    """
     stops = {int(tokenizer.eos_token_id)}
     generation = Path(path) / "generation_config.json"
     if generation.is_file():
@@ -324,21 +342,22 @@ def stop_token_ids(path: str | Path, tokenizer: Tokenizer) -> list[int]:
 # Modules built without memory for their parameters, but with real buffers.
 
 META = torch.device("meta")
-# Buffers of floats are smaller than this, and a parameter that is not is never allocated, not even for a moment.
+# Floating-point buffers have fewer elements than this. Parameters with more elements are never allocated.
 LARGE = 1 << 24
 FACTORIES: frozenset[Callable[..., Any]] = frozenset(
     {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn}
 )
-# Filling what has no memory takes a millisecond a parameter. By name: Transformers puts functions of its own in the
-# place of torch's.
+# Filling a tensor on the meta device takes a millisecond per parameter. These are names, because Transformers replaces
+# torch's functions with its own.
 FILLS = frozenset({"normal_", "uniform_", "trunc_normal_", "fill_", "constant_", "zero_", "zeros_", "ones_"})
 
 
 @contextmanager
 def without_memory() -> Iterator[None]:
-    """Modules that this thread makes inside have parameters on the meta device and buffers on the CPU.
+    """Build modules with parameters on the meta device and buffers on the CPU, in this thread, inside the context.
 
-    Most buffers, such as rotary frequencies, are computed by the modules themselves and in no file: they must be real.
+    Modules compute most buffers, such as rotary frequencies, themselves. These buffers are in no file, so they must be
+    real.
     """
     thread = threading.get_ident()
 
@@ -356,9 +375,10 @@ def without_memory() -> Iterator[None]:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Makes new tensors of `LARGE` floats and more on the meta device, where the caller names no other, and fills none.
+    """A torch function mode that makes large new tensors on the meta device, and skips filling them.
 
-    Others are no parameters but buffers, such as the mask of all positions that some models have.
+    It applies to floating-point tensors of at least `LARGE` elements, if the caller names no device. Other large
+    tensors are not parameters but buffers, such as the mask of all positions in some models.
     """
 
     def __torch_function__(
@@ -374,13 +394,14 @@ class _LargeOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-# Weights that are no parameters: buffers that a model's files hold, such as the bias of DeepSeek-V3's routers.
+# Weights that are not parameters: buffers that a model's files hold, such as the bias of DeepSeek-V3's routers.
 
 
 def buffer_homes(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """The buffers that belong to the module's state, as name, owner and the owner's name for it.
+    """Return the buffers that belong to the module's state, as (name, owner, name within the owner).
 
-    Those that a module computes for itself are left out. Walking through all modules takes longer than looking up.
+    Buffers that a module computes for itself are left out. The result can be kept, because walking through all modules
+    takes longer than looking a buffer up.
     """
     return [
         (f"{prefix}.{name}" if prefix else name, part, name)
@@ -391,29 +412,29 @@ def buffer_homes(module: nn.Module) -> list[tuple[str, nn.Module, str]]:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to the module's state, by name."""
+    """Return the buffers that belong to the module's state, by name."""
     return {name: owner.get_buffer(own) for name, owner, own in buffer_homes(module)}
 
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Everything that a model's files hold: parameters, tied ones once, and the buffers that belong to its state."""
+    """Return every tensor of a model's files: parameters (tied ones once) and the buffers of the model's state."""
     return {name: param.detach() for name, param in module.named_parameters()} | persistent_buffers(module)
 
 
-# What the table of model families says of a loaded model, and what follows from it.
+# Properties of a loaded model, from the table of model families.
 
-# Stands for the one of Transformers' attention functions that computes a family right.
+# Stands for the attention function of Transformers that computes a family correctly.
 PLAIN_ATTENTION = "plain"
 
 
 def shape_of(hf_config: Any) -> dict[str, Any]:
-    """The fields of a model's config as `read_model_config` reads them: a language model's fields win."""
+    """Return the fields of a model's config as `read_model_config` does: a language model's fields win."""
     whole, text = hf_config.to_dict(), hf_config.get_text_config().to_dict()
     return {**whole, **text, "model_type": hf_config.model_type}
 
 
 def check_engine(engine: str, hf_config: Any, on_gpu: bool) -> None:
-    """A `ValueError` if a rollout engine would compute the model otherwise than Transformers."""
+    """Raise a `ValueError` if a rollout engine would compute the model differently from Transformers."""
     why = engine_problem(engine, shape_of(hf_config))
     if why is None and on_gpu and engine == "embedded":
         why = gpu_problem(shape_of(hf_config))
@@ -422,33 +443,33 @@ def check_engine(engine: str, hf_config: Any, on_gpu: bool) -> None:
 
 
 def check_training(hf_config: Any, packs: bool) -> None:
-    """A `ValueError` if packed (or padded) samples would have other log-probs than each has alone."""
+    """Raise a `ValueError` if packed (or padded) samples would have other log-probs than each sample alone."""
     if (why := (packing_problem if packs else padding_problem)(shape_of(hf_config))) is not None:
         how = "share a row" if packs else "be padded"
         raise ValueError(f"samples of a {hf_config.model_type} model cannot {how}: {why}")
 
 
 def logit_scaling_of(hf_config: Any) -> LogitScaling:
-    """What the model does to the product of its head."""
+    """Return the scaling and soft cap that the model applies to the output of its head."""
     return logit_scaling(shape_of(hf_config))
 
 
 def attention_name(hf_config: Any, attention: str) -> str:
-    """The name of an attention function; for `PLAIN_ATTENTION` that of the family's row."""
+    """Return the name of an attention function; `PLAIN_ATTENTION` becomes the one of the model's family."""
     if attention != PLAIN_ATTENTION:
         return attention
     return (family_of({"model_type": hf_config.model_type}) or Family()).attention
 
 
 def body_of(hf_model: PreTrainedModel) -> nn.Module:
-    """The model without its head; some families' own name for it is that of a model around them."""
+    """Return the model without its head; for some families `base_model` is the whole model."""
     body = hf_model.base_model
     return hf_model.model if body is hf_model else body
 
 
 @torch.no_grad()
 def scale_logits_(logits: Tensor, scaling: LogitScaling) -> Tensor:
-    """Scale and soft-cap the product of the head in place."""
+    """Scale and soft-cap the output of the head in place."""
     if scaling == UNSCALED:
         return logits
     if scaling.cap is None:

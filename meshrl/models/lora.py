@@ -1,4 +1,4 @@
-"""LoRA by peft: adapters inside the model's own linear layers, and the weights they amount to."""
+"""LoRA by peft: adapters inside the model's linear layers, and their merge into plain weights."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ADAPTER_CONFIG = "adapter_config.json"
 SCALING_FILE = "adapter_scaling.json"
 # All experts of a layer as one tensor, not `experts.0.`.
 FUSED_EXPERTS = re.compile(r"\.experts\.(?!\d)")
-# What an adapter may add: two matrices, around a weight that moves down, or a module that is saved beside it.
+# Names that an adapter may add: its two matrices, and the original weight or module under a longer name.
 MERGEABLE = re.compile(rf"\.lora_[AB]\.{ADAPTER}\.weight$|\.base_layer\.|\.original_module\.")
 
 
 def add_adapters(hf_model: PreTrainedModel, config: ModelConfig) -> None:
-    """Puts adapters into the target modules (or loads them from `lora_adapter_path`) and freezes the rest.
+    """Add adapters to the target modules (or load them from `lora_adapter_path`) and freeze all other weights.
 
-    The model may be without memory; its adapters have theirs.
+    The model may be on the meta device; its adapters get memory.
     """
     try:
         from peft import LoraConfig, PeftConfig, PeftType, inject_adapter_in_model
@@ -62,14 +62,14 @@ def add_adapters(hf_model: PreTrainedModel, config: ModelConfig) -> None:
     if config.lora_adapter_path is not None:
         _load_adapters(hf_model, config.lora_adapter_path)
     for name, param in hf_model.named_parameters():
-        # The head of a value model begins at zero, and with it frozen there no adapter would get a gradient.
+        # A value model's head starts at zero. If it stayed frozen there, no adapter would get a gradient.
         param.requires_grad_("lora_" in name or is_value_head(name))
 
 
 def _give_memory(hf_model: PreTrainedModel) -> None:
-    """Adapters in a model without memory are small and get theirs at once: zeros, until they are drawn or loaded.
+    """Give adapters in a model on the meta device memory at once, because they are small; they start at zero.
 
-    On torch's default device, which in planning is none either.
+    The memory is on torch's default device, which is the meta device in planning.
     """
     for name, module in hf_model.named_modules():
         for own, param in module._parameters.items():
@@ -78,12 +78,15 @@ def _give_memory(hf_model: PreTrainedModel) -> None:
 
 
 def plain_name(name: str) -> str:
-    """What a parameter of a model with adapters is called in the plain model."""
+    """Return the name that a parameter of a model with adapters has in the plain model."""
     return name.replace(".base_layer.", ".")
 
 
 def _refuse_unmergeable(hf_model: PreTrainedModel, own_names: set[str]) -> None:
-    """Rollouts get a linear layer's weight plus the product of its two matrices: nothing else may be trained."""
+    """Raise a `ValueError` unless every trained tensor can be merged.
+
+    Rollouts get a linear layer's weight plus the product of its two adapter matrices, and no other trained tensor.
+    """
     head: Any = hf_model.get_output_embeddings()
     if hasattr(head, "lora_A"):
         raise ValueError(
@@ -93,7 +96,7 @@ def _refuse_unmergeable(hf_model: PreTrainedModel, own_names: set[str]) -> None:
     for name, module in hf_model.named_modules():
         if not hasattr(module, "lora_A"):
             continue
-        # For some models peft takes the names of an MLP's projections for those of the experts.
+        # In some models peft matches the names of an MLP's projections also in fused experts.
         if FUSED_EXPERTS.search(f"{name}."):
             raise ValueError(
                 f"model.target_modules puts an adapter on fused experts ('{name}'), which cannot be merged: name the "
@@ -136,14 +139,17 @@ def _load_adapters(hf_model: PreTrainedModel, folder: str) -> None:
 
 
 def excluded(names: list[str]) -> str | None:
-    """The pattern of dotted names that get no adapter: each given name matches as a whole or as the last part."""
+    """Return a pattern of the dotted names that get no adapter, or None.
+
+    Each given name matches a dotted name as a whole or as its last part.
+    """
     return "|".join(rf"(?:.*\.)?(?:{name})" for name in names) or None
 
 
 def target_names(hf_model: PreTrainedModel, wanted: list[str]) -> list[str]:
-    """The modules that get an adapter: those named or, for `all-linear`, every linear layer but the head.
+    """Return the modules that get an adapter: the named ones or, for `all-linear`, every linear layer except the head.
 
-    Experts that a model keeps as one fused tensor are no linear layers and get none.
+    Experts that a model keeps as one fused tensor are not linear layers and get no adapter.
     """
     if wanted != ["all-linear"]:
         return wanted
@@ -154,7 +160,7 @@ def target_names(hf_model: PreTrainedModel, wanted: list[str]) -> list[str]:
 
 @contextmanager
 def adapters_off(hf_model: nn.Module) -> Iterator[None]:
-    """Inside, the model answers as it did before any training: the reference policy, without a second model."""
+    """Disable the adapters for the duration of the context, which gives the reference policy without a second model."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in hf_model.modules() if isinstance(module, BaseTunerLayer)]
@@ -168,18 +174,18 @@ def adapters_off(hf_model: nn.Module) -> Iterator[None]:
 
 
 def adapter_scaling(hf_model: nn.Module) -> dict[str, float]:
-    """By how much each layer multiplies its adapter's product; to be asked before sharding changes the names."""
+    """Return each layer's factor on its adapter's output; call this before sharding changes the names."""
     layers = {n: m for n, m in hf_model.named_modules() if hasattr(m, "lora_A") and hasattr(m, "scaling")}
     return {name: float(module.scaling[ADAPTER]) for name, module in layers.items()}
 
 
 def adapter_rank(hf_model: nn.Module) -> int:
-    """The largest rank of a model's adapters."""
+    """Return the largest rank of a model's adapters."""
     return max(int(module.r[ADAPTER]) for module in hf_model.modules() if hasattr(module, "lora_A"))  # type: ignore
 
 
 def save_adapter_config(folder: Path, hf_model: PreTrainedModel, scaling: dict[str, float], base: str) -> list[Path]:
-    """Writes what is needed to merge stored adapters, or to give them out as a peft folder; returns the files."""
+    """Write the files needed to merge stored adapters or to export them as a peft folder; return the files."""
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(hf_model.peft_config[ADAPTER])
     config.base_model_name_or_path, config.inference_mode = base, True
@@ -191,9 +197,9 @@ def save_adapter_config(folder: Path, hf_model: PreTrainedModel, scaling: dict[s
 def merged_params(
     named_params: Iterator[tuple[str, Tensor]], scaling: dict[str, float]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Turns a stream of (name, whole tensor) of a model with adapters into that of the plain model they amount to.
+    """Turn a stream of (name, whole tensor) of a model with adapters into the stream of the merged plain model.
 
-    Relies on the stream's order: a layer's base weight comes before its two adapter matrices.
+    The stream must be in order: a layer's base weight comes before its two adapter matrices.
     """
     waiting: dict[str, tuple[str, Tensor]] = {}
     down: dict[str, Tensor] = {}
@@ -217,7 +223,7 @@ def merged_params(
 
 
 def adapter_init(hf_model: nn.Module, seed: int) -> None:
-    """Draws the adapters' first values from a seed alone, so that every rank and layout starts with the same."""
+    """Draw the adapters' initial values from the seed alone, so that every rank and layout starts with the same."""
     generator = torch.Generator().manual_seed(seed)
     for name, param in hf_model.named_parameters():
         if ".lora_A." in name:

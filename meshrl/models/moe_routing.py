@@ -1,11 +1,11 @@
-"""Routes: which experts the tokens of a mixture of experts go to, recorded in one pass and taken again in another.
+"""MoE routes: the experts that tokens are routed to, recorded in one pass and replayed in another.
 
-Rollout and trainer compute the same scores but for their last digits, and where two experts are close they choose
-differently: the same weights then give other log-probs. A replayed choice is the recorded one; how much each chosen
-expert counts still comes from the scores of the pass itself, so that routers learn as ever.
+Rollout and trainer compute the same scores except for the last digits. If two experts are close, the two may choose
+differently, and the same weights then give other log-probs. A replayed choice is the recorded one. The weight of each
+chosen expert still comes from the scores of the replaying pass, so routers learn as usual.
 
-The routes of a sample are an array [tokens, layers with experts, experts per token]. A token without a route (the last
-of an answer, which nobody computed; padding) holds `unknown` and is routed as ever.
+The routes of a sample are an array `[tokens, layers with experts, experts per token]`. A token without a route holds
+`unknown` and is routed as usual. Such tokens are padding and the last token of a response, which was never computed.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from torch.overrides import TorchFunctionMode
 
 from meshrl.data.packing import PackedRow
 
-# The column of a batch that holds them, by the name that vLLM, SGLang and verl have for it.
+# The column of a batch that holds routes; vLLM, SGLang and verl use the same name.
 ROUTED_EXPERTS = "routed_experts"
-# The share of replayed choices, one a token and layer, that this pass would have made otherwise.
+# The share of replayed choices (one per token and layer) that differ from the pass's own choice.
 CHANGED = "actor/routes_changed"
-NAMES = ("gate", "router")  # of routers beside their `experts`
+NAMES = ("gate", "router")  # attribute names of a router beside `experts`
 TOP_K = frozenset((torch.topk, Tensor.topk))
 
 
 def route_dtype(num_experts: int) -> np.dtype[Any]:
-    """The smallest type that holds every expert's number and one more."""
+    """Return the smallest dtype that holds every expert's number and `unknown`."""
     return np.dtype(np.uint8 if num_experts < 256 else np.int16)
 
 
 def tensor_dtype(num_experts: int) -> torch.dtype:
-    """`route_dtype`, of tensors."""
+    """Return the torch dtype that corresponds to `route_dtype`."""
     return torch.uint8 if route_dtype(num_experts) == np.uint8 else torch.int16
 
 
 def unknown(dtype: np.dtype[Any]) -> int:
-    """What stands where a token has no route."""
+    """Return the number that marks a token without a route."""
     return int(np.iinfo(dtype).max)
 
 
 def fitted(routes: np.ndarray, length: int) -> np.ndarray:
-    """Routes of exactly so many tokens: cut off, or unknown at their end."""
+    """Return routes of exactly `length` tokens, cut off or filled up with `unknown` at the end."""
     missing = length - len(routes)
     if missing <= 0:
         return routes[:length]
@@ -56,9 +56,9 @@ def fitted(routes: np.ndarray, length: int) -> np.ndarray:
 
 
 def packed_routes(column: np.ndarray, row: PackedRow) -> Tensor | None:
-    """The routes of a row's tokens [tokens, layers, experts per token], on the host, from those of its samples.
+    """Return the routes of a row's tokens `[tokens, layers, experts per token]`, on the host, from its samples' routes.
 
-    A sample may have None; where all do, so does the row.
+    A sample's routes may be None. If all are None, the result is None.
     """
     some = next((routes for routes in column if routes is not None), None)
     if some is None:
@@ -83,7 +83,7 @@ def packed_routes(column: np.ndarray, row: PackedRow) -> Tensor | None:
 
 
 def unpacked_routes(routes: Tensor, row: PackedRow) -> list[np.ndarray]:
-    """The way back: one array for each sample of the row, in the batch's order."""
+    """Undo `packed_routes`: return one array for each sample of the row, in the batch's order."""
     if row.attention_mask is not None:
         routes = routes[row.attention_mask.flatten().bool()]
     parts = routes.cpu().split(row.lengths)
@@ -92,30 +92,30 @@ def unpacked_routes(routes: Tensor, row: PackedRow) -> list[np.ndarray]:
 
 
 def over_ranks(routes: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
-    """What `gather` makes of routes: as bytes, for collectives know no two-byte integers."""
+    """Apply the collective `gather` to routes as bytes, because collectives do not support two-byte integers."""
     return gather(routes.contiguous().view(torch.uint8)).view(routes.dtype)
 
 
 def check_layers(routes: Tensor, layers: int) -> None:
-    """A `ValueError` for routes through another number of layers."""
+    """Raise a `ValueError` if routes have another number of layers than the model has layers with experts."""
     if routes.shape[1] != layers:
         raise ValueError(f"routes through {routes.shape[1]} layers were given to a model with {layers} of experts")
 
 
 class Choice:
-    """How often a replayed choice was not the one that this pass would have made; sums on the device."""
+    """Counters of replayed choices that differ from the pass's own choice; the sums stay on the device."""
 
     def __init__(self) -> None:
         self.sums: Tensor | None = None
 
     def note(self, own: Tensor, taken: Tensor, is_known: Tensor) -> None:
-        """Compares the experts of each token as sets."""
+        """Count the tokens whose replayed experts differ, as a set, from the router's own choice."""
         differs = (own.sort(-1).values != taken.sort(-1).values).any(-1, keepdim=True) & is_known
         found = torch.stack([differs.sum(), is_known.sum()]).double()
         self.sums = found if self.sums is None else self.sums + found
 
     def metrics(self, device: torch.device) -> dict[str, float]:
-        """The share of changed choices of all ranks since the last look; every rank calls it."""
+        """Return the share of changed choices over all ranks since the last call; collective."""
         sums = torch.zeros(2, dtype=torch.double, device=device) if self.sums is None else self.sums
         self.sums = None
         if dist.is_initialized():
@@ -125,9 +125,9 @@ class Choice:
 
 
 def choose(scores: Tensor, own: Tensor, given: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
-    """The values and indices of a top-k over `scores` [tokens, experts] with the `given` choice, where there is one.
+    """Return values and indices of a top-k over `scores` `[tokens, experts]`, with the `given` choice for known tokens.
 
-    `own` is what the scores themselves choose [tokens, experts per token].
+    `own` is the choice that the scores themselves make, `[tokens, experts per token]`.
     """
     if given.shape != own.shape:
         raise ValueError(
@@ -141,7 +141,7 @@ def choose(scores: Tensor, own: Tensor, given: Tensor, choice: Choice) -> tuple[
 
 
 class _Choosing(TorchFunctionMode):
-    """Inside a router's forward: sees the top-k over all experts, and puts a given choice in its place."""
+    """A torch function mode around a router's forward that replaces the top-k over all experts by a given choice."""
 
     def __init__(self, num_experts: int, given: Tensor | None, choice: Choice):
         super().__init__()
@@ -161,7 +161,7 @@ class _Choosing(TorchFunctionMode):
 
 
 class Routers:
-    """All routers of a Hugging Face model, in the order of its layers; each chooses by a top-k, whatever its scores."""
+    """All routers of a Hugging Face model, in layer order; each chooses experts by a top-k, whatever its scores."""
 
     def __init__(self, hf_model: nn.Module):
         self._routers = find_routers(hf_model)
@@ -175,7 +175,7 @@ class Routers:
         self._given: Tensor | None = None
         self._made: list[Tensor | None] | None = None
         for layer, router in enumerate(self._routers):
-            # Compiled code must not remember whether there was a route when it was compiled.
+            # Compiled code must not specialise on whether there was a route when it was compiled.
             router.forward = torch.compiler.disable(partial(self._forward, layer, router.forward))
 
     @property
@@ -184,7 +184,10 @@ class Routers:
 
     @contextmanager
     def routing(self, records: bool = False) -> Iterator[None]:
-        """Inside, forwards take the routes of `replay` and, with `records`, leave theirs for `recorded`."""
+        """Replay and record routes for the duration of the context.
+
+        Forwards take the routes of `replay` and, with `records`, store their own routes for `recorded`.
+        """
         self._made = [None] * self.num_layers if records else None
         try:
             yield
@@ -192,16 +195,16 @@ class Routers:
             self._made = self._given = None
 
     def replay(self, routes: Tensor | None) -> None:
-        """From now on forwards (and those of recomputed layers) take `routes` [tokens, layers, experts per token].
+        """Set the routes `[tokens, layers, experts per token]` for the following forwards, also of recomputed layers.
 
-        None: their own.
+        With None, routers choose for themselves.
         """
         if routes is not None:
             check_layers(routes, self.num_layers)
         self._given = routes
 
     def recorded(self) -> Tensor:
-        """The routes [tokens, layers, experts] of the last forward."""
+        """Return the routes `[tokens, layers, experts]` of the last forward."""
         assert self._made is not None
         made = [layer for layer in self._made if layer is not None]
         if len(made) != self.num_layers:
@@ -225,13 +228,16 @@ class Routers:
 
 
 def layers_with_experts(hf_model: Any) -> list[int]:
-    """The numbers of a model's layers that have experts."""
+    """Return the numbers of a model's layers that have experts."""
     layers = enumerate(hf_model.base_model.layers)
     return [number for number, layer in layers if any(hasattr(module, "experts") for module in layer.modules())]
 
 
 def find_routers(hf_model: nn.Module) -> list[Any]:
-    """The routers of a model's layers with experts, in their order: what stands beside `experts` by a known name."""
+    """Return the routers of a model's layers with experts, in layer order.
+
+    A router is the attribute `gate` or `router` of a module that also has `experts`.
+    """
     blocks = [block for block in hf_model.modules() if isinstance(getattr(block, "experts", None), nn.Module)]
     named = [[getattr(block, name) for name in NAMES if hasattr(block, name)] for block in blocks]
     return [found[0] for found in named if found and getattr(found[0], "weight", None) is not None]

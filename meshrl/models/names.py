@@ -1,7 +1,8 @@
-"""From the parameters of Hugging Face's modules to the tensors of Hugging Face's files, by an explicit table.
+"""The map from the parameters of Hugging Face's modules to the tensors in Hugging Face's files, as an explicit table.
 
-Plans speak of tensors as files name them: one matrix for each projection of each expert. Modules may hold all experts
-of a layer as one stack, and some families' modules have other names than their files.
+Reshard plans name tensors as files do: one matrix for each projection of each expert. Modules may hold all experts of a
+layer as one stack. The modules of some families have other names than their files. The file also reads sizes from
+configs of different families.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ Shape = tuple[int, ...]
 
 TOWER = re.compile(r"(^|\.)visual\.")
 STACK = re.compile(r"(?P<experts>.+\.experts)\.(?P<kind>gate_up_proj|down_proj)")
-# How a family's files name the projections of an expert, and the block that holds the experts.
+# The names in a family's files of an expert's projections, and of the block that holds the experts.
 EXPERT_NAMES = dict.fromkeys(("mixtral", "minimax", "minimax_m2"), ("w1", "w3", "w2"))
 BLOCK_NAMES = dict.fromkeys(EXPERT_NAMES, (".mlp.", ".block_sparse_moe."))
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the files inside a module's parameter: where it starts and its strides, in elements."""
+    """A tensor of the files inside a module's parameter: its start and its strides, in elements."""
 
     name: str
     shape: Shape
@@ -35,29 +36,29 @@ class Part:
 
 
 def matrix(shape: Shape) -> tuple[int, int]:
-    """Any shape as rows and columns: everything behind the first dim is one row."""
+    """Return any shape as (rows, columns): all dims after the first form one row."""
     return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
 
 def file_name(name: str, model_type: str) -> str:
-    """What a module's parameter is called in a checkpoint's files."""
+    """Return the name that a module's parameter has in a checkpoint's files."""
     return name.replace(*BLOCK_NAMES[model_type]) if model_type in BLOCK_NAMES else name
 
 
 def is_of_tower(name: str) -> bool:
-    """Whether a weight is of what looks at images, which every rank of a rollout has whole."""
+    """Return whether a weight belongs to the vision tower, which every rank of a rollout holds whole."""
     return TOWER.search(name) is not None
 
 
 def module_name(name: str) -> str:
-    """The inverse of `file_name`, for any family."""
+    """Undo `file_name` for a name of any model family."""
     for ours, theirs in BLOCK_NAMES.values():
         name = name.replace(theirs, ours)
     return name
 
 
 def parts_of(name: str, shape: Shape, model_type: str = "") -> list[Part]:
-    """The tensors that a module's parameter holds: itself, or the projections of every expert."""
+    """Return the tensors that a module's parameter holds: itself, or the projections of every expert."""
     match = STACK.fullmatch(name)
     if match is None or len(shape) != 3:
         return [Part(file_name(name, model_type), shape, 0, matrix(shape)[1])]
@@ -74,7 +75,7 @@ def parts_of(name: str, shape: Shape, model_type: str = "") -> list[Part]:
 
 
 def convert_weight_keys(params: Mapping[str, Shape], model_type: str = "") -> dict[str, list[Part]]:
-    """The table for a whole module; a tensor that two parameters claim is an error."""
+    """Return the table for a whole module; raise a `ValueError` if two parameters claim the same tensor."""
     table = {name: parts_of(name, shape, model_type) for name, shape in params.items()}
     owner: dict[str, str] = {}
     for name, parts in table.items():
@@ -85,21 +86,21 @@ def convert_weight_keys(params: Mapping[str, Shape], model_type: str = "") -> di
     return table
 
 
-# Sizes that configs of different families give under different names.
+# Sizes that the configs of different families store under different names.
 
 
 def of_text(hf_config: Any) -> Any:
-    """The part of a config that is of the language model: all of it, but for a model that sees."""
+    """Return the language model's part of a config, which is the whole config unless the model is a VLM."""
     return hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
 
 
 def head_dim(hf_config: Any) -> int:
-    """Elements of a head of queries."""
+    """Return the number of elements in a query head."""
     return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
 
 
 def expert_count(hf_config: Any) -> int:
-    """Routed experts of a sparse layer; 0 for a dense model."""
+    """Return the number of routed experts in a sparse layer; 0 for a dense model."""
     for field in EXPERT_COUNTS:
         if getattr(hf_config, field, None):
             return int(getattr(hf_config, field))

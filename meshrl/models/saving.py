@@ -1,4 +1,9 @@
-"""Writing a model as a Hugging Face folder, tensor by tensor: at most one shard is held in memory."""
+"""Writing of a model as a Hugging Face folder, tensor by tensor, with at most one shard in memory.
+
+- `save_hf_folder`, `write_shards`, `save_configs`, `copy_processor`: the folder's parts.
+- `as_file_tensors`, `other_names`: module parameters as files hold them.
+- `tensor_files`: the files of a folder by tensor.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +38,9 @@ def save_hf_folder(
     writes: bool = True,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Streams `weights` into safetensors shards beside the model's configs; the folder appears when it is complete.
+    """Stream `weights` into safetensors shards beside the model's configs; the folder appears once it is complete.
 
-    Ranks that only help to gather the weights pass `writes=False`: they consume the stream and keep nothing.
+    Ranks that only help to gather the weights pass `writes=False`: they consume the stream and write no file.
     """
     if not writes:
         for _ in weights:
@@ -48,7 +53,7 @@ def save_hf_folder(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Gives a folder to write into, which takes this name, and the place of what was there, only if all goes well."""
+    """Yield a temporary folder to write into; on success, it takes the name `folder` and replaces an old folder."""
     aside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -67,10 +72,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
 def as_file_tensors(
     weights: Iterable[tuple[str, Tensor]], hf_model: PreTrainedModel, *, turns_squares: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """As files have them: Transformers joins experts when it loads, other tools know them one by one.
+    """Convert module parameters to the tensors of files.
 
-    Of some families, files have rows and columns of stacked experts the other way round. Transformers turns them when
-    it loads, but not when it saves; it tells by the shape, so that in files squares stay as they are.
+    Transformers merges experts when it loads a model, but other tools expect each expert as its own tensor. In some
+    families, files hold stacked experts transposed. Transformers transposes them when it loads, but not when it saves.
+    It decides by the shape, so square matrices stay as they are unless `turns_squares`.
     """
     may_turn = hf_model.config.model_type in TURNED_EXPERTS
     for name, tensor in weights:
@@ -82,12 +88,12 @@ def as_file_tensors(
 
 
 def kind_of(name: str) -> str:
-    """A weight's name without the numbers of its layer and expert."""
+    """Return a weight's name without the numbers of its layer and expert."""
     return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
 def other_names(hf_model: PreTrainedModel) -> dict[str, tuple[str, str]]:
-    """Kinds of weights that files name otherwise than `names` does, each with both names of one of them."""
+    """Return the kinds of weights that files name differently from `names`, each with both names of one example."""
     weights, family = named_weights(hf_model), str(hf_model.config.model_type)
     found: dict[str, tuple[str, str]] = {}
     owners: dict[str, str] = {}
@@ -106,7 +112,7 @@ def other_names(hf_model: PreTrainedModel) -> dict[str, tuple[str, str]]:
 
 
 def check_cuttable(hf_model: Any) -> None:
-    """Refuses a mixture of experts whose files hold them in another form than `names` knows, and cuts."""
+    """Raise a `ValueError` for a mixture of experts whose files hold experts in a form that `names` cannot shard."""
     for kind, (ours, theirs) in other_names(hf_model).items():
         if STACK.fullmatch(kind):
             raise ValueError(
@@ -119,9 +125,9 @@ def check_cuttable(hf_model: Any) -> None:
 def write_shards(
     folder: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES, *, copies: bool = True
 ) -> None:
-    """Writes a stream of tensors as safetensors shards and, for more than one, their index.
+    """Write a stream of tensors as safetensors shards and, if there are several shards, their index.
 
-    `copies`: the stream may use a tensor's memory again for the next one.
+    Pass `copies=True` if the stream may reuse a tensor's memory for the next tensor.
     """
     shard: dict[str, Tensor] = {}
     parts: list[list[str]] = []
@@ -145,27 +151,30 @@ def write_shards(
 
 
 def save_configs(folder: str | Path, hf_model: PreTrainedModel) -> None:
-    """Writes config.json and, for a model that generates, its generation config."""
+    """Write config.json and, for a model that generates, its generation config."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(hf_model.config)
-    # Other tools choose the model's class by this name.
+    # Other tools select the model's class by this name.
     config.architectures = [type(hf_model).__name__]
     config.save_pretrained(folder)
     if hf_model.can_generate() and hf_model.generation_config is not None:
-        # `save_pretrained` refuses what loading only warns of, and no checkpoint may fail for that.
+        # `save_pretrained` raises for settings that loading only warns about, and that must not fail a checkpoint.
         hf_model.generation_config.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
 
 
 def copy_processor(source: str | Path, folder: str | Path) -> None:
-    """Copies what says how images are read, which no weight and no tokenizer tells, if the model at `source` has it."""
+    """Copy the image and video processor's files of the model at `source`, if it has any.
+
+    Neither the weights nor the tokenizer contain these settings.
+    """
     for name in (*PROCESSOR_FILES, "video_preprocessor_config.json"):
         if (file := Path(source) / name).is_file():
             shutil.copyfile(file, Path(folder) / name)
 
 
 def _name_shards(folder: Path, parts: list[list[str]], total: int) -> None:
-    """Gives the shards their usual names, now that their number is known, and writes the index."""
+    """Rename the shards to their usual names, now that their number is known, and write the index."""
     if len(parts) == 1:
         (folder / "part-1.safetensors").rename(folder / SINGLE_NAME)
         return
@@ -187,14 +196,14 @@ def _put_in_place(aside: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-# Which of a model folder's safetensors files holds which tensor.
+# The safetensors file of each tensor in a model folder.
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor of a model folder; empty where there are no safetensors."""
+    """Return the file of each tensor of a model folder; an empty dict if there are no safetensors."""
     index = folder / INDEX_NAME
     if index.is_file():
         files = read_json(index)["weight_map"]

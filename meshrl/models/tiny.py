@@ -1,4 +1,4 @@
-"""A tiny model and a character tokenizer made on the spot for demo, tests and benchmarks: nothing is downloaded."""
+"""Tiny models and a character tokenizer, generated for the demo, tests and benchmarks without any download."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from transformers import (
 from meshrl.models.saving import save_hf_folder
 
 PAD, EOS = "<pad>", "<eos>"
-# Where an image is in a prompt, as Qwen's models have it.
+# The tokens around and in place of an image in a prompt, as in Qwen's models.
 VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 PATCH, MERGE = 4, 2
 
 
 def char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token for each character of `alphabet`, after a padding (0) and an end token (1)."""
+    """Return a tokenizer with one token per character of `alphabet`, after a padding token (0) and an end token (1)."""
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, *alphabet])}
     inner = FastTokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -35,7 +35,7 @@ def char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def make_tiny_model(folder: str | Path, alphabet: str, seed: int = 0, **overrides: Any) -> Path:
-    """Writes a small randomly initialised Qwen3 (0.4 M parameters) with its tokenizer into `folder`."""
+    """Write a small randomly initialised Qwen3 (0.4 M parameters) with its tokenizer into `folder`."""
     folder = Path(folder)
     tokenizer = char_tokenizer(alphabet)
     shape: dict[str, Any] = {
@@ -63,9 +63,9 @@ def make_tiny_model(folder: str | Path, alphabet: str, seed: int = 0, **override
 def make_tiny_seeing_model(
     folder: str | Path, alphabet: str, seed: int = 0, family: str = "qwen3_vl", **overrides: Any
 ) -> Path:
-    """Writes a small randomly initialised model that sees, with its tokenizer and image processor, into `folder`.
+    """Write a small randomly initialised VLM, with its tokenizer and image processor, into `folder`.
 
-    A square of 8 x 8 pixels is one token. `overrides` are of its language model.
+    A square of 8 x 8 pixels is one token. `overrides` change the language model's config.
     """
     folder = Path(folder)
     tokenizer = char_tokenizer(alphabet)
@@ -88,7 +88,7 @@ def make_tiny_seeing_model(
     if family == "qwen3_vl_moe":
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     text |= overrides
-    text["rope_parameters"]["mrope_interleaved"] = family.startswith("qwen3")  # other libraries ask for it
+    text["rope_parameters"]["mrope_interleaved"] = family.startswith("qwen3")  # other libraries read it
     patches = {"patch_size": PATCH, "temporal_patch_size": 1, "spatial_merge_size": MERGE, "depth": 2, "num_heads": 2}
     vision: dict[str, dict[str, Any]] = {
         "qwen2_vl": {"embed_dim": 32, "hidden_size": text["hidden_size"], "mlp_ratio": 2},

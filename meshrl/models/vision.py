@@ -1,9 +1,9 @@
-"""Models that see: where images are among the tokens of a row, which positions they have, what they become.
+"""Vision-language models (VLMs): the image tokens of a row, their positions, and their embeddings.
 
-An image is a run of tokens in a prompt, one for each square of patches. A tower of its own makes a vector of each
-square, which takes the place of the token's embedding. The tokens of an image have the position of its first and, on
-two axes more, their row and column; what follows goes on behind the longer of its sides. So a sample of so many tokens
-ends at an earlier position (`shifts`).
+An image is a run of tokens in a prompt, one for each square of patches. The model's vision tower computes a vector for
+each square, which replaces the token's embedding. On the first position axis, all tokens of an image have the position
+of the first one. Two more axes add their row and column. The text after an image continues after the longer of the
+image's sides. So a sample's last position is smaller than its number of tokens (`shifts`).
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from meshrl.data.images import NOT_AN_IMAGE, Head, ImageReader, Images, Seen, re
 
 
 def sees(config: PretrainedConfig) -> bool:
-    """Whether the model takes images."""
+    """Return whether the model is a VLM, which takes images."""
     return config.model_type in SEEING
 
 
 def tower_of(hf_model: PreTrainedModel) -> Any:
-    """The part of a model that looks at images."""
+    """Return the vision tower, the part of a VLM that encodes images."""
     return hf_model.base_model.visual
 
 
 def language_model(hf_model: PreTrainedModel) -> Any:
-    """The decoder: all of a model but its head, and the part of one that sees which reads."""
+    """Return the decoder: a language model without its head, or the language model inside a VLM."""
     return hf_model.base_model.language_model if sees(hf_model.config) else hf_model.base_model
 
 
 @dataclass(frozen=True)
 class Deep:
-    """What is added to hidden states of image tokens (at `places`) behind each of the first layers."""
+    """Deepstack features: vectors that are added to image tokens (at `places`) after each of the first layers."""
 
     places: Tensor
     vectors: list[Tensor]
 
     def add_to(self, hidden: Tensor, layer: int) -> None:
-        """Adds, in place, what belongs behind a layer."""
+        """Add the vectors that belong after a layer to its hidden states, in place."""
         if layer < len(self.vectors):
             hidden.index_add_(0, self.places, self.vectors[layer])
 
 
 class Sight:
-    """What a model that sees has beside a language model, and how its images are read."""
+    """The image side of a VLM: reads images, places them among a row's tokens, and embeds them."""
 
     def __init__(self, config: Any, reader: ImageReader):
         self.reader, self.image_token = reader, int(config.image_token_id)
@@ -63,7 +63,7 @@ class Sight:
         self.patch_numbers = channels * vision.temporal_patch_size * vision.patch_size**2
 
     def problem(self, ids: Sequence[int], images: Images) -> str | None:
-        """Why a prompt and its images do not belong together, as far as their heads tell."""
+        """Return why a prompt and its images do not match, as far as the images' headers show, or None."""
         try:
             wanted = sum(self.reader.num_tokens(image) for image in images)
         except ValueError as error:
@@ -75,10 +75,10 @@ class Sight:
     def look(
         self, ids: Tensor, lengths: Sequence[int], images: Sequence[Images | None], known: Sequence[int] | None = None
     ) -> Seen | None:
-        """The images of documents that lie end to end in a row; None where none has any.
+        """Return the images of documents that lie end to end in a row; None if no document has any.
 
-        The first image tokens of a document are its images': one that comes later was sampled, and is text. With
-        `known` only what comes behind so many first tokens of each document is looked at.
+        The first image tokens of a document belong to its images. Later image tokens were sampled and are text. With
+        `known`, the first `known[i]` tokens of document i are left out.
         """
         shown = [image for own in images for image in own or ()]
         if not shown:
@@ -110,7 +110,7 @@ class Sight:
         square_of = torch.full_like(ids, NOT_AN_IMAGE)
         square_of[places] = first_square[which][image_of] + inside
 
-        # All tokens of an image begin where it does; the last of them moves on by its longer side.
+        # All tokens of an image share its first position; the last of them advances by the longer side.
         advance = torch.ones_like(ids)
         advance[places] = 0
         advance[places[squares.cumsum(0) - 1]] = sizes[which].amax(1)
@@ -122,8 +122,8 @@ class Sight:
         if known is not None:
             is_new = torch.arange(len(ids)) - start_of[document_of] >= torch.tensor(known)[document_of]
             positions, square_of = positions[:, is_new], square_of[is_new]
-            # Images that are looked at no more leave, and the squares of the others move up.
-            image_at = torch.bucketize(square_of, first_square, right=True) - 1  # of other tokens: NOT_AN_IMAGE
+            # Images that have no tokens left are dropped, and the squares of the other images are renumbered.
+            image_at = torch.bucketize(square_of, first_square, right=True) - 1  # NOT_AN_IMAGE for other tokens
             is_left = torch.zeros(len(number), dtype=torch.bool)
             is_left[image_at[image_at >= 0]] = True
             gone = torch.where(is_left, 0, sizes.prod(1)).cumsum(0)
@@ -135,11 +135,11 @@ class Sight:
         return Seen(positions, square_of, values, grids, shifts)
 
     def grids(self, column: Iterable[Images | None]) -> list[tuple[int, int, int]]:
-        """The distinct images of some samples, as pictures in time, rows and columns of patches."""
+        """Return the (time, rows, columns) of patches of the distinct images of some samples."""
         return [self.reader.grid(image) for image in dict.fromkeys(image for own in column for image in own or ())]
 
     def names(self, ids: np.ndarray, images: Images) -> np.ndarray:
-        """Tokens by names that tell images apart: the tokens of an image have a number of its own, below zero."""
+        """Return token ids that distinguish images: all tokens of an image get a negative number of their own."""
         heads = [self.reader.head(image) for image in images]
         times = [math.prod(self._squares(head)) for head in heads]
         named = ids.copy()
@@ -151,14 +151,14 @@ class Sight:
         return height // self.merge, width // self.merge
 
     def inputs(self, hf_model: Any, ids: Tensor, seen: Seen | None, *, always: bool = False) -> dict[str, Any]:
-        """What the language model inside `hf_model` takes for a row of tokens.
+        """Return the inputs of the language model inside `hf_model` for a row of tokens.
 
-        `always`: the tower looks at something also where there is nothing to see, because other ranks wait for it.
+        With `always`, the vision tower also runs if there are no images, because other ranks wait for its collectives.
         """
         if seen is None:
             embedded = hf_model.get_input_embeddings()(ids[None])
             return {"inputs_embeds": embedded + self._nothing(hf_model, ids.device) if always else embedded}
-        # No view of a row without that axis: code that was compiled for one fits no other input of a layer.
+        # Embed `ids[None]` instead of viewing an embedded row: code compiled for a view fits no other layer input.
         embedded, deep = self.embedded(hf_model, hf_model.get_input_embeddings()(ids[None]), seen)
         inputs: dict[str, Any] = {"inputs_embeds": embedded}
         if deep is not None:
@@ -167,7 +167,7 @@ class Sight:
         return inputs
 
     def embedded(self, hf_model: Any, embedded: Tensor, seen: Seen) -> tuple[Tensor, Deep | None]:
-        """Embeddings [1, tokens, hidden] of a row with its images among them, and what goes in deeper."""
+        """Return the embeddings `[1, tokens, hidden]` of a row with its images, and the deepstack features if any."""
         if not len(seen.grids):
             return embedded, None
         found = hf_model.base_model.get_image_features(seen.pixels, seen.grids)
@@ -179,7 +179,7 @@ class Sight:
         return embedded.index_put((torch.zeros_like(places), places), vectors), deeper
 
     def _nothing(self, hf_model: Any, device: torch.device) -> Tensor:
-        """Zero, by way of every weight of the tower."""
+        """Return zero, computed through every weight of the vision tower."""
         pixels = torch.zeros(self.merge**2, self.patch_numbers, device=device)
         found = hf_model.base_model.get_image_features(pixels, torch.tensor([[1, self.merge, self.merge]]).to(device))
         parts = [*found.pooler_output, *(x for one in getattr(found, "deepstack_features", None) or () for x in one)]
@@ -194,10 +194,10 @@ def _too_few(found: int, images: int, wanted: int) -> str:
 
 
 def _joined(vectors: Tensor | Sequence[Tensor]) -> Tensor:
-    """Of all images; versions of Transformers differ in whether they come image by image."""
+    """Concatenate the vectors of all images; some versions of Transformers return them image by image."""
     return vectors if isinstance(vectors, Tensor) else torch.cat(list(vectors))
 
 
 def find_sight(config: PretrainedConfig, model: ModelConfig) -> Sight | None:
-    """How a model takes images, if it does."""
+    """Return the image side of a VLM, or None for a language model."""
     return Sight(config, reader_of(model.path or "", model.trust_remote_code)) if sees(config) else None

@@ -1,8 +1,13 @@
-"""Our attention function: enters any Hugging Face model through its attention interface, with no model code touched.
+"""Attention over packed rows, used by any Hugging Face model through Transformers' attention interface.
 
-The caller passes a *context* as a keyword of the model's forward; Transformers hands it down to every attention layer.
-The context alone knows what the row holds (packed documents, one new token of many requests, a slice of a sequence),
-so there is no attention mask anywhere and none of Transformers' guesses about packing apply.
+- `PackedSequences`: documents end to end in one row, with causal attention that never crosses their borders.
+- `attend_varlen`: one kernel call for a packed row, from FlashAttention 4 or torch.
+- `check_layers`, `longest_fixed_rotation`: whether a model's samples may share a row.
+- `AttentionContext`, `attention`, `hand_contexts_down`: how attention layers get their context.
+
+The caller passes a *context* as a keyword of the model's forward. Transformers hands it down to every attention layer.
+Only the context describes the row (packed documents, one new token of many requests, a slice of a sequence). So there
+is no attention mask, none of Transformers' guesses about packing apply, and no model code is changed.
 """
 
 from __future__ import annotations
@@ -34,14 +39,14 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 
 @dataclass  # not frozen, see AttentionContext
 class PackedSequences:
-    """The lengths of the documents of one packed row, with everything attention and positions derive from them."""
+    """The document lengths of one packed row, with everything that attention and positions derive from them."""
 
     lengths: tuple[int, ...]
     device: torch.device
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device | str) -> PackedSequences:
-        """Describes a row of documents with these lengths (in the order they lie in the row)."""
+        """Describe a row of documents with these lengths, in the order of the documents in the row."""
         if not lengths or min(lengths) < 1:
             raise ValueError(f"packed documents need at least one token each, got lengths {list(lengths)[:8]}")
         return PackedSequences(tuple(lengths), torch.device(device))
@@ -56,12 +61,12 @@ class PackedSequences:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """Borders of the documents, int32 [documents + 1]."""
+        """The cumulative lengths (borders) of the documents, int32 `[documents + 1]`."""
         return self._send(self._borders.int())
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """Positions that restart in every document, int64 [1, tokens]."""
+        """Positions that restart in every document, int64 `[1, tokens]`."""
         offsets = torch.repeat_interleave(self._borders[:-1], torch.tensor(self.lengths))
         return self._send((torch.arange(self.num_tokens) - offsets)[None])
 
@@ -70,19 +75,19 @@ class PackedSequences:
         return torch.tensor((0, *self.lengths)).cumsum(0)
 
     def _send(self, tensor: Tensor) -> Tensor:
-        """To the device by way of pinned memory, so that the host does not wait for the device's work in hand."""
+        """Copy to the device through pinned memory, so that the host does not wait for work queued on the device."""
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def ready(self) -> PackedSequences:
-        """Sends everything now instead of when it is first needed."""
+        """Send borders and positions to the device now, not at first use."""
         _ = self.cu_seqlens, self.position_ids
         return self
 
     @cached_property
     def runs(self) -> list[tuple[int, int, int]]:
-        """Neighbouring documents of equal length as (first token, documents, length): each run is a plain rectangle."""
+        """Neighbouring documents of equal length as (first token, documents, length); each run is a plain rectangle."""
         runs: list[tuple[int, int, int]] = []
         start = 0
         for length in self.lengths:
@@ -97,15 +102,15 @@ class PackedSequences:
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """Causal attention inside each document; see `AttentionContext`."""
-        # A window that hides something would need a mask of length x length, and kernels that take one.
+        """Compute causal attention inside each document; see `AttentionContext`."""
+        # A window shorter than a document would need a mask of [length, length], and kernels that take a mask.
         is_masked = sliding_window is not None and self.max_length > sliding_window
         if query.is_cuda and query.dtype in HALF_TYPES and (len(self.runs) > 1 or is_masked):
             return self._attend_varlen(query, key, value, scaling, sliding_window)
         return self._attend_runs(query, key, value, scaling, sliding_window)
 
     def recur(self, layer_idx: int, rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
-        """A state for each document, which begins with it; see `RecurrentContext`."""
+        """Run a recurrent layer with a separate state for each document; see `RecurrentContext`."""
         return rule.over(channels, decay, rate, self)[0]
 
     def _attend_varlen(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
@@ -114,7 +119,10 @@ class PackedSequences:
         return attend_varlen(q, k, v, borders, longest, scaling, window)[None]
 
     def _attend_runs(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-        """One SDPA call for each run of equal lengths: no padding, no mask, and few calls when lengths are sorted."""
+        """Make one SDPA call for each run of equal lengths.
+
+        This needs no padding and no mask, and only few calls if documents are sorted by length.
+        """
         group = query.shape[1] // key.shape[1]
         outputs = []
         for first, count, length in self.runs:
@@ -134,7 +142,10 @@ class PackedSequences:
 
 
 def fastest_attention(query: Tensor) -> AbstractContextManager[Any]:
-    """On GPUs, half types prefer cuDNN's kernels, which use Hopper's own instructions."""
+    """Return a context manager that prefers cuDNN's kernels for half types on GPUs.
+
+    cuDNN's kernels use Hopper's own instructions.
+    """
     if not query.is_cuda or query.dtype not in HALF_TYPES:
         return nullcontext()
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -142,13 +153,13 @@ def fastest_attention(query: Tensor) -> AbstractContextManager[Any]:
 
 
 def causal_window(length: int, window: int, device: torch.device) -> Tensor:
-    """True where a token may look: at itself and the `window - 1` tokens before it."""
+    """Return a mask `[length, length]`: True for the token itself and the `window - 1` tokens before it."""
     steps = torch.arange(length, device=device)
     distance = steps[:, None] - steps[None, :]
     return (distance >= 0) & (distance < window)
 
 
-# One kernel for a packed row of documents: FlashAttention 4 where it is installed, else the one that torch has.
+# One kernel for a packed row of documents: FlashAttention 4 if it is installed, otherwise torch's own.
 
 
 def attend_varlen(
@@ -160,13 +171,13 @@ def attend_varlen(
     scaling: float,
     window: int | None,
 ) -> Tensor:
-    """Attention of query [tokens, heads, dim], causal in each document and aligned to its last key.
+    """Compute attention of query `[tokens, heads, dim]`, causal in each document and aligned to its last key.
 
-    `borders` (int32 [documents + 1]) and `longest` are those of the queries and those of the keys.
+    `borders` (int32 `[documents + 1]`) and `longest` each hold two values: the queries' and the keys'.
     """
     dim = value.shape[-1]
     if dim < query.shape[-1]:
-        # The kernels want values of the queries' size; what zeros add is cut off again.
+        # The kernels need values as wide as queries. The columns that the zeros add are cut off again.
         value = F.pad(value, (0, query.shape[-1] - dim))
     if has_flash_4(query.device) and query.shape[-1] % 8 == 0:
         from flash_attn.cute import flash_attn_varlen_func
@@ -186,7 +197,7 @@ def attend_varlen(
     else:
         from torch.nn.attention.varlen import varlen_attn
 
-        # Older releases share key heads among query heads without being told to.
+        # Older releases share key heads among query heads without a flag.
         told = {"enable_gqa": query.shape[1] != key.shape[1]} if _takes_gqa_flag() else {}
         seen = (-1 if window is None else window - 1, 0)
         out = varlen_attn(query, key, value, *borders, *longest, scale=scaling, window_size=seen, **told)  # type: ignore[arg-type]
@@ -197,35 +208,38 @@ def attend_varlen(
 
 @cache
 def has_flash_4(device: torch.device) -> bool:
-    """Whether FlashAttention 4 is installed (`meshrl[hopper]`) and the device is a Hopper GPU."""
+    """Return whether FlashAttention 4 is installed (`meshrl[hopper]`) and the device is a Hopper GPU."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
         return False
-    # An older flash-attn owns the same parent package, so that its part is looked for.
+    # An older flash-attn has the same parent package, so look for the subpackage of version 4.
     return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
 
 
 @cache
 def _takes_gqa_flag() -> bool:
-    """Whether this release's varlen attention wants to be told that key heads are shared."""
+    """Return whether this torch release's `varlen_attn` needs the `enable_gqa` flag for shared key heads."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in signature(varlen_attn).parameters
 
 
-# Whether samples can share a row of a model: its layers know where each ends, its angles do not depend on others.
+# Samples can share a row if the model's layers respect document borders and its angles do not depend on other samples.
 
-ATTENDED = "_meshrl_attended"  # of modules that have called our attention
+ATTENDED = "_meshrl_attended"  # an attribute of modules that have called our attention
 INSTEAD = "model.use_remove_padding=false pads samples instead, and rollout.name=vllm, sglang or hf generates"
 
 
 def note_attended(module: nn.Module) -> None:
-    """Remembers that this layer asks for the row's borders; `check_layers` looks at it after a first forward."""
+    """Mark a layer as one that uses the row's document borders; `check_layers` reads the mark after a first forward."""
     if ATTENDED not in module.__dict__:
         module.__dict__[ATTENDED] = True
 
 
 def check_layers(hf_model: PreTrainedModel) -> None:
-    """A `ValueError` if layers of a model that has run on a packed row mix tokens without asking where samples end."""
+    """Raise a `ValueError` if layers mix tokens without using the document borders.
+
+    Call it after the model has run on a packed row.
+    """
     config: Any = hf_model.config.get_text_config()
     modules = list(hf_model.base_model.modules())
     attended, layers = sum(ATTENDED in module.__dict__ for module in modules), int(config.num_hidden_layers)
@@ -239,7 +253,7 @@ def check_layers(hf_model: PreTrainedModel) -> None:
 
 
 def longest_fixed_rotation(hf_model: PreTrainedModel) -> int | None:
-    """Up to how many tokens the angles of positions are the same whatever else is in the row; None: always."""
+    """Return up to how many tokens rotary angles are independent of the rest of the row; None if there is no limit."""
     config: Any = hf_model.config.get_text_config()
     kinds = {getattr(module, "rope_type", None) for module in hf_model.modules() if _has_one_rotation(module)}
     if "longrope" in kinds:
@@ -255,18 +269,19 @@ ATTENTION_NAME = "meshrl"
 
 
 class AttentionContext(Protocol):
-    """What an attention layer asks for: the mix of values for these queries.
+    """The interface through which an attention layer computes its output.
 
-    No frozen dataclass: into those the compiler of torch 2.11 looks, and compiles a layer anew for every number of
-    documents, until it gives up and runs it uncompiled.
+    Implementations are not frozen dataclasses. The compiler of torch 2.11 inspects frozen dataclasses and recompiles a
+    layer for every number of documents, until it gives up and runs the layer uncompiled.
     """
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """Maps query [batch, heads, tokens, dim] and key/value [batch, kv_heads, ...] to [batch, tokens, heads, dim].
+        """Map query `[batch, heads, tokens, dim]` and key/value `[batch, kv_heads, ...]` to `[batch, tokens, heads,
+        dim]`.
 
-        A sliding window counts the token itself.
+        The width of a sliding window includes the token itself.
         """
         ...
 
@@ -287,7 +302,10 @@ def attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function Transformers calls in every layer; refuses what the contexts cannot express."""
+    """Compute attention through the context; this is the function that Transformers calls in every layer.
+
+    It raises a `ValueError` for options that the contexts cannot express.
+    """
     if attention_context is None:
         raise ValueError("this model runs with meshrl's attention: pass attention_context= to its forward")
     if attention_mask is not None:
@@ -306,9 +324,9 @@ def attention(
 
 
 def check_layer(module: torch.nn.Module, layer_idx: int, sliding_window: int | None) -> None:
-    """Refuses layers that look elsewhere than back over all, or over a window, of their document.
+    """Raise a `ValueError` if a layer is not causal, or is neither full nor sliding-window attention.
 
-    Transformers tells such things to its own attention by the mask alone, which a context never sees.
+    Transformers passes such properties to its own attention through the mask alone, which a context never receives.
     """
     layer_types = getattr(getattr(module, "config", None), "layer_types", None)
     kind = layer_types[layer_idx] if layer_types else "full_attention"
@@ -321,14 +339,14 @@ def check_layer(module: torch.nn.Module, layer_idx: int, sliding_window: int | N
 
 
 def _window_in_mask(module: nn.Module) -> int | None:
-    """The window of a layer whose family tells it to Transformers' mask alone."""
+    """Return the sliding window of a layer whose model family passes it to Transformers only through the mask."""
     config: Any = getattr(module, "config", None)
     row = FAMILIES.get(getattr(config, "model_type", ""))
     return config.sliding_window if row is not None and row.window_in_mask else None
 
 
 class _ContextInLayer:
-    """A decoder layer that leaves its attention the context that it is called with."""
+    """A decoder layer that stores the context it is called with on its attention module."""
 
     def forward(self, *args: Any, attention_context: AttentionContext | None = None, **kwargs: Any) -> Tensor:
         own: Any = self
@@ -340,7 +358,7 @@ class _ContextInLayer:
 
 
 class _ContextFromLayer:
-    """Attention that takes the context from its layer."""
+    """An attention module that takes the context stored by its decoder layer."""
 
     context_of_layer: AttentionContext | None = None
 
@@ -350,12 +368,12 @@ class _ContextFromLayer:
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-# Layers that call their attention without the keywords that they were called with.
+# Layers that do not pass their keywords on to their attention.
 SILENT_LAYERS = ("NemotronDecoderLayer", "StableLmDecoderLayer")
 
 
 def hand_contexts_down(hf_model: nn.Module) -> None:
-    """Have layers that swallow their keywords give their attention the context; the others need nothing."""
+    """Make layers that drop their keywords hand the context to their attention; other layers stay as they are."""
     for layer in [module for module in hf_model.modules() if type(module).__name__ in SILENT_LAYERS]:
         for module, addition in ((layer, _ContextInLayer), (layer.self_attn, _ContextFromLayer)):
             if not isinstance(module, addition):

@@ -1,14 +1,20 @@
-"""Ring attention for context parallelism: keys and values travel round the ranks, queries stay.
+"""Context and sequence parallelism: ring attention, Ulysses attention, and the collectives that both are built from.
 
-A row is striped: rank r of n holds its positions r, r + n, r + 2n, ... A causal row is then as much work for each
-rank, whatever its documents, and inside a stripe the documents still lie end to end. At step t a rank attends with its
-queries to the keys of the rank t places before it, while these travel on to the next rank; the partial results are
-merged by their log-sum-exp. In the backward keys and values go round once more, together with their gradients.
+- `RingContext`, `RingBlock`: ring attention (the `cp` axis); its design is described below.
+- `attend_with_lse`, `attend_with_lse_backward`: packed causal attention that also returns its log-sum-exp.
+- `UlyssesContext`: attention behind an all-to-all that trades tokens for heads (the `sp` axis).
+- `exchange_blocks`, `gather_blocks`, `RingTransfer`: the collectives.
 
-What one stripe sees of another is simple: a query at place a of its stripe sees, within its document, the keys of the
-other stripe up to place a, or up to place a - 1 if the other stripe lies after its own. So in each document the queries
-that see anything and the keys that are seen form a square with a causal triangle: a `RingBlock` lists these squares as
-packed sequences, and a sliding window over the row becomes a narrower one inside them.
+In ring attention keys and values travel round the ranks, while queries stay. A row is striped: rank r of n holds the
+positions r, r + n, r + 2n, ... of the row. A causal row then gives each rank the same amount of work, whatever its
+documents. Inside a stripe the documents still lie end to end. At step t a rank attends with its queries to the keys of
+the rank t places before it. At the same time it sends these keys to the next rank. The partial results are merged by
+their log-sum-exp. In the backward pass, keys and values go round once more, together with their gradients.
+
+The causal mask between two stripes is simple. A query at index a of its stripe sees the keys of another stripe up to
+index a, within its document. If the other stripe comes later in the row, it sees the keys up to index a - 1. So in each
+document the queries that see any key and the keys that are seen form a square with a causal triangle. A `RingBlock`
+lists these squares as packed sequences. A sliding window over the row becomes a narrower window inside the squares.
 """
 
 from __future__ import annotations
@@ -31,9 +37,10 @@ KEY_VALUES, GRADIENTS = 0, 1  # the two kinds of transfer
 
 @dataclass(frozen=True)
 class RingBlock:
-    """Which queries of one stripe see keys of another: equally many, pairwise, in the documents of `packed`.
+    """The queries of one stripe that see keys of another stripe, and these keys.
 
-    `queries` and `keys` are int64 places in the stripes; None stands for all of them.
+    Both are equally many and correspond pairwise within the documents of `packed`. `queries` and `keys` are int64
+    indices into the stripes. None stands for the whole stripe.
     """
 
     queries: Tensor | None
@@ -42,7 +49,7 @@ class RingBlock:
 
 
 def ring_block(row: PackedSequences, size: int, own: int, other: int) -> RingBlock | None:
-    """What stripe `own` of `size` sees of stripe `other`; None if nothing."""
+    """Return which keys of stripe `other` the queries of stripe `own` see, of `size` stripes in all; None if none."""
     borders = torch.tensor((0, *row.lengths)).cumsum(0)
     own_borders, other_borders = ((borders - stripe + size - 1) // size for stripe in (own, other))
     shift = int(other > own)
@@ -54,7 +61,7 @@ def ring_block(row: PackedSequences, size: int, own: int, other: int) -> RingBlo
     lengths, first_query = lengths[seen], first_query[seen]
     packed = PackedSequences.of(lengths.tolist(), row.device)
     if packed.num_tokens == row.num_tokens // size:
-        assert shift == 0  # the first query of a stripe sees nothing of a later one
+        assert shift == 0  # the first query of a stripe sees no key of a later stripe
         return RingBlock(None, None, packed)
     offsets = first_query - (lengths.cumsum(0) - lengths)
     places = (torch.arange(packed.num_tokens) + offsets.repeat_interleave(lengths)).to(row.device)
@@ -62,26 +69,29 @@ def ring_block(row: PackedSequences, size: int, own: int, other: int) -> RingBlo
 
 
 def block_window(window: int, size: int, own: int, other: int) -> int:
-    """How many keys a sliding window of the row leaves to a query in its square; 0 or less: none."""
+    """Return how many keys a sliding window over the row leaves to a query in its square; 0 or less means none."""
     farthest = (window - 1 - own + other) // size
     return farthest - int(other > own) + 1
 
 
 @dataclass  # not frozen, see AttentionContext
 class RingContext:
-    """Attention over the stripes of a row (`row.num_tokens` divisible by the group's size) on the ranks of `group`."""
+    """The attention context for a row striped over the ranks of `group`.
+
+    `row.num_tokens` must be divisible by the group's size.
+    """
 
     row: PackedSequences
     group: dist.ProcessGroup
 
     @cached_property
     def blocks(self) -> list[RingBlock | None]:
-        """What this rank's stripe sees at each step of the ring."""
+        """The block that this rank's stripe sees at each step of the ring."""
         size, own = dist.get_world_size(self.group), dist.get_rank(self.group)
         return [ring_block(self.row, size, own, (own - step) % size) for step in range(size)]
 
     def steps(self, window: int | None) -> list[tuple[RingBlock, int | None] | None]:
-        """For each step of the ring the block and its sliding window; None where nothing is seen."""
+        """Return the block and its sliding window for each step of the ring; None for a step that sees no key."""
         if window is None:
             return [None if block is None else (block, None) for block in self.blocks]
         size, own = dist.get_world_size(self.group), dist.get_rank(self.group)
@@ -94,15 +104,19 @@ class RingContext:
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """Attention of the own stripe's queries; see `AttentionContext`."""
+        """Compute attention for this rank's stripe of queries; see `AttentionContext`."""
         steps = self.steps(sliding_window)
         return _RingAttention.apply(query[0], key[0], value[0], steps, scaling, self.group)[None]
 
     def recur(self, layer_idx: int, rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
-        """A state cannot be passed round stripes: ranks trade tokens for heads instead; see `RecurrentContext`."""
+        """Run a recurrent layer over the row; see `RecurrentContext`.
+
+        A recurrent state cannot be passed between stripes, so the ranks trade tokens for heads instead, as Ulysses
+        does.
+        """
         size = dist.get_world_size(self.group)
         rule, *stripes = own_heads(rule, channels, decay, rate, self.group)
-        # Stripe after stripe becomes the row, and the row stripe after stripe.
+        # Interleave the stripes into the row for the recurrence, and split the row into stripes again after it.
         row = (x.unflatten(0, (size, -1)).transpose(0, 1).flatten(0, 1) for x in stripes)
         out = self.row.recur(layer_idx, rule, *row)
         striped = out.unflatten(0, (-1, size)).transpose(0, 1).flatten(0, 1)
@@ -110,7 +124,7 @@ class RingContext:
 
 
 class _RingAttention(torch.autograd.Function):
-    """[heads, tokens, dim] in, [tokens, heads, dim] out."""
+    """Ring attention with a backward pass: inputs are `[heads, tokens, dim]`, the output is `[tokens, heads, dim]`."""
 
     @staticmethod
     def forward(
@@ -159,19 +173,19 @@ class _RingAttention(torch.autograd.Function):
                 places = block.queries, block.keys, block.keys
                 for total, place, found_part in zip((grad_query, grad_k, grad_v), places, found, strict=True):
                     _add_at(total, place, found_part)
-            # The sum for these keys comes from the rank that had them before, and goes the way they go.
+            # The gradient sum of these keys arrives from the rank that held the keys before, and travels on with them.
             if travelling is not None:
                 gradients += travelling.wait()
             travelling = RingTransfer(gradients, ctx.group, GRADIENTS)
             if transfer is not None:
                 key_values = transfer.wait()
         assert travelling is not None
-        grad_key, grad_value = _split(travelling.wait(), key, value)  # the last hop brings them home
+        grad_key, grad_value = _split(travelling.wait(), key, value)  # the last hop returns them to their owner
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
 
 
 class _Merged:
-    """Partial outputs put together: each weighs as much as the keys it saw."""
+    """The running merge of partial attention outputs, each weighted by the softmax mass of the keys it saw."""
 
     def __init__(self, query: Tensor, value_dim: int):
         dtype = accumulation_dtype(query.dtype)
@@ -179,7 +193,7 @@ class _Merged:
         self.lse = query.new_full(query.shape[:2], -torch.inf, dtype=dtype)
 
     def add(self, places: Tensor | None, output: Tensor, lse: Tensor) -> None:
-        """Takes in what the queries at `places` saw; the log-sum-exp of each of them must be finite."""
+        """Merge in the partial output of the queries at `places`; each of their log-sum-exps must be finite."""
         before = _pick(self.lse, places)
         total = torch.logaddexp(before, lse)
         kept, new = (torch.exp(part - total)[..., None] for part in (before, lse))
@@ -203,30 +217,30 @@ def _add_at(total: Tensor, places: Tensor | None, part: Tensor) -> None:
 
 
 def _join(key: Tensor, value: Tensor) -> Tensor:
-    """Keys and values as one flat tensor: one message instead of two."""
+    """Concatenate keys and values into one flat tensor, so that one message carries both."""
     return torch.cat([key.flatten(), value.flatten()])
 
 
 def _split(joined: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The way back from `_join`, as views with the shapes of `key` and `value`."""
+    """Undo `_join`: return views with the shapes of `key` and `value`."""
     return joined[: key.numel()].view(key.shape), joined[key.numel() :].view(value.shape)
 
 
-# Packed causal attention that also tells the log-sum-exp of its scores, so that partial results can be merged.
+# Packed causal attention that also returns the log-sum-exp of its scores, so that partial results can be merged.
 #
-# The backward takes the log-sum-exp and the output of the *merged* result: with them the gradients of a part are exact,
-# although the part saw only some of the keys. Two implementations: plain matrix products in tiles, for any device and
-# type, and the flash kernels for half types on CUDA.
+# The backward takes the log-sum-exp and the output of the *merged* result. They make the gradients of a part exact,
+# although the part saw only some of the keys. There are two implementations: matrix products in tiles, for any device
+# and type, and the flash kernels for half types on CUDA.
 #
 # Shapes here: query [heads, tokens, dim], key and value [kv_heads, tokens, dim], log-sum-exp [heads, tokens].
 
-# Rows of queries whose scores are held at once; the keys after a tile's last query are never multiplied. Larger tiles
-# fall out of a CPU's cache (512 rows take twice the time at 3,000 tokens).
+# Query rows whose scores are held at once. Keys after a tile's last query are never multiplied. Larger tiles exceed a
+# CPU's cache (512 rows take twice the time at 3,000 tokens).
 TILE_ROWS = 128
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Half types are summed up in float32, others in themselves."""
+    """Return the dtype to accumulate in: float32 for half types, otherwise the type itself."""
     return torch.float32 if dtype in HALF_TYPES else dtype
 
 
@@ -238,7 +252,10 @@ def _fits_flash(query: Tensor, value: Tensor) -> bool:
 def attend_with_lse(
     packed: PackedSequences, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention inside each document: its output [heads, tokens, dim] and the log-sum-exp."""
+    """Compute causal attention inside each document of a packed row.
+
+    Returns the output `[heads, tokens, dim]` and the log-sum-exp of the scores `[heads, tokens]`.
+    """
     if _fits_flash(query, value):
         return _flash_forward(packed, query, key, value, scaling, window)
     dtype = accumulation_dtype(query.dtype)
@@ -264,7 +281,7 @@ def attend_with_lse_backward(
     scaling: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value, given the merged `output` and `lse` and the gradient of the output."""
+    """Compute the gradients of query, key and value from the merged `output` and `lse` and the output's gradient."""
     if _fits_flash(query, value):
         return _flash_backward(packed, grad_output, query, key, value, output, lse, scaling, window)
     dtype, kv_heads = accumulation_dtype(query.dtype), len(key)
@@ -284,7 +301,7 @@ def attend_with_lse_backward(
 
 @dataclass(frozen=True)
 class _Tile:
-    """Some queries of each of `count` neighbouring documents of equal length, and the keys they may see."""
+    """Some queries of `count` neighbouring documents of equal length, and the keys that these queries may see."""
 
     first: int
     count: int
@@ -294,27 +311,30 @@ class _Tile:
     hidden: Tensor
 
     def _documents(self, x: Tensor) -> Tensor:
-        """[heads, tokens, dim] → [heads, count, length, dim], a view."""
+        """Return a view of `[heads, tokens, dim]` as `[heads, count, length, dim]`."""
         return x[:, self.first : self.first + self.count * self.length].unflatten(1, (self.count, self.length))
 
     def rows(self, x: Tensor) -> Tensor:
-        """The queries' part of [heads, tokens, dim] as [heads, count, rows, dim], a view."""
+        """Return the queries of this tile from `[heads, tokens, dim]` as a view `[heads, count, rows, dim]`."""
         return self._documents(x)[:, :, self.query_slice]
 
     def columns(self, x: Tensor) -> Tensor:
-        """The keys' part of [kv_heads, tokens, dim] as [kv_heads, count, columns, dim], a view."""
+        """Return the keys of this tile from `[kv_heads, tokens, dim]` as a view `[kv_heads, count, columns, dim]`."""
         return self._documents(x)[:, :, self.key_slice]
 
     def fold(self, x: Tensor, kv_heads: int) -> Tensor:
-        """[heads, count, rows, dim] → [kv_heads, count, group * rows, dim]: heads that share keys become rows."""
+        """Reshape `[heads, count, rows, dim]` to `[kv_heads, count, group * rows, dim]`.
+
+        Query heads that share a key head become additional rows.
+        """
         return x.unflatten(0, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)
 
     def unfold(self, x: Tensor) -> Tensor:
-        """The way back from `fold`."""
+        """Undo `fold`: reshape `[kv_heads, count, group * rows, dim]` to `[heads, count, rows, dim]`."""
         return x.unflatten(2, (-1, len(self.hidden))).transpose(1, 2).flatten(0, 1)
 
     def scores(self, scaled_query: Tensor, key: Tensor) -> Tensor:
-        """Masked scores [kv_heads, count, group * rows, columns]."""
+        """Return the masked scores `[kv_heads, count, group * rows, columns]`."""
         scores = self.fold(self.rows(scaled_query), len(key)) @ self.columns(key).mT
         scores.unflatten(2, (-1, len(self.hidden))).masked_fill_(self.hidden, -torch.inf)
         return scores
@@ -383,17 +403,17 @@ def _flash_backward(
     return grad_query, grad_key, grad_value
 
 
-# Ulysses sequence parallelism: ranks that hold parts of a row trade tokens for heads around each attention.
+# Ulysses sequence parallelism: ranks that hold parts of a row trade tokens for heads before and after each attention.
 #
 #     [own tokens, all heads] ── all-to-all ──► [all tokens, own heads] ── attention ──► all-to-all back
 #
-# Attention itself is left to an inner context, which sees the whole row (or a whole stripe of it) with a share of the
-# heads. Layers that carry a state go the same way (`own_heads`): a state needs every token, but only its own head's.
+# An inner context computes the attention itself. It sees the whole row (or a whole stripe of it) with a share of the
+# heads. Recurrent layers do the same (`own_heads`), because a head's state needs every token but no other head.
 
 
 @dataclass  # not frozen, see AttentionContext
 class UlyssesContext:
-    """Attention over a row whose equal contiguous parts lie on the ranks of `group`, in their order."""
+    """The attention context for a row whose equal contiguous parts lie on the ranks of `group`, in rank order."""
 
     inner: AttentionContext
     group: dist.ProcessGroup
@@ -401,7 +421,7 @@ class UlyssesContext:
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """Attention of the own tokens; see `AttentionContext`."""
+        """Compute attention for this rank's tokens; see `AttentionContext`."""
         size = dist.get_world_size(self.group)
         check_heads(query.shape[1], size)
         copies = kv_copies(key.shape[1], size)
@@ -412,7 +432,7 @@ class UlyssesContext:
         return heads_for_tokens(mixed, self.group)
 
     def recur(self, layer_idx: int, rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
-        """The states' outputs of the own tokens; see `RecurrentContext`."""
+        """Compute a recurrent layer's outputs for this rank's tokens; see `RecurrentContext`."""
         inner = cast(RecurrentContext, self.inner)
         rule, channels, decay, rate = own_heads(rule, channels, decay, rate, self.group)
         return heads_for_tokens(inner.recur(layer_idx, rule, channels, decay, rate)[None], self.group)[0]
@@ -421,7 +441,10 @@ class UlyssesContext:
 def own_heads(
     rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor, group: dist.ProcessGroup
 ) -> tuple[DeltaRule, Tensor, Tensor, Tensor]:
-    """From own tokens of all heads to all tokens of own heads, rank after rank, with the rule of these heads."""
+    """Trade this rank's tokens of all heads for all tokens of this rank's heads.
+
+    Tokens of different ranks follow each other in rank order. The rule that is returned covers this rank's heads only.
+    """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     check_value_heads(rule.value_heads, size)
     copies = kv_copies(rule.key_heads, size)
@@ -429,7 +452,7 @@ def own_heads(
     if copies > 1:
         query, key = (x.repeat_interleave(copies, dim=1) for x in (query, key))
     parts = [x[0].transpose(0, 1).flatten(1) for x in tokens_for_heads([query, key, value], group)]
-    # Float32 whatever the channels are, so they travel by themselves.
+    # Decay and rate are float32 whatever the channels' type is, so they need an exchange of their own.
     gates = tokens_for_heads([x.t().float()[None, ..., None] for x in (decay, rate)], group)
     decay, rate = (x[0, ..., 0].t() for x in gates)
     filters = [x.unflatten(0, (-1, rows)) for x, rows in _filters(rule)]
@@ -442,13 +465,13 @@ def own_heads(
 
 
 def _filters(rule: DeltaRule) -> list[tuple[Tensor, int]]:
-    """The convolution's rows of queries, keys and values, and how many of them a head has."""
+    """Return the convolution's rows for queries, keys and values, each with the number of rows per head."""
     dims = rule.key_dim, rule.key_dim, rule.value_dim
     return list(zip(rule.conv.split(rule.sizes), dims, strict=True))
 
 
 def check_value_heads(heads: int, size: int) -> None:
-    """Refuses a number of heads with a state that cannot be shared equally."""
+    """Raise a `ValueError` if the value heads of linear attention cannot be divided evenly among the ranks."""
     if heads % size:
         raise ValueError(
             f"{heads} heads of the model's linear attention cannot be shared by {size} ranks: linear_num_value_heads "
@@ -457,7 +480,7 @@ def check_value_heads(heads: int, size: int) -> None:
 
 
 def check_heads(heads: int, size: int) -> None:
-    """Refuses a number of query heads that cannot be shared equally."""
+    """Raise a `ValueError` if the query heads cannot be divided evenly among the ranks."""
     if heads % size:
         fitting = [n for n in range(1, heads + 1) if heads % n == 0]
         raise ValueError(
@@ -467,15 +490,19 @@ def check_heads(heads: int, size: int) -> None:
 
 
 def kv_copies(kv_heads: int, size: int) -> int:
-    """How often each key/value head is repeated so that every rank gets as many, next to the query heads it serves.
+    """Return how often each key/value head is repeated, so that every rank gets equally many.
 
-    Query heads are divisible by `kv_heads` and by `size`, so by the least common multiple of the two as well.
+    Each copy lies next to the query heads that it serves. Query heads are divisible by `kv_heads` and by `size`, so
+    they are also divisible by the least common multiple of the two.
     """
     return size // math.gcd(kv_heads, size)
 
 
 def tokens_for_heads(parts: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """From own tokens of all heads to all tokens of own heads, for several [1, heads, tokens, dim] in one exchange."""
+    """Trade this rank's tokens of all heads for all tokens of this rank's heads.
+
+    `parts` are several tensors `[1, heads, tokens, dim]`, exchanged in a single all-to-all.
+    """
     size = dist.get_world_size(group)
     split = [part[0].unflatten(0, (size, -1)) for part in parts]  # [rank, its heads, own tokens, dim]
     received = exchange_blocks(torch.cat([part.flatten(1) for part in split], dim=1), group)
@@ -488,13 +515,13 @@ def tokens_for_heads(parts: list[Tensor], group: dist.ProcessGroup) -> list[Tens
 
 
 def heads_for_tokens(mixed: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The way back: from [1, all tokens, own heads, dim] to [1, own tokens, all heads, dim]."""
+    """Undo `tokens_for_heads`: turn `[1, all tokens, own heads, dim]` into `[1, own tokens, all heads, dim]`."""
     size = dist.get_world_size(group)
     received = exchange_blocks(mixed[0].unflatten(0, (size, -1)), group)  # [rank, own tokens, its heads, dim]
     return received.transpose(0, 1).flatten(1, 2)[None]
 
 
-# Collectives the sequence-parallel contexts are made of: blocks exchanged, rows gathered, a ring that turns.
+# The collectives that the sequence-parallel contexts are built from: all-to-all, all-gather and ring shift.
 
 
 class _ExchangeBlocks(torch.autograd.Function):
@@ -512,25 +539,26 @@ class _ExchangeBlocks(torch.autograd.Function):
 
 
 def exchange_blocks(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-to-all: `blocks[i]` goes to rank i of the group, and `result[i]` is what rank i had for this one.
+    """Run an all-to-all: `blocks[i]` goes to rank i of the group, and `result[i]` comes from rank i.
 
-    Differentiable. `blocks` has one entry for each rank of the group in its first dim.
+    Differentiable. The first dim of `blocks` has one entry per rank of the group.
     """
     return _ExchangeBlocks.apply(blocks, group)
 
 
 def gather_blocks(block: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather: the equally shaped `block` of every rank, stacked in a new first dim. Not differentiable."""
+    """All-gather the equally shaped `block` of every rank, stacked in a new first dim. Not differentiable."""
     gathered = block.new_empty((dist.get_world_size(group), *block.shape))
     dist.all_gather(list(gathered.unbind(0)), block.contiguous(), group=group)
     return gathered
 
 
 class RingTransfer:
-    """One turn of the ring under way: `outgoing` to the next rank of the group, an equal shape from the previous.
+    """A ring shift in flight: `outgoing` is sent to the next rank, and an equal shape is received from the previous
+    rank.
 
-    It runs beside whatever is computed until `wait`; `outgoing` must not be written to before that. Transfers of the
-    same kind must be started in the same order on every rank; those of another kind need a `tag` of their own.
+    The transfer overlaps with computation until `wait`. `outgoing` must not be written to before `wait`. Every rank
+    must start transfers of one kind in the same order. Transfers of another kind need another `tag`.
     """
 
     def __init__(self, outgoing: Tensor, group: dist.ProcessGroup, tag: int = 0):
@@ -547,7 +575,7 @@ class RingTransfer:
         )
 
     def wait(self) -> Tensor:
-        """What came from the previous rank."""
+        """Wait for the transfer and return the tensor received from the previous rank."""
         for work in self._works:
             work.wait()
         return self._incoming

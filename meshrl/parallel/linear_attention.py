@@ -1,16 +1,20 @@
 """The gated delta rule over packed documents: the linear attention of Qwen3-Next, Qwen3.5 and OLMo-Hybrid.
 
-Each head of a layer keeps a matrix S from keys to values. A token lets it fade, corrects what it says of the token's
-key, and reads it with its query:
+- `DeltaRule`, `States`: the rule of one layer, and its recurrent state.
+- `convolved`, `chunked`: the rule in plain torch.
+- `RecurrentContext`, `enter_recurrences`: how a model's layers run the rule through their context.
+
+Each head of a layer keeps a matrix S that maps keys to values. A token lets S decay, corrects the value that S holds
+for the token's key, and reads S with its query:
 
     S ← exp(decay) S        S ← S + key ⊗ rate (value − Sᵀ key)        out = Sᵀ query / √dim
 
-Queries, keys and values have gone through a short convolution over the last tokens before. So a layer remembers two
-things of a sequence (`States`): those last tokens, and S.
+Queries, keys and values have passed a short convolution over the last tokens before. So the state of a sequence
+(`States`) has two parts: the inputs of the convolution at those last tokens, and S.
 
-Many tokens are computed in chunks: what happens inside one is a product of matrices, and only S goes from chunk to
-chunk. Chunks begin with their documents, and documents go on side by side, so there is no padding but at their ends.
-On GPUs the kernels of flash-linear-attention do it, where they are installed.
+Many tokens are computed in chunks. Work inside a chunk is matrix products, and only S goes from chunk to chunk. Every
+document begins a new chunk, and documents advance side by side, so only document ends are padded. On GPUs the kernels
+of flash-linear-attention compute the rule, if they are installed.
 """
 
 from __future__ import annotations
@@ -34,8 +38,11 @@ logger = logging.getLogger(__name__)
 
 
 class States(NamedTuple):
-    """What layers remember of sequences: channels before the convolution [sequences, width - 1, channels], and
-    matrices [sequences, value_heads, key_dim, value_dim] in float32."""
+    """The recurrent states of several sequences, one row each.
+
+    `recent`: channels before the convolution `[sequences, width - 1, channels]`. `memory`: the matrices S `[sequences,
+    value_heads, key_dim, value_dim]` in float32.
+    """
 
     recent: Tensor
     memory: Tensor
@@ -43,7 +50,7 @@ class States(NamedTuple):
 
 @dataclass  # not frozen, see AttentionContext
 class DeltaRule:
-    """One layer's rule: its convolution [channels, width], and how queries, keys and values lie in the channels."""
+    """One layer's rule: its convolution `[channels, width]`, and the channel layout of queries, keys and values."""
 
     conv: Tensor
     key_heads: int
@@ -53,7 +60,7 @@ class DeltaRule:
 
     @property
     def sizes(self) -> list[int]:
-        """How many channels are queries, keys and values."""
+        """The numbers of channels of queries, keys and values."""
         keys = self.key_heads * self.key_dim
         return [keys, keys, self.value_heads * self.value_dim]
 
@@ -62,13 +69,16 @@ class DeltaRule:
         return self.conv.shape[1]
 
     def no_states(self, count: int, like: Tensor) -> States:
-        """Those of sequences that have not begun."""
+        """Return zero states for `count` sequences that have not begun."""
         recent = like.new_zeros(count, self.width - 1, self.conv.shape[0])
         shape = (count, self.value_heads, self.key_dim, self.value_dim)
         return States(recent, like.new_zeros(shape, dtype=torch.float32))
 
     def heads_of(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Channels [tokens, ...] as queries, keys [tokens, key_heads, dim] and values [tokens, value_heads, dim]."""
+        """Split channels `[tokens, channels]` into heads of queries, keys and values.
+
+        Returns queries and keys `[tokens, key_heads, key_dim]` and values `[tokens, value_heads, value_dim]`.
+        """
         query, key, value = channels.split(self.sizes, dim=1)
         heads, dims = (self.key_heads, self.key_heads, self.value_heads), (self.key_dim, self.key_dim, self.value_dim)
         parts = zip((query, key, value), heads, dims, strict=True)
@@ -84,12 +94,12 @@ class DeltaRule:
         before: States | None = None,
         wants_after: bool = False,
     ) -> tuple[Tensor, States | None]:
-        """A row of documents: channels [tokens, channels], decay and rate [tokens, value_heads].
+        """Run the rule over a row of documents: channels `[tokens, channels]`, decay and rate `[tokens, value_heads]`.
 
-        Returns values [tokens, value_heads, dim] and, if they are wanted, the documents' states at their ends; they
-        begin with those of `before`, or with none.
+        Returns values `[tokens, value_heads, dim]` and, if `wants_after`, the documents' states at their ends. The
+        documents start from the states `before`, or from zero states.
         """
-        # What is trained and its log-probs come from the same code, prompts of a rollout from the fastest.
+        # Training and its log-probs use the same code. Prompts of a rollout use the fastest code.
         is_prompt = wants_after and not torch.is_grad_enabled()
         if channels.is_cuda and _fla() is not None and (is_prompt or _fla_trains()):
             return self._over_by_fla(channels, decay, rate, packed, before, wants_after)
@@ -97,13 +107,13 @@ class DeltaRule:
         query, key, value = self.heads_of(mixed)
         memory = before.memory if before else None
         row = *self._prepared(query, key), value.float(), decay.float(), rate.float(), packed, memory
-        # On the way back GPUs compute it again: what it makes takes 20 times the memory of what it is given.
+        # On GPUs the backward recomputes the rule, because its intermediates take 20 times the memory of its inputs.
         saves = channels.is_cuda and torch.is_grad_enabled()
         out, after = checkpoint(chunked, *row, use_reentrant=False) if saves else chunked(*row)
         return out.to(channels.dtype), States(recent, after) if recent is not None else None
 
     def step(self, channels: Tensor, decay: Tensor, rate: Tensor, states: States) -> tuple[Tensor, States]:
-        """One token of each sequence: like `over`, with the states [sequences, ...] before and after."""
+        """Run the rule over one token of each sequence, like `over`; both states are `[sequences, ...]`."""
         window = torch.cat([states.recent, channels[:, None].to(states.recent.dtype)], 1)
         mixed = F.silu((window.float() * self.conv.t().float()).sum(1)).to(channels.dtype)
         query, key, value = self.heads_of(mixed)
@@ -116,7 +126,10 @@ class DeltaRule:
         return out.to(channels.dtype), States(window[:, 1:], memory)
 
     def _prepared(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys in float32, of length 1, for every head of values; queries by their share of the root."""
+        """Return queries and keys in float32 and of length 1, repeated for every value head.
+
+        Queries are scaled by 1/√dim.
+        """
         copies = self.value_heads // self.key_heads
         query, key = (_of_length_1(x.float()).repeat_interleave(copies, dim=1) for x in (query, key))
         return query * self.key_dim**-0.5, key
@@ -131,10 +144,10 @@ class DeltaRule:
         wants_after: bool,
     ) -> tuple[Tensor, States | None]:
         convolve, rule = _fla()
-        borders = _borders(packed.lengths, packed.device)  # the same tensor for all layers: theirs are kept by it
+        borders = _borders(packed.lengths, packed.device)  # one tensor for all layers: fla's caches are keyed by it
         recent = None
         if before is not None:
-            # Theirs holds one token more, which is never looked at.
+            # fla's convolution state holds one more token, which is never read.
             recent = F.pad(before.recent, (0, 0, 1, 0)).transpose(1, 2).to(channels.dtype).contiguous()
         mixed, _ = convolve(channels[None], self.conv, initial_state=recent, activation="silu", cu_seqlens=borders)
         query, key, value = (x[None] for x in self.heads_of(mixed[0]))
@@ -156,7 +169,7 @@ class DeltaRule:
 
 @cache
 def _fla() -> Any:
-    """The convolution and the rule of flash-linear-attention, or None where they are not installed."""
+    """Return the convolution and the rule of flash-linear-attention, or None if the package is not installed."""
     try:
         from fla.modules.causal_conv1d import causal_conv1d
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -168,7 +181,10 @@ def _fla() -> Any:
 
 @cache
 def _fla_trains() -> bool:
-    """Whether its kernels have gradients here: on Hopper GPUs Triton 3.4 to 3.7.0 gets them wrong, and they refuse."""
+    """Return whether the kernels of flash-linear-attention have gradients on this GPU.
+
+    On Hopper GPUs Triton 3.4 to 3.7.0 computes wrong gradients, and the kernels refuse to run.
+    """
     import triton
 
     is_hopper = torch.version.hip is None and torch.cuda.get_device_capability()[0] == 9
@@ -192,18 +208,23 @@ def _of_length_1(x: Tensor) -> Tensor:
 
 
 def last_tokens(channels: Tensor, count: int, packed: PackedSequences, before: Tensor | None) -> Tensor:
-    """The last `count` tokens [documents, count, channels] of each document; of what was `before`, or zeros, where it
-    has fewer."""
+    """Return the last `count` tokens `[documents, count, channels]` of each document.
+
+    A document with fewer tokens is filled up from `before`, or with zeros.
+    """
     return _extended(channels, count, packed, before)[0][_extension(packed.lengths, count, packed.device)[2]]
 
 
 def convolved(
     channels: Tensor, weight: Tensor, packed: PackedSequences, before: Tensor | None, wants_after: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Each channel's convolution over the tokens of its document, and SiLU; the documents' last tokens, if wanted."""
+    """Apply each channel's convolution over the tokens of its document, then SiLU.
+
+    The second result is the documents' last tokens if `wants_after`, otherwise None.
+    """
     count = weight.shape[1] - 1
     row, places = _extended(channels, count, packed, before)
-    # In float32, as steps add them up: in fewer bits, what is trained would not be what was sampled.
+    # In float32, as in `step`: with fewer bits, the trained policy would differ from the policy that sampled.
     mixed = sum(row[places - (count - at)].float() * weight[:, at].float() for at in range(count + 1))
     assert isinstance(mixed, Tensor)
     ends = _extension(packed.lengths, count, packed.device)[2]
@@ -211,7 +232,7 @@ def convolved(
 
 
 def _extended(channels: Tensor, count: int, packed: PackedSequences, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The row with `count` tokens more before each document, and where its own tokens are in it."""
+    """Return the row with `count` more tokens before each document, and the indices of the original tokens in it."""
     heads, places, _ = _extension(packed.lengths, count, packed.device)
     row = channels.new_zeros(len(places) + heads.numel(), channels.shape[1])
     if before is not None:
@@ -221,7 +242,11 @@ def _extended(channels: Tensor, count: int, packed: PackedSequences, before: Ten
 
 @lru_cache(maxsize=8)
 def _extension(lengths: tuple[int, ...], count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a row extended by `count` tokens before each document: where these are, the documents, and their last ones."""
+    """Return indices into a row that is extended by `count` tokens before each document.
+
+    They are the indices of the added tokens `[documents, count]`, of the original tokens `[tokens]`, and of each
+    document's last `count` tokens `[documents, count]`.
+    """
     sizes, documents = torch.tensor(lengths), torch.arange(len(lengths))
     document = documents.repeat_interleave(sizes)
     places = torch.arange(len(document)) + (document + 1) * count
@@ -231,23 +256,26 @@ def _extension(lengths: tuple[int, ...], count: int, device: torch.device) -> tu
 
 
 class Chunks(NamedTuple):
-    """The chunks of a row: all first ones, then all second ones ..., of the longest document first in each step."""
+    """The chunks of a row: all first chunks, then all second chunks, and so on.
 
-    tokens: Tensor  # [chunks, CHUNK] in the row; behind a document's end the one after the last
+    In each step the chunk of the longest document is first.
+    """
+
+    tokens: Tensor  # [chunks, CHUNK] indices into the row; after a document's end the index past the row's last token
     sizes: list[int]  # how many documents have a chunk at each step
-    place: Tensor  # of each token of the row among those of the chunks
-    document: Tensor  # which are the longest, in that order
+    place: Tensor  # [tokens] the index of each token of the row in the flattened chunks
+    document: Tensor  # [documents] document numbers, the longest document first
 
 
 @lru_cache(maxsize=8)
 def chunks_of(sizes_of_documents: tuple[int, ...], device: torch.device) -> Chunks:
-    """How a row of documents is cut into chunks."""
+    """Return how a row of documents is cut into chunks."""
     lengths = torch.tensor(sizes_of_documents)
     order = lengths.argsort(descending=True, stable=True)
     counts = -(-lengths // CHUNK)
     steps = torch.arange(int(counts.max()))
     sizes = (counts[None] > steps[:, None]).sum(1)
-    # In a step, the documents that go on are the first ones of the order.
+    # In a step, the documents that have another chunk are the first ones of the order.
     step = steps.repeat_interleave(sizes)
     document = order[torch.arange(len(step)) - (sizes.cumsum(0) - sizes)[step]]
     starts = lengths.cumsum(0) - lengths
@@ -268,9 +296,12 @@ def chunked(
     packed: PackedSequences,
     before: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The rule over a row [tokens, heads, dim] in float32: what is read, and the matrices at the documents' ends."""
+    """Run the rule over a row `[tokens, heads, dim]` in float32.
+
+    Returns the outputs of the tokens and the matrices S at the documents' ends.
+    """
     chunks = chunks_of(packed.lengths, packed.device)
-    # A token that is not there leaves the matrix as it is: its rate and its decay are zero.
+    # A padding token leaves the matrix as it is, because its rate and its decay are zero.
     query, key, value, decay, rate = (
         F.pad(x, (0, 0) * (x.ndim - 1) + (0, 1))[chunks.tokens].transpose(1, 2)
         for x in (query, key, value, decay, rate)
@@ -279,7 +310,7 @@ def chunked(
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
     between = (faded[..., :, None] - faded[..., None, :]).masked_fill(later, -torch.inf).exp()
     ours = key * rate[..., None]
-    # What a token writes depends on what those before it in the chunk have written: a triangular system.
+    # What a token writes depends on what earlier tokens of the chunk have written: a triangular system.
     system = (ours @ key.transpose(-1, -2)) * between
     wanted = torch.cat([value * rate[..., None], ours * faded.exp()[..., None]], -1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
@@ -304,29 +335,29 @@ def chunked(
     return out, torch.empty_like(after).index_copy(0, chunks.document, after)
 
 
-# Layers that carry a state from token to token, in models whose other layers attend.
+# Recurrent layers, which carry a state from token to token, in models whose other layers attend.
 #
-# Like attention, they ask the context that comes down with the model's forward: it alone knows where documents end and
-# what was computed of them before. Transformers has no interface for them, so the layers' own class is replaced by one
-# that asks (`enter_recurrences`); weights, names and a forward without a context stay as they are.
+# Like attention layers, they use the context that is passed through the model's forward. Only the context has the ends
+# of the documents and their earlier states. Transformers has no interface for such layers, so `enter_recurrences`
+# replaces a layer's class by a subclass that uses the context. Weights, names and a forward without a context stay.
 
 
 class RecurrentContext(Protocol):
-    """What a layer with a state asks for, beside what `AttentionContext` says."""
+    """The interface through which a recurrent layer computes its output, in addition to `AttentionContext`."""
 
     def recur(self, layer_idx: int, rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
-        """Maps channels [tokens, channels], decay and rate [tokens, value_heads] to [tokens, value_heads, dim]."""
+        """Map channels `[tokens, channels]`, decay and rate `[tokens, value_heads]` to `[tokens, value_heads, dim]`."""
         ...
 
 
 class _GatedDeltaNet(nn.Module):
     """The forward of gated delta nets: projections → the context's recurrence → gated norm → projection."""
 
-    # Names of the norm behind the rule and of the last projection.
+    # Names of the norm after the rule and of the last projection.
     outward = ("norm", "out_proj")
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of tokens [tokens, hidden]: channels, gate [tokens, value channels], and what rate and decay come from."""
+        """Project `[tokens, hidden]` to channels, gate `[tokens, value channels]`, and inputs of rate and decay."""
         own: Any = self
         return own.in_proj_qkv(x), own.in_proj_z(x), own.in_proj_b(x), own.in_proj_a(x)
 
@@ -344,7 +375,7 @@ class _GatedDeltaNet(nn.Module):
 
 
 class _Qwen3Next(_GatedDeltaNet):
-    """Queries, keys, values and gates of a key head lie together."""
+    """The gated delta net of Qwen3-Next: queries, keys, values and gates of a key head are adjacent."""
 
     def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         own: Any = self
@@ -389,12 +420,12 @@ def _asking(known: Any, own: Any) -> type[nn.Module]:
 
 
 def recurrences(hf_model: nn.Module) -> list[Any]:
-    """The layers of a model that carry a state and that we know."""
+    """Return the recurrent layers of a model that are of a known class."""
     return [m for m in hf_model.modules() if isinstance(m, _GatedDeltaNet) or type(m).__name__ in KNOWN]
 
 
 def enter_recurrences(hf_model: nn.Module) -> bool:
-    """Has a model's layers with states ask the context; whether there are any."""
+    """Make a model's recurrent layers use the context; return whether the model has such layers."""
     found = recurrences(hf_model)
     for module in found:
         own: Any = type(module)

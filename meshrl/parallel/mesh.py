@@ -1,4 +1,9 @@
-"""Process groups: how the ranks of a worker group find each other."""
+"""Devices, process groups, and layouts of named parallel axes over ranks.
+
+- `prepare_device`, `resolve_device`: the device of a rank.
+- `init_process_group`, `new_groups`, `contiguous_group`, `sharding_mesh`: torch.distributed groups and meshes.
+- `Layout`, `sample_layout`, `shard_layout`: axes and their sizes as plain numbers, without a process group.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,10 @@ KEPT_BYTES = 1 << 30
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto` takes a GPU where there is one; each local rank gets its own."""
+    """Return the device for `name` (auto, cpu or cuda); `auto` takes a GPU if there is one.
+
+    Each local rank gets a GPU of its own.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
@@ -39,7 +47,7 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def init_process_group(device: torch.device, timeout_seconds: float) -> None:
-    """Joins the ranks named by the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); once a process."""
+    """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, unless already joined."""
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -49,16 +57,20 @@ def init_process_group(device: torch.device, timeout_seconds: float) -> None:
 
 
 def outlive_other_groups() -> None:
-    """To be called before a process makes its first group: has it outlive errors in others, as between pools.
+    """Let this process survive errors in groups other than its first one, such as a group between two pools.
 
-    When any group fails, the monitor of the first one writes down what ran and then ends the process. What ran is in
-    our own reports (`calls`).
+    Call this before the process creates its first group. When any group fails, torch's monitor of the first group dumps
+    the recorded operations and then ends the process. That dump is not needed, because meshrl's own reports (`calls`)
+    hold the same information.
     """
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
 
 
 def new_groups(layout: Layout, *axes: str) -> dist.ProcessGroup | None:
-    """This rank's process group along the axes, or None where it would be alone. Every rank must call this alike."""
+    """Return this rank's process group along the axes, or None if the group would have one rank.
+
+    Collective: every rank must call this with the same arguments.
+    """
     if layout.size(*axes) == 1:
         return None
     mine, _ = dist.new_subgroups_by_enumeration(layout.groups(*axes))
@@ -66,9 +78,9 @@ def new_groups(layout: Layout, *axes: str) -> dist.ProcessGroup | None:
 
 
 def contiguous_group(size: int, timeout_seconds: float) -> dist.ProcessGroup | None:
-    """This rank's group when the world is cut into groups of `size` neighbours; None where it would be alone.
+    """Return this rank's group when the world is cut into groups of `size` neighbouring ranks; None if `size` is 1.
 
-    Every rank must call this alike.
+    Collective: every rank must call this with the same arguments.
     """
     if size == 1:
         return None
@@ -80,12 +92,15 @@ def contiguous_group(size: int, timeout_seconds: float) -> dist.ProcessGroup | N
 
 
 def wait_for_all(group: dist.ProcessGroup) -> None:
-    """Waits until all ranks of a group are here, within its deadline; no device takes part."""
+    """Wait until all ranks of a group have called this, at most until the group's timeout.
+
+    The objects are gathered on the CPU, so no GPU takes part.
+    """
     dist.all_gather_object([None] * dist.get_world_size(group), None, group=group)
 
 
 def sharding_mesh(shards: Layout, device_type: str) -> DeviceMesh:
-    """A mesh of (copies × shards) for FSDP, which shards along the second dim and adds gradients along both."""
+    """Return the FSDP device mesh (copies × shards): it shards along the second dim and adds gradients along both."""
     table = torch.from_numpy(shards.table(("ddp",), ("fsdp",)))
     if table.shape[0] == 1:
         return DeviceMesh(device_type, table[0], mesh_dim_names=("fsdp",))
@@ -93,17 +108,20 @@ def sharding_mesh(shards: Layout, device_type: str) -> DeviceMesh:
 
 
 def _leave_process_group() -> None:
-    """Destroy all groups and end their threads: a gloo thread that still frees a tensor while Python ends aborts it."""
+    """Destroy all groups and end their threads.
+
+    A gloo thread that frees a tensor during interpreter shutdown would abort the process.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()
 
 
 def prepare_device(name: str, local_rank: int) -> torch.device:
-    """The rank's device, set up for training in float32 on a CPU or in any type on a GPU."""
+    """Return the rank's device, set up for training in float32 on a CPU or in any type on a GPU."""
     device = resolve_device(name, local_rank)
     if device.type == "cpu":
-        # oneDNN costs more per call than the plain BLAS does for the small matrices that are trained on CPUs.
+        # oneDNN has more overhead per call than plain BLAS for the small matrices that are trained on CPUs.
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
         keep_freed_memory()
     else:
@@ -112,7 +130,10 @@ def prepare_device(name: str, local_rank: int) -> torch.device:
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep what is freed: large tensors of a CPU step would else be new pages of zeros each time."""
+    """Let glibc keep freed memory instead of returning it.
+
+    Otherwise each large tensor of a step on a CPU would be backed by newly zeroed pages.
+    """
     if platform.libc_ver()[0] != "glibc":
         return
     trim_threshold, mmap_threshold = -1, -3  # the numbers of mallopt's parameters
@@ -121,18 +142,18 @@ def keep_freed_memory() -> None:
     allocator.mallopt(mmap_threshold, KEPT_BYTES)
 
 
-# Layouts: named axes over ranks, as plain numbers. No process group is needed to make, ask or print one.
+# Layouts: named axes over ranks, as plain numbers. Building, querying or printing a layout needs no process group.
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Axes with their sizes, row-major: ranks next to each other differ in the last axis."""
+    """Named axes with their sizes, in row-major order: neighbouring ranks differ in the last axis."""
 
     axes: tuple[tuple[str, int], ...]
 
     @staticmethod
     def of(axes: Mapping[str, int]) -> Layout:
-        """A layout from axis sizes, the slowest axis first."""
+        """Build a layout from axis sizes, the slowest axis first."""
         for name, size in axes.items():
             if size < 1:
                 raise ValueError(f"axis {name} must have at least one rank, got {size}")
@@ -147,16 +168,16 @@ class Layout:
         return prod(size for _, size in self.axes)
 
     def size(self, *axes: str) -> int:
-        """How many ranks the axes span together."""
+        """Return how many ranks the axes span together."""
         sizes = dict(self.axes)
         return prod(sizes[axis] for axis in axes)
 
     def ranks(self) -> np.ndarray:
-        """All ranks, in an array with one dim an axis."""
+        """Return all ranks as an array with one dim per axis."""
         return np.arange(self.world_size).reshape([size for _, size in self.axes])
 
     def index(self, rank: int, *axes: str) -> int:
-        """The place of a rank along the axes taken as one, the first of them slowest."""
+        """Return the index of a rank along the given axes flattened into one; the first axis is the slowest."""
         coordinates = dict(zip(self.names, np.unravel_index(rank, [size for _, size in self.axes]), strict=True))
         sizes = dict(self.axes)
         place = 0
@@ -165,14 +186,14 @@ class Layout:
         return place
 
     def table(self, rows: tuple[str, ...], columns: tuple[str, ...]) -> np.ndarray:
-        """Ranks as a matrix: one row for each place along `rows`, one column for each along `columns`."""
+        """Return the ranks as a matrix: one row per index along `rows`, one column per index along `columns`."""
         if sorted((*rows, *columns)) != sorted(self.names):
             raise ValueError(f"rows {rows} and columns {columns} must name each of the axes {self.names} once")
         order = [self.names.index(axis) for axis in (*rows, *columns)]
         return self.ranks().transpose(order).reshape(self.size(*rows), self.size(*columns))
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """The ranks that work together along these axes: they differ in nothing else."""
+        """Return the groups of ranks along these axes; the ranks of a group have equal indices on all other axes."""
         others = tuple(name for name in self.names if name not in axes)
         return self.table(others, axes).tolist()
 
@@ -189,7 +210,10 @@ SEQUENCE_AXES = ("cp", "sp")
 
 
 def sample_layout(world_size: int, cp: int = 1, sp: int = 1) -> Layout:
-    """Which ranks of the FSDP engine share samples: data parallel × ring × Ulysses; `sp` ranks are neighbours."""
+    """Return the layout by which ranks of the FSDP engine share samples: data parallel × ring × Ulysses.
+
+    The ranks of an `sp` group are neighbours.
+    """
     if world_size % (cp * sp):
         raise ValueError(
             f"n_gpus ({world_size}) must be divisible by context_parallel_size * ulysses_sequence_parallel_size "
@@ -199,10 +223,10 @@ def sample_layout(world_size: int, cp: int = 1, sp: int = 1) -> Layout:
 
 
 def shard_layout(world_size: int, fsdp_size: int = -1) -> Layout:
-    """Which ranks of the FSDP engine share weights: copies × shards; the shards of a copy are neighbours.
+    """Return the layout by which ranks of the FSDP engine share weights: copies × shards.
 
-    Ranks of one sequence hold different shards like all others: gradients are added up over all ranks anyway. So
-    shards and sequences need not fit into each other.
+    The shards of a copy are neighbouring ranks. Ranks that share a sequence hold different shards, as all other ranks
+    do, because gradients are added up over all ranks anyway. So shard groups and sequence groups need not nest.
     """
     shards = world_size if fsdp_size == -1 else fsdp_size
     if shards < 1 or world_size % shards:

@@ -1,7 +1,11 @@
-"""Which layers lie on which pipeline stage, as plain numbers: no process group and no Megatron is needed to ask.
+"""Pipeline parallelism as plain numbers: where layers lie, and how large the bubble is.
 
-A stage holds `vpp` chunks of the model, numbered round the stages: layers run through chunk 0 of every stage, then
-chunk 1 of every stage, and so on. A chunk's first layer is the number of layers before it in that order.
+- `PipelineSplit`, `layer_offsets`, `parse_layout`: which layers lie on which pipeline stage.
+- `replay`, `bubble`, `ideal_bubble`: a recorded schedule on a virtual clock, and its idle share.
+
+Neither a process group nor Megatron is needed. A stage holds `vpp` chunks of the model. Layers run through chunk 0 of
+every stage, then chunk 1 of every stage, and so on. A chunk's first layer is the number of layers before it in that
+order.
 """
 
 from __future__ import annotations
@@ -13,16 +17,17 @@ from dataclasses import dataclass
 
 from meshrl.telemetry.pipeline_timeline import COMPUTE, Span
 
-# What an explicit layout is made of: embedding, decoder layer, multi-token-prediction layer, loss.
+# The letters of an explicit layout: embedding, decoder layer, multi-token-prediction layer, loss.
 LAYER_LETTERS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
 
 
 @dataclass(frozen=True)
 class PipelineSplit:
-    """How layers are dealt to stages; by default evenly. The fields are Megatron's, under shorter names.
+    """The division of layers among stages, which is even by default. The fields are Megatron's, under shorter names.
 
-    `first` and `last` fix the layers of those stages; `embedding` and `loss` count these as one layer each; `layout`
-    lists what each chunk holds, in the order of the chunks (`"Ett|tt|tt|tL"`, or the same as lists of words).
+    `first` and `last` fix the number of layers of those stages. `embedding` and `loss` count the embedding and the loss
+    as one layer each. `layout` lists what each chunk holds, in the order of the chunks: `"Ett|tt|tt|tL"`, or the same
+    as lists of names.
     """
 
     first: int | None = None
@@ -48,7 +53,7 @@ class PipelineSplit:
 
 
 def layer_offsets(num_layers: int, pp: int, vpp: int = 1, split: PipelineSplit | None = None) -> list[list[range]]:
-    """The global layers (from 0) of every chunk, as `[stage][chunk]`."""
+    """Return the global layers (from 0) of every chunk, as `[stage][chunk]`."""
     split = split or PipelineSplit()
     if num_layers < 1 or pp < 1 or vpp < 1:
         raise ValueError(f"layers ({num_layers}), stages ({pp}) and chunks ({vpp}) must all be at least 1")
@@ -66,7 +71,7 @@ def layer_offsets(num_layers: int, pp: int, vpp: int = 1, split: PipelineSplit |
 
 
 def _counts(num_layers: int, pp: int, vpp: int, split: PipelineSplit) -> list[list[int]]:
-    """How many layers each chunk holds, as `[stage][chunk]`."""
+    """Return the number of layers of each chunk, as `[stage][chunk]`."""
     fixed = {stage: n for stage, n in ((0, split.first), (pp - 1, split.last)) if n is not None}
     if pp == 1 and fixed:
         raise ValueError("num_layers_in_first/last_pipeline_stage needs pipeline_model_parallel_size > 1, not 1")
@@ -122,7 +127,10 @@ def _layout_counts(layout: str | Sequence[Sequence[str]], num_layers: int, pp: i
 
 
 def parse_layout(text: str) -> list[list[str]]:
-    """What each chunk holds, for a layout like `Et*3|(tt|)*2,t|L`: `|` parts chunks, `*n` repeats, commas are free."""
+    """Parse a layout such as `Et*3|(tt|)*2,t|L` into the layers of each chunk.
+
+    `|` separates chunks, `*n` repeats a letter or a group in parentheses, and commas are ignored.
+    """
     text = text.replace(",", "")
     repeat = re.compile(r"(?:\(([^)]+)\)|([^()*]))\*(\d+)")
     while repeat.search(text):
@@ -134,18 +142,19 @@ def parse_layout(text: str) -> list[list[str]]:
 
 # A pipeline's recorded order of work, replayed on a virtual clock.
 #
-# Each stage does its forwards and backwards in the order in which it really did them, each as long as its work, and
-# waits
-# for nothing but what the work needs: a forward for the chunk before it, a backward for the chunk behind it. So the
-# idle
-# share that remains belongs to the schedule and to unequal micro-batches, not to a busy machine or a slow network.
+# Each stage does its forwards and backwards in the order in which it really did them, each as long as its work. It
+# waits only for the input of that work: a forward for the chunk before it, a backward for the chunk after it. So the
+# idle share that remains is due to the schedule and to unequal micro-batches, not to a busy machine or a slow network.
 
-# How long a span is on the virtual clock, from its stage and itself.
+# (stage, span) -> the length of the span on the virtual clock.
 Work = Callable[[int, Span], float]
 
 
 def replay(stages: Sequence[Sequence[Span]], work: Work | None = None) -> list[list[Span]]:
-    """The spans of every stage on the virtual clock; `work` says how long each is (by default its own `work`)."""
+    """Return the spans of every stage on the virtual clock.
+
+    `work` returns the length of a span; by default it is the span's own `work`.
+    """
     duration = work or (lambda stage, span: span.work)
     todo = [deque(span for span in spans if span.kind in COMPUTE) for spans in stages]
     chunks = 1 + max((span.chunk for spans in todo for span in spans), default=0)
@@ -173,7 +182,10 @@ def replay(stages: Sequence[Sequence[Span]], work: Work | None = None) -> list[l
 
 
 def _ready(span: Span, place: int, last: int, ends: dict[tuple[str, int, int], float]) -> float | None:
-    """When what a span needs is there; None while it is not known. Chunks are numbered in the order of the layers."""
+    """Return when a span's input is ready; None while that is unknown.
+
+    Chunks are numbered in the order of the layers.
+    """
     if span.kind == "forward":
         return 0.0 if place == 0 else ends.get(("forward", place - 1, span.micro_batch))
     needed = ("forward", place) if place == last else ("backward", place + 1)
@@ -181,12 +193,12 @@ def _ready(span: Span, place: int, last: int, ends: dict[tuple[str, int, int], f
 
 
 def bubble(stages: Sequence[Sequence[Span]]) -> float:
-    """The share of all stages' time, from the first start to the last end, in which they did not compute."""
+    """Return the share of all stages' time, from the first start to the last end, in which they did not compute."""
     spans = [span for spans in stages for span in spans if span.kind in COMPUTE]
     whole = max(span.end for span in spans) - min(span.start for span in spans)
     return 1.0 - sum(span.end - span.start for span in spans) / (whole * len(stages))
 
 
 def ideal_bubble(pp: int, vpp: int, micro_batches: int) -> float:
-    """The bubble of equal micro-batches: each stage idles (p - 1) of v * m + p - 1 steps."""
+    """Return the bubble for equal micro-batches: each stage idles (p - 1) of v * m + p - 1 steps."""
     return (pp - 1) / (vpp * micro_batches + pp - 1)

@@ -6,9 +6,9 @@
     cp rank 1               1     3     5     7     9    11
       sp rank 0 / 1         1     3     5  |  7     9    11
 
-Every rank of the group is given the same row. It runs the model on its own tokens only, with the positions and the
-attention context of its `SequenceShard`, and gathers the numbers it computed for them (log-probs, values) into the
-whole row, so that the loss is computed, on every rank alike, by code that knows nothing of all this.
+Every rank of the group gets the same row. It runs the model on its own tokens only, with the positions and the
+attention context of its `SequenceShard`. Then the ranks gather the per-token results (log-probs, values) into the whole
+row. Every rank computes the same loss from the whole row, so the loss code does not depend on sequence parallelism.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from meshrl.parallel.context_parallel import RingContext, UlyssesContext, gather
 
 
 class SequenceParallel:
-    """Splits packed rows over an `sp` group (Ulysses) and a `cp` group (ring); None or one rank: not split."""
+    """The Ulysses (`sp`) and ring (`cp`) groups that split packed rows.
+
+    An axis without a group, or with a group of one rank, is not split.
+    """
 
     def __init__(self, sp_group: dist.ProcessGroup | None, cp_group: dist.ProcessGroup | None):
         self.sp_group, self.sp_size, self.sp_rank = _place(sp_group)
@@ -35,24 +38,26 @@ class SequenceParallel:
 
     @property
     def size(self) -> int:
-        """Over how many ranks a row is split."""
+        """The number of ranks that a row is split over."""
         return self.sp_size * self.cp_size
 
     def shard(self, packed: PackedSequences) -> SequenceShard:
-        """This rank's tokens of a row, which must be the same on all ranks of the group."""
+        """Return this rank's shard of a row; every rank of the group must pass the same row."""
         return SequenceShard(packed, self)
 
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """One rank's tokens of a packed row: which they are, how they attend, and the way back to the whole row."""
+    """One rank's tokens of a packed row: their indices, their attention context, and the gather back into the whole
+    row.
+    """
 
     packed: PackedSequences
     parallel: SequenceParallel
 
     @cached_property
     def padded(self) -> PackedSequences:
-        """The row with one more document at its end that fills it up to a multiple of the group's size."""
+        """The row with one more document at its end, which pads it to a multiple of the group's size."""
         missing = -self.packed.num_tokens % self.parallel.size
         if not missing:
             return self.packed
@@ -64,19 +69,19 @@ class SequenceShard:
 
     @property
     def local_length(self) -> int:
-        """How many tokens this and every other rank of the group holds."""
+        """The number of tokens that each rank of the group holds."""
         return self.padded_length // self.parallel.size
 
     @cached_property
     def index(self) -> Tensor:
-        """The places of this rank's tokens in the padded row, int64 [local], in the order the rank holds them."""
+        """The indices of this rank's tokens in the padded row, int64 `[local]`, in the order the rank holds them."""
         first = self.parallel.sp_rank * self.local_length
         places = torch.arange(first, first + self.local_length, device=self.packed.device)
         return places * self.parallel.cp_size + self.parallel.cp_rank
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """The positions of this rank's tokens in their documents, int64 [1, local]."""
+        """The positions of this rank's tokens in their documents, int64 `[1, local]`."""
         return self.padded.position_ids if self.parallel.size == 1 else self.padded.position_ids[:, self.index]
 
     @cached_property
@@ -91,16 +96,18 @@ class SequenceShard:
         return context
 
     def take(self, values: Tensor, fill: int = 0) -> Tensor:
-        """This rank's part [local, ...] of what every rank has for the whole row [tokens, ...]; `fill` for padding."""
+        """Return this rank's part `[local, ...]` of `values` `[tokens, ...]`, which all ranks hold; padding gets
+        `fill`.
+        """
         return values if self.parallel.size == 1 else self._pad(values, fill)[self.index]
 
     def gather(self, local_values: Tensor) -> Tensor:
-        """The whole row [tokens, ...], without padding, of every rank's [local, ...].
+        """Gather the whole row `[tokens, ...]`, without padding, from every rank's `[local, ...]`.
 
         Differentiable under this contract: every rank computes the same loss from the gathered row. A rank's backward
-        then takes its own tokens' part of the gradient, which is complete as it is, and adds nothing over the group.
-        So the parameter gradients of a rank are those by way of its own tokens, and the engine must *sum* (not average)
-        them over the group. A loss that differs between the ranks gets wrong gradients.
+        then takes its own tokens' part of the gradient. That part is already complete, so nothing is added over the
+        group. The parameter gradients of a rank therefore cover its own tokens only, and the engine must *sum* (not
+        average) them over the group. A loss that differs between the ranks gets wrong gradients.
         """
         return local_values if self.parallel.size == 1 else _GatherRow.apply(local_values, self)
 
@@ -126,7 +133,7 @@ class _GatherRow(torch.autograd.Function):
 
 
 def _place(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, int, int]:
-    """A group with its size and this rank's place in it; a group of one is none at all."""
+    """Return a group with its size and this rank's index in it; a group of one rank becomes None."""
     if group is None or dist.get_world_size(group) == 1:
         return None, 1, 0
     return group, dist.get_world_size(group), dist.get_rank(group)

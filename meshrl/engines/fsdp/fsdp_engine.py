@@ -68,7 +68,10 @@ WRAPPER_PREFIX = "hf_model."
 
 
 class FSDPEngine(Engine):
-    """FSDP2 (or FSDP1) × Ulysses × ring. With a single rank and no mixed precision the model stays a plain module."""
+    """The engine for FSDP2 (or FSDP1) × Ulysses × ring.
+
+    With a single rank and no mixed precision the model stays a plain module.
+    """
 
     prefix = WRAPPER_PREFIX
 
@@ -95,7 +98,7 @@ class FSDPEngine(Engine):
         hf_config = load_model_config(model.path or "", dict(model.override_config), model.trust_remote_code)
         check_training(hf_config, self.packs)
         how = self._placement()
-        # FSDP2 shards a model without memory and fills it afterwards; adapters are small and made with their values.
+        # FSDP2 shards a model on the meta device and fills it afterwards. Adapters are small and get values at once.
         fills_later = how == "fsdp2" or model.random_init
         self.hf_model = self._model(empty_model if fills_later else load_model)
         if self.engine_config.rounds:
@@ -136,11 +139,11 @@ class FSDPEngine(Engine):
             self.learning_rate = LearningRate(self.optimizer, self.optim_config, self.total_steps)
 
     def _placement(self) -> str:
-        """How the parameters lie: `whole` or `whole-bf16` on a single rank, else by `fsdp2` or `fsdp`."""
+        """Return the placement of the parameters: `whole` or `whole-bf16` on one rank, otherwise `fsdp2` or `fsdp`."""
         config = self.engine_config.fsdp_config
         if self.engine_config.strategy == "fsdp" and self.shards.size("fsdp") > 1:
             return "fsdp"
-        # With nothing to cut, FSDP1 would not add the copies' gradients up: what follows is for both strategies.
+        # If nothing is sharded, FSDP1 would not add up the copies' gradients, so both strategies go on below.
         if self.world_size > 1 or config.offload_policy:
             return "fsdp2"
         if precision_policy(config) is None:
@@ -159,7 +162,7 @@ class FSDPEngine(Engine):
         return optimizer
 
     def _model(self, make: Callable[..., PreTrainedModel]) -> PreTrainedModel:
-        """The configured model, by one of the functions of `meshrl.models.loading`."""
+        """Build the configured model with one of the functions of `meshrl.models.loading`."""
         model = self.model_config
         refuse_quantized(model.path or "")
         return make(
@@ -172,7 +175,7 @@ class FSDPEngine(Engine):
         )
 
     def _make_sight(self) -> Sight | None:
-        """How the model takes images, if it does."""
+        """Return the image inputs of a VLM, or None for a language model."""
         sight = find_sight(self.hf_model.config, self.model_config)
         if sight is not None and not self.packs:
             raise ValueError("a model that sees images takes packed rows only: set model.use_remove_padding=true")
@@ -181,14 +184,14 @@ class FSDPEngine(Engine):
     def _wrap(self, hf_model: PreTrainedModel) -> PackedModel:
         if self.head == "value":
             return PackedValueModel(hf_model)
-        # Where weights are gathered, all ranks must call the same modules.
+        # If weights are gathered, all ranks must call the same modules.
         looks_always = self.world_size > 1
         return PackedCausalLM(hf_model, self.engine_config.keep_logits_megabytes << 20, self.sight, looks_always)
 
     def _shard(self, module: PackedModel, how: str) -> Sharding:
         config = self.engine_config.fsdp_config
         if how.startswith("whole"):
-            # A model without memory is filled in place later, on the device and in its own type.
+            # A model on the meta device is filled in place later, on the device and in the model's type.
             move_params(module, self.device, torch.bfloat16 if how == "whole-bf16" else None)
             return Whole(module)
         if how == "fsdp":
@@ -207,7 +210,7 @@ class FSDPEngine(Engine):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the model is anything but a plain module of this rank."""
+        """True if the model is anything other than a plain module on this rank."""
         return not isinstance(self.sharding, Whole)
 
     @property
@@ -248,7 +251,7 @@ class FSDPEngine(Engine):
             for part in self._prepare(data, loss_function is not None):
                 places.append(part.rows)
                 if self.routers is not None:
-                    self.routers.replay(part.routes)  # until the next: layers may be computed again on the way back
+                    self.routers.replay(part.routes)  # until the next call, because the backward may recompute layers
                 with nullcontext() if forward_only else booked("update_forward"), self._activations():
                     output = self._run_model(part, data.meta_info)
                     if records:
@@ -258,7 +261,7 @@ class FSDPEngine(Engine):
                         continue
                     loss, metrics = loss_function(output, part.data)
                 if part.rows is None:
-                    # A stand-in that keeps the collectives of all ranks in step: it must count for nothing.
+                    # A stand-in keeps the collectives of all ranks in step. It must not contribute.
                     loss, metrics = loss * 0.0, {name: value * 0.0 for name, value in metrics.items()}
                 metrics_of.append(metrics)
                 if forward_only:
@@ -267,7 +270,7 @@ class FSDPEngine(Engine):
                     with booked("update_backward"):
                         loss.backward()
         if getattr(self, "optimizer", None) is None:
-            self.sharding.reshard()  # no backward pass will: what a forward leaves gathered would stay
+            self.sharding.reshard()  # no backward will follow that frees the gathered parameters
         self.count_flops(data, forward_only)
         tensors = in_batch_order(places, outputs) if forward_only else {}
         reduced = add_metrics(metrics_of, self.data_group) if metrics_of else {}
@@ -276,9 +279,9 @@ class FSDPEngine(Engine):
         return BatchOutput(tensors, reduced, column_in_batch_order(places, routes_of) if records else None)
 
     def _prepare(self, data: DataProto, with_data: bool) -> Iterator[MicroBatch]:
-        """Packs and sends one micro-batch after the other, each while the device still works on those before.
+        """Pack micro-batches and send each to the device while the device still works on earlier ones.
 
-        The batch itself goes along only where a loss will ask for it.
+        The batch itself is included only if a loss needs it.
         """
         on_device = DataProto(data.batch.to(self.device), {}, {}) if with_data else None
         make_row = pack if self.packs else keep_padding
@@ -300,13 +303,13 @@ class FSDPEngine(Engine):
             yield MicroBatch(rows, row, shard, own, routes)
 
     def _with_images(self, row: PackedRow, images: np.ndarray) -> PackedRow:
-        """The row with the images of its samples."""
+        """Return the row together with the images of its samples."""
         if self.sight is None:
             raise ValueError(f"a batch has {IMAGES}, but {type(self.hf_model).__name__} does not see any")
         return replace(row, seen=self.sight.look(row.input_ids, row.lengths, [images[at] for at in row.samples]))
 
     def _local_routes(self, column: np.ndarray, row: PackedRow, shard: SequenceShard | None) -> Tensor | None:
-        """The routes of this rank's tokens of a row, from those of its samples."""
+        """Return the routes of this rank's tokens of a row, from the routes of its samples."""
         routes = packed_routes(column, row)
         if routes is None:
             return None
@@ -314,19 +317,19 @@ class FSDPEngine(Engine):
         return routes if shard is None else shard.take(routes, torch.iinfo(routes.dtype).max)
 
     def _recorded(self, part: MicroBatch) -> list[np.ndarray]:
-        """The routes of a micro-batch's samples in the forward that has just been."""
+        """Return the routes of a micro-batch's samples, recorded in the last forward."""
         assert self.routers is not None
         routes = self.routers.recorded()
         return unpacked_routes(routes if part.shard is None else over_ranks(routes, part.shard.gather), part.row)
 
     def _activations(self) -> AbstractContextManager[Any]:
-        """Where activations wait for the backward pass."""
+        """Return a context manager that offloads activations to host memory if the config says so."""
         if self.model_config.enable_activation_offload:
             return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")
         return nullcontext()
 
     def _micro_batches(self, data: DataProto) -> list[np.ndarray | None]:
-        """The rows of each of this rank's micro-batches; None marks a stand-in (see above)."""
+        """Return the rows of each of this rank's micro-batches; None marks a stand-in without effect."""
         meta = data.meta_info
         split = partial(
             split_into_micro_batches,
@@ -338,7 +341,10 @@ class FSDPEngine(Engine):
         return split_by_units(data.batch["attention_mask"].sum(1).numpy(), rows_together(data), split)
 
     def _image_numbers(self, data: DataProto) -> np.ndarray | None:
-        """A number of each sample's first image, the same for the same: a micro-batch looks at its images once."""
+        """Return a number per sample that identifies its first image.
+
+        Samples with the same first image share a micro-batch if possible, so that the vision tower encodes it once.
+        """
         images = data.non_tensor_batch.get(IMAGES)
         if images is None:
             return None
@@ -365,7 +371,7 @@ class FSDPEngine(Engine):
         return {name: part.row.unpack(values) for name, values in answers.items()}
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Inside, the model answers without its adapters, as the reference policy."""
+        """Return a context manager that disables the adapters, so that the model acts as the reference policy."""
         if not self.has_adapters:
             raise ValueError("this model has no adapters to turn off")
         return adapters_off(self.hf_model)
@@ -426,9 +432,11 @@ class FSDPEngine(Engine):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch, ready on the device: its rows in the batch (None: a stand-in), packed; whole for a loss.
+    """One micro-batch that is ready on the device.
 
-    `routes`: the experts that this rank's tokens are to go to.
+    `rows`: its rows in the batch (None: a stand-in). `row`: the packed row. `shard`: this rank's part of the row (None
+    for padded samples). `data`: its samples for the loss, if there is one. `routes`: the experts that this rank's
+    tokens are to be routed to.
     """
 
     rows: np.ndarray | None
@@ -439,15 +447,15 @@ class MicroBatch:
 
 
 def move_params(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Brings parameters to a device and type; those without memory only change their type."""
+    """Move parameters to a device and type; parameters on the meta device change only their type."""
     for param in module.parameters():
         param.data = param.data.to("meta" if param.is_meta else device, dtype or param.dtype)
 
 
 def move_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Brings buffers to a device and those of real numbers to a type (rounded rotary frequencies shift positions).
+    """Move buffers to a device, and floating-point buffers to a type.
 
-    Buffers that are weights keep their own type.
+    A 16-bit type would round rotary frequencies, which shifts positions. Buffers that are weights keep their own type.
     """
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
@@ -457,10 +465,13 @@ def move_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype) ->
 
 
 def compile_layers(hf_model: PreTrainedModel, memory_budget: float) -> None:
-    """Compiles each decoder layer; the second number of tokens seen makes the code general. Layers share it."""
-    # Read when a layer is compiled, which is at its first call.
+    """Compile each decoder layer; layers of one class share the code.
+
+    At the second number of tokens that occurs, the code becomes general.
+    """
+    # Read when a layer is compiled, at its first call.
     torch._functorch.config.activation_memory_budget = memory_budget
-    # Policy, reference and critic may be of one class and share its code: each with and without gradients.
+    # Policy, reference and critic may share the code of one class, each with and without gradients.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     classes = set(hf_model._no_split_modules or ())
     for module in language_model(hf_model).modules():

@@ -1,4 +1,8 @@
-"""The FSDP engine's state as rectangles under the modules' names; see `meshrl.engines.state_files` for the files."""
+"""The FSDP engine's state as rectangles under the modules' names, and the initial weights of a sharded model.
+
+- `take_snapshot`, `load_state`: checkpoints; see `meshrl.engines.state_files` for the files.
+- `fill`, `fill_randomly`: values for a model that was built on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,7 @@ State = dict[tuple[str, str], Any]
 
 
 def take_snapshot(engine: FSDPEngine, contents: Sequence[str]) -> Snapshot:
-    """What this rank has to write of what `contents` names; all ranks take part."""
+    """Return the part of the state in `contents` that this rank has to write; all ranks must take part."""
     rectangles: list[Rectangle] = []
     for (kind, name), value in _state(engine, contents).items():
         local, start, shape = _local(value)
@@ -47,7 +51,7 @@ def take_snapshot(engine: FSDPEngine, contents: Sequence[str]) -> Snapshot:
 
 
 def load_state(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> None:
-    """Reads what `contents` names into the engine, whatever layout or engine wrote it."""
+    """Load the state in `contents` into the engine, whatever layout or engine wrote it."""
     stored = Stored(folder)
     state = _state(engine, contents)
     if "model" in contents:
@@ -66,7 +70,7 @@ def load_state(engine: FSDPEngine, folder: Path, contents: Sequence[str]) -> Non
 
 
 def _local(value: Tensor) -> tuple[Tensor, Shape, Shape]:
-    """This rank's part of a tensor as a view, where it starts, and the whole's shape."""
+    """Return this rank's part of a tensor as a view, the part's start, and the whole tensor's shape."""
     if not isinstance(value, DTensor):
         value = value.detach()
         return value, (0,) * value.dim(), tuple(value.shape)
@@ -75,7 +79,7 @@ def _local(value: Tensor) -> tuple[Tensor, Shape, Shape]:
 
 
 def _own(rectangles: list[Rectangle], engine: FSDPEngine) -> list[Rectangle]:
-    """Those of the rectangles that no rank before this one holds: copies are written once."""
+    """Return the rectangles that no lower rank holds, so that copies are written once; collective."""
     held = [(r.kind, r.name, r.start) for r in rectangles if r.tensor.numel()]
     everyone: list[Any] = [held]
     if engine.world_size > 1:
@@ -86,7 +90,7 @@ def _own(rectangles: list[Rectangle], engine: FSDPEngine) -> list[Rectangle]:
 
 
 def _state(engine: FSDPEngine, contents: Sequence[str]) -> State:
-    """The tensors to write, or to read into."""
+    """Return the engine's tensors of `contents`, to write them or to read into them."""
     state: State = {}
     optimizer = getattr(engine, "optimizer", None)
     if "model" in contents:
@@ -100,7 +104,7 @@ def _weights(engine: FSDPEngine) -> dict[str, Any]:
     optimizer, buffers = getattr(engine, "optimizer", None), persistent_buffers(engine.hf_model)
     if isinstance(optimizer, MasterAdamW):
         params = engine.hf_model.named_parameters()
-        # On the host: together they are twice as large as the parameters.
+        # On the host, because together they are twice as large as the parameters.
         return {name: optimizer.master(p).cpu() if p.requires_grad else p.detach() for name, p in params} | buffers
     # Tied weights appear once.
     found = get_model_state_dict(engine.module)
@@ -129,7 +133,7 @@ def _moments(engine: FSDPEngine, optimizer: torch.optim.Optimizer) -> State:
 
 @torch.no_grad()
 def _restore(engine: FSDPEngine, state: State) -> None:
-    """Puts loaded tensors where the engine keeps them; many are its own already."""
+    """Put loaded tensors where the engine keeps them; many are the engine's own tensors already."""
     optimizer = getattr(engine, "optimizer", None)
     weights = {name: value for (kind, name), value in state.items() if kind == "param"}
     moments = {(kind, name): value for (kind, name), value in state.items() if kind != "param"}
@@ -150,16 +154,16 @@ def _restore(engine: FSDPEngine, state: State) -> None:
 
 # Filling a sharded model: every rank reads only its own slices of the safetensors files, and whole buffers.
 #
-# The model is built without memory (but for its buffers, most of which are in no file), sharded, and then filled. Where
-# a checkpoint's tensors are not the model's own (renamed or fused on loading), rank 0 loads the model as Transformers
-# does and the others get their parts of one tensor after the other.
+# The model is built on the meta device (except its buffers, most of which are in no file), sharded, and then filled. If
+# a checkpoint's tensors differ from the model's own (renamed or fused on loading), rank 0 loads the model with
+# Transformers and broadcasts one tensor after the other.
 
-# Gives rows [start, stop) of the tensor with a name.
+# (name, start, stop) -> rows [start, stop) of the tensor with this name.
 ReadRows = Callable[[str, int, int], Tensor]
 
 
 class SliceReader:
-    """Reads rows of tensors straight from the files, keeping the file in use open."""
+    """A reader of tensor rows directly from safetensors files; the file in use stays open."""
 
     def __init__(self, files: dict[str, Path]):
         self.files = files
@@ -187,10 +191,10 @@ def fill(
     device: torch.device,
     refuse_unread: Callable[[Collection[str]], None],
 ) -> None:
-    """Gives a sharded module's parameters without memory their values, on a device, and every buffer of its state.
+    """Load a sharded module's meta parameters onto a device, and every buffer of its state.
 
-    `prefix` comes before the files' names. Adapters have their values already. `refuse_unread` gets the tensors of the
-    files that the module does not have.
+    `prefix` is the part of module names that names in files lack. Adapters have values already. `refuse_unread` gets
+    the names of the tensors in the files that the module does not have.
     """
     files = tensor_files(folder)
     buffers = persistent_buffers(module)
@@ -199,7 +203,7 @@ def fill(
     reader = SliceReader(files)
 
     def rows(name: str, start: int, stop: int) -> Tensor:
-        # A value head that the folder does not have starts at zero.
+        # A value head that is not in the folder starts at zero.
         return reader.rows(name, start, stop) if name in files else torch.zeros(stop - start, *shapes[name][1:])
 
     known = {name: shape for name, shape in shapes.items() if name in files or not is_value_head(name)}
@@ -210,7 +214,7 @@ def fill(
         read = _rows_from_rank_zero(shapes, load_whole)
     _fill_rows(module, prefix, read, device)
     for name, buffer in buffers.items():
-        # In place, but for the type of real numbers: whatever the model's, a router's bias is float32.
+        # Floating-point buffers, such as a router's bias, are float32 whatever the model's type.
         value = read(_file_name(name, prefix), 0, len(buffer) if buffer.dim() else 1)
         dtype = torch.float32 if buffer.is_floating_point() else buffer.dtype
         buffer.data = value.to(dtype).reshape(buffer.shape)
@@ -221,7 +225,7 @@ def _file_name(name: str, prefix: str) -> str:
 
 
 def fill_randomly(module: nn.Module, device: torch.device) -> None:
-    """Gives parameters without memory random values (ones for vectors, as norms have): a shape to measure, no model."""
+    """Give meta parameters random values (ones for vectors, as in norms), to measure a shape without a model."""
     filled: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, param in list(owner._parameters.items()):
@@ -242,7 +246,7 @@ def _rows_from_rank_zero(shapes: dict[str, tuple[int, ...]], load_whole: Callabl
             whole = named_weights(load_whole())
             if missing := shapes.keys() - whole.keys():
                 raise ValueError(f"the loaded model lacks {len(missing)} parameters, first of all '{min(missing)}'")
-        except Exception as error:  # the others would wait for its weights
+        except Exception as error:  # raised below on all ranks, because the others would wait for its weights
             failure = error
     told = [None if failure is None else f"{type(failure).__name__}: {failure}"]
     dist.broadcast_object_list(told, src=0)
@@ -278,14 +282,14 @@ def _filled(param: nn.Parameter, name: str, read: ReadRows, device: torch.device
         raise ValueError(f"parameter '{name}' is not sharded: it cannot be filled by slices")
     start, stop = local_rows(value)
     rows = read(name, start, stop)
-    # Not `DTensor.from_local`, which brings everything to the mesh's kind of device: it may have to stay on the host.
+    # Not `DTensor.from_local`, which moves everything to the mesh's device type: the shard may belong on the host.
     whole: Any = torch.empty_like(value, device=device)
     whole.to_local().copy_(rows)
     return nn.Parameter(whole, requires_grad=param.requires_grad)
 
 
 def local_rows(value: DTensor) -> tuple[int, int]:
-    """Which rows of a tensor sharded along its first dim this rank holds."""
+    """Return the first and the end row that this rank holds of a tensor sharded along its first dim."""
     for dim, placement in enumerate(value.placements):
         if isinstance(placement, Shard):
             if placement.dim != 0:

@@ -1,4 +1,8 @@
-"""How the parameters lie on the ranks: whole on one, by FSDP2, or by FSDP1. The engine asks the same of each."""
+"""The placement of parameters on the ranks: whole on one rank, by FSDP2, or by FSDP1, behind one interface.
+
+- `Whole`, `FSDP2`, `FSDP1`: the placements.
+- `units_to_shard`: the modules of a model that are gathered, used and freed as one.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ from meshrl.engines.optim import own_parts
 from meshrl.models.loading import torch_dtype
 from meshrl.parallel.mesh import Layout, sharding_mesh
 
-CLIP_EPS = 1e-6  # as torch's clip_grad_norm_ has it
+CLIP_EPS = 1e-6  # the epsilon of torch's clip_grad_norm_
 
 
 class Sharding(ABC):
@@ -39,29 +43,29 @@ class Sharding(ABC):
 
     @abstractmethod
     def full_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, one at a time; all ranks take part."""
+        """Yield every parameter whole, one at a time; all ranks must take part."""
 
     def clip_grad_norm(self, max_norm: float) -> float:
-        """Scales the gradients down to `max_norm`; returns the norm they had over all ranks."""
+        """Scale the gradients down to `max_norm` and return their norm over all ranks before that."""
         return float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, foreach=True))
 
     def move(self, device: torch.device) -> None:
-        """Brings this rank's part of the parameters to another device."""
+        """Move this rank's part of the parameters to another device."""
         self.module.to(device)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lets go of all gradients."""
+        """Free the gradients of all parameters that the optimizer trains."""
         optimizer.zero_grad(set_to_none=True)
 
     def reshard(self) -> None:
-        """Has the module's parameters be this rank's parts: a forward pass may leave gathered ones in their place."""
+        """Free gathered parameters, which a forward pass may leave, so that the module holds this rank's shards."""
         for unit in self.module.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
 
 
 class Whole(Sharding):
-    """One rank holds everything, as a plain module."""
+    """A placement without sharding: one rank holds everything, as a plain module."""
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -72,7 +76,7 @@ class Whole(Sharding):
 
 
 class FSDP2(Sharding):
-    """`fully_shard` by a `shard_layout`: units are cut over `fsdp`, gradients are averaged over all ranks."""
+    """`fully_shard` by a `shard_layout`: units are sharded over `fsdp`, gradients are averaged over all ranks."""
 
     def __init__(self, module: nn.Module, hf_model: nn.Module, shards: Layout, device_type: str, config: FSDPConfig):
         self.module = module
@@ -95,7 +99,7 @@ class FSDP2(Sharding):
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> float:
-        # On the parts: of DTensors torch would first find out how each result is sharded, which takes longer.
+        # On local shards: for DTensors torch would first derive the sharding of each result, which takes longer.
         parts = own_parts(param.grad for param in self.module.parameters() if param.grad is not None)
         if not parts:
             return 0.0
@@ -115,20 +119,20 @@ class FSDP2(Sharding):
 
 
 def precision_policy(config: FSDPConfig) -> MixedPrecisionPolicy | None:
-    """The compute and reduction types asked for, or None to compute in the parameters' own type."""
+    """Return the configured compute and reduction types, or None to compute in the parameters' own type."""
     param, reduce = (torch_dtype(n) for n in (config.mixed_precision.param_dtype, config.mixed_precision.reduce_dtype))
     if param == reduce == torch_dtype(config.model_dtype):
         return None
     return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
 
 
-# FSDP1, for those who need it: flattened parameters instead of DTensors, otherwise the same promises as FSDP2.
+# FSDP1, for users who need it: flattened parameters instead of DTensors, otherwise the same interface as FSDP2.
 
 WRAPPER_NAME = "_fsdp_wrapped_module."
 
 
 class FSDP1(Sharding):
-    """`FullyShardedDataParallel` around every unit and the root; hybrid where there are copies of the weights."""
+    """`FullyShardedDataParallel` around every unit and the root; hybrid sharding if there are copies of the weights."""
 
     def __init__(
         self, module: nn.Module, hf_model: nn.Module, shards: Layout, device: torch.device, config: FSDPConfig
@@ -149,12 +153,12 @@ class FSDP1(Sharding):
             cpu_offload=CPUOffload(offload_params=True) if config.offload_policy else None,
             device_id=device,
             forward_prefetch=config.forward_prefetch,
-            # Adapters and frozen weights may share a unit only this way.
+            # Adapters and frozen weights may share a unit only with original parameters.
             use_orig_params=config.use_orig_params or len({p.requires_grad for p in module.parameters()}) == 2,
         )
 
     def full_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Gathers one unit at a time."""
+        """Yield every parameter whole, gathering one unit at a time; all ranks must take part."""
         for prefix, unit in self.module.named_modules():
             if not isinstance(unit, FullyShardedDataParallel):
                 continue
@@ -166,25 +170,25 @@ class FSDP1(Sharding):
                         yield f"{prefix}.{name}".replace(WRAPPER_NAME, "").lstrip("."), param.detach().clone()
 
     def _handles(self) -> list[Any]:
-        """What holds the flattened parameters of each unit that has some."""
+        """Return the handles that hold the flattened parameters of each unit that has parameters."""
         units = FullyShardedDataParallel.fsdp_modules(self.module)
         return [unit._handle for unit in units if unit._handle is not None]
 
     def move(self, device: torch.device) -> None:
         self.reshard()
         super().move(device)
-        for handle in self._handles():  # where it finds its part after a forward: else the old memory would come back
+        for handle in self._handles():  # after a forward FSDP1 takes its shard from here
             handle.flat_param._local_shard = handle.flat_param.data
 
     def reshard(self) -> None:
-        # After a forward without a backward the root is still gathered; before the first there is nothing to gather in.
+        # After a forward without a backward the root is still gathered. Before the first forward no buffer exists.
         for handle in self._handles():
             if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_full_param_padded"):
                 handle.reshard(True)
 
     def zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         super().zero_grad(optimizer)
-        # Of original parameters the optimizer lets go, and the flat one that they were views of stays.
+        # The optimizer frees the gradients of original parameters, but not the flat gradient that they are views of.
         for handle in self._handles():
             handle.flat_param.grad = None
 
@@ -192,14 +196,15 @@ class FSDP1(Sharding):
         return float(self.module.clip_grad_norm_(max_norm))  # type: ignore[operator]
 
 
-# Which modules of a model become units of sharding: each is gathered, used and freed as one.
+# The modules of a model that become units of sharding: each is gathered, used and freed as one.
 
 
 def units_to_shard(hf_model: nn.Module, policy: WrapPolicyConfig) -> list[nn.Module]:
-    """The units by the configured policy, inner ones first; what is in none of them stays with the root.
+    """Return the modules to shard as units, inner units first; parameters in no unit stay with the root.
 
-    By class (`_no_split_modules` unless named), or by size, or none at all. An embedding that is not tied to the output
-    projection is a unit of its own; the projection stays with the root, which computes log-probs with its weight.
+    The policy selects units by class (`_no_split_modules` unless named), by size, or none at all. An embedding that is
+    not tied to the output projection is a unit of its own. The projection stays with the root, which computes log-probs
+    with its weight.
     """
     if policy.disable:
         return []
@@ -217,7 +222,7 @@ def units_to_shard(hf_model: nn.Module, policy: WrapPolicyConfig) -> list[nn.Mod
 
 
 def _units_by_size(hf_model: nn.Module, min_num_params: int) -> list[nn.Module]:
-    """From the leaves up: a module whose parameters outside inner units are this many becomes a unit."""
+    """Return units from the leaves up: a module with this many parameters outside inner units becomes a unit."""
     head = hf_model.get_output_embeddings()  # type: ignore[operator]
     taken = set() if head is None else {id(p) for p in head.parameters()}
     units: list[nn.Module] = []

@@ -1,4 +1,9 @@
-"""From a Hugging Face config to Megatron-Core's TransformerConfig."""
+"""Megatron-Core's configuration, data parallelism and optimizer for a Hugging Face model.
+
+- `transformer_config`: from a Hugging Face config to Megatron-Core's TransformerConfig.
+- `rope_parameters`, `rope_frequencies`: rotary settings.
+- `with_gradients`, `build_optimizer`, `clip_and_step`: training.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
 
 
 def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recompute: bool) -> TransformerConfig:
-    """The model's shape, this layout and how to compute, with `override_transformer_config` on top."""
+    """Return the model's shape, this layout and the compute settings, with `override_transformer_config` on top."""
     check_expressible(hf)
     values = {
         **_shape(hf),
@@ -36,8 +41,8 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
         **_compute(config, recompute),
         **(_experts(hf) if expert_count(hf) else {}),
         **(_latent_attention(hf) if hf.model_type == "deepseek_v3" else {}),
-        # Also where weights are loaded: only there Megatron-Core marks what is cut over tensor-parallel ranks, and
-        # without the mark the gradient's norm would leave out the parts of all ranks but the first.
+        # Also if weights are loaded: only in the initialization Megatron-Core marks parameters that are sharded over
+        # tensor-parallel ranks. Without the mark, the gradient norm would omit the shards of all ranks but the first.
         "perform_initialization": True,
     }
     override = dict(config.override_transformer_config)
@@ -60,13 +65,16 @@ def transformer_config(hf: PretrainedConfig, config: MegatronConfig, *, recomput
 
 
 def check_expressible(hf: PretrainedConfig) -> None:
-    """Refuses what Megatron-Core's GPT model, as we build it, would compute differently."""
+    """Raise a `ValueError` for models that Megatron-Core's GPT model, as built here, would compute differently."""
     if problems := megatron_problems(facts_of(hf)):
         raise ValueError("; ".join(problems))
 
 
 def check_point_to_point(config: TransformerConfig) -> None:
-    """With two stages of several chunks, batched sends pair with the wrong receives and nothing fails: refuse them."""
+    """Raise a `ValueError` for batched sends between stages of several chunks.
+
+    With two such stages, batched sends pair with the wrong receives, without any error.
+    """
     if (config.virtual_pipeline_model_parallel_size or 1) > 1 and config.batch_p2p_comm:
         raise ValueError(
             f"batch_p2p_comm=true gives wrong numbers with virtual_pipeline_model_parallel_size="
@@ -76,7 +84,10 @@ def check_point_to_point(config: TransformerConfig) -> None:
 
 
 def has_transformer_engine(config: MegatronConfig) -> bool:
-    """Whether layers come from TransformerEngine: where it is installed and there is a GPU, unless the config says."""
+    """Return whether the model's layers come from TransformerEngine.
+
+    Unless the config decides, they do if TransformerEngine is installed and there is a GPU.
+    """
     installed = importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
     if config.use_transformer_engine and not installed:
         raise ValueError(
@@ -111,7 +122,7 @@ def _shape(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _windows(hf: PretrainedConfig) -> dict[str, Any]:
-    """Which layers look back over a sliding window only; Megatron's skip list has a 1 for each of them."""
+    """Return the settings for layers with a sliding window; Megatron's skip list has a 1 for each of these layers."""
     window = getattr(hf, "sliding_window", None)
     kinds = getattr(hf, "layer_types", None)
     if kinds is None:
@@ -136,7 +147,7 @@ def _layout(config: MegatronConfig) -> dict[str, Any]:
         "expert_model_parallel_size": config.expert_model_parallel_size,
         "expert_tensor_parallel_size": config.expert_tensor_parallel_size or config.tensor_model_parallel_size,
         "sequence_parallel": uses_sequence_parallel(config),
-        # Packed rows have no common length: each sender tells the shape first.
+        # Packed rows have no common length, so each sender first sends the shape.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
         "overlap_p2p_comm": vpp > 1,
@@ -151,7 +162,7 @@ def _compute(config: MegatronConfig, recompute: bool) -> dict[str, Any]:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Losses are shares of the global one, so gradients are summed over the ranks, never averaged.
+        # Losses are shares of the global loss, so gradients are summed over the ranks, never averaged.
         "calculate_per_token_loss": True,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
@@ -206,8 +217,8 @@ def _latent_attention(hf: PretrainedConfig) -> dict[str, Any]:
         "qk_layernorm": True,
         "softmax_scale": scale**2 / (hf.qk_nope_head_dim + hf.qk_rope_head_dim) ** 0.5,
         "apply_rope_fusion": False,
-        # The kind of which the attention expects a factor beside the angles; both are then replaced by Hugging Face's
-        # own. TransformerEngine's attention computes the scale of its scores from the two numbers.
+        # With this type the attention expects a factor with the angles. Both are then replaced by Hugging Face's own.
+        # TransformerEngine's attention computes the scale of its scores from the two numbers.
         "rope_type": "yarn",
         "rotary_scaling_factor": factor,
         "mscale_all_dim": for_scores,
@@ -215,13 +226,13 @@ def _latent_attention(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def rope_parameters(hf: PretrainedConfig) -> dict[str, Any]:
-    """The model's rotary settings, wherever its config keeps them."""
+    """Return the model's rotary settings, wherever its config keeps them."""
     found = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
     return {"rope_theta": getattr(hf, "rope_theta", 10000.0), **found}
 
 
 def rope_frequencies(hf: PretrainedConfig) -> tuple[torch.Tensor, float]:
-    """Hugging Face's own rotary frequencies and the factor on rotated vectors."""
+    """Return Hugging Face's own rotary frequencies and the factor on rotated vectors."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = rope_parameters(hf)
@@ -243,13 +254,13 @@ def rope_attention_scale(hf: PretrainedConfig) -> float:
     return 1.0 if hf.model_type == "deepseek_v3" else rope_frequencies(hf)[1]
 
 
-# Megatron-Core's data parallelism and optimizer around the model's chunks.
+# Megatron-Core's data parallelism and optimizer for the model's chunks.
 
 
 def with_gradients(chunks: Sequence[nn.Module], config: TransformerConfig, megatron: MegatronConfig) -> list[Any]:
-    """The chunks with float32 gradient buffers, summed over data-parallel and context-parallel ranks."""
+    """Return the chunks with float32 gradient buffers, summed over data-parallel and context-parallel ranks."""
     if megatron.expert_tensor_parallel_size not in (None, megatron.tensor_model_parallel_size):
-        # Experts are then copied over other ranks than the rest; Megatron-Core marks them with ep > 1 alone.
+        # Copies of experts are then on other ranks than copies of the rest. Megatron-Core marks experts only if ep > 1.
         for name, param in (pair for chunk in chunks for pair in chunk.named_parameters()):
             if ".experts." in name:
                 param.allreduce = False  # type: ignore[attr-defined]
@@ -267,7 +278,7 @@ def with_gradients(chunks: Sequence[nn.Module], config: TransformerConfig, megat
 
 
 def build_optimizer(model: Sequence[Any], optim: OptimConfig, megatron: MegatronConfig, grad_clip: float) -> Any:
-    """AdamW over all parameters alike, as in the other engines: norms and biases decay too."""
+    """Build AdamW over all parameters alike, as in the FSDP engine: norms and biases decay too."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
@@ -286,7 +297,7 @@ def build_optimizer(model: Sequence[Any], optim: OptimConfig, megatron: Megatron
 
 
 def clip_and_step(optimizer: ChainedOptimizer, grad_clip: float) -> float:
-    """Clips and applies the gradient unless it is not finite; returns its norm before clipping."""
+    """Clip and apply the gradient unless it is not finite; return its norm before clipping."""
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     if not math.isfinite(norm):
@@ -300,11 +311,11 @@ def clip_and_step(optimizer: ChainedOptimizer, grad_clip: float) -> float:
 
 
 def ensure_states(optimizer: ChainedOptimizer) -> None:
-    """Gives torch's AdamW the states it would make at its first step: checkpoints need somewhere to read into."""
+    """Create the states that torch's AdamW creates at its first step, so that checkpoints can be read into them."""
     for part in optimizer.chained_optimizers:
         inner = getattr(part, "optimizer", None)
         if not isinstance(inner, torch.optim.AdamW):
-            continue  # fused kinds have their own way
+            continue  # fused optimizers create their states themselves
         for group in inner.param_groups:
             for param in group["params"]:
                 if not inner.state[param]:

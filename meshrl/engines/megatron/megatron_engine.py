@@ -1,6 +1,7 @@
-"""The Megatron engine: Megatron-Core's GPT model, schedules, data parallelism and optimizer behind our interface.
+"""The Megatron engine: Megatron-Core's GPT model, schedules, data parallelism and optimizer behind `Engine`.
 
 The order of `initialize`: process groups → chunks of the model → weights → gradient buffers → optimizer.
+`move_weights`, `move_gradients` and `move_states` offload to host memory between phases.
 """
 
 from __future__ import annotations
@@ -60,12 +61,15 @@ from meshrl.telemetry.time_ledger import booked
 
 
 class MegatronEngine(Engine):
-    """Tensor, sequence, pipeline (plain or interleaved), context, expert and data parallelism on packed rows."""
+    """The engine for tensor, sequence, pipeline, context, expert and data parallelism on packed rows.
+
+    The pipeline may be plain or interleaved.
+    """
 
     def lay_out(self) -> None:
         model, self.megatron = self.model_config, self.engine_config.megatron
         self._host = HostMemory()
-        # Without memory: its config, its class and the names of its parameters are what others ask for.
+        # On the meta device: only its config, its class and the names of its parameters are used.
         self.hf_model = empty_model(
             model.path or "",
             ATTENTION_NAME,
@@ -142,7 +146,7 @@ class MegatronEngine(Engine):
 
     @property
     def gradient_ranks(self) -> int:
-        """Gradients are summed, not averaged: a loss that is its share of the global one needs no factor."""
+        """Always 1, because gradients are summed, not averaged; a loss is already its share of the global loss."""
         return 1
 
     @property
@@ -214,7 +218,7 @@ class MegatronEngine(Engine):
         )
 
     def _prepare(self, data: DataProto) -> list[MicroBatch]:
-        """Packs and sends every micro-batch before the first runs, so that the device never waits for the host."""
+        """Pack and send every micro-batch before the first one runs, so that the device never waits for the host."""
         meta = data.meta_info
         split = partial(
             split_for_pipeline,
@@ -227,7 +231,7 @@ class MegatronEngine(Engine):
         )
         plan = split_by_units(data.batch["attention_mask"].sum(1).numpy(), rows_together(data), split)
         on_device = DataProto(data.batch.to(self.device), {}, {})
-        # Rotary embeddings read the borders on the host unless they are fused kernels.
+        # Unless rotary embeddings are fused kernels, they read the document borders on the host.
         cu_seqlens_on = self.device if self.transformer_engine else torch.device("cpu")
         column = self.routes_of(data)
         prepared = []
@@ -249,7 +253,7 @@ class MegatronEngine(Engine):
             return int(value)
 
     def _reduce(self, answers: Sequence[Answer]) -> dict[str, float]:
-        """The last stage's metrics over all micro-batches and data-parallel ranks, told to all stages."""
+        """Return the last stage's metrics over all micro-batches and data-parallel ranks, broadcast to all stages."""
         told: list[dict[str, float] | None] = [None]
         if self._is_last_stage:
             told = [add_metrics([answer.metrics for answer in answers], self._data_group)]
@@ -299,7 +303,7 @@ class MegatronEngine(Engine):
         return as_module_params(files, expert_count(self.hf_config))
 
     def _finish_param_gather(self) -> None:
-        """Under `overlap_param_gather` updated weights are gathered by the next forward pass: do it now."""
+        """Gather updated weights now: under `overlap_param_gather` the next forward pass would do so."""
         if self.optim_config is not None and self.megatron.overlap_param_gather:
             for chunk in self.model:
                 chunk.start_param_sync(force_sync=True)
@@ -316,11 +320,11 @@ class MegatronEngine(Engine):
         load_state(self, folder, contents)
 
 
-# Sending a Megatron model's weights, gradients and optimizer states to host memory between phases, and back.
+# Offload of a Megatron model's weights, gradients and optimizer states to host memory between phases, and back.
 
 
 def move_weights(model: Sequence[nn.Module], device: torch.device) -> None:
-    """Brings the parameters to a device; those that are views of a common buffer stay views of it."""
+    """Move the parameters to a device; parameters that are views of a common buffer remain views of it."""
     for chunk in model:
         buffered: set[nn.Parameter] = set()
         if isinstance(chunk, DistributedDataParallel):
@@ -335,7 +339,7 @@ def move_weights(model: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def move_gradients(model: Sequence[nn.Module], device: torch.device) -> None:
-    """Gives the gradients' memory back, or takes it again; they come back as zeros."""
+    """Free the gradients' memory, or allocate it again; the gradients come back as zeros."""
     for chunk in model:
         if isinstance(chunk, DistributedDataParallel):
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -344,7 +348,7 @@ def move_gradients(model: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def move_states(optimizer: Any, device: torch.device, separate_masters: bool, host: HostMemory) -> None:
-    """Brings the optimizer's states to a device, and its float32 weights where they are not the model's own memory."""
+    """Move the optimizer's states to a device, and the float32 master weights if they have memory of their own."""
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False) or part.optimizer is None:
             continue

@@ -1,7 +1,7 @@
 """The Megatron engine's state as rectangles under the modules' names; see `meshrl.engines.state_files` for the files.
 
-Megatron-Core's own format is not used: it cannot restore torch's AdamW, nor experts onto another number of
-expert-parallel ranks.
+Megatron-Core's own format is not used, because it cannot restore torch's AdamW. It also cannot restore experts onto
+another number of expert-parallel ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def take_snapshot(engine: MegatronEngine, contents: Sequence[str]) -> Snapshot:
-    """What this rank has to write of what `contents` names, in host memory; all ranks take part."""
+    """Return the part of the state in `contents` that this rank has to write, in host memory; collective."""
     rank, experts = dist.get_rank(), expert_count(engine.hf_config)
     owned = {
         (piece.chunk, piece.parameter, piece.name, piece.start)
@@ -55,7 +55,7 @@ def take_snapshot(engine: MegatronEngine, contents: Sequence[str]) -> Snapshot:
     extra = None
     if "extra" in contents:
         extra = extra_state(engine.device, getattr(engine, "learning_rate", None))
-        # The generators of Megatron-Core's own dropout.
+        # The random generators of Megatron-Core's dropout.
         tracked = get_cuda_rng_tracker().get_states()
         extra["megatron_random"] = {n: s for n, s in tracked.items() if isinstance(s, Tensor)}
     return Snapshot(rectangles, extra)
@@ -63,7 +63,7 @@ def take_snapshot(engine: MegatronEngine, contents: Sequence[str]) -> Snapshot:
 
 @torch.no_grad()
 def load_state(engine: MegatronEngine, folder: Path, contents: Sequence[str]) -> None:
-    """Reads what `contents` names into the engine, whatever layout or engine wrote it."""
+    """Load the state in `contents` into the engine, whatever layout or engine wrote it."""
     stored, experts = Stored(folder), expert_count(engine.hf_config)
     kinds = _kinds(engine, contents)
     if "model" in contents:
@@ -96,7 +96,7 @@ def load_state(engine: MegatronEngine, folder: Path, contents: Sequence[str]) ->
 
 
 def _all_names(engine: MegatronEngine, experts: int) -> set[str]:
-    """The model's weights, as checkpoints call them, of all ranks; collective."""
+    """Return the names of the model's weights in checkpoints, over all ranks; collective."""
     own = {
         module_place(piece.name, piece.shape, piece.start, experts)[0]
         for key in _parameters(engine)
@@ -113,7 +113,7 @@ def _kinds(engine: MegatronEngine, contents: Sequence[str]) -> list[str]:
 
 
 def _states(engine: MegatronEngine, kinds: Sequence[str]) -> Iterator[tuple[str, tuple[int, str], Tensor]]:
-    """Every local tensor of each kind, whole in its parameter's shape, one at a time; collective."""
+    """Yield every local tensor of each kind, whole in its parameter's shape, one at a time; collective."""
     held = {}
     if engine.optim_config is not None:
         ensure_states(engine.optimizer)
@@ -128,14 +128,14 @@ def _states(engine: MegatronEngine, kinds: Sequence[str]) -> Iterator[tuple[str,
 
 
 def _copies(param: nn.Parameter) -> dist.ProcessGroup:
-    """The ranks that hold the same parameter."""
+    """Return the group of the ranks that hold the same parameter."""
     if getattr(param, "allreduce", True):
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
     return parallel_state.get_expert_data_parallel_group()
 
 
 def _parameters(engine: MegatronEngine) -> dict[tuple[int, str], Tensor]:
-    """This rank's parameters, and the routers' biases, which are weights too, by chunk and name."""
+    """Return this rank's parameters and the routers' biases (which are weights too), by chunk and name."""
     found: dict[tuple[int, str], Tensor] = {}
     for number, chunk in enumerate(engine.model):
         while isinstance(inner := getattr(chunk, "module", None), nn.Module):
@@ -154,7 +154,7 @@ def _naming(engine: MegatronEngine) -> dict[str, Any]:
 
 
 def _pieces(engine: MegatronEngine, key: tuple[int, str]) -> list[Slice]:
-    """The rectangles of Hugging Face tensors that lie in a local parameter."""
+    """Return the rectangles of Hugging Face tensors that lie in a local parameter."""
     if not hasattr(engine, "_pieces_of"):
         pieces: dict[tuple[int, str], list[Slice]] = {}
         for piece in describe(engine.hf_config, engine.ranks, **_naming(engine)):
@@ -164,10 +164,10 @@ def _pieces(engine: MegatronEngine, key: tuple[int, str]) -> list[Slice]:
     return engine._pieces_of.get(key, [])  # type: ignore[attr-defined]
 
 
-# The optimizer's states as tensors that lie like the model's parameters, whatever shards them inside.
+# The optimizer's states in the shapes of the model's parameters, whatever shards them inside.
 #
-# Megatron-Core's distributed optimizer cuts each gradient buffer, not each parameter, over data-parallel ranks: a rank
-# holds some stretch of the flattened parameter, or nothing of it. Here a parameter's states are put together from the
+# Megatron-Core's distributed optimizer cuts each gradient buffer, not each parameter, over data-parallel ranks. A rank
+# holds some stretch of the flattened parameter, or no part of it. Here a parameter's states are assembled from the
 # stretches of all ranks, and cut up again.
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -175,9 +175,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Stretch:
-    """What this rank's optimizer holds of a parameter: elements [start, stop) of it, flattened, as `master`.
+    """The part of a parameter that this rank's optimizer holds: elements [start, stop) of the flattened parameter.
 
-    `is_only`: no data-parallel rank holds the same.
+    `master` is the tensor that the optimizer steps on. `is_only` is True if no other data-parallel rank holds the part.
     """
 
     owner: Any
@@ -188,7 +188,7 @@ class Stretch:
 
 
 def stretches(optimizer: ChainedOptimizer) -> dict[nn.Parameter, Stretch]:
-    """The stretch of every parameter that this rank's optimizer holds anything of."""
+    """Return the stretch of every parameter of which this rank's optimizer holds a part."""
     found: dict[nn.Parameter, Stretch] = {}
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False) or part.optimizer is None:
@@ -205,7 +205,10 @@ def stretches(optimizer: ChainedOptimizer) -> dict[nn.Parameter, Stretch]:
 
 
 def _pairs(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Parameters and what the optimizer steps on instead: float32 copies of half-precision ones, or themselves."""
+    """Yield each parameter with the tensor that the optimizer steps on.
+
+    That tensor is a float32 copy of a half-precision parameter, otherwise the parameter itself.
+    """
     if hasattr(part, "float16_groups"):
         for models, masters in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
             yield from zip(models, masters, strict=True)
@@ -221,9 +224,9 @@ def _held(stretch: Stretch, name: str) -> Tensor:
 
 
 def whole_state(param: nn.Parameter, stretch: Stretch | None, name: str, group: dist.ProcessGroup) -> Tensor:
-    """A parameter's float32 state in its shape, put together over its data-parallel ranks; all of them take part.
+    """Return a parameter's float32 state in the parameter's shape, assembled over its data-parallel ranks; collective.
 
-    `name`: `param` for the weights the optimizer steps on, or one of `MOMENTS`.
+    `name`: `param` for the weights that the optimizer steps on, or one of `MOMENTS`.
     """
     flat = torch.zeros(param.numel(), dtype=torch.float32, device=param.device)
     if stretch is not None and (stretch.is_only or dist.get_rank(group) == 0):
@@ -234,13 +237,13 @@ def whole_state(param: nn.Parameter, stretch: Stretch | None, name: str, group: 
 
 @torch.no_grad()
 def set_state(stretch: Stretch, name: str, value: Tensor) -> None:
-    """Puts a parameter's whole state back where this rank's optimizer holds a stretch of it."""
+    """Copy a parameter's whole state into the stretch that this rank's optimizer holds."""
     held = _held(stretch, name)
     held.copy_(value.flatten()[stretch.start : stretch.stop].view(held.shape))
 
 
 def steps_of(optimizer: ChainedOptimizer) -> int:
-    """How many steps AdamW has taken, as this rank knows it; 0 if it holds nothing."""
+    """Return how many steps AdamW has taken, as far as this rank's states show; 0 if the rank holds no state."""
     for part in optimizer.chained_optimizers:
         inner = part.optimizer
         if inner is None:
@@ -255,7 +258,7 @@ def steps_of(optimizer: ChainedOptimizer) -> int:
 
 
 def set_steps(optimizer: ChainedOptimizer, steps: int) -> None:
-    """Tells AdamW how many steps it has taken."""
+    """Set the number of steps that AdamW has taken."""
     for part in optimizer.chained_optimizers:
         inner = part.optimizer
         if inner is None:
@@ -263,6 +266,6 @@ def set_steps(optimizer: ChainedOptimizer, steps: int) -> None:
         for state in inner.state.values():
             if "step" in state:
                 state["step"].fill_(steps)
-        if not isinstance(inner, torch.optim.AdamW):  # fused kinds count by group
+        if not isinstance(inner, torch.optim.AdamW):  # fused optimizers count steps by group
             for group in inner.param_groups:
                 group["step"] = steps

@@ -1,4 +1,9 @@
-"""Megatron-Core's GPT model with our heads: the last stage answers with log-probs or values, never with logits."""
+"""Megatron-Core's GPT model with meshrl's heads: the last stage returns log-probs or values, never logits.
+
+- `LogProbHead`, `ValueHead`, `PackedGPTModel`, `build_chunks`: the model chunks of a rank.
+- `LatentAttention`, `FixedRotary`: DeepSeek-V3's attention without TransformerEngine.
+- `RouterPadding`, `auxiliary_tokens`, `take_balancing_metrics`: the balancing losses of mixtures of experts.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +40,12 @@ from meshrl.engines.megatron.vocab_parallel import VocabularyPart, vocab_paralle
 
 
 class LogProbHead(ColumnParallelLinear):
-    """The output projection, which answers a question about its tokens: log-probs, and entropies under them."""
+    """The output projection, which returns the log-probs that a `Question` asks for, and entropies if wanted."""
 
     vocab_size: int  # without padding
 
     def forward(self, hidden: Tensor, question: Question, weight: Tensor | None = None) -> Tensor:
-        """Hidden states [tokens, 1, dim] in, [1 or 2, targets] out."""
+        """Map hidden states `[tokens, 1, dim]` to `[1 or 2, targets]`: log-probs, then entropies if wanted."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
         else:
@@ -60,7 +65,7 @@ class LogProbHead(ColumnParallelLinear):
 
 
 class ValueHead(nn.Module):
-    """One number a token, the same on every tensor-parallel rank."""
+    """A head of one number per token, the same on every tensor-parallel rank."""
 
     def __init__(self, config: TransformerConfig, tp_group: Any):
         super().__init__()
@@ -70,9 +75,9 @@ class ValueHead(nn.Module):
         self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
 
     def forward(self, hidden: Tensor, question: Question, weight: Tensor | None = None) -> Tensor:
-        """Hidden states [tokens, 1, dim] in, [1, targets] out."""
+        """Map hidden states `[tokens, 1, dim]` to values `[1, targets]`."""
         if self.sequence_parallel:
-            # Every rank computes the same values, so each keeps its own part of the gradient.
+            # Every rank computes the same values, so each rank takes only its own part of the gradient.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
             )
@@ -80,7 +85,7 @@ class ValueHead(nn.Module):
 
 
 class PackedGPTModel(GPTModel):
-    """A chunk of the model. Called with a `Question` as its labels, the last one returns the answers."""
+    """A chunk of the model. It takes a `Question` as its labels; the last chunk returns the head's outputs."""
 
     def __init__(self, config: TransformerConfig, *, real_vocab_size: int, head: str, **others: Any):
         # Read while the base class builds itself, before there is a module to set attributes on.
@@ -124,7 +129,10 @@ def build_chunks(
     head: str,
     transformer_engine: bool,
 ) -> list[nn.Module]:
-    """This rank's model chunks, in half precision wrapped so that only the last stage's answers are float32."""
+    """Build the model chunks of this rank's pipeline stage.
+
+    In half precision, chunks are wrapped so that only the outputs of the last stage are float32.
+    """
     chunks: list[nn.Module] = []
     for chunk in range(ranks.vpp):
         stage = chunk if ranks.vpp > 1 else None
@@ -150,7 +158,7 @@ def build_chunks(
 
 
 def use_rope_of(model: GPTModel, hf: PretrainedConfig) -> None:
-    """Hugging Face's own frequencies, so that every kind of rotary scaling is the model's."""
+    """Set the rotary frequencies to Hugging Face's own, so that every kind of rotary scaling matches the model."""
     frequencies, scale = rope_frequencies(hf)
     frequencies = frequencies.to(torch.cuda.current_device())
     if not model.config.multi_latent_attention:
@@ -161,17 +169,18 @@ def use_rope_of(model: GPTModel, hf: PretrainedConfig) -> None:
         layer.self_attention.rotary_pos_emb = rotary
 
 
-# DeepSeek-V3's latent attention from Megatron-Core's modules, where there is no TransformerEngine.
+# DeepSeek-V3's latent attention from Megatron-Core's modules, without TransformerEngine.
 #
-# Its local spec names such a layer, but 0.16.1 cannot build it. Nor would its gradients be right: it cuts the down
-# projections over tensor-parallel ranks and takes back only a rank's own part of their gradient, while the rotated part
-# of the key is one for all heads, of which each rank has some: their sum over the ranks is missing. Here, as with
-# TransformerEngine, the down projections are whole on every rank, which applies them to its own tokens; gathering the
-# tokens sums the gradients. They are small, and no size has to divide by the ranks.
+# Megatron-Core's local spec names such a layer, but version 0.16.1 cannot build it. Its gradients would also be wrong.
+# It shards the down projections over tensor-parallel ranks and keeps only a rank's own part of their gradient. But the
+# rotated part of the key is shared by all heads, and each rank has some of the heads, so the sum over the ranks is
+# missing. Here, as with TransformerEngine, every rank holds the down projections whole and applies them to its own
+# tokens. Gathering the tokens sums the gradients. The projections are small, and no size has to be divisible by the
+# number of ranks.
 
 
 class LatentNorm(RMSNorm):
-    """The norm of a latent vector, with the epsilon that Hugging Face's has whatever `rms_norm_eps` says."""
+    """The norm of a latent vector, with Hugging Face's fixed epsilon of 1e-6 instead of `rms_norm_eps`."""
 
     def __init__(self, config: MLATransformerConfig, hidden_size: int, **_: Any):
         super().__init__(config, hidden_size, eps=1e-6)
@@ -189,12 +198,12 @@ class WholeLinear(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
-        """[tokens, 1, inputs] in, [tokens, 1, outputs] and no bias out."""
+        """Map `[tokens, 1, inputs]` to `[tokens, 1, outputs]`; the second result, the bias, is None."""
         return F.linear(hidden, self.weight), None
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron-Core's latent attention, built here: its own constructor asks for TransformerEngine's types."""
+    """Megatron-Core's latent attention with its own constructor: the original one needs TransformerEngine's types."""
 
     def __init__(
         self,
@@ -226,7 +235,7 @@ class LatentAttention(MLASelfAttention):
         self.kv_layernorm = LatentNorm(config, config.kv_lora_rank)
 
     def _up(self, kind: Any, inputs: int, outputs: int) -> nn.Module:
-        """A projection whose heads are cut over the tensor-parallel ranks."""
+        """Build a projection whose heads are sharded over the tensor-parallel ranks."""
         module: nn.Module = kind(
             inputs,
             outputs,
@@ -240,7 +249,7 @@ class LatentAttention(MLASelfAttention):
 
 
 class FixedRotary(nn.Module):
-    """Rotary angles of given frequencies, and the factor on what is rotated, as latent attention asks for them."""
+    """Rotary angles of given frequencies, and the factor on rotated vectors, with the interface of latent attention."""
 
     def __init__(self, frequencies: Tensor, scale: float):
         super().__init__()
@@ -250,12 +259,15 @@ class FixedRotary(nn.Module):
     def get_rotary_seq_len(
         self, inference: Any, transformer: Any, hidden: Tensor, config: Any, packed: PackedDocuments
     ) -> int:
-        """The length of the longest document."""
+        """Return the length in tokens of the longest document."""
         assert packed.max_seqlen_q is not None
         return int(packed.max_seqlen_q)
 
     def forward(self, length: int, packed_seq: bool = True) -> tuple[Tensor, float]:
-        """The angles [length, 1, 1, dim] of a document's places, kept for the layers to come, and the factor."""
+        """Return the angles `[length, 1, 1, dim]` of a document's positions, and the factor.
+
+        The angles are kept for the following layers.
+        """
         if self._last is None or len(self._last) != length:
             places = torch.arange(length, device=self.frequencies.device, dtype=self.frequencies.dtype)
             angles = torch.outer(places, self.frequencies)
@@ -263,11 +275,11 @@ class FixedRotary(nn.Module):
         return self._last, self.scale
 
 
-# Megatron-Core's layer specification with our modules in the places where its own lack something.
+# Megatron-Core's layer specification, with meshrl's modules in place of incomplete ones.
 
 
 def use_own_modules(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """Puts our norms and attention into a block's specification, wherever Megatron's own stand."""
+    """Replace Megatron's norms and attention in a block's specification by meshrl's modules."""
     for layer in {id(spec): spec for spec in block.layer_specs}.values():
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
@@ -283,11 +295,11 @@ def use_own_modules(block: TransformerBlockSubmodules) -> TransformerBlockSubmod
     return block
 
 
-# The routers' balancing losses: how much each micro-batch weighs, and what they were.
+# The routers' balancing losses: the weight of each micro-batch, and metrics.
 #
-# Megatron-Core adds them to the gradient inside the routers, each micro-batch weighted by its tokens (without padding,
-# if
-# it is told which they are). Divided by all tokens, that is the weighted mean over the mini-batch, whatever the layout.
+# Megatron-Core adds these losses to the gradient inside the routers. It weights each micro-batch by its tokens (without
+# padding, if it gets a padding mask). Divided by all tokens, this is the weighted mean over the mini-batch, for every
+# layout.
 
 TRACKED = {
     "aux_loss": "load_balancing_loss",
@@ -295,12 +307,12 @@ TRACKED = {
     "global_aux_loss": "global_load_balancing_loss",
 }
 
-# Megatron-Core 0.16 asks whether this is None, but binds the name only where TransformerEngine is installed.
+# Megatron-Core 0.16 tests whether this is None, but binds the name only if TransformerEngine is installed.
 moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
 
 def balancing_losses(config: TransformerConfig) -> list[str]:
-    """The names under which Megatron-Core tracks the losses that this config asks for."""
+    """Return the names under which Megatron-Core tracks the balancing losses of this config."""
     if config.num_moe_experts is None:
         return []
     kinds, weights = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
@@ -311,7 +323,10 @@ def balancing_losses(config: TransformerConfig) -> list[str]:
 
 
 class RouterPadding:
-    """Tells the routers which tokens are padding; of a stand-in all but one, for a mean over nothing is no number."""
+    """A function from a micro-batch to the padding mask that its routers get.
+
+    In a stand-in, all tokens but one count as padding, because a mean over no token would be NaN.
+    """
 
     def __init__(self, config: TransformerConfig, ranks: ParallelRanks):
         self.parts = ranks.tp if config.sequence_parallel else 1
@@ -321,14 +336,14 @@ class RouterPadding:
         padding = part.row.padding
         if part.rows is None:
             padding = torch.ones_like(padding).index_fill(1, torch.zeros(1, dtype=torch.long, device=padding.device), 0)
-        # The first stage cuts the mask as it cuts its tokens, later ones take it as it is.
+        # The first stage splits the mask as it splits its tokens. Later stages use the mask as it is.
         if self.parts == 1 or self.embeds:
             return padding
         return padding.chunk(self.parts, 1)[self.part]
 
 
 def auxiliary_tokens(parts: list[MicroBatch]) -> float:
-    """By what the routers' sums are divided: all tokens of the mini-batch."""
+    """Return the divisor of the routers' loss sums: the mini-batch's tokens on all data-parallel ranks."""
     tokens = sum(1 if part.rows is None else len(part.row.row.input_ids) for part in parts)
     total = torch.tensor(float(tokens), device=parts[0].row.device)
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
@@ -336,7 +351,10 @@ def auxiliary_tokens(parts: list[MicroBatch]) -> float:
 
 
 def take_balancing_metrics(config: TransformerConfig, micro_batches: int, dp: int) -> dict[str, float]:
-    """The mean of each balancing loss over layers with experts and micro-batches, the same on every rank."""
+    """Return the mean of each balancing loss over layers with experts and micro-batches, the same on every rank.
+
+    The tracker is cleared.
+    """
     tracker = get_moe_layer_wise_logging_tracker()
     frequency = config.moe_layer_freq
     layers = sum(frequency) if isinstance(frequency, list) else -(-config.num_layers // frequency)
@@ -344,7 +362,7 @@ def take_balancing_metrics(config: TransformerConfig, micro_batches: int, dp: in
     for name in balancing_losses(config):
         held = tracker[name]["values"] if name in tracker else None
         total = torch.zeros(1, device=torch.cuda.current_device()) if held is None else held.sum()[None].clone()
-        # Ranks that share a row hold shares of its loss, stages their own layers, data-parallel ranks their own rows.
+        # Ranks that share a row hold shares of its loss; stages hold their layers; data-parallel ranks hold their rows.
         dist.all_reduce(total, group=parallel_state.get_tensor_and_context_parallel_group())
         dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group())

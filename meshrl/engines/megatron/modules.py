@@ -1,4 +1,4 @@
-"""What Megatron-Core's own modules lack without TransformerEngine.
+"""Modules that Megatron-Core lacks without TransformerEngine.
 
 An RMS norm under sequence parallelism, and attention over packed documents, also with context parallelism.
 """
@@ -22,14 +22,14 @@ from meshrl.parallel.attention import PackedSequences
 
 @dataclass
 class PackedDocuments(PackedSeqParams):
-    """Megatron's description of a packed row, with ours: `documents`, and under context parallelism `zigzag`."""
+    """Megatron's description of a packed row, with meshrl's `documents` and, under context parallelism, `zigzag`."""
 
     documents: PackedSequences | None = None
     zigzag: ZigZag | None = None
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm whose gradient is summed over ranks that hold different tokens."""
+    """A root-mean-square norm whose gradient is summed over ranks that hold different tokens."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__()
@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
 
 
 class PackedAttention(nn.Module):
-    """Causal attention inside each document of a packed row."""
+    """Causal attention inside each document of a packed row, as a Megatron module."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, *, softmax_scale: float | None = None, **others: Any
@@ -64,7 +64,7 @@ class PackedAttention(nn.Module):
         packed_seq_params: PackedDocuments,
         **_: Any,
     ) -> Tensor:
-        """Queries, keys and values [tokens, heads, dim] in, [tokens, heads * dim] out."""
+        """Map queries, keys and values `[tokens, heads, dim]` to `[tokens, heads * dim]`."""
         scaling = self.softmax_scale or query.shape[-1] ** -0.5
         zigzag = packed_seq_params.zigzag
         if zigzag is None:
@@ -72,7 +72,7 @@ class PackedAttention(nn.Module):
             q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
             out = packed_seq_params.documents.attend(self.layer_number, q, k, v, scaling, self.window)[0]
         else:
-            # Backward, a rank gets back the sum of what all queries asked of its keys.
+            # The backward of the gather sums over all ranks the gradients of this rank's keys and values.
             key, value = (
                 gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)[zigzag.order]
                 for x in (key, value)

@@ -1,8 +1,8 @@
-"""A packed micro-batch as the ranks of a Megatron layout see it.
+"""A packed micro-batch as the ranks of a Megatron layout share it.
 
-Under context parallelism each document is padded to a multiple of 2 * cp, and a row ends with a document of padding, so
-that its tokens divide over the ranks that share them. Padding stands behind a document's own tokens: causal attention
-never sees it.
+Under context parallelism each document is padded to a multiple of 2 * cp, and a row ends with a document of padding. So
+the row's tokens divide evenly over the ranks that share them. Padding comes after a document's own tokens, so causal
+attention never sees it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshrl.parallel.attention import PackedSequences
 
 @dataclass(frozen=True)
 class RowSharing:
-    """Over which ranks a row's tokens are spread: `cp` by chunks of documents, `tp` under sequence parallelism."""
+    """The ranks over which a row's tokens are split: `cp` by chunks of documents, `tp` under sequence parallelism."""
 
     cp: int = 1
     cp_rank: int = 0
@@ -42,7 +42,7 @@ class RowSharing:
 
 @dataclass(frozen=True)
 class Question:
-    """What the last stage is asked of its tokens: the log-probs of `targets` that the tokens at `places` predict."""
+    """The request to the last stage: the log-probs of `targets`, which the tokens at the indices `places` predict."""
 
     places: Tensor
     targets: Tensor
@@ -51,7 +51,7 @@ class Question:
 
 
 class SharedRow:
-    """This rank's tokens of a packed row, and the way from its answers back to the row's targets."""
+    """This rank's tokens of a packed row, and the gather of its outputs into one number per target of the row."""
 
     def __init__(self, row: PackedRow, sharing: RowSharing, device: torch.device, cu_seqlens_on: torch.device):
         self.row, self.sharing, self.device = row, sharing, device
@@ -65,38 +65,38 @@ class SharedRow:
 
     @cached_property
     def place_of(self) -> Tensor:
-        """Where each token of the packed row lies in the padded one."""
+        """The index in the padded row of each token of the packed row, int64 `[tokens]`."""
         own = torch.tensor(self.row.lengths)
         padded = torch.tensor(self.documents.lengths[: len(own)])
         shift = (padded.cumsum(0) - padded) - (own.cumsum(0) - own)
         return (torch.arange(int(own.sum())) + shift.repeat_interleave(own)).to(self.device)
 
     def take(self, values: Tensor, fill: int | bool = 0) -> Tensor:
-        """This rank's part [local, ...] of what a row has for its tokens [tokens, ...]; `fill` for padding."""
+        """Return this rank's part `[local, ...]` of a row's values `[tokens, ...]`; padding gets `fill`."""
         whole = (self.documents.num_tokens, *values.shape[1:])
         padded = values.new_full(whole, fill).index_copy(0, self.place_of, values)
         return padded if self.zigzag is None else padded[self.zigzag.index]
 
     @cached_property
     def input_ids(self) -> Tensor:
-        """Token ids, int64 [1, local]."""
+        """The token ids of this rank, int64 `[1, local]`."""
         return self.take(self.row.input_ids)[None]
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """Positions inside the documents, int64 [1, local]."""
+        """The positions of this rank's tokens in their documents, int64 `[1, local]`."""
         positions = self.documents.position_ids
         return positions if self.zigzag is None else positions[:, self.zigzag.index]
 
     @cached_property
     def padding(self) -> Tensor:
-        """True at padding, [1, local]."""
+        """The padding mask of this rank's tokens, `[1, local]`: True at padding."""
         real = torch.zeros(len(self.row.input_ids), dtype=torch.bool, device=self.device)
         return self.take(real, True)[None]
 
     @cached_property
     def packed(self) -> PackedDocuments:
-        """The row as Megatron's layers want it described."""
+        """The description of the row in the form that Megatron's layers take."""
         longest = self.documents.max_length
         return PackedDocuments(
             qkv_format="thd",
@@ -110,23 +110,23 @@ class SharedRow:
 
     @cached_property
     def _local_targets(self) -> Tensor:
-        """At each of this rank's tokens the target it predicts, or -1, int64 [local]."""
+        """The target that each of this rank's tokens predicts, or -1, int64 `[local]`."""
         target_at = torch.full_like(self.row.input_ids, -1)
         target_at[self.row.predictors] = self.row.targets
         return self.take(target_at, -1)
 
     def question(self, temperature: float, with_entropy: bool) -> Question:
-        """What is asked of this rank's tokens."""
+        """Return the request for the targets that this rank's tokens predict."""
         if self.zigzag is None:
             return Question(self.place_of[self.row.predictors], self.row.targets, temperature, with_entropy)
         places = (self._local_targets >= 0).nonzero()[:, 0]
         return Question(places, self._local_targets[places], temperature, with_entropy)
 
     def answers(self, values: Tensor, places: Tensor) -> Tensor:
-        """One number for each of the row's targets, from what all ranks that share the row computed at `places`.
+        """Return one value per target of the row, from the values that all ranks sharing the row computed at `places`.
 
-        Differentiable under the contract that every one of them computes the same loss: each takes its own tokens' part
-        of the gradient, and the parameters' gradients are summed over these ranks.
+        Differentiable under the contract that all these ranks compute the same loss. Each rank then takes its own
+        tokens' part of the gradient, and the gradients of the parameters are summed over these ranks.
         """
         if self.zigzag is None:
             return values

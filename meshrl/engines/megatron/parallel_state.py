@@ -1,4 +1,4 @@
-"""Megatron-Core's process groups, from the config: made once a process, asked for by name afterwards."""
+"""Megatron-Core's process groups, made from the config once per process and looked up by name afterwards."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 def enter_parallel_state(ranks: ParallelRanks, seed: int) -> None:
-    """Makes the process groups of this layout; every rank must call it alike.
+    """Create the process groups of this layout; every rank must call this with the same sizes.
 
-    Megatron-Core keeps one layout a process, so all models of a process share it.
+    Megatron-Core keeps one layout per process, so all models of a process share it.
     """
     try:
         torch.cuda.current_device()
@@ -47,15 +47,15 @@ def enter_parallel_state(ranks: ParallelRanks, seed: int) -> None:
 
 
 def leave_parallel_state() -> None:
-    """Gives the process groups back, so that another layout may follow in this process."""
-    # Megatron forgets most of them; each would keep its threads and sockets for as long as the process lives.
+    """Destroy the process groups, so that another layout may follow in this process."""
+    # Megatron drops most groups without destroying them. They would keep threads and sockets until the process ends.
     for group in _held_groups():
         dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 
 def _held_groups() -> list[dist.ProcessGroup]:
-    """Every process group that Megatron holds and this rank is in, once; the world is not its own."""
+    """Return every process group that Megatron holds and this rank is in, once each, except the world group."""
     found: dict[int, dist.ProcessGroup] = {}
 
     def look(value: object) -> None:

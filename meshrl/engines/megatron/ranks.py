@@ -1,7 +1,7 @@
-"""Where a rank stands in a Megatron layout, as plain numbers: no process group is needed to ask.
+"""The position of a rank in a Megatron layout, as plain numbers, without a process group.
 
-Megatron numbers ranks with tp fastest, then cp, dp and pp. The experts of the same ranks are laid out anew inside each
-pipeline stage: etp fastest, then ep, then what remains as the experts' own data parallelism (edp).
+Megatron numbers ranks with tp fastest, then cp, dp and pp. Inside each pipeline stage, the same ranks have a second
+layout for the experts: etp fastest, then ep, then the experts' own data parallelism (edp).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshrl.parallel.pipeline import PipelineSplit, layer_offsets
 
 @dataclass(frozen=True)
 class ParallelRanks:
-    """The sizes of all axes, and this rank's place on each. `etp` 0 means: as `tp`."""
+    """The sizes of all axes, and this rank's index on each axis. An `etp` of 0 means `tp`."""
 
     rank: int = 0
     world_size: int = 1
@@ -52,22 +52,22 @@ class ParallelRanks:
 
     @property
     def dp(self) -> int:
-        """Data-parallel copies of everything but the experts."""
+        """The number of data-parallel copies of all weights except the experts."""
         return self.world_size // (self.tp * self.pp * self.cp)
 
     @property
     def edp(self) -> int:
-        """Data-parallel copies of the experts."""
+        """The number of data-parallel copies of the experts."""
         return self.world_size // (self.etp * self.ep * self.pp)
 
     @cached_property
     def layout(self) -> Layout:
-        """All ranks by pp, dp, cp, tp."""
+        """The layout of all ranks by pp, dp, cp and tp."""
         return Layout.of({"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp})
 
     @cached_property
     def expert_layout(self) -> Layout:
-        """The same ranks as the experts see them: pp, edp, ep, etp."""
+        """The layout of the same ranks for the experts: pp, edp, ep and etp."""
         return Layout.of({"pp": self.pp, "edp": self.edp, "ep": self.ep, "etp": self.etp})
 
     @property
@@ -100,15 +100,15 @@ class ParallelRanks:
 
     @property
     def is_collect(self) -> bool:
-        """Whether this rank answers for its shard of the batch: the last stage's first tp and cp rank."""
+        """True if this rank returns the outputs of its batch shard: the last stage's first tp and cp rank."""
         return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == self.pp - 1
 
     def at(self, rank: int) -> ParallelRanks:
-        """The same layout, seen from another rank."""
+        """Return the same layout as seen from another rank."""
         return replace(self, rank=rank)
 
     def layers(self, num_layers: int, chunk: int) -> range:
-        """The global layers that this rank's chunk holds."""
+        """Return the global layers that this rank's chunk holds."""
         return layer_offsets(num_layers, self.pp, self.vpp, self.split)[self.pp_rank][chunk]
 
     def has_embedding(self, chunk: int) -> bool:
@@ -119,7 +119,7 @@ class ParallelRanks:
 
 
 def pipeline_split(override: dict[str, Any]) -> PipelineSplit:
-    """How layers are dealt to stages, as `override_transformer_config` says it."""
+    """Return the division of layers among stages that `override_transformer_config` sets."""
     layout = override.get("pipeline_model_parallel_layout")
     return PipelineSplit(
         first=override.get("num_layers_in_first_pipeline_stage"),
@@ -131,7 +131,7 @@ def pipeline_split(override: dict[str, Any]) -> PipelineSplit:
 
 
 def ranks_of(config: MegatronConfig, rank: int, world_size: int) -> ParallelRanks:
-    """This rank's place on every axis of the configured layout."""
+    """Return this rank's index on every axis of the configured layout."""
     return ParallelRanks(
         rank=rank,
         world_size=world_size,
@@ -146,5 +146,5 @@ def ranks_of(config: MegatronConfig, rank: int, world_size: int) -> ParallelRank
 
 
 def uses_sequence_parallel(config: MegatronConfig) -> bool:
-    """Sequence parallelism is a way of tensor parallelism: with one tp rank there is none."""
+    """Return whether sequence parallelism is on; with one tensor-parallel rank it never is."""
     return config.sequence_parallel and config.tensor_model_parallel_size > 1

@@ -1,7 +1,8 @@
-"""Routes through Megatron-Core's routers (see `meshrl.models.moe_routing`): this rank's tokens, this stage's layers.
+"""MoE routes through Megatron-Core's routers (see `meshrl.models.moe_routing`): this rank's tokens, this stage's
+layers.
 
-A pipeline has several micro-batches under way. Which one's routes count is said when it enters a chunk, and once more
-when its gradient does: layers that are computed again on the way back see what they saw before.
+A pipeline has several micro-batches in flight. The routes of a micro-batch are set when it enters a chunk, and set
+again when its gradient enters. So layers that are recomputed in the backward pass get the routes of their forward pass.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from meshrl.models.moe_routing import (
     unpacked_routes,
 )
 
-# What Megatron-Core hands its replay: the scores, how many to choose, and how it would choose itself.
+# Megatron-Core's own choice of experts, as a function of the scores and the number of experts to choose.
 ChooseFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
 class MegatronRouters:
-    """All routers of this rank's chunks."""
+    """The routers of this rank's chunks, with their routes to replay and their recorded routes."""
 
     def __init__(self, chunks: Sequence[nn.Module], config: TransformerConfig, ranks: ParallelRanks):
         if config.moe_router_fusion or config.moe_router_load_balancing_type == "sinkhorn":
@@ -52,7 +53,7 @@ class MegatronRouters:
         self.parts, self.part = ranks.tp if config.sequence_parallel else 1, ranks.tp_rank
         self.choice = Choice()
         self.given: Tensor | None = None
-        self.made: dict[int, Tensor] | None = None  # by the place of the layer among those with experts
+        self.made: dict[int, Tensor] | None = None  # by the layer's index among the layers with experts
         for chunk in chunks:
             for module in chunk.modules():
                 if isinstance(module, TopKRouter):
@@ -60,7 +61,10 @@ class MegatronRouters:
                     module.router_replay = _LayerReplay(self, self.sparse.index(module.layer_number - 1))
 
     def local(self, column: np.ndarray, row: SharedRow) -> Tensor | None:
-        """The routes [local tokens, layers, experts per token] of this rank's tokens of a row; None: it has none."""
+        """Return the routes of this rank's tokens of a row, or None if the row has none.
+
+        Shape: `[local tokens, layers, experts per token]`.
+        """
         packed = packed_routes(column, row.row)
         if packed is None:
             return None
@@ -69,22 +73,22 @@ class MegatronRouters:
         return mine if self.parts == 1 else mine.chunk(self.parts)[self.part]
 
     def enter(self, routes: Tensor | None) -> None:
-        """A micro-batch enters a chunk: from now on these routes count."""
+        """Set the routes to replay from now on, when a micro-batch enters a chunk."""
         self.given = routes
 
     def enter_again_with_gradient(self, output: Tensor, routes: Tensor | None) -> None:
-        """The same when its gradient comes back."""
+        """Set the same routes again when the gradient of the micro-batch's output arrives."""
         if output.requires_grad:
             output.register_hook(lambda gradient: self.enter(routes))
 
     def take_made(self) -> dict[int, Tensor]:
-        """What the routers of a chunk have chosen for the micro-batch that has just been through, by layer."""
+        """Return and clear the experts that a chunk's routers chose for the last micro-batch, by layer."""
         assert self.made is not None
         made, self.made = self.made, {}
         return made
 
     def whole(self, made: dict[int, Tensor], row: SharedRow) -> list[np.ndarray]:
-        """The routes of a row's samples, from what this rank's routers chose for its tokens; every rank calls it."""
+        """Return the routes of a row's samples, from this rank's recorded routes; every rank must call this."""
         layers = sorted(made)
         samples = []
         if layers:
@@ -117,7 +121,10 @@ class MegatronRouters:
 
 
 class _LayerReplay:
-    """What one router asks, in the place of Megatron-Core's own replay, which knows no tokens without a route."""
+    """The replay object that one router calls for its top-k.
+
+    It replaces Megatron-Core's own replay, which cannot handle tokens without a route.
+    """
 
     def __init__(self, routers: MegatronRouters, layer: int):
         self.routers, self.layer = routers, layer
@@ -136,7 +143,7 @@ class _LayerReplay:
 
 
 def gathered(routes: Tensor, group: Any) -> Tensor:
-    """The routes of all ranks of a group, one after the other."""
+    """Concatenate the routes of all ranks of a group, in rank order."""
 
     def gather(values: Tensor) -> Tensor:
         parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]

@@ -1,4 +1,4 @@
-"""One mini-batch through Megatron-Core's pipeline schedules."""
+"""One mini-batch through Megatron-Core's pipeline schedules, micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -30,18 +30,21 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One micro-batch, ready on the device: its rows in the batch (None: a stand-in), packed, and for the loss."""
+    """One micro-batch that is ready on the device.
+
+    `rows`: its rows in the batch (None: a stand-in). `row`: the packed row. `data`: its samples for the loss.
+    """
 
     rows: np.ndarray | None
     row: SharedRow
     data: DataProto
-    routes: Tensor | None = None  # the experts that this rank's tokens are to go to
-    made_routes: dict[int, Tensor] = field(default_factory=dict)  # where those are asked for that they went to
+    routes: Tensor | None = None  # the experts that this rank's tokens are to be routed to
+    made_routes: dict[int, Tensor] = field(default_factory=dict)  # recorded routes, by layer
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the last stage found for one micro-batch."""
+    """The last stage's outputs and metrics for one micro-batch."""
 
     outputs: dict[str, Tensor]
     metrics: dict[str, Tensor]
@@ -49,7 +52,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Pass:
-    """What a pass over a mini-batch is to do; `auxiliary_tokens` weighs the routers' balancing losses (see `model`)."""
+    """The settings of a pass over a mini-batch.
+
+    `auxiliary_tokens` is the divisor of the routers' balancing losses (see `model`).
+    """
 
     head: str
     temperature: float
@@ -62,7 +68,7 @@ class Pass:
 
 
 def choose_schedule(config: TransformerConfig, wanted: str) -> Callable[..., list[Any]]:
-    """Megatron-Core's schedule for this layout, which must be the one wanted (`auto`: any)."""
+    """Return Megatron-Core's schedule for this layout; raise a `ValueError` if another one is wanted (`auto`: any)."""
     check_point_to_point(config)
     schedule = get_forward_backward_func()
     found = SCHEDULES[schedule.__name__]
@@ -78,9 +84,12 @@ def choose_schedule(config: TransformerConfig, wanted: str) -> Callable[..., lis
 def run_schedule(
     schedule: Callable[..., list[Any]], model: Sequence[Any], parts: Sequence[MicroBatch], todo: Pass
 ) -> list[Answer]:
-    """Runs all micro-batches forward, and backward unless told not to; the last stage gets the answers, in order."""
+    """Run all micro-batches forward and, unless `forward_only`, backward.
+
+    The last stage returns an `Answer` per micro-batch, in order; other stages return an empty list.
+    """
     config = model[0].config
-    # A loss that is already a share of the global one must reach the parameters as it is.
+    # A loss that is already a share of the global loss must reach the parameters unscaled.
     scale = todo.auxiliary_tokens
     config.grad_scale_func = None if scale == 1.0 else lambda loss: loss / scale
     config.finalize_model_grads_func = _finalize
@@ -99,7 +108,7 @@ def run_schedule(
 
 
 def _finalize(model: Sequence[Any], num_tokens: Tensor | None = None, **others: Any) -> None:
-    """Sums the gradients over the ranks, and never divides by a number of tokens: the loss has done so."""
+    """Sum the gradients over the ranks; the loss is already normalised, so nothing is divided by a token count."""
     finalize_model_grads(list(model), None, **others)
 
 
@@ -136,14 +145,14 @@ def _forward_step(
 
 
 def _finish(part: MicroBatch, outputs: dict[str, Tensor], todo: Pass) -> tuple[Tensor, Tensor, Answer]:
-    """The loss as the schedule wants it, and what is kept of the micro-batch."""
+    """Return the loss in the schedule's form, and the outputs and metrics to keep of the micro-batch."""
     first = next(iter(outputs.values()))
     nothing = torch.zeros((), dtype=torch.int, device=first.device)
     if todo.loss_function is None:
         return first.sum() * 0.0, nothing, Answer(outputs, {})
     loss, metrics = todo.loss_function(outputs, part.data)
     if part.rows is None:
-        # A stand-in that keeps the collectives of all ranks in step: it must count for nothing.
+        # A stand-in keeps the collectives of all ranks in step. It must not contribute.
         loss, metrics = loss * 0.0, {name: value * 0.0 for name, value in metrics.items()}
     metrics = {name: value.detach() for name, value in metrics.items()}
     return loss * todo.auxiliary_tokens, nothing, Answer(outputs if todo.forward_only else {}, metrics)

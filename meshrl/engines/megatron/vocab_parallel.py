@@ -1,9 +1,10 @@
-"""Log-probs and entropy where every rank holds a part of the vocabulary.
+"""Log-probs and entropy if every rank holds a part of the vocabulary.
 
-As in `meshrl.engines.packed_model`, logits exist for a chunk of tokens at a time, here only those of a rank's own part.
-A token's soft-max needs three numbers of each rank: its largest logit, and two sums relative to it. They are exchanged
-once for all tokens, after the last chunk. The backward pass computes the chunks again and exchanges nothing: what it
-gives for the hidden states is this rank's share, to be summed by the region the hidden states came from.
+As in `meshrl.engines.packed_model`, logits exist for one chunk of tokens at a time, here only for the rank's own part.
+A token's soft-max needs three numbers from each rank: the largest logit, and two sums relative to it. The ranks
+exchange these numbers once for all tokens, after the last chunk. The backward pass computes the chunks again without
+any exchange. Its gradient of the hidden states is this rank's share. The region that the hidden states came from sums
+it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from torch import Tensor
 
 from meshrl.engines.packed_model import chunk_functions, tokens_per_chunk
 
-# Below every logit, and still a number: a rank without any vocabulary of its own has this as its largest.
+# Below every logit, but finite: the largest logit of a rank that holds no real row of the vocabulary.
 LOWEST = -1e30
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """The rows of the vocabulary on this rank: `size` real ones from `first` on; padding may follow them."""
+    """The rows of the vocabulary on this rank: `size` real rows from `first` on, which padding may follow."""
 
     first: int
     size: int
@@ -34,7 +35,7 @@ class VocabularyPart:
 
     @staticmethod
     def of(rank: int, rows: int, vocab_size: int, group: dist.ProcessGroup | None) -> VocabularyPart:
-        """The part of the `rank`-th of equal parts with `rows` rows each, padding included."""
+        """Return the part of the `rank`-th of equal parts with `rows` rows each, padding included."""
         first = rank * rows
         return VocabularyPart(first, min(max(vocab_size - first, 0), rows), group)
 
@@ -48,9 +49,9 @@ def vocab_parallel_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of `targets` [tokens] and entropies, for logits `hidden @ weight.T / temperature` over all ranks' rows.
+    """Compute log-probs of `targets` `[tokens]` and entropies, for logits `hidden @ weight.T / temperature`.
 
-    Both are float32 [tokens] and the same on every rank of the group.
+    The logits cover all ranks' rows. Both results are float32 `[tokens]` and the same on every rank of the group.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0 to compute log-probs, got {temperature}")
@@ -59,8 +60,11 @@ def vocab_parallel_log_probs(
 
 
 def _chunk_statistics(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Of each row: largest logit, sum of exponentials and of exponentials times logits, both relative to it, and the
-    target's logit (0 if it is not here), as [4, rows]."""
+    """Return four numbers per row of logits, as `[4, rows]`.
+
+    They are the largest logit, the sum of exponentials, the sum of exponentials times logits (both relative to the
+    largest logit), and the target's logit (0 if the target is on another rank).
+    """
     logits = logits.float() / temperature
     largest = logits.amax(-1)
     relative = logits - largest[:, None]
@@ -72,7 +76,7 @@ def _chunk_statistics(logits: Tensor, targets: Tensor, temperature: float) -> Te
 
 @cache
 def _fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function as one kernel over the chunk, for any number of rows."""
+    """Compile the function into one kernel over the chunk, for any number of rows."""
     return torch.compile(function, dynamic=True)
 
 
@@ -81,7 +85,7 @@ def _for_device(function: Callable[..., Tensor], tensor: Tensor) -> Callable[...
 
 
 def _combine(statistics: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-sum, log-prob and entropy of each token, from the statistics of all ranks."""
+    """Return log-sum-exp, log-prob and entropy of each token, from the statistics of all ranks."""
     own_largest, total, weighted, target = statistics
     largest = own_largest.clone()
     if group is not None:
@@ -94,7 +98,7 @@ def _combine(statistics: Tensor, group: dist.ProcessGroup | None) -> tuple[Tenso
     total, weighted, target = sums
     log_total = total.log()
     log_sum = largest + log_total
-    # Two terms that are never negative: no digits are lost between them.
+    # Both terms of the entropy are nonnegative, so their sum loses no digits.
     return log_sum, target - log_sum, log_total - weighted / total
 
 

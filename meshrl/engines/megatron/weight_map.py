@@ -1,9 +1,10 @@
-"""Which rectangle of which Hugging Face tensor lies where in which of a rank's Megatron parameters.
+"""The map between Hugging Face tensors and Megatron parameters: which rectangle of which tensor lies where on which
+rank.
 
-A pure description: it needs the model's config and a rank's place, no process group and no Megatron. Loading, exporting
-and weight-sync plans all read it. A parameter is a row of runs along one dim, each run a stretch of one Hugging Face
-tensor, cut into equal parts over tensor-parallel ranks: queries, keys and values lie packed by query group, gate and up
-projections are cut one by one and lie one after the other.
+It is a pure description, computed from the model's config and a rank's position, without process group or Megatron.
+Loading, exporting and weight-sync plans all use it. A parameter is a sequence of runs along one dim. Each run is a
+stretch of one Hugging Face tensor. The runs are cut into equal parts over tensor-parallel ranks. Queries, keys and
+values are packed by query group. Gate and up projections are cut separately and lie one after the other.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """What Megatron's module spec decides: TransformerEngine's fused norms, and how the experts are stored.
+    """The parts of the parameter names that Megatron's module spec decides: TransformerEngine's fused norms, and the
+    experts.
 
-    `experts`: `sequential` (a module each), `te_grouped` (one module, a weight each), `grouped` (one weight for all).
+    `experts`: `sequential` (a module per expert), `te_grouped` (one module with a weight per expert), `grouped` (one
+    weight for all experts).
     """
 
     transformer_engine: bool = False
@@ -34,7 +37,7 @@ class ModuleNames:
 
 
 class Slice(NamedTuple):
-    """The rectangle `[start, start + size)` of a Hugging Face tensor and where it lies in a local parameter."""
+    """The rectangle `[start, start + size)` of a Hugging Face tensor, and its place in a local parameter."""
 
     name: str
     shape: Shape
@@ -44,12 +47,13 @@ class Slice(NamedTuple):
     parameter: str
     parameter_shape: Shape
     offset: Shape
-    # One weight for all experts is memory of this shape, whatever its own; one leading dim more than the rectangle.
+    # The memory layout of one weight for all experts, whatever the parameter's shape. It has one leading dim more than
+    # the rectangle.
     view: Shape | None = None
     transposed: bool = False
 
     def region(self, parameter: Tensor) -> Tensor:
-        """The part of the local parameter that holds this rectangle, as a view in the rectangle's own shape."""
+        """Return the part of the local parameter that holds this rectangle, as a view in the rectangle's shape."""
         place = parameter if self.view is None else parameter.view(self.view)[self.offset[0]]
         offset = self.offset if self.view is None else self.offset[1:]
         for dim, (start, size) in enumerate(
@@ -65,7 +69,7 @@ class HfTensor(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Indices [start, stop) of a tensor along the dim that is cut."""
+    """The indices [start, stop) of a tensor along the dim that is cut."""
 
     tensor: HfTensor
     start: int
@@ -80,9 +84,9 @@ def describe(
     vocab_size: int | None = None,
     value_head: bool = False,
 ) -> list[Slice]:
-    """All slices of a rank, in the order of the Hugging Face model.
+    """Return all slices of a rank, in the order of the Hugging Face model.
 
-    `vocab_size` is Megatron's padded one (`padded_vocab_size` by default). With `value_head` the output layer is a
+    `vocab_size` is Megatron's padded size (`padded_vocab_size` by default). With `value_head` the output layer is a
     critic's `score` instead of the language model's head.
     """
     check_family(hf_config)
@@ -95,24 +99,27 @@ def describe(
 
 
 def hf_tensors(hf_config: Any, value_head: bool = False) -> dict[str, Shape]:
-    """Every tensor of the Hugging Face model with its shape, in order."""
+    """Return every tensor of the Hugging Face model with its shape, in the model's order."""
     return {piece.name: piece.shape for piece in describe(hf_config, ParallelRanks(), value_head=value_head)}
 
 
 def padded_vocab_size(vocab_size: int, tp: int, multiple: int = 1) -> int:
-    """The vocabulary that Megatron builds: the next multiple of `tp * multiple`."""
+    """Return the vocabulary size that Megatron builds: the next multiple of `tp * multiple`."""
     step = tp * multiple
     return -(-vocab_size // step) * step
 
 
 def check_family(hf_config: Any) -> None:
-    """Refuses models that this map, or megatron-core, cannot express."""
+    """Raise a `ValueError` for models that this map, or Megatron-Core, cannot express."""
     if problems := unmapped(facts_of(hf_config)):
         raise ValueError(problems[0])
 
 
 def is_sparse_layer(hf_config: Any, layer: int) -> bool:
-    """Whether this layer has experts: all, all but some, every n-th or all after the first ones, as the config says."""
+    """Return whether this layer of the model has experts.
+
+    By the config, these are all layers, all but some, every n-th layer, or all layers after the first ones.
+    """
     if not expert_count(hf_config):
         return False
     if hf_config.model_type == "deepseek_v3":
@@ -124,7 +131,10 @@ def is_sparse_layer(hf_config: Any, layer: int) -> bool:
 
 
 def cut(runs: Sequence[Run], index: int, parts: int, total: int | None = None) -> list[Run]:
-    """The `index`-th of `parts` equal parts of runs laid end to end; beyond them, up to `total`, lies padding."""
+    """Return the `index`-th of `parts` equal parts of runs laid end to end.
+
+    After the runs, padding fills up to `total`.
+    """
     length = sum(run.stop - run.start for run in runs)
     total = total or length
     if total % parts:
@@ -151,7 +161,7 @@ def whole(tensor: HfTensor, dim: int = 0) -> Run:
 
 
 class _RankChunk:
-    """The slices of one chunk of one rank."""
+    """The slices of one model chunk of one rank."""
 
     def __init__(
         self, config: Any, ranks: ParallelRanks, names: ModuleNames, chunk: int, padded_vocab: int, value_head: bool
@@ -177,7 +187,7 @@ class _RankChunk:
         elif not tied:
             yield from self._vocabulary("output_layer.weight", HfTensor("lm_head.weight", embedding.shape))
         elif not self.ranks.has_embedding(self.chunk):
-            # A tied head on another stage than the embedding is a copy of it.
+            # A tied head on another stage than the embedding is a copy of the embedding.
             yield from self._vocabulary("output_layer.weight", embedding)
 
     def _layer(self, layer: int, ours: str, theirs: str) -> Iterator[Slice]:
@@ -275,7 +285,10 @@ class _RankChunk:
             yield from self._grouped(ours, tensors, local, held)
 
     def _grouped(self, ours: str, tensors: Sequence[HfTensor], local: int, held: int) -> Iterator[Slice]:
-        """Experts in one weight, transposed: as memory, [expert, hidden, gate | up] and [expert, width, hidden]."""
+        """Yield the slices of an expert in one weight for all experts, transposed.
+
+        The memory layouts are `[expert, hidden, gate | up]` and `[expert, width, hidden]`.
+        """
         gate, up, down = tensors
         part = gate.shape[0] // self.etp
         hidden = gate.shape[1]
@@ -301,7 +314,7 @@ class _RankChunk:
 
     def _vocabulary(self, ours: str, tensor: HfTensor) -> Iterator[Slice]:
         runs = cut([whole(tensor)], self.tp_rank, self.tp, self.padded_vocab)
-        # A rank may hold nothing but padding; an empty run still names the parameter.
+        # A rank may hold only padding; an empty run still names the parameter.
         runs = runs or [Run(tensor, tensor.shape[0], tensor.shape[0])]
         yield from self._placed(ours, runs, length=self.padded_vocab // self.tp)
 
@@ -316,7 +329,10 @@ class _RankChunk:
         return piece
 
     def _placed(self, parameter: str, runs: Sequence[Run], dim: int = 0, length: int | None = None) -> Iterator[Slice]:
-        """Runs laid end to end along `dim` of a parameter, which may be longer than they are together."""
+        """Yield the slices of runs laid end to end along `dim` of a parameter.
+
+        The parameter may be longer than the runs together.
+        """
         length = length or sum(run.stop - run.start for run in runs)
         place = 0
         for (name, shape), start, stop in runs:
@@ -337,7 +353,7 @@ class _RankChunk:
 def _mlp_tensors(
     prefix: str, hidden: int, width: int, names: tuple[str, str, str] | None = None
 ) -> tuple[HfTensor, HfTensor, HfTensor]:
-    """Gate, up and down projection."""
+    """Return the gate, up and down projections of an MLP."""
     gate, up, down = names or ("gate_proj", "up_proj", "down_proj")
     return (
         HfTensor(f"{prefix}{gate}.weight", (width, hidden)),
@@ -350,10 +366,10 @@ def _with(shape: Shape, dim: int, value: int) -> Shape:
     return (*shape[:dim], value, *shape[dim + 1 :])
 
 
-# From the names of Hugging Face's files to those of its modules, which hold all experts of a layer in one tensor.
+# From the names in Hugging Face's files to the names of its modules, which hold all experts of a layer in one tensor.
 
 EXPERT = re.compile(r"(?P<layer>.*)\.(mlp|block_sparse_moe)\.experts\.(?P<number>\d+)\.(?P<kind>\w+)\.weight")
-# Which of the two stacks a file's tensor belongs to, and whether to its second half.
+# The stack that a file's tensor belongs to, and whether the tensor is the second half.
 STACKS = {
     "gate_proj": ("gate_up_proj", False),
     "up_proj": ("gate_up_proj", True),
@@ -365,7 +381,7 @@ STACKS = {
 
 
 def as_module_params(weights: Iterator[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
-    """Passes the stream on under the modules' names; an expert's tensors wait until their stack is complete."""
+    """Rename a stream of file tensors to module parameters; an expert's tensors wait until their stack is complete."""
     stacks: dict[str, Tensor] = {}
     missing: dict[str, int] = {}
     for name, tensor in weights:
@@ -388,9 +404,9 @@ def as_module_params(weights: Iterator[tuple[str, Tensor]], experts: int) -> Ite
 
 
 def module_place(name: str, shape: Shape, start: Shape, experts: int) -> tuple[str, Shape, Shape]:
-    """The module's tensor that holds a file's tensor, its shape, and where `start` of the file's lies in it.
+    """Return the module tensor that holds a file's tensor, its shape, and the index of the file tensor's `start` in it.
 
-    An expert's tensor is one slice of a stack, which has one dim more.
+    An expert's tensor is one slice of a stack, which has one more dim.
     """
     match = EXPERT.fullmatch(name)
     if match is None:

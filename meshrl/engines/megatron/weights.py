@@ -1,7 +1,9 @@
-"""Weights both ways: safetensors files -> this rank's Megatron parameters, and all ranks' parameters -> whole tensors.
+"""Weights in both directions: files -> this rank's Megatron parameters, and all ranks' parameters -> whole tensors.
 
-Loading reads only the rectangles a rank needs. Exporting streams: ranks send their pieces of a bucket of tensors, the
-tensors are put together, given out and forgotten.
+- `load_hf_weights`: reads only the rectangles of the safetensors files that a rank needs.
+- `export_hf_weights`: streams whole tensors. Ranks send their pieces of a bucket of tensors. The assembled tensors are
+  yielded and dropped before the next bucket.
+- `DistCheckpoint`, `read_hf_tensors`: read Megatron-Core's distributed checkpoints.
 """
 
 from __future__ import annotations
@@ -47,9 +49,9 @@ def load_hf_weights(
     value_head: bool = False,
     override: Mapping[str, Any] | None = None,
 ) -> None:
-    """Fills this rank's chunks from a model folder; what does not fit is a `ValueError` that names it.
+    """Load this rank's chunks from a model folder; raise a `ValueError` that names what does not fit.
 
-    `override` is what `hf_config` has other than the folder's config.json.
+    `override` holds the fields of `hf_config` that differ from the folder's config.json.
     """
     refuse_misfit(folder, override)
     files = TensorFiles(folder)
@@ -91,9 +93,9 @@ def export_hf_weights(
     bucket_bytes: int = BUCKET_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields every tensor whole under its Hugging Face name, on every rank of `group` (by default the world).
+    """Yield every tensor whole under its Hugging Face name, on every rank of `group` (by default the world).
 
-    All ranks must take part until the end. At most one bucket of tensors is held beside the parameters.
+    All ranks must take part until the end. At most one bucket of tensors is held in addition to the parameters.
     """
     tensors = _local_tensors(chunks)
     names, dtypes, padded = _agree(chunks, hf_config, ranks, tensors, value_head, group)
@@ -120,12 +122,15 @@ def piece_owners(
     vocab_size: int | None = None,
     value_head: bool = False,
 ) -> dict[str, list[tuple[int, Slice]]]:
-    """For every tensor, disjoint pieces that cover it and the first rank that holds each; pure."""
+    """Return, for every tensor, disjoint pieces that cover it, each with the first rank that holds the piece.
+
+    A pure function: it needs neither weights nor communication.
+    """
     pieces: dict[str, dict[tuple[Shape, Shape], tuple[int, Slice]]] = defaultdict(dict)
     for rank in range(ranks.world_size):
         there = ranks.at(rank)
         if (there.dp_rank or there.cp_rank) and there.edp_rank:
-            continue  # all that it holds, another rank holds too
+            continue  # another rank holds the same tensors
         for piece in describe(hf_config, there, names, vocab_size=vocab_size, value_head=value_head):
             if min(piece.size) > 0:
                 pieces[piece.name].setdefault((piece.start, piece.size), (rank, piece))
@@ -137,7 +142,7 @@ def piece_owners(
 
 
 def module_names(chunks: Sequence[nn.Module]) -> ModuleNames:
-    """Which names Megatron's spec gave the parameters, seen from the parameters themselves."""
+    """Derive from the chunks' parameters which naming Megatron's module spec has used."""
     names = [name for _, name in _local_tensors(chunks)]
     experts = "sequential"
     if any(".experts.weight1" in name for name in names):
@@ -148,7 +153,7 @@ def module_names(chunks: Sequence[nn.Module]) -> ModuleNames:
 
 
 class TensorFiles:
-    """The safetensors of a model folder: names, shapes and rectangles, opened only where they are asked for."""
+    """The safetensors of a model folder: names, shapes and rectangles. A file is opened at first use."""
 
     def __init__(self, folder: Path):
         self._files = tensor_files(Path(folder))
@@ -171,7 +176,7 @@ class TensorFiles:
         return (rows // 2 if fused[0].endswith("gate_up_proj") else rows, columns)
 
     def rectangle(self, name: str, start: Shape, size: Shape) -> Tensor:
-        """`[start, start + size)` of a tensor."""
+        """Return the rectangle `[start, start + size)` of a tensor."""
         box = tuple(slice(begin, begin + length) for begin, length in zip(start, size, strict=True))
         fused = self._fused(name)
         if fused is None:
@@ -182,7 +187,11 @@ class TensorFiles:
         return self._view(file_name)[expert : expert + 1, rows, box[1]][0]
 
     def _fused(self, name: str) -> tuple[str, int, bool] | None:
-        """Where one expert's tensor lies, if the file stacks all experts: the stack, the expert, second half or not."""
+        """Return where one expert's tensor lies if the file stacks all experts, otherwise None.
+
+        The location is the name of the stack, the number of the expert, and whether the tensor is the second half
+        (`up`).
+        """
         match = None if name in self._files else FUSED_EXPERT.fullmatch(name)
         if match is None:
             return None
@@ -211,7 +220,7 @@ def _check_names(
 
 
 def _check_parameters(tensors: dict[tuple[int, str], Tensor], pieces: Sequence[Slice]) -> None:
-    """The chunks and the description must name the same parameters with the same shapes."""
+    """Raise a `ValueError` unless chunks and description have the same parameters with the same shapes."""
     described = {(piece.chunk, piece.parameter): piece for piece in pieces}
     for key, piece in described.items():
         if key not in tensors:
@@ -232,7 +241,7 @@ def _check_parameters(tensors: dict[tuple[int, str], Tensor], pieces: Sequence[S
 
 
 def _local_tensors(chunks: Sequence[nn.Module]) -> dict[tuple[int, str], Tensor]:
-    """All parameters, and the one kind of buffer that is a weight: the router's expert bias."""
+    """Return all parameters, and the only kind of buffer that is a weight: the router's expert bias."""
     tensors: dict[tuple[int, str], Tensor] = {}
     for number, chunk in enumerate(chunks):
         module = _unwrapped(chunk)
@@ -240,14 +249,14 @@ def _local_tensors(chunks: Sequence[nn.Module]) -> dict[tuple[int, str], Tensor]
             tensors[number, name] = parameter.data
         for name, buffer in module.named_buffers():
             if name.endswith("router.expert_bias"):
-                # The wrapper for half precision rounds it; the router makes it float32 again, but only when it runs.
+                # The wrapper for half precision rounds the bias; the router restores float32 only when it runs.
                 buffer.data = buffer.data.float()
                 tensors[number, name] = buffer.data
     return tensors
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside Megatron's DDP and mixed-precision wrappers."""
+    """Return the model inside Megatron's DDP and mixed-precision wrappers."""
     while isinstance(inner := getattr(module, "module", None), nn.Module):
         module = inner
     return module
@@ -269,7 +278,7 @@ def _agree(
     value_head: bool,
     group: dist.ProcessGroup | None,
 ) -> tuple[ModuleNames, dict[str, torch.dtype], int | None]:
-    """What single ranks cannot know of the others: their modules' names, dtypes, and the padded vocabulary."""
+    """Gather from all ranks what a single rank cannot derive: module names, dtypes and the padded vocabulary size."""
     names, padded = module_names(chunks), _padded_vocab(chunks, ranks)
     dtypes = {
         _kind(piece.name): tensors[piece.chunk, piece.parameter].dtype
@@ -287,7 +296,7 @@ def _agree(
 
 
 def _kind(name: str) -> str:
-    """A tensor's name without the numbers of layer and expert."""
+    """Return a tensor's name without the numbers of layer and expert."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
@@ -298,7 +307,7 @@ def _filled(
     ranks: ParallelRanks,
     group: dist.ProcessGroup | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Fills a bucket's tensors, one broadcast for each rank that owns a part of it, and gives them out."""
+    """Fill a bucket's tensors, with one broadcast per rank that owns a part of the bucket, and yield them."""
     by_owner: dict[int, list[Slice]] = defaultdict(list)
     for name in bucket:
         for rank, piece in owners[name]:
@@ -328,7 +337,7 @@ def _filled(
 
 
 def _places(bucket: dict[str, Tensor], pieces: Sequence[Slice]) -> list[int]:
-    """Where each piece starts in the buffer, in bytes, and the buffer's length at the end."""
+    """Return the offset of each piece in the buffer, in bytes, followed by the buffer's length."""
     places = [0]
     for piece in pieces:
         size = _numel(piece.size) * bucket[piece.name].element_size()
@@ -348,14 +357,14 @@ def _numel(size: Shape) -> int:
 
 # Reading Megatron-Core's distributed checkpoints (`torch_dist`), whatever layout wrote them, as Hugging Face tensors.
 #
-# They hold every parameter as the model of one rank has it, in chunks; layers that are all alike, and experts, lie
-# stacked along leading dims. Only chunks that are needed are read. Their index is a pickle,
-# of which only values are let in (`meshrl.engines.old_state_files`), and tensors are read as `weights_only`.
+# They hold every parameter with the shape it has in the model of one rank, in chunks. Layers that are all alike, and
+# experts, are stacked along leading dims. Only the chunks that are needed are read. The index is a pickle, read by an
+# unpickler that allows only values (`meshrl.engines.old_state_files`). Tensors are read with `weights_only`.
 
 EMBEDDING = "embedding.word_embeddings.weight"
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
-# Norms that TransformerEngine fuses into the layer behind them; a checkpoint may have either name.
+# Norms that TransformerEngine fuses into the following layer; a checkpoint may have either name.
 FUSED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -363,7 +372,7 @@ FUSED = {
 
 
 class DistCheckpoint:
-    """The parameters of a distributed checkpoint, one at a time."""
+    """A reader of a distributed checkpoint's parameters, one at a time."""
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
@@ -372,14 +381,14 @@ class DistCheckpoint:
         self.index = read_index(self.folder / DCP_INDEX)
 
     def parameter(self, name: str) -> Tensor:
-        """A parameter by the name it has in the model of one rank."""
+        """Return a parameter by its name in the model of a single rank."""
         for key, place in _keys_and_places(name):
             if held := self.index.tensors.get(key):
                 return self._read(key, held, place)
         raise ValueError(f"'{self.folder}' has no parameter '{name}'")
 
     def _read(self, key: str, held: StoredTensor, place: tuple[int, ...]) -> Tensor:
-        """`place` is where the parameter lies along the leading dims."""
+        """Return one parameter of a stored tensor; `place` is its index along the leading (stacked) dims."""
         whole = torch.empty(held.size[len(place) :], dtype=held.dtype)
         filled = 0
         for begins, sizes in held.chunks:
@@ -409,7 +418,7 @@ class DistCheckpoint:
 
 
 def _keys_and_places(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Where a parameter may lie: keys, and its place along their leading dims."""
+    """Yield where a parameter may lie: a key of the checkpoint, and the index along its leading dims."""
     match = LAYER.fullmatch(name)
     if match is None:
         yield name, ()
@@ -424,7 +433,7 @@ def _keys_and_places(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def read_hf_tensors(folder: Path, hf_config: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the Hugging Face model from a distributed checkpoint, one Megatron parameter after the other."""
+    """Yield every tensor of the Hugging Face model from a distributed checkpoint, one Megatron parameter at a time."""
     checkpoint = DistCheckpoint(folder)
     padded = len(checkpoint.parameter(EMBEDDING))
     slices = describe(hf_config, ParallelRanks(), ModuleNames(), vocab_size=padded)

@@ -4,8 +4,8 @@
     rank 0                                                 0 1                6 7
     rank 1                                                       2 3   4 5
 
-A causal document is then the same work for every rank. Keys and values are gathered from all ranks (each query needs
-all before it); queries stay where they are.
+A causal document then gives every rank the same amount of work. Keys and values are gathered from all ranks, because
+each query needs all earlier keys. Queries stay on their rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshrl.parallel.attention import HALF_TYPES, PackedSequences, attend_varlen
 
 @dataclass(frozen=True)
 class ZigZag:
-    """One rank's chunks of a row whose document lengths all divide by 2 * size."""
+    """One rank's chunks of a row whose document lengths are all divisible by 2 * size."""
 
     documents: PackedSequences
     size: int
@@ -35,21 +35,24 @@ class ZigZag:
 
     @cached_property
     def index(self) -> Tensor:
-        """The places of this rank's tokens in the row, int64 [local]."""
+        """The indices of this rank's tokens in the row, int64 `[local]`."""
         return self.index_of(self.rank).to(self.documents.device)
 
     @cached_property
     def order(self) -> Tensor:
-        """Where each token of the row lies when the ranks' parts are laid end to end, int64 [tokens]."""
+        """The index of each token of the row in the concatenation of all ranks' parts, int64 `[tokens]`."""
         parts = torch.cat([self.index_of(rank) for rank in range(self.size)])
         return parts.argsort().to(self.documents.device)
 
     def index_of(self, rank: int) -> Tensor:
-        """The same as `index` for any rank, on the host."""
+        """Return `index` for any rank, on the host."""
         return torch.cat([torch.arange(first, first + length) for first, length, _, _ in self.pieces_of(rank)])
 
     def pieces_of(self, rank: int) -> list[tuple[int, int, int, int]]:
-        """A rank's chunks as (first token, tokens, first key, keys): each sees its document up to its own end."""
+        """Return a rank's chunks as (first token, tokens, first key, keys).
+
+        A chunk sees the keys of its document up to the chunk's end.
+        """
         pieces, start = [], 0
         for length in self.documents.lengths:
             step = length // (2 * self.size)
@@ -59,7 +62,7 @@ class ZigZag:
         return pieces
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-        """Attention of the local queries [local, heads, dim] to the row's keys and values [tokens, heads, dim]."""
+        """Compute attention of local queries `[local, heads, dim]` to all keys and values `[tokens, heads, dim]`."""
         pieces = self.pieces_of(self.rank)
         if query.is_cuda and query.dtype in HALF_TYPES:
             return self._attend_varlen(pieces, query, key, value, scaling, window)
@@ -78,7 +81,7 @@ class ZigZag:
         return torch.cat(outputs)
 
     def _mask(self, offset: int, length: int, keys: int, window: int | None) -> Tensor:
-        """True where the query at place `offset + i` of its document may look."""
+        """Return a mask `[length, keys]`: True for keys that the query at `offset + i` of its document may see."""
         device = self.documents.device
         distance = torch.arange(offset, offset + length, device=device)[:, None] - torch.arange(keys, device=device)
         return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
@@ -92,7 +95,7 @@ class ZigZag:
         scaling: float,
         window: int | None,
     ) -> Tensor:
-        """One kernel for all chunks: the last key of each is its own last token."""
+        """Compute all chunks with one kernel call: the last key of each chunk is the chunk's own last token."""
         queries = PackedSequences.of([length for _, length, _, _ in pieces], self.documents.device)
         keys = PackedSequences.of([count for *_, count in pieces], self.documents.device)
         key, value = key[self._key_index], value[self._key_index]
