@@ -98,12 +98,11 @@ class Rollout(ABC):
         """Generate one completion for every prompt of a batch.
 
         Inputs: `input_ids` and `attention_mask` `[batch, prompt]`, padded on the left, `seeds` `[batch]`, and
-        optionally
-        `images` (see `meshrl.data.images`).
+        optionally `images` (see `meshrl.data.images`).
+
         Outputs: `prompts`, `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`,
         `rollout_log_probs` and `versions`. Responses are padded on the right to `params.max_tokens`. The column
-        `ending`
-        has the finish reason of each completion. A rollout that records MoE routes adds `routed_experts` (see
+        `ending` has the finish reason of each completion. A rollout that records MoE routes adds `routed_experts` (see
         `meshrl.models.moe_routing`).
         """
         if self.version < 0:

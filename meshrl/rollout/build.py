@@ -59,15 +59,11 @@ def build_rollout(
     """Build the rollout of one trainer rank. The rollout has no weights until the first sync.
 
     `hf_model` is the trainer's module. If `can_share` is true (unsharded, without adapters, on the device), the
-    embedded
-    rollout may generate with `hf_model` itself and needs no copy. Every other rollout has its own copy, sharded over
-    the
-    ranks of `rank_group`. If the engine runs in separate processes, the group's first rank starts that engine, which
-    uses
-    the GPUs of all ranks in the group. `adapter_rank` is the rank of LoRA adapters that are synced separately, to an
-    engine
-    that accepts adapters (vllm). 0 means that no adapters are synced. With `records_routes`, completions report the
-    experts that processed their tokens.
+    embedded rollout may generate with `hf_model` itself and needs no copy. Every other rollout has its own copy,
+    sharded over the ranks of `rank_group`. If the engine runs in separate processes, the group's first rank starts that
+    engine, which uses the GPUs of all ranks in the group. `adapter_rank` is the rank of LoRA adapters that are synced
+    separately, to an engine that accepts adapters (vllm). 0 means that no adapters are synced. With `records_routes`,
+    completions report the experts that processed their tokens.
     """
     ranks = 1 if rank_group is None else dist.get_world_size(rank_group)
     if config.is_elsewhere and rank_group is not None and dist.get_rank(rank_group) > 0:

@@ -54,8 +54,10 @@ class Answer:
     routes: list[Tensor] = field(default_factory=list)
 
     def take(self, logits: Tensor, tokenizer: Tokenizer | None) -> int:
-        """Sample the next token from the model's logits `[vocabulary]` and set `finish_reason` if the token is the
-        last."""
+        """Sample the next token from the model's logits `[vocabulary]`.
+
+        Sets `finish_reason` if the token is the last one.
+        """
         token, log_probs = choose(self, logits)
         self.token_ids.append(token)
         self.log_probs.append(float(log_probs[token]))
@@ -76,8 +78,10 @@ class Answer:
         return find_stop(tokenizer, np.array(self.token_ids), params.stop) is not None
 
     def chunk(self, start: int, version: int, finish_reason: str | None) -> Chunk:
-        """Return the tokens from `start` on as a chunk. With `finish_reason`, the chunk is the completion's last
-        one."""
+        """Return the tokens from `start` on as a chunk.
+
+        With `finish_reason`, the chunk is the completion's last one.
+        """
         tops = self.top_log_probs[start:] if self.request.params.top_log_probs else None
         tokens = self.token_ids[start:]
         return Chunk(
@@ -157,8 +161,7 @@ class HFRollout(SteppingRollout):
     """Generation by a Hugging Face module that is either shared with the trainer or a separate replica.
 
     The module must run with one of transformers' own attention functions. `stride` is the number of tokens per step.
-    With
-    `records_routes`, completions report the experts that processed their tokens.
+    With `records_routes`, completions report the experts that processed their tokens.
     """
 
     shares_allocator = True

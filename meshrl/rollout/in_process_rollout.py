@@ -137,8 +137,7 @@ class SteppingRollout(Rollout):
 
         unfinished = sum(request.params.n for request in requests)
         # Taking the lock may have to wait for a step, so this runs outside the event loop. A consumer that leaves
-        # before
-        # then has still submitted its requests.
+        # before then has still submitted its requests.
         entering = asyncio.ensure_future(asyncio.to_thread(self._enter, requests, deliver, streams=True))
         try:
             await asyncio.shield(entering)
@@ -380,8 +379,10 @@ class TokenGaps:
         return self._longest if last is None else max(self._longest, time.perf_counter() - last)
 
     def settle(self, deadline: float) -> float:
-        """Return `longest` after the open gap has ended: by a token, by the end of all work, or after `deadline`
-        seconds."""
+        """Wait until the open gap has ended, then return `longest`.
+
+        The gap ends by a token, by the end of all work, or after `deadline` seconds.
+        """
         count, end = self._count, time.perf_counter() + deadline
         while self._last is not None and self._count == count and time.perf_counter() < end:
             time.sleep(LOOK_EVERY)

@@ -39,8 +39,7 @@ class RemoteRollout(Rollout):
     """The `Rollout` of an `EngineClient`. `deadline` limits every single call to the engine, in seconds.
 
     `replica_ranks` is the number of trainer ranks that share the engine. This rank is the first of them. The other
-    ranks
-    have a `Bystander`.
+    ranks have a `Bystander`.
     """
 
     def __init__(
@@ -220,8 +219,7 @@ class RemoteRollout(Rollout):
         if not wanted:
             return
         # A task that is cancelled before its first step never runs, so it would neither deliver its last chunk nor
-        # remove
-        # itself from `_answers`.
+        # remove itself from `_answers`.
         await asyncio.sleep(0)
         for answer in wanted:
             answer.aborted = True
@@ -334,8 +332,10 @@ class RemoteRollout(Rollout):
             self._call(self._gate())
 
     def update_adapter(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int) -> None:
-        """Load a LoRA adapter (peft's config, and tensors by peft's names) onto the base weights that the engine
-        keeps."""
+        """Load a LoRA adapter onto the base weights that the engine keeps.
+
+        `config` is peft's, and `tensors` have peft's names.
+        """
         with self._one_at_a_time:
             if not self._has_base:
                 raise RuntimeError("the rollout has no weights that an adapter could change: update_weights first")
@@ -394,8 +394,10 @@ class _Answer:
         self._given: list[int] = []
 
     async def run(self) -> None:
-        """Wait for a slot and for the open gate, deliver tokens as they arrive, and end with exactly one finish
-        reason."""
+        """Wait for a slot and for the open gate, then deliver tokens as they arrive.
+
+        The last chunk has the only finish reason.
+        """
         reason, error, routes = "error", "the engine ended the answer without a reason", None
         try:
             async with self.rollout._slots:
@@ -448,8 +450,7 @@ class Piece:
     """New tokens of one completion, as an engine reports them.
 
     `all_versions` has the versions of all tokens of the completion so far, if the engine reports versions. `routes`
-    come
-    with the last piece, if the engine records them.
+    come with the last piece, if the engine records them.
     """
 
     token_ids: list[int]

@@ -11,12 +11,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The parameters that choose each next token. `temperature` 0: the likeliest token; `top_k` -1, `top_p` 1: no
-    limit.
+    """The parameters that choose each next token.
 
-    A completion ends once its text contains one of the `stop` strings or once one of `stop_token_ids` is sampled. The
-    stop string or stop token stays in the completion's tokens. `top_log_probs` is the number of likeliest tokens whose
-    log-probs are returned in addition to the sampled token's.
+    `temperature` 0 means the likeliest token. `top_k` -1 and `top_p` 1 mean no limit. A completion ends once its text
+    contains one of the `stop` strings or once one of `stop_token_ids` is sampled. The stop string or stop token stays
+    in the completion's tokens. `top_log_probs` is the number of likeliest tokens whose log-probs are returned in
+    addition to the sampled token's.
     """
 
     max_tokens: int

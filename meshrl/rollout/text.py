@@ -31,8 +31,7 @@ class TextStream:
     """The text of one completion as its tokens arrive. Special tokens have no text.
 
     Stop strings within the first `start` tokens do not count. The text continues that of `prompt`, because some
-    tokenizers
-    leave out the space before the first word of a text.
+    tokenizers leave out the space before the first word of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), start: int = 0, prompt: Sequence[int] = ()):
@@ -73,8 +72,10 @@ class TextStream:
         return text
 
     def finish(self, stopped: bool) -> str:
-        """Return the remaining text. If the completion has `stopped`, cut the text before the stop string that ended
-        it."""
+        """Return the remaining text at the end of the completion.
+
+        If the completion has `stopped`, cut the text before the stop string that ended it.
+        """
         rest = self._held + (self._new_text(len(self._unread), waits=False) or "")
         self._held = ""
         if stopped:
@@ -139,8 +140,10 @@ class TextStream:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True)) if token_ids else ""
 
     def _place(self, stop: str, text: str) -> int:
-        """Return the position of a stop string in held text, or -1. A match that ended before `start` does not
-        count."""
+        """Return the position of a stop string in held text, or -1.
+
+        A match that ended before `start` does not count.
+        """
         return text.find(stop, max(0, self._passed - len(stop) + 1))
 
     def _certain(self, text: str, new: int) -> int:
@@ -154,8 +157,7 @@ class TextStream:
             keep = min(keep, found if found >= 0 else _begins(stop[:-1], text))
         for visible in filter(None, self._written.values()):
             # A match is held back until the completion ends here or continues. Only then is it known whether the
-            # special
-            # token was there.
+            # special token was there.
             found = text.rfind(visible)
             keep = min(keep, found if found + len(visible) > len(text) - new and found >= 0 else _begins(visible, text))
         return keep

@@ -62,12 +62,9 @@ class EmbeddedRollout(SteppingRollout):
     The KV cache has `num_blocks` blocks of `block_size` tokens. The default is as many blocks as memory allows. Stop
     strings need a `tokenizer`. With a `rank_group`, the model is sharded over the group's ranks, or its experts are
     distributed over them (`spreads_experts`). All ranks of the group must make the same calls. A model on the `meta`
-    device
-    gets memory only for its shard, on `device`. With `records_routes`, completions report the experts that processed
-    their
-    tokens. With `quantization` "fp8", an FP8 copy of the weights generates. With `kv_cache_dtype` "fp8", keys and
-    values
-    are stored in FP8. With a `sight`, prompts may have images.
+    device gets memory only for its shard, on `device`. With `records_routes`, completions report the experts that
+    processed their tokens. With `quantization` "fp8", an FP8 copy of the weights generates. With `kv_cache_dtype`
+    "fp8", keys and values are stored in FP8. With a `sight`, prompts may have images.
     """
 
     shares_allocator = True
@@ -165,8 +162,10 @@ class EmbeddedRollout(SteppingRollout):
         return problem
 
     def _unreadable(self, images: Images) -> str | None:
-        """Return why one of the images cannot be decoded, or None. A failure during a step would affect all
-        requests."""
+        """Return why one of the images cannot be decoded, or None.
+
+        A failure during a step would affect all requests.
+        """
         if self.sight is None:
             return None
         try:

@@ -165,8 +165,10 @@ class SlotPrefill:
 
 
 class SlotDecode:
-    """A decoding step of the first `count` rows: one token per row attends to the row's tokens and updates its
-    states."""
+    """A decoding step with one token for each of the first `count` rows.
+
+    Each token attends to its row's tokens and updates its row's recurrent states.
+    """
 
     def __init__(self, cache: SlotCache, rows: Rows, count: int, states: StateStore | None = None):
         self.cache, self.count, self.states = cache, count, states
@@ -276,12 +278,12 @@ class StateStore:
                 x[target] = x[source]
 
     def drop(self) -> None:
-        """Free the memory of all states."""
+        """Free the memory of the states of all layers."""
         self._layers.clear()
 
 
 class PieceStates:
-    """The recurrence over packed prefill chunks.
+    """The recurrence over packed prefill chunks, for layers with a recurrent state.
 
     It starts from the states of the chunks' rows and writes the final states to the rows of all samples of the prompt.
     """

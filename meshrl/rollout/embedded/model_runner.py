@@ -104,7 +104,7 @@ class RouteStore:
             sequence.routes.append(self._kept[slots].to("cpu", non_blocking=True))
 
     def drop(self) -> None:
-        """Free the memory of all routes."""
+        """Free the memory of the routes of all slots."""
         self._kept = None
 
     def _slots(self, blocks: Seq[int], start: int, end: int) -> np.ndarray:
@@ -192,8 +192,10 @@ class Runner(ABC):
 
     @abstractmethod
     def decode(self) -> Launch | None:
-        """Compute the last token of every running row and sample the next token; return None if no row needs a
-        token."""
+        """Compute the last token of every running row and sample the next token.
+
+        Returns None if no row needs a token.
+        """
 
     def drop_cache(self) -> None:
         """Free the memory of keys, values and recurrent states."""
@@ -212,7 +214,7 @@ class Runner(ABC):
             self.plain.refresh()
 
     def drop_weights(self) -> None:
-        """Free the memory of the weights."""
+        """Free the memory of the weights and forget the fused layers."""
         self._shapes = {name: p.shape for name, p in self.hf_model.named_parameters()}
         for param in self.hf_model.parameters():
             param.data = param.data.new_empty(0)

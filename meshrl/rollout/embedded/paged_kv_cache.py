@@ -73,7 +73,7 @@ class PagedCache:
             bits[:, index[1]] = bits[:, index[0]]
 
     def drop(self) -> None:
-        """Free the memory of all pools."""
+        """Free the memory of the pools of all layers."""
         self._pools = None
 
 
@@ -178,8 +178,10 @@ class PagedDecode:
     def attend_raw(
         self, layer_idx: int, query: Tensor, turning: Turning, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """Attend with queries `[rows, heads, dim]` that are not rotated yet and are followed in memory by keys and
-        values."""
+        """Attend with queries `[rows, heads, dim]` that are not rotated yet.
+
+        The queries are followed in memory by keys and values.
+        """
         return self._decode(layer_idx, query, scaling, sliding_window, (turning, self.slots))
 
     def _decode(

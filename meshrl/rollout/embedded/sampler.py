@@ -80,8 +80,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Sampled:
-    """A token and its log-prob for every row, and optionally the likeliest tokens and log-probs `[rows,
-    top_log_probs]`."""
+    """A token and its log-prob for every row.
+
+    Optionally also the likeliest tokens and their log-probs `[rows, top_log_probs]`.
+    """
 
     tokens: Tensor
     log_probs: Tensor
@@ -92,7 +94,7 @@ class Sampled:
 def sample(
     logits: Tensor, how: Settings, seeds: Tensor, steps: Tensor | int, adjusted: Tensor | None = None
 ) -> Sampled:
-    """Sample from logits `[rows, vocabulary]`.
+    """Sample a token for each row of logits `[rows, vocabulary]`.
 
     With `adjusted` logits, tokens are sampled from those. The log-probs are always those of `logits`.
     """

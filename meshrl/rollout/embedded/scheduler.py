@@ -74,8 +74,7 @@ class Scheduler:
         """Allocate a place for every running row's next token, then yield the prefill chunks of this step.
 
         The chunks come in groups. Each group must be launched before the next one is requested, so that a device works
-        on
-        the first group while later sequences are admitted.
+        on the first group while later sequences are admitted.
         """
         self._grow()
         # At least 1, so that long prompts advance even if the decoding rows alone use up the budget.
@@ -342,8 +341,7 @@ class Rows:
     """The rows of the running batch. `length` counts tokens with keys and values, `count` counts sampled tokens.
 
     A row is empty, in prefill, or decoding (`alive`). `launched` counts tokens whose sampling has been launched, which
-    is
-    ahead of `count` on a GPU. The position id of a token after images is its index in the sequence minus `shift`.
+    is ahead of `count` on a GPU. The position id of a token after images is its index in the sequence minus `shift`.
     """
 
     def __init__(self, capacity: int):

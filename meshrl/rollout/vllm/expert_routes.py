@@ -80,12 +80,11 @@ class _Routed:
 
 
 class RequestRoutes:
-    """A store next to vLLM's engine: routes of running requests, and of blocks that later requests may find in the
-    cache.
+    """A store of MoE routes next to vLLM's engine.
 
-    vLLM's cache has `most_blocks`, so the store keeps as many. Beyond that, it drops the blocks that were stored or
-    found
-    least recently.
+    It has the routes of running requests, and of blocks that later requests may find in vLLM's cache. That cache has
+    `most_blocks`, so the store keeps as many. Beyond that, the store drops the blocks that were stored or found least
+    recently.
     """
 
     def __init__(self, block_size: int, most_blocks: int):

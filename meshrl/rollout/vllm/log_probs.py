@@ -188,8 +188,7 @@ def sampling_fields(
 
 
 def split_log_probs(flat: Any, tokens: int, top: int) -> tuple[list[float], list[dict[int, float]] | None]:
-    """Return the log-probs of the last `tokens` sampled tokens, and those of the `top` likeliest tokens at each
-    position.
+    """Return the log-probs of the last `tokens` sampled tokens, and of the `top` likeliest tokens at each position.
 
     `flat` is vLLM's flat list of log-probs.
     """

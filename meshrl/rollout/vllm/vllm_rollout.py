@@ -48,14 +48,12 @@ NO_NUMBERS = "the model's log-probs are no numbers: the trainer's weights may ha
 
 
 class VllmRollout(SteppingRollout):
-    """Generation by an in-process vLLM, from a folder with config and tokenizer (and weights, unless dummies are
-    loaded).
+    """Generation by an in-process vLLM, from a folder with config, tokenizer and weights.
 
-    `arguments` are vLLM's own (`EngineArgs`): tensor_parallel_size, max_model_len, enforce_eager, enable_lora,
-    enable_sleep_mode and so on. The ranks of a `rank_group` form one engine. They must be neighbours, and all groups
-    must
-    have the same size. All ranks of a group must make the same calls, and all get the same completions. With
-    `records_routes`, completions report the experts that processed their tokens.
+    The folder needs no weights if vLLM loads dummies. `arguments` are vLLM's own (`EngineArgs`): tensor_parallel_size,
+    max_model_len, enforce_eager, enable_lora, enable_sleep_mode and so on. The ranks of a `rank_group` form one engine.
+    They must be neighbours, and all groups must have the same size. All ranks of a group must make the same calls, and
+    all get the same completions. With `records_routes`, completions report the experts that processed their tokens.
     """
 
     def __init__(
