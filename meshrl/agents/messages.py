@@ -29,7 +29,7 @@ class Sample:
     messages: tuple[Message, ...] = ()
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    images: Images = ()  # of the prompt
+    images: Images = ()  # images of the prompt, as encoded files
 
 
 @dataclass(frozen=True)

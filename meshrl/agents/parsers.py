@@ -107,8 +107,8 @@ class MistralParser(ToolParser):
 class DeepSeekParser(ToolParser):
     """A parser of the format of DeepSeek models.
 
-    A call is `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`. V3 and R1 write `function` in place of the
-    name, then the name and a fenced block of JSON.
+    A call is `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`. V3 and R1 write `function` in place of
+    the name, then the name and a fenced block of JSON.
     """
 
     AROUND = re.compile("<｜tool▁calls▁(?:begin|end)｜>")

@@ -12,7 +12,7 @@
         def create(self, sample): return []
         def execute(self, state, line: str): state.append(line); return "\\n".join(state)
 
-All methods may be plain or `async`; plain ones run in a thread beside the event loop.
+All methods may be plain or `async`. Plain methods run in a thread, so that they do not block the event loop.
 """
 
 from __future__ import annotations

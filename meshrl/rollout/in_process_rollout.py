@@ -23,7 +23,7 @@ Deliver = Callable[[Chunk], None]
 # How often a wait checks the state again, and how long the last step may take in `close`.
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
-# How long `longest_gap` waits for the token that ends a gap. A weight update waits for that time as well.
+# How long `longest_gap` waits for the token that ends a gap. The caller that updates the weights waits as long.
 GAP_SECONDS = 1.0
 
 

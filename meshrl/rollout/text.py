@@ -23,7 +23,8 @@ BROKEN = "\ufffd"
 MOST_BROKEN = 8
 # The largest number of tokens at the end that may be the beginning of a character.
 MOST_BEGUN = 3
-# The number of prompt tokens to decode. The larger number is used if the shorter tail has an incomplete character.
+# The number of prompt tokens to decode. The larger number is used if the shorter tail has an incomplete character
+# or no text.
 PROMPT_TAILS = (8, 64)
 
 

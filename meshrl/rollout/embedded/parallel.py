@@ -200,7 +200,10 @@ class ExpertParallel(Parts):
             experts.register_forward_hook(lambda *call: self.add(call[-1]))
 
     def _own_tokens(self, experts: Any, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Set the weights of tokens for other ranks' experts to zero. Newer transformers skip those tokens entirely."""
+        """Set the weights of tokens for other ranks' experts to zero.
+
+        If transformers supports it (`_is_expert_parallel`), those tokens are skipped and cost nothing.
+        """
         hidden, chosen, weights = given
         chosen = chosen - self.rank * experts.num_experts
         is_mine = (chosen >= 0) & (chosen < experts.num_experts)

@@ -40,7 +40,7 @@ class Settings:
     """The sampling parameters of a batch's rows, each as a column `[rows, 1]`, or None if every row has the default."""
 
     greedy: Tensor | None = None
-    temperature: Tensor | None = None  # 1 in greedy rows
+    temperature: Tensor | None = None  # 1 for greedy rows
     top_k: Tensor | None = None
     top_p: Tensor | None = None
     min_p: Tensor | None = None

@@ -54,7 +54,7 @@ class Scheduler:
         self.waiting: deque[RunningSequence] = deque()
         self.prefilling: list[RunningSequence] = []
         self.preemptions = self.cached_tokens = self.prompt_tokens = 0
-        self.loads: list[tuple[RunningSequence, int]] = []  # rows that reuse this many tokens of cached blocks
+        self.loads: list[tuple[RunningSequence, int]] = []  # and how many cached tokens to load
         # Called with each sequence that has decoded, before the sequence releases its blocks.
         self.before_leaving: Callable[[RunningSequence], None] | None = None
 

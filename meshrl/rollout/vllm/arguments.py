@@ -26,7 +26,7 @@ from meshrl.models.vision import Sight
 from meshrl.rollout.requests import Request
 
 FIXED: dict[str, Any] = {
-    # See `log_probs`.
+    # These make vLLM report the policy's log-probs: see `log_probs`.
     "logprobs_mode": "processed_logits",
     "logits_processors": ["meshrl.rollout.vllm.log_probs:PolicyLogProbs"],
     "worker_extension_cls": "meshrl.weights.vllm_receiver.WorkerExtension",

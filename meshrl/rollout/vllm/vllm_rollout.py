@@ -325,9 +325,8 @@ class VllmRollout(SteppingRollout):
                     from vllm.distributed import destroy_model_parallel
 
                     # vLLM's shutdown also destroys the trainer's process group, so it is postponed to the exit of this
-                    # process.
-                    # The parallel groups are destroyed now, because at exit vLLM would look for groups that no longer
-                    # exist.
+                    # process. At exit it must run before other handlers, because it looks for process groups that those
+                    # handlers destroy.
                     self.engine.model_executor.shutdown()
                     destroy_model_parallel()
                     atexit.register(self.engine.engine_core.shutdown)
@@ -339,7 +338,7 @@ class VllmRollout(SteppingRollout):
 def unname_shared_memory() -> None:
     """Unlink the shared memory of vLLM's ranks on CPUs, after all ranks have opened it.
 
-    Every engine with our ranks uses the same name. A process that was killed or that exited without running destructors
+    The name is the same for every engine that runs on ranks of this package. A process that was killed or that exited without running destructors
     would leave the name behind, and the next engine could not start.
     """
     from vllm.distributed import get_tp_group
