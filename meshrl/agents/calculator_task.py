@@ -1,7 +1,7 @@
 """The task of the calculator recipe: products that a tiny model cannot compute without a tool.
 
-Model and data are generated when needed. The tokenizer has a token for each fixed part of a tool call, so that a tiny
-model can write a call in the Hermes format with a handful of tokens.
+Model and data are generated when needed. The tokenizer has a token for each fixed part of a tool call. So a tiny model
+can write a call in the Hermes format with a handful of tokens.
 """
 
 from __future__ import annotations

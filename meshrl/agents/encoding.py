@@ -1,7 +1,7 @@
 """Encoding of tool and user turns as tokens that continue the model's sampled tokens, by the chat template.
 
-The model's own tokens are kept as sampled, never decoded and encoded again. The text that follows them is found by
-rendering a conversation with a mark in place of the model's turn: all text after the mark is new.
+The model's own tokens are kept as sampled, never decoded and encoded again. To find the text that follows them, a
+conversation is rendered with a mark in place of the model's turn. All text after the mark is new.
 """
 
 from __future__ import annotations

@@ -52,7 +52,10 @@ class Environment(ABC):
 
 
 class UserSimulator(Environment):
-    """A user simulated by a function of the conversation's messages. The function returns None to end the conversation."""
+    """A user simulated by a function of the conversation's messages.
+
+    The function returns None to end the conversation.
+    """
 
     def __init__(self, reply: Reply):
         self.reply = reply

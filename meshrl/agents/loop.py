@@ -308,8 +308,9 @@ def _continued(before: np.ndarray, now: np.ndarray) -> np.ndarray:
 
 # The link between many loops and one rollout, which submits requests in batches.
 #
-# A rollout accepts requests between two of its steps. If requests were submitted one by one, each between two
-# other steps, the rollout's batches would stay small. So further requests wait until the last submitted ones have their first tokens.
+# A rollout accepts requests between two of its steps. If requests were submitted one by one, each between two other
+# steps, the rollout's batches would stay small. So further requests wait until the last submitted ones have their first
+# tokens.
 
 Asked = tuple[Request, asyncio.Future[Completion]]
 

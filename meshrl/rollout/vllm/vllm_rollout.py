@@ -338,8 +338,8 @@ class VllmRollout(SteppingRollout):
 def unname_shared_memory() -> None:
     """Unlink the shared memory of vLLM's ranks on CPUs, after all ranks have opened it.
 
-    The name is the same for every engine that runs on ranks of this package. A process that was killed or that exited without running destructors
-    would leave the name behind, and the next engine could not start.
+    The name is the same for every engine that runs on ranks of this package. A process that was killed or that exited
+    without running destructors would leave the name behind, and the next engine could not start.
     """
     from vllm.distributed import get_tp_group
 
