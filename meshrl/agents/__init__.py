@@ -1,1 +1,1 @@
-"""Multi-turn rollouts: agent loops, tools, parsers of tool calls, environments."""
+"""Multi-turn rollouts: agent loops, tools, parsers of tool calls, environments and the encoding of turns."""

@@ -1,4 +1,4 @@
-"""From a batch of prompts to the trainer's rectangle, over several turns: `generate_sequences` with tools."""
+"""Multi-turn generation of a batch: `generate_sequences` with tools and environments, and metrics of conversations."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ from meshrl.data.tokenize import is_chat
 from meshrl.rollout.base import Rollout, joined, routes_column, unpadded_prompts
 from meshrl.rollout.requests import SamplingParams
 
-# What a loop's tools and environment may want to know of a sample, if the batch brings it along.
+# Columns of a batch that tools and environments may use. Each column is optional.
 SAMPLE_COLUMNS = ("raw_prompt", "ground_truth", "extra_info")
 COUNTS = ("assistant_turns", "user_turns", "tool_calls", "tool_errors", "malformed_calls", "tool_responses_cut")
 _batches = itertools.count()
 
 
 class AgentRollout:
-    """Answers prompts over several turns with a rollout of any kind; what it gives has the form of the rollout's own.
+    """A rollout that answers prompts over several turns, using any `Rollout`. Its output has the same form.
 
-    Besides, `non_tensor_batch` says of each sample how it went: `COUNTS`, `ending` and `turn_rewards`.
+    In addition, `non_tensor_batch` has for each sample the `COUNTS`, the `ending` and the `turn_rewards`.
     """
 
     def __init__(self, rollout: Rollout, agent: Agent, max_concurrent_calls: int = 64):
         self.rollout, self.agent, self.max_concurrent_calls = rollout, agent, max_concurrent_calls
 
     def generate_sequences(self, prompts: DataProto, params: SamplingParams) -> DataProto:
-        """Takes `input_ids`, `attention_mask` and `seeds` as `Rollout.generate_sequences` does, and `SAMPLE_COLUMNS`.
+        """Run one conversation for every prompt of a batch.
 
-        `params.max_tokens` is the room for all turns together, tools' answers included.
+        Inputs: `input_ids`, `attention_mask` and `seeds` as in `Rollout.generate_sequences`, and optionally
+        `SAMPLE_COLUMNS`. `params.max_tokens` limits the tokens of all turns together, including the responses of tools.
         """
         if self.rollout.version < 0:
             raise RuntimeError("the rollout has no weights yet: sync them before generating")
@@ -65,7 +66,7 @@ class AgentRollout:
         return [found[sample.number] for sample in samples]
 
     async def run(self, samples: Sequence[Sample], params: SamplingParams) -> AsyncIterator[Trajectory]:
-        """Runs all samples at once and gives each as it ends; one that fails ends all the others."""
+        """Run all samples concurrently and yield each trajectory as it ends. A sample that fails ends all others."""
         desk, gate = RequestDesk(self.rollout), asyncio.Semaphore(self.max_concurrent_calls)
         batch = next(_batches)
         loops = [AgentLoop(self.agent, s, params, desk, f"agents{batch}-{s.number}", gate) for s in samples]
@@ -88,7 +89,7 @@ def make_agent_rollout(
     template_kwargs: Mapping[str, Any] | None = None,
     sight: PromptImages | None = None,
 ) -> AgentRollout:
-    """What `rollout.multi_turn` asks for, with the chat template (and its variables) checked."""
+    """Build the agent rollout that `rollout.multi_turn` describes; check the chat template and its variables."""
     turns = config.multi_turn
     tools = load_tools(turns.tools, turns.tool_config_path)
     box = ToolBox(
@@ -116,7 +117,7 @@ def make_agent_rollout(
 
 
 def roles_of(config: MultiTurnConfig) -> list[list[str]]:
-    """Who may answer the model, in all ways that this run can see."""
+    """Return the roles that may respond to the model, one list for each turn that the chat template is checked with."""
     turns: list[list[str]] = []
     if config.tools or config.tool_config_path is not None:
         turns += [["tool"], ["tool", "tool"], ["tool"]]
@@ -126,7 +127,7 @@ def roles_of(config: MultiTurnConfig) -> list[list[str]]:
 
 
 def as_samples(prompts: DataProto) -> list[Sample]:
-    """One sample for each row of a batch."""
+    """Make one sample for each row of a batch."""
     tokens, seeds = unpadded_prompts(prompts), prompts.batch["seeds"]
     nothing = object_array([None] * len(tokens))
     chats, truths, infos, images = (prompts.non_tensor_batch.get(n, nothing) for n in (*SAMPLE_COLUMNS, IMAGES))
@@ -153,9 +154,9 @@ def _messages(raw_prompt: Any) -> tuple[dict[str, Any], ...]:
 def as_rectangle(
     prompts: DataProto, found: Sequence[Trajectory], width: int, pad_token_id: int, prompt_width: int | None = None
 ) -> DataProto:
-    """The trajectories, one to each prompt, as the rectangle that the trainer works on.
+    """Return the trajectories, one for each prompt, as a `DataProto` with padded tensors `[batch, width]`.
 
-    `prompt_width` where environments wrote the prompts; otherwise they are the batch's own.
+    `prompt_width` is set if environments wrote the prompts. Otherwise the prompts are those of the batch.
     """
     ids, mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
     if prompt_width is not None:
@@ -204,7 +205,7 @@ def _padded_prompts(found: Sequence[Trajectory], width: int, pad_token_id: int) 
 
 
 def agent_metrics(data: DataProto) -> dict[str, float]:
-    """How the conversations of a batch went: turns, calls, errors, and why samples ended."""
+    """Return metrics of a batch's conversations: turns, calls, errors, and the shares of endings."""
     columns = data.non_tensor_batch
     if "assistant_turns" not in columns or len(data) == 0:
         return {}
@@ -225,7 +226,7 @@ def agent_metrics(data: DataProto) -> dict[str, float]:
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Runs it to its end from plain code, also where this thread already runs an event loop."""
+    """Run a coroutine to its end from synchronous code, even if this thread already runs an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

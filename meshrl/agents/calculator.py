@@ -1,4 +1,4 @@
-"""A calculator as a tool (arithmetic on numbers, with bounds on what it costs), and the reward of its recipe."""
+"""A calculator tool (arithmetic on numbers, with bounded cost), and the reward of its recipe."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ async def calculator(expression: str) -> str:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> dict[str, float]:
-    """1 if what the model says after its last call is the product; `tool_use` says whether it called at all.
+    """Score 1 if the text after the last tool call is the product. `tool_use` is 1 if the model called the tool.
 
-    Calling as such earns nothing: tool use rises because it makes answers right.
+    A call itself earns nothing. Tool use increases only because it makes answers correct.
     """
     _, _, answer = solution_str.rpartition("</tool_call>")
     right = float(answer.strip() == str(ground_truth))
@@ -45,7 +45,7 @@ def compute_score(
 
 
 def evaluate(expression: str) -> Number:
-    """The value of an arithmetic expression; a `ValueError` for anything else."""
+    """Return the value of an arithmetic expression; raise ValueError for anything else."""
     if len(expression) > LONGEST:
         raise ValueError(f"the expression has {len(expression)} characters, more than {LONGEST}")
     try:

@@ -1,7 +1,7 @@
-"""The calculator recipe's task: products that a tiny model cannot work out, but can have worked out by a tool.
+"""The task of the calculator recipe: products that a tiny model cannot compute without a tool.
 
-Everything is made on the spot. The tokenizer has a token for the fixed part of a tool call, so that a call in the
-Hermes format takes a tiny model a handful of tokens.
+Model and data are generated when needed. The tokenizer has a token for each fixed part of a tool call. So a tiny model
+can write a call in the Hermes format with a handful of tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Task = tuple[int, int]
 
 
 def calculator_tokenizer() -> PreTrainedTokenizerFast:
-    """Characters, marks for the roles, and the two fixed parts of a tool call."""
+    """Build a tokenizer of characters, role markers and the two fixed parts of a tool call."""
     tokenizer = char_tokenizer(ALPHABET)
     tokenizer.add_special_tokens({"additional_special_tokens": ROLES})
     tokenizer.add_tokens([AddedToken(part, normalized=False, special=False) for part in (CALL_BEGIN, CALL_END)])
@@ -41,7 +41,7 @@ def calculator_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_calculator_model(folder: str | Path, seed: int = 0, **overrides: Any) -> Path:
-    """Writes the tiny model with this task's tokenizer."""
+    """Write the tiny model with this task's tokenizer to `folder`."""
     tokenizer = calculator_tokenizer()
     made = make_tiny_model(folder, ALPHABET, seed, vocab_size=len(tokenizer), **overrides)
     tokenizer.save_pretrained(made)
@@ -49,10 +49,11 @@ def make_calculator_model(folder: str | Path, seed: int = 0, **overrides: Any) -
 
 
 def write_calculator_data(folder: str | Path, seed: int = 0, tool_share: float = TOOL_SHARE) -> dict[str, str]:
-    """Held-out prompts (the same for every seed), training prompts that are none of them, and demonstrations.
+    """Write tables of held-out prompts, training prompts and demonstrations. The three sets are disjoint.
 
-    Of the demonstrations `tool_share` ask the calculator; the others give the answer at once, which teaches the model
-    to guess.
+    The held-out prompts are the same for every seed. A share of `tool_share` of the demonstrations calls the
+    calculator.
+    The other demonstrations give the answer at once, which teaches the model to guess.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,14 +72,14 @@ def write_calculator_data(folder: str | Path, seed: int = 0, tool_share: float =
 
 
 def task_row(task: Task) -> dict[str, Any]:
-    """A prompt as the trainer reads it."""
+    """Return a task's row in the format that the trainer reads."""
     a, b = task
     prompt = [{"role": "user", "content": f"{a}*{b}"}]
     return {"prompt": prompt, "data_source": "calculator", "ground_truth": str(a * b)}
 
 
 def demonstration(task: Task, with_tool: bool) -> dict[str, Any]:
-    """A conversation to learn from, with the tool or straight away."""
+    """Return a demonstration conversation, with a tool call or with the answer at once."""
     a, b = task
     question, result = f"{a}*{b}", str(a * b)
     messages = [{"role": "user", "content": question}]

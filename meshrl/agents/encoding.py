@@ -1,7 +1,7 @@
-"""Turns of tools and users as tokens, by the chat template, behind tokens that the model sampled.
+"""Encoding of tool and user turns as tokens that continue the model's sampled tokens, by the chat template.
 
-The model's own tokens are kept as sampled: nothing is decoded and encoded again. What follows them is found by
-rendering a conversation in which a mark stands for the model's turn; all text behind the mark is new.
+The model's own tokens are kept as sampled, never decoded and encoded again. To find the text that follows them, a
+conversation is rendered with a mark in place of the model's turn. All text after the mark is new.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ SHOWN = 12
 
 
 class TurnEncoder:
-    """Encodes what others say, in a run with these tools; `stop_token_ids` are the tokens that end a model's turn.
+    """An encoder of tool and user turns. `stop_token_ids` are the tokens that end a turn of the model.
 
-    `template_kwargs` are variables of the chat template, the same as the prompts were rendered with. With a `sight`
-    there may be images in what others say.
+    `tools` are the schemas shown to the model. `template_kwargs` are variables of the chat template, equal to those
+    used to render the prompts. With a `sight`, tool and user turns may have images.
     """
 
     def __init__(
@@ -58,18 +58,19 @@ class TurnEncoder:
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
     def prompt(self, messages: Sequence[Message], images: Images = ()) -> list[int]:
-        """The tokens of a conversation up to where the model is to speak, with the tools shown to it."""
+        """Return the tokens of a conversation up to the model's next turn, including the schemas of the tools."""
         return self._with_images(self._tokens(self.render(messages)), images)
 
     def answer_text(self, token_ids: Sequence[int]) -> str:
-        """A turn of the model as text, special tokens included, without the one that ended it."""
+        """Decode a turn of the model, including special tokens but not the stop token that ended the turn."""
         ended = bool(token_ids) and token_ids[-1] in self.stop_token_ids
         return str(self.tokenizer.decode(list(token_ids[:-1] if ended else token_ids), skip_special_tokens=False))
 
     def following(self, messages: Sequence[Message], last_token: int, images: Images = ()) -> list[int]:
-        """The tokens of others' turns up to the model's next one, behind a turn that ended with `last_token`.
+        """Return the tokens of tool or user turns up to the model's next turn.
 
-        Special tokens in what tools and users say are taken out: they cannot end their own turn.
+        `last_token` is the token that ended the model's turn before. Special tokens in the text of tools and users are
+        removed, so that the text cannot end its own turn.
         """
         plain = [message | {"content": self._plain(message["content"])} for message in messages]
         rendered = self.render([*OPENING, {"role": "assistant", "content": MARK}, *plain])
@@ -77,7 +78,7 @@ class TurnEncoder:
         if not mark:
             raise ValueError("the chat template leaves out what the assistant said before a tool's or user's turn")
         ids = self._with_images(self._tokens(behind), images)
-        # The template ends the model's turn with a token that the model has sampled itself.
+        # The template's token for the end of the model's turn is dropped if the model has sampled a stop token itself.
         ended = last_token in self.stop_token_ids
         return ids[1:] if ended and ids[0] in self.stop_token_ids else ids
 
@@ -87,7 +88,7 @@ class TurnEncoder:
         return [part | {"text": self._without_special(part["text"])} if "text" in part else part for part in content]
 
     def _with_images(self, ids: list[int], images: Images) -> list[int]:
-        """Tokens with as many for each image as the model takes."""
+        """Expand each image token to the number of tokens that the model uses for the image."""
         if self.sight is None:
             return ids
         places = ids.count(self.sight.image_token)
@@ -99,32 +100,32 @@ class TurnEncoder:
         return self.sight.expanded(np.array(ids), images, 0).tolist() if images else ids
 
     def _without_special(self, text: str) -> str:
-        # Again and again: what is left when one is taken out may be another.
+        # Repeated, because removing one special token may form another one.
         while (plain := self._special.sub("", text)) != text:
             text = plain
         return text
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The text of a conversation up to the model's next turn."""
+        """Render a conversation as text up to the model's next turn; raise ValueError if the template fails."""
         try:
             text = self.tokenizer.apply_chat_template(
                 list(messages), tools=self.tools, add_generation_prompt=True, tokenize=False, **self.template_kwargs
             )
-        except (TemplateError, TypeError) as error:  # the latter from parts where a text is expected
+        except (TemplateError, TypeError) as error:  # TypeError: content parts in a template that expects text
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ValueError(f"the chat template cannot render turns of {roles}: {error}") from error
         return str(text)
 
     def _tokens(self, text: str) -> list[int]:
-        # Half of a pair of surrogates, which JSON and file names may hold, is no text to a tokenizer.
+        # JSON and file names may contain unpaired surrogates, which a tokenizer does not accept.
         whole = text.encode("utf-8", "replace").decode()
         return list(self.tokenizer(whole, add_special_tokens=False)["input_ids"])
 
     def check(self, turns: Sequence[Sequence[str]], mode: str = "strict") -> None:
-        """Raises unless turn-by-turn encoding equals the template's render of the whole conversation.
+        """Raise ValueError unless encoding turn by turn equals the template's render of the whole conversation.
 
-        `turns` are the roles that may answer the model, such as `[["tool"], ["tool", "tool"], ["user"]]`.
-        `ignore_strippable` overlooks white space, `disable` everything.
+        `turns` has the roles that may respond to the model, such as `[["tool"], ["tool", "tool"], ["user"]]`. The mode
+        `ignore_strippable` ignores white space, `disable` skips the check.
         """
         if mode == "disable":
             return
@@ -143,7 +144,10 @@ class TurnEncoder:
         self._warn_of_images(turns)
 
     def _warn_of_images(self, turns: Sequence[Sequence[str]]) -> None:
-        """Not everybody shows images; but who does needs one place for each, written the same in every turn."""
+        """Warn if the template does not write exactly one place per image, the same in every turn of a role.
+
+        This is only a warning, because many runs show no images in these turns.
+        """
         if self.sight is None:
             return
         for role in sorted({role for roles in turns for role in roles}):
@@ -165,7 +169,10 @@ class TurnEncoder:
                 )  # fmt: skip
 
     def _end_of_turn(self, role: str) -> int:
-        """The token by which the template ends the model's turn; it must be one that ends generation too."""
+        """Return the token with which the template ends the model's turn.
+
+        Raises ValueError if the token is not a stop token.
+        """
         first = self.following([self._words_of(role, 0)], -1)[0]
         if first not in self.stop_token_ids:
             shown = self.tokenizer.decode([first])
@@ -177,7 +184,7 @@ class TurnEncoder:
         return first
 
     def _check_written(self, others: Sequence[Message]) -> None:
-        """A template that knows nothing of a role may leave its turns out without a word."""
+        """Raise ValueError if the template does not write these turns, as it may silently skip unknown roles."""
         words = str(others[0]["content"])
         _, _, behind = self.render([*OPENING, {"role": "assistant", "content": MARK}, *others]).rpartition(MARK)
         if behind.count(words) < len(others):
@@ -210,7 +217,7 @@ class TurnEncoder:
         return [token for token in ids if str(self.tokenizer.decode([token])).strip()]
 
     def _warn_of_dropped_thoughts(self, turns: Sequence[Sequence[str]]) -> None:
-        """Templates of thinking models show earlier thoughts no more; the model in training sees them."""
+        """Warn if the template removes earlier thoughts of a thinking model, which the model in training still sees."""
         if "<think>" not in str(self.tokenizer.chat_template):
             return
         for roles in turns:

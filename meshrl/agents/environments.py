@@ -1,4 +1,4 @@
-"""Who answers the model when it calls no tool: environments, and users played by a function or by a model."""
+"""Environments that respond when the model calls no tool, and users simulated by a function or by a model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Reply = Callable[[list[Message]], str | Awaitable[str | None] | None]
 
 @dataclass(frozen=True)
 class Step:
-    """What came of the model's turn: an observation for its next one, a reward, or the end.
+    """The result of a model's turn in an environment: an observation for the next turn, a reward, or the end.
 
-    `images` of an observation are as those of a `ToolResult`.
+    `images` of an observation have the same form as those of a `ToolResult`.
     """
 
     observation: str = ""
@@ -29,30 +29,33 @@ class Step:
 
 
 class Environment(ABC):
-    """A world for one sample: `reset` once, `step` after each turn of the model, `close` at the end.
+    """An environment for one sample: `reset` is called once, `step` after each turn of the model, `close` at the end.
 
-    All three may be plain or `async`.
+    All three methods may be plain or `async`.
     """
 
     def reset(self, sample: Sample) -> Any:
-        """Begins. May return messages (role and content) to use as the prompt instead of the data's own.
+        """Begin an episode. May return messages (role and content) to use as the prompt instead of the data's own.
 
-        An image in them is a part of a content, `{"type": "image", "image": ...}`; without `image` it is the next one
-        of the data's row.
+        An image in a message is a content part `{"type": "image", "image": ...}`. A part without `image` stands for the
+        next image of the data's row.
         """
         return None
 
     @abstractmethod
     def step(self, text: str) -> Any:
-        """Takes the model's turn; gives a `Step`."""
+        """Process a turn of the model, given as text without tool calls; return a `Step`."""
 
     def close(self) -> Any:
-        """Gives up what `reset` took."""
+        """Release the resources that `reset` has acquired."""
         return None
 
 
 class UserSimulator(Environment):
-    """A user as a function of the conversation so far, which it sees as messages; None ends it."""
+    """A user simulated by a function of the conversation's messages.
+
+    The function returns None to end the conversation.
+    """
 
     def __init__(self, reply: Reply):
         self.reply = reply
@@ -71,7 +74,7 @@ class UserSimulator(Environment):
 
 
 class ScriptedUser(UserSimulator):
-    """Says what the data's row lists under `extra_info["user_turns"]`, one after the other."""
+    """A user whose turns are listed in the data's row under `extra_info["user_turns"]`."""
 
     def __init__(self) -> None:
         super().__init__(self._next)
@@ -86,9 +89,10 @@ class ScriptedUser(UserSimulator):
 
 
 class ModelUser(UserSimulator):
-    """A user played by a model in a rollout engine of its own, told who it is by `instructions`.
+    """A user simulated by a model in a separate rollout engine, with a role given by `instructions`.
 
-    The roles are swapped: what the trained model says is the simulator's input. A reply that is `goodbye` ends it.
+    The roles are swapped: the trained model's turns are the simulator's input. A reply that contains `goodbye` ends the
+    conversation.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The agent loop: one sample from its prompt to the end of its conversation.
+"""The agent loop, which runs one sample from its prompt to the end of its conversation.
 
     pending → generating → tool_calling ─┐
                   ↑  │                   │
@@ -7,6 +7,8 @@
                   └──────────────────────┘
 
 Each state is a method that returns the next one. Many loops run on one event loop and end in any order.
+
+Parts: `AgentLoop`, its result `Trajectory`, and `RequestDesk`, which batches the requests of many loops.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class State(StrEnum):
-    """Where a sample stands."""
+    """The states of an agent loop, as in the diagram above."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -46,7 +48,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a conversation may get. Without a number of turns, the response's tokens are the limit."""
+    """The limits of a conversation. Without limits on turns, only the response's tokens are limited."""
 
     response_length: int
     prompt_length: int | None = None
@@ -57,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Agent:
-    """What all samples of a run share: how turns are written and read, and who answers."""
+    """The parts that all samples of a run share: encoder, tools, parser, limits and the environment's factory."""
 
     encoder: TurnEncoder
     box: ToolBox
@@ -68,7 +70,7 @@ class Agent:
 
 
 class AgentLoop:
-    """One sample's way through the states."""
+    """The state machine of one sample's conversation."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class AgentLoop:
         self._text = ""
 
     async def run(self) -> Trajectory:
-        """Goes from state to state until done; tools and environment are given back in any case."""
+        """Run the states until `DONE` and return the trajectory. Tools and environment are closed in any case."""
         steps = {
             State.PENDING: self._pending,
             State.GENERATING: self._generating,
@@ -137,7 +139,7 @@ class AgentLoop:
         room, least = self._room(), 0 if turn else self.params.min_tokens
         params = replace(self.params, max_tokens=room, min_tokens=min(least, room), n=1)
         prompt = (*found.prompt_ids, *found.token_ids)
-        # The first turn has the sample's own seed: without a second one all is as in a single-turn rollout.
+        # The first turn has the sample's own seed, so a conversation of one turn equals a single-turn rollout.
         seed = derived_seed(self.sample.seed, turn)
         request = Request(f"{self.name}-turn{turn}", prompt, params, seed, found.images)
         answer = await self.desk.complete(request)
@@ -196,7 +198,7 @@ class AgentLoop:
         return self._hear([{"role": "user", "content": content(step.observation, images)}], images)
 
     def _hear(self, messages: Sequence[Message], images: Images) -> State:
-        """Appends others' turns, if the model has room left to answer them."""
+        """Append tool or user turns, if the model has room left to respond."""
         found = self.trajectory
         given = self.agent.encoder.following(messages, found.token_ids[-1], images)
         if len(given) >= self._room():
@@ -214,7 +216,7 @@ class AgentLoop:
         return State.DONE
 
     async def _ask_environment(self, method: Callable[..., Any], *args: Any) -> Any:
-        """What the environment says; one that breaks ends the sample, which is counted."""
+        """Call a method of the environment; on an exception, end the sample with `environment_error`."""
         try:
             return await call(method, *args, timeout=self.agent.environment_timeout)
         except Exception as error:
@@ -231,17 +233,21 @@ class AgentLoop:
                 logger.warning("sample %d: the environment did not close: %s", self.sample.number, error)
 
 
-# What a loop leaves: the tokens of all turns behind the prompt, who wrote them, and counts.
+# The result of a loop: the tokens of all turns after the prompt, a mask of sampled tokens, and counts.
 
 NO_VERSION = -1
-# Why a sample ended: the model was done; the tokens or the turns were used up; the environment said so or broke; the
-# rollout was stopped; the model wrote a token that stands for an image, which nobody could tell from images to come.
+# Why a sample ended. stop: the model has finished. length, turns: the limit on tokens or turns was reached.
+# environment, environment_error: the environment ended it or failed. abort: the rollout was stopped. image_token: the
+# model sampled the image token, which cannot be distinguished from the places of later images.
 ENDINGS = ("stop", "length", "turns", "environment", "environment_error", "abort", "image_token")
 
 
 @dataclass
 class Trajectory:
-    """One sample's conversation. The four lists over tokens are parallel; `mask` is 1 where the model sampled."""
+    """One sample's conversation, with token lists, rewards and counts.
+
+    The four lists over tokens are parallel. `mask` is 1 for tokens that the model sampled.
+    """
 
     sample: Sample
     prompt_ids: list[int]
@@ -259,17 +265,17 @@ class Trajectory:
     malformed_calls: int = 0
     tool_responses_cut: int = 0
     ending: str = ""
-    # Images that others showed later, and how many tokens were behind the prompt before them.
+    # Images that tools or the environment showed later, each with the number of response tokens before it.
     shown: list[tuple[int, bytes]] = field(default_factory=list)
-    routes: np.ndarray | None = None  # where the tokens of prompt and conversation went, as far as computed
+    routes: np.ndarray | None = None  # MoE routes of the tokens of prompt and conversation, as far as computed
 
     @property
     def images(self) -> Images:
-        """All that the model sees, in the order of their places."""
+        """All images that the model sees, in the order of their places."""
         return (*self.prompt_images, *(image for _, image in self.shown))
 
     def add_sampled(self, answer: Completion) -> None:
-        """Appends a turn of the model."""
+        """Append a turn of the model, with its log-probs, versions and routes."""
         self.token_ids += answer.token_ids
         self.log_probs += answer.log_probs
         self.versions += answer.versions
@@ -278,7 +284,7 @@ class Trajectory:
             self.routes = answer.routes if self.routes is None else _continued(self.routes, answer.routes)
 
     def add_given(self, token_ids: Sequence[int], images: Images = ()) -> None:
-        """Appends what others said and showed."""
+        """Append tokens and images of tools or the environment, with mask 0."""
         self.shown += [(len(self.token_ids), image) for image in images]
         self.token_ids += token_ids
         self.log_probs += [0.0] * len(token_ids)
@@ -286,7 +292,7 @@ class Trajectory:
         self.mask += [0] * len(token_ids)
 
     def drop_unanswered(self) -> None:
-        """Takes off what others said last: the reward belongs on a token of the model."""
+        """Remove a last tool or user turn without response, because the reward must be on a token of the model."""
         kept = len(self.mask)
         while kept and not self.mask[kept - 1]:
             kept -= 1
@@ -296,20 +302,21 @@ class Trajectory:
 
 
 def _continued(before: np.ndarray, now: np.ndarray) -> np.ndarray:
-    """Routes of a longer conversation: what was known stays, for its tokens were sampled by way of it."""
+    """Extend MoE routes by those of a longer conversation. Known routes stay, because they produced the tokens."""
     return np.concatenate([before, now[len(before) :]])
 
 
-# Between many loops and one rollout: requests that come up together are handed over together.
+# The link between many loops and one rollout, which submits requests in batches.
 #
-# A rollout takes requests in between two of its steps. Handing over one by one, each in its own such gap, would keep
-# the batches that it computes small; so the next ones wait until the last ones have their first tokens.
+# A rollout accepts requests between two of its steps. If requests were submitted one by one, each between two other
+# steps, the rollout's batches would stay small. So further requests wait until the last submitted ones have their first
+# tokens.
 
 Asked = tuple[Request, asyncio.Future[Completion]]
 
 
 class RequestDesk:
-    """Loops ask for one completion each; the rollout gets them in batches and its chunks find their way back."""
+    """A batcher of the loops' requests. It submits them to the rollout in batches and distributes the chunks."""
 
     def __init__(self, rollout: Rollout):
         self.rollout = rollout
@@ -319,7 +326,7 @@ class RequestDesk:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def complete(self, request: Request) -> Completion:
-        """The whole answer to a request."""
+        """Submit a request and wait for its whole completion."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._hand_over)
@@ -365,7 +372,7 @@ class RequestDesk:
         asyncio.get_running_loop().call_soon(self._hand_over)
 
     async def close(self) -> None:
-        """Drops what is still running; the rollout aborts it."""
+        """Cancel all running requests, which the rollout then aborts."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

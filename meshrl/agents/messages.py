@@ -1,4 +1,4 @@
-"""What is passed around in a conversation: messages, tool calls, the sample that a loop works on."""
+"""The data types of a conversation: messages, samples, tool calls and their results."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from meshrl.data.images import Images
 
-# `role` and `content`, and `name` and `tool_call_id` for the answer of a tool: as chat templates read them.
+# A message as chat templates read it: `role` and `content`, and for a tool's response `name` and `tool_call_id`.
 Message = dict[str, Any]
-# Some templates want an id of nine characters. The model's own ids are in its text, which is not read for them.
+# Some templates require an id of nine characters. Ids in the model's own text are not parsed.
 CALL_ID = "000000000"
 
 
 def tool_message(name: str, content: str | list[dict[str, str]]) -> Message:
-    """The answer of a tool as a turn of the conversation."""
+    """Return a tool's response as a message of the conversation."""
     return {"role": "tool", "name": name, "content": content, "tool_call_id": CALL_ID}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt to be answered once: its tokens, and what its row of the data says."""
+    """One prompt with one conversation: the prompt's tokens and the fields of its data row."""
 
     number: int
     prompt_ids: tuple[int, ...]
@@ -29,12 +29,12 @@ class Sample:
     messages: tuple[Message, ...] = ()
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    images: Images = ()  # of the prompt
+    images: Images = ()  # images of the prompt, as encoded files
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool the model asked for, with the arguments as it wrote them."""
+    """A tool call of the model, with the arguments as the model wrote them."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -42,17 +42,17 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """Something that was meant as a tool call but cannot be read, in words for the model."""
+    """A tool call that cannot be parsed, with an error message for the model."""
 
     problem: str
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a tool gives back where a plain text is not enough.
+    """The return value of a tool that returns more than text.
 
-    `images`, for a model that sees: bytes, paths, data URLs or PIL images, shown where the text has `<image>`, or
-    before it.
+    `images`, for a VLM, are bytes, paths, data URLs or PIL images. They are shown in place of `<image>` in the text, or
+    before the text.
     """
 
     text: str
@@ -62,7 +62,7 @@ class ToolResult:
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """A tool's turn in the conversation; `error` where the call failed, was refused or could not be read."""
+    """A tool's turn in the conversation. `error` is true if the call failed, was refused or could not be parsed."""
 
     name: str
     text: str

@@ -1,4 +1,4 @@
-"""Reading tool calls out of what the model wrote. What cannot be read is told to the model, never raised."""
+"""Parsers of tool calls in the model's text. Parse errors are reported to the model, never raised."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ Call = ToolCall | MalformedCall
 
 @dataclass(frozen=True)
 class Parsed:
-    """The model's words without its calls, and the calls in the order written."""
+    """The model's text without its calls, and the calls in the order written."""
 
     content: str
     calls: list[Call] = field(default_factory=list)
 
 
 class ToolParser(ABC):
-    """One format of tool calls."""
+    """The base class of parsers, one for each format of tool calls."""
 
     def __init__(self, tools: Sequence[Tool] = ()):
         self.tools = list(tools)
 
     @abstractmethod
     def parse(self, text: str) -> Parsed:
-        """Takes a whole turn of the model, special tokens included, without the one that ended it."""
+        """Parse a whole turn of the model, which includes special tokens except the stop token that ended it."""
 
 
 class HermesParser(ToolParser):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen models write it."""
+    """A parser of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen models write it."""
 
     BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
@@ -47,9 +47,9 @@ class HermesParser(ToolParser):
 
 
 class Llama3JsonParser(ToolParser):
-    """A turn that is nothing but `{"name": ..., "parameters": {...}}`, several of them with `;` between.
+    """A parser of turns that consist only of `{"name": ..., "parameters": {...}}` objects, separated by `;`.
 
-    After `<|python_tag|>` everything must be calls; without it, other JSON is an answer like any other.
+    After `<|python_tag|>` all text must be calls. Without the tag, any other JSON is an ordinary answer.
     """
 
     TAG = "<|python_tag|>"
@@ -80,7 +80,10 @@ class Llama3JsonParser(ToolParser):
 
 
 class MistralParser(ToolParser):
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` once for every call."""
+    """A parser of the format of Mistral models.
+
+    The calls are `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]name[ARGS]{...}` for each call.
+    """
 
     TAG, ARGUMENTS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -102,8 +105,11 @@ class MistralParser(ToolParser):
 
 
 class DeepSeekParser(ToolParser):
-    """`<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`; V3 and R1 write `function` in the name's
-    place, then the name and a fenced block of JSON."""
+    """A parser of the format of DeepSeek models.
+
+    A call is `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`. V3 and R1 write `function` in place of
+    the name, then the name and a fenced block of JSON.
+    """
 
     AROUND = re.compile("<｜tool▁calls▁(?:begin|end)｜>")
     BLOCK = re.compile(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁sep｜>(.*?))?(<｜tool▁call▁end｜>|\Z)", re.DOTALL)
@@ -121,7 +127,7 @@ class DeepSeekParser(ToolParser):
 
 
 class TaggedParser(ToolParser):
-    """A call between `<tool_call>` and `</tool_call>`, whose arguments stand between tags as plain texts."""
+    """A parser of calls between `<tool_call>` and `</tool_call>`, with arguments as plain text between tags."""
 
     FORM = ""
 
@@ -132,7 +138,7 @@ class TaggedParser(ToolParser):
         return Parsed(block.sub("", text).strip(), calls)
 
     def _call(self, body: str) -> Call:
-        # Cut at the opening tags, not searched for pairs: a model may repeat one tag for ever.
+        # Split at the opening tags instead of searching for pairs, because a model may repeat one tag endlessly.
         found = self._cut(body)
         if found is None:
             return MalformedCall(f"a call must be {self.FORM}")
@@ -141,11 +147,11 @@ class TaggedParser(ToolParser):
 
     @abstractmethod
     def _cut(self, body: str) -> tuple[str, dict[str, str]] | None:
-        """The tool's name and its arguments, or None where the body has another form."""
+        """Return the tool's name and its arguments, or None if the body has another form."""
 
 
 class Qwen3CoderParser(TaggedParser):
-    """`<function=name><parameter=x>value</parameter></function>` between the marks of a call."""
+    """A parser of `<function=name><parameter=x>value</parameter></function>` between the tags of a call."""
 
     FORM = "<function=NAME> with <parameter=NAME>VALUE</parameter> inside"
 
@@ -164,7 +170,7 @@ class Qwen3CoderParser(TaggedParser):
 
 
 class GlmParser(TaggedParser):
-    """`name<arg_key>x</arg_key><arg_value>value</arg_value>` between the marks of a call."""
+    """A parser of `name<arg_key>x</arg_key><arg_value>value</arg_value>` between the tags of a call."""
 
     FORM = "NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"
 
@@ -181,7 +187,7 @@ class GlmParser(TaggedParser):
 
 
 class CodeBlockParser(ToolParser):
-    """A fenced code block is a call of the tool that runs code: the one its language names, or the only one.
+    """A parser of fenced code blocks, each a call of the tool named by the block's language, or of the only tool.
 
     The code becomes the tool's first parameter.
     """
@@ -222,7 +228,7 @@ PARSERS: dict[str, type[ToolParser]] = {
 
 
 def make_parser(name: str, tools: Sequence[Tool]) -> ToolParser:
-    """The parser of a format by its name."""
+    """Make the parser of a format by its name in `PARSERS`."""
     if name not in PARSERS:
         raise ValueError(f"unknown format of tool calls '{name}': use one of {', '.join(PARSERS)}")
     return PARSERS[name](tools)
@@ -243,7 +249,10 @@ def _named_call(name: str, arguments: str) -> Call:
 
 
 def _call_with_texts(tools: Sequence[Tool], name: str, texts: Mapping[str, str]) -> Call:
-    """A call whose arguments come as texts: those that the tool's schema wants as something else are read as JSON."""
+    """Make a call from arguments given as text.
+
+    An argument that does not fit the tool's schema as text is read as JSON.
+    """
     parameters = next((tool.parameters for tool in tools if tool.name == name), None) or {}
     schemas = parameters.get("properties", {})
     return ToolCall(name, {key: _value(text, schemas.get(key, {})) for key, text in texts.items()})
@@ -255,14 +264,14 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
     try:
         return json.loads(text, strict=False)
     except (ValueError, RecursionError):
-        return text  # the check of arguments against the schema says what is wrong
+        return text  # the check of arguments against the schema reports the problem
 
 
 def _as_call(value: Any) -> Call:
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return MalformedCall('a call must be a JSON object with a "name"')
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # written as a string of JSON, as in OpenAI's messages
+    if isinstance(arguments, str):  # a string of JSON, as in OpenAI's messages
         try:
             arguments = json.loads(arguments, strict=False)
         except (ValueError, RecursionError) as error:

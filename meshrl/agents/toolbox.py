@@ -1,4 +1,7 @@
-"""The tools of a run, and a sample's use of them: every call ends in an answer, whatever the tool does."""
+"""The tools of a run, and a sample's use of them. Every call has a response, whatever the tool does.
+
+Parts: `ToolBox`, `ToolSession`, loading of tools by import path, and images of tools and environments.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ GAP = "..."
 
 
 class ToolBox:
-    """Tools by name, how long a call may take, and how long an answer may be; `sight`: tools may show images."""
+    """Tools by name, with limits on a call's time in seconds and on a response's characters.
+
+    With a `sight`, tools may show images.
+    """
 
     def __init__(
         self,
@@ -42,12 +48,12 @@ class ToolBox:
         self.timeout, self.max_response_length, self.side, self.sight = timeout, max_response_length, side, sight
 
     def schemas(self) -> list[dict[str, Any]]:
-        """All tools as chat templates show them."""
+        """Return the schemas of all tools as chat templates show them."""
         return [tool.schema() for tool in self.tools.values()]
 
 
 class ToolSession:
-    """One sample's tools: states are made at first use and released at the end."""
+    """One sample's tools. Their states are created at the first call and released at the end."""
 
     def __init__(self, box: ToolBox, sample: Sample, gate: asyncio.Semaphore | None = None):
         self.box, self.sample = box, sample
@@ -56,7 +62,7 @@ class ToolSession:
         self._states: dict[str, asyncio.Task[Any]] = {}
 
     async def answer(self, asked: ToolCall) -> ToolAnswer:
-        """Runs a call. A tool that raises, takes too long or is asked wrongly gives an error for an answer."""
+        """Run a call. The response is an error message if the tool raises, times out or gets wrong arguments."""
         self.calls += 1
         tool = self.box.tools.get(asked.name)
         if tool is None:
@@ -69,7 +75,8 @@ class ToolSession:
                 return self.refuse(asked.name, problem)
             async with self.gate:
                 run = await self._bound(tool, timeout)
-                # Bound to it: the tool's parameters may have the names of `call`'s own.
+                # `functools.partial`, because the tool's parameters may have the same names as the parameters of
+                # `call`.
                 result = as_result(await call(functools.partial(run, **asked.arguments), timeout=timeout))
                 shown = shows(result.images)
                 images = await call(taken, result.images, self.box.sight, timeout=timeout) if shown else ()
@@ -81,7 +88,7 @@ class ToolSession:
         return ToolAnswer(asked.name, self._fit(result.text), result.reward, images=images)
 
     def refuse(self, name: str, problem: str) -> ToolAnswer:
-        """An error as a tool's answer, counted."""
+        """Return an error message as the tool's response and count the error."""
         self.errors += 1
         return ToolAnswer(name, self._fit(f"Error: {problem}"), error=True)
 
@@ -91,7 +98,7 @@ class ToolSession:
         return fitted
 
     async def _bound(self, tool: Tool, timeout: float) -> Callable[..., Any]:
-        """The tool's function, with this sample's state where there is one."""
+        """Return the tool's function, bound to this sample's state if the tool has one."""
         if isinstance(tool, FunctionTool):
             return tool.function
         if type(tool).create is Tool.create:
@@ -99,7 +106,7 @@ class ToolSession:
         return functools.partial(tool.execute, await asyncio.shield(self._state(tool, timeout)))
 
     def _state(self, tool: Tool, timeout: float) -> asyncio.Task[Any]:
-        """The tool's state for this sample; parallel calls share the one that is being made."""
+        """Return the task that creates the tool's state for this sample. Parallel calls share one task."""
         made = self._states.get(tool.name)
         if made is None or (made.done() and (made.cancelled() or made.exception() is not None)):
             release = functools.partial(_release_late, tool)
@@ -108,14 +115,14 @@ class ToolSession:
         return made
 
     async def close(self) -> None:
-        """Releases every state that was made."""
+        """Release every state that this sample's calls have created."""
         for name, made in self._states.items():
             tool = self.box.tools[name]
             timeout = self.box.timeout if tool.timeout is None else tool.timeout
             try:
                 state = await made
             except Exception:
-                continue  # never made: the call that wanted it was told
+                continue  # never created: the call that needed it has returned an error
             try:
                 await call(tool.release, state, timeout=timeout)
             except Exception as error:
@@ -125,7 +132,10 @@ class ToolSession:
 
 
 def _release_late(tool: Tool, state: Any) -> None:
-    """Releases a state whose `create` returned after its time; in a thread, maybe when all samples have ended."""
+    """Release a state whose `create` returned after its timeout.
+
+    Runs in a thread, possibly after all samples have ended.
+    """
 
     async def release() -> None:
         await beside(tool.release, state)
@@ -137,7 +147,7 @@ def _release_late(tool: Tool, state: Any) -> None:
 
 
 def truncate_text(text: str, limit: int, side: str) -> str:
-    """Cuts to `limit` characters at one `side` (or in the middle), with dots for what is gone where they fit."""
+    """Cut text to `limit` characters on one `side` or in the middle, with dots for the missing part if they fit."""
     if len(text) <= limit:
         return text
     gap = GAP if limit > 2 * len(GAP) else ""
@@ -151,7 +161,7 @@ def truncate_text(text: str, limit: int, side: str) -> str:
 
 
 def load_tools(paths: Sequence[str], config_path: str | None = None) -> list[Tool]:
-    """Tools by import path (`module:name` or `file.py:name`), and those that a YAML file lists."""
+    """Load tools by import path (`module:name` or `file.py:name`), and those listed in a YAML file."""
     entries: list[Mapping[str, Any]] = [{"path": path} for path in paths]
     if config_path is not None:
         entries += read_tool_config(config_path)
@@ -159,12 +169,12 @@ def load_tools(paths: Sequence[str], config_path: str | None = None) -> list[Too
 
 
 def tool_schemas(config: MultiTurnConfig) -> list[dict[str, Any]]:
-    """What prompts must show the model: the schemas of all tools of a run, none where multi-turn is off."""
+    """Return the schemas of all tools of a run for the prompt, or an empty list if multi-turn is off."""
     return [tool.schema() for tool in load_tools(config.tools, config.tool_config_path)] if config.enable else []
 
 
 def load_tool(entry: Mapping[str, Any]) -> Tool:
-    """The tool of one entry: a decorated or plain function, or a class made with `config`."""
+    """Load the tool of one entry: a decorated or plain function, or a class instantiated with `config`."""
     path = str(entry.get("path") or entry["class_name"])
     found: Any = load_by_path(path)
     config = dict(entry.get("config") or {})
@@ -176,34 +186,38 @@ def load_tool(entry: Mapping[str, Any]) -> Tool:
         made = found if isinstance(found, Tool) else FunctionTool(found)
     if "name" in entry or "timeout" in entry:
         if isinstance(made, FunctionTool):
-            made = FunctionTool(made.function, made.name, made.timeout)  # the shared one stays as it is
+            # a copy, because other entries may share the decorated function
+            made = FunctionTool(made.function, made.name, made.timeout)
         made.name = str(entry.get("name", made.name))
         made.timeout = entry.get("timeout", made.timeout)
     return made
 
 
-# Images that tools and environments show the model beside what they say.
+# Images that tools and environments show the model in addition to text.
 
 
 def shows(images: Any) -> bool:
-    """Whether there is anything among what may be one image, several or none."""
+    """Return whether `images`, which may be one image, several or none, has any image."""
     return images is not None and not (isinstance(images, list | tuple) and not images)
 
 
 def taken(images: Any, sight: PromptImages | None) -> Images:
-    """One image or several, in any form that rows may have them in, as the bytes of files that the model can see."""
+    """Return one image or several, in any form that data rows accept, as bytes of files that the model can read.
+
+    Raises ValueError if the model accepts no images.
+    """
     several = images if isinstance(images, list | tuple) else [images]
     if several and sight is None:
         raise ValueError(f"the model sees no images, but was given {count(len(several), 'image')}")
     found = tuple(encoded(image) for image in several)
     for image in found:
         assert sight is not None
-        sight.reader.pixels(image)  # they are kept for the rollout
+        sight.reader.pixels(image)  # decodes the image, which is cached for the rollout
     return found
 
 
 def content(text: str, images: Images) -> str | list[dict[str, str]]:
-    """What somebody says, as chat templates take it: images stand where `<image>` is in the text, or before it."""
+    """Return text and images as message content. Images replace `<image>` in the text, or come before the text."""
     if not images:
         return text
     if text.count(PLACE) == len(images):
@@ -212,14 +226,14 @@ def content(text: str, images: Images) -> str | list[dict[str, str]]:
 
 
 def image_parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The parts of messages that are images."""
+    """Return the content parts of messages that are images."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]
 
 
 def opening_images(messages: Sequence[Message], own: Images, sight: PromptImages | None) -> Images:
-    """The images in messages to begin with; a part that does not hold its image stands for the next of `own`."""
+    """Return the images of the first messages. A part without its own image stands for the next image of `own`."""
     parts, left = image_parts(messages), iter(own)
     images = [part["image"] if "image" in part else next(left, None) for part in parts]
     if any(image is None for image in images):

@@ -12,7 +12,7 @@
         def create(self, sample): return []
         def execute(self, state, line: str): state.append(line); return "\\n".join(state)
 
-All methods may be plain or `async`; plain ones run in a thread beside the event loop.
+All methods may be plain or `async`. Plain methods run in a thread, so that they do not block the event loop.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from meshrl.config.user_code import function_schema, read_docstring
 
 
 class Tool:
-    """A tool with a state of its own for each sample, made at the sample's first call and released at its end.
+    """A tool with a separate state for each sample, created at the sample's first call and released at its end.
 
     Name, description and parameters are inferred from the class and from the signature and docstring of `execute`,
-    unless the class says them. `timeout` (seconds) replaces the configured one.
+    unless the class sets them. `timeout` (seconds) replaces the configured one.
     """
 
     name: str = ""
@@ -45,7 +45,7 @@ class Tool:
         self._complete()
 
     def _complete(self) -> None:
-        """Fills in what the class does not say."""
+        """Infer the name, description and parameters that the class does not set."""
         self.name = self.name or type(self).__name__.lower()
         if not self.description:
             class_says = read_docstring(type(self))[0] if type(self).__doc__ else ""
@@ -54,7 +54,7 @@ class Tool:
             self.parameters = function_schema(self.execute, skip=("state",))
 
     def create(self, sample: Sample) -> Any:
-        """The state for one sample."""
+        """Create the state for one sample. The default has none."""
         return None
 
     def execute(self, state: Any, **arguments: Any) -> Any:
@@ -62,16 +62,16 @@ class Tool:
         raise TypeError(f"the tool '{self.name}' does not define execute")
 
     def release(self, state: Any) -> Any:
-        """Gives up what `create` made."""
+        """Release the state that `create` made for one sample."""
 
     def schema(self) -> dict[str, Any]:
-        """The tool as chat templates show it to the model."""
+        """Return the tool's schema in the form that chat templates show to the model."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
 class FunctionTool(Tool):
-    """A plain function as a tool; it can still be called as before."""
+    """A plain function as a tool. The function can still be called directly."""
 
     def __init__(self, function: Callable[..., Any], name: str | None = None, timeout: float | None = None):
         self.function = function
@@ -88,14 +88,14 @@ class FunctionTool(Tool):
 
 
 def tool(function: Callable[..., Any] | None = None, *, name: str | None = None, timeout: float | None = None) -> Any:
-    """Makes a function a tool: `@tool`, or `@tool(name="web_search", timeout=5)`."""
+    """Turn a function into a tool: `@tool`, or `@tool(name="web_search", timeout=5)`."""
     if function is not None:
         return FunctionTool(function, name, timeout)
     return lambda function: FunctionTool(function, name, timeout)
 
 
 def as_result(value: Any) -> ToolResult:
-    """What a tool returned, as text: strings as they are, other things as JSON, None as nothing."""
+    """Convert a tool's return value to text: strings stay unchanged, None is empty, other values become JSON."""
     if isinstance(value, ToolResult):
         reward = None if value.reward is None else float(value.reward)
         return ToolResult(as_result(value.text).text, reward, value.images)
@@ -104,34 +104,36 @@ def as_result(value: Any) -> ToolResult:
     return ToolResult(json.dumps(value, ensure_ascii=False, default=str))
 
 
-# Calling users' code without waiting for it for ever.
+# Calls of users' code with a time limit.
 
 
 async def call(
     function: Callable[..., Any], *args: Any, timeout: float, late: Callable[[Any], None] | None = None
 ) -> Any:
-    """The result of a plain or `async` function; a `TimeoutError` after `timeout` seconds, an `Exception` else.
+    """Return the result of a plain or `async` function; raise TimeoutError after `timeout` seconds.
 
-    A plain function runs in a daemon thread of its own: one that never returns is left behind and cannot keep the
-    process from ending. What one returns after its time is given to `late`, in a thread.
+    Any other failure is raised as an `Exception`. A plain function runs in a daemon thread of its own. If the function
+    never returns, the thread is left behind and cannot keep the process from ending. If the function returns after the
+    timeout, its result is passed to `late` in a thread.
     """
     return await asyncio.wait_for(beside(function, *args, late=late), timeout)
 
 
 async def beside(function: Callable[..., Any], *args: Any, late: Callable[[Any], None] | None = None) -> Any:
-    """The result of a plain or `async` function that does not hold up the event loop, without a limit of time."""
+    """Return the result of a plain or `async` function without blocking the event loop and without a time limit."""
     try:
         if inspect.iscoroutinefunction(function):
             return await function(*args)
         value = await _in_thread(function, args, late)
         return await value if inspect.isawaitable(value) else value
-    except SystemExit as error:  # it would end the event loop, and all other samples
+    except SystemExit as error:  # would end the event loop and with it all other samples
         raise RuntimeError(f"SystemExit: {error}") from error
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise RuntimeError(f"CancelledError: {error}") from error  # its own, not ours
+        # raised by the function itself, not a cancellation of this task
+        raise RuntimeError(f"CancelledError: {error}") from error
 
 
 async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], late: Callable[[Any], None] | None) -> Any:
@@ -139,7 +141,7 @@ async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], late: 
     done: asyncio.Future[Any] = loop.create_future()
 
     def settle(value: Any, error: Exception | None) -> None:
-        if done.done():  # nobody waits any more
+        if done.done():  # the caller has stopped waiting
             if late is not None and error is None:
                 _thread.start_new_thread(late, (value,))
         elif error is not None:
@@ -152,28 +154,28 @@ async def _in_thread(function: Callable[..., Any], args: tuple[Any, ...], late: 
         failure: Exception | None = None
         try:
             value = function(*args)
-        except StopIteration as error:  # a future does not take it
+        except StopIteration as error:  # a future does not accept StopIteration
             failure = RuntimeError(f"StopIteration: {error}")
         except Exception as error:
             failure = error
-        except BaseException as error:  # such as `sys.exit()`, which is not meant for our event loop
+        except BaseException as error:  # such as `sys.exit()`, which must not reach our event loop
             failure = RuntimeError(f"{type(error).__name__}: {error}")
         try:
             loop.call_soon_threadsafe(settle, value, failure)
-        except RuntimeError:  # the loop is closed: the answer came too late
+        except RuntimeError:  # the loop is closed because the result came too late
             if late is not None and failure is None:
                 late(value)
 
-    # Not `threading.Thread`, whose start waits for the thread to run: here the event loop would wait.
+    # Not `threading.Thread`, whose `start` waits until the thread runs and would block the event loop.
     _thread.start_new_thread(work, ())
     return await done
 
 
-# Checks of a tool call's arguments against the JSON schema of its parameters.
+# Checks of a tool call's arguments against the JSON schema of the tool's parameters.
 
 
 def argument_problem(arguments: Any, schema: Mapping[str, Any]) -> str | None:
-    """What is wrong with a call's arguments, in words for the model, or None."""
+    """Return an error message for the model if a call's arguments do not fit the schema, or None."""
     if not isinstance(arguments, Mapping):
         return f"the arguments must be a JSON object, not {_json_name(arguments)}"
     properties: Mapping[str, Any] = schema.get("properties", {})
@@ -191,7 +193,7 @@ def argument_problem(arguments: Any, schema: Mapping[str, Any]) -> str | None:
 
 
 def fits(value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether a value read from JSON has the type that a schema asks for."""
+    """Return whether a value read from JSON has the type that a schema requires."""
     if "enum" in schema:
         return value in schema["enum"]
     if "anyOf" in schema:
@@ -205,7 +207,7 @@ def fits(value: Any, schema: Mapping[str, Any]) -> bool:
         numbers = int if kind == "integer" else int | float
         return isinstance(value, numbers) and not isinstance(value, bool)
     wanted: dict[str, Any] = {"string": str, "boolean": bool, "object": Mapping, "null": types.NoneType}
-    return isinstance(value, wanted.get(str(kind), object))  # we know no more of others
+    return isinstance(value, wanted.get(str(kind), object))  # values of unknown types always fit
 
 
 def _json_name(value: Any) -> str:

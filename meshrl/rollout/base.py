@@ -1,4 +1,8 @@
-"""What every rollout offers to the workers, whatever generates inside."""
+"""The `Rollout` interface that workers use for every generation engine, and helpers that all engines share.
+
+Parts: the abstract class `Rollout`, conversion between a `DataProto` batch and requests or completions, per-sample
+seeds, and checks of a request before it reaches an engine.
+"""
 
 from __future__ import annotations
 
@@ -19,82 +23,87 @@ from meshrl.rollout.requests import Chunk, Completion, Request, SamplingParams
 
 __all__ = ["TAGS", "Rollout", "SamplingParams", "as_batch"]
 
-# What a rollout can give up between phases, and takes back in this order.
+# Parts of a rollout's memory that `release` can free between phases. They are taken back in this order.
 TAGS = ("weights", "kv_cache")
 PAUSE_MODES = ("keep", "abort", "wait")
 _batches = itertools.count()
 
 
 class Rollout(ABC):
-    """Generates with the policy's weights. Token ids in, token ids out.
+    """A generation engine that holds the policy's weights. Token ids go in and token ids come out.
 
-    All methods but `generate` are plain calls and safe from any thread.
+    All methods except `generate` are synchronous and safe to call from any thread.
     """
 
     version: int
     pad_token_id: int
-    # Whether its memory on a device is torch's own: then what torch holds free is free for it.
+    # Whether the engine allocates device memory through torch. If so, it can use memory that torch has reserved but not
+    # allocated.
     shares_allocator: bool = False
 
     @abstractmethod
     def generate(self, requests: Sequence[Request]) -> AsyncIterator[Chunk]:
-        """Streams `Chunk`s of these requests as they come; other requests may run at the same time.
+        """Stream the `Chunk`s of these requests as the engine produces tokens. Other requests may run concurrently.
 
-        A request that cannot be served ends with finish_reason `error` and says why; the others go on. Leaving the
-        iteration early aborts what is left.
+        A request that cannot be served ends with finish_reason `error` and a message. The remaining requests continue.
+        Leaving the iteration early aborts all unfinished requests.
         """
 
     @abstractmethod
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
-        """Answers these requests and returns when all have ended, in the order asked."""
+        """Generate all completions of these requests. Return when all have ended, in the order of the requests."""
 
     def as_they_end(self, requests: Sequence[Request]) -> Iterator[Completion]:
-        """Answers these requests and gives each answer when it has ended; leaving early aborts what is left.
+        """Generate completions for these requests and yield each completion when its generation has ended.
 
-        An engine that cannot tell before all have ended gives them then.
+        Leaving the iteration early aborts all unfinished requests. An engine that cannot report single completions
+        yields all of them at the end.
         """
         yield from self.complete(requests)
 
     @abstractmethod
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """Ends requests (None: all) with finish_reason `abort`; their tokens so far are kept."""
+        """End requests (None: all) with finish_reason `abort`. The tokens generated so far are kept."""
 
     @abstractmethod
     def pause(self, mode: str = "keep") -> None:
-        """Stops generating. `keep`: running requests wait; `abort`: they end; `wait`: they finish first."""
+        """Stop generating. `keep`: running requests wait; `abort`: running requests end; `wait`: they finish first."""
 
     @abstractmethod
     def release(self, tags: Sequence[str] = TAGS) -> None:
-        """Gives memory back: `weights`, `kv_cache`. Nothing can run until `resume(tags)`."""
+        """Free the memory of the given tags: `weights`, `kv_cache`. Nothing can run until `resume(tags)`."""
 
     @abstractmethod
     def resume(self, tags: Sequence[str] | None = None) -> None:
-        """Without tags goes on after `pause`; with tags takes back what `release` gave up."""
+        """Continue after `pause` if no tags are given. With tags, allocate again what `release` freed."""
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Takes a new version of every weight, by Hugging Face name, between two engine steps.
+        """Load a new version of every weight, by Hugging Face name, between two engine steps.
 
-        Cached keys and values are dropped; running requests recompute theirs and go on with the new version. The stream
-        may fail at its very end, where it is found to be wrong: the version is the new one only when it is through.
+        Cached keys and values are dropped. Running requests recompute their KV cache and continue with the new version.
+        The weight stream may raise an error at its very end, because its contents are checked there. `version` changes
+        only after the whole stream has been read.
         """
 
     @abstractmethod
     def stats(self) -> dict[str, float]:
-        """Counters and gauges: requests running and waiting, tokens, cache use, version."""
+        """Return counters and gauges: running and waiting requests, tokens, cache use, version."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the engine and what it started."""
+        """Shut down the engine and every process or thread that it started."""
 
     def generate_sequences(self, prompts: DataProto, params: SamplingParams) -> DataProto:
-        """Answers every prompt of a batch once.
+        """Generate one completion for every prompt of a batch.
 
-        Takes `input_ids` and `attention_mask` [batch, prompt], padded on the left, `seeds` [batch] and perhaps `images`
-        (see `meshrl.data.images`); gives
-        `prompts`, `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`, `rollout_log_probs` and
-        `versions`, with responses padded on the right to `params.max_tokens`, and why each answer came to its `ending`.
-        A rollout that records routes adds `routed_experts` (see `meshrl.models.moe_routing`).
+        Inputs: `input_ids` and `attention_mask` `[batch, prompt]`, padded on the left, `seeds` `[batch]`, and
+        optionally `images` (see `meshrl.data.images`).
+
+        Outputs: `prompts`, `responses`, `response_mask`, `input_ids`, `attention_mask`, `position_ids`,
+        `rollout_log_probs` and `versions`. Responses are padded on the right to `params.max_tokens`. The column
+        `ending` has the finish reason of each completion. A rollout that records MoE routes adds `routed_experts` (see
+        `meshrl.models.moe_routing`).
         """
         if self.version < 0:
             raise RuntimeError("the rollout has no weights yet: sync them before generating")
@@ -112,7 +121,7 @@ class Rollout(ABC):
 
 
 def check_no_empty_prompt(attention_mask: Tensor) -> list[int]:
-    """The length of every prompt of a batch; one without a token is an error."""
+    """Return the length in tokens of every prompt of a batch; raise ValueError for an empty prompt."""
     lengths = attention_mask.sum(1).tolist()
     if lengths and min(lengths) == 0:
         raise ValueError(f"prompt {lengths.index(0)} of the batch is empty: every prompt needs at least one token")
@@ -120,13 +129,13 @@ def check_no_empty_prompt(attention_mask: Tensor) -> list[int]:
 
 
 def unpadded_prompts(prompts: DataProto) -> list[tuple[int, ...]]:
-    """The token ids of every prompt of a batch."""
+    """Return the token ids of every prompt of a batch, without padding."""
     ids, mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
     return [tuple(prompt.tolist()) for prompt in ids[mask.bool()].split(check_no_empty_prompt(mask))]
 
 
 def as_requests(prompts: DataProto, params: SamplingParams) -> list[Request]:
-    """One request for each prompt of a batch."""
+    """Make one `Request` for each prompt of a batch. Request ids are unique in this process."""
     batch, tokens = next(_batches), unpadded_prompts(prompts)
     images = prompts.non_tensor_batch.get(IMAGES, [()] * len(tokens))
     return [
@@ -136,7 +145,7 @@ def as_requests(prompts: DataProto, params: SamplingParams) -> list[Request]:
 
 
 def as_batch(prompts: DataProto, answers: Sequence[Completion], width: int, pad_token_id: int) -> DataProto:
-    """The answers, one to each prompt, as the rectangle that the trainer works on."""
+    """Return completions, one for each prompt, as a `DataProto` with padded tensors `[batch, width]`."""
     ids, mask = prompts.batch["input_ids"], prompts.batch["attention_mask"]
     lengths = torch.tensor([len(answer.token_ids) for answer in answers])
     response_mask = (torch.arange(width) < lengths[:, None]).long()
@@ -162,9 +171,9 @@ def as_batch(prompts: DataProto, answers: Sequence[Completion], width: int, pad_
 
 
 def routes_column(routes: Iterable[np.ndarray | None], attention_mask: Tensor) -> dict[str, np.ndarray]:
-    """Samples' routes, of as many tokens as each has, under their name in a batch; nothing where none has any.
+    """Return the samples' MoE routes as a batch column, or an empty dict if no sample has routes.
 
-    A sample without routes has None.
+    Each sample's routes are fitted to its number of tokens. A sample without routes has None.
     """
     lengths = attention_mask.sum(1).tolist()
     found = [None if one is None else fitted(one, length) for one, length in zip(routes, lengths, strict=True)]
@@ -172,7 +181,10 @@ def routes_column(routes: Iterable[np.ndarray | None], attention_mask: Tensor) -
 
 
 def joined(ids: Tensor, mask: Tensor, *, responses: Tensor, there: Tensor, **fields: Tensor) -> dict[str, Tensor]:
-    """Prompts (padded on the left) and responses as the trainer's fields; `there` marks responses' tokens."""
+    """Concatenate prompts (padded on the left) and responses into the trainer's fields.
+
+    `there` `[batch, response]` marks the real tokens of the responses.
+    """
     attention_mask = torch.cat([mask, there.to(mask.dtype)], 1)
     return {
         "prompts": ids,
@@ -184,24 +196,27 @@ def joined(ids: Tensor, mask: Tensor, *, responses: Tensor, there: Tensor, **fie
     }
 
 
-# Seeds of samples: numbers that depend on the run's seed, the step and the sample's place alone.
+# Seeds of samples. A seed depends only on the run's seed, the purpose, the step and the sample's position.
 
 TRAINING, VALIDATION = 0, 1
 
 
 def sample_seeds(run_seed: int, purpose: int, step: int, count: int) -> Tensor:
-    """An int64 seed for each of `count` samples of a step; the layout and the number of ranks play no part."""
+    """Return an int64 seed for each of `count` samples of a step, independent of the layout and the number of ranks."""
     rng = np.random.default_rng((run_seed, purpose, step))
     return torch.from_numpy(rng.integers(0, 2**62, size=count, dtype=np.int64))
 
 
-# What engines that are not ours to change need before a call reaches them: refusals in words.
+# Checks of a request before it reaches a third-party engine. A check returns an error message.
 
 NO_WEIGHTS = "the rollout has no weights yet: sync them before generating"
 
 
 def refusal(request: Request, vocabulary: int, context: int, sees: bool = False) -> str | None:
-    """Why a request cannot be served by a model of this vocabulary and context, or None."""
+    """Return why a model with this vocabulary and context (tokens) cannot serve a request, or None.
+
+    `sees` states whether the engine accepts images.
+    """
     prompt = request.prompt_token_ids
     if not prompt:
         return "the prompt is empty: it needs at least one token"
@@ -221,12 +236,12 @@ def refusal(request: Request, vocabulary: int, context: int, sees: bool = False)
 
 
 def room(request: Request, context: int) -> int:
-    """How many tokens an answer may have before the context is full."""
+    """Return the largest number of tokens that a completion may have before the context is full."""
     return min(request.params.max_tokens, context - len(request.prompt_token_ids))
 
 
 def known_tags(tags: Sequence[str]) -> set[str]:
-    """The tags as a set; raises for one that no rollout knows."""
+    """Return the tags as a set; raise ValueError for a tag that is not in `TAGS`."""
     unknown = set(tags) - set(TAGS)
     if unknown:
         raise ValueError(f"unknown tag '{sorted(unknown)[0]}': use one of {', '.join(TAGS)}")

@@ -1,4 +1,8 @@
-"""Which rollout a config asks for: the one place where an engine is chosen by name."""
+"""Construction of rollouts: the one place that selects an engine by name.
+
+`build_rollout` makes the rollout of a trainer rank from a config. `open_rollout` loads a model folder into an engine
+without a trainer, for serving and for offline generation.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +56,14 @@ def build_rollout(
     adapter_rank: int = 0,
     records_routes: bool = False,
 ) -> Rollout:
-    """The rollout of one trainer rank, without weights until the first sync.
+    """Build the rollout of one trainer rank. The rollout has no weights until the first sync.
 
-    `hf_model` is the trainer's module; with `can_share` (unsharded, without adapters, on the device) the embedded
-    rollout generates with it and needs no copy. The others have copies of their own, cut over the ranks of a
-    `rank_group`. Of those the first has an engine in processes of its own, which takes the GPUs of all. `adapter_rank`:
-    of LoRA adapters that come by themselves, for an engine that can take them (vllm); 0: none do. `records_routes`:
-    answers say which experts their tokens went to.
+    `hf_model` is the trainer's module. If `can_share` is true (unsharded, without adapters, on the device), the
+    embedded rollout may generate with `hf_model` itself and needs no copy. Every other rollout has its own copy,
+    sharded over the ranks of `rank_group`. If the engine runs in separate processes, the group's first rank starts that
+    engine, which uses the GPUs of all ranks in the group. `adapter_rank` is the rank of LoRA adapters that are synced
+    separately, to an engine that accepts adapters (vllm). 0 means that no adapters are synced. With `records_routes`,
+    completions report the experts that processed their tokens.
     """
     ranks = 1 if rank_group is None else dist.get_world_size(rank_group)
     if config.is_elsewhere and rank_group is not None and dist.get_rank(rank_group) > 0:
@@ -69,7 +74,8 @@ def build_rollout(
     if config.name == "vllm":
         wanted: dict[str, Any] = {"load_format": config.load_format}
         if sees(hf_model.config):
-            # No videos are taken. And its dummies are not for these models: also what no weight tells would be one.
+            # The engine accepts no videos. vLLM's `dummy` loader does not suit these models, because it would also fill
+            # values that no weight sync sends.
             wanted = {"limit_mm_per_prompt": {"video": 0}, "load_format": "auto"}
         return _vllm(config, model, tokenizer, device, rank_group, adapter_rank, records_routes, wanted)
     if config.name == "sglang":
@@ -136,7 +142,7 @@ def _vllm(
         "enforce_eager": config.enforce_eager,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "enable_prefix_caching": config.enable_prefix_caching,
-        # vLLM can give memory up on GPUs only.
+        # vLLM can release memory on GPUs only.
         "enable_sleep_mode": config.free_cache_engine and device.type == "cuda",
         "enable_expert_parallel": config.expert_parallel_size > 1,
     }
@@ -156,7 +162,7 @@ def _vllm(
     return VllmRollout(
         model.path or "",
         pad_token_id=int(tokenizer.pad_token_id),
-        bucket_bytes=config.update_weights_bucket_megabytes * MEBIBYTE // 2,  # as the parts of a sync
+        bucket_bytes=config.update_weights_bucket_megabytes * MEBIBYTE // 2,  # half, as for a part of a sync
         rank_group=rank_group,
         records_routes=records_routes,
         **wanted,
@@ -180,7 +186,7 @@ def _sglang(
         "mem_fraction_static": config.gpu_memory_utilization,
         "disable_cuda_graph": config.enforce_eager,
         "disable_radix_cache": not config.enable_prefix_caching,
-        # As vLLM, it can give memory up on GPUs only.
+        # Like vLLM, SGLang can release memory on GPUs only.
         "enable_memory_saver": config.free_cache_engine and device.type == "cuda",
         "trust_remote_code": model.trust_remote_code,
     }
@@ -202,9 +208,10 @@ def _sglang(
 
 
 def own_gpus(device: torch.device, count: int) -> dict[str, str]:
-    """The environment in which a server sees this rank's GPU, and those after it that it needs, not the first ones.
+    """Return environment variables that show a server this rank's GPU and the next `count - 1` GPUs.
 
-    A rank itself sees the GPUs of all ranks of its node, in their order: the next ones are those of its replica.
+    Without these variables the server would use the node's first GPUs. A rank sees the GPUs of all ranks of its node in
+    rank order, so the next GPUs belong to the other ranks of its replica.
     """
     if device.type != "cuda":
         return {}
@@ -226,23 +233,23 @@ def _remote(client: EngineClient, config: RolloutConfig, tokenizer: Tokenizer, r
     return RemoteRollout(
         client,
         pad_token_id=int(tokenizer.pad_token_id),
-        bucket_bytes=config.update_weights_bucket_megabytes * MEBIBYTE // 2,  # as the parts of a sync
+        bucket_bytes=config.update_weights_bucket_megabytes * MEBIBYTE // 2,  # half, as for a part of a sync
         max_concurrency=config.max_num_seqs,
         replica_ranks=ranks,
     )
 
 
-# A rollout made from a model folder alone, for serving and for offline generation: no trainer sends the weights.
+# A rollout made from a model folder alone, for serving and for offline generation. No trainer sends weights.
 
-# The engines that have arguments of their own.
+# The engines that accept `EngineOptions.arguments`.
 EXTERNAL = ("vllm", "sglang")
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Which engine, and how large. `dtype` auto: float32 on a CPU, the model's own on a GPU.
+    """The choice of an engine and its size limits. `dtype` auto: float32 on a CPU, the model's own dtype on a GPU.
 
-    `arguments` are vLLM's or SGLang's own.
+    `arguments` are passed to vLLM or SGLang unchanged.
     """
 
     engine: str = "embedded"
@@ -260,7 +267,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Opened:
-    """A rollout with the folder's weights as version 0, and what its callers need to know of the model."""
+    """A rollout that holds a model folder's weights as version 0, with the facts about the model that callers need."""
 
     rollout: Rollout
     tokenizer: Tokenizer
@@ -274,9 +281,10 @@ class Opened:
 
 
 def open_rollout(path: str | Path, options: EngineOptions, image_key: str | None = None) -> Opened:
-    """Loads the folder at `path` into an engine; raises ValueError or OSError for what the caller got wrong.
+    """Load the model folder at `path` into an engine.
 
-    `image_key` is the column in which rows of prompts have images.
+    Raises ValueError or OSError for mistakes of the caller. `image_key` is the column that holds the images of prompt
+    rows.
     """
     transformers_logging.disable_progress_bar()
     device = check_options(options)
@@ -314,7 +322,7 @@ def open_rollout(path: str | Path, options: EngineOptions, image_key: str | None
 
 
 def check_options(options: EngineOptions) -> torch.device:
-    """The device that the options stand for; raises ValueError where they cannot be meant."""
+    """Check the options and return their device; raise ValueError for unknown or conflicting options."""
     if options.engine not in ROLLOUTS:
         raise ValueError(f"unknown engine '{options.engine}': use one of {', '.join(ROLLOUTS)}")
     if options.arguments and options.engine not in EXTERNAL:
@@ -344,10 +352,10 @@ def check_options(options: EngineOptions) -> torch.device:
 
 
 def _build(path: str | Path, options: EngineOptions, device: torch.device, dtype: torch.dtype) -> Rollout:
-    """The engine, with the folder's weights sent to it as a trainer would."""
+    """Build the engine and send it the folder's weights in the same way as a trainer does."""
     if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # engines that are not told take the current one
-    # A tokenizer of the engine's own: it is used in another thread than the caller's.
+        torch.cuda.set_device(device)  # an engine without a device argument uses the current device
+    # The engine has its own tokenizer, because another thread than the caller's uses it.
     tokenizer = load_tokenizer(path, options.trust_remote_code)
     hf_model = load_model(path, PLAIN_ATTENTION, dtype=dtype, trust_remote_code=options.trust_remote_code)
     config = RolloutConfig(
@@ -359,7 +367,7 @@ def _build(path: str | Path, options: EngineOptions, device: torch.device, dtype
         gpu_memory_utilization=options.gpu_memory_utilization,
         quantization=options.quantization,
         kv_cache_dtype=options.kv_cache_dtype,
-        free_cache_engine=False,  # nobody trains beside it
+        free_cache_engine=False,  # no trainer shares the device
         engine_kwargs=EngineKwargs(**({options.engine: options.arguments} if options.arguments else {})),
     )
     model = ModelConfig(path=str(path), trust_remote_code=options.trust_remote_code)
@@ -373,13 +381,13 @@ def _build(path: str | Path, options: EngineOptions, device: torch.device, dtype
 
 
 def folder_weights(path: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> dict[str, Tensor]:
-    """The weights of a model folder by Hugging Face name, on the CPU."""
+    """Load the weights of a model folder onto the CPU, by Hugging Face name."""
     hf_model = load_model(path, PLAIN_ATTENTION, dtype=dtype, trust_remote_code=trust_remote_code)
     return named_weights(hf_model)
 
 
 def tied_names(config: PretrainedConfig) -> set[str]:
-    """Names under which a model's file may hold what is another parameter: they can be left out."""
+    """Return the state-dict names that alias another parameter (tied weights). Such names can be left out of a sync."""
     hf_model = model_without_memory(config)
     return set(hf_model.state_dict()) - named_weights(hf_model).keys()
 

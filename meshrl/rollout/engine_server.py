@@ -1,4 +1,4 @@
-"""An engine's server that a rollout starts: its process, the token that only its run knows, and JSON over HTTP."""
+"""Servers of external engines: a process started by a rollout, JSON over HTTP, and the token that guards the server."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from pathlib import Path
 from typing import Any
 
-# A server started for a rollout: a process group with a log, that ends with us.
+# A server that a rollout starts. It is a process group with a log file and ends with this process.
 
-# The server ends when the pipe to us closes, however we may have ended; its exit code is the shell's.
+# The shell ends the server when the pipe from this process closes, however this process ended. The shell exits with
+# the server's exit code.
 WATCHED = 'exec 3<&0; "$@" </dev/null & server=$!; { read -r _ <&3; kill -TERM 0; } & wait "$server"'
 LAST_LINES = 20
 STOP_SECONDS = 20.0
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return a TCP port of this machine on which nothing listens."""
     with socket.socket() as made:
         made.bind(("127.0.0.1", 0))
         return int(made.getsockname()[1])
 
 
 class ServerProcess:
-    """Starts a command in a process group of its own; what it prints goes to `log`."""
+    """A command that runs in its own process group. Its stdout and stderr go to the file `log`."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path):
         self.log = log
@@ -47,7 +48,11 @@ class ServerProcess:
         atexit.register(self.stop)
 
     async def until(self, is_up: Callable[[], Awaitable[bool]], deadline: float) -> None:
-        """Waits until the server answers; raises with the end of its log when it died or took too long."""
+        """Wait for the server: return once `is_up` returns true.
+
+        Raises RuntimeError if the server has exited and TimeoutError after `deadline` seconds. The error has the log
+        tail.
+        """
         loop = asyncio.get_running_loop()
         limit = loop.time() + deadline
         while not await is_up():
@@ -58,11 +63,11 @@ class ServerProcess:
             await asyncio.sleep(0.2)
 
     def last_lines(self) -> str:
-        """The end of what the server printed."""
+        """Return the last `LAST_LINES` lines of the server's log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-LAST_LINES:])
 
     def stop(self) -> None:
-        """Ends the whole group: politely, then for good."""
+        """End the whole process group: first with SIGTERM, then with SIGKILL after `STOP_SECONDS`."""
         atexit.unregister(self.stop)
         assert self.process.stdin is not None
         self.process.stdin.close()
@@ -82,24 +87,24 @@ class ServerProcess:
 
 
 class Http:
-    """One connection pool to one server; made and used on the rollout's event loop."""
+    """A connection pool to one server, created and used on the rollout's event loop."""
 
     def __init__(self, url: str, token: str | None = None):
         import aiohttp
 
         self.url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        # Answers take as long as they take; the rollout bounds every other call.
+        # No total timeout, because a completion may take arbitrarily long. The rollout bounds every other call.
         self._session = aiohttp.ClientSession(
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
-            # A connection for each call: servers close idle ones just when they are wanted again.
+            # A new connection for each call. A server may close an idle connection just when a call reuses it.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
         )
         self._failure = aiohttp.ClientError
 
     async def post(self, path: str, body: dict[str, Any] | None = None, **query: str) -> Any:
-        """The JSON answer to a POST; raises with the server's words when it refuses."""
+        """Send a POST and return the decoded JSON response; raise RuntimeError with the server's message on failure."""
         async with self._session.post(self.url + path, json=body, params=query) as answer:
             text = await answer.text()
             if answer.status >= 400:
@@ -107,7 +112,7 @@ class Http:
             return json.loads(text) if text.startswith(("{", "[")) else text
 
     async def is_up(self, path: str) -> bool:
-        """Whether a GET is answered with success."""
+        """Return whether a GET of `path` succeeds with status 200."""
         try:
             async with self._session.get(self.url + path) as answer:
                 return answer.status == 200
@@ -115,11 +120,11 @@ class Http:
             return False
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The objects of a stream of events, until `[DONE]`."""
+        """Send a POST and yield the JSON objects of its server-sent events until `[DONE]`."""
         async with self._session.post(self.url + path, json=body) as answer:
             if answer.status >= 400:
                 raise RuntimeError(f"POST {path}: {answer.status} {(await answer.text())[:500]}")
-            # Lines may be longer than aiohttp's own limit for them.
+            # Split lines here, because an event may be longer than aiohttp's limit for a line.
             rest = b""
             async for data in answer.content.iter_any():
                 *lines, rest = (rest + data).split(b"\n")
@@ -131,27 +136,27 @@ class Http:
                         yield json.loads(content)
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._session.close()
 
 
-# What keeps others from an engine's server that we have started: a token, which the server and we alone know.
+# Access control for an engine's server that a rollout has started: a token that only the server and this run have.
 #
-# It listens on this machine, and so for every user of it and every web page in a browser; its routes take weights and
-# calls into the engine, some of them as pickles. vLLM loads `OwnerOnly` as middleware: its own key guards `/v1` alone.
+# The server listens on this machine, so every local user and every web page in a browser can reach it. Its routes
+# accept weights and calls into the engine, some as pickles. vLLM loads `OwnerOnly` as middleware, because vLLM's own
+# API key guards `/v1` only.
 
-# In the environment of the server, which other users cannot read, as they can a command line.
+# The token is passed in the server's environment. Other users can read a command line but not an environment.
 VARIABLE = "MESHRL_ENGINE_TOKEN"
 MIDDLEWARE = f"{__name__}.OwnerOnly"
 
 
 def new_token() -> str:
-    """Return a token that nobody can guess."""
-    return secrets.token_hex(32)  # no dash, which a command line would take for an option
+    """Return a random token of 64 hexadecimal digits."""
+    return secrets.token_hex(32)  # no dash, because a command line would parse it as an option
 
 
 class OwnerOnly:
-    """An ASGI application that passes on what brings the token, and nothing else."""
+    """ASGI middleware that forwards requests with the bearer token and rejects all others with status 401."""
 
     def __init__(self, app: Any):
         self.app = app

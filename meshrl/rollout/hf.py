@@ -1,8 +1,8 @@
-"""The reference rollout: transformers' own `generate`, slow and plain, to check the log-probs of others against.
+"""The reference rollout: transformers' own `generate`. It is slow and plain, to check other engines' log-probs against.
 
-A step is one call of `generate` over the running answers, padded on the left, for a few tokens. Nothing is kept
-between calls, so that no cache can outlive an update. The tokens are chosen inside the call by a logits processor,
-since every answer has sampling parameters and a random generator of its own.
+A step is one call of `generate` for a few tokens over the running completions, padded on the left. No state is kept
+between calls, so no cache can outlive a weight update. A logits processor chooses the tokens inside the call, because
+every completion has its own sampling parameters and its own random generator.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from meshrl.rollout.weight_files import checked
 
 @dataclass
 class Answer:
-    """One answer on its way, and what the last step added to it."""
+    """A completion in progress with its request, its random generator and all tokens sampled so far."""
 
     request: Request
     index: int
@@ -54,7 +54,10 @@ class Answer:
     routes: list[Tensor] = field(default_factory=list)
 
     def take(self, logits: Tensor, tokenizer: Tokenizer | None) -> int:
-        """Chooses the next token from the model's logits [vocabulary] and notes whether it is the last."""
+        """Sample the next token from the model's logits `[vocabulary]`.
+
+        Sets `finish_reason` if the token is the last one.
+        """
         token, log_probs = choose(self, logits)
         self.token_ids.append(token)
         self.log_probs.append(float(log_probs[token]))
@@ -75,7 +78,10 @@ class Answer:
         return find_stop(tokenizer, np.array(self.token_ids), params.stop) is not None
 
     def chunk(self, start: int, version: int, finish_reason: str | None) -> Chunk:
-        """The tokens from `start` on; with `finish_reason` the answer's last ones."""
+        """Return the tokens from `start` on as a chunk.
+
+        With `finish_reason`, the chunk is the completion's last one.
+        """
         tops = self.top_log_probs[start:] if self.request.params.top_log_probs else None
         tokens = self.token_ids[start:]
         return Chunk(
@@ -91,14 +97,17 @@ class Answer:
         )
 
     def add_routes(self, routes: Tensor) -> None:
-        """Takes the routes of its tokens, of all but the last, as far as it has none yet."""
+        """Append the routes of tokens that have none yet. The newest token has no routes, as no forward has read it."""
         known = sum(map(len, self.routes))
         computed = len(self.request.prompt_token_ids) + len(self.token_ids) - 1
         self.routes.append(routes[:computed][known:])
 
 
 def choose(answer: Answer, logits: Tensor) -> tuple[int, Tensor]:
-    """A token, and the model's own log-probs [vocabulary] at the temperature: nothing else is in them."""
+    """Sample a token and return it with the model's log-probs `[vocabulary]` at the sampling temperature.
+
+    Penalties, biases and filters affect the token but not the log-probs.
+    """
     params = answer.request.params
     ids: Any = torch.tensor([[*answer.request.prompt_token_ids, *answer.token_ids]], device=logits.device)
     scores: Any = logits.float()[None].clone()
@@ -119,12 +128,12 @@ def choose(answer: Answer, logits: Tensor) -> tuple[int, Tensor]:
         scores = TopPLogitsWarper(params.top_p)(ids, scores)
     if params.min_p > 0:
         scores = MinPLogitsWarper(params.min_p)(ids, scores)
-    # Drawn on the CPU, so that the seed alone decides on every device.
+    # Sampled on the CPU, so that the seed alone determines the token on every device.
     return int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=answer.generator)), log_probs
 
 
 class _Chooser(LogitsProcessor):
-    """Leaves `generate` a single token for each row: the one that the row's answer chose."""
+    """A logits processor that leaves `generate` one token per row: the token sampled by the row's `Answer`."""
 
     def __init__(self, answers: Sequence[Answer], tokenizer: Tokenizer | None, pad_token_id: int):
         self.answers, self.tokenizer, self.pad_token_id = answers, tokenizer, pad_token_id
@@ -149,10 +158,10 @@ class _Ended(StoppingCriteria):
 
 
 class HFRollout(SteppingRollout):
-    """Generation by a Hugging Face module that is either shared with the trainer or a replica of its own.
+    """Generation by a Hugging Face module that is either shared with the trainer or a separate replica.
 
-    The module must run with one of transformers' own attention functions. `stride` is the number of tokens of a step.
-    `records_routes`: answers say which experts their tokens went to.
+    The module must run with one of transformers' own attention functions. `stride` is the number of tokens per step.
+    With `records_routes`, completions report the experts that processed their tokens.
     """
 
     shares_allocator = True
@@ -207,7 +216,7 @@ class HFRollout(SteppingRollout):
             key = (answer.request.request_id, answer.index)
             del self._answers[key]
             if answer.finish_reason is None:
-                self._answers[key] = answer  # behind those that have waited
+                self._answers[key] = answer  # move behind the completions that have waited
         return chunks
 
     def _generate(self, answers: Sequence[Answer]) -> None:
@@ -230,7 +239,10 @@ class HFRollout(SteppingRollout):
 
     @contextmanager
     def _noting_routes(self, answers: Sequence[Answer], padding: Sequence[int]) -> Iterator[None]:
-        """Inside, every forward says where its tokens went; `padding`: so much stands before each answer's prompt."""
+        """Record the MoE routes of every forward pass inside the context and add them to the answers.
+
+        `padding` is the number of padding tokens before each answer's prompt.
+        """
         if self.routers is None:
             yield
             return
@@ -269,7 +281,7 @@ class HFRollout(SteppingRollout):
                 raise RuntimeError("the rollout has released its weights: resume(['weights']) before an update")
             if not self.shares_weights:
                 own = named_weights(self.hf_model)
-                self._lacks_weights = True  # until all of them are in
+                self._lacks_weights = True  # until all weights have arrived
                 for name, value in checked(weights, {name: param.shape for name, param in own.items()}):
                     own[name].copy_(value)
             self.version, self._lacks_weights = version, False
@@ -305,7 +317,7 @@ class HFRollout(SteppingRollout):
 
 @contextmanager
 def _evaluating(hf_model: PreTrainedModel) -> Iterator[None]:
-    """Inside, no dropout, and none of the model's own habits of generating (an end token, penalties)."""
+    """Set evaluation mode without dropout and without the model's own generation config (an end token, penalties)."""
     training, habits = hf_model.training, hf_model.generation_config
     hf_model.eval()
     hf_model.generation_config = GenerationConfig()

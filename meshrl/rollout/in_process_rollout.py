@@ -1,7 +1,9 @@
-"""A rollout that lives in this process and advances step by step: embedded, in-process vLLM, HF.
+"""The base class of rollouts that run in this process and advance step by step: embedded, in-process vLLM, HF.
 
-`complete` steps in the caller's thread. `generate` is served by one thread that steps while there is work and hands
-chunks to the event loops that wait for them. One lock orders steps and everything that changes the engine.
+`complete` runs steps in the caller's thread. For `generate`, one background thread runs steps while there is work and
+passes chunks to the event loops that wait for them. One lock serialises steps and all calls that change the engine.
+
+Parts: `SteppingRollout`, the lock `FairLock`, and `TokenGaps`, which measures the time between tokens.
 """
 
 from __future__ import annotations
@@ -18,22 +20,25 @@ from meshrl.rollout.requests import Chunk, Completion, Request, gather
 from meshrl.telemetry.time_ledger import IDLE, Ledger, booked, current_ledger, served_method, working_for
 
 Deliver = Callable[[Chunk], None]
-# How long a wait lasts before it looks around again, and how long the last step may take at the end.
+# How often a wait checks the state again, and how long the last step may take in `close`.
 POLL_SECONDS = 1.0
 CLOSE_SECONDS = 10.0
-# How long to wait for the token that ends a gap; whoever updates weights waits as long.
+# How long `longest_gap` waits for the token that ends a gap. The caller that updates the weights waits as long.
 GAP_SECONDS = 1.0
 
 
 class SteppingRollout(Rollout):
-    """Subclasses keep requests and advance all of them by one step; every call to them holds `self.lock`."""
+    """A rollout whose subclasses keep requests and advance all of them by one step.
+
+    Every call into a subclass holds `self.lock`.
+    """
 
     def __init__(self) -> None:
         self.lock = FairLock()
         self._work = threading.Condition(self.lock)  # type: ignore[arg-type]
         self._deliver: dict[str, Deliver] = {}
         self._left: dict[str, int] = {}
-        self.streaming: set[str] = set()  # requests whose tokens are wanted as they come
+        self.streaming: set[str] = set()  # ids of requests whose tokens are delivered as they are sampled
         self._paused = self._closed = False
         self._num_steps = 0
         self._thread: threading.Thread | None = None
@@ -42,30 +47,33 @@ class SteppingRollout(Rollout):
 
     @abstractmethod
     def add(self, request: Request) -> str | None:
-        """Takes a request in, or says why it cannot be served."""
+        """Accept a request and return None, or return the reason why the request cannot be served."""
 
     @abstractmethod
     def step(self) -> list[Chunk]:
-        """Advances what can run and returns what it gave."""
+        """Advance all requests that can run by one step and return their new chunks."""
 
     @abstractmethod
     def has_work(self) -> bool:
-        """Whether any request is waiting or running."""
+        """Return whether any request is waiting or running in the engine."""
 
     @abstractmethod
     def drop(self, request_ids: Sequence[str] | None) -> list[Chunk]:
-        """Takes requests (None: all) out of the engine; returns their last chunks, with finish_reason `abort`."""
+        """Remove requests (None: all) from the engine; return their last chunks, with finish_reason `abort`."""
 
     def num_generated(self) -> int:
-        """How many tokens have been sampled so far."""
+        """Return the number of tokens sampled so far. The default counts steps."""
         return self._num_steps
 
     def longest_gap(self) -> float:
-        """Seconds of the largest gap between tokens since `gaps.restart()`; waits for the end of one that is open."""
+        """Return the longest gap between tokens since `gaps.restart()`, in seconds.
+
+        If a gap is still open, wait up to `GAP_SECONDS` for its end, unless the rollout is paused or suspended.
+        """
         return self.gaps.settle(0.0 if self._paused or self.is_suspended() else GAP_SECONDS)
 
     def is_suspended(self) -> bool:
-        """Whether nothing can run until something is taken back or sent."""
+        """Return whether no step can run until released memory is taken back or weights are sent."""
         return False
 
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
@@ -83,7 +91,7 @@ class SteppingRollout(Rollout):
                 with self._work:
                     self._raise_failure()
                     if self._paused or self.is_suspended():
-                        with booked(IDLE):  # new weights have to come
+                        with booked(IDLE):  # until new weights arrive
                             self._work.wait(POLL_SECONDS)
                     elif unfinished:
                         self._advance()
@@ -108,7 +116,7 @@ class SteppingRollout(Rollout):
                 with self._work:
                     self._raise_failure()
                     if self._paused or self.is_suspended():
-                        with booked(IDLE):  # new weights have to come
+                        with booked(IDLE):  # until new weights arrive
                             self._work.wait(POLL_SECONDS)
                     elif open_answers:
                         self._advance()
@@ -124,16 +132,17 @@ class SteppingRollout(Rollout):
         names = [request.request_id for request in requests]
 
         def deliver(chunk: Chunk) -> None:
-            if not loop.is_closed():  # whoever asked may have left without a word
+            if not loop.is_closed():  # the consumer's loop may have ended without closing the iterator
                 loop.call_soon_threadsafe(queue.put_nowait, chunk)
 
         unfinished = sum(request.params.n for request in requests)
-        # Taking the lock may mean waiting for a step: not on the event loop. Whoever leaves meanwhile has still asked.
+        # Taking the lock may have to wait for a step, so this runs outside the event loop. A consumer that leaves
+        # before then has still submitted its requests.
         entering = asyncio.ensure_future(asyncio.to_thread(self._enter, requests, deliver, streams=True))
         try:
             await asyncio.shield(entering)
             if self._thread is None:
-                # Beside the loop as well; the ledger is known to this thread only.
+                # Outside the event loop as well. The ledger is visible in this thread only, so it is passed on.
                 await asyncio.to_thread(self._start_thread, current_ledger(), served_method())
             while unfinished:
                 try:
@@ -148,13 +157,14 @@ class SteppingRollout(Rollout):
         finally:
             if unfinished:
                 await asyncio.wait([entering], timeout=CLOSE_SECONDS)
-                if entering.done() and entering.exception() is None:  # else none of these names is ours
+                # else these names belong to another caller's requests
+                if entering.done() and entering.exception() is None:
                     await asyncio.to_thread(self.abort, names)
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         with self._work:
             wanted = list(self._left) if request_ids is None else [name for name in request_ids if name in self._left]
-            if wanted and self._failure is not None:  # whoever waits for them is told of it
+            if wanted and self._failure is not None:  # consumers that wait for these requests raise the failure
                 for name in wanted:
                     self._forget_request(name)
             elif wanted:
@@ -174,7 +184,7 @@ class SteppingRollout(Rollout):
                     return
                 self._raise_failure()
                 if self.is_suspended():
-                    with booked(IDLE):  # no step before everything is back
+                    with booked(IDLE):  # no step can run before memory and weights are back
                         self._work.wait(POLL_SECONDS)
                 else:
                     self._advance()
@@ -188,7 +198,7 @@ class SteppingRollout(Rollout):
             self._work.notify_all()
 
     def take_back(self, tags: Sequence[str]) -> None:
-        """Undoes `release`; engines that give nothing up have nothing to do."""
+        """Allocate again what `release` freed. The default does nothing, for engines that free nothing."""
 
     def close(self) -> None:
         self.abort()
@@ -226,16 +236,16 @@ class SteppingRollout(Rollout):
             self._work.notify_all()
 
     def _advance(self) -> None:
-        """One step, with the lock held."""
+        """Run one step. The caller holds the lock."""
         if self.has_work():
             try:
                 chunks = self.step()
-            except Exception as error:  # whoever steps next, and whoever waits, must hear of it too
+            except Exception as error:  # raised in every later caller and in every waiting consumer as well
                 self._failure = error
                 raise
             self._hand_out(chunks)
             self._num_steps += 1
-            # Not `has_work`: a step that was launched ahead for answers that have ended gives no token to anybody.
+            # Not `has_work`: a step launched ahead for completions that have since ended yields no tokens.
             self.gaps.note(self.num_generated(), goes_on=bool(self._left))
 
     def _hand_out(self, chunks: Sequence[Chunk]) -> None:
@@ -268,7 +278,7 @@ class SteppingRollout(Rollout):
                     else:
                         with working_for(ledger, method, "generate"):
                             self._advance()
-        except BaseException as error:  # handed to every caller that waits
+        except BaseException as error:  # raised in every caller that waits
             self._failure = error
 
     def _raise_failure(self) -> None:
@@ -278,12 +288,15 @@ class SteppingRollout(Rollout):
 
 # A reentrant lock that serves its callers in turn.
 #
-# A thread that steps an engine in a loop lets go of the lock and takes it again at once; with a plain lock it nearly
-# always wins, and whoever wants to pause, abort or update waits until all requests have ended.
+# A thread that steps an engine in a loop releases the lock and acquires it again at once. With a plain lock that thread
+# nearly always wins, and a caller of `pause`, `abort` or `update_weights` waits until all requests have ended.
 
 
 class FairLock:
-    """Like `threading.RLock`, and fit for `threading.Condition`; no caller gets it twice while another waits."""
+    """A fair `threading.RLock` that works with `threading.Condition`.
+
+    A thread that has released the lock cannot acquire it again while another thread waits.
+    """
 
     def __init__(self) -> None:
         self._turnstile, self._inside = threading.Lock(), threading.Lock()
@@ -291,9 +304,9 @@ class FairLock:
         self._depth = 0
 
     def acquire(self) -> bool:
-        """Waits for its turn."""
+        """Wait until the threads before this one have had the lock, then take it. Reentrant."""
         if not self._is_owned():
-            # Whoever waits for the lock holds the turnstile, which the last owner must pass again.
+            # The next thread in line holds the turnstile, so the last owner must wait behind it.
             with self._turnstile:
                 self._inside.acquire()
             self._owner = threading.get_ident()
@@ -301,7 +314,7 @@ class FairLock:
         return True
 
     def release(self) -> None:
-        """Lets the next one in, once for each time it was acquired."""
+        """Undo one `acquire`; the last one lets the next thread in."""
         if not self._is_owned():
             raise RuntimeError("a lock can only be released by the thread that holds it")
         self._depth -= 1
@@ -315,7 +328,7 @@ class FairLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    # What a condition asks of a reentrant lock.
+    # Methods that `threading.Condition` calls on a reentrant lock.
 
     def _is_owned(self) -> bool:
         return self._owner == threading.get_ident()
@@ -330,22 +343,22 @@ class FairLock:
         self._depth = depth
 
 
-# How long an engine with work to do gives no token: what an update of the weights costs those who wait for answers.
+# The time for which an engine with work produces no token: the cost of a weight update to consumers of completions.
 
-# How often a wait for the next token looks.
+# How often, in seconds, `settle` checks for the next token.
 LOOK_EVERY = 0.001
 
 
 class TokenGaps:
-    """The largest time between two steps that gave tokens, since `restart`; pauses without work do not count."""
+    """The longest time between two steps that produced tokens, since `restart`. Time without work does not count."""
 
     def __init__(self) -> None:
         self._count = 0
-        self._last: float | None = None  # when the last token came, while there is more to do
+        self._last: float | None = None  # time of the last token, or None if there is no more work
         self._longest = 0.0
 
     def note(self, count: int, *, goes_on: bool) -> None:
-        """After every step: how many tokens there are in all, and whether there is more to do."""
+        """Record the state after a step: `count` is the total number of tokens, `goes_on` whether work is left."""
         if count != self._count:
             now = time.perf_counter()
             if self._last is not None:
@@ -355,18 +368,21 @@ class TokenGaps:
             self._last = None
 
     def restart(self) -> None:
-        """Forgets the gaps so far; one that is open counts from now on."""
+        """Forget all gaps so far. An open gap counts from now on."""
         self._longest = 0.0
         if self._last is not None:
             self._last = time.perf_counter()
 
     def longest(self) -> float:
-        """Seconds, an open gap included."""
+        """Return the longest gap in seconds, including an open gap."""
         last = self._last
         return self._longest if last is None else max(self._longest, time.perf_counter() - last)
 
     def settle(self, deadline: float) -> float:
-        """As `longest`, once the open gap has ended: by a token, the end of all work, or after `deadline` seconds."""
+        """Wait until the open gap has ended, then return `longest`.
+
+        The gap ends by a token, by the end of all work, or after `deadline` seconds.
+        """
         count, end = self._count, time.perf_counter() + deadline
         while self._last is not None and self._count == count and time.perf_counter() < end:
             time.sleep(LOOK_EVERY)

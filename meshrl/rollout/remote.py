@@ -1,7 +1,10 @@
-"""A rollout whose engine lives elsewhere: one event loop in a thread of its own talks to it, whatever it is.
+"""A rollout whose engine runs outside this process or behind asynchronous calls, driven by an event loop in a thread.
 
-Requests wait here while the rollout is paused, has released memory or lacks weights; a weight update pauses the engine,
-streams the buckets, drops the caches and lets the running answers go on under the new version.
+Requests wait here while the rollout is paused, has released memory or lacks weights. A weight update pauses the engine,
+streams the buckets and drops the caches. Running completions then continue under the new version.
+
+Parts: `RemoteRollout`, the interface `EngineClient` that each engine implements, and `Bystander` for ranks of a replica
+that do not hold its engine.
 """
 
 from __future__ import annotations
@@ -26,16 +29,17 @@ from meshrl.rollout.weight_files import FileWeights, buckets, checked, noted
 T = TypeVar("T")
 Deliver = Callable[[Chunk], None]
 POLL_SECONDS = 1.0
-# How long an aborted answer may take to end by itself, and the engine to close.
+# How long, in seconds, an aborted completion may take to end by itself, and the engine to close.
 ABORT_SECONDS = 2.0
 CLOSE_SECONDS = 30.0
 CLOSED = "the rollout is closed: its engine can be asked for nothing any more"
 
 
 class RemoteRollout(Rollout):
-    """The `Rollout` of an `EngineClient`. `deadline` bounds every single call to the engine, in seconds.
+    """The `Rollout` of an `EngineClient`. `deadline` limits every single call to the engine, in seconds.
 
-    `replica_ranks`: ranks of a trainer that the engine serves, of which this is the first; the others are `Bystander`s.
+    `replica_ranks` is the number of trainer ranks that share the engine. This rank is the first of them. The other
+    ranks have a `Bystander`.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class RemoteRollout(Rollout):
         self._paused = self._lacks_weights = False
         self._closed = threading.Event()
         self._released: set[str] = set()
-        self._asked: set[Future[Any]] = set()  # what somebody waits for
+        self._asked: set[Future[Any]] = set()  # calls on which some thread waits
         self._tokens = self._relabelled = 0
         self._one_at_a_time = threading.RLock()
         self._loop = asyncio.new_event_loop()
@@ -71,7 +75,7 @@ class RemoteRollout(Rollout):
             raise
 
     def _call(self, work: Coroutine[Any, Any, T], deadline: float | None = None) -> T:
-        """Runs a coroutine on the loop and waits for it."""
+        """Run a coroutine on the event loop and block until it returns."""
         future = self._post(work)
         limit = deadline or self.deadline
         try:
@@ -80,18 +84,18 @@ class RemoteRollout(Rollout):
             raise RuntimeError(CLOSED) from error
         except TimeoutError as error:
             if future.done():
-                raise  # the engine's own words
+                raise  # a timeout raised by the engine's own code
             future.cancel()
             raise TimeoutError(f"the rollout's engine did not answer within {limit:.0f} s") from error
 
     def _post(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        if self._closed.is_set():  # the loop has stopped and would never run it
+        if self._closed.is_set():  # the loop has stopped and would never run the coroutine
             work.close()
             raise RuntimeError(CLOSED)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._asked.add(future)
         future.add_done_callback(self._asked.discard)
-        if self._closed.is_set():  # meanwhile: who closed it may not have seen this one
+        if self._closed.is_set():  # `close` may have run in the meantime without seeing this future
             future.cancel()
         return future
 
@@ -109,16 +113,16 @@ class RemoteRollout(Rollout):
 
         async def begin() -> None:
             await self._submit(requests, lambda chunk: chunks[chunk.request_id].append(chunk))
-            # Before any of them can end.
+            # Watch the requests before any completion can end.
             for request in requests:
                 task = self._watch(request, final)
                 waiting[task] = request
                 task.add_done_callback(ended.put)
 
-        self._call(begin())  # a refused name is somebody else's: nothing to abort then
+        self._call(begin())  # if an id is refused, it belongs to another caller's request, so there is nothing to abort
         try:
             while waiting:
-                # No deadline: a pause may last. The engine's own failures end every answer.
+                # No deadline, because a pause may last. A failure of the engine ends every completion.
                 try:
                     task = ended.get(timeout=POLL_SECONDS)
                     is_closed = task.cancelled()
@@ -138,7 +142,7 @@ class RemoteRollout(Rollout):
                 self.abort([request.request_id for request in waiting.values()])
 
     def _wait_for(self, future: Future[None]) -> None:
-        # No deadline: a pause may last. The engine's own failures end every answer.
+        # No deadline, because a pause may last. A failure of the engine ends every completion.
         while True:
             try:
                 return future.result(POLL_SECONDS)
@@ -154,7 +158,7 @@ class RemoteRollout(Rollout):
         def deliver(chunk: Chunk) -> None:
             loop.call_soon_threadsafe(arrived.put_nowait, chunk)
 
-        # Whoever leaves meanwhile has still asked.
+        # A consumer that leaves before `_submit` has run has still submitted its requests.
         entering = asyncio.wrap_future(self._post(self._submit(requests, deliver)))
         try:
             await asyncio.shield(entering)
@@ -170,7 +174,8 @@ class RemoteRollout(Rollout):
         finally:
             if unfinished:
                 await asyncio.wait([entering], timeout=ABORT_SECONDS)
-                if entering.done() and entering.exception() is None:  # else none of these names is ours
+                # else these names belong to another caller's requests
+                if entering.done() and entering.exception() is None:
                     await asyncio.to_thread(self.abort, [request.request_id for request in requests])
 
     async def _submit(self, requests: Sequence[Request], deliver: Deliver) -> None:
@@ -191,7 +196,10 @@ class RemoteRollout(Rollout):
                 answer.task = asyncio.create_task(answer.run())
 
     def _watch(self, request: Request, final: dict[tuple[str, int], list[int]]) -> asyncio.Task[None]:
-        """Ends when all answers of a request have, and notes the versions that the engine gave in the end."""
+        """Return a task that ends when all completions of a request have ended.
+
+        The task stores in `final` the versions that the engine reported at the end.
+        """
         keys = ((request.request_id, index) for index in range(request.params.n))
         answers = {key: self._answers[key] for key in keys if key in self._answers}
 
@@ -202,7 +210,7 @@ class RemoteRollout(Rollout):
         return asyncio.create_task(until_ended())
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        if not self._closed.is_set():  # closing has ended all of them
+        if not self._closed.is_set():  # `close` has ended all requests
             self._call(self._abort(request_ids))
 
     async def _abort(self, request_ids: Sequence[str] | None) -> None:
@@ -210,7 +218,8 @@ class RemoteRollout(Rollout):
         wanted = [a for (name, _), a in self._answers.items() if names is None or name in names]
         if not wanted:
             return
-        # A task that is cancelled before its first step never runs: it could neither say that it ended nor leave.
+        # A task that is cancelled before its first step never runs, so it would neither deliver its last chunk nor
+        # remove itself from `_answers`.
         await asyncio.sleep(0)
         for answer in wanted:
             answer.aborted = True
@@ -242,7 +251,7 @@ class RemoteRollout(Rollout):
             self._call(self._gate())
 
     async def _drain(self) -> None:
-        """Holds new requests back and waits for those that run."""
+        """Hold new requests back and wait for the running ones."""
         self._open.clear()
         running = [answer.task for answer in self._answers.values() if answer.sent and answer.task is not None]
         if not running:
@@ -252,13 +261,13 @@ class RemoteRollout(Rollout):
                 "answers are running that cannot end, since the rollout has released memory or lacks weights: resume "
                 "what was released and update the weights first, or pause with mode 'abort'"
             )
-        if self._engine_paused:  # by an earlier pause: they could never end
+        if self._engine_paused:  # by an earlier pause, in which the running completions could never end
             await self.client.resume()
             self._engine_paused = False
         await asyncio.wait(running)
 
     async def _gate(self) -> None:
-        """Opens or closes the way for requests, here and in the engine, as the present state demands."""
+        """Open or close the gate for requests, here and in the engine, according to the current state."""
         shut = self._paused or self._lacks_weights or bool(self._released)
         if shut and (self._open.is_set() or not self._engine_paused):
             self._open.clear()
@@ -301,12 +310,13 @@ class RemoteRollout(Rollout):
         with self._one_at_a_time:
             if "weights" in self._released:
                 raise RuntimeError("the rollout has released its weights: resume(['weights']) before an update")
-            self._lacks_weights = True  # until all of them are in
+            self._lacks_weights = True  # until all weights have arrived
             self._has_base = False
             self._call(self._gate())
             self._call(self.client.begin())
             try:
-                # Here and not on the loop: gathering the tensors may be a collective of the caller's threads.
+                # In this thread and not on the loop, because gathering the tensors may be a collective of the caller's
+                # threads.
                 expected = self.client.facts.weights
                 named = expected.renamed(checked(weights, expected.shapes))
                 for bucket in buckets(named, self.bucket_bytes):
@@ -322,13 +332,16 @@ class RemoteRollout(Rollout):
             self._call(self._gate())
 
     def update_adapter(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int) -> None:
-        """Takes a LoRA adapter (peft's config and tensors by peft's names) on the base that the engine keeps."""
+        """Load a LoRA adapter onto the base weights that the engine keeps.
+
+        `config` is peft's, and `tensors` have peft's names.
+        """
         with self._one_at_a_time:
             if not self._has_base:
                 raise RuntimeError("the rollout has no weights that an adapter could change: update_weights first")
             if "weights" in self._released:
                 raise RuntimeError("the rollout has released its weights: resume(['weights']) before an update")
-            self._lacks_weights = True  # until it is in
+            self._lacks_weights = True  # until the adapter has arrived
             self._call(self._gate())
             self._call(self.client.adapt(config, tensors, version))
             if "kv_cache" not in self._released:
@@ -342,7 +355,8 @@ class RemoteRollout(Rollout):
             "running": float(sum(answer.sent for answer in answers)),
             "waiting": float(sum(not answer.sent for answer in answers)),
             "generated_tokens": float(self._tokens),
-            # Tokens of streams that the engine said, in the end, to be of another version than they were handed out as.
+            # Streamed tokens that the engine later reported under another version than the one they were delivered
+            # with.
             "relabelled_tokens": float(self._relabelled),
             "version": float(self.version),
         }
@@ -353,7 +367,7 @@ class RemoteRollout(Rollout):
         try:
             try:
                 self._call(self._abort(None), deadline=CLOSE_SECONDS)
-            finally:  # its server must not outlive an engine that no longer answers
+            finally:  # the server must not outlive an engine that no longer responds
                 self._call(self.client.close(), deadline=CLOSE_SECONDS)
         finally:
             self._closed.set()
@@ -363,13 +377,13 @@ class RemoteRollout(Rollout):
             self._thread.join(CLOSE_SECONDS)
 
     def count(self, tokens: int, relabelled: int = 0) -> None:
-        """Adds to the counters; called by the answers."""
+        """Add to the counters of generated and relabelled tokens. Called by each `_Answer`."""
         self._tokens += tokens
         self._relabelled += relabelled
 
 
 class _Answer:
-    """One answer on its way, in a task of its own."""
+    """One completion in progress, run by its own asyncio task."""
 
     def __init__(self, rollout: RemoteRollout, request: Request, index: int, deliver: Deliver):
         self.rollout, self.request, self.index, self.deliver = rollout, request, index, deliver
@@ -380,7 +394,10 @@ class _Answer:
         self._given: list[int] = []
 
     async def run(self) -> None:
-        """Waits for its turn, hands out what comes, and ends with exactly one reason."""
+        """Wait for a slot and for the open gate, then deliver tokens as they arrive.
+
+        The last chunk has the only finish reason.
+        """
         reason, error, routes = "error", "the engine ended the answer without a reason", None
         try:
             async with self.rollout._slots:
@@ -392,11 +409,11 @@ class _Answer:
                     self._hand_out(piece)
         except asyncio.CancelledError:
             self.aborted = True
-        except Exception as problem:  # the others go on; this one says why it could not
+        except Exception as problem:  # only this completion fails, and its chunk reports the error
             reason, error = "error", f"{type(problem).__name__}: {problem}"
         finally:
             del self.rollout._answers[self.request.request_id, self.index]
-        # What had come to its end before the abort reached it has not been cut.
+        # A completion that had ended before the abort reached it was not truncated and keeps its finish reason.
         if self.aborted and reason not in ("stop", "length"):
             reason, error = "abort", ""
         tops: list[dict[int, float]] | None = [] if self.request.params.top_log_probs else None
@@ -425,14 +442,15 @@ class _Answer:
             )
 
 
-# The one shape that every engine outside of this process has for us: vLLM's server, SGLang's server and engine.
+# The interface of all engines outside this process: vLLM's server, SGLang's server and SGLang's engine.
 
 
 @dataclass
 class Piece:
-    """New tokens of one answer. `all_versions`, where the engine says them, are those of all its tokens so far.
+    """New tokens of one completion, as an engine reports them.
 
-    `routes`, of an engine that records them, come with the last.
+    `all_versions` has the versions of all tokens of the completion so far, if the engine reports versions. `routes`
+    come with the last piece, if the engine records them.
     """
 
     token_ids: list[int]
@@ -446,7 +464,7 @@ class Piece:
 
 @dataclass
 class ModelFacts:
-    """What has to be known of the served model before a request is sent to it."""
+    """The properties of the served model that are needed to check requests and to send weights."""
 
     vocabulary: int
     context: int
@@ -454,71 +472,77 @@ class ModelFacts:
 
 
 class EngineClient(ABC):
-    """Speaks one engine's language. Everything runs on the event loop of `RemoteRollout`."""
+    """The client of one engine, which translates to the engine's calls. Runs on the event loop of `RemoteRollout`."""
 
     facts: ModelFacts
     start_seconds: float
-    takes_adapters = False  # whether `adapt` works
+    takes_adapters = False  # whether `adapt` is supported
 
     @abstractmethod
     async def start(self) -> None:
-        """Waits until the engine answers; raises when it does not come up within `start_seconds`."""
+        """Wait until the engine responds; raise an error if it does not start within `start_seconds`."""
 
     @abstractmethod
     def refusal(self, request: Request) -> str | None:
-        """Why a request cannot be served, or None."""
+        """Return why a request cannot be served, or None."""
 
     @abstractmethod
     def generate(self, name: str, request: Request, index: int) -> AsyncIterator[Piece]:
-        """Answer `index` of a request, known to the engine by `name`; the last piece has a finish reason."""
+        """Generate completion `index` of a request under the engine's request id `name`.
+
+        The last piece has a finish reason.
+        """
 
     @abstractmethod
     async def abort(self, names: Sequence[str]) -> None:
-        """Makes answers end with finish reason `abort`."""
+        """End the named completions with finish reason `abort`."""
 
     @abstractmethod
     async def pause(self) -> None:
-        """Stops after the present step; running answers keep their place."""
+        """Stop generating after the current step. Running completions are kept."""
 
     @abstractmethod
     async def resume(self) -> None:
-        """Goes on after `pause`."""
+        """Continue to generate after `pause`, with the completions that were running."""
 
     @abstractmethod
     async def begin(self) -> None:
-        """Opens a weight update; the engine is paused."""
+        """Begin a weight update. The engine is paused."""
 
     @abstractmethod
     async def update(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Takes some of the weights, by Hugging Face name."""
+        """Load a part of the weights, under the names in checkpoint files."""
 
     @abstractmethod
     async def end(self, version: int | None) -> None:
-        """Closes a weight update under a version, or without one when it has failed."""
+        """End a weight update under a version, or with None if the update has failed."""
 
     async def adapt(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int) -> None:
-        """Takes a LoRA adapter, in peft's words, that later answers go through; the engine is paused."""
+        """Load a LoRA adapter in peft's format, which later completions use. The engine is paused."""
         raise NotImplementedError(f"{type(self).__name__} takes no adapters")
 
     @abstractmethod
     async def flush(self) -> None:
-        """Drops all cached keys and values; running answers compute theirs anew."""
+        """Drop all cached keys and values. Running completions recompute theirs."""
 
     @abstractmethod
     async def release(self, tags: Sequence[str]) -> None:
-        """Gives memory back; the engine is paused."""
+        """Free the memory of the given tags. The engine is paused."""
 
     @abstractmethod
     async def take_back(self, tags: Sequence[str]) -> None:
-        """Undoes `release`."""
+        """Allocate again the memory of the given tags after `release`."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Ends the connection, and the engine if it was started for us."""
+        """Close the connection, and end the engine if this client started it."""
 
 
 def span_versions(spans: Sequence[dict[str, object]]) -> list[int]:
-    """The version of every token from an engine's list of (version, start, end); unnamed versions are -1."""
+    """Return the version of every token from an engine's list of (version, start, end).
+
+    A version that is not a number becomes -1.
+    """
     versions: list[int] = []
     for span in spans:
         label = str(span["version"])
@@ -527,15 +551,17 @@ def span_versions(spans: Sequence[dict[str, object]]) -> list[int]:
     return versions
 
 
-# The ranks of a replica that do not hold its engine: one server beside several ranks belongs to the first of them.
+# Placeholders on ranks that do not hold their replica's engine. An engine that spans several ranks belongs to the
+# first.
 
 ELSEWHERE = "the first rank of this replica has its engine and answers: ask that one"
 
 
 class Bystander(Rollout):
-    """Lends its device to an engine that another rank speaks with; it only keeps count of the version.
+    """A placeholder on a rank whose device is used by another rank's engine. It only tracks the version.
 
-    `replica_ranks`: how many ranks share the engine. `takes_adapters`: whether it does, as all of them must know.
+    `replica_ranks` is the number of ranks that share the engine. `takes_adapters` states whether the engine accepts
+    adapters, which all ranks must agree on.
     """
 
     def __init__(self, *, pad_token_id: int, replica_ranks: int, takes_adapters: bool = False):
@@ -549,12 +575,12 @@ class Bystander(Rollout):
         raise RuntimeError(ELSEWHERE)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        for _ in weights:  # gathering them may take all ranks
+        for _ in weights:  # gathering the weights may be a collective of all ranks
             pass
         self.version = version
 
     def update_adapter(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int) -> None:
-        """The engine's own rank has the same adapter."""
+        """Record the version. The engine's own rank sends the same adapter to the engine."""
         self.version = version
 
     def abort(self, request_ids: Sequence[str] | None = None) -> None: ...

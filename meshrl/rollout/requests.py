@@ -1,4 +1,4 @@
-"""The messages of a rollout: what is asked for, and what comes back piece by piece."""
+"""The messages of a rollout: sampling parameters, requests, streamed chunks and whole completions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose each next token. `temperature` 0: the likeliest token; `top_k` -1 and `top_p` 1: no limit.
+    """The parameters that choose each next token.
 
-    `stop` strings end an answer once its text holds one of them; `stop_token_ids` once one is sampled. Both stay part
-    of the tokens. `top_log_probs` asks for the log-probs of that many likeliest tokens beside the sampled one.
+    `temperature` 0 means the likeliest token. `top_k` -1 and `top_p` 1 mean no limit. A completion ends once its text
+    contains one of the `stop` strings or once one of `stop_token_ids` is sampled. The stop string or stop token stays
+    in the completion's tokens. `top_log_probs` is the number of likeliest tokens whose log-probs are returned in
+    addition to the sampled token's.
     """
 
     max_tokens: int
@@ -57,22 +59,23 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to answer `params.n` times. Equal requests with equal seeds get equal tokens, whatever runs beside."""
+    """One prompt with `params.n` completions. Equal requests with equal seeds get equal tokens, whatever else runs."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int = 0
-    images: tuple[bytes, ...] = ()  # encoded, in the order of their places among the tokens
+    images: tuple[bytes, ...] = ()  # encoded image files, in the order of their positions among the tokens
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens of answer `index` to a request; the last one of an answer says why it ended.
+    """New tokens of completion `index` of a request. A completion's last chunk has its finish reason.
 
-    Tokens, log-probs and versions are parallel. The log-probs are those of the policy at the sampling temperature,
-    before top-k, top-p and min-p cut it; at temperature 0 they are those at temperature 1. A rollout that records
-    `routes` gives them with the last chunk: which experts each token of prompt and answer went to, as far as computed.
+    Tokens, log-probs and versions are parallel lists. The log-probs are the policy's at the sampling temperature,
+    before top-k, top-p and min-p filter the distribution. At temperature 0 the log-probs are those at temperature 1. A
+    rollout that records MoE `routes` returns them with the last chunk. `routes` has the experts of each token of prompt
+    and completion, as far as the model has computed them.
     """
 
     request_id: str
@@ -88,7 +91,7 @@ class Chunk:
 
 @dataclass
 class Completion:
-    """A whole answer, gathered from its chunks."""
+    """One whole completion, assembled from its chunks."""
 
     request_id: str
     index: int
@@ -101,7 +104,7 @@ class Completion:
     routes: np.ndarray | None = None
 
     def add(self, chunk: Chunk) -> None:
-        """Appends what a chunk brought."""
+        """Append a chunk's tokens and take over its finish reason, error and routes."""
         self.token_ids += chunk.token_ids
         self.log_probs += chunk.log_probs
         self.versions += chunk.versions
@@ -113,7 +116,7 @@ class Completion:
 
 
 def gather(requests: Iterable[Request], chunks: Iterable[Chunk]) -> list[Completion]:
-    """The answers to `requests` in their order (and by index), from chunks in any order."""
+    """Assemble the completions of `requests` from chunks in any order. Sort by request, then by index."""
     found = {(r.request_id, i): Completion(r.request_id, i) for r in requests for i in range(r.params.n)}
     for chunk in chunks:
         found[chunk.request_id, chunk.index].add(chunk)

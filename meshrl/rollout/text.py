@@ -1,4 +1,8 @@
-"""From tokens to text, piece by piece: no half characters, nothing of a stop string."""
+"""Incremental conversion of tokens to text, without incomplete characters and without stop strings.
+
+Parts: `TextStream` for text that is streamed, `answer_text` for a whole completion, and `find_stop`, which engines call
+after each token to detect stop strings.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +17,22 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from meshrl.models.loading import load_tokenizer
 from meshrl.rollout.requests import SamplingParams
 
-# What a decoder puts for bytes that are no whole character (yet).
+# The replacement character that a decoder emits for bytes that do not (yet) form a whole character.
 BROKEN = "\ufffd"
-# More broken tokens than the bytes of a character: they will not be mended by waiting.
+# A character has at most four bytes. With this many tokens unread, waiting for more tokens cannot complete it.
 MOST_BROKEN = 8
-# So many tokens at the end may be the beginning of a character.
+# The largest number of tokens at the end that may be the beginning of a character.
 MOST_BEGUN = 3
-# How many tokens of a prompt to look at; more where these begin or end in the middle of a character.
+# The number of prompt tokens to decode. The larger number is used if the shorter tail has an incomplete character
+# or no text.
 PROMPT_TAILS = (8, 64)
 
 
 class TextStream:
-    """The text of one answer as its tokens come. Special tokens have none.
+    """The text of one completion as its tokens arrive. Special tokens have no text.
 
-    `start` is the number of tokens before which stop strings do not count. Behind a `prompt` the text goes on where
-    that ends: some tokenizers leave out the space before a word that comes first.
+    Stop strings within the first `start` tokens do not count. The text continues that of `prompt`, because some
+    tokenizers leave out the space before the first word of a text.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), start: int = 0, prompt: Sequence[int] = ()):
@@ -35,19 +40,20 @@ class TextStream:
         specials = special_tokens(tokenizer)
         self.special_ids = specials.ids
         self.stops, written = split_stops(tuple(stops), specials.texts)
-        # Stop strings that name special tokens, and what a reader sees of them.
+        # Stop strings that contain special tokens, with their visible text (the stop string without special tokens).
         self._written = {stop: _without(stop, specials.texts) for stop in written}
         self._tokens: list[int] = []
-        self._before = self._end_of(prompt)  # tokens that have given their text, and help to read the next
+        # tokens whose text was returned; they give the context to decode the next tokens
+        self._before = self._end_of(prompt)
         self._unread: list[int] = []
         self._held = ""  # text that may turn out to be part of a stop string
-        self._passed = 0  # how much of it came before `start`
+        self._passed = 0  # characters of `_held` that came before `start`
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens make certain."""
+        """Add tokens and return the new text that can no longer change or be part of a stop string."""
         known = len(self._tokens)
         if (self.stops or self._written) and known < self.start < known + len(token_ids):
-            # What stands before `start` must not be looked at together with the rest.
+            # Text before `start` must not be searched together with the text after it.
             free = self.start - known
             return self.push(token_ids[:free]) + self.push(token_ids[free:])
         self._tokens += token_ids
@@ -55,7 +61,7 @@ class TextStream:
         self._unread += token_ids
         text = self._new_text(len(self._unread))
         if text is None:
-            # It ends in a half character: token by token, to know where that begins.
+            # The text ends in an incomplete character. Push single tokens to find where that character begins.
             self._unread, coming = self._unread[:unread], token_ids
             text = "".join(self._push_one(token) for token in coming)
         self._held += text
@@ -67,7 +73,10 @@ class TextStream:
         return text
 
     def finish(self, stopped: bool) -> str:
-        """The rest; of an answer that has `stopped` only what stands before the stop string that did it."""
+        """Return the remaining text at the end of the completion.
+
+        If the completion has `stopped`, cut the text before the stop string that ended it.
+        """
         rest = self._held + (self._new_text(len(self._unread), waits=False) or "")
         self._held = ""
         if stopped:
@@ -79,7 +88,10 @@ class TextStream:
         return rest
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """What each of these tokens would be if it came next, alone; special ones by name."""
+        """Return the text that each token would add if it came next, independently of the others.
+
+        A special token is returned by its name.
+        """
         known = len(self._decode(self._before))
         return [
             token_text(self.tokenizer, token)
@@ -104,14 +116,14 @@ class TextStream:
         text = self._new_text(len(self._unread))
         if text is None and len(self._unread) >= MOST_BROKEN:
             whole = self._decode([*self._before, *self._unread])
-            # The last ones may still become a character, if the text stays what it is without them.
+            # The last tokens may still become a character, if the text before them does not depend on them.
             sizes = range(len(self._unread) - MOST_BEGUN, 0, -1)
             fits = (n for n in sizes if whole.startswith(self._decode([*self._before, *self._unread[:n]])))
             text = self._new_text(next(fits, len(self._unread)), waits=False)
         return text or ""
 
     def _new_text(self, count: int, waits: bool = True) -> str | None:
-        """The text of the first `count` unread tokens; None if it is broken at its end and `waits`."""
+        """Return the text of the first `count` unread tokens, or None if `waits` and the text ends incompletely."""
         if count == 0:
             return ""
         read = self._unread[:count]
@@ -120,7 +132,8 @@ class TextStream:
             return None
         self._unread = self._unread[count:]
         text = after[len(before) :]
-        # Tokens before those without text still help, and of these some (a first space) do as well.
+        # Tokens without text still serve as context, together with the tokens before them. Some such tokens (a first
+        # space) change the text that follows.
         self._before = read if text else self._before + [token for token in read if token not in self.special_ids]
         return text
 
@@ -128,24 +141,31 @@ class TextStream:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True)) if token_ids else ""
 
     def _place(self, stop: str, text: str) -> int:
-        """Where a stop string stands in held text, or -1; one that was complete before `start` does not count."""
+        """Return the position of a stop string in held text, or -1.
+
+        A match that ended before `start` does not count.
+        """
         return text.find(stop, max(0, self._passed - len(stop) + 1))
 
     def _certain(self, text: str, new: int) -> int:
-        """How many characters of `text`, of which the last ones are `new`, no stop string can claim any more."""
+        """Return how many characters of `text` can no longer be part of a stop string.
+
+        The last `new` characters of `text` have just been added.
+        """
         keep = len(text)
         for stop in self.stops:
             found = self._place(stop, text)
             keep = min(keep, found if found >= 0 else _begins(stop[:-1], text))
         for visible in filter(None, self._written.values()):
-            # Whether the special token was there is known when the answer ends here or goes on.
+            # A match is held back until the completion ends here or continues. Only then is it known whether the
+            # special token was there.
             found = text.rfind(visible)
             keep = min(keep, found if found + len(visible) > len(text) - new and found >= 0 else _begins(visible, text))
         return keep
 
 
 def _begins(stop: str, text: str) -> int:
-    """Where, at the end of a text, the beginning of a stop string stands that is as long as possible."""
+    """Return where the longest prefix of a stop string starts at the end of a text, or the text's length."""
     sizes = range(min(len(stop), len(text)), 0, -1)
     return len(text) - next((size for size in sizes if text.endswith(stop[:size])), 0)
 
@@ -157,7 +177,7 @@ def _without(text: str, specials: frozenset[str]) -> str:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """One token by itself, special ones by name."""
+    """Return the text of a single token. A special token is returned by its name."""
     return str(tokenizer.decode([token_id], skip_special_tokens=False))
 
 
@@ -168,7 +188,10 @@ def answer_text(
     finish_reason: str,
     prompt: Sequence[int] = (),
 ) -> str:
-    """The text of a whole answer: without the stop that ended it. Behind a `prompt` it goes on where that ends."""
+    """Return the text of a whole completion, without the stop string or stop token that ended it.
+
+    The text continues that of `prompt`.
+    """
     stream = TextStream(tokenizer, params.stop, params.min_tokens, prompt)
     stopped = finish_reason == "stop"
     if stopped and token_ids and token_ids[-1] in params.stop_token_ids:
@@ -176,17 +199,17 @@ def answer_text(
     return stream.push(token_ids) + stream.finish(stopped)
 
 
-# Stop strings: whether the text of an answer has come to hold one.
+# Stop strings: detect whether the text of a completion contains one.
 #
-# A stop string is looked for in what a reader sees, where special tokens have no text; one that names a special token
-# itself (`<|im_end|>`) in the text with all of them written out.
+# A stop string is searched for in the visible text, in which special tokens have no text. A stop string that contains a
+# special token (`<|im_end|>`) is searched for in the text with all special tokens written out.
 
-# A character may take up to four tokens of single bytes; some more for tokens without text.
+# A character may take up to four tokens of single bytes. The additional tokens allow for tokens without text.
 TOKENS_PER_CHARACTER, MORE_TOKENS = 4, 8
 
 
 class Specials(NamedTuple):
-    """A tokenizer's special tokens."""
+    """A tokenizer's special tokens, as token ids and as texts."""
 
     ids: frozenset[int]
     texts: frozenset[str]
@@ -196,7 +219,7 @@ _known: WeakKeyDictionary[Tokenizer, Specials] = WeakKeyDictionary()
 
 
 def special_tokens(tokenizer: Tokenizer) -> Specials:
-    """All tokens that decoding leaves out, also those that have no role such as `eos`."""
+    """Return all tokens that decoding can skip, including special tokens without a role such as `eos`. Cached."""
     found = _known.get(tokenizer)
     if found is None:
         added = {token: text for token, text in tokenizer.added_tokens_decoder.items() if text.special}
@@ -208,19 +231,19 @@ def special_tokens(tokenizer: Tokenizer) -> Specials:
 
 @lru_cache(8)
 def special_texts(path: str, trust_remote_code: bool = False) -> frozenset[str]:
-    """The texts of the special tokens of the tokenizer in a folder, for engines that have one of their own."""
+    """Load the texts of the special tokens of the tokenizer in a folder, for engines with their own tokenizer."""
     return special_tokens(load_tokenizer(path, trust_remote_code)).texts
 
 
 @lru_cache(1024)
 def split_stops(stops: tuple[str, ...], specials: frozenset[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The stop strings that a reader could see, and those that name a special token."""
+    """Split stop strings into those of visible text only and those that contain a special token."""
     written = tuple(stop for stop in stops if any(text in stop for text in specials))
     return tuple(stop for stop in stops if stop not in written), written
 
 
 def find_stop(tokenizer: Tokenizer, tokens: np.ndarray, stops: Sequence[str]) -> str | None:
-    """The stop string in the text of an answer that its last token has completed, if any."""
+    """Return the stop string that the last token has completed in a completion's text, or None."""
     ids, texts = special_tokens(tokenizer)
     seen, written = split_stops(tuple(stops), texts)
     found = None
@@ -232,7 +255,11 @@ def find_stop(tokenizer: Tokenizer, tokens: np.ndarray, stops: Sequence[str]) ->
 
 
 def _tail(tokens: np.ndarray, stops: Sequence[str], without_text: frozenset[int] = frozenset()) -> list[int]:
-    """The last tokens: what older ones have completed was let pass, before min_tokens, and a step stays short."""
+    """Return the last tokens that can matter for a match with `stops`.
+
+    Earlier matches were ignored because of min_tokens, and a short tail keeps a step cheap. The tail grows until it has
+    enough tokens that are not in `without_text`.
+    """
     needed = size = TOKENS_PER_CHARACTER * max(map(len, stops)) + MORE_TOKENS
     tail: list[int] = tokens[-size:].tolist()
     if not without_text.isdisjoint(tail):
@@ -247,7 +274,7 @@ def _completed(tokenizer: Tokenizer, tail: list[int], stops: Sequence[str], skip
     ends = {stop: place + len(stop) for stop in stops if (place := text.rfind(stop)) >= 0}
     if not ends:
         return None
-    # Not by length alone: the last token may have mended a character that was broken before.
+    # Compare texts instead of lengths, because the last token may have completed a character that was broken before.
     before = str(tokenizer.decode(tail[:-1], skip_special_tokens=skip_special))
     pairs = zip(before, text, strict=False)
     known = next((place for place, (old, new) in enumerate(pairs) if old != new), min(len(before), len(text)))

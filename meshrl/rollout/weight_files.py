@@ -1,4 +1,8 @@
-"""A stream of (name, tensor) on its way into a rollout: checked by name and shape, named as files, cut into buckets."""
+"""Streams of (name, tensor) on the way into a rollout, and the shared-memory files that carry them between processes.
+
+Parts: the expected names and shapes of a model, conversion to the names in checkpoint files (`FileWeights`), checks of
+a stream (`checked`), buckets (`buckets`), and buffers in shared memory (`SharedFile`, `as_one_segment`).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ Named = tuple[str, Tensor]
 
 
 def model_without_memory(config: Any) -> PreTrainedModel:
-    """A model with this config of which nothing is allocated."""
+    """Build a model with this config on the meta device, so that no memory is allocated."""
     from meshrl.models.loading import causal_lm_class
 
     with torch.device("meta"):
@@ -34,19 +38,22 @@ def model_without_memory(config: Any) -> PreTrainedModel:
 
 
 def shapes_of(model: PreTrainedModel) -> dict[str, list[int]]:
-    """The Hugging Face names and shapes of a model's weights."""
+    """Return the shapes of a model's weights by Hugging Face name."""
     from meshrl.models.loading import named_weights
 
     return {name: list(weight.shape) for name, weight in named_weights(model).items()}
 
 
 def expected_shapes(config: Any) -> dict[str, list[int]]:
-    """The same of a model with this config."""
+    """Return the weight shapes by Hugging Face name of a model with this config."""
     return shapes_of(model_without_memory(config))
 
 
 class FileWeights:
-    """The weights of a model with this config, on their way to an engine that knows them by the names of its files."""
+    """A converter of a model's weights to the names in its checkpoint files, by which an external engine loads them.
+
+    `shapes` has the expected shapes by Hugging Face name.
+    """
 
     def __init__(self, config: Any):
         from meshrl.models.saving import other_names
@@ -56,7 +63,7 @@ class FileWeights:
         self.shapes = shapes_of(self._model)
 
     def renamed(self, weights: Iterable[Named]) -> Iterator[Named]:
-        """The stream by those names: of stacked experts often each for itself."""
+        """Yield the stream under the names of checkpoint files. Stacked experts are often split into single experts."""
         from meshrl.models.saving import as_file_tensors, kind_of
 
         for name, tensor in weights:
@@ -74,7 +81,10 @@ class FileWeights:
 
 
 def checked(weights: Iterable[Named], expected: Mapping[str, Iterable[int]]) -> Iterator[Named]:
-    """Passes the stream on; raises for an unknown, repeated or misshapen tensor, and at the end for missing ones."""
+    """Check each tensor of a weight stream and yield it unchanged.
+
+    Raises ValueError for an unknown, repeated or misshapen tensor, and at the end of the stream for missing tensors.
+    """
     left = dict(expected)
     for name, tensor in weights:
         shape = left.pop(name, None)
@@ -90,7 +100,7 @@ def checked(weights: Iterable[Named], expected: Mapping[str, Iterable[int]]) -> 
 
 @contextmanager
 def noted(first: BaseException, words: str) -> Iterator[None]:
-    """Around what is to be done after an error: if it fails as well, that is a note on the first one."""
+    """Run cleanup after the error `first`. An error of the cleanup is added to `first` as a note."""
     try:
         yield
     except Exception as error:
@@ -98,9 +108,9 @@ def noted(first: BaseException, words: str) -> Iterator[None]:
 
 
 def buckets(weights: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:
-    """Gathers neighbouring tensors up to `max_bytes`; a larger tensor is a bucket of its own.
+    """Group neighbouring tensors into buckets of up to `max_bytes`. A larger tensor has its own bucket.
 
-    A bucket is emptied when the next one is asked for: whoever asks still has it in a variable.
+    A bucket is cleared when the next one is requested. Otherwise the consumer's variable would keep its tensors alive.
     """
     bucket: list[Named] = []
     held = 0
@@ -116,22 +126,25 @@ def buckets(weights: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:
         yield bucket
 
 
-# Tensors for other processes of this machine, laid end to end in a file that lives in memory.
+# Tensors for other processes of this machine, stored one after another in a file in shared memory.
 
-# Name, dtype, shape and first byte of a tensor, in types that JSON knows.
+# A tensor's name, dtype, shape and offset in bytes, in types that JSON can represent.
 Entry = tuple[str, str, list[int], int]
 ALIGNMENT = 64
 MEMORY = Path("/dev/shm")
 
 
 def memory_folder() -> str:
-    """A new private folder in shared memory, or in the usual place for temporary files where there is none."""
+    """Create a private folder in shared memory, or in the default folder for temporary files without shared memory."""
     parent = MEMORY if os.access(MEMORY, os.W_OK) else None
     return tempfile.mkdtemp(prefix="meshrl-", dir=parent)
 
 
 def take_memory(file: IO[bytes], start: int, size: int) -> None:
-    """Sets room for a part of a file aside: writing to mapped memory that finds none would end the process at once."""
+    """Reserve space for a part of a file; raise OSError if there is not enough.
+
+    Without the reservation, a write to mapped memory without space would kill the process.
+    """
     if not hasattr(os, "posix_fallocate"):
         return
     try:
@@ -149,19 +162,19 @@ def take_memory(file: IO[bytes], start: int, size: int) -> None:
 
 
 def aligned(size: int) -> int:
-    """Rounded up, so that what follows may be of any type."""
+    """Round a size in bytes up to `ALIGNMENT`, so that a tensor of any dtype can follow."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class SharedFile:
-    """A buffer that is filled again and again; it grows with the largest filling."""
+    """A file in shared memory that is filled repeatedly. It grows to the size of the largest filling."""
 
     def __init__(self, path: str | Path):
         self.path = str(path)
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def write(self, tensors: Sequence[tuple[str, Tensor]]) -> list[Entry]:
-        """Lays the tensors down and says where."""
+        """Copy the tensors into the file and return their entries."""
         entries, end = _laid_out(tensors)
         if end > len(self._buffer):
             with open(self.path, "ab") as file:
@@ -174,13 +187,13 @@ class SharedFile:
 
 
 def read_tensors(path: str, entries: Sequence[Entry]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of such a file, as views of its memory: to be copied before the next filling."""
+    """Return the tensors of a `SharedFile` as views of its memory. Copy them before the next filling."""
     buffer = torch.from_file(path, shared=True, size=os.path.getsize(path), dtype=torch.uint8)
     return _views(buffer, entries)
 
 
 def as_one_segment(tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Copies of tensors as views of a single segment of shared memory, which lives as long as they do."""
+    """Copy tensors into one segment of shared memory and return views of it. The segment lives as long as the views."""
     entries, end = _laid_out(tensors)
     buffer = torch.empty(end, dtype=torch.uint8).share_memory_()
     views = list(_views(buffer, entries))
@@ -190,7 +203,7 @@ def as_one_segment(tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Ten
 
 
 def _laid_out(tensors: Sequence[tuple[str, Tensor]]) -> tuple[list[Entry], int]:
-    """Where each tensor goes, and where the last one ends."""
+    """Return the entry of each tensor and the end of the last tensor in bytes."""
     entries: list[Entry] = []
     end = 0
     for name, tensor in tensors:

@@ -1,4 +1,4 @@
-"""How large the KV cache is, and which runner a device gets."""
+"""The size of the embedded rollout's KV cache, checks of FP8 settings, and the choice of a runner for a device."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from meshrl.rollout.embedded.parallel import Parts
 from meshrl.rollout.embedded.scheduler import Rows
 
 CPU_BLOCK, CUDA_BLOCK = 16, 32
-# Of a CPU's available memory the cache takes at most this share; a GPU's share is a setting.
+# The cache takes at most this share of a CPU's available memory. The share of a GPU's memory is a setting.
 CPU_SHARE = 0.25
-SCALE_BYTES = 4  # of each head of a token in 8 bits
+SCALE_BYTES = 4  # for each head of a token in FP8
 
 
 def cache_shape(hf_model: PreTrainedModel, parallel: Parts | None) -> tuple[int, int, int, int]:
-    """Layers that attend, key heads of this rank, and the dims of a key and of a value."""
+    """Return the number of attention layers, key heads of this rank, and the dims of a key and of a value."""
     config: Any = hf_model.config.get_text_config()
     layers = len(attending_layers(hf_model))
     heads = config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # latent attention: what is cached are keys and values of all heads
+    if getattr(config, "kv_lora_rank", None):  # multi-head latent attention: keys and values of all heads are cached
         dims = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
         return layers, heads, *dims
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -37,26 +37,26 @@ def cache_shape(hf_model: PreTrainedModel, parallel: Parts | None) -> tuple[int,
 
 
 def attending_layers(hf_model: PreTrainedModel) -> list[int]:
-    """The numbers of the layers that have keys and values; the others carry a state."""
+    """Return the indices of layers that cache keys and values. All other layers have a recurrent state."""
     stateful = {layer.layer_idx for layer in recurrences(hf_model)}
     return [layer for layer in range(hf_model.config.get_text_config().num_hidden_layers) if layer not in stateful]
 
 
 def bytes_per_token(hf_model: PreTrainedModel, parallel: Parts | None, dtype: torch.dtype) -> int:
-    """Memory of one token's keys and values over all layers, and of their scales."""
+    """Return the bytes of one token's keys, values and scales over all layers."""
     layers, kv_heads, key_dim, value_dim = cache_shape(hf_model, parallel)
     scales = 2 * SCALE_BYTES if dtype == FP8 else 0
     return layers * kv_heads * ((key_dim + value_dim) * dtype.itemsize + scales)
 
 
 def bytes_of_copies(hf_model: PreTrainedModel) -> int:
-    """Memory of the layers' matrices in 8 bits, which are yet to be made."""
+    """Return the bytes that FP8 copies of the layers' matrices will take."""
     matrices: Any = [module for module in language_model(hf_model).modules() if isinstance(module, torch.nn.Linear)]
     return sum(matrix.weight.numel() for matrix in matrices)
 
 
 def check_8_bits(hf_model: PreTrainedModel, quantization: str | None, kv_cache_dtype: str) -> None:
-    """A `ValueError` where the model or the device cannot have products or a cache of 8-bit floats."""
+    """Raise ValueError if the model or the device does not support FP8 matmuls or an FP8 cache."""
     device = next(hf_model.parameters()).device
     if quantization is not None and not is_plain(hf_model, FAMILIES + SEEING_FAMILIES):
         kind = f"{type(hf_model).__name__} with {getattr(hf_model.config, 'hidden_act', None)}"
@@ -76,7 +76,7 @@ def check_8_bits(hf_model: PreTrainedModel, quantization: str | None, kv_cache_d
 
 
 def context_length(hf_model: PreTrainedModel) -> int | None:
-    """The longest sequence the model was made for, if its config says."""
+    """Return the maximum sequence length in the model's config, or None."""
     return getattr(hf_model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -90,7 +90,7 @@ def default_num_blocks(
     cache_dtype: torch.dtype,
     in_8_bits: bool,
 ) -> int:
-    """As many blocks as memory allows, but no more than all rows could fill."""
+    """Return as many blocks as memory allows, but at most what all rows can fill."""
     device = next(hf_model.parameters()).device
     if device.type == "cuda":
         copies = bytes_of_copies(hf_model) if in_8_bits else 0
@@ -102,7 +102,7 @@ def default_num_blocks(
     blocks = int(for_cache // max(1, per_token * block_size))
     if max_model_len is not None:
         blocks = min(blocks, rows * -(-max_model_len // block_size))
-    if parallel is not None:  # all ranks hear of it
+    if parallel is not None:  # all ranks must have the same number
         blocks = parallel.least(blocks, device)
     longest = -(-(max_model_len or 1) // block_size)
     if states and blocks < longest:
@@ -132,14 +132,14 @@ def build_runner(
     cache_dtype: torch.dtype,
     sight: Sight | None,
 ) -> Runner:
-    """The runner of the device that the model lies on."""
+    """Build the runner for the device of the model."""
     options: dict[str, Any] = {"owns_weights": owns_weights, "vocabulary": vocabulary, "parallel": parallel}
     options |= {"in_8_bits": in_8_bits, "sight": sight}
     if records_routes:
         device = next(hf_model.parameters()).device
         options["routes"] = RouteStore(hf_model, rows, num_blocks, block_size, device)
     if next(hf_model.parameters()).device.type == "cuda":
-        # Triton comes with torch's CUDA builds alone.
+        # Triton is only installed with CUDA builds of torch.
         from meshrl.rollout.embedded.cuda_runner import PagedRunner
         from meshrl.rollout.embedded.paged_kv_cache import PagedCache
 

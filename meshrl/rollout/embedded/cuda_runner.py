@@ -1,8 +1,10 @@
-"""The GPU runner: decoding is a recorded graph per batch size, the host works one step ahead of the device.
+"""The GPU runner: a decoding step is a CUDA graph per batch size, and the host is one step ahead of the device.
 
-Rows keep their place on the device (`last` token, block `table`); a step sends one small array that says which rows
-take part and where they are, and fetches one with their tokens. Nothing waits for the device but the look at a step's
-tokens, when the next step has been launched already.
+Each row keeps its state on the device (`last` token, block `table`). A step sends one small array with the
+participating rows and their positions, and fetches one array with their tokens. The host only waits for the device to
+read a step's tokens, after it has launched the next step.
+
+Parts: `PagedRunner`, and `fused_hidden`, the forward pass of plain decoder layers with our own kernels.
 """
 
 from __future__ import annotations
@@ -37,16 +39,16 @@ from meshrl.rollout.embedded.paged_kv_cache import PagedCache, PagedDecode, Page
 from meshrl.rollout.embedded.sampler import Sampled, Settings, sample, step_keys
 from meshrl.rollout.embedded.scheduler import Piece, Rows, RunningSequence
 
-# Rows of the array that a step sends: row numbers, places in sequences, slots, keys of the noise, temperatures (as
-# float64), and by how much positions are less than places.
+# Rows of the array that a step sends: row numbers, positions in sequences, slots, random bits for sampling,
+# temperatures (as float64), and the differences between positions in sequences and position ids.
 ORDER, POSITION, SLOT, KEY, HEAT, SHIFT = range(6)
 NUMBERS = 6
-BUFFERS = 4  # of pinned memory; more than launches can be under way
+BUFFERS = 4  # of pinned memory; more than the number of pending launches
 logger = logging.getLogger(__name__)
 
 
 def bucket(count: int) -> int:
-    """The recorded batch size for this many rows."""
+    """Return the captured batch size that is used for `count` rows."""
     if count <= 8:
         return 1 << (count - 1).bit_length()
     step = 8 if count <= 64 else 16 if count <= 256 else 64
@@ -54,7 +56,7 @@ def bucket(count: int) -> int:
 
 
 class CudaLaunch(Launch):
-    """Tokens on their way from the device."""
+    """Sampled tokens that are being copied from the device to pinned memory."""
 
     def __init__(self, sequences: list[RunningSequence], landed: Tensor, extra: tuple[Tensor, Tensor] | None):
         super().__init__(sequences, Sampled(landed[0], landed[1]))
@@ -71,7 +73,7 @@ class CudaLaunch(Launch):
 
 
 class PagedRunner(Runner):
-    """Runs any model on one GPU: plain decoders by fused kernels, and steps as recorded graphs where that can be."""
+    """The runner for one GPU. Plain decoders use fused kernels, and steps are replayed as CUDA graphs if possible."""
 
     lag = 1
 
@@ -86,10 +88,11 @@ class PagedRunner(Runner):
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
         width = -(-max_length // cache.block_size)
-        # One row more than there are: that of places nobody takes.
+        # One row more than the capacity, for unused places of a batch.
         self.table = torch.zeros(rows.capacity + 1, width, dtype=torch.int32, device=self.device)
         self._host_table = np.zeros((rows.capacity + 1, width), np.int64)
-        self._known = np.zeros((rows.capacity, 2), np.int64)  # placement and blocks that the table tells of
+        # placement and number of blocks that the table has for each row
+        self._known = np.zeros((rows.capacity, 2), np.int64)
         self.last = torch.zeros(rows.capacity + 1, dtype=torch.long, device=self.device)
         self.inputs = torch.zeros(NUMBERS, self.capacity, dtype=torch.long, device=self.device)
         self.outputs = torch.zeros(2, self.capacity, dtype=torch.long, device=self.device)
@@ -97,17 +100,17 @@ class PagedRunner(Runner):
         self._sending = [torch.zeros(NUMBERS, self.capacity, dtype=torch.long).pin_memory() for _ in range(BUFFERS)]
         self._landing = [torch.zeros(2, self.capacity, dtype=torch.long).pin_memory() for _ in range(BUFFERS)]
         self._turn = 0
-        # What a step is sent for places that no row takes.
+        # The inputs of a step for unused places.
         self._host_nobody = np.zeros((NUMBERS, self.capacity), np.int64)
         self._host_nobody[ORDER], self._host_nobody[POSITION] = rows.capacity, -1
         self._host_nobody[SLOT], self._host_nobody[HEAT].view(np.float64)[:] = cache.trash, 1
         self._nobody = torch.from_numpy(self._host_nobody).to(self.device)
 
     def load(self, sequence: RunningSequence, length: int) -> None:
-        """Cached blocks are read where they lie."""
+        """No-op: cached blocks are read in place."""
 
     def store(self, sequence: RunningSequence, places: Seq[int]) -> None:
-        """Blocks stay where they are."""
+        """No-op: the sequence's blocks stay in place and are cached there."""
 
     def refresh(self) -> None:
         if self.plain is not None:
@@ -119,7 +122,7 @@ class PagedRunner(Runner):
             self._forget_graphs()
 
     def _weight_places(self) -> tuple[int, ...]:
-        """Where a model that is not plain has its weights: a recording goes on reading there."""
+        """Return the addresses of a model's weights if the model is not plain, because a CUDA graph reads from them."""
         weights = (*self.hf_model.parameters(), *self.hf_model.buffers()) if self.plain is None else ()
         return tuple(map(Tensor.data_ptr, weights))
 
@@ -128,7 +131,7 @@ class PagedRunner(Runner):
         self._forget_graphs()
 
     def _forget_graphs(self) -> None:
-        """Recordings hold addresses of weights and cache: when these move, all go, and their memory with them."""
+        """Drop all CUDA graphs and their memory, because they contain addresses of weights and cache."""
         self._graphs.clear()
         self._pool = None
 
@@ -139,7 +142,7 @@ class PagedRunner(Runner):
         torch.cuda.empty_cache()
 
     def wanted_hidden(self, ids: Tensor, context: PagedPrefill, wanted: Tensor, seen: Seen | None) -> Tensor:
-        """Last hidden states of some of the tokens of packed pieces."""
+        """Return the last hidden states `[wanted, hidden]` of some of the tokens of packed prefill chunks."""
         if self.fuses and self.routes is None:
             assert self.plain is not None
             x, positions, deep = self.vectors(self.plain, ids, context.positions, seen)
@@ -191,7 +194,7 @@ class PagedRunner(Runner):
         return CudaLaunch(sequences, landing, extra)
 
     def _copy_to_followers(self, leaders: Seq[RunningSequence]) -> None:
-        """The last block of a prompt is not full: every sample goes on in a copy of its own."""
+        """Copy the prompt's partly filled last block to each follower's own last block."""
         size = self.cache.block_size
         pairs = [
             (leader.blocks[leader.computed // size], follower.blocks[leader.computed // size])
@@ -234,7 +237,7 @@ class PagedRunner(Runner):
         inputs[HEAT].view(np.float64)[:] = [s.params.temperature for s in sequences]
 
     def _update_table(self, order: np.ndarray, sequences: Seq[RunningSequence]) -> None:
-        """Sends the numbers of blocks that rows have got since the last step."""
+        """Send the block numbers that rows have gained since the last step to the device's block table."""
         changes: list[tuple[int, int, int]] = []
         counts = self.rows.room[order] // self.cache.block_size
         is_old = (self._known[order, 0] == self.rows.placement[order]) & (self._known[order, 1] == counts)
@@ -280,8 +283,11 @@ class PagedRunner(Runner):
             self._step(size)
 
     def _record(self, size: int) -> None:
-        """Records a step. A model may do what cannot be recorded, such as wait for the device: it steps as it did."""
-        # Kernels are compiled and libraries set up outside of a recording, by steps of nobody: they change no row.
+        """Capture a step as a CUDA graph.
+
+        A model may do what cannot be captured, such as wait for the device. In this case it continues without graphs.
+        """
+        # Steps without rows compile the kernels and set up libraries before the capture. They change no row.
         kept = self.inputs.clone()
         self.inputs.copy_(self._nobody)
         self._step(size)
@@ -298,14 +304,15 @@ class PagedRunner(Runner):
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
-            # Other threads may use the device meanwhile: weights arrive beside generation.
+            # Other threads may use the device during the capture, because weights arrive during generation.
             with (
                 sound_after_failure(self.device, self._pool),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
             ):
                 self._step(size)
         except RuntimeError as error:
-            # Ranks that step together must do the same, and memory is no matter of the model.
+            # Ranks that step together must all use graphs or all not. An out-of-memory error does not depend on the
+            # model.
             if self.layers_are_ours or self.parallel is not None or isinstance(error, torch.OutOfMemoryError):
                 raise
             self._do_not_record(str(error).strip().splitlines()[0])
@@ -320,7 +327,10 @@ class PagedRunner(Runner):
     def _sample_others(
         self, sequences: Seq[RunningSequence], logits: Tensor, outputs: Tensor, index: np.ndarray
     ) -> tuple[Tensor, Tensor] | None:
-        """Samples again, the long way, those rows that want more than a temperature."""
+        """Sample again, with the general sampler, for rows that need more than a temperature.
+
+        Returns the top tokens and log-probs of all rows, if some row requests them.
+        """
         extra = None
         places = np.array([at for at, s in enumerate(sequences) if s.is_special], np.int64)
         if len(places):
@@ -339,30 +349,30 @@ class PagedRunner(Runner):
         return extra
 
     def _spread(self, places: np.ndarray, count: int, tokens: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens by place among all rows; waits for them (they are asked for to be looked at)."""
+        """Return top tokens and log-probs on the CPU, indexed by place among all rows. Waits for the device."""
         made = torch.zeros(count, tokens.shape[1], dtype=torch.long), torch.zeros(count, tokens.shape[1])
         for target, source in zip(made, (tokens, log_probs), strict=True):
             target[torch.from_numpy(places)] = source.to("cpu", target.dtype)
         return made
 
 
-# The forward of plain decoder layers on a GPU, with kernels of our own between the matrix products of a layer.
+# The forward pass of plain decoder layers on a GPU, with our own kernels between the matmuls of a layer.
 
 
 def can_fuse(plain: PlainLayers | None) -> bool:
-    """Whether these layers have shapes that the kernels take."""
+    """Return whether the layers have a head dim that the kernels support: a power of two, at least 16."""
     return plain is not None and plain.dim & (plain.dim - 1) == 0 and plain.dim >= 16
 
 
-# Products with few columns leave most of the processor idle: they are cut into parts along the sum, for so many rows.
+# A matmul with few columns leaves most of the GPU idle. Up to this size, the matmul is split into parts along the sum.
 SPLIT_ROWS, SPLIT_COLUMNS, PARTS = 256, 1024, 2
 
 
 @dataclass(frozen=True)
 class Product:
-    """What the next kernel takes: rows [rows, columns], or float32 parts [parts, rows, columns] that it adds up.
+    """The output of a matmul: rows `[rows, columns]`, or float32 parts `[parts, rows, columns]` that are to be summed.
 
-    With `factors` it multiplies each row by its own.
+    The next kernel sums the parts and multiplies row i by `factors[i]`, if there are factors.
     """
 
     values: Tensor
@@ -370,19 +380,19 @@ class Product:
 
 
 def product(plain: PlainLayers, projection: AnyProjection, x: Tensor | Rows8) -> Product:
-    """x times the weights."""
+    """Multiply x by a projection's weights. An FP8 product may still lack its row factors."""
     if isinstance(projection, Projection):
         assert isinstance(x, Tensor)
         return Product(projection(x))
     rows = x if isinstance(x, Rows8) else rows_in_8_bits(x)
-    # A bias is added, and ranks' parts are added up, when the factors are in.
+    # Factors must be applied before a bias is added and before parts are summed over ranks.
     if projection.bias is None and plain.parallel is None:
         return Product(*projection.raw(rows))
     return Product(projection(rows))
 
 
 def product_of_all(plain: PlainLayers, projection: AnyProjection, x: Tensor | Rows8) -> Product:
-    """The same for a product that is added up over ranks; with few rows and columns it is made in parts."""
+    """Multiply x by a projection's weights and sum over ranks. Small products are computed in parts."""
     if not isinstance(projection, Projection):
         made = product(plain, projection, x)
         return Product(plain.whole(made.values), made.factors)
@@ -397,7 +407,7 @@ def product_of_all(plain: PlainLayers, projection: AnyProjection, x: Tensor | Ro
 
 
 def _normed(plain: PlainLayers, added: Product | None, residual: Tensor, weight: Tensor, in_8_bits: bool) -> Any:
-    """Adds to the residual in place; its norm, as the next product takes it."""
+    """Add to the residual in place; return its RMS norm in the form that the next matmul takes."""
     values, factors = (None, None) if added is None else (added.values, added.factors)
     return add_and_norm(values, residual, weight, plain.eps, factors=factors, in_8_bits=in_8_bits)
 
@@ -410,7 +420,10 @@ def _attend(
     rotations: tuple[Tensor, Tensor, Tensor],
     context: PagedPrefill | PagedDecode,
 ) -> Tensor:
-    """Attention from a product [tokens, heads + 2 kv_heads, dim] to [tokens, heads * dim]; stores keys and values."""
+    """Store keys and values of a product `[tokens, heads + 2 kv_heads, dim]`, and attend with its queries.
+
+    Returns `[tokens, heads * dim]`.
+    """
     qkv = made.values.view(len(made.values), -1, plain.dim)
     turning = Turning(layer.norms, *rotations, plain.eps, made.factors)
     if isinstance(context, PagedDecode):
@@ -430,11 +443,11 @@ def fused_hidden(
     wanted: Tensor | None = None,
     deep: Deep | None = None,
 ) -> Tensor:
-    """Hidden states [tokens, hidden] of embeddings, which it writes over; only of the `wanted` tokens where given.
+    """Compute hidden states `[tokens, hidden]` from embeddings, which are overwritten.
 
-    See `PlainLayers.__call__`.
+    With `wanted`, return only those tokens. See `PlainLayers.__call__`.
     """
-    assert deep is None or len(deep.vectors) < len(plain.layers)  # of the last layer only some tokens are left
+    assert deep is None or len(deep.vectors) < len(plain.layers)  # of the last layer's output only some tokens are left
     rotations = plain.rotations(residual, positions)
     in_8_bits = plain.in_8_bits
     added: Product | None = None
@@ -451,5 +464,5 @@ def fused_hidden(
             inner = silu_and_multiply(both.values, factors=both.factors, in_8_bits=in_8_bits)
             added = product_of_all(plain, layer.down, inner)
         if deep is not None:
-            deep.add_to(residual, index)  # a sum with what was added just now, which the next norm completes
+            deep.add_to(residual, index)  # `added` is not in the residual yet, the next norm adds it
     return _normed(plain, added, residual, plain.decoder.norm.weight, False)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803
-"""One token of the gated delta rule for each row, on a GPU: every state is read once and written once, in its place."""
+"""A Triton kernel for decoding gated delta nets: one token per row. Each state is read and written once, in place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _convolve(
     channels, weight, recent, order, out, count,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out = SiLU of the convolution that ends with these channels; `recent` moves on by one."""
+    """Compute out = SiLU of the convolution that ends with these channels, and shift `recent` by one token."""
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(order + at)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -42,7 +42,7 @@ def _step(
     mixed, decay, rate, memory, order, out, key_heads, value_heads, scale, epsilon,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """A part of the values of one head of one row."""
+    """Apply the delta rule to a block of values of one head of one row."""
     at, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(order + at)
     keys, values = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
@@ -66,7 +66,7 @@ def _step(
 
 
 def recur_rows(rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor, states: States, order: Tensor) -> Tensor:
-    """One token of each of the rows `order`, whose states move on in their place; see `DeltaRule.step`."""
+    """Compute one token for each of the rows `order` and update their states in place; see `DeltaRule.step`."""
     channels, decay, rate = channels.contiguous(), decay.contiguous(), rate.contiguous()
     rows, count = channels.shape
     mixed = torch.empty_like(channels)

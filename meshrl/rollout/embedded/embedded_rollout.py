@@ -1,8 +1,10 @@
-"""The embedded rollout: generates with the trainer's own kind of module, in the trainer's own process.
+"""The embedded rollout: generation with the trainer's own kind of module, inside the trainer's process.
 
-A step gives every running sequence its next token and computes pieces of waiting prompts, under one token budget.
-Sequences come and go between steps (continuous batching); what they compute lies in blocks of a KV cache that others
-with the same prefix share.
+A step decodes one token for every running sequence and computes prefill chunks of waiting prompts, under one token
+budget. Sequences enter and leave between steps (continuous batching). Their keys and values are stored in blocks of a
+KV cache, and sequences with the same prefix share blocks.
+
+Parts: `EmbeddedRollout`, and `AnswerBatch`, which collects completions as the tensors of a training batch.
 """
 
 from __future__ import annotations
@@ -47,21 +49,22 @@ from meshrl.rollout.weight_files import checked
 from meshrl.telemetry.time_ledger import IDLE, booked
 
 REASONS = (None, "stop", "length")
-# So many prefill launches of one step may be under way on a device.
+# The largest number of prefill launches of one step that may be pending on a device.
 MOST_PREFILLS = 64
-# More answers to one request are refused.
+# The largest number of completions of one request.
 MOST_ANSWERS = 65_536
 _batches = itertools.count()
 
 
 class EmbeddedRollout(SteppingRollout):
-    """Generation by a Hugging Face module that is either shared with the trainer or a replica of its own.
+    """Generation by a Hugging Face module that is either shared with the trainer or a separate replica.
 
-    `num_blocks` blocks of `block_size` tokens make the KV cache; by default as many as memory allows. Stop strings need
-    a `tokenizer`. With a `rank_group` the model is cut over its ranks, or its experts spread over them; they all make
-    the same calls. It may have no memory yet (`meta`) and then gets what its part needs on `device`. `records_routes`:
-    answers say which experts their tokens went to. With `quantization` "fp8" a copy of the weights in 8 bits generates,
-    and with `kv_cache_dtype` "fp8" keys and values are kept so. With a `sight` prompts may have images.
+    The KV cache has `num_blocks` blocks of `block_size` tokens. The default is as many blocks as memory allows. Stop
+    strings need a `tokenizer`. With a `rank_group`, the model is sharded over the group's ranks, or its experts are
+    distributed over them (`spreads_experts`). All ranks of the group must make the same calls. A model on the `meta`
+    device gets memory only for its shard, on `device`. With `records_routes`, completions report the experts that
+    processed their tokens. With `quantization` "fp8", an FP8 copy of the weights generates. With `kv_cache_dtype`
+    "fp8", keys and values are stored in FP8. With a `sight`, prompts may have images.
     """
 
     shares_allocator = True
@@ -112,11 +115,11 @@ class EmbeddedRollout(SteppingRollout):
                 hf_model, block_size, max_num_seqs, max_model_len, memory_share, self.parallel, cache_dtype,
                 quantization is not None,
             )  # fmt: skip
-        # One sequence alone always fits: no request can wait for memory that does not exist.
+        # A single sequence always fits into the cache, so no request waits for memory that does not exist.
         self.max_model_len = min(max_model_len or num_blocks * block_size, num_blocks * block_size)
         self.rows = Rows(max_num_seqs)
         self.blocks = BlockManager(num_blocks, block_size)
-        # Of a prefix, layers with a state would need the state that it left behind, which nobody keeps.
+        # Prefix caching in layers with a recurrent state would need the state at the prefix's end, which is not stored.
         caching = enable_prefix_caching and not recurrences(hf_model)
         self.scheduler = Scheduler(self.rows, self.blocks, max_num_batched_tokens, caching=caching)
         self.runner = build_runner(
@@ -138,7 +141,7 @@ class EmbeddedRollout(SteppingRollout):
         self._own = dict(hf_model.named_parameters()) | persistent_buffers(hf_model)
         self._shapes = {name: tensor.shape for name, tensor in self._own.items()}
         self._launched: deque[Launch] = deque()
-        self._watched = 0  # running answers that are looked at token by token
+        self._watched = 0  # running sequences that need work for every token, see `_watch`
         self._released: set[str] = set()
         self._lacks_weights = False
         self._counters = {"generated_tokens": 0, "finished": 0, "steps": 0, "seconds": 0.0}
@@ -159,7 +162,10 @@ class EmbeddedRollout(SteppingRollout):
         return problem
 
     def _unreadable(self, images: Images) -> str | None:
-        """Why one of the images cannot be decoded: in the middle of a step it would be every request's problem."""
+        """Return why one of the images cannot be decoded, or None.
+
+        A failure during a step would affect all requests.
+        """
         if self.sight is None:
             return None
         try:
@@ -170,7 +176,7 @@ class EmbeddedRollout(SteppingRollout):
         return None
 
     def _names(self, prompt: np.ndarray, images: Images) -> np.ndarray | None:
-        """The prompt's tokens as the cache knows them: equal ids may stand for different images."""
+        """Return the prompt's tokens as the cache identifies them, because equal ids may stand for different images."""
         return self.sight.names(prompt, images) if self.sight is not None and images else None
 
     def _sequence(
@@ -184,7 +190,7 @@ class EmbeddedRollout(SteppingRollout):
         self._watched += self._is_watched(sequence)
 
     def _problem(self, request: Request) -> str | None:
-        """Why a request cannot be served, if so."""
+        """Return why a request cannot be served, or None."""
         prompt, params = request.prompt_token_ids, request.params
         if not prompt:
             return "the prompt is empty: it needs at least one token"
@@ -281,7 +287,7 @@ class EmbeddedRollout(SteppingRollout):
         return leader.cacheable or bool(len(leader.output)) or siblings_wait
 
     def _collect(self, chunks: list[Chunk], lag: int) -> None:
-        """Looks at launched tokens, but for the last `lag` launches."""
+        """Process the sampled tokens of all launches except the last `lag`."""
         while len(self._launched) > lag:
             launch = self._launched.popleft()
             sampled = launch.wait()
@@ -310,7 +316,7 @@ class EmbeddedRollout(SteppingRollout):
         ended: np.ndarray,
         chunks: list[Chunk],
     ) -> None:
-        """What has to be done token by token: likeliest tokens, stop strings, streams."""
+        """Do the work that needs each token: top log-probs, stop strings and streams. May set entries of `ended`."""
         sampled = launch.sampled
         for at, sequence in enumerate(sequences):
             if not self._is_watched(sequence):
@@ -343,7 +349,7 @@ class EmbeddedRollout(SteppingRollout):
         self._leave(sequence, reason, chunks)
 
     def _leave(self, sequence: RunningSequence, reason: str, chunks: list[Chunk]) -> None:
-        """Hands out what is left of an answer that has no row any more."""
+        """Deliver the remaining tokens of a sequence that no longer holds a row."""
         self._watched -= self._is_watched(sequence)
         if sequence.sink is not None:
             batch, place = sequence.sink
@@ -378,7 +384,7 @@ class EmbeddedRollout(SteppingRollout):
                 with self._work:
                     self._raise_failure()
                     if self._paused or self.is_suspended():
-                        with booked(IDLE):  # new weights have to come
+                        with booked(IDLE):  # until new weights arrive
                             self._work.wait(POLL_SECONDS)
                     else:
                         self._advance()
@@ -396,7 +402,7 @@ class EmbeddedRollout(SteppingRollout):
     def _batch_sequences(
         self, ids: Tensor, mask: Tensor, seeds: list[int], params: SamplingParams, images: np.ndarray | None
     ) -> list[RunningSequence]:
-        """One sequence for each row of a batch; neighbours with the same prompt share it."""
+        """Make one sequence for each row of a batch. Neighbouring rows with equal prompts share the prompt array."""
         check_no_empty_prompt(mask)
         if images is not None:
             return self._batch_with_images(ids, mask, seeds, params, images)
@@ -418,7 +424,10 @@ class EmbeddedRollout(SteppingRollout):
     def _batch_with_images(
         self, ids: Tensor, mask: Tensor, seeds: list[int], params: SamplingParams, images: np.ndarray
     ) -> list[RunningSequence]:
-        """The same where equal tokens may stand for different images."""
+        """Make one sequence for each row of a batch with images.
+
+        Neighbouring rows share a prompt only if their images are equal as well.
+        """
         name = f"batch{next(_batches)}"
         made: list[RunningSequence] = []
         for row, (seed, seen) in enumerate(zip(seeds, images, strict=True)):
@@ -440,7 +449,7 @@ class EmbeddedRollout(SteppingRollout):
 
     @torch.no_grad()
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copies every weight in; with shared storage there is nothing to copy and only the version moves on."""
+        """Copy every weight into the module. With shared storage nothing is copied and only the version changes."""
         with self._work:
             if "weights" in self._released:
                 raise RuntimeError("the rollout has released its weights: call resume(['weights']) before an update")
@@ -448,7 +457,7 @@ class EmbeddedRollout(SteppingRollout):
             self.scheduler.restart()
             try:
                 if not self.shares_weights:
-                    self._lacks_weights = True  # until all of them are in
+                    self._lacks_weights = True  # until all weights have arrived
                     self._copy(weights)
             finally:
                 self.runner.refresh()
@@ -461,14 +470,14 @@ class EmbeddedRollout(SteppingRollout):
         if self.parallel is not None:
             weights = self._parts(weights, own, self.parallel)
         for name, value in checked(weights, self._shapes):
-            if value is not own[name]:  # a sync may have put it in its place already
+            if value is not own[name]:  # a weight sync may have written the tensor in place already
                 own[name].copy_(value)
 
     @staticmethod
     def _parts(
         weights: Iterable[tuple[str, Tensor]], own: Mapping[str, Tensor], parallel: Parts
     ) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of whole weights; those that have arrived in their place are parts already."""
+        """Yield this rank's shard of each whole weight. A tensor that the sync wrote in place is a shard already."""
         for name, value in weights:
             yield name, parallel.part(name, value) if name in own and value is not own[name] else value
 
@@ -483,7 +492,7 @@ class EmbeddedRollout(SteppingRollout):
             if self.shares_weights:
                 self.runner.drop_copies()
             if "kv_cache" in tags:
-                self.runner.drop_cache()  # the last: it also gives back to the device what is free by now
+                self.runner.drop_cache()  # last, because it also returns all memory that is free by now to the device
             self._released |= set(tags)
 
     def take_back(self, tags: Seq[str]) -> None:
@@ -520,7 +529,7 @@ class EmbeddedRollout(SteppingRollout):
             }
 
 
-# How finished and growing answers leave the engine: as chunks, or straight into the rectangle of a training batch.
+# Delivery of completions from the engine: as chunks, or directly as the tensors of a training batch.
 
 
 def as_chunk(
@@ -530,7 +539,7 @@ def as_chunk(
     finish_reason: str | None = None,
     error: str | None = None,
 ) -> Chunk:
-    """The sequence's tokens from number `sent` on."""
+    """Make a chunk of the sequence's tokens, which start at token number `sent`, and advance `sent`."""
     end = sequence.sent + len(tokens)
     top = sequence.top_log_probs[sequence.sent : end] if sequence.params.top_log_probs else None
     versions = sequence.versions(sequence.sent, end).tolist()
@@ -549,7 +558,7 @@ def as_chunk(
 
 
 class AnswerBatch:
-    """The answers to a batch of prompts: rectangles that fill as answers end."""
+    """The completions of a batch of prompts, as arrays `[count, width]` that fill as completions end."""
 
     def __init__(self, count: int, width: int, pad_token_id: int):
         self.left = count
@@ -561,7 +570,7 @@ class AnswerBatch:
         self.routes: list[list[Tensor]] = [[] for _ in range(count)]
 
     def take(self, place: int, sequence: RunningSequence, ending: str) -> None:
-        """Writes the answer of a sequence that has given its row back."""
+        """Write the completion of a sequence that has released its row into row `place`."""
         count = len(sequence.output)
         self.tokens[place, :count], self.log_probs[place, :count] = sequence.output, sequence.log_probs
         self.versions[place, :count] = sequence.versions(0, count)
@@ -569,7 +578,7 @@ class AnswerBatch:
         self.left -= 1
 
     def as_data(self, ids: Tensor, mask: Tensor) -> DataProto:
-        """Prompts and answers as the trainer wants them; see `Rollout.generate_sequences`."""
+        """Return prompts and completions as the trainer's fields; see `Rollout.generate_sequences`."""
         width = self.tokens.shape[1]
         response_mask = (torch.arange(width) < torch.from_numpy(self.lengths)[:, None]).long()
         fields = joined(

@@ -1,6 +1,6 @@
-"""Whether a step of a model can be recorded as a graph: nothing in it may wait for the device.
+"""Checks whether a model's step can be captured as a CUDA graph, in which no operation may wait for the device.
 
-A recording that fails leaves torch's random numbers and its memory in the middle of it. So a step is watched first.
+A failed capture leaves torch's random generator and allocator in an inconsistent state. So a step is observed first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
-# Their results are as large as the device finds, which the host has to know.
+# The size of these operations' results depends on data on the device, so the host has to wait.
 WAITING = (
     aten.nonzero,
     aten._local_scalar_dense,
@@ -24,14 +24,14 @@ WAITING = (
     aten.unique_consecutive,
     aten.equal,
 )
-TRANSFORMERS = "transformers"  # operations of its own: the products of experts, one after the other
-GROUPING = (9, 10)  # the first numbers of capabilities
-# By a mask they take what nonzero finds.
+TRANSFORMERS = "transformers"  # the namespace of transformers' own operations: matmuls of experts, one after the other
+GROUPING = (9, 10)  # major compute capabilities with grouped matmuls
+# With a boolean mask, these operations index by the result of nonzero.
 INDEXED = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
 
 
 class _Watch(TorchDispatchMode):
-    """Remembers the first operation that waits for the device."""
+    """A dispatch mode that remembers the first operation that waits for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,17 +50,17 @@ def _waits(func: Any, args: Any, everything: list[Any]) -> bool:
         return True
     if packet in INDEXED and any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
         return True
-    # From one side to the other: a copy that the host waits for. Single numbers go along with a kernel.
+    # Tensors on different devices mean a copy that the host waits for. Scalars are passed to a kernel as arguments.
     return len({x.device.type for x in everything if isinstance(x, Tensor) and x.dim()}) > 1
 
 
 def _groups(x: Tensor) -> bool:
-    """Whether the device itself can be told the sizes of the groups of a grouped product."""
+    """Return whether a grouped matmul can read its group sizes on the device, without the host."""
     return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in GROUPING
 
 
 def what_waits(step: Callable[[], None]) -> str | None:
-    """The first operation of a step that waits for the device, or None. The step is taken."""
+    """Return the first operation of a step that waits for the device, or None. The step is executed."""
     with _Watch() as watch:
         step()
     return watch.found
@@ -68,15 +68,15 @@ def what_waits(step: Callable[[], None]) -> str | None:
 
 @contextmanager
 def sound_after_failure(device: torch.device, pool: tuple[int, int]) -> Iterator[None]:
-    """A recording into a pool that fails inside leaves torch's random numbers and memory as they were."""
+    """Restore torch's random generator and allocator if a capture into `pool` fails inside the context."""
     index = device.index or 0
     generator, stream = torch.cuda.default_generators[index], torch.cuda.current_stream(device)
     kept = generator.clone_state()
     try:
         yield
     except BaseException:
-        torch.cuda.set_stream(stream)  # a recording has one of its own, and leaves it only at a good end
+        torch.cuda.set_stream(stream)  # a failed capture does not leave its own stream
         generator.graphsafe_set_state(kept)
-        # Else the allocator thinks for ever that a recording is under way, and gives no memory back.
+        # Otherwise the allocator treats the capture as still in progress and never frees memory.
         torch._C._cuda_endAllocateToPool(index, pool)
         raise

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: N803
-"""Triton kernels of the GPU runner: paged decode attention, the small steps around matrix products, and sampling.
+"""Triton kernels of the GPU runner: paged decode attention, the small steps around matmuls, and sampling.
 
-Keys and values lie in pools [blocks, kv_heads, block_size, dim]: a tile of one head's keys is one stretch of memory.
-In 8 bits each head of a token has a scale of its own (of values, its logarithm to the base 2).
+Keys and values are stored in pools `[blocks, kv_heads, block_size, dim]`, so a tile of one head's keys is contiguous in
+memory. In FP8, each head of a token has its own scale (for values, the scale's logarithm to the base 2 is stored).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshrl.models.fp8 import FP8, Rows8, in_8_bits
 
-# Partial results of a row are worth computing apart when rows alone do not fill the processor.
+# If the rows alone give fewer programs than this, each row is split into parts whose partial results are merged.
 WANTED_PROGRAMS = 512
 MOST_SPLITS = 16
 NO_WINDOW = 1 << 30
@@ -28,28 +28,29 @@ NO_WINDOW = 1 << 30
 
 @cache
 def early(device: torch.device) -> dict[str, Any]:
-    """Options of a kernel that may be set up while the one before it ends, where processor and driver can.
+    """Return the options for programmatic dependent launch (PDL), if GPU and driver support it.
 
-    It waits for that one itself, and before it waits reads only what is older than it.
+    A kernel with PDL may be set up while the previous kernel ends. The kernel itself waits for the previous kernel.
+    Before the wait it may only read data that is older than the previous kernel.
     """
     can = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
     if can:
         version = ctypes.c_int()
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-        can = version.value >= 12030  # since then it may be part of recorded graphs
+        can = version.value >= 12030  # CUDA graphs may contain PDL since this version
     return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
 
 
 @triton.jit
 def _in_8_bits(x, AXIS: tl.constexpr):
-    """Vectors along `AXIS` as 8-bit floats, and the scale of each: its largest element becomes the largest there is."""
+    """Convert vectors along `AXIS` to FP8, and return the scale of each, which maps its largest element to 448."""
     scale = tl.maximum(tl.max(tl.abs(x.to(tl.float32)), AXIS, keep_dims=True), 1e-10) / 448.0
     return (x.to(tl.float32) / scale).to(tl.float8e4nv), scale
 
 
 @triton.jit
 def _in_16_bits(x):
-    """8-bit floats as 16-bit ones, at once: the compiler would first bring single bytes into the order of a product."""
+    """Convert FP8 to float16 directly. The compiler would first permute single bytes into the layout of a matmul."""
     return tl.inline_asm_elementwise(
         "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
         "=r,=r,r",
@@ -62,9 +63,9 @@ def _in_16_bits(x):
 
 @triton.jit
 def _turned(at, factor, norm, cos, sin, d, inside, eps, D: tl.constexpr, NORM: tl.constexpr, AXIS: tl.constexpr):
-    """The head at `at` (with `AXIS` 1: heads, [heads, 1]), normalised and rotated, in the memory's type."""
+    """Return the head at `at` (with `AXIS` 1: heads, `[heads, 1]`), normalised and rotated, in the memory's dtype."""
     kind = at.dtype.element_ty
-    e = (d + D // 2) % D  # the element that each one is rotated with
+    e = (d + D // 2) % D  # the element that each element is rotated with
     x = tl.load(at + d, mask=inside, other=0.0).to(tl.float32) * factor
     y = tl.load(at + e, mask=inside, other=0.0).to(tl.float32) * factor
     if NORM:
@@ -80,9 +81,10 @@ def _tile(
     q, m, total, acc, KP, VP, KS, VS, start, seen, scale,
     D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One step of attention: over N tokens from place `start` of the pools on, of which with `MASKED` some are `seen`.
+    """Do one step of attention over N tokens from place `start` of the pools on.
 
-    The others may be somebody else's, or no numbers: they are not read.
+    With `MASKED`, only the `seen` tokens take part. The other tokens may belong to other sequences or may be NaN, so
+    the masked load does not read them.
     """
     d, j = tl.arange(0, DP), tl.arange(0, N)
     at = start * D + j[:, None] * D + d[None, :]
@@ -96,7 +98,7 @@ def _tile(
         k_scale, v_scale = tl.load(KS + start + j, mask=seen, other=0.0), tl.load(VS + start + j, mask=seen, other=0.0)
     x = tl.dot(q, tl.trans(k), input_precision="ieee")
     if SCALED:
-        # A value's scale, of which there is the logarithm, goes into its weight.
+        # The stored logarithm of a value's scale is added to the logit, which multiplies the attention weight.
         x = x * (k_scale * (scale * 1.4426950408889634))[None, :] + v_scale[None, :]
     else:
         x = x * (scale * 1.4426950408889634)
@@ -113,7 +115,7 @@ def _tile(
 
 @triton.jit
 def _start_of(tile, table, h, HK: tl.constexpr, BS: tl.constexpr, N: tl.constexpr):
-    """Where the tokens of a tile begin among all of the pools."""
+    """Return where the tokens of a tile start in the pools, in tokens."""
     block = tl.load(table + tile * N // BS).to(tl.int64)
     return (block * HK + h) * BS + tile * N % BS
 
@@ -136,7 +138,7 @@ def _decode_kernel(
     row = Q + b * q_row
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    if RAW:  # queries as the product left them, followed by keys and values: the newest token's are stored here
+    if RAW:  # queries as the matmul left them, followed by keys and values: the newest token's are stored here
         angle, slot = tl.load(ANGLE + b) * D, tl.load(SLOT + b)
         cos, sin = COS + angle, SIN + angle
         factor = tl.load(FACTOR + b) if FACTORS else 1.0
@@ -145,7 +147,7 @@ def _decode_kernel(
         new_v = tl.load(row + (H + HK + h) * D + d)
         if FACTORS:
             new_v = (new_v.to(tl.float32) * factor).to(new_v.dtype)
-        here = s == 0  # of a row's parts one has the newest token
+        here = s == 0  # only the first part of a row has the newest token
         to = (slot // BS * HK + h) * BS + slot % BS
         if SCALED:
             k8, new_k_scale = _in_8_bits(new_k, 0)
@@ -158,7 +160,7 @@ def _decode_kernel(
             tl.store(KP + to * D + d, new_k, mask=here)
             tl.store(VP + to * D + d, new_v, mask=here)
         own = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * (scale * 1.4426950408889634)
-        unit = tl.sum(new_v_scale, 0) if SCALED else 1.0  # as in `_tile`: weights are those of values in 8 bits
+        unit = tl.sum(new_v_scale, 0) if SCALED else 1.0  # as in `_tile`: attention weights are those of FP8 values
         m = tl.where(here, own + tl.log2(unit) if SCALED else own, -1e30)
         total = tl.where(here, tl.full((GP,), 1.0, tl.float32) / unit, 0.0)
         acc = tl.where(here, tl.zeros((GP, DP), tl.float32) + (new_v.to(tl.float32) / unit)[None, :], 0.0)
@@ -169,12 +171,12 @@ def _decode_kernel(
         total = tl.zeros((GP,), tl.float32)
         acc = tl.zeros((GP, DP), tl.float32)
     if SCALED:
-        q = q.to(tl.float16)  # 8 bits become 16 of this kind in one instruction
+        q = q.to(tl.float16)  # FP8 converts to float16 in one instruction
     tiles = tl.cdiv(length, N)
     each = tl.cdiv(tiles - first // N, SPLITS)
     begin = first // N + s * each
     end = tl.minimum(begin + each, tiles)
-    # Masks are for the last tile, where it is not full, and for the one within which a window begins.
+    # Masks are only needed for the last tile, if it is not full, and for the tile in which a window begins.
     inner = begin
     if WINDOW:
         inner = tl.minimum(end, begin + (begin * N < first).to(tl.int32))
@@ -219,9 +221,9 @@ def _merge_kernel(
 
 @dataclass(frozen=True)
 class Turning:
-    """How queries and keys are normalised (`norms`) and rotated: token i by row `angles[i]` of cos and sin.
+    """The normalisation (`norms`) and rotation of queries and keys. Token i uses row `angles[i]` of cos and sin.
 
-    With `factors`, everything of token i has to be multiplied by the i-th first.
+    With `factors`, all values of token i must first be multiplied by `factors[i]`.
     """
 
     norms: tuple[Tensor, Tensor] | None
@@ -234,7 +236,7 @@ class Turning:
 
 @dataclass(frozen=True)
 class Pools:
-    """Keys and values [blocks, kv_heads, block_size, dim]; in 8 bits with scales [blocks, kv_heads, block_size]."""
+    """Keys and values `[blocks, kv_heads, block_size, dim]`. FP8 has scales `[blocks, kv_heads, block_size]`."""
 
     keys: Tensor
     values: Tensor
@@ -242,7 +244,7 @@ class Pools:
 
     @property
     def both_scales(self) -> tuple[Tensor, Tensor]:
-        """Those of keys and of values, or something that is not looked at."""
+        """The key and value scales, or unused tensors if the cache is not FP8."""
         return self.scales or (self.keys, self.values)
 
 
@@ -250,12 +252,15 @@ def paged_decode(
     query: Tensor, pools: Pools, table: Tensor, order: Tensor, positions: Tensor, scale: float, window: int,
     raw: tuple[Turning, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of one token a row, query [rows, heads, dim] (heads and dim contiguous), over the row's blocks.
+    """Attend with one token per row over the row's blocks.
 
-    Row i has its blocks in `table[order[i]]` and looks at tokens 0 to `positions[i]` (-1: none), of those at the last
-    `window`. Each key head serves `heads / kv_heads` query heads. With `raw`, its turning and slots, `query` is
-    followed in memory by keys and values, as in `rotate_and_store`, whose work is done here, too (of a row without
-    tokens the result is then its own value); dim must be a power of two, at least 16.
+    `query` is `[rows, heads, dim]`, contiguous in heads and dim. Row i has its blocks in `table[order[i]]` and attends
+    to tokens 0 to `positions[i]` (-1: none), but at most to the last `window` of them. Each key head serves `heads /
+    kv_heads` query heads.
+
+    `raw` is a pair of a `Turning` and the slots of the new tokens. In this case `query` is followed in memory by keys
+    and values, as in `rotate_and_store`, and this function also does that function's work. The result of a row without
+    tokens is then the row's own value. dim must be a power of two, at least 16.
     """
     rows, heads, dim = query.shape
     _, kv_heads, block_size, _ = pools.keys.shape
@@ -284,13 +289,13 @@ def paged_decode(
     return out
 
 
-# On an H200 within 2 % of the fastest of tiles of 16 to 128 tokens, 1 to 8 warps and 1 to 5 stages (4.1 TB/s).
+# On an H200, within 2 % of the fastest among tiles of 16 to 128 tokens, 1 to 8 warps and 1 to 5 stages (4.1 TB/s).
 TILE = 32
 DECODE = {"num_warps": 1, "num_stages": 3}
 
 
 def _room_for_parts(rows: int, heads: int, kv_heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The result, partial results and their statistics, and how many parts each row is cut into."""
+    """Allocate the result, partial results and their statistics, and choose the number of parts per row."""
     out = torch.empty((rows, heads, dim), dtype=like.dtype, device=like.device)
     splits = 1
     while splits < MOST_SPLITS and rows * kv_heads * splits < WANTED_PROGRAMS:
@@ -304,9 +309,9 @@ def _room_for_parts(rows: int, heads: int, kv_heads: int, dim: int, like: Tensor
 
 @triton.jit
 def _turn_halves(at, factor, norm, cos, sin, d, inside, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Heads at `at` [heads, 1], normalised and rotated, as two halves [heads, D / 2] in the memory's type.
+    """Normalise and rotate heads at `at` `[heads, 1]`; return two halves `[heads, D / 2]` in the memory's dtype.
 
-    Each element is read once, so that it may be written in place.
+    Each element is read once, so the result may be written in place.
     """
     half: tl.constexpr = D // 2
     kind = at.dtype.element_ty
@@ -362,7 +367,7 @@ def _rotate_store_kernel(
 
 
 def rotate_and_store(qkv: Tensor, turning: Turning, pools: Pools, slots: Tensor, heads: int) -> None:
-    """Normalises and rotates queries and keys of qkv [tokens, heads + 2 kv_heads, dim] in place; stores keys, values.
+    """Normalise and rotate queries and keys of qkv `[tokens, heads + 2 kv_heads, dim]` in place; store keys and values.
 
     `slots[i]` is the place of token i in the pools (block * block_size + offset).
     """
@@ -380,7 +385,7 @@ def rotate_and_store(qkv: Tensor, turning: Turning, pools: Pools, slots: Tensor,
 
 
 def store(key: Tensor, value: Tensor, pools: Pools, slots: Tensor) -> None:
-    """Stores key and value [tokens, kv_heads, dim] in the pools at `slots`."""
+    """Store key and value `[tokens, kv_heads, dim]` in the pools at `slots`, quantised if the pools are FP8."""
     block_size = pools.keys.shape[2]
     place = slots // block_size, slice(None), slots % block_size
     if pools.scales is None:
@@ -393,12 +398,12 @@ def store(key: Tensor, value: Tensor, pools: Pools, slots: Tensor) -> None:
 
 
 def _bits(pools: Pools) -> tuple[Tensor, Tensor]:
-    """Keys and values in 8 bits as integers: no kernel indexes such floats."""
+    """Return FP8 keys and values viewed as integers, because torch cannot index FP8 tensors."""
     return pools.keys.view(torch.uint8), pools.values.view(torch.uint8)
 
 
 def stored(pools: Pools, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values [tokens, kv_heads, dim] at `slots`."""
+    """Read keys and values `[tokens, kv_heads, dim]` at `slots`, dequantised to `dtype` if the pools are FP8."""
     block_size = pools.keys.shape[2]
     place = slots // block_size, slice(None), slots % block_size
     if pools.scales is None:
@@ -438,7 +443,7 @@ def _add_norm_kernel(
 
 @triton.jit
 def _store_row(x, OUT, SCALE, n, c, C, SCALED: tl.constexpr):
-    """Stores row n, with `SCALED` in 8 bits and its scale beside it."""
+    """Store row n. With `SCALED`, store it in FP8 with its scale."""
     if SCALED:
         x, scale = _in_8_bits(x, 0)
         tl.store(SCALE + n + tl.arange(0, 1), scale)
@@ -446,7 +451,7 @@ def _store_row(x, OUT, SCALE, n, c, C, SCALED: tl.constexpr):
 
 
 def _room_for_rows(rows: int, width: int, like: Tensor, in_8_bits: bool) -> tuple[Tensor, Tensor]:
-    """Rows and their scales; where there are none, something that is not looked at."""
+    """Allocate rows and their FP8 scales. Without FP8, the second tensor is unused."""
     out = torch.empty(rows, width, dtype=FP8 if in_8_bits else like.dtype, device=like.device)
     return out, torch.empty(rows, 1, dtype=torch.float32, device=like.device) if in_8_bits else out
 
@@ -455,9 +460,9 @@ def add_and_norm(
     x: Tensor | None, residual: Tensor, weight: Tensor, eps: float, *, factors: Tensor | None = None,
     in_8_bits: bool = False,
 ) -> Any:  # fmt: skip
-    """Adds x, or the sum of parts [parts, rows, width], to the residual in place; returns the residual's RMS norm.
+    """Add x, or the sum of parts `[parts, rows, width]`, to the residual in place; return the residual's RMS norm.
 
-    With `factors`, row i of x is multiplied by the i-th first. The norm is a tensor, or `Rows8` where that is wanted.
+    With `factors`, row i of x is first multiplied by `factors[i]`. The result is a tensor, or `Rows8` with `in_8_bits`.
     """
     rows, width = residual.shape
     out, scales = _room_for_rows(rows, width, residual, in_8_bits)
@@ -490,10 +495,10 @@ def _silu_mul_kernel(
 
 
 def silu_and_multiply(x: Tensor, *, factors: Tensor | None = None, in_8_bits: bool = False) -> Any:
-    """silu(gate) * up of x [rows, gate and up]; `factors` and the result as in `add_and_norm`."""
+    """Compute silu(gate) * up of x `[rows, gate and up]`. `factors` and the result are as in `add_and_norm`."""
     rows, width = x.shape[0], x.shape[1] // 2
     out, scales = _room_for_rows(rows, width, x, in_8_bits)
-    # A row's scale is known when all of it is.
+    # A row's scale depends on the whole row, so with FP8 one program computes the whole row.
     block = triton.next_power_of_2(width) if in_8_bits else min(1024, triton.next_power_of_2(width))
     _silu_mul_kernel[(rows, triton.cdiv(width, block))](
         x, out, scales, out if factors is None else factors, width, BLOCK=block, FACTORS=factors is not None,
@@ -511,7 +516,7 @@ def _rows_kernel(X, OUT, SCALE, C, BLOCK: tl.constexpr, EARLY: tl.constexpr):
 
 
 def rows_in_8_bits(x: Tensor) -> Rows8:
-    """`in_8_bits` of contiguous rows in one pass."""
+    """Quantise contiguous rows to FP8 in one pass, as `in_8_bits` does."""
     rows, width = x.shape
     out, scales = _room_for_rows(rows, width, x, True)
     block = triton.next_power_of_2(width)
@@ -521,7 +526,7 @@ def rows_in_8_bits(x: Tensor) -> Rows8:
     return Rows8(out, scales)
 
 
-# Logits are summed up in stretches of this many; a program takes several.
+# Logits are summed in stretches of this many. A program sums several stretches.
 STRETCH, STRETCHES = 1024, 4
 
 
@@ -551,7 +556,7 @@ def _choose_kernel(
     top = tl.max(tops, 0)
     sums = tl.load(SUM + b * count + c, mask=c < count, other=0.0) * tl.exp(tops - top)
     total = tl.sum(sums, 0)
-    # The row's number in [0, 1), with 53 bits, on the cumulative sum: first the stretch, then the token.
+    # Select by the row's number in [0, 1), which has 53 bits, on the cumulative sum: first the stretch, then the token.
     u = ((tl.load(KEY + b) >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16
     upto = tl.cumsum(sums.to(tl.float64), 0)
     point = u * tl.max(upto, 0)
@@ -562,7 +567,7 @@ def _choose_kernel(
     x = tl.load(LOGITS + b * row + at, mask=at < V, other=-float("inf")).to(tl.float32) * cold
     weights = tl.exp(x - top).to(tl.float64)
     inner = tl.sum((tl.cumsum(weights, 0) + before <= point).to(tl.int32), 0)
-    # Rounding may leave the number behind the stretch's end: then its last possible token.
+    # Rounding may put the number after the stretch's end. In this case take the stretch's last possible token.
     last = tl.max(tl.where(weights > 0, i, 0), 0)
     token = tl.where(heat == 0, tl.argmax(x, 0), tl.minimum(inner, last))
     found = tl.sum(tl.where(i == token, x, 0.0), 0)
@@ -571,7 +576,7 @@ def _choose_kernel(
 
 
 def sample_rows(logits: Tensor, keys: Tensor, temperatures: Tensor, tokens: Tensor, log_probs: Tensor) -> None:
-    """Draws a token for each row of logits [rows, vocabulary] with the number in its key, as `sampler.draw` does.
+    """Sample a token for each row of logits `[rows, vocabulary]` with the number in the row's key, as `sampler.draw`.
 
     Writes tokens (int64) and log-probs (float64) at the row's temperature (float64; 0: the likeliest token).
     """

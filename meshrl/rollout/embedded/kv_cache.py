@@ -1,6 +1,7 @@
-"""Keys and values on a CPU: one contiguous slot a row, because gathering blocks for every token costs a fifth of it.
+"""The KV cache on a CPU, and the recurrent states of running rows on any device.
 
-Blocks are what memory is counted in; only those that outlive their sequence (cached prefixes) are copied to the pool.
+Each row has one contiguous slot of keys and values. Gathering blocks for every token would cost a fifth of it. Memory
+is still counted in blocks. Only blocks that outlive their sequence (cached prefixes) are copied to a pool of blocks.
 """
 
 from __future__ import annotations
@@ -21,26 +22,26 @@ from meshrl.parallel.linear_attention import DeltaRule, States, recurrences
 from meshrl.rollout.embedded.scheduler import Piece, Rows
 
 GROWTH = 128
-SMALL = 1 << 20  # bytes that are not worth a mapping of their own
+SMALL = 1 << 20  # bytes below which a separate mapping is not worthwhile
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take memory where something is written: one long row among short ones does not make all of them long.
+    """Allocate zeros whose pages take memory only when written, so that one long row does not make all rows long.
 
-    What has never been written is masked, but a weight of zero times NaN would still be NaN.
+    Zeros are needed because attention masks unwritten positions with a weight of zero, and zero times NaN is NaN.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < SMALL:
         return torch.zeros(shape, dtype=dtype)
     memory = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        # With huge pages the first token of a row would take two megabytes for each head.
+        # With huge pages, the first token of a row would take two megabytes for each head.
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class SlotCache:
-    """Keys and values [rows, kv_heads, length, dim] by layer; row i holds its first `rows.length[i]` tokens."""
+    """Keys and values `[rows, kv_heads, length, dim]` per layer. Row i holds its first `rows.length[i]` tokens."""
 
     def __init__(self, num_blocks: int, block_size: int, max_length: int):
         self.num_blocks, self.block_size, self.max_length = num_blocks, block_size, max_length
@@ -49,7 +50,7 @@ class SlotCache:
         self.rows = self.room = 0
 
     def make_room(self, rows: int, length: int) -> None:
-        """Grows the slots so that this many rows of this length fit, by a stretch at a time."""
+        """Grow the slots if needed, by more than needed, so that `rows` rows of `length` tokens fit."""
         if rows <= self.rows and length <= self.room:
             return
         if rows > self.rows:
@@ -65,7 +66,7 @@ class SlotCache:
         return new
 
     def of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The slots of a layer, made on first use in the shape of its keys and values [.., heads, tokens, dim]."""
+        """Return a layer's slots, created on first use for keys and values of shape `[.., heads, tokens, dim]`."""
         if layer not in self.stores:
             self.stores[layer] = tuple(  # type: ignore[assignment]
                 untouched_zeros((self.rows, x.shape[1], self.room, x.shape[3]), x.dtype) for x in (key, value)
@@ -73,24 +74,24 @@ class SlotCache:
         return self.stores[layer]
 
     def move(self, moves: Seq[tuple[int, int]], length: int) -> None:
-        """Copies rows (from, to)."""
+        """Copy the first `length` tokens of rows. Each move is a pair (from, to)."""
         source, target = (torch.tensor(side) for side in zip(*moves, strict=True))
         for store in self.stores.values():
             for x in store:
                 x[target, :, :length] = x[source, :, :length]
 
     def load(self, row: int, blocks: Seq[int]) -> None:
-        """Fills the head of a row from cached blocks."""
+        """Copy cached blocks into the beginning of a row."""
         index = torch.tensor(blocks)
         for layer, pools in self.pool.items():
             for x, pool in zip(self.stores[layer], pools, strict=True):
                 x[row, :, : len(blocks) * self.block_size] = pool[index].transpose(0, 1).flatten(1, 2)
 
     def store(self, row: int, blocks: Seq[int], places: Seq[int]) -> None:
-        """Copies blocks number `places` of a row to the pool, where they stay when the row goes on to others."""
+        """Copy blocks number `places` of a row to the pool, where they stay when another sequence gets the row."""
         for layer, store in self.stores.items():
             if layer not in self.pool:
-                # Not touched before it is written: memory that no prefix needs is never taken.
+                # Allocated without writing, so memory is only taken for blocks that hold a prefix.
                 self.pool[layer] = tuple(  # type: ignore[assignment]
                     x.new_empty(self.num_blocks, x.shape[1], self.block_size, x.shape[3]) for x in store
                 )
@@ -101,7 +102,7 @@ class SlotCache:
 
 
 class SlotPrefill:
-    """Packed prefill pieces: writes keys, values and states to the slots of all rows that want them."""
+    """Packed prefill chunks. Keys, values and states are written to the slots of each chunk's row and its followers."""
 
     def __init__(self, cache: SlotCache, pieces: Seq[Piece], states: PieceStates | None = None):
         self.cache, self.pieces, self.states = cache, pieces, states
@@ -114,7 +115,7 @@ class SlotPrefill:
         self.positions = torch.from_numpy(starts[piece_of] + offsets)
         self.has_context = bool(starts.any())
         self.rows = torch.tensor([piece.sequence.row for piece in pieces])
-        # Every token goes to its own row; whole prompts also to the rows of their other samples.
+        # Every token is written to its own row. The tokens of a shared prompt are also written to the followers' rows.
         takers = [[piece.sequence.row, *(f.row for f in piece.sequence.followers)] for piece in pieces]
         source = [np.tile(np.arange(a, a + n), len(t)) for a, n, t in zip(first, lengths, takers, strict=True)]
         self.source = torch.from_numpy(np.concatenate(source))
@@ -126,7 +127,7 @@ class SlotPrefill:
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """See `AttentionContext`."""
+        """Store keys and values in the slots, then attend; see `AttentionContext` for shapes."""
         keys, values = self.cache.of(layer_idx, key, value)
         positions = self.positions[self.source]
         keys[self.target, :, positions] = key[0].transpose(0, 1)[self.source]
@@ -136,12 +137,12 @@ class SlotPrefill:
         return self._attend_slots(query, keys, values, scaling, sliding_window)
 
     def recur(self, layer_idx: int, rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
-        """See `RecurrentContext`."""
+        """Advance the recurrent states over the chunks; see `RecurrentContext` for shapes."""
         assert self.states is not None
         return self.states.recur(layer_idx, rule, channels, decay, rate, self.packed)
 
     def _attend_slots(self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
-        """Pieces that go on where others ended: a rectangle of queries over the slots, with a mask."""
+        """Attend with chunks that continue earlier ones: queries as a padded rectangle over the slots, with a mask."""
         width = self.packed.max_length
         end = int(self.positions.max()) + 1
         offsets = torch.arange(width)
@@ -164,7 +165,10 @@ class SlotPrefill:
 
 
 class SlotDecode:
-    """One new token for each of the first `count` rows: attention over the row's own tokens, and its states."""
+    """A decoding step with one token for each of the first `count` rows.
+
+    Each token attends to its row's tokens and updates its row's recurrent states.
+    """
 
     def __init__(self, cache: SlotCache, rows: Rows, count: int, states: StateStore | None = None):
         self.cache, self.count, self.states = cache, count, states
@@ -182,7 +186,7 @@ class SlotDecode:
         alive, lengths = rows.alive[:count], rows.length[:count][rows.alive[:count]]
         if (lengths != lengths[0]).any():
             return False
-        # A row in the middle of its prefill must not be written to at another row's place.
+        # A row in prefill must not be written to at the position of the other rows.
         return all(rows.sequences[row] is None for row in (~alive).nonzero()[0])
 
     def _mask(self, window: int | None) -> Tensor | None:
@@ -200,7 +204,7 @@ class SlotDecode:
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """See `AttentionContext`."""
+        """Store the new keys and values, then attend over each row's slot; see `AttentionContext` for shapes."""
         keys, values = (x[: self.count] for x in self.cache.of(layer_idx, key, value))
         if self.is_even:
             keys[:, :, self.width - 1], values[:, :, self.width - 1] = key[:, :, 0], value[:, :, 0]
@@ -208,7 +212,7 @@ class SlotDecode:
             keys[self.slots, :, self.positions] = key[:, :, 0]
             values[self.slots, :, self.positions] = value[:, :, 0]
         count, heads, _, dim = query.shape
-        # The query heads that share a key head become rows of one small matrix: no repeated keys.
+        # The query heads that share a key head become rows of one small matrix, so keys need not be repeated.
         folded = query.reshape(count, keys.shape[1], heads // keys.shape[1], dim)
         out = F.scaled_dot_product_attention(
             folded,
@@ -220,7 +224,10 @@ class SlotDecode:
         return out.reshape(count, 1, heads, out.shape[-1])
 
     def recur(self, layer_idx: int, rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
-        """See `RecurrentContext`. A row in the middle of its prefill keeps its state, which the next piece needs."""
+        """Advance the states of alive rows by one token; see `RecurrentContext` for shapes.
+
+        A row in prefill keeps its state, which its next chunk needs.
+        """
         assert self.states is not None
         kept, rows = self.states.of(layer_idx, rule, channels), self.alive
         before = States(*(x[rows] for x in kept))
@@ -230,32 +237,33 @@ class SlotDecode:
         return out.new_zeros(self.count, *out.shape[1:]).index_copy_(0, rows, out)
 
 
-# What layers with a state remember of each running row, beside the keys and values of the layers that attend.
+# Recurrent states of running rows, for layers with a state instead of keys and values.
 #
-# A state is as large after one token as after a thousand, so rows have a place for it and no blocks. It cannot be cut
-# into prefixes either: the samples of a prompt get copies of what its prefill leaves behind, and that is all sharing.
+# A state has the same size after one token as after a thousand, so it is stored per row and not in blocks. A state
+# cannot be split into prefixes either. The only sharing is that all samples of a prompt get copies of the state after
+# its prefill.
 
 
 def bytes_of_states(hf_model: PreTrainedModel) -> int:
-    """Memory that a row's states take over all layers."""
+    """Return the bytes of a row's recurrent states over all layers."""
     layers: list[Any] = recurrences(hf_model)
     recent = sum(layer.conv_dim * (layer.conv_kernel_size - 1) for layer in layers) * hf_model.dtype.itemsize
     return recent + sum(layer.num_v_heads * layer.head_k_dim * layer.head_v_dim for layer in layers) * 4
 
 
 class StateStore:
-    """Room for the states of all rows, and of one more for places that nobody takes; made on first use."""
+    """The recurrent states of all rows, and of one more row for unused places. Allocated on first use."""
 
     def __init__(self, capacity: int, device: torch.device):
         self.capacity, self.device = capacity, device
         self._layers: dict[int, States] = {}
 
     def of(self, layer: int, rule: DeltaRule, like: Tensor) -> States:
-        """Those of a layer, of all rows."""
+        """Return a layer's states of all rows, allocated on first use."""
         if layer not in self._layers:
             small = rule.no_states(0, like)
             shapes = [(self.capacity + 1, *x.shape[1:]) for x in small]
-            if self.device.type == "cpu":  # rows that are never taken take no memory
+            if self.device.type == "cpu":  # rows that are never used take no memory
                 made = [untouched_zeros(shape, x.dtype) for shape, x in zip(shapes, small, strict=True)]
             else:
                 made = [x.new_zeros(shape) for shape, x in zip(shapes, small, strict=True)]
@@ -263,19 +271,22 @@ class StateStore:
         return self._layers[layer]
 
     def move(self, moves: Seq[tuple[int, int]]) -> None:
-        """Copies rows (from, to)."""
+        """Copy the states of rows in all layers. Each move is a pair (from, to)."""
         source, target = (torch.tensor(side, device=self.device) for side in zip(*moves, strict=True))
         for states in self._layers.values():
             for x in states:
                 x[target] = x[source]
 
     def drop(self) -> None:
-        """Gives the memory back."""
+        """Free the memory of the states of all layers."""
         self._layers.clear()
 
 
 class PieceStates:
-    """The recurrence of packed prefill pieces: from where their rows are, to the rows of all who wait for them."""
+    """The recurrence over packed prefill chunks, for layers with a recurrent state.
+
+    It starts from the states of the chunks' rows and writes the final states to the rows of all samples of the prompt.
+    """
 
     def __init__(self, store: StateStore, pieces: Seq[Piece]):
         self.store = store
@@ -290,7 +301,7 @@ class PieceStates:
     def recur(
         self, layer: int, rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor, packed: PackedSequences
     ) -> Tensor:
-        """See `RecurrentContext`."""
+        """Advance the states of a layer over the packed chunks; see `RecurrentContext` for shapes."""
         kept, before = self.store.of(layer, rule, channels), None
         if self.goes_on:
             before = States(*(_emptied(x[self.rows], self.begins) for x in kept))

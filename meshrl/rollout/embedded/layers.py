@@ -1,8 +1,8 @@
-"""The forward of plain decoder layers (Llama, Mistral, Qwen2, Qwen3) from a Hugging Face model's own weights.
+"""The forward pass of plain decoder layers (Llama, Mistral, Qwen2, Qwen3) with a Hugging Face model's own weights.
 
-The same arithmetic in fewer operations: queries, keys and values are one product, gate and up another. Layers of
-experts (Qwen3-MoE, Mixtral) run these by themselves. A model that sees (Qwen's VL) has them inside of it. Any other
-model runs through its own forward. Weights are used where they lie: joined matrices are views of neighbours in memory.
+The arithmetic is the same with fewer operations: queries, keys and values are one matmul, gate and up another one. MoE
+layers (Qwen3-MoE, Mixtral) run as modules. In a VLM (Qwen's VL models), the language model's layers run this way. Any
+other model runs through its own forward. Weights are not copied: fused matrices are views of neighbours in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from meshrl.models.vision import Deep
     from meshrl.rollout.embedded.parallel import TensorParallel
 
-# Rotary embeddings whose angles do not depend on how long the sequence is.
+# Types of rotary embeddings whose angles do not depend on the sequence length.
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 SEEING_FAMILIES = (
@@ -36,25 +36,28 @@ WITH_EXPERTS = ("Qwen3MoeForCausalLM", "MixtralForCausalLM")
 
 
 def is_plain(hf_model: PreTrainedModel, families: tuple[str, ...] = FAMILIES) -> bool:
-    """Whether the model is one of those whose layers we know, without adapters or other additions."""
+    """Return whether the model is of one of these families, uses SiLU, and has no adapters or other additions."""
     if type(hf_model).__name__ not in families or hf_model.config.get_text_config().hidden_act != "silu":
         return False
-    # A trainer's linears may compute in 8 bits: their weights are like any others.
+    # A trainer's linears may compute with FP8. Their weights are ordinary weights.
     return all(
         type(m) in (torch.nn.Linear, Linear8) for m in language_model(hf_model).modules() if hasattr(m, "in_features")
     )
 
 
 def takes_contexts(hf_model: PreTrainedModel) -> bool:
-    """Whether the engine can generate with this very module; one that trains padded batches attends in its own way."""
+    """Return whether the engine can generate with this module.
+
+    A module that trains on padded batches has another attention implementation, which only a plain model can bypass.
+    """
     ours = hf_model.config.get_text_config()._attn_implementation == ATTENTION_NAME
     return ours or is_plain(hf_model, FAMILIES + SEEING_FAMILIES + WITH_EXPERTS)
 
 
 def rounds_in_forward(hf_model: PreTrainedModel) -> bool:
-    """Whether it would generate with a trainer's products of 8-bit floats: through its own forward, where ours is not.
+    """Return whether the engine would generate through the trainer's FP8 linears, because the model is not plain.
 
-    These round all weights anew in each step, which takes too long for one token a sequence.
+    Those linears quantise all weights in every step, which takes too long for one token per sequence.
     """
     if is_plain(hf_model, FAMILIES + SEEING_FAMILIES + WITH_EXPERTS):
         return False
@@ -62,7 +65,7 @@ def rounds_in_forward(hf_model: PreTrainedModel) -> bool:
 
 
 def joined(parts: list[Tensor]) -> Tensor | None:
-    """One matrix of the rows of all parts, if they lie one after the other in memory."""
+    """Return one matrix with the rows of all parts as a view, or None if the parts are not contiguous in memory."""
     end = parts[0].data_ptr()
     for part in parts:
         if part.data_ptr() != end or not part.is_contiguous():
@@ -75,7 +78,7 @@ def joined(parts: list[Tensor]) -> Tensor | None:
 
 
 def join_in_memory(linears: list[torch.nn.Linear]) -> None:
-    """Moves the weights of linears next to each other; each keeps its own, as a view."""
+    """Move the weights of linears next to each other in memory. Each linear keeps its weight as a view."""
     for name in ("weight", "bias"):
         parts = [getattr(linear, name) for linear in linears]
         if parts[0] is None or joined([p.data for p in parts]) is not None:
@@ -86,7 +89,7 @@ def join_in_memory(linears: list[torch.nn.Linear]) -> None:
 
 
 class Projection:
-    """Several linears of one input as one product (or as several, where their weights lie apart)."""
+    """Several linears of one input as one matmul, or as several matmuls if their weights are not contiguous."""
 
     def __init__(self, linears: list[torch.nn.Linear], *, has_bias: bool = True):
         weights = [linear.weight.data for linear in linears]
@@ -105,7 +108,7 @@ class Projection:
         return torch.cat([F.linear(x, w, b) for w, b in zip(self.weights, self.biases, strict=True)], -1)
 
     def halves(self, x: Tensor) -> Iterable[Tensor]:
-        """The products of two linears."""
+        """Return the outputs of the two linears, such as gate and up, without concatenating them."""
         if len(self.weights) == 1:
             return self(x).chunk(2, -1)
         return (F.linear(x, w, b) for w, b in zip(self.weights, self.biases, strict=True))
@@ -116,7 +119,7 @@ AnyProjection = Projection | Fp8Projection
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one layer."""
+    """The weights and fused projections of one decoder layer."""
 
     norm_1: Tensor
     qkv: AnyProjection
@@ -125,12 +128,12 @@ class Layer:
     norm_2: Tensor
     gate_up: AnyProjection | None
     down: AnyProjection | None
-    experts: Any  # in their place: a module with its router
+    experts: Any  # the MLP module with its router, instead of `gate_up` and `down`
     window: int | None
 
 
 class PlainLayers:
-    """All layers of a plain decoder; `refresh` after the weights changed. `in_8_bits`: products are of 8-bit floats."""
+    """All layers of a plain decoder. Call `refresh` after the weights changed. With `in_8_bits`, matmuls use FP8."""
 
     def __init__(
         self,
@@ -163,7 +166,7 @@ class PlainLayers:
 
     @torch.no_grad()
     def refresh(self) -> bool:
-        """Looks the weights up again; says whether any of them lies elsewhere than before."""
+        """Look up the weights again; return whether any weight has moved in memory."""
         pointers = tuple(map(Tensor.data_ptr, self._params))
         moved = pointers != self._pointers
         if moved:
@@ -178,11 +181,11 @@ class PlainLayers:
         return moved
 
     def forget(self) -> None:
-        """Lets go of all weights; there are no layers any more."""
+        """Release the references to all weights. There are no layers until the next `refresh`."""
         self.layers, self._head_norms, self._pointers = [], None, ()
 
     def head_norms(self) -> list[Tensor | None]:
-        """The weights of each layer's norms of queries and keys as one [heads + kv_heads, dim]."""
+        """Return the weights of each layer's query and key norms, expanded to `[heads + kv_heads, dim]`."""
         if self._head_norms is None:
             counts = (self.heads, self.kv_heads)
             self._head_norms = [
@@ -194,18 +197,18 @@ class PlainLayers:
         return self._head_norms
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """The embeddings of tokens."""
+        """Return the embeddings `[tokens, hidden]` of token ids."""
         embedding = self.decoder.embed_tokens
         return embedding(ids) if self.parallel is None else self.parallel.embedding(ids, embedding.weight)
 
     def whole(self, x: Tensor) -> Tensor:
-        """The sum of what the ranks have of a product that is cut over them."""
+        """Sum a matmul's partial results over the ranks, if the model is sharded."""
         return x if self.parallel is None else self.parallel.add(x)
 
     def rotations(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Cosines and sines [angles, dim] in the type of x, and which of their rows each token takes.
+        """Return cosines and sines `[angles, dim]` in the dtype of x, and each token's row in them.
 
-        `positions` [tokens], or [3, tokens] among which are those of images.
+        `positions` is `[tokens]`, or `[3, tokens]` if the tokens include images.
         """
         if positions.dim() == 2 or getattr(self.decoder.rotary_emb, "rope_type", "") not in FIXED_ROTATIONS:
             return *self._angles(x, positions), torch.arange(positions.shape[-1], device=x.device)
@@ -214,12 +217,12 @@ class PlainLayers:
         return *self._rotations, positions
 
     def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [tokens, dim]."""
+        """Compute the cosines and sines `[tokens, dim]` of rotary positions."""
         if not self.sees:
             cos, sin = self.decoder.rotary_emb(x, positions[None])
             return cos[0].contiguous(), sin[0].contiguous()
         cos, sin = self.decoder.rotary_emb(x, positions.expand(3, -1)[:, None])
-        if cos.dim() == 4:  # some versions of Transformers give all axes, and leave it to the layers to choose
+        if cos.dim() == 4:  # some versions of Transformers return all axes, from which the layers choose
             sizes = 2 * list(self.config.rope_parameters["mrope_section"])
             cos, sin = (
                 torch.cat([part[at % 3] for at, part in enumerate(axes.split(sizes, -1))], -1) for axes in (cos, sin)
@@ -229,7 +232,7 @@ class PlainLayers:
     def _layer(self, layer: Any) -> Layer:
         attention, mlp = layer.self_attn, layer.mlp
         has_experts = hasattr(mlp, "experts")
-        # Of results that are added up over ranks, one has the bias.
+        # Results are summed over ranks, so only one rank adds the bias.
         has_bias = self.parallel is None or self.parallel.rank == 0
         return Layer(
             layer.input_layernorm.weight.detach(),
@@ -253,7 +256,7 @@ class PlainLayers:
 
     @property
     def has_experts(self) -> bool:
-        """Whether some layers are modules that we do not know."""
+        """True if some layers have MoE modules, which run through their own forward."""
         return any(layer.experts is not None for layer in self.layers)
 
     def _window(self, attention: Any) -> int | None:
@@ -265,9 +268,12 @@ class PlainLayers:
     def __call__(
         self, x: Tensor, positions: Tensor, context: AttentionContext, one_each: bool, deep: Deep | None = None
     ) -> Tensor:
-        """Hidden states [tokens, hidden] of embeddings: of as many rows (`one_each`), or of one packed row."""
+        """Run all layers on embeddings; return hidden states `[tokens, hidden]`.
+
+        With `one_each`, every token is a row of its own. Otherwise the tokens are one packed row.
+        """
         cos, sin = (values[:, None] for values in self._angles(x, positions))
-        # The first half of the rotated vector is subtracted: the sign goes into the sines once.
+        # Rotation subtracts the first half of the rotated vector. The sign is put into the sines once.
         sin = torch.cat([-sin[..., : self.dim // 2], sin[..., self.dim // 2 :]], -1)
         rotated = self.heads + self.kv_heads
         hidden = x.shape[-1:]

@@ -1,4 +1,7 @@
-"""Runs the model for the engine: prefill pieces, then one token for every running row, sampled on the spot."""
+"""Runners of the embedded rollout's model: prefill chunks, then one sampled token for every running row.
+
+Parts: `RouteStore` for MoE routes, the base class `Runner`, and `SlotRunner` for CPUs. See `cuda_runner` for GPUs.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,12 @@ from meshrl.rollout.embedded.parallel import Parts, TensorParallel
 from meshrl.rollout.embedded.sampler import Adjuster, Sampled, Settings, sample
 from meshrl.rollout.embedded.scheduler import Piece, Rows, RunningSequence
 
-# Where the tokens of running answers went, kept as their keys and values are: in the slots of the cache's blocks.
-#
-# So whoever finds a prefix in the cache finds its routes as well. They are small: some hundred bytes a token.
+# Routes of running sequences are stored in the slots of the cache's blocks, like keys and values. So a sequence that
+# finds a prefix in the cache also finds the prefix's routes. Routes take only some hundred bytes per token.
 
 
 class RouteStore:
-    """The routes of every slot; the block after the last takes those of tokens that nobody wants."""
+    """The MoE routes of every cache slot. The block after the last one takes the routes of unused tokens."""
 
     def __init__(self, hf_model: PreTrainedModel, rows: Rows, num_blocks: int, block_size: int, device: torch.device):
         self.routers, self.rows = Routers(hf_model), rows
@@ -47,7 +49,7 @@ class RouteStore:
         self._kept: Tensor | None = None
 
     def write(self, slots: Tensor) -> None:
-        """Keeps the routes of the forward that has just been, one token a slot."""
+        """Store the routes of the last forward pass, one token per slot. `slots` is `[tokens]`."""
         routes = self.routers.recorded()
         if self._kept is None:
             shape = (self.num_slots, *routes.shape[1:])
@@ -60,12 +62,12 @@ class RouteStore:
         self._kept[slots] = routes
 
     def write_pieces(self, pieces: Iterable[Piece]) -> None:
-        """The same for prefill pieces in the order of their tokens."""
+        """Store the routes of prefill chunks, in the order of their tokens."""
         slots = [self._slots(piece.sequence.blocks, piece.start, piece.end) for piece in pieces]
         self.write(torch.from_numpy(np.concatenate(slots)).to(self.device))
 
     def copy_to_followers(self, leader: RunningSequence) -> None:
-        """The last block of a prompt is not full: every sample goes on in one of its own."""
+        """Copy the routes in the prompt's partly filled last block to the followers' own last blocks."""
         place, used = divmod(leader.computed, self.block_size)
         if leader.followers and used:
             assert self._kept is not None
@@ -73,7 +75,10 @@ class RouteStore:
             blocks[[follower.blocks[place] for follower in leader.followers]] = blocks[leader.blocks[place]].clone()
 
     def write_rows(self, alive: np.ndarray) -> None:
-        """The same for the next token of alive rows, among those of all rows before the last."""
+        """Store the routes of the next token of alive rows.
+
+        The forward pass had all rows up to the last alive one. Routes of the other rows go to the unused block.
+        """
         lengths = self.rows.length[alive].tolist()
         held = [self.rows.sequences[row] for row in alive.tolist()]
         slots = np.full(int(alive[-1]) + 1, self.num_slots - 1)
@@ -85,9 +90,10 @@ class RouteStore:
         self.write(torch.from_numpy(slots))
 
     def keep(self, sequence: RunningSequence) -> None:
-        """Hands a sequence the routes that it has not got yet, before it gives its blocks back.
+        """Append to a sequence the routes that it does not have yet, before it releases its blocks.
 
-        What it got before stays: weights may have changed since, but its tokens were sampled by way of those.
+        Routes that the sequence has already are kept. The weights may have changed since, but those routes produced the
+        sampled tokens.
         """
         if self._kept is None:
             return
@@ -98,7 +104,7 @@ class RouteStore:
             sequence.routes.append(self._kept[slots].to("cpu", non_blocking=True))
 
     def drop(self) -> None:
-        """Gives the memory back."""
+        """Free the memory of the routes of all slots."""
         self._kept = None
 
     def _slots(self, blocks: Seq[int], start: int, end: int) -> np.ndarray:
@@ -107,33 +113,33 @@ class RouteStore:
 
 
 def whole_routes(parts: list[Tensor]) -> np.ndarray | None:
-    """All routes of a sequence that has given its row back; None where none were kept."""
+    """Concatenate all routes of a sequence that has released its row; return None if no routes were recorded."""
     if not parts:
         return None
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # they may be on their way
+        torch.cuda.synchronize()  # the copies to the host may still be in progress
     return torch.cat(parts).numpy()
 
 
-# Gaps among the rows are closed when they are this share of them.
+# Gaps among the decoding rows are closed when they make up this share of the rows.
 REPACK_SHARE = 0.25
 
 
 @dataclass
 class Launch:
-    """Tokens that have been (or are being) sampled: one for each of `sequences`."""
+    """Tokens that have been sampled or are being sampled, one for each of `sequences`."""
 
     sequences: list[RunningSequence]
     sampled: Sampled
 
-    places: np.ndarray | None = None  # where their tokens are among the sampled ones, if not one after the other
+    places: np.ndarray | None = None  # indices of the sequences' tokens in `sampled`, if not consecutive
 
     def wait(self) -> Sampled:
-        """The tokens, on the CPU."""
+        """Wait for the device and return the sampled tokens on the CPU."""
         return self.sampled
 
     def live(self) -> tuple[list[RunningSequence], np.ndarray | None]:
-        """Those sequences that have not ended since, and where their tokens are."""
+        """Return the sequences that have not ended since the launch, and the indices of their tokens."""
         if all(sequence.row >= 0 for sequence in self.sequences):
             return self.sequences, self.places
         kept = [at for at, sequence in enumerate(self.sequences) if sequence.row >= 0]
@@ -142,9 +148,9 @@ class Launch:
 
 
 class Runner(ABC):
-    """Holds keys and values, runs the model and samples. Knows rows, not requests."""
+    """The base class of runners: stores keys and values, runs the model and samples. It works on rows, not requests."""
 
-    # How many launches may be under way before the oldest is looked at.
+    # The number of launches that may be pending before the oldest one's tokens are processed.
     lag = 0
 
     def __init__(
@@ -174,38 +180,41 @@ class Runner(ABC):
 
     @abstractmethod
     def load(self, sequence: RunningSequence, length: int) -> None:
-        """Takes a cached prefix over into the sequence's row."""
+        """Load a cached prefix of `length` tokens into the sequence's row."""
 
     @abstractmethod
     def store(self, sequence: RunningSequence, places: Seq[int]) -> None:
-        """Keeps blocks number `places` of a sequence for others to find."""
+        """Store blocks number `places` of a sequence in the prefix cache."""
 
     @abstractmethod
     def prefill(self, pieces: Seq[Piece]) -> Launch | None:
-        """Computes pieces of prompts; samples where a prompt is complete, for all samples that wait for it."""
+        """Compute prefill chunks. For each completed prompt, sample a token for the sequence and its followers."""
 
     @abstractmethod
     def decode(self) -> Launch | None:
-        """Writes the last token of every running row and samples the next; None where no row wants one."""
+        """Compute the last token of every running row and sample the next token.
+
+        Returns None if no row needs a token.
+        """
 
     def drop_cache(self) -> None:
-        """Gives the memory of keys, values and states back."""
+        """Free the memory of keys, values and recurrent states."""
         if self.routes is not None:
             self.routes.drop()
         if self.states is not None:
             self.states.drop()
 
     def piece_states(self, pieces: Seq[Piece]) -> PieceStates | None:
-        """Where the states of prefill pieces come from and go to, in a model that has any."""
+        """Return the reader and writer of recurrent states for prefill chunks, or None for a model without states."""
         return None if self.states is None else PieceStates(self.states, pieces)
 
     def refresh(self) -> None:
-        """Takes note that weights have changed, perhaps in place."""
+        """Update all derived state after the weights have changed, possibly in place."""
         if self.plain is not None:
             self.plain.refresh()
 
     def drop_weights(self) -> None:
-        """Gives the memory of the weights back."""
+        """Free the memory of the weights and forget the fused layers."""
         self._shapes = {name: p.shape for name, p in self.hf_model.named_parameters()}
         for param in self.hf_model.parameters():
             param.data = param.data.new_empty(0)
@@ -213,17 +222,17 @@ class Runner(ABC):
             self.plain.forget()
 
     def drop_copies(self) -> None:
-        """Gives back what was made of weights that are somebody else's."""
+        """Free the FP8 copies of weights that are shared with the trainer."""
         if self.plain is not None and self.in_8_bits:
             self.plain.forget()
 
     def take_copies(self) -> None:
-        """Makes it again, unless that has happened."""
+        """Make the FP8 copies of shared weights again, unless they exist."""
         if self.plain is not None and self.in_8_bits and not self.plain.layers:
             self.refresh()
 
     def take_weights(self) -> None:
-        """Takes memory for the weights again; what is in them has to be sent anew."""
+        """Allocate memory for the weights again. Their values have to be sent by a sync."""
         for name, param in self.hf_model.named_parameters():
             param.data = param.data.new_zeros(self._shapes[name])
         if self.plain is not None:
@@ -236,7 +245,7 @@ class Runner(ABC):
     def hidden(
         self, ids: Tensor, positions: Tensor, context: AttentionContext, one_each: bool, seen: Seen | None = None
     ) -> Tensor:
-        """Last hidden states [tokens, hidden]; of tokens among which are images that have been `seen`."""
+        """Return the last hidden states `[tokens, hidden]`. `seen` has the images among the tokens, if any."""
         if self.plain is not None:
             x, positions, deep = self.vectors(self.plain, ids, positions, seen)
             return self.plain(x, positions, context, one_each, deep)
@@ -256,7 +265,7 @@ class Runner(ABC):
     def vectors(
         self, plain: PlainLayers, ids: Tensor, positions: Tensor, seen: Seen | None
     ) -> tuple[Tensor, Tensor, Deep | None]:
-        """The first layer's input, the tokens' positions, and what goes in deeper."""
+        """Return the first layer's input, the position ids, and the deepstack features of images."""
         if seen is None:
             return plain.embedded(ids), positions, None
         assert self.sight is not None
@@ -264,11 +273,11 @@ class Runner(ABC):
         return x[0], seen.positions, deep
 
     def look(self, pieces: Seq[Piece]) -> Seen | None:
-        """Looks at the images of prefill pieces, if there are any, and notes how far they shift what comes behind."""
+        """Read the images of prefill chunks, and record how far images shift the positions of later tokens."""
         if self.sight is None:
             return None
         images = [piece.sequence.images for piece in pieces]
-        # Where there are images, positions are counted from the beginning, also of what is in the cache.
+        # For a prompt with images, positions are counted from the beginning, including tokens that are in the cache.
         ids = [p.sequence.tokens[: p.end] if p.sequence.images else p.tokens for p in pieces]
         lengths, sizes = ([len(one) for one in many] for many in (ids, [p.tokens for p in pieces]))
         known = [length - size for length, size in zip(lengths, sizes, strict=True)]
@@ -278,16 +287,16 @@ class Runner(ABC):
                 self.rows.shift[sequence.row] = 0 if seen is None else seen.shifts[at]
         if seen is None:
             return None
-        # Pieces without images may go on where others ended.
+        # A chunk without images may continue an earlier chunk, so its positions have an offset.
         starts = np.repeat([p.start - skipped for p, skipped in zip(pieces, known, strict=True)], sizes)
         return replace(seen, positions=seen.positions + torch.from_numpy(starts)).to(self.device)
 
     def routing(self) -> AbstractContextManager[None]:
-        """Inside, it is noted which experts tokens go to, where that is wanted."""
+        """Record MoE routes inside the context if this runner stores routes."""
         return nullcontext() if self.routes is None else self.routes.routers.routing(records=True)
 
     def note_pieces(self, pieces: Seq[Piece]) -> None:
-        """Keeps where the tokens of prefill pieces went."""
+        """Store the MoE routes of prefill chunks, if this runner stores routes."""
         if self.routes is not None:
             self.routes.write_pieces(pieces)
             for piece in pieces:
@@ -295,16 +304,16 @@ class Runner(ABC):
                     self.routes.copy_to_followers(piece.sequence)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits of the whole vocabulary for hidden states, scaled as the model's family does."""
+        """Return logits `[rows, vocabulary]` of hidden states, scaled as in the model's family."""
         head = self.hf_model.get_output_embeddings()
         product = head(hidden) if self.parallel is None else self.parallel.logits(hidden, head)
         return scale_logits_(product, self.scaling)
 
     def settings(self, count: int) -> tuple[Settings, bool]:
-        """The sampling settings of the first `count` rows, and whether any of them wants its logits adjusted."""
+        """Return the sampling settings of the first `count` rows, and whether any row needs adjusted logits."""
         kept = self._settings
         if kept is None or kept[0] != self.rows.composition or kept[1] != count:
-            # A gap is sampled like any other row, and thrown away.
+            # A gap is sampled like any other row, and its token is discarded.
             params = [s.params for s in self.rows.sequences[:count] if s is not None]
             filler = params[0]
             how = Settings.of([filler if s is None else s.params for s in self.rows.sequences[:count]], self.device)
@@ -314,7 +323,7 @@ class Runner(ABC):
 
 
 class SlotRunner(Runner):
-    """On a CPU: contiguous slots, every launch finished when it returns."""
+    """The runner for CPUs: contiguous slots, and every launch is complete when it returns."""
 
     def __init__(self, hf_model: PreTrainedModel, rows: Rows, cache: SlotCache, **options: Any):
         super().__init__(hf_model, rows, **options)
@@ -331,7 +340,7 @@ class SlotRunner(Runner):
     def prefill(self, pieces: Seq[Piece]) -> Launch | None:
         rows = max(max(s.row for s in (p.sequence, *p.sequence.followers)) for p in pieces) + 1
         self.cache.make_room(rows, max(piece.end for piece in pieces))
-        # Neighbours of equal length go through attention together.
+        # Chunks of equal length are neighbours, because they go through attention together.
         pieces = sorted(pieces, key=lambda piece: len(piece.tokens))
         context = SlotPrefill(self.cache, pieces, self.piece_states(pieces))
         ids = torch.from_numpy(np.concatenate([piece.tokens for piece in pieces]))
@@ -361,7 +370,7 @@ class SlotRunner(Runner):
         self._close_gaps()
         count = rows.end
         context = SlotDecode(self.cache, rows, count, self.states)
-        # Rows in the middle of their prefill are written to as well, behind what they hold.
+        # Rows in prefill are written to as well, after their last token.
         self.cache.make_room(count, int(rows.length[:count].max()) + 1)
         alive = rows.alive[:count].nonzero()[0]
         with self.routing():
@@ -380,7 +389,7 @@ class SlotRunner(Runner):
         return launch
 
     def _positions(self, places: Tensor) -> Tensor:
-        """Of the last tokens of the first rows, at these places of their sequences."""
+        """Return the position ids of the first rows' last tokens, given the tokens' indices in their sequences."""
         return places if self.sight is None else places - torch.from_numpy(self.rows.shift[: len(places)])
 
     def _sampled(

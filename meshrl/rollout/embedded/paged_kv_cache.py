@@ -1,4 +1,4 @@
-"""Keys and values on a GPU: blocks anywhere in two pools, found through a table, written and read in place."""
+"""The KV cache on a GPU: blocks in two pools, found through a block table, written and read in place."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from meshrl.rollout.embedded.kernels import NO_WINDOW, Pools, Turning, paged_dec
 from meshrl.rollout.embedded.kv_cache import PieceStates, StateStore
 from meshrl.rollout.embedded.scheduler import Piece
 
-LEAST_BLOCK = 16  # tokens: what the kernels' products take
+LEAST_BLOCK = 16  # tokens: the smallest block that the kernels' matmuls accept
 
 
 class PagedCache:
-    """Pools [layers, blocks, kv_heads, block_size, dim]; the block after the last takes what nobody wants.
+    """Pools `[layers, blocks, kv_heads, block_size, dim]` of keys and values. One more block takes unused tokens.
 
-    Of 8 bits, there are pools of scales beside them.
+    FP8 pools have pools of scales in addition.
     """
 
     def __init__(
@@ -35,21 +35,24 @@ class PagedCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         self._shape, self._options = (layers, num_blocks + 1, kv_heads, block_size, dim), (dtype, device)
         self._pools: Pools | None = None
-        self.place_of = {layer: layer for layer in range(layers)}  # of a model's layers among those of the pools
+        self.place_of = {layer: layer for layer in range(layers)}  # index in the pools of each of the model's layers
 
     @property
     def trash(self) -> int:
-        """A slot whose content is never read."""
+        """A slot that is written for unused tokens and never read."""
         return self.num_blocks * self.block_size
 
     def of(self, layer: int) -> Pools:
-        """Those of a layer of the model."""
+        """Return the pools of one of the model's layers."""
         pools, layer = self.pools(), self.place_of[layer]
         scales = None if pools.scales is None else (pools.scales[0][layer], pools.scales[1][layer])
         return Pools(pools.keys[layer], pools.values[layer], scales)
 
     def pools(self) -> Pools:
-        """All pools, made on first use. Memory that was never written may hold NaN, which no mask takes out: zeros."""
+        """Return all pools, allocated on first use as zeros.
+
+        Uninitialised memory may hold NaN, which a mask does not remove.
+        """
         if self._pools is None:
             dtype, device = self._options
 
@@ -62,7 +65,7 @@ class PagedCache:
         return self._pools
 
     def copy(self, sources: Seq[int], targets: Seq[int]) -> None:
-        """Copies whole blocks in all layers."""
+        """Copy whole blocks of keys, values and scales from `sources` to `targets` in all layers."""
         index = torch.tensor([sources, targets]).pin_memory().to(self._options[1], non_blocking=True)
         pools = self.pools()
         for pool in (pools.keys, pools.values, *(pools.scales or ())):
@@ -70,17 +73,17 @@ class PagedCache:
             bits[:, index[1]] = bits[:, index[0]]
 
     def drop(self) -> None:
-        """Gives the memory back."""
+        """Free the memory of the pools of all layers."""
         self._pools = None
 
 
 def send(array: np.ndarray, device: torch.device) -> Tensor:
-    """To the device by way of pinned memory, so that the host does not wait."""
+    """Copy an array to the device through pinned memory, so that the host does not wait."""
     return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
 
 
 class PagedPrefill:
-    """Packed prefill pieces: attention over the blocks of their sequences, and their states."""
+    """Packed prefill chunks: attention over the blocks of their sequences, and recurrent states."""
 
     def __init__(self, cache: PagedCache, pieces: Seq[Piece], device: torch.device, states: PieceStates | None = None):
         self.cache, self.states = cache, states
@@ -105,30 +108,30 @@ class PagedPrefill:
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """See `AttentionContext`."""
+        """Store keys and values in the pools, then attend; see `AttentionContext` for shapes."""
         store(key[0].transpose(0, 1), value[0].transpose(0, 1), self.cache.of(layer_idx), self.slots)
         return self.attend_stored(layer_idx, query, key, value, scaling, sliding_window)
 
     def recur(self, layer_idx: int, rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
-        """See `RecurrentContext`."""
+        """Advance the recurrent states over the chunks; see `RecurrentContext` for shapes."""
         assert self.states is not None
         return self.states.recur(layer_idx, rule, channels, decay, rate, self.packed)
 
     def attend_stored(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """The same for keys and values that are in the pools already."""
+        """Attend with keys and values that are in the pools already; see `AttentionContext` for shapes."""
         if not self.has_context:
             return self.packed.attend(layer_idx, query, key, value, scaling, sliding_window)
         key, value = stored(self.cache.of(layer_idx), self.context, query.dtype)
         if query.dtype not in HALF_TYPES:
             return self._attend_pieces(query, key, value, scaling, sliding_window)
-        # A window is counted from the end of the keys, where the queries are.
+        # The window is counted from the end of the keys, where the queries are.
         borders, longest = (self.packed.cu_seqlens, self.cu_context), (self.packed.max_length, self.longest)
         return attend_varlen(query[0].transpose(0, 1), key, value, borders, longest, scaling, sliding_window)[None]
 
     def _attend_pieces(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-        """One call a piece, for types that the fast kernels do not take."""
+        """Attend with one call per chunk, for dtypes that the fast kernels do not support."""
         outputs, first, begin = [], 0, 0
         for count, end in self.pieces:
             at = torch.arange(end - count, end, device=query.device)[:, None]
@@ -150,7 +153,7 @@ class PagedPrefill:
 
 
 class PagedDecode:
-    """One token a row; reads only tensors that stay where they are, as a recorded graph needs."""
+    """A decoding step with one token per row. It reads only tensors at fixed addresses, as a CUDA graph requires."""
 
     def __init__(
         self, cache: PagedCache, table: Tensor, order: Tensor, positions: Tensor, slots: Tensor,
@@ -160,14 +163,14 @@ class PagedDecode:
         self.states = states
 
     def recur(self, layer_idx: int, rule: DeltaRule, channels: Tensor, decay: Tensor, rate: Tensor) -> Tensor:
-        """See `RecurrentContext`."""
+        """Advance the states of the rows by one token; see `RecurrentContext` for shapes."""
         assert self.states is not None
         return recur_rows(rule, channels, decay, rate, self.states.of(layer_idx, rule, channels), self.order)
 
     def attend(
         self, layer_idx: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """See `AttentionContext`."""
+        """Store the new keys and values, then attend over each row's blocks; see `AttentionContext` for shapes."""
         store(key[:, :, 0], value[:, :, 0], self.cache.of(layer_idx), self.slots)
         query = query[:, :, 0] if query.stride(1) == query.shape[3] else query[:, :, 0].contiguous()
         return self._decode(layer_idx, query, scaling, sliding_window, None)[:, None]
@@ -175,7 +178,10 @@ class PagedDecode:
     def attend_raw(
         self, layer_idx: int, query: Tensor, turning: Turning, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """The same for queries [rows, heads, dim] that are not turned yet and have keys and values behind them."""
+        """Attend with queries `[rows, heads, dim]` that are not rotated yet.
+
+        The queries are followed in memory by keys and values.
+        """
         return self._decode(layer_idx, query, scaling, sliding_window, (turning, self.slots))
 
     def _decode(

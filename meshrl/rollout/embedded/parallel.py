@@ -1,7 +1,7 @@
-"""One rollout over several ranks: each holds a part of the weights, and computes the same tokens as the others.
+"""Tensor and expert parallelism of the embedded rollout: each rank holds a shard and samples the same tokens.
 
-All ranks must get the same requests in the same order: what they schedule and draw is then the same, since nothing in
-it depends on time or chance.
+All ranks must get the same requests in the same order. Scheduling and sampling are then equal on all ranks, because
+neither depends on time or on global random state.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from meshrl.rollout.embedded.layers import FAMILIES, SEEING_FAMILIES, is_plain
 
 
 class Parts(ABC):
-    """Which part of each weight this rank holds, and how the ranks' results come together.
+    """The sharding of weights over ranks, and the collectives that combine the ranks' results.
 
-    `tp`: over how many ranks matrices are cut. `ep`: over how many experts are spread (0: they are not).
+    `tp` is the number of ranks over which matrices are sharded. `ep` is the number of ranks over which experts are
+    distributed (0: experts are not distributed).
     """
 
     tp, ep = 1, 0
@@ -36,19 +37,19 @@ class Parts(ABC):
 
     @abstractmethod
     def _part(self, name: str, value: Tensor) -> Tensor:
-        """See `part`."""
+        """Return this rank's shard of the weight `name`; see `part`."""
 
     @property
     def local_kv_heads(self) -> int:
-        """Key heads that this rank caches."""
+        """The number of key heads that this rank caches."""
         return self.kv_heads
 
     def logits(self, hidden: Tensor, head: torch.nn.Linear) -> Tensor:
-        """Logits of the whole vocabulary, on every rank."""
+        """Return logits of the whole vocabulary, on every rank."""
         return head(hidden)
 
     def part(self, name: str, value: Tensor) -> Tensor:
-        """This rank's part of a whole weight."""
+        """Return this rank's shard of a whole weight; raise ValueError for a wrong shape."""
         if value.shape != self.shapes[name]:
             raise ValueError(
                 f"weight sync: '{name}' has shape {list(self.shapes[name])} here, but was sent as {list(value.shape)}"
@@ -57,7 +58,7 @@ class Parts(ABC):
 
     @torch.no_grad()
     def shard(self, hf_model: PreTrainedModel, device: torch.device) -> None:
-        """Replaces every weight by this rank's part; one without memory (`meta`) gets memory for the part alone."""
+        """Replace every weight by this rank's shard. A weight on `meta` gets memory for the shard only, on `device`."""
         parts: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         for name, param in hf_model.named_parameters():
             part = self.part(name, param.data)
@@ -65,22 +66,22 @@ class Parts(ABC):
             parts[param] = torch.nn.Parameter(own, requires_grad=False)
         for module in hf_model.modules():
             for name, param in module.named_parameters(recurse=False):
-                setattr(module, name, parts[param])  # tied ones stay tied
+                setattr(module, name, parts[param])  # tied weights stay tied
         hf_model.to(device)  # type: ignore[arg-type]
 
     def add(self, x: Tensor) -> Tensor:
-        """Adds the ranks' results up, in place."""
+        """Sum the ranks' tensors in place (all-reduce)."""
         dist.all_reduce(x, group=self.group)
         return x
 
     def least(self, number: int, device: torch.device) -> int:
-        """The smallest of the ranks' numbers."""
+        """Return the minimum of a number over the ranks."""
         found = torch.tensor(number, device=device)
         dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
         return int(found)
 
     def check_in_step(self, tokens: Tensor) -> None:
-        """An error on all ranks where they have not sampled the same tokens."""
+        """Raise RuntimeError on all ranks if the ranks have not sampled the same tokens."""
         places = torch.arange(1, tokens.numel() + 1, device=tokens.device)
         mine = (tokens.flatten().long() * places).sum()
         ends = torch.stack([mine, -mine])
@@ -89,14 +90,15 @@ class Parts(ABC):
             raise RuntimeError(f"the {self.size} ranks of one rollout have sampled different tokens")
 
 
-# Tensor parallelism: each rank holds a slice of every matrix and of the cache.
+# Tensor parallelism: each rank holds a shard of every matrix and of the KV cache.
 #
-# Queries, keys, values, gate and up are cut by rows (whole heads), the products after them by columns and added up over
-# the ranks, the embedding and the head by rows of the vocabulary. What looks at images is whole on every rank.
+# Queries, keys, values, gate and up are sharded by rows (whole heads). The matrices after them are sharded by columns,
+# and their outputs are summed over the ranks. Embedding and head are sharded by rows of the vocabulary. A vision tower
+# is replicated on every rank.
 
 
 class TensorParallel(Parts):
-    """A slice of every matrix."""
+    """Tensor parallelism, with a shard of every matrix on each rank."""
 
     def __init__(self, hf_model: PreTrainedModel, group: dist.ProcessGroup):
         super().__init__(hf_model, group)
@@ -121,12 +123,12 @@ class TensorParallel(Parts):
 
     @property
     def local_kv_heads(self) -> int:
-        """Key heads of this rank; with more ranks than key heads several ranks hold the same one."""
+        """The number of this rank's key heads. With more ranks than key heads, several ranks hold the same head."""
         return max(self.kv_heads // self.size, 1)
 
     @property
     def stretch(self) -> int:
-        """Rows of the embedding and of the head that a rank holds (the last one fewer)."""
+        """The number of rows of embedding and head that a rank holds (the last rank may hold fewer)."""
         return -(-self.vocabulary // self.size)
 
     def _part(self, name: str, value: Tensor) -> Tensor:
@@ -146,7 +148,7 @@ class TensorParallel(Parts):
         return value
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Embeddings of tokens: each comes from the rank that holds its row, the others add zeros."""
+        """Return the embeddings of tokens. Each row comes from the rank that holds it, all other ranks add zeros."""
         rows = ids - self.rank * self.stretch
         is_mine = (rows >= 0) & (rows < len(weight))
         return self.add(F.embedding(rows.clamp(0, len(weight) - 1), weight) * is_mine[:, None])
@@ -159,15 +161,15 @@ class TensorParallel(Parts):
         return torch.cat(parts, -1)[:, : self.vocabulary]
 
 
-# Expert parallelism: each rank holds some of the experts of every sparse layer, and everything else whole.
+# Expert parallelism: each rank holds some of the experts of every sparse layer, and replicas of all other weights.
 #
-# All ranks route all tokens alike. Each computes those that go to its own experts, and the results are added up.
+# All ranks route all tokens equally. Each rank computes the tokens of its own experts, and the outputs are summed.
 
 STACKED = {"gate_up_proj", "down_proj"}
 
 
 class ExpertParallel(Parts):
-    """Some of the experts, in the order of their numbers."""
+    """Expert parallelism, with a contiguous range of experts on each rank."""
 
     def __init__(self, hf_model: PreTrainedModel, group: dist.ProcessGroup):
         super().__init__(hf_model, group)
@@ -198,7 +200,10 @@ class ExpertParallel(Parts):
             experts.register_forward_hook(lambda *call: self.add(call[-1]))
 
     def _own_tokens(self, experts: Any, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens for experts of other ranks count nothing; where transformers leaves them out, they cost nothing."""
+        """Set the weights of tokens for other ranks' experts to zero.
+
+        If transformers supports it (`_is_expert_parallel`), those tokens are skipped and cost nothing.
+        """
         hidden, chosen, weights = given
         chosen = chosen - self.rank * experts.num_experts
         is_mine = (chosen >= 0) & (chosen < experts.num_experts)
@@ -207,7 +212,7 @@ class ExpertParallel(Parts):
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Whether a module is the experts of a layer, as transformers stacks them, and nothing besides."""
+    """Return whether a module is a layer's stacked experts as in transformers, without other parameters."""
     params = dict(module.named_parameters())
     are_stacked = params.keys() == STACKED and all(param.dim() == 3 for param in params.values())
     return are_stacked and hasattr(module, "num_experts")

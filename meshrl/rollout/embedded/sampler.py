@@ -1,6 +1,8 @@
-"""From logits to tokens: one uniform number a row, drawn from its own seed, picks the token on the cumulative sum.
+"""Sampling of tokens from logits: a uniform number per row, from the row's seed, selects on the cumulative sum.
 
-A sample's tokens depend on its seed and its position alone, never on its neighbours in the batch or on the layout.
+A sample's tokens depend only on its seed and position, not on its neighbours in the batch or on the layout.
+
+Parts: seeds and uniform numbers, `Settings` and `sample`, and `Adjuster`, the logits processors.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from torch import Tensor
 from meshrl.rollout.embedded.scheduler import Rows, RunningSequence
 from meshrl.rollout.requests import SamplingParams
 
-# SplitMix64, whose products wrap around in int64 as they do in uint64.
+# SplitMix64. Its products wrap around in int64 in the same way as in uint64.
 GOLDEN, MIX_1, MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
 
 def uniform(seeds: Tensor, step: Tensor | int) -> Tensor:
-    """A float64 in [0, 1) for each seed and step, from a hash."""
+    """Return a float64 in [0, 1) for each seed and step, computed by a hash."""
     x = seeds + (torch.as_tensor(step, device=seeds.device) + 1) * GOLDEN
     x = (x ^ _shift(x, 30)) * MIX_1
     x = (x ^ _shift(x, 27)) * MIX_2
@@ -29,16 +31,16 @@ def uniform(seeds: Tensor, step: Tensor | int) -> Tensor:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift (torch's own keeps the sign)."""
+    """Shift right logically (torch's own shift keeps the sign)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The sampling parameters of the rows of a batch, each as a column [rows, 1]; None where no row needs it."""
+    """The sampling parameters of a batch's rows, each as a column `[rows, 1]`, or None if every row has the default."""
 
     greedy: Tensor | None = None
-    temperature: Tensor | None = None  # 1 in greedy rows
+    temperature: Tensor | None = None  # 1 for greedy rows
     top_k: Tensor | None = None
     top_p: Tensor | None = None
     min_p: Tensor | None = None
@@ -47,7 +49,7 @@ class Settings:
 
     @staticmethod
     def of(params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> Settings:
-        """Stacks the parameters of the rows."""
+        """Stack the sampling parameters of the rows into columns `[rows, 1]`."""
         distinct = list({id(p): p for p in params}.values())
 
         def column(name: str, default: float, dtype: torch.dtype) -> Tensor | None:
@@ -72,13 +74,16 @@ class Settings:
 
     @property
     def cuts(self) -> bool:
-        """Whether some row draws from less than the whole distribution."""
+        """True if some row uses top-k, top-p or min-p."""
         return not (self.top_k is None and self.top_p is None and self.min_p is None)
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """A token for every row, its log-prob, and the likeliest tokens with theirs [rows, top_log_probs] if asked for."""
+    """A token and its log-prob for every row.
+
+    Optionally also the likeliest tokens and their log-probs `[rows, top_log_probs]`.
+    """
 
     tokens: Tensor
     log_probs: Tensor
@@ -89,7 +94,10 @@ class Sampled:
 def sample(
     logits: Tensor, how: Settings, seeds: Tensor, steps: Tensor | int, adjusted: Tensor | None = None
 ) -> Sampled:
-    """Draws from logits [rows, vocabulary]; from `adjusted` ones where given, with log-probs of the unadjusted."""
+    """Sample a token for each row of logits `[rows, vocabulary]`.
+
+    With `adjusted` logits, tokens are sampled from those. The log-probs are always those of `logits`.
+    """
     logits = logits.float()
     if how.temperature is not None:
         logits = logits / how.temperature
@@ -112,14 +120,14 @@ def sample(
 
 
 def draw(log_probs: Tensor, seeds: Tensor, steps: Tensor | int) -> Tensor:
-    """The token whose stretch of the cumulative sum holds the row's number; -inf is never drawn."""
+    """Return the tokens whose interval of the cumulative sum contains the row's number. -inf is never sampled."""
     cumulative = log_probs.exp().cumsum(-1, dtype=torch.float64)
     point = uniform(seeds, steps)[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, point, right=True)[:, 0].clamp_(max=log_probs.shape[-1] - 1)
 
 
 def keep_likeliest(log_probs: Tensor, how: Settings) -> Tensor:
-    """Sets to -inf what top-k, then top-p, then min-p leave out, each counting within what is left; ties stay."""
+    """Set to -inf what top-k, then top-p, then min-p exclude. Each filter works on what is left. Ties are kept."""
     vocabulary = log_probs.shape[-1]
     if how.top_k is not None or how.top_p is not None:
         ordered = log_probs.sort(-1, descending=True).values
@@ -143,7 +151,7 @@ def keep_likeliest(log_probs: Tensor, how: Settings) -> Tensor:
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """The seed of answer `index` to a request with `seed`, as an int64: the request's own for the first answer."""
+    """Return the int64 seed of completion `index` of a request. Completion 0 has the request's own seed."""
     word = (1 << 64) - 1
     x = (seed + index * 0xD1B54A32D192ED03) & word
     if index:
@@ -154,7 +162,7 @@ def derived_seed(seed: int, index: int) -> int:
 
 
 def step_keys(seeds: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """An int64 of random bits for each seed and step: those that `uniform` makes its number of."""
+    """Return an int64 of random bits for each seed and step. `uniform` makes its numbers from the same bits."""
     with np.errstate(over="ignore"):
         x = seeds.astype(np.uint64) + (steps.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN % 2**64)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(MIX_1 % 2**64)
@@ -162,20 +170,20 @@ def step_keys(seeds: np.ndarray, steps: np.ndarray) -> np.ndarray:
         return (x ^ (x >> np.uint64(31))).view(np.int64)
 
 
-# What changes a row's logits before its token is drawn: repetition penalty, logit bias, and no end before min_tokens.
+# Adjustment of a row's logits before sampling: repetition penalty, logit bias, and no stop token before min_tokens.
 #
-# Log-probs never see these: they are those of the model itself.
+# Log-probs are never adjusted: they are those of the model itself.
 
 
 class Adjuster:
-    """Remembers which tokens each row has seen, and applies the rows' wishes to their logits."""
+    """The logits processors of all rows. It tracks the tokens of each row for the repetition penalty."""
 
     def __init__(self, rows: Rows, vocabulary: int, device: torch.device):
         self.rows, self.vocabulary, self.device = rows, vocabulary, device
         self._seen: Tensor | None = None
 
     def enter(self, sequence: RunningSequence) -> None:
-        """Notes the tokens of a sequence whose first token is about to be sampled."""
+        """Record the tokens of a sequence whose first token is about to be sampled."""
         if sequence.params.repetition_penalty == 1:
             return
         if self._seen is None:
@@ -185,17 +193,17 @@ class Adjuster:
         seen[torch.from_numpy(sequence.tokens_with(self.rows)).to(self.device)] = True
 
     def note(self, rows: Tensor, tokens: Tensor) -> None:
-        """Notes sampled tokens."""
+        """Record one sampled token for each of these rows."""
         if self._seen is not None:
             self._seen[rows, tokens] = True
 
     def move(self, source: int, target: int) -> None:
-        """Follows a sequence to another row."""
+        """Copy a row's record when its sequence moves to another row."""
         if self._seen is not None:
             self._seen[target] = self._seen[source]
 
     def adjust(self, logits: Tensor, rows: np.ndarray) -> Tensor | None:
-        """Adjusted logits of these rows, or None where nothing changes. Row i of `logits` belongs to row `rows[i]`."""
+        """Return adjusted logits, or None if no row needs adjustment. Row i of `logits` belongs to row `rows[i]`."""
         made: Tensor | None = None
         for place, row in enumerate(rows.tolist()):
             sequence = self.rows.sequences[row]

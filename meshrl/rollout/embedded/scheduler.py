@@ -1,8 +1,9 @@
-"""Which sequences compute what in the next step: decoding first, then prefill pieces under the token budget.
+"""The scheduler of the embedded rollout, its table of running sequences (`Rows`), and its block manager.
 
-Waiting sequences enter in the order they came, as rows, blocks and budget allow. Samples of one prompt enter together
-and share its prefill. A sequence whose next block is just being computed by another waits one step and finds it in the
-cache. When blocks run out, the sequence that came last gives its blocks back and is computed again later.
+Every step decodes all running sequences first, then computes prefill chunks under the token budget. Waiting sequences
+enter in the order of arrival, as rows, blocks and budget allow. Samples of one prompt enter together and share its
+prefill. A sequence whose next block is being computed by another sequence waits one step and finds the block in the
+cache. If blocks run out, the sequence that arrived last releases its blocks and is recomputed later.
 """
 
 from __future__ import annotations
@@ -20,17 +21,20 @@ from torch import Tensor
 from meshrl.data.images import Images
 from meshrl.rollout.requests import SamplingParams
 
-# Of every so many running rows, one free block is kept back when a new sequence wants in.
+# One free block per this many held rows is kept in reserve when a new sequence is admitted.
 ROWS_PER_SPARE_BLOCK = 4
-# Prefill is launched as soon as this many tokens have come together.
+# Prefill is launched as soon as its chunks have this many tokens.
 LAUNCH_TOKENS = 16384
-# How far admission looks past sequences that wait for a block of another.
+# The largest number of sequences waiting for another sequence's block that admission skips.
 MOST_SKIPPED = 1024
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens [start, start + len(tokens)) of a sequence to compute; `is_last`: then its next token can be sampled."""
+    """A prefill chunk: tokens [start, start + len(tokens)) of a sequence.
+
+    If `is_last`, the sequence's next token can be sampled after the chunk.
+    """
 
     sequence: RunningSequence
     tokens: np.ndarray
@@ -43,37 +47,37 @@ class Piece:
 
 
 class Scheduler:
-    """Owns the queue; decides who holds rows and blocks."""
+    """The owner of the queue, which decides which sequences hold rows and blocks."""
 
     def __init__(self, rows: Rows, blocks: BlockManager, max_tokens: int, *, caching: bool = True):
         self.rows, self.blocks, self.max_tokens, self.caching = rows, blocks, max_tokens, caching
         self.waiting: deque[RunningSequence] = deque()
         self.prefilling: list[RunningSequence] = []
         self.preemptions = self.cached_tokens = self.prompt_tokens = 0
-        self.loads: list[tuple[RunningSequence, int]] = []  # rows that take so many tokens over from cached blocks
-        # Hears of sequences that have computed something, before they give their blocks back.
+        self.loads: list[tuple[RunningSequence, int]] = []  # and how many cached tokens to load
+        # Called with each sequence that has decoded, before the sequence releases its blocks.
         self.before_leaving: Callable[[RunningSequence], None] | None = None
 
     def has_work(self) -> bool:
         return bool(self.waiting) or self.rows.num_held > 0
 
     def rows_to_grow(self) -> np.ndarray:
-        """Alive rows whose next token needs a new block."""
+        """Return the alive rows whose next token needs a new block."""
         rows = self.rows
         return (rows.alive & (rows.length >= rows.room) & (rows.launched < rows.limit)).nonzero()[0]
 
     def is_short(self) -> bool:
-        """Whether running sequences want more blocks than are free."""
+        """Return whether running sequences need more blocks than are free."""
         return len(self.rows_to_grow()) > self.blocks.num_free
 
     def schedule(self) -> Iterator[list[Piece]]:
-        """Gives every running row a place for its next token, then yields the prefill pieces of this step.
+        """Allocate a place for every running row's next token, then yield the prefill chunks of this step.
 
-        They come in groups, each to be launched before the next is asked for: a device works on the first while later
-        ones are admitted.
+        The chunks come in groups. Each group must be launched before the next one is requested, so that a device works
+        on the first group while later sequences are admitted.
         """
         self._grow()
-        # Long prompts must get on even when the decoding rows alone use up the budget.
+        # At least 1, so that long prompts advance even if the decoding rows alone use up the budget.
         budget = max(self.max_tokens - int(self.rows.alive.sum()), 1)
         group: list[Piece] = []
         size = 0
@@ -99,7 +103,10 @@ class Scheduler:
                 self.preempt(max(self.rows.held(), key=lambda s: s.arrival))
 
     def _pieces(self, budget: int, in_work: set[Key]) -> Iterator[Piece]:
-        """Pieces of prompts under way, then of new ones. `in_work`: blocks that pieces of the same group compute."""
+        """Yield chunks of prompts in progress, then of new prompts.
+
+        `in_work` has the keys of blocks that chunks of the same group compute.
+        """
         for sequence in list(self.prefilling):
             if budget > 0:
                 piece = self._piece(sequence, budget)
@@ -126,7 +133,7 @@ class Scheduler:
             self.waiting.extendleft(reversed(skipped))
 
     def _enter(self, sequence: RunningSequence, length: int, cached_blocks: int, budget: int) -> Piece:
-        """Gives a sequence its row; its followers come along."""
+        """Assign rows to a sequence and to its followers, and return the sequence's first prefill chunk."""
         self.rows.place(sequence)
         self._place_followers(sequence, length)
         sequence.computed = cached_blocks * self.blocks.block_size
@@ -139,7 +146,7 @@ class Scheduler:
 
     def _piece(self, sequence: RunningSequence, budget: int) -> Piece:
         tokens = sequence.tokens
-        # Images are looked at as a whole, and so are the prompts that have any.
+        # A prompt with images is computed in one chunk, because its images are encoded as a whole.
         most = len(tokens) if sequence.images else budget
         start, end = sequence.computed, min(len(tokens), sequence.computed + most)
         sequence.computed = end
@@ -150,17 +157,21 @@ class Scheduler:
         return Piece(sequence, tokens[start:end], start, end == len(tokens))
 
     def _match(self, sequence: RunningSequence, tokens: np.ndarray) -> Match:
-        # At least the last token is computed again: the next one is sampled from its logits.
+        # At least the last token is recomputed, because the next token is sampled from its logits.
         if not self.caching or len(tokens) <= self.blocks.block_size or not self._wants_cache(sequence):
             return Match([], 0, None)
         return self.blocks.match(sequence.named(tokens), len(tokens) - 1)
 
     def _wants_cache(self, sequence: RunningSequence) -> bool:
-        """A batch for training finds nothing in the cache but its own prompts: those of split or restarted groups."""
+        """Return whether to look for a sequence's prefix in the cache.
+
+        Sequences of a training batch only reuse prompts of their own batch, if a group of samples was split or
+        restarted.
+        """
         return sequence.cacheable or bool(len(sequence.output)) or sequence.index > 0
 
     def _take_blocks(self, sequence: RunningSequence, length: int, match: Match) -> bool:
-        """Takes the blocks of all tokens and the next, but only while enough are left for the rows that run."""
+        """Allocate blocks for all tokens and the next one; return False if too few would be left for running rows."""
         self.blocks.share(match.blocks)
         needed = self.blocks.blocks_for(length + 1) - len(match.blocks)
         spare = -(-self.rows.num_held // ROWS_PER_SPARE_BLOCK)
@@ -171,7 +182,10 @@ class Scheduler:
         return True
 
     def _place_followers(self, leader: RunningSequence, length: int) -> None:
-        """Lets waiting samples of the same prompt in that fit; they take over what the leader computes."""
+        """Admit waiting samples of the leader's prompt as followers, as far as rows and blocks allow.
+
+        Followers share the leader's full blocks and use its prefill.
+        """
         shared = length // self.blocks.block_size
         spare = -(-self.rows.num_held // ROWS_PER_SPARE_BLOCK)
         while self.waiting and self.rows.num_free and not len(leader.output):
@@ -185,25 +199,25 @@ class Scheduler:
             leader.followers.append(follower)
 
     def start(self, sequence: RunningSequence) -> None:
-        """The sequence's prefill has been launched: from now on it decodes."""
+        """Mark the sequence's row as decoding, after its prefill has been launched."""
         row = sequence.row
         sequence.computed = self.rows.length[row] = len(sequence.prompt) + int(self.rows.count[row])
         self.rows.room[row] = len(sequence.blocks) * self.blocks.block_size
         self.rows.alive[row] = True
 
     def register(self, sequence: RunningSequence, length: int, tokens: np.ndarray) -> list[int]:
-        """Makes the first `length` tokens findable; returns the places of blocks that were not."""
+        """Register the blocks of the first `length` tokens in the prefix cache; return the places of new blocks."""
         if not self.caching or length < self.blocks.block_size:
             return []
         return self.blocks.register(sequence.named(tokens[:length]), sequence.blocks)
 
     def remove(self, sequence: RunningSequence) -> None:
-        """Takes row and blocks back."""
+        """Release a sequence's row and blocks. Its followers return to the head of the queue."""
         if sequence in self.prefilling:
             self.prefilling.remove(sequence)
         followers, sequence.followers = sequence.followers, []
         if followers:
-            # The first of them carries the prefill on from nothing.
+            # The first follower starts the prefill again from the beginning.
             for follower in followers:
                 self._give_back(follower)
             self.waiting.extendleft(reversed(followers))
@@ -220,13 +234,13 @@ class Scheduler:
         self.rows.remove(sequence)
 
     def preempt(self, sequence: RunningSequence) -> None:
-        """Sends a sequence back to the head of the queue; what it computed is lost, what it sampled is not."""
+        """Return a sequence to the head of the queue. Its KV cache is lost, its sampled tokens are kept."""
         self.remove(sequence)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
     def restart(self) -> None:
-        """Sends every running sequence back to the queue, in the order they came, and forgets all cached blocks."""
+        """Return all running sequences to the queue, in the order of arrival, and forget all cached blocks."""
         for sequence in self.rows.held():
             if sequence.row >= 0:
                 self.remove(sequence)
@@ -235,7 +249,7 @@ class Scheduler:
         self.waiting = deque(sorted(self.waiting, key=lambda s: s.arrival))
 
     def take(self, wanted: Iterable[str]) -> list[RunningSequence]:
-        """Takes the sequences of these requests out of queue and rows."""
+        """Remove the sequences of these requests from queue and rows, and return them."""
         names = set(wanted)
         taken = [sequence for sequence in self.waiting if sequence.request_id in names]
         if taken:
@@ -244,14 +258,15 @@ class Scheduler:
         for sequence in running:
             if sequence.row >= 0:
                 self.remove(sequence)
-        # A follower may have gone back to the queue when its leader left.
+        # A follower may have returned to the queue when its leader was removed.
         again = {id(s) for s in self.waiting if s.request_id in names}
         if again:
             self.waiting = deque(s for s in self.waiting if id(s) not in again)
         return taken + running
 
 
-# Sequences and the rows they hold while they run. Numbers of all rows lie in arrays: no loop over rows in a step.
+# Sequences and the rows that they hold while running. The state of all rows is in arrays, so a step has no loop over
+# rows.
 
 _arrivals = itertools.count()
 FIRST_WIDTH = 64
@@ -259,63 +274,63 @@ FIRST_WIDTH = 64
 
 @dataclass(eq=False)
 class RunningSequence:
-    """One answer in the making. While it holds a row, its tokens lie there; else in `output` and `log_probs`."""
+    """One completion in progress. Its tokens are in the row that it holds, otherwise in `output` and `log_probs`."""
 
     request_id: str
     index: int
     prompt: np.ndarray
     params: SamplingParams
     seed: int
-    limit: int  # most tokens to sample: max_tokens, or what the context leaves
-    sink: Any = None  # where the answer goes at its end, if not into chunks
+    limit: int  # the largest number of tokens to sample: max_tokens, or what the context leaves
+    sink: Any = None  # destination of the finished completion, if it is not delivered in chunks
     streams: bool = False
     cacheable: bool = True
     images: Images = ()
-    names: np.ndarray | None = None  # of the prompt's tokens in the cache, where ids do not tell
+    names: np.ndarray | None = None  # the prompt's tokens as the cache identifies them, if token ids are ambiguous
     row: int = -1
     blocks: list[int] = field(default_factory=list)
-    computed: int = 0  # tokens whose keys and values are (being) computed
+    computed: int = 0  # tokens whose keys and values are computed or being computed
     followers: list[RunningSequence] = field(
         default_factory=list
-    )  # samples of the same prompt that wait for its prefill
-    sent: int = 0  # tokens handed out in chunks
+    )  # samples of the same prompt that wait for this prefill
+    sent: int = 0  # tokens delivered in chunks
     output: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     log_probs: np.ndarray = field(default_factory=lambda: np.empty(0, np.float32))
     top_log_probs: list[dict[int, float]] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)  # (first token, version)
-    routes: list[Tensor] = field(default_factory=list)  # where its first tokens went, in pieces; see RouteStore
+    routes: list[Tensor] = field(default_factory=list)  # routes of the first tokens, in parts; see RouteStore
     arrival: int = field(default_factory=lambda: next(_arrivals))
 
     def __post_init__(self) -> None:
         p = self.params
-        # Whether a token may need other logits than the model's, or more sampling than a temperature.
+        # Whether a token may need adjusted logits, or sampling parameters besides a temperature.
         self.adjusts = p.repetition_penalty != 1 or bool(p.logit_bias) or p.min_tokens > 0
         self.is_special = self.adjusts or p.top_k > 0 or p.top_p < 1 or p.min_p > 0 or p.top_log_probs > 0
 
     @property
     def tokens(self) -> np.ndarray:
-        """Prompt and answer so far, of a sequence without a row."""
+        """Prompt and sampled tokens of a sequence without a row."""
         return np.concatenate([self.prompt, self.output]) if len(self.output) else self.prompt
 
     def named(self, tokens: np.ndarray) -> np.ndarray:
-        """First tokens of this sequence by the names that the cache knows them by."""
+        """Return the sequence's first tokens as the cache identifies them."""
         if self.names is None:
             return tokens
         return np.concatenate([self.names, tokens[len(self.names) :]])[: len(tokens)]
 
     def tokens_with(self, rows: Rows) -> np.ndarray:
-        """Prompt and answer so far, of a sequence with a row."""
+        """Return prompt and sampled tokens of a sequence with a row."""
         return np.concatenate([self.prompt, rows.answer(self)[0]])
 
     def mark(self, count: int, version: int) -> None:
-        """From its token number `count` on, this answer is sampled with `version`."""
+        """Record that tokens from number `count` on are sampled with `version`."""
         if self.spans and self.spans[-1][0] == count:
             self.spans.pop()
         if not self.spans or self.spans[-1][1] != version:
             self.spans.append((count, version))
 
     def versions(self, start: int, end: int) -> np.ndarray:
-        """The version of each token in [start, end)."""
+        """Return the version of each token in [start, end)."""
         made = np.empty(end - start, np.int32)
         for first, version in self.spans:
             made[max(first - start, 0) :] = version
@@ -323,11 +338,10 @@ class RunningSequence:
 
 
 class Rows:
-    """Rows of the running batch. `length` counts tokens with keys and values, `count` sampled tokens.
+    """The rows of the running batch. `length` counts tokens with keys and values, `count` counts sampled tokens.
 
-    A row is empty, waiting for its prefill, or alive (`alive`: it decodes). `launched` counts tokens whose sampling has
-    been started; on a GPU that runs ahead of `count`. The position of a token behind images is its place in the
-    sequence less `shift`.
+    A row is empty, in prefill, or decoding (`alive`). `launched` counts tokens whose sampling has been launched, which
+    is ahead of `count` on a GPU. The position id of a token after images is its index in the sequence minus `shift`.
     """
 
     def __init__(self, capacity: int):
@@ -337,12 +351,13 @@ class Rows:
             np.zeros(capacity, np.int64) for _ in range(8)
         )
         self.alive = np.zeros(capacity, bool)
-        self.placement = np.zeros(capacity, np.int64)  # which sequence, by the number of placements before it
+        # identifies the sequence in the row, by the value of `composition` when it was placed
+        self.placement = np.zeros(capacity, np.int64)
         self.stops = np.full((capacity, 1), -1, np.int64)
         self.tokens = np.zeros((capacity, FIRST_WIDTH), np.int64)
         self.log_probs = np.zeros((capacity, FIRST_WIDTH), np.float32)
         self._free = list(range(capacity))
-        self.composition = 0  # moves on whenever a row changes hands
+        self.composition = 0  # changes whenever a row gets another sequence
 
     @property
     def num_free(self) -> int:
@@ -354,16 +369,16 @@ class Rows:
 
     @property
     def end(self) -> int:
-        """All rows from here on are empty or wait for their prefill."""
+        """The end of the decoding rows: all rows from here on are empty or in prefill."""
         alive = self.alive.nonzero()[0]
         return int(alive[-1]) + 1 if len(alive) else 0
 
     def held(self) -> list[RunningSequence]:
-        """All sequences that hold a row."""
+        """Return all sequences that hold a row, in the order of their rows."""
         return [sequence for sequence in self.sequences if sequence is not None]
 
     def place(self, sequence: RunningSequence) -> None:
-        """Gives the sequence the first free row."""
+        """Assign the first free row to the sequence and copy the sequence's state into the row."""
         row = sequence.row = heapq.heappop(self._free)
         self.sequences[row] = sequence
         params, count = sequence.params, len(sequence.output)
@@ -384,7 +399,7 @@ class Rows:
         self.placement[row] = self.composition
 
     def remove(self, sequence: RunningSequence) -> None:
-        """Takes the row back; the sequence keeps its answer so far."""
+        """Release the sequence's row. The sequence keeps its sampled tokens and log-probs."""
         row = sequence.row
         sequence.output, sequence.log_probs = self.answer(sequence)
         self.sequences[row] = None
@@ -394,13 +409,13 @@ class Rows:
         heapq.heappush(self._free, row)
 
     def answer(self, sequence: RunningSequence, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """A copy of the tokens and log-probs from number `start` on."""
+        """Return copies of the tokens and log-probs from number `start` on."""
         row = sequence.row
         part = slice(start, int(self.count[row]))
         return self.tokens[row, part].copy(), self.log_probs[row, part].copy()
 
     def write(self, rows: np.ndarray, tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-        """Appends one token to each of these rows; returns which of them have ended (1: stop, 2: length, 0: not)."""
+        """Append one token to each of these rows; return how each row has ended (1: stop, 2: length, 0: not ended)."""
         places = self.count[rows]
         self._widen(int(places.max()) + 1)
         self.tokens[rows, places] = tokens
@@ -411,16 +426,16 @@ class Rows:
         return np.where(stopped, 1, np.where(places >= self.limit[rows], 2, 0))
 
     def gaps(self) -> list[tuple[int, int]]:
-        """Moves (from, to) of the last alive rows into gaps, after which no gap is left."""
+        """Return moves (from, to) of the last alive rows into gaps, such that no gap is left after the moves."""
         alive = self.alive.nonzero()[0]
         empty = [row for row in range(len(alive)) if not self.alive[row]]
-        # A row that waits for its prefill is no gap; it stays where it is.
+        # A row in prefill is not a gap and stays in place.
         targets = [row for row in empty if self.sequences[row] is None]
         sources = [int(row) for row in alive[::-1] if row >= len(alive)]
         return list(zip(sources, targets, strict=False))
 
     def move(self, source: int, target: int) -> None:
-        """Moves a sequence to an empty row."""
+        """Move a sequence from row `source` to the empty row `target`."""
         sequence = self.sequences[source]
         assert sequence is not None
         for x in (self.length, self.count, self.launched, self.limit, self.floor, self.room, self.seed, self.shift):
@@ -445,20 +460,21 @@ class Rows:
             self.log_probs = np.pad(self.log_probs, ((0, 0), (0, more)))
 
 
-# The bookkeeping of the KV cache: blocks of tokens that are free, in use by several sequences, or kept for later.
+# The block manager of the KV cache. A block of tokens is free, in use by one or more sequences, or kept for later.
 #
-# A full block whose tokens are known can be *registered* under its content: the tokens and the block before it. When
-# nobody uses it any more it stays findable until its memory is needed (the longest unused goes first).
+# A full block with known tokens can be *registered* under its content: its tokens and the block before it. When no
+# sequence uses the block any more, it can still be found until its memory is needed. The block that has been unused
+# for the longest time is evicted first.
 
-# The block before (its serial number; 0: none) and the tokens. Serial numbers are never used twice, so a key names
-# one exact prefix: nothing is hashed away and no two prefixes can be mistaken for each other.
+# The serial number of the block before (0: none), and the tokens. Serial numbers are never reused, so a key identifies
+# one exact prefix. Keys are not hashes, so two prefixes cannot be confused.
 Key = tuple[int, bytes]
 ROOT = 0
 
 
 @dataclass(frozen=True)
 class Match:
-    """Cached blocks of a prefix, the serial number of the last, and the key of the first block that is missing."""
+    """The cached blocks of a prefix, the last one's serial number, and the key of the first missing block."""
 
     blocks: list[int]
     serial: int
@@ -466,7 +482,7 @@ class Match:
 
 
 class BlockManager:
-    """Hands out blocks by number. Every block is free, in use (with a count of its users), or idle but findable."""
+    """The allocator of blocks by number. A block is free, in use (with a count of its users), or idle but cached."""
 
     def __init__(self, num_blocks: int, block_size: int):
         if num_blocks < 1 or block_size < 1:
@@ -481,20 +497,20 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated: never used, given back, or idle."""
+        """The number of blocks that can be allocated: never used, released, or idle."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that can be found by their content."""
+        """The number of blocks that can be found by their content."""
         return len(self._found)
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks hold this many tokens."""
+        """Return how many blocks this many tokens need."""
         return -(-tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
-        """Takes blocks, from the idle ones last; there must be enough (`num_free`)."""
+        """Allocate blocks. Idle blocks are taken last. The caller must check that enough are free (`num_free`)."""
         taken = []
         for _ in range(count):
             if self._free:
@@ -507,14 +523,14 @@ class BlockManager:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Adds a user to each of these blocks."""
+        """Increment the user count of each of these blocks."""
         for block in blocks:
             if self._users[block] == 0:
                 del self._idle[block]
             self._users[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Takes a user from each of these blocks; of a sequence's idle blocks, the last will be evicted first."""
+        """Decrement the user count of each of these blocks. The last idle block of a sequence is evicted first."""
         for block in reversed(blocks):
             self._users[block] -= 1
             assert self._users[block] >= 0, f"block {block} was given back twice"
@@ -525,7 +541,7 @@ class BlockManager:
                     self._free.append(block)
 
     def match(self, tokens: Sequence[int] | np.ndarray, most: int) -> Match:
-        """The longest cached prefix of `tokens` within its first `most` tokens; takes no block."""
+        """Return the longest cached prefix of `tokens` within the first `most` tokens. Allocates no blocks."""
         blocks: list[int] = []
         serial, missing = ROOT, None
         for place, content in enumerate(self._contents(tokens)):
@@ -539,14 +555,14 @@ class BlockManager:
         return Match(blocks, serial, missing)
 
     def register(self, tokens: Sequence[int] | np.ndarray, blocks: Sequence[int]) -> list[int]:
-        """Makes the full blocks of `tokens` findable; returns the places in `blocks` of those that are new."""
+        """Register the full blocks of `tokens`; return the places in `blocks` of newly registered blocks."""
         serial, new = ROOT, []
         for place, content in enumerate(self._contents(tokens)):
             key = (serial, content)
             found = self._found.get(key)
             if found is None:
                 if blocks[place] in self._key_of:
-                    break  # registered after a prefix that has been evicted since: cannot be reached again
+                    break  # registered after a prefix that has been evicted since, so it cannot be found any more
                 self._serial += 1
                 found = self._found[key] = (blocks[place], self._serial)
                 self._key_of[blocks[place]] = key
@@ -555,12 +571,12 @@ class BlockManager:
         return new
 
     def _contents(self, tokens: Sequence[int] | np.ndarray) -> Iterator[bytes]:
-        """The tokens of each full block."""
+        """Return an iterator over the contents of full blocks, each as the bytes of its int64 tokens."""
         data, width = np.asarray(tokens, np.int64).tobytes(), 8 * self.block_size
         return (data[start : start + width] for start in range(0, len(data) - width + 1, width))
 
     def flush(self) -> None:
-        """Forgets all contents, as after new weights."""
+        """Forget all cached contents, for example after new weights."""
         self._found.clear()
         self._key_of.clear()
         self._free.extend(self._idle)

@@ -1,6 +1,7 @@
-"""What SGLang's server and its engine have in common: the same calls with the same fields, carried in different ways.
+"""The part of a SGLang client that is common to its HTTP server and its in-process engine.
 
-Weights go as handles to shared memory, so the engine must run on this machine.
+Both accept the same calls with the same fields, over different transports. Weights are passed as handles to shared
+memory, so the engine must run on this machine.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from meshrl.rollout.weight_files import FileWeights, as_one_segment
 
 
 class SglangClient(EngineClient):
-    """Speaks with a SGLang of these `arguments` (`ServerArgs`); subclasses carry the calls."""
+    """A client of a SGLang with these `arguments` (`ServerArgs`). Subclasses implement the transport."""
 
     def __init__(self, path: str | Path, arguments: Mapping[str, Any] | None, start_seconds: float):
         self._path, self._arguments, self.start_seconds = path, dict(arguments or {}), start_seconds
@@ -45,11 +46,11 @@ class SglangClient(EngineClient):
 
     @abstractmethod
     async def _ask(self, call: str, **fields: Any) -> None:
-        """Makes a call of SGLang's; raises with its words when it refuses."""
+        """Make one of SGLang's control calls; raise an error with SGLang's message if the call fails."""
 
     @abstractmethod
     def _events(self, fields: dict[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
-        """What it says to a request for tokens: everything so far, again and again."""
+        """Send a generation request and yield its events. Each event repeats all tokens so far."""
 
     def refusal(self, request: Request) -> str | None:
         facts, records_routes = self.facts, self._routed is not None
@@ -89,7 +90,7 @@ class SglangClient(EngineClient):
             await self._ask("abort_request", rid=name)
 
     async def pause(self) -> None:
-        # Running answers go back to the queue, from where they compute their keys and values anew.
+        # Running completions return to the queue and recompute their keys and values after the pause.
         await self._ask("pause_generation", mode="retract")
 
     async def resume(self) -> None:
@@ -100,7 +101,7 @@ class SglangClient(EngineClient):
 
     async def update(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         with shared_by_name():
-            # Every rank opens the same memory, by a handle of its own, and takes its part of it.
+            # Every rank opens the same memory by a separate handle and copies its shard from it.
             shared = as_one_segment(bucket)
             handles = [bytes(ForkingPickler.dumps(shared)) for _ in range(self._ranks)]
         await self._ask(
@@ -129,7 +130,10 @@ class SglangClient(EngineClient):
 
 @contextmanager
 def shared_by_name() -> Iterator[None]:
-    """Inside, tensors are shared as named files: open files cannot be handed to a process that is not our child."""
+    """Share tensors as named files inside the context.
+
+    Open file descriptors cannot be passed to a process that is not a child of this one.
+    """
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
     try:
@@ -138,13 +142,13 @@ def shared_by_name() -> Iterator[None]:
         torch.multiprocessing.set_sharing_strategy(before)
 
 
-# Requests and answers in SGLang's words.
+# Conversion between this package's requests and completions and SGLang's.
 
 
 def sglang_refusal(
     request: Request, vocabulary: int, context: int, end_tokens: frozenset[int], records_routes: bool
 ) -> str | None:
-    """Why SGLang cannot serve a request, or None."""
+    """Return why SGLang cannot serve a request, or None."""
     params = request.params
     if records_routes and params.stop_token_ids and not end_tokens <= frozenset(params.stop_token_ids):
         return (
@@ -160,12 +164,12 @@ def sglang_refusal(
 
 
 def sampling_fields(request: Request, context: int, end_tokens: frozenset[int]) -> dict[str, Any]:
-    """SGLang's sampling parameters of one answer."""
+    """Return SGLang's sampling parameters for one completion."""
     params = request.params
     stops = frozenset(params.stop_token_ids)
     fields: dict[str, Any] = {
         "max_new_tokens": room(request, context),
-        # Its temperature 0 is the likeliest token with log-probs at temperature 1, as ours.
+        # As here, SGLang's temperature 0 means the likeliest token, with log-probs at temperature 1.
         "temperature": params.temperature,
         "top_k": params.top_k,
         "top_p": params.top_p,
@@ -173,7 +177,7 @@ def sampling_fields(request: Request, context: int, end_tokens: frozenset[int]) 
         "stop": list(params.stop),
         "no_stop_trim": True,
         "skip_special_tokens": False,
-        # SGLang either obeys all stop tokens, with the model's own among them, or none: see `cut_at_stop`.
+        # SGLang obeys either all stop tokens, including the model's own, or none: see `cut_at_stop`.
         "ignore_eos": not end_tokens <= stops,
     }
     if not fields["ignore_eos"]:
@@ -182,7 +186,7 @@ def sampling_fields(request: Request, context: int, end_tokens: frozenset[int]) 
 
 
 def as_piece(event: Mapping[str, Any], given: int, top: int, routed: RoutedLayers | None = None) -> Piece:
-    """What an event of a stream adds to the first `given` tokens; its lists begin at the first token."""
+    """Return the part of a stream event that follows the first `given` tokens. An event's lists have all tokens."""
     meta = event["meta_info"]
     entries = (meta.get("output_token_logprobs") or [])[given:]
     tops = None
@@ -207,7 +211,7 @@ def as_piece(event: Mapping[str, Any], given: int, top: int, routed: RoutedLayer
 
 
 def cut_at_stop(piece: Piece, stops: Sequence[int]) -> Piece:
-    """The piece up to its first stop token, which then ends the answer."""
+    """Cut the piece after its first stop token, which then ends the completion."""
     place = next((i for i, token in enumerate(piece.token_ids) if token in stops), None)
     if place is None:
         return piece
@@ -223,12 +227,12 @@ def cut_at_stop(piece: Piece, stops: Sequence[int]) -> Piece:
     )
 
 
-# Routes as SGLang returns them (see `meshrl.models.moe_routing`).
+# MoE routes as SGLang returns them (see `meshrl.models.moe_routing`).
 
 
 @dataclass(frozen=True)
 class RoutedLayers:
-    """SGLang writes down where tokens went in all layers, also those without experts."""
+    """The shape of SGLang's route arrays, which have rows for all layers, including layers without experts."""
 
     total: int
     with_experts: list[int]
@@ -237,7 +241,7 @@ class RoutedLayers:
 
     @staticmethod
     def of(config: PretrainedConfig) -> RoutedLayers:
-        """Those of a model."""
+        """Derive the layout of the routes from a model's config; raise ValueError if the model has no experts."""
         model = empty_causal_lm(config, "eager", torch.float32)
         routers = find_routers(model)
         if not routers:
@@ -246,7 +250,7 @@ class RoutedLayers:
         return RoutedLayers(int(config.num_hidden_layers), layers, len(routers[0].weight), int(routers[0].top_k))
 
     def read(self, written: str) -> np.ndarray:
-        """The routes of all tokens but the last."""
+        """Decode the routes `[tokens, layers with experts, experts per token]` of all tokens except the last."""
         numbers = np.frombuffer(base64.b64decode(written), np.int32)
         together = numbers.reshape(-1, self.total, self.per_token)
         return together[:, self.with_experts].astype(route_dtype(self.num_experts))

@@ -1,6 +1,7 @@
-"""SGLang's `Engine` inside this process; its schedulers are processes of their own, children of this one.
+"""SGLang as a rollout: its `Engine` inside this process, or its HTTP server.
 
-The engine's blocking methods cannot run on an event loop, so its `tokenizer_manager` is called, as by its HTTP server.
+The schedulers of an in-process `Engine` are child processes of this one. The engine's blocking methods cannot run on an
+event loop, so this module calls the engine's `tokenizer_manager`, as SGLang's HTTP server does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from meshrl.rollout.engine_server import Http, ServerProcess, free_port, new_tok
 from meshrl.rollout.sglang.client import SglangClient
 from meshrl.rollout.weight_files import memory_folder
 
-# The type of SGLang's that holds the fields of a call; the others take their fields as they are.
+# The SGLang type that holds the fields of each call. Calls that are not listed take the fields as keyword arguments.
 CALLS = {
     "pause_generation": "PauseGenerationReqInput",
     "continue_generation": "ContinueGenerationReqInput",
@@ -36,12 +37,12 @@ CALLS = {
     "release_memory_occupation": "ReleaseMemoryOccupationReqInput",
     "resume_memory_occupation": "ResumeMemoryOccupationReqInput",
 }
-# How long a cancelled task, and how long a killed process, may take to end.
+# How long, in seconds, a cancelled task, and a killed process, may take to end.
 TASK_SECONDS, END_SECONDS = 5.0, 60.0
 
 
 class SglangEngine(SglangClient):
-    """SGLang without a server, with `arguments` of its own (`ServerArgs`); one in a process."""
+    """SGLang without a server, with SGLang's own `arguments` (`ServerArgs`). A process can have one."""
 
     def __init__(self, path: str | Path, *, arguments: Mapping[str, Any] | None = None, start_seconds: float = 600.0):
         super().__init__(path, arguments, start_seconds)
@@ -55,7 +56,8 @@ class SglangEngine(SglangClient):
             raise ImportError("rollout.name=sglang needs SGLang: pip install 'meshrl[sglang]'") from error
         method, others = multiprocessing.get_start_method(allow_none=True), set(multiprocessing.active_children())
         try:
-            # On this loop, which is its own from here on; not in the main thread, so that no signal gets a new meaning.
+            # On this event loop, which SGLang uses from here on. This thread is not the main thread, so SGLang cannot
+            # install signal handlers.
             self._engine = Engine(model_path=str(self._path), **self._arguments)
         finally:
             multiprocessing.set_start_method(method, force=True)
@@ -68,7 +70,7 @@ class SglangEngine(SglangClient):
         answer = method(getattr(io_struct, CALLS[call])(**fields)) if call in CALLS else method(**fields)
         if hasattr(answer, "__await__"):
             answer = await answer
-        # Either nothing, or (success, message), or an object with these two.
+        # The result is None, or (success, message), or an object with these two attributes.
         if isinstance(answer, tuple):
             success, message = answer[:2]
         else:
@@ -84,7 +86,7 @@ class SglangEngine(SglangClient):
         if self._engine is not None:
             self._end_processes()
             self._engine = None
-            # It leaves tasks behind that would wait for its processes for ever.
+            # SGLang leaves tasks behind that would wait forever for its processes.
             left = asyncio.all_tasks() - {asyncio.current_task()}
             for task in left:
                 task.cancel()
@@ -92,8 +94,8 @@ class SglangEngine(SglangClient):
                 await asyncio.wait(left, timeout=TASK_SECONDS)
 
     def _end_processes(self) -> None:
-        """Ends the engine's processes, as its own shutdown does; that one would end all other children of ours, too."""
-        # It calls its shutdown at our end, and has a thread that ends us when one of its processes does.
+        """Kill the engine's processes. SGLang's own shutdown would also kill all other children of this process."""
+        # SGLang registers its shutdown with atexit. Its watchdog thread ends this process when an engine process exits.
         atexit.unregister(self._engine.shutdown)
         if (watchdog := getattr(self._engine.tokenizer_manager, "_subprocess_watchdog", None)) is not None:
             watchdog.stop()
@@ -109,17 +111,20 @@ class SglangEngine(SglangClient):
 
 # SGLang's own HTTP server as a rollout.
 
-# Bytes, which JSON does not have.
+# The field whose values are bytes, which JSON cannot represent.
 HANDLES = "serialized_named_tensors"
 
 
 def command_line(path: str | Path, wanted: Mapping[str, Any]) -> list[str]:
-    """Arguments of SGLang's server, from the names of its `ServerArgs`."""
+    """Return the arguments of SGLang's server for the given `ServerArgs` fields."""
     return ["--model-path", str(path), *server_words("sglang", wanted)]
 
 
 def _key_file(folder: Path, token: str) -> Path:
-    """A file of arguments with the server's key, in a folder that others cannot read, as they can a command line."""
+    """Write the server's API key to a file of arguments, because other users can read a command line.
+
+    The file has mode 0600.
+    """
     file = folder / "key.yaml"
     file.touch(0o600)
     file.write_text(json.dumps({"api-key": token}) + "\n")
@@ -127,7 +132,7 @@ def _key_file(folder: Path, token: str) -> Path:
 
 
 class SglangServer(SglangClient):
-    """A client of SGLang's server: of one that it starts with `arguments`, or of the one at `url`."""
+    """A client of SGLang's HTTP server, either started with `arguments` or already running at `url`."""
 
     def __init__(
         self,

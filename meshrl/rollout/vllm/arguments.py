@@ -1,4 +1,7 @@
-"""How vLLM must be started to serve as a rollout, in this process or as a server."""
+"""Arguments and inputs for vLLM as a rollout, in this process or as a server.
+
+Parts: engine arguments, files of LoRA adapters, the sharding of vLLM's ranks (`Parallel`), and prompts with images.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from meshrl.models.vision import Sight
 from meshrl.rollout.requests import Request
 
 FIXED: dict[str, Any] = {
-    # See `log_probs`.
+    # These make vLLM report the policy's log-probs: see `log_probs`.
     "logprobs_mode": "processed_logits",
     "logits_processors": ["meshrl.rollout.vllm.log_probs:PolicyLogProbs"],
     "worker_extension_cls": "meshrl.weights.vllm_receiver.WorkerExtension",
@@ -31,47 +34,47 @@ FIXED: dict[str, Any] = {
     "async_scheduling": False,
 }
 BACKEND = "meshrl"
-# The routes for pauses and weights are vLLM's own, but it offers them only in this mode.
+# vLLM offers its routes for pauses and weight updates only in this mode.
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
-# The same of the route for adapters.
+# vLLM offers its route for loading adapters only with this setting.
 ADAPTERS_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 
 
 def engine_arguments(path: str | Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's `EngineArgs` as a rollout needs them, with the user's own beside them."""
+    """Merge the user's vLLM `EngineArgs` with those that a rollout requires; raise ValueError for a conflict."""
     taken = sorted(set(FIXED) & set(wanted))
     if taken:
         raise ValueError(f"engine_kwargs.vllm.{taken[0]} cannot be set: the rollout needs {FIXED[taken[0]]!r}")
-    # As many top log-probs as anyone likes; vLLM's own limit is 20.
+    # -1 removes vLLM's limit of 20 top log-probs.
     return {"model": str(path), "max_logprobs": -1, "seed": 0} | dict(wanted) | FIXED
 
 
 def command_line(path: str | Path, wanted: Mapping[str, Any]) -> list[str]:
-    """The same as arguments of vLLM's server."""
+    """Return the command-line arguments that start vLLM's server as a rollout."""
     words = ["--enable-scale-out", "--weight-transfer-config", json.dumps({"backend": BACKEND})]
     return words + server_words("vllm", engine_arguments(path, wanted))
 
 
-# LoRA adapters on their way into vLLM: it reads them from a folder, which lies in memory.
+# LoRA adapters on the way into vLLM, which reads an adapter from a folder. The folder is in shared memory.
 
-# The name that requests ask for it by.
+# The name by which requests select the adapter.
 ADAPTER = "policy"
 
 
 def adapter_arguments(rank: int, device_type: str) -> dict[str, Any]:
-    """vLLM's arguments for one adapter of this rank, replaced again and again."""
+    """Return vLLM's arguments for one adapter of rank `rank`, which every sync replaces."""
     room = next((most for most in VLLM_ADAPTER_RANKS if most >= rank), None)
     if room is None:
         raise ValueError(
             f"vLLM takes adapters up to rank {VLLM_ADAPTER_RANKS[-1]}, not {rank}: set "
             "actor_rollout_ref.rollout.update_weights_adapters=merged"
         )
-    # On CPUs requests without an adapter would go through the last place.
+    # On CPUs, requests without an adapter would otherwise use the last adapter slot.
     return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1 if device_type == "cuda" else 2}
 
 
 def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
-    """Writes peft's two files; returns their folder."""
+    """Write an adapter in peft's format (two files) and return the folder."""
     folder.mkdir(exist_ok=True)
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     save_file(copies, folder / "adapter_model.safetensors")
@@ -79,12 +82,15 @@ def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str,
     return folder
 
 
-# How vLLM's ranks share a model, as far as a weight sync has to know.
+# The sharding of a model over vLLM's ranks, as far as a weight sync needs it.
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """One rank of an engine of `size` ranks, which cut matrices (`tp`) and spread experts (`ep`; 0: cut them)."""
+    """One rank of an engine with `size` ranks, which shard matrices (`tp`).
+
+    The experts are distributed over `ep` ranks. 0 means that each expert's matrices are sharded instead.
+    """
 
     size: int
     rank: int
@@ -96,10 +102,13 @@ class Parallel:
 
 
 def parallel_of(config: Any, rank: int, hf_config: Any) -> Parallel | None:
-    """By vLLM's `ParallelConfig`; None where a rank keeps everything, or where we cannot tell what it keeps."""
+    """Derive the sharding of a rank from vLLM's `ParallelConfig`.
+
+    Returns None if a rank keeps all weights, or if the sharding cannot be determined.
+    """
     size, experts = int(config.tensor_parallel_size), expert_count(hf_config)
     spreads = bool(config.enable_expert_parallel) and experts > 0
-    # Over more ranks than matrices, or in an order of vLLM's own.
+    # vLLM shards experts over more ranks than other matrices, or places experts in an order of its own.
     wider = config.data_parallel_size > 1 or getattr(config, "prefill_context_parallel_size", 1) > 1
     moves = config.enable_eplb or config.expert_placement_strategy != "linear" or experts % size
     if size == 1 or (experts and wider) or (spreads and moves):
@@ -108,7 +117,11 @@ def parallel_of(config: Any, rank: int, hf_config: Any) -> Parallel | None:
 
 
 def complaint(unsent: Iterable[Sequence[str]], passed_over: Iterable[Sequence[str]]) -> str | None:
-    """What is wrong after an update: each rank's parameters that are no numbers, and those that stayed as they were."""
+    """Return an error message if a weight update left some parameters wrong, or None.
+
+    `unsent` has each rank's parameters with values that are not numbers. `passed_over` has each rank's parameters that
+    kept their old values.
+    """
     kept = [name for names in passed_over for name in names]
     if kept:
         return (
@@ -126,17 +139,17 @@ def complaint(unsent: Iterable[Sequence[str]], passed_over: Iterable[Sequence[st
     )
 
 
-# Prompts with images in vLLM's words: one token for each image, which it makes room for itself, and the image.
+# Prompts with images for vLLM: the image, and one placeholder token for it. vLLM expands the placeholder itself.
 
-ORIENTATION = 0x0112  # the camera's note of how an image was held
-# Kinds of files in which any reader sees the same, if their pixels are plain.
+ORIENTATION = 0x0112  # the EXIF tag for the orientation of the camera
+# File formats that every reader decodes equally, if the pixels are plain RGB.
 PLAIN = ("PNG", "JPEG", "WEBP")
-# The answers to a prompt come as requests of their own.
+# Decoded images are cached, because every completion of a prompt is a separate vLLM request.
 _pictures: Newest[Any] = Newest(KEPT_BYTES)
 
 
 def token_prompt(request: Request, sight: Sight | None) -> dict[str, Any]:
-    """The fields of vLLM's `TokensPrompt`; a `ValueError` where an image cannot be decoded."""
+    """Return the fields of vLLM's `TokensPrompt`; raise ValueError if an image cannot be decoded."""
     if sight is None or not request.images:
         return {"prompt_token_ids": list(request.prompt_token_ids)}
     return {
@@ -147,13 +160,13 @@ def token_prompt(request: Request, sight: Sight | None) -> dict[str, Any]:
 
 
 def content_parts(images: Images) -> list[dict[str, str]]:
-    """The images of a request as parts of a message to vLLM's server."""
+    """Return the images of a request as content parts of a message to vLLM's server."""
     kinds = zip(map(_plain_file, images), _names(images), strict=True)
     return [{"type": "image_url", "url": url, "uuid": name} for url, name in kinds]
 
 
 def with_one_each(request: Request, sight: Sight) -> list[int]:
-    """The tokens of a prompt with a single one for each image."""
+    """Return the token ids of a prompt with a single placeholder token for each image."""
     ids = np.array(request.prompt_token_ids)
     times = np.array([sight.reader.num_tokens(image) for image in request.images])
     places = (ids == sight.image_token).nonzero()[0][: times.sum()]
@@ -161,7 +174,7 @@ def with_one_each(request: Request, sight: Sight) -> list[int]:
 
 
 def _names(images: Images) -> list[str]:
-    """By which vLLM knows images again; it would hash their pixels."""
+    """Return the SHA-256 hashes by which vLLM identifies images. Without them vLLM would hash the pixels."""
     return [sha256(image).hexdigest() for image in images]
 
 
@@ -173,7 +186,10 @@ def _picture(image: bytes) -> Any:
 
 
 def _plain_file(image: bytes) -> str:
-    """A data URL in which vLLM sees what our reader sees: it has ways of its own with turned or transparent images."""
+    """Encode an image as a data URL that vLLM decodes to the same pixels as our reader does.
+
+    Rotated or transparent images are converted to plain PNG, because vLLM handles those images differently.
+    """
     opened = open_image(image)
     is_plain = opened.format in PLAIN and opened.mode == "RGB" and opened.getexif().get(ORIENTATION, 1) == 1
     kind, shown = (opened.format.lower(), image) if is_plain else ("png", encoded(upright(image)))

@@ -1,8 +1,8 @@
-"""Which experts vLLM's tokens went to (see `meshrl.models.moe_routing`), put together from what its steps computed.
+"""MoE routes of vLLM's tokens (see `meshrl.models.moe_routing`), assembled from the routes of vLLM's steps.
 
-A worker says after every step which tokens of which requests it computed and where they went. A request that found the
-head of its prompt in vLLM's cache did not compute that itself: whoever did has left its routes by block, as vLLM keeps
-the keys and values.
+After every step, a worker reports which tokens of which requests it computed and which experts processed the tokens. A
+request whose prompt prefix was in vLLM's cache did not compute that prefix. The request that computed the prefix has
+stored its routes by block, in the same way as vLLM stores keys and values.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 
 from meshrl.models.moe_routing import fitted, route_dtype
 
-# A request by vLLM's name, the place of its first token in this step, and the routes of all of them.
+# A request by vLLM's name, the position of its first token in this step, and the routes of its tokens in this step.
 Computed = tuple[str, int, np.ndarray]
 
 
 class StepRoutes:
-    """In vLLM's worker: sees where the tokens of each step go."""
+    """A recorder in vLLM's worker that captures the routes of each step's tokens."""
 
     def __init__(self, worker: Any):
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
@@ -40,7 +40,7 @@ class StepRoutes:
         self.runner = worker.model_runner
         self.capturer = RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
         bind_routed_experts_capturer(worker.get_model(), self.capturer)
-        # It has room for layers without experts as well.
+        # The capturer's buffer has room for layers without experts as well, so list the layers with experts.
         layers = {
             int(m.layer_id) for m in worker.get_model().modules() if hasattr(m, "router") and hasattr(m, "layer_id")
         }
@@ -48,7 +48,7 @@ class StepRoutes:
         self.dtype = route_dtype(config.model_config.get_num_experts())
 
     def of_step(self) -> list[Computed]:
-        """What the step that has just been computed."""
+        """Return the requests, positions and routes of the tokens that the last step computed."""
         batch = self.runner.input_batch
         names, starts = list(batch.req_ids), batch.num_computed_tokens_cpu
         borders = self.runner.query_start_loc.np[: len(names) + 1]
@@ -61,15 +61,15 @@ class StepRoutes:
 
 @dataclass
 class _Routed:
-    """One request: its tokens so far, where those went, and the names of its full blocks."""
+    """The state of one request: its tokens so far, the routes of those tokens, and the keys of its full blocks."""
 
     tokens: list[int]
-    room: np.ndarray | None = None  # the first `known` rows are routes
+    room: np.ndarray | None = None  # the first `known` rows hold routes
     known: int = 0
     blocks: list[bytes] = field(default_factory=list)
 
     def add(self, routes: np.ndarray) -> None:
-        """Copies the routes of the next tokens."""
+        """Append the routes of the request's next tokens, `[tokens, layers, experts per token]`."""
         end = self.known + len(routes)
         if self.room is None:
             self.room = np.empty((max(end, len(self.tokens)), *routes.shape[1:]), routes.dtype)
@@ -80,9 +80,11 @@ class _Routed:
 
 
 class RequestRoutes:
-    """Beside vLLM's engine: the routes of running requests, and of blocks that later ones may find in the cache.
+    """A store of MoE routes next to vLLM's engine.
 
-    Its cache has `most_blocks`; of those that were found or left longest ago nothing is kept beyond that.
+    It has the routes of running requests, and of blocks that later requests may find in vLLM's cache. That cache has
+    `most_blocks`, so the store keeps as many. Beyond that, the store drops the blocks that were stored or found least
+    recently.
     """
 
     def __init__(self, block_size: int, most_blocks: int):
@@ -91,15 +93,15 @@ class RequestRoutes:
         self._blocks: dict[bytes, np.ndarray] = {}
 
     def begin(self, name: str, prompt: Iterable[int]) -> None:
-        """A request enters the engine."""
+        """Register a request that enters the engine, with its prompt tokens."""
         self._requests[name] = _Routed(list(prompt))
 
     def note(self, computed: Sequence[Computed]) -> None:
-        """Takes what a step computed. Tokens that a request computes again stay as they were."""
-        # Those that go on where they were come first: others of the same step may have found their blocks.
+        """Add the routes that a step computed. Tokens that a request computes again keep their first routes."""
+        # First come requests that continue where they were. Other requests of the same step may use their blocks.
         for finds in (False, True):
             for internal, start, rows in computed:
-                # vLLM may have added something to the name.
+                # vLLM may have added a suffix to the name.
                 request = self._requests.get(internal) or self._requests.get(internal.rpartition("-")[0])
                 if request is None or (start > request.known) != finds:
                     continue
@@ -109,14 +111,14 @@ class RequestRoutes:
                 self._leave_blocks(request)
 
     def _find(self, request: _Routed, end: int, like: np.ndarray) -> None:
-        """The routes of the tokens up to `end`, which vLLM had in its cache."""
+        """Copy the routes of tokens up to `end` from stored blocks. vLLM had these tokens in its cache."""
         while request.known < end:
             key = self._key(request, request.known // self.block_size)
             found = self._blocks.pop(key, None)
             if found is None:
-                request.add(fitted(like[:0], end - request.known))  # unknown
+                request.add(fitted(like[:0], end - request.known))  # unknown routes
                 return
-            self._blocks[key] = found  # the last that goes
+            self._blocks[key] = found  # now the most recently used block
             request.add(found[request.known % self.block_size :][: end - request.known])
 
     def _leave_blocks(self, request: _Routed) -> None:
@@ -128,10 +130,10 @@ class RequestRoutes:
             self._blocks.pop(key, None)
             self._blocks[key] = request.room[first : first + self.block_size].copy()
         while len(self._blocks) > self.most_blocks:
-            del self._blocks[next(iter(self._blocks))]  # vLLM cannot have it any more
+            del self._blocks[next(iter(self._blocks))]  # this block cannot be in vLLM's cache any more
 
     def _key(self, request: _Routed, place: int) -> bytes:
-        """The name of a block: all tokens up to its end."""
+        """Return the key of a block: a hash of all tokens up to the block's end."""
         while len(request.blocks) <= place:
             first = len(request.blocks) * self.block_size
             tokens = np.array(request.tokens[first : first + self.block_size], np.int64).tobytes()
@@ -140,15 +142,15 @@ class RequestRoutes:
         return request.blocks[place]
 
     def sampled(self, name: str, tokens: Sequence[int]) -> None:
-        """A request has got these tokens."""
+        """Append the tokens that a request has sampled."""
         self._requests[name].tokens += tokens
 
     def end(self, name: str) -> np.ndarray | None:
-        """All routes of a request that leaves; None where it has computed nothing."""
+        """Remove a request and return all its routes, or None if it has computed nothing."""
         request = self._requests.pop(name)
         self._leave_blocks(request)
         return None if request.room is None else request.room[: request.known].copy()
 
     def forget_blocks(self) -> None:
-        """vLLM's cache is empty."""
+        """Forget all stored blocks, because vLLM's cache has been cleared."""
         self._blocks.clear()

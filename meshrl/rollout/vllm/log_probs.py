@@ -1,10 +1,10 @@
-"""The log-probs that the trainer means, out of vLLM's own sampler, by a logits processor inside its workers.
+"""Log-probs as the trainer defines them, from vLLM's own sampler, by a logits processor inside vLLM's workers.
 
-vLLM reports log-probs either before the temperature (`raw_*`) or after top-k and top-p have cut and renormalised them
-(`processed_*`); the policy's are between the two. So the temperature is applied here, where vLLM sees 1, and the logits
-are handed on normalised: cuts and draws do not change by that, and what vLLM reports as the "processed logit" of a
-token is its log-prob before any cut. Where penalties or biases change the tokens, but not the log-probs, the token is
-drawn here and is the only one left.
+vLLM reports log-probs either before the temperature (`raw_*`) or after top-k and top-p have filtered and renormalised
+them (`processed_*`). The policy's log-probs are between the two. So this processor applies the temperature, and vLLM
+gets temperature 1. The processor passes normalised logits on. Normalisation changes neither filters nor samples, and
+vLLM's "processed logit" of a token is then its log-prob before any filter. If penalties or biases change the choice of
+tokens, but not the log-probs, the processor samples the token and masks all other tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXTRA = "meshrl"
 
 
 def extra_args(params: SamplingParams, seed: int) -> dict[str, Any]:
-    """What this processor needs to know of a request, in types that JSON knows."""
+    """Return the parameters that `PolicyLogProbs` needs for a request, in types that JSON can represent."""
     extra: dict[str, Any] = {"temperature": params.temperature or 1.0}
     if adjusts(params):
         extra["seed"] = seed
@@ -46,12 +46,12 @@ def extra_args(params: SamplingParams, seed: int) -> dict[str, Any]:
 
 
 def adjusts(params: SamplingParams) -> bool:
-    """Whether something other than the model's logits chooses the tokens."""
+    """Return whether penalties, biases or `min_tokens` change the choice of tokens without changing the log-probs."""
     return params.repetition_penalty != 1 or bool(params.logit_bias) or params.min_tokens > 0
 
 
 class Row:
-    """One request in vLLM's batch; `output` is vLLM's own list, which grows."""
+    """One request in vLLM's batch. `output` is vLLM's own list of output tokens, which grows during generation."""
 
     def __init__(self, extra: dict[str, Any], prompt: list[int] | None, output: list[int]):
         self.temperature: float = extra["temperature"]
@@ -66,7 +66,7 @@ class Row:
             self.prompt, self.output = prompt or [], output
 
     def force(self, logits: Tensor) -> Tensor:
-        """Logits [vocabulary] of the model become the log-prob of a token drawn here, and -inf elsewhere."""
+        """Sample a token from logits `[vocabulary]`; return `[vocabulary]` with its log-prob, and -inf elsewhere."""
         params = self.params
         assert params is not None
         adjusted = logits.clone()
@@ -79,7 +79,8 @@ class Row:
             adjusted[token] += bias
         if len(self.output) < params.min_tokens:
             adjusted[list(params.stop_token_ids)] = -torch.inf
-        # Drawn on the CPU from the seed and the position: the same after a preemption, and on every rank.
+        # Sampled on the CPU from the seed and the position, so that the token is the same after a preemption and on
+        # every rank.
         drawn = sample(logits[None].cpu(), self.settings, self.seed, len(self.output), adjusted[None].cpu())
         forced = torch.full_like(logits, -torch.inf)
         forced[drawn.tokens[0]] = drawn.log_probs[0].to(logits.device)
@@ -87,7 +88,10 @@ class Row:
 
 
 class PolicyLogProbs(LogitsProcessor):
-    """Turns logits into log-probs at each request's temperature; vLLM runs with `logprobs_mode=processed_logits`."""
+    """A logits processor that turns logits into log-probs at each request's temperature.
+
+    vLLM must run with `logprobs_mode=processed_logits`.
+    """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         self.device = device
@@ -96,16 +100,16 @@ class PolicyLogProbs(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: VllmParams) -> None:
-        """Refuses requests that did not come from this rollout: their log-probs would mean something else."""
+        """Refuse requests that this rollout did not send, because their log-probs would have another meaning."""
         if EXTRA not in (sampling_params.extra_args or {}):
             raise ValueError(f"this engine serves a meshrl rollout: a request needs extra_args['{EXTRA}']")
 
     def is_argmax_invariant(self) -> bool:
-        """False: greedy requests pass through here as well."""
+        """Return False, so that vLLM runs this processor for greedy requests as well."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follows the requests through vLLM's batch."""
+        """Update `rows` for requests that vLLM added, removed or moved in its batch."""
         if batch_update is None:
             return
         for index in batch_update.removed:
@@ -121,7 +125,7 @@ class PolicyLogProbs(LogitsProcessor):
         self._temperatures = None
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Log-probs [requests, vocabulary] in place of logits."""
+        """Replace logits `[requests, vocabulary]` with log-probs of the same shape."""
         if self._temperatures is None or len(self._temperatures) != len(logits):
             column = torch.ones(len(logits), 1)
             for index, row in self.rows.items():
@@ -135,11 +139,11 @@ class PolicyLogProbs(LogitsProcessor):
         return log_probs
 
 
-# Requests and answers in vLLM's words.
+# Conversion between this package's requests and completions and vLLM's.
 
 
 def vllm_refusal(request: Request, vocabulary: int, context: int, sight: Sight | None = None) -> str | None:
-    """Why this engine cannot serve a request, or None."""
+    """Return why this engine cannot serve a request, or None."""
     params = request.params
     if adjusts(params) and params.top_log_probs:
         return (
@@ -155,9 +159,9 @@ def vllm_refusal(request: Request, vocabulary: int, context: int, sight: Sight |
 def sampling_fields(
     request: Request, index: int, context: int, specials: Callable[[], frozenset[str]]
 ) -> dict[str, Any]:
-    """The fields of vLLM's sampling parameters for answer `index`, which is a request of its own to vLLM.
+    """Return the fields of vLLM's sampling parameters for completion `index`, which is a separate vLLM request.
 
-    `specials` gives the texts of special tokens, where there are stop strings.
+    `specials` returns the texts of special tokens. It is called only if there are stop strings.
     """
     params = request.params
     seed = derived_seed(request.seed, index)
@@ -167,7 +171,7 @@ def sampling_fields(
         # The temperature itself is applied by `PolicyLogProbs`.
         "temperature": 1.0 if params.temperature > 0 else 0.0,
         "seed": seed,
-        # The end token is one of the stop tokens if the caller wants it to be.
+        # The end token ends a completion only if it is one of the caller's stop tokens.
         "ignore_eos": True,
         "stop_token_ids": list(params.stop_token_ids),
         "logprobs": params.top_log_probs,
@@ -175,7 +179,7 @@ def sampling_fields(
         "extra_args": extra_args(params, seed),
     }
     if params.stop:
-        # As in `text`, but vLLM has one rule for all of them.
+        # As in `meshrl.rollout.text`, except that vLLM has one rule for all stop strings of a request.
         _, written = split_stops(params.stop, specials())
         fields |= {"stop": list(params.stop), "min_tokens": params.min_tokens, "skip_special_tokens": not written}
     if params.temperature > 0 and not adjusts(params):
@@ -184,7 +188,10 @@ def sampling_fields(
 
 
 def split_log_probs(flat: Any, tokens: int, top: int) -> tuple[list[float], list[dict[int, float]] | None]:
-    """The sampled tokens' log-probs, and those of the `top` likeliest, from vLLM's flat list of the last `tokens`."""
+    """Return the log-probs of the last `tokens` sampled tokens, and of the `top` likeliest tokens at each position.
+
+    `flat` is vLLM's flat list of log-probs.
+    """
     first = len(flat.start_indices) - tokens
     starts = flat.start_indices[first:]
     sampled = [flat.logprobs[start] for start in starts]
@@ -192,7 +199,7 @@ def split_log_probs(flat: Any, tokens: int, top: int) -> tuple[list[float], list
         return sampled, None
     tops = []
     for start, end in zip(starts, flat.end_indices[first:], strict=True):
-        # The sampled token comes first, and again if it is one of the likeliest.
+        # The sampled token comes first, and a second time if it is one of the likeliest tokens.
         found = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
         tops.append(dict(sorted(found.items(), key=lambda pair: -pair[1])[:top]))
     return sampled, tops

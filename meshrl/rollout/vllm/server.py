@@ -1,6 +1,6 @@
-"""vLLM's own HTTP server as a rollout: its routes for tokens, pauses and weights, with the weights in shared memory.
+"""vLLM's own HTTP server as a rollout: its routes for tokens, pauses and weights. Weights pass through shared memory.
 
-The server must run on this machine, or see `exchange` (the folder that weights pass through) under the same path.
+The server must run on this machine, or see the folder `exchange`, through which weights pass, under the same path.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from meshrl.rollout.vllm.arguments import (
 from meshrl.rollout.vllm.log_probs import sampling_fields, vllm_refusal
 from meshrl.rollout.weight_files import FileWeights, SharedFile, memory_folder
 
-# The engine behind the server knows a request by its name with this before it.
+# The prefix that the server adds to a request id for the engine.
 SERVED_AS = "generate-tokens-"
 
 
 class VllmServer(EngineClient):
-    """A client of vLLM's server: of one that it starts with `arguments`, or of the one at `url`.
+    """A client of vLLM's server, either started with `arguments` or already running at `url`.
 
     A server at `url` must have been started with the arguments of `vllm.arguments.command_line`.
     """
@@ -71,7 +71,7 @@ class VllmServer(EngineClient):
         self._url = url
         self._released: set[str] = set()
         self.takes_adapters = bool(self._arguments.get("enable_lora"))
-        self._served: dict[str, str] = {}  # the model that requests name, unless it is the base
+        self._served: dict[str, str] = {}  # the `model` field of requests, empty for the base model
         if self.takes_adapters:
             self._environment = ADAPTERS_ENVIRONMENT | self._environment
 
@@ -101,7 +101,7 @@ class VllmServer(EngineClient):
             "request_id": name,
             "token_ids": list(request.prompt_token_ids),
             **(await asyncio.to_thread(self._shown, request) if request.images else {}),
-            # The server counts the sampled token as one of the likeliest.
+            # The server counts the sampled token among the likeliest tokens.
             "sampling_params": sampling_fields(request, index, self.facts.context, self._specials)
             | {"logprobs": top + 1 if top else 0},
             "stream": True,
@@ -115,7 +115,7 @@ class VllmServer(EngineClient):
                 yield as_piece(choice, top)
 
     def _shown(self, request: Request) -> dict[str, Any]:
-        """The fields of a request with images."""
+        """Return the request fields that replace `token_ids` and add the images of a prompt."""
         assert self._sight is not None
         return {"token_ids": with_one_each(request, self._sight), "content_parts": content_parts(request.images)}
 
@@ -142,7 +142,7 @@ class VllmServer(EngineClient):
             passed_over = await self._http.post("/collective_rpc", {"method": "passed_over"})
             if problem := complaint(unsent["results"], passed_over["results"]):
                 raise RuntimeError(problem)
-            self._served = {}  # vLLM has dropped the adapter
+            self._served = {}  # vLLM dropped the adapter in the update
 
     async def adapt(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int) -> None:
         assert self._folder is not None
@@ -155,17 +155,17 @@ class VllmServer(EngineClient):
     async def flush(self) -> None:
         await self._http.post("/reset_prefix_cache", reset_running_requests="true")
         if self._sight is not None:
-            await self._http.post("/reset_encoder_cache")  # what the old weights saw
+            await self._http.post("/reset_encoder_cache")  # image features computed with the old weights
 
     async def release(self, tags: Sequence[str]) -> None:
         asleep = set(tags) | self._released
         if self._arguments.get("enable_sleep_mode"):
-            if "weights" in self._released:  # else vLLM takes itself for asleep and frees nothing
+            if "weights" in self._released:  # else vLLM considers itself asleep and frees nothing
                 await self._http.post("/wake_up", tags="weights")
-            # With adapters the base stays, in host memory.
+            # With adapters, the base weights stay in host memory.
             drops = "weights" in asleep and not self.takes_adapters
             await self._http.post("/sleep", level="2" if drops else "1", mode="keep")
-            # Everything sleeps now: what nobody released comes back at once.
+            # The whole engine sleeps now, so wake up every tag that nobody has released.
             for tag in sorted(set(TAGS) - asleep):
                 await self._http.post("/wake_up", tags=tag)
         self._released = asleep
@@ -186,7 +186,7 @@ class VllmServer(EngineClient):
 
 
 def as_piece(choice: Mapping[str, Any], top: int) -> Piece:
-    """One choice of the server's answer."""
+    """Convert one choice of the server's streamed response into a `Piece`."""
     content = (choice.get("logprobs") or {}).get("content") or []
     tops = None
     if top:

@@ -1,8 +1,8 @@
-"""vLLM inside this process: its `LLMEngine`, stepped by us between weight updates.
+"""vLLM inside this process: its `LLMEngine`, stepped by this rollout between weight updates.
 
-With tensor parallelism the engine still steps here. Its workers are processes of their own, or, in a group of ranks
-that all make the same calls, each rank holds its part itself. Only vLLM's public interfaces are used: the step loop, a
-logits processor, a weight-transfer backend, sleep and wake, LoRA requests.
+With tensor parallelism the engine still steps in this process. Its workers are either separate processes or the ranks
+of a group that all make the same calls, each holding its own shard. Only vLLM's public interfaces are used: the step
+loop, a logits processor, a weight-transfer backend, sleep and wake-up, LoRA requests.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from meshrl.rollout.vllm.expert_routes import RequestRoutes
 from meshrl.rollout.weight_files import MEMORY, FileWeights, SharedFile, buckets, checked, memory_folder, noted
 
 MERGE = "send merged weights instead (actor_rollout_ref.rollout.update_weights_adapters=merged)"
-MOST_BLOCKS = 1 << 16  # of its cache, where it does not say
+MOST_BLOCKS = 1 << 16  # block count of the route cache if vLLM's config has none
 NO_NUMBERS = "the model's log-probs are no numbers: the trainer's weights may have become infinite"
 
 
 class VllmRollout(SteppingRollout):
-    """Generation by an in-process vLLM, from a folder with config and tokenizer (and weights, unless they are dummies).
+    """Generation by an in-process vLLM, from a folder with config, tokenizer and weights.
 
-    `arguments` are vLLM's own (`EngineArgs`): tensor_parallel_size, max_model_len, enforce_eager, enable_lora,
-    enable_sleep_mode and so on. The ranks of a `rank_group` (neighbours, as many in every group) are one
-    engine: all of them must make the same calls, and have the same answers. `records_routes`: answers say which experts
-    their tokens went to.
+    The folder needs no weights if vLLM loads dummies. `arguments` are vLLM's own (`EngineArgs`): tensor_parallel_size,
+    max_model_len, enforce_eager, enable_lora, enable_sleep_mode and so on. The ranks of a `rank_group` form one engine.
+    They must be neighbours, and all groups must have the same size. All ranks of a group must make the same calls, and
+    all get the same completions. With `records_routes`, completions report the experts that processed their tokens.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class VllmRollout(SteppingRollout):
                 parallel = config.parallel_config
                 self._tensors_pass = parallel.world_size == 1 or rank_group is not None
                 if parallel.world_size == 1:
-                    # On a CPU vLLM prefers a worker process even for a single rank.
+                    # On a CPU vLLM defaults to a worker process even for a single rank.
                     parallel.distributed_executor_backend = "uni"
                     if config.device_config.device_type == "cuda":
-                        # It would take the first GPU that this process sees, which may be another rank's.
+                        # vLLM would use the first visible GPU of this process, which may belong to another rank.
                         config.device_config.device = torch.device("cuda", torch.cuda.current_device())
                 self.engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
                 if rank_group is not None and config.device_config.device_type == "cpu":
@@ -158,7 +158,10 @@ class VllmRollout(SteppingRollout):
         return None
 
     def _named(self, request: Request) -> Sequence[int]:
-        """The tokens by which a prompt's blocks are known: as in vLLM's cache, those of other images are others."""
+        """Return the tokens that identify a prompt's blocks.
+
+        As in vLLM's cache, blocks with different images differ: image tokens are replaced by numbers of the images.
+        """
         if self.sight is None or not request.images:
             return request.prompt_token_ids
         return self.sight.names(np.array(request.prompt_token_ids), request.images).tolist()
@@ -218,7 +221,7 @@ class VllmRollout(SteppingRollout):
         with self.lock:
             if "weights" in self._released:
                 raise RuntimeError("the rollout has released its weights: resume(['weights']) before an update")
-            self._lacks_weights = True  # until all of them are in
+            self._lacks_weights = True  # until all weights have arrived
             self._has_base = False
             self.engine.collective_rpc("start_weight_update")
             try:
@@ -226,7 +229,7 @@ class VllmRollout(SteppingRollout):
                 for bucket in buckets(named, self.bucket_bytes):
                     self.engine.collective_rpc("update_weights", args=(self._as_message(bucket),))
             except BaseException as error:
-                # Some weights are new and some old, but vLLM is whole again.
+                # The model now mixes new and old weights, but vLLM must leave its update mode.
                 with noted(error, "nor could vLLM end the update"):
                     self.engine.collective_rpc("finish_weight_update")
                 raise
@@ -235,7 +238,7 @@ class VllmRollout(SteppingRollout):
             if problem := complaint(*found):
                 raise RuntimeError(problem)
             self._forget()
-            self._adapter = None  # vLLM has dropped it
+            self._adapter = None  # vLLM dropped the adapter in the update
             self.version, self._lacks_weights, self._has_base = version, False, True
             self._work.notify_all()
 
@@ -245,20 +248,20 @@ class VllmRollout(SteppingRollout):
         return {"path": self._file.path, "entries": self._file.write(bucket)}
 
     def _forget(self) -> None:
-        """Drops every cached key and value; running requests compute theirs anew."""
+        """Drop all cached keys and values. Running requests recompute theirs."""
         if "kv_cache" not in self._released and not self.engine.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM could not drop its cache after a weight update")
         if self.sight is not None:
-            self.engine.reset_encoder_cache()  # what the old weights saw
+            self.engine.reset_encoder_cache()  # image features computed with the old weights
         if self.routes is not None:
             self.routes.forget_blocks()
 
     def update_adapter(
         self, config: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int | None = None
     ) -> None:
-        """Takes a LoRA adapter (peft's config and tensors by peft's names) that all later requests go through.
+        """Load a LoRA adapter (peft's config, and tensors by peft's names) that all later requests use.
 
-        Needs `enable_lora=True` and the base model, which stays through `release`. A weight update drops the adapter.
+        Requires `enable_lora=True` and the base weights, which `release` then keeps. A weight update drops the adapter.
         """
         from vllm.lora.request import LoRARequest
 
@@ -267,7 +270,7 @@ class VllmRollout(SteppingRollout):
                 raise RuntimeError("the rollout has no weights that an adapter could change: update_weights first")
             if "weights" in self._released:
                 raise RuntimeError("the rollout has released its weights: resume(['weights']) before an update")
-            self._lacks_weights = True  # until it is in
+            self._lacks_weights = True  # until the adapter has arrived
             folder = str(write_adapter(self._folder / ADAPTER, config, tensors))
             try:
                 taken = self.engine.add_lora(LoRARequest(ADAPTER, 1, folder, load_inplace=True))
@@ -287,9 +290,9 @@ class VllmRollout(SteppingRollout):
                 self._forget()
             asleep = given | self._released
             if self._sleeps and given:
-                if "weights" in self._released:  # else vLLM takes itself for asleep and frees nothing
+                if "weights" in self._released:  # else vLLM considers itself asleep and frees nothing
                     self.engine.wake_up(["weights"])
-                # Level 2 drops the weights, which come anew; level 1 keeps a copy in host memory while they sleep.
+                # Level 2 discards the weights, which the next sync sends again. Level 1 keeps a copy in host memory.
                 drops = "weights" in asleep and not self.takes_adapters
                 self.engine.sleep(level=2 if drops else 1, mode="keep")
                 if back := sorted(set(TAGS) - asleep):
@@ -321,8 +324,9 @@ class VllmRollout(SteppingRollout):
                 if self._is_guest:
                     from vllm.distributed import destroy_model_parallel
 
-                    # Its own shutdown ends the trainer's process group as well, so it has to wait for the end of this
-                    # process; and there it must come first, or it would look for groups that are gone.
+                    # vLLM's shutdown also destroys the trainer's process group, so it is postponed to the exit of this
+                    # process. At exit it must run before other handlers, because it looks for process groups that those
+                    # handlers destroy.
                     self.engine.model_executor.shutdown()
                     destroy_model_parallel()
                     atexit.register(self.engine.engine_core.shutdown)
@@ -332,10 +336,10 @@ class VllmRollout(SteppingRollout):
 
 
 def unname_shared_memory() -> None:
-    """Takes the name off the memory that vLLM's ranks share on CPUs, once all of them have it.
+    """Unlink the shared memory of vLLM's ranks on CPUs, after all ranks have opened it.
 
-    The name is the same for every engine whose ranks are ours: left behind by a process that was killed, or that ended
-    without its destructors, it would keep the next engine from starting.
+    The name is the same for every engine that runs on ranks of this package. A process that was killed or that exited
+    without running destructors would leave the name behind, and the next engine could not start.
     """
     from vllm.distributed import get_tp_group
 
@@ -347,7 +351,7 @@ def unname_shared_memory() -> None:
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Puts back what building an engine changes for the whole process: random states and the number of threads."""
+    """Restore the process-wide state that building an engine changes: random states and the number of threads."""
     states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
