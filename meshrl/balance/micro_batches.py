@@ -394,8 +394,9 @@ def order_for_data_parallel(
     Reorder the batch with the permutation and cut it into `dp_size` equal parts, one per rank.
 
     Mini-batches keep their samples: the m-th of the `mini_batches` equal parts of each rank holds samples of the m-th
-    part of the original order, with equal counts and balanced work. Runs of `group_size` samples stay on one rank if
-    a mini-batch is a multiple of `group_size * dp_size`. With one rank the order is unchanged.
+    part of the original order. Counts are equal and work is balanced within each mini-batch. Runs of `group_size`
+    samples stay on one rank if a mini-batch is a multiple of `group_size * dp_size`. With one rank the order is
+    unchanged.
     """
     lengths = np.asarray(lengths)
     batch = len(lengths)

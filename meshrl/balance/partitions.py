@@ -100,9 +100,9 @@ def _greedy_max(falling: list[float], k: int, room: int) -> float:
 def karmarkar_karp(work: np.ndarray, k: int, equal_size: bool) -> list[np.ndarray]:
     """Split the items into k parts by multi-way Karmarkar–Karp differencing.
 
-    A partial solution is k loads in descending order. Two partial solutions are combined by adding the heaviest part
-    of one to the lightest part of the other, the second heaviest to the second lightest, and so on. With equal sizes,
-    the initial solutions are runs of k neighbours in sorted order, one item for each part.
+    A partial solution is k loads in descending order. Two partial solutions are combined by adding the loads of one to
+    those of the other in reverse order, the heaviest to the lightest. With equal sizes, the initial solutions are runs
+    of k neighbours in sorted order, one item for each part.
 
     The items of a part are kept as a tree: every combined part points to its two halves. The tree is read out once at
     the end, so no item is copied during the combining.

@@ -103,8 +103,9 @@ def validation_metrics(
 
     k is 1, 2, 4, ... up to n.
     A group is the samples of one prompt, and n is the size of the source's largest group. Every prompt has the same
-    weight. pass@k is the unbiased estimate of the probability that at least one of k samples is right (score above
-    `threshold`), from the groups with k or more samples. If groups are smaller than n, `acc/short_groups` counts them.
+    weight. pass@k is the unbiased estimate of the probability that at least one of k samples is right. It uses the
+    groups with k or more samples; a sample is right if its score is above `threshold`. If groups are smaller than n,
+    `acc/short_groups` counts them.
     """
     values = np.fromiter(_numbers(scores), dtype=np.float64)
     if not len(data_sources) == len(group_ids) == len(values):
